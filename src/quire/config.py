@@ -1,0 +1,349 @@
+"""Frozen, composed configuration, and the pure function that completes it.
+
+`EngineConfig` is what a user asked for; `Machine` and `ModelFacts` are what was found; `resolve` turns the three into
+a `ResolvedConfig` without looking at the world, so that the same inputs always give the same engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from quire.errors import ConfigError
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+DEVICES = ("auto", "cpu", "cuda")
+POLICIES = ("fcfs", "priority")
+DEFAULT_MEMORY_FRACTION = 0.5
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which model, and how it is loaded.
+
+    Args:
+        model: a local folder, a Hugging Face hub id, or "bundled" for the model that ships with Quire.
+        tokenizer: the same for the tokenizer; None takes the model's.
+        skip_tokenizer_init: work on token ids only.
+        revision: a hub revision.
+        dtype: of weights and KV cache; "auto" keeps the checkpoint's.
+        device: "auto" takes a GPU when there is one.
+        max_model_len: tokens of prompt and output together; None takes the model's own limit.
+        served_model_name: the name that the server shows; None takes `model`.
+        seed: where requests without a seed take theirs from.
+        num_threads: threads of the data plane on a CPU; None takes all cores that this process may use.
+    """
+
+    model: str = "bundled"
+    tokenizer: str | None = None
+    skip_tokenizer_init: bool = False
+    revision: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    served_model_name: str | None = None
+    seed: int = 0
+    num_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        _text("model", self.model)
+        for name in ("tokenizer", "revision", "served_model_name"):
+            _text(name, getattr(self, name), optional=True)
+        _flag("skip_tokenizer_init", self.skip_tokenizer_init)
+        _one_of("dtype", self.dtype, DTYPES)
+        _one_of("device", self.device, DEVICES)
+        _whole("max_model_len", self.max_model_len, 1, optional=True)
+        _whole("num_threads", self.num_threads, 1, optional=True)
+        _whole("seed", self.seed, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """How much KV memory, and how it is cut.
+
+    Args:
+        block_size: tokens of a block.
+        num_kv_blocks: the pool's size in usable blocks; overrides the budgets below.
+        kv_cache_memory_bytes: the pool's size in bytes.
+        kv_cache_memory_fraction: else, this share of the memory available once the weights are loaded.
+        enable_prefix_caching: find and reuse published blocks.
+        watermark: share of the blocks kept free for growth when a sequence is admitted.
+    """
+
+    block_size: int = 16
+    num_kv_blocks: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    kv_cache_memory_fraction: float = DEFAULT_MEMORY_FRACTION
+    enable_prefix_caching: bool = True
+    watermark: float = 0.01
+
+    def __post_init__(self) -> None:
+        _whole("block_size", self.block_size, 1, 1024)
+        _whole("num_kv_blocks", self.num_kv_blocks, 1, optional=True)
+        _whole("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, optional=True)
+        _flag("enable_prefix_caching", self.enable_prefix_caching)
+        _share("kv_cache_memory_fraction", self.kv_cache_memory_fraction, 1.0, positive=True)
+        _share("watermark", self.watermark, 0.5)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Who runs in a step.
+
+    Args:
+        max_num_seqs: sequences that run at once.
+        max_num_batched_tokens: tokens computed in a step; longer prompts are computed in chunks. None takes 512 on
+            a CPU and 2048 on a GPU, and `max_num_seqs` at least.
+        scheduling_policy: "fcfs", or "priority" (lower values first, then first come first served).
+        max_queue_len: requests that may wait; more are refused with `QueueFull`. None is unbounded (offline use).
+    """
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None
+    scheduling_policy: str = "fcfs"
+    max_queue_len: int | None = None
+
+    def __post_init__(self) -> None:
+        _whole("max_num_seqs", self.max_num_seqs, 1)
+        _whole("max_num_batched_tokens", self.max_num_batched_tokens, 1, optional=True)
+        _one_of("scheduling_policy", self.scheduling_policy, POLICIES)
+        _whole("max_queue_len", self.max_queue_len, 1, optional=True)
+        budget = self.max_num_batched_tokens
+        if budget is not None and budget < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({budget}) must be at least max_num_seqs ({self.max_num_seqs}): "
+                "every running sequence decodes one token a step; raise the one or lower the other",
+                field="max_num_batched_tokens",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """All that a user can ask of an engine."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+    @classmethod
+    def from_options(cls, **options: Any) -> EngineConfig:
+        """Compose a configuration from flat options, as `LLM(...)` and the command line give them.
+
+        Raises:
+            ConfigError: an unknown option (the message lists the known ones), or a value that is not allowed.
+        """
+        parts: dict[str, dict[str, Any]] = {"model": {}, "cache": {}, "scheduler": {}}
+        homes = option_homes()
+        for name, value in options.items():
+            if name not in homes:
+                raise ConfigError(f"unknown option {name!r}; known options are {', '.join(sorted(homes))}", field=name)
+            parts[homes[name]][name] = value
+        return cls(
+            model=ModelConfig(**parts["model"]),
+            cache=CacheConfig(**parts["cache"]),
+            scheduler=SchedulerConfig(**parts["scheduler"]),
+        )
+
+
+def option_homes() -> dict[str, str]:
+    """Map each flat option's name to the part of `EngineConfig` that holds it."""
+    homes: dict[str, str] = {}
+    for part, cls in (("model", ModelConfig), ("cache", CacheConfig), ("scheduler", SchedulerConfig)):
+        for item in fields(cls):
+            homes[item.name] = part
+    return homes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What was found on the device once the weights are loaded.
+
+    Args:
+        device: "cpu" or "cuda".
+        available_bytes: memory that a new allocation can take, limits of control groups included.
+        num_threads: cores that this process may use.
+    """
+
+    device: str
+    available_bytes: int
+    num_threads: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What the model fixes.
+
+    Args:
+        max_position: the longest context that the model was made for, in tokens.
+        bytes_per_token: KV bytes of one token, all layers.
+        vocab_size: rows of the output head.
+    """
+
+    max_position: int
+    bytes_per_token: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedConfig:
+    """A configuration with no open question; printed at start.
+
+    Args:
+        num_blocks: blocks of the pool, without the null block.
+        bytes_per_block: KV bytes of one block.
+    """
+
+    device: str
+    num_threads: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    bytes_per_block: int
+    enable_prefix_caching: bool
+    watermark_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    scheduling_policy: str
+    max_queue_len: int | None
+    vocab_size: int
+    seed: int
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the whole pool holds."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def max_concurrency(self) -> float:
+        """Sequences of `max_model_len` tokens that fit at once."""
+        return self.num_blocks / -(-self.max_model_len // self.block_size)
+
+    def lines(self) -> tuple[str, ...]:
+        """Return the lines that people look for at start."""
+        kv_bytes = self.num_blocks * self.bytes_per_block
+        return (
+            f"Available KV cache memory: {kv_bytes / GIB:.2f} GiB "
+            f"({self.num_blocks:,} blocks of {self.block_size} tokens, {self.bytes_per_block:,} bytes each)",
+            f"KV cache size: {self.kv_tokens:,} tokens, maximum concurrency for {self.max_model_len:,} tokens "
+            f"per request: {self.max_concurrency:.2f}x",
+            f"Scheduler: {self.scheduling_policy}, at most {self.max_num_seqs} sequences and "
+            f"{self.max_num_batched_tokens} tokens a step; prefix caching "
+            f"{'on' if self.enable_prefix_caching else 'off'}; device {self.device}, {self.num_threads} threads",
+        )
+
+
+def resolve(config: EngineConfig, machine: Machine, facts: ModelFacts) -> ResolvedConfig:
+    """Complete a configuration with what was found; pure.
+
+    Raises:
+        ConfigError: `max_model_len` past the model's limit, or a KV budget that cannot hold one sequence of
+            `max_model_len` tokens; the message says which number to change, and to what.
+    """
+    cache, scheduler = config.cache, config.scheduler
+    max_model_len = config.model.max_model_len or facts.max_position
+    if max_model_len > facts.max_position:
+        raise ConfigError(
+            f"max_model_len ({max_model_len}) is more than the model's limit of {facts.max_position} tokens; "
+            f"use at most {facts.max_position}",
+            field="max_model_len",
+        )
+    bytes_per_block = facts.bytes_per_token * cache.block_size
+    num_blocks, origin = _num_blocks(cache, machine, bytes_per_block, max_model_len, scheduler.max_num_seqs)
+    needed = -(-max_model_len // cache.block_size)
+    if num_blocks < needed:
+        raise _too_few_blocks(cache, max_model_len, num_blocks, needed, bytes_per_block, origin)
+    default_budget = 512 if machine.device == "cpu" else 2048
+    return ResolvedConfig(
+        device=machine.device,
+        num_threads=config.model.num_threads or machine.num_threads,
+        max_model_len=max_model_len,
+        block_size=cache.block_size,
+        num_blocks=num_blocks,
+        bytes_per_block=bytes_per_block,
+        enable_prefix_caching=cache.enable_prefix_caching,
+        watermark_blocks=int(num_blocks * cache.watermark),
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens or max(default_budget, scheduler.max_num_seqs),
+        scheduling_policy=scheduler.scheduling_policy,
+        max_queue_len=scheduler.max_queue_len,
+        vocab_size=facts.vocab_size,
+        seed=config.model.seed,
+    )
+
+
+def _num_blocks(
+    cache: CacheConfig, machine: Machine, bytes_per_block: int, max_model_len: int, max_num_seqs: int
+) -> tuple[int, str]:
+    """Return the pool's size in blocks and the words for where it comes from."""
+    if cache.num_kv_blocks is not None:
+        return cache.num_kv_blocks, f"num_kv_blocks={cache.num_kv_blocks}"
+    if cache.kv_cache_memory_bytes is not None:
+        budget = cache.kv_cache_memory_bytes
+        if budget > machine.available_bytes:
+            raise ConfigError(
+                f"kv_cache_memory_bytes ({budget:,}) is more than the {machine.available_bytes:,} bytes available "
+                "once the weights are loaded; ask for less",
+                field="kv_cache_memory_bytes",
+            )
+        # The null block costs one block of the budget.
+        return budget // bytes_per_block - 1, f"kv_cache_memory_bytes={budget}"
+    budget = int(machine.available_bytes * cache.kv_cache_memory_fraction)
+    # More than every sequence at full length can never be used.
+    most = -(-max_model_len // cache.block_size) * max_num_seqs
+    words = f"{cache.kv_cache_memory_fraction:g} of the {machine.available_bytes:,} available bytes"
+    return min(budget // bytes_per_block - 1, most), words
+
+
+def _too_few_blocks(
+    cache: CacheConfig, max_model_len: int, num_blocks: int, needed: int, bytes_per_block: int, origin: str
+) -> ConfigError:
+    """Return the error for a pool that cannot hold one sequence, with the numbers that would do."""
+    if cache.num_kv_blocks is not None:
+        field_to_raise, least = "num_kv_blocks", needed
+    else:
+        # One block more: the null block is paid for from the same bytes.
+        field_to_raise, least = "kv_cache_memory_bytes", (needed + 1) * bytes_per_block
+    advice = f"set {field_to_raise} to at least {least}"
+    if num_blocks > 0:
+        advice += f", or max_model_len to at most {num_blocks * cache.block_size}"
+    return ConfigError(
+        f"{origin} gives {max(num_blocks, 0)} KV blocks, but one sequence of max_model_len={max_model_len} tokens "
+        f"needs {needed} blocks of {bytes_per_block:,} bytes: {advice}",
+        field=field_to_raise,
+    )
+
+
+def _text(name: str, value: object, *, optional: bool = False) -> None:
+    if not (isinstance(value, str) and value) and not (optional and value is None):
+        allowed = "a non-empty string" + (" or None" if optional else "")
+        raise ConfigError(f"{name} must be {allowed}, got {value!r}", field=name)
+
+
+def _flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} must be true or false, got {value!r}", field=name)
+
+
+def _whole(name: str, value: object, low: int, high: int | None = None, *, optional: bool = False) -> None:
+    if optional and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        allowed = f"an integer of at least {low}" + (f" and at most {high}" if high is not None else "")
+        raise ConfigError(f"{name} must be {allowed}, got {value!r}", field=name)
+
+
+def _share(name: str, value: object, high: float, *, positive: bool = False) -> None:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not 0.0 <= value <= high
+        or (positive and value == 0.0)
+    ):
+        allowed = f"above 0 and at most {high:g}" if positive else f"from 0 to {high:g}"
+        raise ConfigError(f"{name} must be a number {allowed}, got {value!r}", field=name)
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}", field=name)

@@ -1,0 +1,131 @@
+"""Every error that Quire raises on purpose.
+
+Expected outcomes are return values; a user's mistake is a `ConfigError` or a `RequestError` that names the
+field, the value and what is allowed; a broken fact of our own is an `InvariantViolation`.
+"""
+
+from __future__ import annotations
+
+
+class QuireError(Exception):
+    """The root of all errors that Quire raises on purpose."""
+
+
+class ConfigError(QuireError):
+    """An engine option, or a combination of options, that cannot be honoured.
+
+    Args:
+        message: what was wrong, with both numbers and the option to change.
+        field: the option's name as the user typed it, where one option is to blame.
+    """
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class CheckpointError(ConfigError):
+    """A checkpoint that cannot be read: a missing file or tensor, a wrong shape, a truncated file."""
+
+
+class UnsupportedModel(ConfigError):
+    """A model architecture that no family implements; the message lists the supported ones."""
+
+
+class RequestError(QuireError):
+    """A request that is refused. It never touches another request.
+
+    Attributes:
+        field: the parameter to blame, or None.
+        code: a short machine-readable reason, used as the OpenAI error code.
+    """
+
+    code: str = "invalid_request"
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class InvalidParameter(RequestError):
+    """A parameter outside its range or of the wrong type.
+
+    Args:
+        field: the parameter's name.
+        value: what was given (shown shortened).
+        allowed: what would have been accepted, in words.
+    """
+
+    code = "invalid_parameter"
+
+    def __init__(self, field: str, value: object, allowed: str) -> None:
+        shown = repr(value)
+        if len(shown) > 120:
+            shown = shown[:117] + "..."
+        super().__init__(f"{field} must be {allowed}, got {shown}", field=field)
+        self.value = value
+        self.allowed = allowed
+
+
+class PromptTooLong(RequestError):
+    """A prompt that leaves no room for a single new token.
+
+    Args:
+        num_tokens: the prompt's length in tokens.
+        limit: the longest prompt that would have been accepted, in tokens.
+        reason: which limit that is (the context length, the KV cache).
+    """
+
+    code = "context_length_exceeded"
+
+    def __init__(self, num_tokens: int, limit: int, reason: str) -> None:
+        super().__init__(
+            f"the prompt has {num_tokens} tokens but {reason} allows at most {limit}", field="prompt"
+        )
+        self.num_tokens = num_tokens
+        self.limit = limit
+
+
+class UnsupportedFeature(RequestError):
+    """A parameter that is known but that this engine or model cannot honour."""
+
+    code = "unsupported_feature"
+
+    def __init__(self, field: str, why: str) -> None:
+        super().__init__(f"{field} is not supported: {why}", field=field)
+
+
+class QueueFull(RequestError):
+    """The waiting queue has no place left; the client should come back later.
+
+    Args:
+        limit: how many requests may wait.
+        retry_after_s: when to try again, in seconds.
+    """
+
+    code = "queue_full"
+
+    def __init__(self, limit: int, retry_after_s: int) -> None:
+        super().__init__(f"the server's queue is full ({limit} requests); retry after {retry_after_s} s")
+        self.retry_after_s = retry_after_s
+
+
+class OutOfMemory(QuireError):
+    """Memory that was promised could not be had."""
+
+
+class WorkerError(QuireError):
+    """The data plane failed while it executed a step."""
+
+
+class InvariantViolation(QuireError):
+    """A numbered invariant (M1 to M11, S1 to S6) does not hold: a bug in Quire, never a user's mistake.
+
+    Args:
+        number: the invariant, for example "M2".
+        detail: what was found and what was expected.
+    """
+
+    def __init__(self, number: str, detail: str) -> None:
+        super().__init__(f"invariant {number}: {detail}")
+        self.number = number

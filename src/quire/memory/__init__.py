@@ -1,0 +1,26 @@
+"""Memory: who owns which block. Standard library only; usable on its own."""
+
+from quire.memory.chain import Namespace, TokenChain
+from quire.memory.invariants import check
+from quire.memory.manager import KVCacheManager
+from quire.memory.ops import NO_OPS, BlockCopy, MemoryOps, TableDelta
+from quire.memory.specs import FullAttention, KVCacheSpec
+from quire.memory.status import AllocStatus, HitEnd, PrefixHit, Usage, Verdict
+
+__all__ = [
+    "NO_OPS",
+    "AllocStatus",
+    "BlockCopy",
+    "FullAttention",
+    "HitEnd",
+    "KVCacheManager",
+    "KVCacheSpec",
+    "MemoryOps",
+    "Namespace",
+    "PrefixHit",
+    "TableDelta",
+    "TokenChain",
+    "Usage",
+    "Verdict",
+    "check",
+]

@@ -1,0 +1,97 @@
+"""Every invariant of memory, checked by looking at everything: for tests and a suspicious mind, not for each step."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from quire.errors import InvariantViolation
+from quire.memory.chain import block_digest
+from quire.memory.manager import CacheGroup, KVCacheManager
+from quire.memory.pool import NULL_BLOCK
+from quire.memory.sequence_memory import SequenceMemory
+
+
+def check(manager: KVCacheManager) -> None:
+    """Verify M1 to M6; M11 follows from M1 and M2, since without sequences no block has a holder.
+
+    Raises:
+        InvariantViolation: naming the first invariant that does not hold.
+    """
+    for idx, group in enumerate(manager.groups):
+        holders = Counter(block for state in manager.sequences.values() for block in state.tables[idx])
+        _check_partition(group, holders)
+        _check_index(group)
+        for seq_id, state in manager.sequences.items():
+            _check_table(group, seq_id, state, state.tables[idx])
+
+
+def snapshot(manager: KVCacheManager) -> tuple[object, ...]:
+    """Return the whole observable state as a comparable value: equal snapshots behave alike (M7, M10)."""
+    sequences = tuple(
+        (
+            seq_id,
+            tuple(state.chain.tokens),
+            tuple(map(tuple, state.tables)),
+            state.num_slots,
+            state.num_computed,
+            state.num_published,
+            state.is_publishing,
+            tuple(state.dirty_from),
+        )
+        for seq_id, state in sorted(manager.sequences.items())
+    )
+    pools = tuple(
+        (group.pool.free_ids, tuple(group.pool.idle), tuple(group.pool.ref_counts), tuple(group.pool.index.items()))
+        for group in manager.groups
+    )
+    return sequences, pools, tuple(manager.pending_copies)
+
+
+def _check_partition(group: CacheGroup, holders: Counter[int]) -> None:
+    """M1: free, idle, used and null are disjoint and complete. M2: reference counts equal table entries."""
+    pool = group.pool
+    free, idle = list(pool.free_ids), list(pool.idle)
+    used = [block_id for block_id in range(pool.num_blocks + 1) if pool.ref_counts[block_id] > 0]
+    every = sorted([NULL_BLOCK, *free, *idle, *used])
+    if every != list(range(pool.num_blocks + 1)):
+        raise InvariantViolation("M1", f"free {free}, idle {idle} and used {used} do not partition the pool")
+    for block_id, count in enumerate(pool.ref_counts):
+        if count != holders[block_id]:
+            raise InvariantViolation(
+                "M2", f"block {block_id} counts {count} holders, tables name it {holders[block_id]}"
+            )
+    for block_id in idle:
+        if block_id not in pool.index:
+            raise InvariantViolation("M1", f"idle block {block_id} is not published")
+    for block_id in free:
+        if block_id in pool.index:
+            raise InvariantViolation("M1", f"free block {block_id} is published")
+
+
+def _check_index(group: CacheGroup) -> None:
+    """M4: a digest names exactly its parent and tokens, and one block."""
+    index = group.pool.index
+    for digest, block in index.items():
+        if block_digest(block.parent, block.content) != digest:
+            raise InvariantViolation("M4", f"block {block.block_id} is published under another block's identity")
+        if index.digest_of(block.block_id) != digest:
+            raise InvariantViolation("M4", f"block {block.block_id} has two identities")
+    num_published = sum(block_id in index for block_id in range(group.pool.num_blocks + 1))
+    if num_published != len(index):
+        raise InvariantViolation("M4", f"{num_published} blocks have an identity, {len(index)} identities a block")
+
+
+def _check_table(group: CacheGroup, seq_id: int, state: SequenceMemory, table: list[int]) -> None:
+    """M3: what is written next is private. M5: published blocks hold the sequence's tokens. M6: lengths agree."""
+    pool, size, computed = group.pool, group.spec.block_size, state.num_computed
+    if len(table) != group.spec.num_blocks(state.num_slots):
+        raise InvariantViolation("M6", f"sequence {seq_id}: {len(table)} blocks for {state.num_slots} slots")
+    if not 0 <= computed <= state.num_slots:
+        raise InvariantViolation("M6", f"sequence {seq_id}: {computed} of {state.num_slots} slots computed")
+    if computed < state.num_slots:
+        for block_id in table[computed // size :]:
+            if pool.ref_counts[block_id] > 1 or block_id in pool.index:
+                raise InvariantViolation("M3", f"sequence {seq_id} will write shared or published block {block_id}")
+    for i, (digest, block_id) in enumerate(zip(state.chain.digests(state.num_published), table, strict=False)):
+        if i < state.num_published and pool.index.digest_of(block_id) != digest:
+            raise InvariantViolation("M5", f"sequence {seq_id}: block {block_id} holds other tokens")

@@ -1,0 +1,53 @@
+"""What memory keeps of one live sequence: its block tables and how far they are filled, stored and published."""
+
+from __future__ import annotations
+
+from quire.memory.chain import TokenChain
+
+
+class SequenceMemory:
+    """What the manager keeps of one live sequence.
+
+    Args:
+        chain: its tokens and their identities.
+        num_groups: cache groups.
+
+    Attributes:
+        tables: per group, the block ids.
+        num_slots: tokens with a slot.
+        num_computed: tokens whose KV is stored.
+        num_published: leading blocks that are in the prefix index, or were when they filled.
+        is_publishing: False once a digest of the chain was found to collide; nothing after it is published.
+        has_exclusive_tail: True when the partly filled last block is known to be held by this sequence alone and not
+            published; `fork` and `truncate` are all that can change it.
+        dirty_from: per group, the first table entry that the data plane does not know.
+        is_dirty: True when any such entry exists.
+    """
+
+    __slots__ = (
+        "chain",
+        "dirty_from",
+        "has_exclusive_tail",
+        "is_dirty",
+        "is_publishing",
+        "num_computed",
+        "num_published",
+        "num_slots",
+        "tables",
+    )
+
+    def __init__(self, chain: TokenChain, num_groups: int) -> None:
+        self.chain = chain
+        self.tables: list[list[int]] = [[] for _ in range(num_groups)]
+        self.num_slots = 0
+        self.num_computed = 0
+        self.num_published = 0
+        self.is_publishing = True
+        self.has_exclusive_tail = True
+        self.dirty_from = [0] * num_groups
+        self.is_dirty = True
+
+    def mark_dirty(self, group_idx: int, start: int) -> None:
+        """Note that table entries from `start` on changed."""
+        self.dirty_from[group_idx] = min(self.dirty_from[group_idx], start)
+        self.is_dirty = True

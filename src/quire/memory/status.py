@@ -1,0 +1,88 @@
+"""The values that the memory manager answers with."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+
+class Verdict(Enum):
+    """Whether memory can be had: now, once others give some back, or not at all."""
+
+    OK = "ok"
+    LATER = "later"
+    NEVER = "never"
+
+
+class AllocStatus(NamedTuple):
+    """The answer to a `can_` question, with its reason.
+
+    Args:
+        verdict: OK, LATER or NEVER.
+        group_idx: the cache group that limits.
+        needed: blocks that the request needs of it; for LATER beyond its hit and with what must stay free.
+        available: blocks that it could have: now (OK, LATER), or ever (NEVER).
+    """
+
+    verdict: Verdict
+    group_idx: int
+    needed: int
+    available: int
+
+
+class HitEnd(Enum):
+    """Why a prefix hit ended where it did."""
+
+    DISABLED = "prefix caching is off"
+    NOT_PUBLISHED = "the next block is not in the prefix index"
+    LAST_TOKEN = "at least one token must be computed"
+    LIMIT = "the caller asked for no more"
+
+
+class PrefixHit(NamedTuple):
+    """The longest usable published prefix of a token chain.
+
+    Valid until the manager's next command; `allocate` refuses a stale one.
+
+    Args:
+        num_tokens: tokens whose KV is reused, a multiple of the block size; less than the chain's tokens.
+        block_ids: for each cache group, the blocks that hold them.
+        end: why the hit is not longer.
+        version: the manager's count of changes when the question was asked.
+    """
+
+    num_tokens: int
+    block_ids: tuple[tuple[int, ...], ...]
+    end: HitEnd
+    version: int
+
+
+class Usage(NamedTuple):
+    """Block counts of the device tier: `used + idle + free == num_blocks` (M1); and counters since the start.
+
+    Args:
+        num_blocks: usable blocks, the null block not counted.
+        used: blocks with holders.
+        idle: blocks without holders that are still published: free to reuse and free to evict.
+        free: blocks that hold nothing.
+        num_sequences: live sequences.
+        num_tokens: tokens with slots, a shared block's tokens counted for each holder.
+        num_evictions: published blocks taken back for reuse.
+        num_copies: blocks copied on write.
+        num_merges: duplicate blocks given back when they filled.
+    """
+
+    num_blocks: int
+    used: int
+    idle: int
+    free: int
+    num_sequences: int
+    num_tokens: int
+    num_evictions: int
+    num_copies: int
+    num_merges: int
+
+    @property
+    def used_fraction(self) -> float:
+        """Share of the blocks that have holders."""
+        return self.used / self.num_blocks
