@@ -1,0 +1,94 @@
+"""When a sequence ends: by a token, by its length, or by a stop string in its text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Strings
+
+from quire.sequences.sequence import FinishReason, Sequence
+
+
+def end_of_tokens(sequence: Sequence, token_id: int) -> tuple[FinishReason, int | None] | None:
+    """Say whether a sequence ends when a token is appended to it.
+
+    Args:
+        sequence: as it is before the token.
+        token_id: the token about to be appended.
+
+    Returns:
+        The reason and, for one of the request's own stop tokens, that token; None when it goes on.
+    """
+    request = sequence.request
+    num_output = sequence.num_output + 1
+    if num_output > request.params.min_tokens:
+        if token_id in request.end_token_ids:
+            return FinishReason.STOP, None
+        if token_id in request.params.stop_token_ids:
+            return FinishReason.STOP, token_id
+    if sequence.num_prompt + num_output >= request.max_total_tokens:
+        return FinishReason.LENGTH, None
+    return None
+
+
+class StopStrings:
+    """Finds stop strings in a stream of text, across any boundaries of tokens and chunks.
+
+    The result does not depend on how the text is cut: the stop string that is complete first wins, the longest of
+    those that end at the same character.
+
+    Args:
+        strings: non-empty stop strings.
+        is_included: leave the stop string in the text.
+    """
+
+    __slots__ = ("_held", "_is_included", "_longest", "_strings")
+
+    def __init__(self, strings: Strings[str], *, is_included: bool) -> None:
+        self._strings = tuple(strings)
+        self._is_included = is_included
+        self._longest = max(map(len, self._strings), default=0)
+        self._held = ""
+
+    def push(self, text: str, *, can_stop: bool = True) -> tuple[str, str | None]:
+        """Take more text; return what may be shown, and the stop string when one is complete.
+
+        A tail that may become a stop string is held back until that is decided.
+
+        Args:
+            text: the new text.
+            can_stop: False while fewer than `min_tokens` tokens exist: then the text passes, and cannot be part of
+                a later match.
+        """
+        if not self._strings:
+            return text, None
+        if not can_stop:
+            return self.flush() + text, None
+        text = self._held + text
+        match = self._first_match(text)
+        if match is not None:
+            end, string = match
+            self._held = ""
+            return text[: end if self._is_included else end - len(string)], string
+        keep = self._ambiguous_tail(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], None
+
+    def flush(self) -> str:
+        """Return the text held back; for the end of a sequence that ended otherwise."""
+        held, self._held = self._held, ""
+        return held
+
+    def _first_match(self, text: str) -> tuple[int, str] | None:
+        """Return the end and the string of the match that is complete first."""
+        found = [(start + len(s), -len(s), s) for s in self._strings if (start := text.find(s)) >= 0]
+        if not found:
+            return None
+        end, _, string = min(found)
+        return end, string
+
+    def _ambiguous_tail(self, text: str) -> int:
+        """Return the length of the longest tail that begins some stop string."""
+        for length in range(min(len(text), self._longest - 1), 0, -1):
+            tail = text[-length:]
+            if any(string.startswith(tail) for string in self._strings):
+                return length
+        return 0

@@ -1,0 +1,15 @@
+"""Scheduling: one frozen plan for each step."""
+
+from quire.scheduling.plan import ItemResult, Opening, PlanItem, StepPlan, StepResult, TokenLogprobs
+from quire.scheduling.scheduler import Scheduler, SchedulerStats
+
+__all__ = [
+    "ItemResult",
+    "Opening",
+    "PlanItem",
+    "Scheduler",
+    "SchedulerStats",
+    "StepPlan",
+    "StepResult",
+    "TokenLogprobs",
+]

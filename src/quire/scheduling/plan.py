@@ -1,0 +1,118 @@
+"""The two frozen values that cross the torch line: `StepPlan` goes down, `StepResult` comes up.
+
+They are named tuples: immutable, comparable, picklable, and the cheapest immutable value that Python builds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from quire.memory.ops import MemoryOps, TableDelta
+from quire.sequences.params import SamplingParams
+
+__all__ = ["ItemResult", "MemoryOps", "Opening", "PlanItem", "StepPlan", "StepResult", "TableDelta", "TokenLogprobs"]
+
+
+class Opening(NamedTuple):
+    """What the data plane must know of a sequence that it has not seen, or has closed.
+
+    Args:
+        params: the request's sampling parameters.
+        seed: the seed of this sequence's draws; with `sample_idx` and the position it fixes each draw.
+        sample_idx: which of the request's `n` samples this sequence is.
+        num_prompt: tokens of `token_ids` that are the prompt.
+        token_ids: prompt and output so far, all that is known at the time of the plan.
+        suppressed_ids: tokens that may not be sampled before `params.min_tokens` output tokens exist.
+    """
+
+    params: SamplingParams
+    seed: int
+    sample_idx: int
+    num_prompt: int
+    token_ids: tuple[int, ...]
+    suppressed_ids: tuple[int, ...]
+
+
+class PlanItem(NamedTuple):
+    """One sequence's share of a step.
+
+    ```
+     tokens   |<-- computed: [0, start) -->|<-- token_ids: this step -->|
+    ```
+
+    Args:
+        seq_id: the sequence.
+        start: tokens whose KV is stored already; the position of `token_ids[0]`.
+        token_ids: the tokens to compute in this step, at positions `start, start + 1, ...`; never empty.
+        table_deltas: changes of the block tables since the last plan that named the sequence; from block 0
+            when `opening` is given. After them the tables hold slots for `start + len(token_ids)` tokens at least.
+        num_samples: tokens to draw from the logits of the last token; 0 in a prefill chunk that is not the last.
+            Draw `i` uses `sample_idx + i`.
+        opening: given when the data plane does not know the sequence (new, forked or resumed).
+    """
+
+    seq_id: int
+    start: int
+    token_ids: Sequence[int]
+    table_deltas: tuple[TableDelta, ...]
+    num_samples: int
+    opening: Opening | None
+
+
+class StepPlan(NamedTuple):
+    """One engine iteration's decision.
+
+    Args:
+        tick: the iteration's number, rising by one.
+        items: who runs, in policy order; a sequence appears at most once.
+        ops: copies (and later transfers) to perform, in order, before this step's kernels.
+        closed: sequences that the data plane can forget, before it looks at `items`: finished, aborted or preempted.
+    """
+
+    tick: int
+    items: tuple[PlanItem, ...]
+    ops: MemoryOps
+    closed: tuple[int, ...]
+
+
+class TokenLogprobs(NamedTuple):
+    """Log probabilities at one position, from the raw distribution (before penalties and temperature).
+
+    Args:
+        token_id: the chosen (or given, in a prompt) token.
+        logprob: its log probability.
+        rank: 1 for the likeliest token.
+        top: (token id, log probability) of the likeliest tokens, best first; may be empty.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
+class ItemResult(NamedTuple):
+    """What one item of the plan gave.
+
+    Args:
+        seq_id: the sequence.
+        token_ids: the `num_samples` tokens drawn.
+        logprobs: one for each drawn token when `params.logprobs` is set, else empty.
+        prompt_logprobs: when `params.prompt_logprobs` is set: for each prompt position `p` in
+            `[start + 1, min(start + len + 1, num_prompt))`, the log probabilities of the prompt's token at `p`.
+        error: why this item alone failed (for example non-finite logits), else None; then the rest is empty.
+    """
+
+    seq_id: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    error: str | None = None
+
+
+class StepResult(NamedTuple):
+    """What a step gave: one result for each item, in the plan's order."""
+
+    tick: int
+    items: tuple[ItemResult, ...]

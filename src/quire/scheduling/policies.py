@@ -1,0 +1,31 @@
+"""Small decisions, each readable in one breath: who comes first, and who gives its memory back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence as Candidates
+
+from quire.sequences.request import Request
+from quire.sequences.sequence import Sequence
+
+# The first two parts of a sequence's place in every queue; its sample index is the third.
+OrderPolicy = Callable[[Request], tuple[int, int]]
+PreemptionPolicy = Callable[[Candidates[Sequence]], Sequence]
+
+
+def first_come_first_served(request: Request) -> tuple[int, int]:
+    """Order by arrival (S6)."""
+    return 0, request.arrival
+
+
+def by_priority(request: Request) -> tuple[int, int]:
+    """Order by priority, lower first, then by arrival."""
+    return request.priority, request.arrival
+
+
+def last_in_order(candidates: Candidates[Sequence]) -> Sequence:
+    """Take the memory of the sequence that comes last: it has waited least and computed least."""
+    return candidates[-1]
+
+
+ORDER_POLICIES: dict[str, OrderPolicy] = {"fcfs": first_come_first_served, "priority": by_priority}
+PREEMPTION_POLICIES: dict[str, PreemptionPolicy] = {"last": last_in_order}

@@ -1,0 +1,344 @@
+"""The scheduler: who runs in a step, with how many tokens, and in whose memory.
+
+There are no phases. A sequence has pending tokens: one while it decodes, more while its prompt (or, after a
+preemption, all that it had) is computed in chunks.
+
+Memory is granted in policy order, so the first sequence always grows and always finishes. The token budget is
+granted to decodes first: one token each is set aside before any chunk is cut.
+
+Invariants: S1 to S6.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass
+from operator import attrgetter
+
+from quire.decoding.edits import Append, Finish, Fork
+from quire.decoding.strategies import Strategy
+from quire.errors import InvariantViolation, PromptTooLong
+from quire.memory.manager import KVCacheManager
+from quire.memory.status import Verdict
+from quire.scheduling.plan import Opening, PlanItem, StepPlan
+from quire.scheduling.policies import ORDER_POLICIES, PREEMPTION_POLICIES
+from quire.sequences.request import Request
+from quire.sequences.sequence import FinishReason, Sequence, SequenceStatus
+
+_KEY = attrgetter("key")
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Counters since the start.
+
+    Args:
+        prefix_queries: prompt tokens looked up in the prefix index at first admission.
+        prefix_hits: of those, tokens that were found.
+        resumed_queries: tokens looked up when a preempted sequence came back; kept apart, because finding one's
+            own blocks again says nothing about sharing.
+        resumed_hits: of those, tokens that were found.
+        num_preemptions: times that a sequence lost its memory.
+        wasted_tokens: computed tokens that those sequences lost.
+    """
+
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    resumed_queries: int = 0
+    resumed_hits: int = 0
+    num_preemptions: int = 0
+    wasted_tokens: int = 0
+
+
+class Scheduler:
+    """Plans steps over the sequences of all requests.
+
+    Args:
+        memory: the manager, which this scheduler alone commands.
+        strategy: how requests are decoded.
+        max_num_seqs: sequences that run at once.
+        max_num_batched_tokens: tokens of a step; at least `max_num_seqs`.
+        policy: a name in `ORDER_POLICIES`.
+        preemption: a name in `PREEMPTION_POLICIES`.
+    """
+
+    def __init__(
+        self,
+        memory: KVCacheManager,
+        strategy: Strategy,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        policy: str = "fcfs",
+        preemption: str = "last",
+    ) -> None:
+        if max_num_batched_tokens < max_num_seqs:
+            raise ValueError(f"{max_num_batched_tokens} tokens a step cannot serve {max_num_seqs} sequences")
+        self.memory = memory
+        self.strategy = strategy
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.requests: dict[str, Request] = {}
+        self.sequences: dict[int, Sequence] = {}
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.stats = SchedulerStats()
+        self._order = ORDER_POLICIES[policy]
+        self._choose_victim = PREEMPTION_POLICIES[preemption]
+        self._closed: list[int] = []
+        self._next_seq_id = 0
+
+    # ---- requests come and go ----
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            PromptTooLong: it could never fit the KV cache, whatever else leaves.
+            ValueError: its id is in use.
+        """
+        if request.request_id in self.requests:
+            raise ValueError(f"request {request.request_id!r} exists already")
+        room = self.memory.num_blocks * self.memory.block_size
+        if request.max_total_tokens > room:
+            raise PromptTooLong(request.num_prompt, room - 1, "the KV cache (with room for the output asked for)")
+        tokens = list(request.prompt_token_ids)
+        sequence = self._open(request, 0, tokens)
+        insort(self.waiting, sequence, key=_KEY)
+        self.requests[request.request_id] = request
+
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> list[Sequence]:
+        """End a request, whatever state it is in, and free all that it holds.
+
+        Args:
+            request_id: may be unknown, or finished already.
+            reason: what the sequences that end get as their finish reason.
+
+        Returns:
+            The sequences that were not finished; empty for an unknown request.
+        """
+        request = self.requests.get(request_id)
+        if request is None:
+            return []
+        ended = [sequence for sequence in request.sequences if not sequence.is_finished]
+        for sequence in ended:
+            self._end(sequence, reason, None)
+        self.requests.pop(request_id, None)
+        return ended
+
+    @property
+    def has_unfinished(self) -> bool:
+        """True while any sequence waits or runs."""
+        return bool(self.waiting or self.running)
+
+    # ---- a step ----
+
+    def plan(self, tick: int) -> StepPlan:
+        """Decide the next step. Every running sequence that can grow is in it, in policy order."""
+        spare = self.max_num_batched_tokens - sum(
+            len(sequence.tokens) - sequence.num_computed == 1 for sequence in self.running
+        )
+        preemptions_before = self.stats.num_preemptions
+        items: list[PlanItem] = []
+        position = 0
+        while position < len(self.running):
+            sequence = self.running[position]
+            pending = len(sequence.tokens) - sequence.num_computed
+            count = pending if pending == 1 else min(pending, spare)
+            if count > 0 and self._grow(sequence, count, position):
+                if pending > 1:
+                    spare -= count
+                items.append(self._item(sequence, count))
+            position += 1
+        if self.waiting and spare > 0 and self.stats.num_preemptions == preemptions_before:
+            self._admit(items, spare)
+        if self.running and not items:
+            raise InvariantViolation("S3", "no running sequence can grow")
+        closed = tuple(self._closed)
+        self._closed = []
+        return StepPlan(tick, tuple(items), self.memory.take_ops(), closed)
+
+    def advance(self, item: PlanItem, token_ids: Tokens[int]) -> list[tuple[Sequence, Append | Finish]]:
+        """Take in what a step gave one of its items: publish, fork, append, finish.
+
+        Args:
+            item: of the plan that was executed.
+            token_ids: the tokens drawn, `item.num_samples` of them.
+
+        Returns:
+            What happened to which sequence, in order; nothing when the item's sequence ended while the step ran.
+        """
+        sequence = self.sequences.get(item.seq_id)
+        if sequence is None or sequence.status is not SequenceStatus.RUNNING:
+            return []
+        sequence.num_computed += len(item.token_ids)
+        self.memory.publish(item.seq_id, sequence.num_computed)
+        if not token_ids:
+            return []
+        news: list[tuple[Sequence, Append | Finish]] = []
+        samples = sequence.request.sequences
+        for edit in self.strategy.advance(sequence, token_ids):
+            if isinstance(edit, Append):
+                target = samples[edit.sample_idx]
+                target.tokens.append(edit.token_id)
+                news.append((target, edit))
+            elif isinstance(edit, Fork):
+                self._fork(sequence, edit.sample_idx)
+            else:
+                target = samples[edit.sample_idx]
+                self.finish(target, edit.reason, edit.stop_reason)
+                news.append((target, edit))
+        return news
+
+    def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
+        """End a sequence and free its memory; forget the request when it was the last one."""
+        self._end(sequence, reason, stop_reason)
+        if sequence.request.is_finished:
+            del self.requests[sequence.request.request_id]
+
+    # ---- parts of a plan ----
+
+    def _grow(self, sequence: Sequence, count: int, position: int) -> bool:
+        """Get slots for `count` tokens, taking memory from the unplanned tail if it must be.
+
+        Returns:
+            False when there is nobody left to take from: the sequence keeps its blocks and yields this step. That
+            cannot happen to the first in order, so some sequence always advances.
+        """
+        while not self.memory.append_slots(sequence.seq_id, count):
+            unplanned = self.running[position + 1 :]
+            if not unplanned:
+                return False
+            self._preempt(self._choose_victim(unplanned))
+        return True
+
+    def _preempt(self, victim: Sequence) -> None:
+        """Take a running sequence's memory; it waits in its old place and computes its tokens again."""
+        self.stats.num_preemptions += 1
+        self.stats.wasted_tokens += victim.num_computed
+        victim.request.num_preemptions += 1
+        self.running.remove(victim)
+        self._release(victim)
+        victim.num_computed = 0
+        victim.move_to(SequenceStatus.WAITING)
+        insort(self.waiting, victim, key=_KEY)
+
+    def _admit(self, items: list[PlanItem], spare: int) -> None:
+        """Let waiting sequences in, in order, until tokens, seats or memory say stop."""
+        memory = self.memory
+        seats = self.max_num_seqs - sum(map(_seats, self.running))
+        # Sequences already in will ask for the rest of their prompts.
+        reserved = sum(
+            memory.blocks_missing(sequence.seq_id, len(sequence.tokens))
+            for sequence in self.running
+            if sequence.num_pending > 1
+        )
+        num_admitted = 0
+        for sequence in self.waiting:
+            seats -= _seats(sequence)
+            if seats < 0 or spare <= 0:
+                break
+            num_tokens = len(sequence.tokens)
+            hit = memory.match_prefix(sequence.chain, sequence.request.hit_limit)
+            status = memory.can_allocate(num_tokens, hit, reserved)
+            if status.verdict is Verdict.LATER:
+                break
+            if status.verdict is Verdict.NEVER:
+                raise InvariantViolation("S3", f"sequence {sequence.seq_id} can never fit: {status}")
+            count = min(num_tokens - hit.num_tokens, spare)
+            memory.allocate(sequence.seq_id, sequence.chain, hit)
+            if not memory.append_slots(sequence.seq_id, count):
+                raise InvariantViolation("S2", f"sequence {sequence.seq_id} was promised memory: {status}")
+            spare -= count
+            reserved += memory.blocks_missing(sequence.seq_id, num_tokens)
+            self._count_hit(sequence, hit.num_tokens)
+            sequence.num_computed = hit.num_tokens
+            sequence.move_to(SequenceStatus.RUNNING)
+            insort(self.running, sequence, key=_KEY)
+            items.append(self._item(sequence, count))
+            num_admitted += 1
+        del self.waiting[:num_admitted]
+
+    def _count_hit(self, sequence: Sequence, num_hit: int) -> None:
+        """Count an admission's prefix hit: first-time and resumed apart."""
+        request, stats = sequence.request, self.stats
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = num_hit
+            stats.prefix_queries += len(sequence.tokens)
+            stats.prefix_hits += num_hit
+        else:
+            stats.resumed_queries += len(sequence.tokens)
+            stats.resumed_hits += num_hit
+
+    def _item(self, sequence: Sequence, count: int) -> PlanItem:
+        """Return a sequence's share of the step: its next `count` tokens."""
+        start = sequence.num_computed
+        end = start + count
+        tokens = sequence.tokens
+        opening = None if sequence.is_open else self._opening(sequence)
+        num_samples = self.strategy.num_draws(sequence) if end == len(tokens) else 0
+        deltas = self.memory.take_table_deltas(sequence.seq_id)
+        return PlanItem(sequence.seq_id, start, tuple(tokens[start:end]), deltas, num_samples, opening)
+
+    def _opening(self, sequence: Sequence) -> Opening:
+        """Return what the data plane must know of a sequence, and note that it will."""
+        sequence.is_open = True
+        request = sequence.request
+        return Opening(
+            request.params,
+            request.seed,
+            sequence.sample_idx,
+            sequence.num_prompt,
+            tuple(sequence.tokens),
+            request.suppressed_ids,
+        )
+
+    # ---- lives of sequences ----
+
+    def _fork(self, parent: Sequence, sample_idx: int) -> None:
+        """Open another sample of a request as a copy of a running sequence; its blocks are shared."""
+        child = self._open(parent.request, sample_idx, parent.tokens.copy(), parent)
+        child.num_computed = parent.num_computed
+        child.move_to(SequenceStatus.RUNNING)
+        insort(self.running, child, key=_KEY)
+
+    def _open(
+        self, request: Request, sample_idx: int, tokens: list[int], parent: Sequence | None = None
+    ) -> Sequence:
+        """Make a sequence, forked from a parent where there is one."""
+        seq_id = self._next_seq_id
+        self._next_seq_id += 1
+        if parent is None:
+            chain = self.memory.chain(tokens, request.namespace)
+        else:
+            chain = self.memory.fork(parent.seq_id, seq_id, tokens)
+        sequence = Sequence(seq_id, request, sample_idx, tokens, chain, (*self._order(request), sample_idx))
+        request.sequences.append(sequence)
+        self.sequences[seq_id] = sequence
+        return sequence
+
+    def _end(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None) -> None:
+        """Finish a sequence; it holds nothing afterwards (S4)."""
+        if sequence.status is SequenceStatus.RUNNING:
+            self.running.remove(sequence)
+            self._release(sequence)
+        else:
+            self.waiting.remove(sequence)
+        sequence.move_to(SequenceStatus.FINISHED)
+        sequence.finish_reason = reason
+        sequence.stop_reason = stop_reason
+        del self.sequences[sequence.seq_id]
+
+    def _release(self, sequence: Sequence) -> None:
+        """Free a running sequence's blocks, and have the data plane forget it."""
+        self.memory.free(sequence.seq_id)
+        if sequence.is_open:
+            sequence.is_open = False
+            self._closed.append(sequence.seq_id)
+
+
+def _seats(sequence: Sequence) -> int:
+    """Return the places among `max_num_seqs` that a sequence takes, samples still to fork included."""
+    request = sequence.request
+    return 1 if request.is_forked else request.params.n

@@ -1,0 +1,75 @@
+"""A request: what a client asked for, and the sequences that it owns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from quire.memory.chain import Namespace
+from quire.sequences.params import SamplingParams
+from quire.sequences.sequence import Sequence
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One prompt and how to continue it.
+
+    Args:
+        request_id: the caller's name for it.
+        prompt_token_ids: never empty.
+        params: valid sampling parameters.
+        max_total_tokens: prompt and output together at most: the context length or `max_tokens`, whichever ends first.
+        end_token_ids: tokens that end a sequence: the model's own, unless `ignore_eos`.
+        arrival: rises with each request; the order of first come first served.
+        priority: lower runs first under the priority policy.
+        namespace: where its blocks may be shared.
+        seed: seed of its draws.
+        sequences: the prompt's sequence first; after the fork one for each sample.
+        num_known_prompt_logprobs: prompt positions whose log probabilities came back already.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    max_total_tokens: int
+    end_token_ids: frozenset[int]
+    arrival: int
+    seed: int
+    priority: int = 0
+    namespace: Namespace = field(default_factory=Namespace)
+    sequences: list[Sequence] = field(default_factory=list)
+    num_known_prompt_logprobs: int = 0
+    num_cached_tokens: int | None = None
+    num_preemptions: int = 0
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def is_forked(self) -> bool:
+        """True once each sample has its own sequence."""
+        return len(self.sequences) == self.params.n
+
+    @property
+    def is_finished(self) -> bool:
+        """True when every sample exists and none runs or waits."""
+        return self.is_forked and all(sequence.is_finished for sequence in self.sequences)
+
+    @property
+    def suppressed_ids(self) -> tuple[int, ...]:
+        """Tokens that may not be sampled before `min_tokens` output tokens exist."""
+        if not self.params.min_tokens:
+            return ()
+        return tuple(sorted(self.end_token_ids.union(self.params.stop_token_ids)))
+
+    @property
+    def hit_limit(self) -> int | None:
+        """Prompt tokens that a prefix hit may cover, None for all.
+
+        A hit has no logits, so while prompt log probabilities are missing it may cover only positions whose
+        successor is known already.
+        """
+        if self.params.prompt_logprobs is None or self.num_known_prompt_logprobs >= self.num_prompt - 1:
+            return None
+        return self.num_known_prompt_logprobs

@@ -1,0 +1,125 @@
+"""A sequence: one token stream being decoded."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from quire.errors import InvariantViolation
+from quire.memory.chain import TokenChain
+
+if TYPE_CHECKING:
+    from quire.sequences.request import Request
+
+
+class SequenceStatus(Enum):
+    """Where a sequence is. It moves as `TRANSITIONS` allow (S5)."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+TRANSITIONS: dict[SequenceStatus, frozenset[SequenceStatus]] = {
+    SequenceStatus.WAITING: frozenset({SequenceStatus.RUNNING, SequenceStatus.FINISHED}),
+    SequenceStatus.RUNNING: frozenset({SequenceStatus.WAITING, SequenceStatus.FINISHED}),
+    SequenceStatus.FINISHED: frozenset(),
+}
+
+
+class FinishReason(Enum):
+    """Why a sequence ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class Sequence:
+    """One token stream.
+
+    ```
+     tokens   |<-- prompt -->|<-- output -->|
+              |<-- num_computed -->|<-- num_pending -->|
+    ```
+
+    Args:
+        seq_id: unique in the engine.
+        request: its owner.
+        sample_idx: which of the request's samples it is.
+        tokens: prompt and output; owned here, referenced by `chain`.
+        chain: the identities of its blocks.
+
+    Attributes:
+        num_computed: tokens whose KV is stored.
+        is_open: True when the data plane knows the sequence.
+        key: its place in every queue: the smaller, the earlier.
+    """
+
+    __slots__ = (
+        "chain",
+        "finish_reason",
+        "is_open",
+        "key",
+        "num_computed",
+        "num_prompt",
+        "request",
+        "sample_idx",
+        "seq_id",
+        "status",
+        "stop_reason",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        seq_id: int,
+        request: Request,
+        sample_idx: int,
+        tokens: list[int],
+        chain: TokenChain,
+        key: tuple[int, int, int],
+    ) -> None:
+        self.seq_id = seq_id
+        self.request = request
+        self.sample_idx = sample_idx
+        self.tokens = tokens
+        self.chain = chain
+        self.key = key
+        self.num_prompt = request.num_prompt
+        self.num_computed = 0
+        self.is_open = False
+        self.status = SequenceStatus.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+
+    @property
+    def num_output(self) -> int:
+        """Tokens generated so far."""
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """The tokens generated so far."""
+        return self.tokens[self.num_prompt :]
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens still to run through the model before the next one can be sampled."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def is_finished(self) -> bool:
+        """True when no more tokens will come."""
+        return self.status is SequenceStatus.FINISHED
+
+    def move_to(self, status: SequenceStatus) -> None:
+        """Change the status.
+
+        Raises:
+            InvariantViolation: S5, a change that is not allowed.
+        """
+        if status not in TRANSITIONS[self.status]:
+            raise InvariantViolation("S5", f"sequence {self.seq_id}: {self.status.value} to {status.value}")
+        self.status = status

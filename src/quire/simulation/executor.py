@@ -1,0 +1,132 @@
+"""A data plane made of plain dictionaries: it obeys plans as the real one does, and checks what it reads.
+
+Every slot remembers which token was written at which position. The next token is a function of what is read back
+through the block table, so a block that was shared, copied, merged, evicted or reused wrongly gives other tokens, and
+is caught at the moment it is read.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+from quire.errors import InvariantViolation
+from quire.scheduling.plan import ItemResult, Opening, PlanItem, StepPlan, StepResult
+
+
+class _OpenSequence:
+    """What the data plane keeps of a sequence between plans."""
+
+    __slots__ = ("opening", "table", "tokens")
+
+    def __init__(self, opening: Opening) -> None:
+        self.opening = opening
+        self.table: list[int] = []
+        self.tokens = list(opening.token_ids)
+
+
+class SimulatedExecutor:
+    """Executes plans for one cache group over slots that hold `(position, token)`.
+
+    Args:
+        block_size: tokens of a block.
+        vocab_size: tokens are drawn from `[0, vocab_size)`.
+
+    Raises:
+        InvariantViolation: M3, a plan writes to a slot through two tables at once; M5, a table does not read back as
+            its sequence; S1, a plan opens a sequence that is open, or names one that is not.
+    """
+
+    def __init__(self, block_size: int, vocab_size: int) -> None:
+        self.block_size = block_size
+        self.vocab_size = vocab_size
+        self.num_computed_tokens = 0
+        self._slots: dict[int, tuple[int, int]] = {}
+        self._open: dict[int, _OpenSequence] = {}
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Perform the copies, write the step's tokens, read each sequence back and draw."""
+        for seq_id in plan.closed:
+            del self._open[seq_id]
+        for copy in plan.ops.copies:
+            self._copy_block(copy.src_id, copy.dst_id)
+        written: dict[int, int] = {}
+        for item in plan.items:
+            self._write(item, written)
+        return StepResult(plan.tick, tuple(self._draw(item) for item in plan.items))
+
+    def close(self) -> None:
+        """Forget everything."""
+        self._slots.clear()
+        self._open.clear()
+
+    def _copy_block(self, src_id: int, dst_id: int) -> None:
+        for offset in range(self.block_size):
+            content = self._slots.get(src_id * self.block_size + offset)
+            if content is None:
+                self._slots.pop(dst_id * self.block_size + offset, None)
+            else:
+                self._slots[dst_id * self.block_size + offset] = content
+
+    def _write(self, item: PlanItem, written: dict[int, int]) -> None:
+        """Bring the item's table up to date and store its tokens."""
+        if (item.opening is None) != (item.seq_id in self._open):
+            raise InvariantViolation("S1", f"sequence {item.seq_id} is opened twice, or was never opened")
+        if item.opening is not None:
+            self._open[item.seq_id] = _OpenSequence(item.opening)
+        sequence = self._open[item.seq_id]
+        sequence.tokens[item.start :] = item.token_ids
+        for delta in item.table_deltas:
+            sequence.table[delta.start :] = delta.block_ids
+        for position, token_id in enumerate(item.token_ids, item.start):
+            slot = self._slot(sequence.table, position)
+            if written.setdefault(slot, item.seq_id) != item.seq_id:
+                raise InvariantViolation("M3", f"sequences {written[slot]} and {item.seq_id} both write slot {slot}")
+            self._slots[slot] = (position, token_id)
+        self.num_computed_tokens += len(item.token_ids)
+
+    def _slot(self, table: list[int], position: int) -> int:
+        block_id = table[position // self.block_size]
+        if block_id == 0:
+            raise InvariantViolation("M3", "the null block is never read or written")
+        return block_id * self.block_size + position % self.block_size
+
+    def _draw(self, item: PlanItem) -> ItemResult:
+        """Read the whole context through the table, and draw tokens that depend on all of it."""
+        sequence = self._open[item.seq_id]
+        end = item.start + len(item.token_ids)
+        context: list[int] = []
+        for position in range(end):
+            content = self._slots.get(self._slot(sequence.table, position))
+            if content != (position, sequence.tokens[position]):
+                raise InvariantViolation("M5", f"sequence {item.seq_id} reads {content} at position {position}")
+            context.append(content[1])
+        return ItemResult(
+            item.seq_id, tuple(self._next_token(sequence.opening, context, i) for i in range(item.num_samples))
+        )
+
+    def _next_token(self, opening: Opening, context: list[int], draw_idx: int) -> int:
+        """Return a token that is a function of seed, sample and context, and not a suppressed one."""
+        data = repr((opening.seed, opening.sample_idx + draw_idx, context)).encode()
+        number = int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
+        banned = opening.suppressed_ids if len(context) < opening.num_prompt + opening.params.min_tokens else ()
+        allowed = [token_id for token_id in range(self.vocab_size) if token_id not in banned]
+        return allowed[number % len(allowed)]
+
+
+class CountingExecutor:
+    """Draws a fixed token for every item and does nothing else: for measuring the control plane alone.
+
+    Args:
+        token_id: the token that every item draws.
+    """
+
+    def __init__(self, token_id: int = 1) -> None:
+        self.token_id = token_id
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Draw."""
+        token = (self.token_id,)
+        return StepResult(plan.tick, tuple(ItemResult(item.seq_id, token * item.num_samples) for item in plan.items))
+
+    def close(self) -> None:
+        """Do nothing."""
