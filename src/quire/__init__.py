@@ -1,0 +1,37 @@
+"""Quire serves large language models from paged memory.
+
+    from quire import LLM, SamplingParams
+
+    llm = LLM()
+    print(llm.generate("Once upon a time", SamplingParams(max_tokens=64))[0].outputs[0].text)
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quire.engine.async_llm import AsyncLLM
+    from quire.engine.llm import LLM
+    from quire.engine.outputs import CompletionOutput, Logprob, RequestOutput
+    from quire.sequences.params import SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "__version__"]
+
+_HOMES = {
+    "LLM": "quire.engine.llm",
+    "AsyncLLM": "quire.engine.async_llm",
+    "CompletionOutput": "quire.engine.outputs",
+    "Logprob": "quire.engine.outputs",
+    "RequestOutput": "quire.engine.outputs",
+    "SamplingParams": "quire.sequences.params",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Exports are looked up on first use, so that the control plane can be imported without torch.
+    if name not in _HOMES:
+        raise AttributeError(f"module 'quire' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

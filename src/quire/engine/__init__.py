@@ -1,0 +1,1 @@
+"""The engine: the doors of Python, and the loop behind all doors."""

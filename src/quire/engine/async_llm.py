@@ -1,0 +1,371 @@
+"""The engine behind an event loop: it steps in its own thread, and outputs stream to the tasks that asked for them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from quire.config import EngineConfig, ResolvedConfig
+from quire.engine.engine import Engine, EngineStats
+from quire.engine.loading import LoadedModel, load
+from quire.engine.metrics import Metrics
+from quire.engine.outputs import RequestOutput
+from quire.engine.prompts import Prompt
+from quire.errors import QueueFull, RequestError, WorkerError
+from quire.memory.status import Usage
+from quire.sequences.params import SamplingParams
+from quire.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+# With work at hand and no step completed for so long, the engine counts as stuck.
+STUCK_AFTER_S = 60.0
+RETRY_AFTER_S = 1
+
+
+class Health(NamedTuple):
+    """Whether the engine makes progress.
+
+    Args:
+        is_alive: its thread runs.
+        is_stuck: it has work, but has completed no step for `STUCK_AFTER_S` seconds.
+        seconds_since_progress: since the last step or idle moment.
+    """
+
+    is_alive: bool
+    is_stuck: bool
+    seconds_since_progress: float
+    num_running: int
+    num_waiting: int
+    num_steps: int
+
+
+@dataclass(slots=True, eq=False)
+class _Stream:
+    """One request on its way through the engine's thread.
+
+    Args:
+        items: outputs, or the error that ends the stream.
+    """
+
+    request_id: str
+    submit: Callable[[Engine], None]
+    loop: asyncio.AbstractEventLoop
+    items: asyncio.Queue[RequestOutput | Exception] = field(default_factory=asyncio.Queue)
+
+
+class Reservation:
+    """Places in the waiting queue, held before any work is done for a request; unused ones return on exit."""
+
+    def __init__(self, owner: AsyncLLM, count: int) -> None:
+        self._owner = owner
+        self._count = count
+
+    def take(self) -> None:
+        """Use one place; from now on the request itself counts as waiting.
+
+        Raises:
+            ValueError: none is left.
+        """
+        if not self._count:
+            raise ValueError("more requests than reserved places")
+        self._count -= 1
+        self._owner.return_places(1)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._owner.return_places(self._count)
+        self._count = 0
+
+
+class AsyncLLM:
+    """Serves requests concurrently; every public method is called from event loops, the engine from its own thread.
+
+    Args:
+        model: the loaded model and its engine, which this object owns from now on.
+        metrics: None makes a registry of its own.
+    """
+
+    def __init__(self, model: LoadedModel, metrics: Metrics | None = None) -> None:
+        self.model_name = model.name
+        self.resolved: ResolvedConfig = model.engine.config
+        self.tokenizer: Tokenizer | None = model.engine.tokenizer
+        self.metrics = metrics or Metrics(model.name)
+        self.metrics.set_config(self.resolved)
+        self._defaults = model.default_params
+        self._engine = model.engine
+        self._commands: queue.SimpleQueue[_Stream | str | None] = queue.SimpleQueue()
+        self._streams: dict[str, _Stream] = {}
+        self._lock = threading.Lock()
+        self._num_places_taken = 0
+        self._num_requests = 0
+        self._is_draining = False
+        self._failure: Exception | None = None
+        self._progress_s = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> AsyncLLM:
+        """Load a model and start its engine.
+
+        Raises:
+            ConfigError: an option or a checkpoint that cannot be honoured.
+        """
+        return cls(load(config))
+
+    @classmethod
+    def from_options(cls, model: str = "bundled", **options: Any) -> AsyncLLM:
+        """Do the same from flat options, as `LLM(...)` takes them."""
+        return cls.from_config(EngineConfig.from_options(model=model, **options))
+
+    # ---- requests ----
+
+    def reserve(self, count: int) -> Reservation:
+        """Hold places in the waiting queue, before any other work is done for a request.
+
+        Args:
+            count: requests (prompts) to come.
+
+        Raises:
+            QueueFull: fewer places are left; nothing is held.
+        """
+        limit = self.resolved.max_queue_len
+        with self._lock:
+            if limit is not None and self._num_waiting() + self._num_places_taken + count > limit:
+                raise QueueFull(limit, RETRY_AFTER_S)
+            self._num_places_taken += count
+        return Reservation(self, count)
+
+    def return_places(self, count: int) -> None:
+        """Give back reserved places."""
+        with self._lock:
+            self._num_places_taken -= count
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        place: Reservation | None = None,
+        add_special_tokens: bool = True,
+        cache_salt: str | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Generate, as a stream of deltas.
+
+        Leaving the iteration early (closing the iterator, cancelling the task) aborts the request, whatever state it
+        is in, and frees its memory before the next step.
+
+        Args:
+            prompt: text, token ids, or a mapping with one of them.
+            params: valid sampling parameters.
+            request_id: None makes one.
+            priority: lower runs first, under the priority policy.
+            place: a reservation to take the request's place from; None reserves here.
+            add_special_tokens: for text prompts.
+            cache_salt: only requests with the same salt share cached prefixes.
+
+        Raises:
+            RequestError: at the first item: the request was refused. `QueueFull` where no place is left.
+            WorkerError: the engine is dead.
+        """
+        with self.reserve(1) if place is None else contextlib.nullcontext(place) as held:
+            stream = self._stream(prompt, params, request_id, priority, add_special_tokens, cache_salt)
+            held.take()
+            self._commands.put(stream)
+        is_finished = False
+        try:
+            if not self._thread.is_alive():
+                raise self._dead()
+            while not is_finished:
+                item = await stream.items.get()
+                if isinstance(item, Exception):
+                    is_finished = True
+                    raise item
+                is_finished = item.finished
+                yield item
+        finally:
+            if not is_finished:
+                self._commands.put(stream.request_id)
+
+    def _stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str | None,
+        priority: int,
+        add_special_tokens: bool,
+        cache_salt: str | None,
+    ) -> _Stream:
+        """Return what the engine's thread needs to start a request."""
+        if self._is_draining:
+            raise RequestError("the engine is shutting down and takes no new requests")
+        with self._lock:
+            self._num_requests += 1
+            name = request_id or f"request-{self._num_requests}"
+        arrival_s = time.monotonic()
+
+        def submit(engine: Engine) -> None:
+            engine.add_request(
+                name,
+                prompt,
+                params,
+                priority=priority,
+                cache_salt=cache_salt,
+                add_special_tokens=add_special_tokens,
+                arrival_s=arrival_s,
+            )
+
+        return _Stream(name, submit, asyncio.get_running_loop())
+
+    # ---- state ----
+
+    def default_sampling_params(self) -> dict[str, Any]:
+        """Return the sampling parameters that the model's generation config sets."""
+        return dict(self._defaults)
+
+    def health(self) -> Health:
+        """Say whether the engine makes progress."""
+        scheduler = self._engine.scheduler
+        since = time.monotonic() - self._progress_s
+        has_work = bool(self._streams)
+        return Health(
+            is_alive=self._thread.is_alive(),
+            is_stuck=has_work and since > STUCK_AFTER_S,
+            seconds_since_progress=since,
+            num_running=len(scheduler.running),
+            num_waiting=self._num_waiting(),
+            num_steps=self._engine.num_steps,
+        )
+
+    def usage(self) -> Usage:
+        """Return the memory manager's counts, as of the last step."""
+        return self._engine.usage()
+
+    def stats(self) -> EngineStats:
+        """Return the engine's totals since the start, as of the last step."""
+        return self._engine.stats
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests and wait for those in progress.
+
+        Returns:
+            True when all have ended in time.
+        """
+        self._is_draining = True
+        deadline = time.monotonic() + timeout_s
+        while self._streams or not self._commands.empty():
+            if time.monotonic() > deadline or not self._thread.is_alive():
+                return False
+            await asyncio.sleep(0.02)
+        return True
+
+    def shutdown(self) -> None:
+        """End every request and the engine's thread; may be called twice."""
+        self._is_draining = True
+        self._commands.put(None)
+        self._thread.join(timeout=30)
+
+    def _num_waiting(self) -> int:
+        return len(self._engine.scheduler.waiting) + self._commands.qsize()
+
+    # ---- the engine's thread ----
+
+    def _run(self) -> None:
+        """Obey commands and step while there is work; sleep while there is none."""
+        error: Exception = WorkerError("the engine has shut down")
+        try:
+            while self._obey_commands():
+                self._progress_s = time.monotonic()
+                if self._engine.has_unfinished:
+                    self._publish(self._engine.step())
+        except Exception as failure:
+            logger.exception("the engine has died")
+            error = self._failure = failure
+        finally:
+            for request_id in list(self._streams):
+                self._send(request_id, WorkerError(str(error)))
+            self._fail_commands()
+            self._engine.close()
+
+    def _obey_commands(self) -> bool:
+        """Start and abort requests; wait for a command when there is nothing else to do.
+
+        Returns:
+            False when it is time to end.
+        """
+        while True:
+            is_idle = not self._engine.has_unfinished
+            if is_idle:
+                self._progress_s = time.monotonic()
+            try:
+                command = self._commands.get(block=is_idle)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            if isinstance(command, str):
+                self._abort(command)
+            else:
+                self._start(command)
+
+    def _start(self, stream: _Stream) -> None:
+        """Hand a request to the engine; a refusal goes back to its task alone."""
+        try:
+            stream.submit(self._engine)
+        except RequestError as refusal:
+            self._call(stream, refusal)
+        else:
+            self._streams[stream.request_id] = stream
+
+    def _abort(self, request_id: str) -> None:
+        output = self._engine.abort_request(request_id)
+        self._streams.pop(request_id, None)
+        if output is not None:
+            self.metrics.on_output(output)
+
+    def _publish(self, outputs: list[RequestOutput]) -> None:
+        """Send a step's outputs to their streams, and count them."""
+        for output in outputs:
+            self._send(output.request_id, output)
+            self.metrics.on_output(output)
+        if self._engine.last_step is not None:
+            self.metrics.on_step(self._engine.last_step)
+
+    def _send(self, request_id: str, item: RequestOutput | Exception) -> None:
+        is_last = isinstance(item, Exception) or item.finished
+        stream = self._streams.pop(request_id, None) if is_last else self._streams.get(request_id)
+        if stream is not None:
+            self._call(stream, item)
+
+    def _call(self, stream: _Stream, item: RequestOutput | Exception) -> None:
+        # The loop may have closed under a task that is being torn down; there is nobody left to tell.
+        with contextlib.suppress(RuntimeError):
+            stream.loop.call_soon_threadsafe(stream.items.put_nowait, item)
+
+    def _fail_commands(self) -> None:
+        """Tell the tasks whose requests never started."""
+        while True:
+            try:
+                command = self._commands.get(block=False)
+            except queue.Empty:
+                return
+            if isinstance(command, _Stream):
+                self._call(command, self._dead())
+
+    def _dead(self) -> WorkerError:
+        return WorkerError(f"the engine does not run: {self._failure or 'it was shut down'}")

@@ -1,0 +1,333 @@
+"""The engine: requests in, steps, outputs out. One thread owns it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from hashlib import blake2b
+from typing import NamedTuple
+
+from quire.config import ResolvedConfig
+from quire.decoding.edits import Append, Finish
+from quire.distributed.executor import Executor
+from quire.engine.outputs import RequestMetrics, RequestOutput
+from quire.engine.prompts import Prompt, to_tokens
+from quire.engine.stats import StepStats
+from quire.engine.transcript import RequestTranscript
+from quire.errors import InvalidParameter, PromptTooLong, UnsupportedFeature, WorkerError
+from quire.memory.chain import Namespace
+from quire.memory.status import Usage
+from quire.scheduling.plan import ItemResult, PlanItem, StepPlan
+from quire.scheduling.scheduler import Scheduler
+from quire.sequences.params import SamplingParams
+from quire.sequences.request import Request
+from quire.sequences.sequence import FinishReason, Sequence
+from quire.text.tokenizer import Tokenizer
+
+MAX_CONSECUTIVE_FAILURES = 3
+MAX_PRIORITY = 2**31 - 1
+
+
+class EngineStats(NamedTuple):
+    """Totals since the start.
+
+    Args:
+        prefix_queries: prompt tokens looked up in the prefix index, at first admission.
+        prefix_hits: of those, tokens found.
+        prompt_tokens: prompt tokens of the requests that were let in.
+        generation_tokens: tokens generated.
+        computed_tokens: tokens that went through the model.
+    """
+
+    num_steps: int
+    num_preemptions: int
+    prefix_queries: int
+    prefix_hits: int
+    prompt_tokens: int
+    generation_tokens: int
+    computed_tokens: int
+    num_copies: int
+    num_evictions: int
+    num_merges: int
+
+
+class Engine:
+    """Serves requests from paged memory, one step at a time.
+
+    Args:
+        config: the resolved configuration.
+        scheduler: owns all sequences and commands the memory.
+        executor: the data plane.
+        tokenizer: None when the engine works on token ids only.
+        end_token_ids: the model's own end-of-sequence tokens.
+        cache_name: what, of the model, the prefix cache depends on.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        scheduler: Scheduler,
+        executor: Executor,
+        tokenizer: Tokenizer | None,
+        *,
+        end_token_ids: frozenset[int],
+        cache_name: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.scheduler = scheduler
+        self.executor = executor
+        self.tokenizer = tokenizer
+        self.num_steps = 0
+        self.last_step: StepStats | None = None
+        self._end_token_ids = end_token_ids
+        self._cache_name = cache_name
+        self._clock = clock
+        self._transcripts: dict[str, RequestTranscript] = {}
+        self._news: dict[str, RequestTranscript] = {}
+        self._num_requests = 0
+        self._num_failures = 0
+        self._prompt_tokens = 0
+        self._generation_tokens = 0
+        self._computed_tokens = 0
+        # Totals of the last step's end: prefix queries and hits, preemptions, prompt tokens.
+        self._counted = (0, 0, 0, 0)
+
+    # ---- requests ----
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        add_special_tokens: bool = True,
+        arrival_s: float | None = None,
+    ) -> None:
+        """Check a request and queue it.
+
+        Args:
+            request_id: unique among the requests that are not finished.
+            prompt: text, token ids, or a mapping with one of them.
+            params: valid sampling parameters.
+            priority: lower runs first, under the priority policy.
+            cache_salt: only requests with the same salt share cached prefixes.
+            add_special_tokens: for text prompts.
+            arrival_s: when the request came, on the engine's clock; None is now.
+
+        Raises:
+            RequestError: naming the field, the value and what is allowed; nothing is queued.
+        """
+        if request_id in self._transcripts:
+            raise InvalidParameter("request_id", request_id, "unique among the requests in progress")
+        if type(priority) is not int or abs(priority) > MAX_PRIORITY:
+            raise InvalidParameter("priority", priority, f"an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}")
+        if cache_salt is not None and (type(cache_salt) is not str or not cache_salt):
+            raise InvalidParameter("cache_salt", cache_salt, "a non-empty string")
+        params.check_for_model(vocab_size=self.config.vocab_size, max_num_seqs=self.config.max_num_seqs)
+        if params.stop and self.tokenizer is None:
+            raise UnsupportedFeature("stop", "this engine runs without a tokenizer; use stop_token_ids")
+        tokens = to_tokens(prompt, self.tokenizer, self.config.vocab_size, add_special_tokens=add_special_tokens)
+        num_prompt = len(tokens.token_ids)
+        limit = self.config.max_model_len
+        if num_prompt >= limit:
+            raise PromptTooLong(num_prompt, limit - 1, f"the context length of {limit} tokens")
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=tokens.token_ids,
+            params=params,
+            max_total_tokens=limit if params.max_tokens is None else min(limit, num_prompt + params.max_tokens),
+            end_token_ids=frozenset() if params.ignore_eos else self._end_token_ids,
+            arrival=self._num_requests,
+            seed=self._seed(self._num_requests) if params.seed is None else params.seed,
+            priority=priority,
+            namespace=Namespace(self._cache_name, None, cache_salt),
+        )
+        self.scheduler.add(request)
+        self._num_requests += 1
+        metrics = RequestMetrics(arrival_s=self._clock() if arrival_s is None else arrival_s)
+        self._transcripts[request_id] = RequestTranscript(request, tokens.text, self.tokenizer, metrics)
+
+    def abort_request(self, request_id: str) -> RequestOutput | None:
+        """End a request in whatever state it is, and free its memory.
+
+        Returns:
+            Its last output, None for an unknown or finished request.
+        """
+        return self._end_request(request_id, FinishReason.ABORT, None)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """True while any request waits or runs."""
+        return bool(self._transcripts)
+
+    # ---- steps ----
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step and return the news of every request that has some.
+
+        A failure of the data plane ends the requests of that step with an error; the others go on.
+
+        Raises:
+            WorkerError: the data plane failed in several steps in a row.
+        """
+        plan = self.scheduler.plan(self.num_steps)
+        self.num_steps += 1
+        if not plan.items:
+            return []
+        self._note_scheduled(plan)
+        try:
+            result = self.executor.execute(plan)
+        except WorkerError as error:
+            return self._fail_step(plan, error)
+        self._num_failures = 0
+        failed: list[RequestOutput] = []
+        num_generated = 0
+        for item, outcome in zip(plan.items, result.items, strict=True):
+            if outcome.error is not None:
+                failed += self._fail_item(item, outcome.error)
+            else:
+                num_generated += self._take_result(item, outcome)
+        outputs = self._drain()
+        self._count_step(plan, num_generated)
+        return failed + outputs
+
+    def usage(self) -> Usage:
+        """Return the memory manager's counts."""
+        return self.scheduler.memory.usage()
+
+    @property
+    def stats(self) -> EngineStats:
+        """Totals since the start."""
+        usage, stats = self.usage(), self.scheduler.stats
+        return EngineStats(
+            num_steps=self.num_steps,
+            num_preemptions=stats.num_preemptions,
+            prefix_queries=stats.prefix_queries,
+            prefix_hits=stats.prefix_hits,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+            computed_tokens=self._computed_tokens,
+            num_copies=usage.num_copies,
+            num_evictions=usage.num_evictions,
+            num_merges=usage.num_merges,
+        )
+
+    def close(self) -> None:
+        """Release the data plane."""
+        self.executor.close()
+
+    # ---- parts of a step ----
+
+    def _take_result(self, item: PlanItem, outcome: ItemResult) -> int:
+        """Take in one item's result; return how many tokens it generated."""
+        sequence = self.scheduler.sequences.get(item.seq_id)
+        if sequence is None:
+            return 0
+        transcript = self._transcripts[sequence.request.request_id]
+        if outcome.prompt_logprobs and transcript.wants_prompt_logprobs:
+            transcript.add_prompt_logprobs(item.start, outcome.prompt_logprobs)
+        num_generated = 0
+        for changed, edit in self.scheduler.advance(item, outcome.token_ids):
+            self._news[changed.request.request_id] = transcript
+            if isinstance(edit, Append):
+                num_generated += 1
+                logprobs = outcome.logprobs[edit.draw_idx] if outcome.logprobs else None
+                self._stop_at_string(changed, transcript.add_token(changed, edit.token_id, logprobs), transcript)
+            elif isinstance(edit, Finish):
+                transcript.add_finish(changed)
+        return num_generated
+
+    def _stop_at_string(self, sequence: Sequence, stop: str | None, transcript: RequestTranscript) -> None:
+        """End a sequence whose text has reached a stop string; that wins over its length or a stop token."""
+        if stop is None:
+            return
+        if sequence.is_finished:
+            sequence.finish_reason, sequence.stop_reason = FinishReason.STOP, stop
+        else:
+            self.scheduler.finish(sequence, FinishReason.STOP, stop)
+        transcript.add_finish(sequence)
+
+    def _drain(self) -> list[RequestOutput]:
+        """Return the outputs of all requests with news, and forget those that are finished."""
+        news, self._news = self._news, {}
+        outputs: list[RequestOutput] = []
+        now = self._clock()
+        for request_id, transcript in news.items():
+            is_finished = transcript.request.is_finished
+            if transcript.metrics.first_token_s is None:
+                transcript.metrics.first_token_s = now
+            if is_finished:
+                transcript.metrics.finished_s = now
+                del self._transcripts[request_id]
+            outputs.append(transcript.take_news(is_finished=is_finished))
+        return outputs
+
+    def _note_scheduled(self, plan: StepPlan) -> None:
+        """Stamp the requests that a plan opens for the first time."""
+        now = None
+        for item in plan.items:
+            if item.opening is not None:
+                request = self.scheduler.sequences[item.seq_id].request
+                metrics = self._transcripts[request.request_id].metrics
+                if metrics.first_scheduled_s is None:
+                    now = self._clock() if now is None else now
+                    metrics.first_scheduled_s = now
+                    self._prompt_tokens += request.num_prompt
+
+    def _count_step(self, plan: StepPlan, num_generated: int) -> None:
+        """Add a step to the totals, and keep its increments for the metrics."""
+        step_tokens = sum(len(item.token_ids) for item in plan.items)
+        self._generation_tokens += num_generated
+        self._computed_tokens += step_tokens
+        usage, totals = self.usage(), self.scheduler.stats
+        now = (totals.prefix_queries, totals.prefix_hits, totals.num_preemptions, self._prompt_tokens)
+        queries, hits, preemptions, prompts = (new - old for new, old in zip(now, self._counted, strict=True))
+        self._counted = now
+        self.last_step = StepStats(
+            now_s=self._clock(),
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting),
+            num_swapped=0,
+            kv_usage=usage.used_fraction,
+            prefix_queries=queries,
+            prefix_hits=hits,
+            num_preemptions=preemptions,
+            prompt_tokens=prompts,
+            generation_tokens=num_generated,
+            step_tokens=step_tokens,
+        )
+
+    def _fail_item(self, item: PlanItem, error: str) -> list[RequestOutput]:
+        """End the request of one item with an error."""
+        sequence = self.scheduler.sequences.get(item.seq_id)
+        output = None
+        if sequence is not None:
+            output = self._end_request(sequence.request.request_id, FinishReason.ERROR, error)
+        return [] if output is None else [output]
+
+    def _fail_step(self, plan: StepPlan, error: WorkerError) -> list[RequestOutput]:
+        """End every request of a step that the data plane could not execute."""
+        self._num_failures += 1
+        if self._num_failures >= MAX_CONSECUTIVE_FAILURES:
+            raise WorkerError(f"{self._num_failures} steps in a row failed; the last one: {error}") from error
+        return [output for item in plan.items for output in self._fail_item(item, str(error))]
+
+    def _end_request(self, request_id: str, reason: FinishReason, error: str | None) -> RequestOutput | None:
+        """End a request early and return its last output."""
+        transcript = self._transcripts.pop(request_id, None)
+        if transcript is None:
+            return None
+        self._news.pop(request_id, None)
+        for sequence in self.scheduler.abort(request_id, reason):
+            transcript.add_finish(sequence)
+        transcript.metrics.finished_s = self._clock()
+        return transcript.take_news(is_finished=True, error=error)
+
+    def _seed(self, number: int) -> int:
+        """Return the seed of a request that came without one: a function of the engine's seed and the request's number."""
+        data = self.config.seed.to_bytes(16, "little") + number.to_bytes(16, "little")
+        return int.from_bytes(blake2b(data, digest_size=8).digest(), "little") >> 1

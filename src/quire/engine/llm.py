@@ -1,0 +1,210 @@
+"""The offline door: `LLM(model).generate(prompts, params)`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from quire.config import EngineConfig, ResolvedConfig
+from quire.engine.engine import Engine, EngineStats
+from quire.engine.loading import load
+from quire.engine.outputs import RequestOutput
+from quire.engine.prompts import Prompt
+from quire.errors import InvalidParameter, UnsupportedFeature
+from quire.memory.status import Usage
+from quire.sequences.params import SamplingParams
+from quire.text.chat import require_chat_template
+from quire.text.tokenizer import Tokenizer
+
+Params = SamplingParams | Sequence[SamplingParams] | None
+Messages = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """A model and its engine, in this process; not for use by several threads at once.
+
+    Args:
+        model: a local folder, a Hugging Face hub id, or "bundled".
+        options: every field of `ModelConfig`, `CacheConfig` and `SchedulerConfig`: `dtype`, `max_model_len`,
+            `block_size`, `num_kv_blocks`, `kv_cache_memory_bytes`, `max_num_seqs`, `max_num_batched_tokens`,
+            `enable_prefix_caching`, `skip_tokenizer_init`, `seed`, ...
+
+    Raises:
+        ConfigError: an option or a checkpoint that cannot be honoured.
+    """
+
+    def __init__(self, model: str = "bundled", **options: Any) -> None:
+        loaded = load(EngineConfig.from_options(model=model, **options))
+        self.engine: Engine = loaded.engine
+        self.model_name = loaded.name
+        self._default_params = loaded.default_params
+        self._num_requests = 0
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer; None with `skip_tokenizer_init`."""
+        return self.engine.tokenizer
+
+    @property
+    def resolved(self) -> ResolvedConfig:
+        """The configuration with no open question."""
+        return self.engine.config
+
+    @property
+    def stats(self) -> EngineStats:
+        """Totals since the start."""
+        return self.engine.stats
+
+    def usage(self) -> Usage:
+        """Return the memory manager's counts."""
+        return self.engine.usage()
+
+    def default_sampling_params(self) -> SamplingParams:
+        """Return sampling parameters as the model's generation config sets them."""
+        return SamplingParams(**self._default_params)
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], params: Params = None, *, use_tqdm: bool = True) -> list[RequestOutput]:
+        """Generate for all prompts at once.
+
+        Args:
+            prompts: one prompt or several: text, token ids, or `{"prompt_token_ids": [...]}`.
+            params: one for all, or one for each; None takes the model's own.
+            use_tqdm: show a progress bar.
+
+        Returns:
+            One output for each prompt, in their order.
+
+        Raises:
+            RequestError: a prompt or parameter that is refused; then nothing runs.
+        """
+        with _Progress(is_shown=use_tqdm) as progress:
+            whole: dict[str, RequestOutput] = {}
+            for output in self._run(prompts, params, progress.start):
+                known = whole.get(output.request_id)
+                if known is None:
+                    whole[output.request_id] = output
+                else:
+                    known.add(output)
+                progress.advance(output)
+        return [whole[request_id] for request_id in sorted(whole, key=int)]
+
+    def chat(
+        self, messages: Messages | Sequence[Messages], params: Params = None, *, use_tqdm: bool = True, **template_args: Any
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several at once.
+
+        Args:
+            messages: a list of `{"role": ..., "content": ...}`, or a list of such lists.
+            params: as for `generate`.
+            use_tqdm: show a progress bar.
+            template_args: passed on to the model's chat template.
+
+        Raises:
+            RequestError: messages that the template refuses, or a model without a template.
+        """
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts = [self.render_chat(conversation, **template_args) for conversation in conversations]  # type: ignore[arg-type]
+        return self.generate(prompts, params, use_tqdm=use_tqdm)
+
+    def render_chat(self, messages: Messages, **template_args: Any) -> list[int]:
+        """Return the token ids of a conversation, ready for the assistant's turn."""
+        if self.tokenizer is None:
+            raise UnsupportedFeature("messages", "this engine runs without a tokenizer")
+        template = require_chat_template(self.tokenizer.chat_template)
+        text = template.render(messages, add_generation_prompt=True, **template_args)
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def stream(self, prompts: Prompt | Sequence[Prompt], params: Params = None) -> Iterator[RequestOutput]:
+        """Generate for all prompts at once, yielding each step's news.
+
+        Leaving the iteration early aborts what is unfinished. A delta's `request_id` is the prompt's place as a
+        decimal number.
+
+        Raises:
+            RequestError: a prompt or parameter that is refused; then nothing runs.
+        """
+        return self._run(prompts, params)
+
+    def close(self) -> None:
+        """Release weights and KV memory."""
+        self.engine.close()
+
+    def _run(self, prompts: Prompt | Sequence[Prompt], params: Params, on_start: Any = None) -> Iterator[RequestOutput]:
+        """Queue all prompts, or none; then step until they are finished."""
+        many = _as_prompts(prompts)
+        each = self._params_of(params, len(many))
+        names = [str(place) for place in range(len(many))]
+        queued: list[str] = []
+        try:
+            for name, prompt, wanted in zip(names, many, each, strict=True):
+                self.engine.add_request(name, prompt, wanted)
+                queued.append(name)
+            if on_start is not None:
+                on_start(sum(wanted.n for wanted in each))
+            while self.engine.has_unfinished:
+                yield from self.engine.step()
+        finally:
+            for name in queued:
+                self.engine.abort_request(name)
+
+    def _params_of(self, params: Params, count: int) -> Sequence[SamplingParams]:
+        """Return one set of parameters for each prompt."""
+        if params is None:
+            return [self.default_sampling_params()] * count
+        if isinstance(params, SamplingParams):
+            return [params] * count
+        if len(params) != count:
+            raise InvalidParameter("params", f"{len(params)} sets", f"one set, or one for each of {count} prompts")
+        return params
+
+
+class _Progress:
+    """A progress bar over finished sequences, or nothing."""
+
+    def __init__(self, *, is_shown: bool) -> None:
+        self._bar: Any = None
+        self._num_tokens = 0
+        self._task: Any = None
+        if is_shown:
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+            self._bar = Progress(
+                TextColumn("Generating"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[num_tokens]} tokens"),
+                TimeElapsedColumn(),
+                transient=True,
+            )
+
+    def __enter__(self) -> _Progress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def start(self, total: int) -> None:
+        """Note how many sequences there will be."""
+        if self._bar is not None:
+            self._task = self._bar.add_task("", total=total, num_tokens=0)
+
+    def advance(self, delta: RequestOutput) -> None:
+        """Take in a step's news."""
+        if self._bar is not None:
+            self._num_tokens += sum(len(output.token_ids) for output in delta.outputs)
+            finished = sum(output.is_finished for output in delta.outputs)
+            self._bar.update(self._task, advance=finished, num_tokens=self._num_tokens)
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """Tell one prompt from several: a list of integers is one prompt."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise InvalidParameter("prompts", prompts, "a prompt or a list of prompts")
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]
+    return prompts  # type: ignore[return-value]

@@ -1,0 +1,152 @@
+"""From a configuration to a running engine: checkpoint, tokenizer, weights, then the KV memory that is left."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quire.config import EngineConfig, ModelFacts, ResolvedConfig, resolve
+from quire.decoding.strategies import Sampling
+from quire.distributed.executor import InProcessExecutor
+from quire.engine.engine import Engine
+from quire.errors import InvalidParameter
+from quire.execution.machine import pick_device, probe
+from quire.execution.runner import ModelRunner
+from quire.memory.manager import KVCacheManager
+from quire.memory.specs import FullAttention
+from quire.models.checkpoint import Checkpoint, locate
+from quire.models.decoder import Decoder
+from quire.models.loading import load_decoder
+from quire.models.weights import choose_dtype
+from quire.scheduling.scheduler import Scheduler
+from quire.sequences.params import SamplingParams
+from quire.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+# Fields of generation_config.json that are sampling parameters, under our names.
+GENERATION_FIELDS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model, ready to serve.
+
+    Args:
+        name: the name that it is served under.
+        engine: with memory of its own.
+        default_params: sampling parameters from the model's generation config.
+    """
+
+    name: str
+    engine: Engine
+    default_params: dict[str, Any]
+
+
+def load(config: EngineConfig) -> LoadedModel:
+    """Load a model and build its engine; the KV memory is allocated last.
+
+    Raises:
+        ConfigError: an option or a checkpoint that cannot be honoured; the message says what to change.
+    """
+    options = config.model
+    device = pick_device(options.device)
+    checkpoint = Checkpoint.open(options.model, options.revision)
+    tokenizer = None
+    if not options.skip_tokenizer_init:
+        folder = checkpoint.folder if options.tokenizer is None else locate(options.tokenizer)
+        tokenizer = Tokenizer.from_folder(folder)
+    dtype = choose_dtype(options.dtype, checkpoint)
+    torch.set_num_threads(options.num_threads or probe(device).num_threads)
+    decoder = load_decoder(checkpoint, device=device, dtype=dtype)
+    groups = _cache_specs(decoder, config.cache.block_size, dtype.itemsize)
+    facts = ModelFacts(
+        max_position=decoder.spec.max_position,
+        bytes_per_token=sum(group.bytes_per_block for group in groups) // config.cache.block_size,
+        vocab_size=decoder.spec.vocab_size,
+    )
+    resolved = resolve(config, probe(device), facts)
+    for line in resolved.lines():
+        logger.info(line)
+    name = options.served_model_name or options.model
+    runner = ModelRunner.build(
+        decoder, num_blocks=resolved.num_blocks + 1, block_size=resolved.block_size, device=device, dtype=dtype
+    )
+    engine = Engine(
+        resolved,
+        _scheduler(resolved, groups),
+        InProcessExecutor(runner),
+        tokenizer,
+        end_token_ids=_end_token_ids(checkpoint, tokenizer),
+        cache_name=f"{name}:{dtype}",
+    )
+    return LoadedModel(name, engine, _default_params(checkpoint))
+
+
+def _cache_specs(decoder: Decoder, block_size: int, element_bytes: int) -> list[FullAttention]:
+    """Return one cache spec for each of the model's cache groups."""
+    return [
+        FullAttention(
+            block_size=block_size,
+            num_layers=group.num_layers,
+            num_kv_heads=group.num_kv_heads,
+            head_dim=group.head_dim,
+            element_bytes=element_bytes,
+        )
+        for group in decoder.spec.cache_groups
+    ]
+
+
+def _scheduler(resolved: ResolvedConfig, groups: list[FullAttention]) -> Scheduler:
+    memory = KVCacheManager(
+        groups,
+        resolved.num_blocks,
+        watermark=resolved.watermark_blocks,
+        enable_prefix_caching=resolved.enable_prefix_caching,
+        key=os.urandom(32),
+    )
+    return Scheduler(
+        memory,
+        Sampling(),
+        max_num_seqs=resolved.max_num_seqs,
+        max_num_batched_tokens=resolved.max_num_batched_tokens,
+        policy=resolved.scheduling_policy,
+    )
+
+
+def _end_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """Return the tokens that end a sequence: what the configs say, and the tokenizer's own end token."""
+    ids = set(checkpoint.eos_token_ids)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    return frozenset(ids)
+
+
+def _default_params(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the generation config's sampling parameters; values that no request could have are left out."""
+    generation = checkpoint.generation_config
+    params: dict[str, Any] = {}
+    for theirs, ours in GENERATION_FIELDS.items():
+        value = generation.get(theirs)
+        if value is None:
+            continue
+        try:
+            SamplingParams(**{ours: value})
+        except InvalidParameter as error:
+            logger.warning("generation_config.json: %s; ignored", error)
+        else:
+            params[ours] = value
+    if generation.get("do_sample") is False:
+        params["temperature"] = 0.0
+    return params

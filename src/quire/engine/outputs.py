@@ -1,0 +1,115 @@
+"""What comes out of the engine: one `RequestOutput` per request and step that has news, or one for the whole request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Logprob:
+    """The log probability of one token at one position, from the raw distribution.
+
+    Args:
+        logprob: natural logarithm, at most 0.
+        rank: 1 for the likeliest token of the position.
+        decoded_token: the token's own text (may hold a replacement character where the token is part of one),
+            or None when the engine has no tokenizer.
+        decoded_bytes: the token's own bytes, or None when the engine has no tokenizer.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+    decoded_bytes: bytes | None = None
+
+
+# One position: token id -> Logprob; the chosen token is always in it and always comes first.
+PositionLogprobs = dict[int, Logprob]
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One sequence of a request.
+
+    Args:
+        index: which of the `n` samples.
+        text: the output's text (in a delta: the new part).
+        token_ids: the output's token ids (in a delta: the new ones).
+        cumulative_logprob: sum over the output so far of the chosen tokens' log probabilities; None without `logprobs`.
+        logprobs: one entry per token of `token_ids`; None without `logprobs`.
+        finish_reason: None while running; then "stop", "length", "abort" or "error".
+        stop_reason: the stop string or stop token id that ended the output; None for the model's own end token.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[PositionLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        """True once no more tokens will come."""
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """When things happened to a request, in seconds of a monotonic clock, and what its prompt cost."""
+
+    arrival_s: float = 0.0
+    first_scheduled_s: float | None = None
+    first_token_s: float | None = None
+    finished_s: float | None = None
+    num_preemptions: int = 0
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """The state of one request, whole (`LLM.generate`) or as the news of a step (`AsyncLLM.generate`).
+
+    Args:
+        request_id: the caller's or the engine's name for the request.
+        prompt: the prompt's text, None when it came as token ids.
+        prompt_token_ids: the prompt's token ids.
+        outputs: whole: all `n` sequences by index. Delta: only the sequences with news.
+        finished: True in the last output of the request.
+        prompt_logprobs: for each prompt token, None for the first one; only once, in the first delta.
+        num_cached_tokens: tokens of the prompt that came from the prefix cache (first admission).
+        error: why the request failed when a sequence's `finish_reason` is "error".
+        metrics: times and preemptions.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = False
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+    def add(self, delta: RequestOutput) -> None:
+        """Merge a later delta of the same request into this output."""
+        by_index = {output.index: output for output in self.outputs}
+        for news in delta.outputs:
+            known = by_index.get(news.index)
+            if known is None:
+                self.outputs.append(news)
+                continue
+            known.text += news.text
+            known.token_ids += news.token_ids
+            if news.logprobs is not None:
+                known.logprobs = (known.logprobs or []) + news.logprobs
+            known.cumulative_logprob = news.cumulative_logprob
+            known.finish_reason = news.finish_reason
+            known.stop_reason = news.stop_reason
+        self.outputs.sort(key=lambda output: output.index)
+        self.finished = delta.finished
+        self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
+        self.num_cached_tokens = delta.num_cached_tokens
+        self.error = self.error or delta.error
+        self.metrics = delta.metrics

@@ -1,0 +1,88 @@
+"""Tiny random checkpoints of every family, made with transformers, and what transformers itself generates from them."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+VOCAB_SIZE = 199
+EOS_TOKEN_ID = 7
+NEW_TOKENS = 24
+
+_SMALL = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "eos_token_id": EOS_TOKEN_ID,
+    "bos_token_id": 1,
+    "pad_token_id": 0,
+    # Random weights of the usual size give logits so flat that every model would repeat one token.
+    "initializer_range": 0.2,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama2": ("Llama", {**_SMALL, "num_key_value_heads": 4}),
+    "llama3": ("Llama", {**_SMALL, "rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True, "head_dim": 32}),
+    "qwen2": ("Qwen2", {**_SMALL, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {**_SMALL, "head_dim": 24, "num_key_value_heads": 1}),
+    "mistral": ("Mistral", {**_SMALL, "sliding_window": None}),
+}
+
+
+def save_checkpoint(family: str, folder: Path) -> Path:
+    """Write a family's random checkpoint to a folder."""
+    name, options = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**options)
+    torch.manual_seed(20)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith("bias"):
+                parameter.normal_(0.0, 0.2)
+    model.save_pretrained(folder)
+    return folder
+
+
+def ragged_prompts() -> list[list[int]]:
+    """Return prompts of many lengths; some begin alike, so that they share blocks."""
+    rng = random.Random(5)
+
+    def tokens(count: int) -> list[int]:
+        return [rng.randrange(10, VOCAB_SIZE) for _ in range(count)]
+
+    shared = tokens(40)
+    return [tokens(1), tokens(5), shared + tokens(3), tokens(33), shared + tokens(20), shared[:20] + tokens(9), tokens(16)]
+
+
+def generate_with_transformers(folder: Path, prompts: list[list[int]], new_tokens: int = NEW_TOKENS) -> list[list[int]]:
+    """Return each prompt's greedy continuation, each prompt alone and without a cache of ours."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    outputs = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            whole = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                generation_config=transformers.GenerationConfig(
+                    max_new_tokens=new_tokens, do_sample=False, eos_token_id=EOS_TOKEN_ID, pad_token_id=0
+                ),
+            )
+        outputs.append(whole[0, len(prompt) :].tolist())
+    return outputs
