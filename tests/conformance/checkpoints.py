@@ -67,7 +67,15 @@ def ragged_prompts() -> list[list[int]]:
         return [rng.randrange(10, VOCAB_SIZE) for _ in range(count)]
 
     shared = tokens(40)
-    return [tokens(1), tokens(5), shared + tokens(3), tokens(33), shared + tokens(20), shared[:20] + tokens(9), tokens(16)]
+    return [
+        tokens(1),
+        tokens(5),
+        shared + tokens(3),
+        tokens(33),
+        shared + tokens(20),
+        shared[:20] + tokens(9),
+        tokens(16),
+    ]
 
 
 def generate_with_transformers(folder: Path, prompts: list[list[int]], new_tokens: int = NEW_TOKENS) -> list[list[int]]:

@@ -75,7 +75,9 @@ def test_block_sizes(reference: Reference, block_size: int) -> None:
 def test_forked(reference: Reference) -> None:
     llm = load(reference)
     forked = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, n=3)
-    for output, expected in zip(llm.generate(reference.prompts, forked, use_tqdm=False), reference.outputs, strict=True):
+    for output, expected in zip(
+        llm.generate(reference.prompts, forked, use_tqdm=False), reference.outputs, strict=True
+    ):
         assert [sample.token_ids for sample in output.outputs] == [expected] * 3
     assert llm.stats.num_copies > 0
     # Each prompt went through the model once, however many samples it has.

@@ -336,15 +336,17 @@ class AsyncLLM:
         output = self._engine.abort_request(request_id)
         self._streams.pop(request_id, None)
         if output is not None:
+            self.metrics.on_step(self._engine.measure())
             self.metrics.on_output(output)
 
     def _publish(self, outputs: list[RequestOutput]) -> None:
-        """Send a step's outputs to their streams, and count them."""
-        for output in outputs:
-            self._send(output.request_id, output)
-            self.metrics.on_output(output)
+        """Count a step's outputs, then send them to their streams: who has an output finds it counted."""
         if self._engine.last_step is not None:
             self.metrics.on_step(self._engine.last_step)
+        for output in outputs:
+            self.metrics.on_output(output)
+        for output in outputs:
+            self._send(output.request_id, output)
 
     def _send(self, request_id: str, item: RequestOutput | Exception) -> None:
         is_last = isinstance(item, Exception) or item.finished

@@ -62,6 +62,9 @@ class Engine:
         end_token_ids: the model's own end-of-sequence tokens.
         cache_name: what, of the model, the prefix cache depends on.
         clock: seconds, monotonic.
+
+    Attributes:
+        last_step: the numbers of the last step, None where it did nothing.
     """
 
     def __init__(
@@ -174,6 +177,7 @@ class Engine:
         Raises:
             WorkerError: the data plane failed in several steps in a row.
         """
+        self.last_step = None
         plan = self.scheduler.plan(self.num_steps)
         self.num_steps += 1
         if not plan.items:
@@ -192,7 +196,8 @@ class Engine:
             else:
                 num_generated += self._take_result(item, outcome)
         outputs = self._drain()
-        self._count_step(plan, num_generated)
+        step_tokens = sum(len(item.token_ids) for item in plan.items)
+        self.last_step = self.measure(num_generated=num_generated, step_tokens=step_tokens)
         return failed + outputs
 
     def usage(self) -> Usage:
@@ -214,6 +219,33 @@ class Engine:
             num_copies=usage.num_copies,
             num_evictions=usage.num_evictions,
             num_merges=usage.num_merges,
+        )
+
+    def measure(self, *, num_generated: int = 0, step_tokens: int = 0) -> StepStats:
+        """Return the levels as they are, and what was counted since the last call.
+
+        Args:
+            num_generated: tokens that the step sampled.
+            step_tokens: tokens that the step computed.
+        """
+        totals = self.scheduler.stats
+        now = (totals.prefix_queries, totals.prefix_hits, totals.num_preemptions, self._prompt_tokens)
+        queries, hits, preemptions, prompts = (new - old for new, old in zip(now, self._counted, strict=True))
+        self._counted = now
+        self._generation_tokens += num_generated
+        self._computed_tokens += step_tokens
+        return StepStats(
+            now_s=self._clock(),
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting),
+            num_swapped=0,
+            kv_usage=self.usage().used_fraction,
+            prefix_queries=queries,
+            prefix_hits=hits,
+            num_preemptions=preemptions,
+            prompt_tokens=prompts,
+            generation_tokens=num_generated,
+            step_tokens=step_tokens,
         )
 
     def close(self) -> None:
@@ -278,29 +310,6 @@ class Engine:
                     metrics.first_scheduled_s = now
                     self._prompt_tokens += request.num_prompt
 
-    def _count_step(self, plan: StepPlan, num_generated: int) -> None:
-        """Add a step to the totals, and keep its increments for the metrics."""
-        step_tokens = sum(len(item.token_ids) for item in plan.items)
-        self._generation_tokens += num_generated
-        self._computed_tokens += step_tokens
-        usage, totals = self.usage(), self.scheduler.stats
-        now = (totals.prefix_queries, totals.prefix_hits, totals.num_preemptions, self._prompt_tokens)
-        queries, hits, preemptions, prompts = (new - old for new, old in zip(now, self._counted, strict=True))
-        self._counted = now
-        self.last_step = StepStats(
-            now_s=self._clock(),
-            num_running=len(self.scheduler.running),
-            num_waiting=len(self.scheduler.waiting),
-            num_swapped=0,
-            kv_usage=usage.used_fraction,
-            prefix_queries=queries,
-            prefix_hits=hits,
-            num_preemptions=preemptions,
-            prompt_tokens=prompts,
-            generation_tokens=num_generated,
-            step_tokens=step_tokens,
-        )
-
     def _fail_item(self, item: PlanItem, error: str) -> list[RequestOutput]:
         """End the request of one item with an error."""
         sequence = self.scheduler.sequences.get(item.seq_id)
@@ -328,6 +337,6 @@ class Engine:
         return transcript.take_news(is_finished=True, error=error)
 
     def _seed(self, number: int) -> int:
-        """Return the seed of a request that came without one: a function of the engine's seed and the request's number."""
+        """Return the seed of a request that came without one: of the engine's seed and the request's number."""
         data = self.config.seed.to_bytes(16, "little") + number.to_bytes(16, "little")
         return int.from_bytes(blake2b(data, digest_size=8).digest(), "little") >> 1

@@ -63,7 +63,9 @@ class LLM:
         """Return sampling parameters as the model's generation config sets them."""
         return SamplingParams(**self._default_params)
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], params: Params = None, *, use_tqdm: bool = True) -> list[RequestOutput]:
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: Params = None, *, use_tqdm: bool = True
+    ) -> list[RequestOutput]:
         """Generate for all prompts at once.
 
         Args:
@@ -89,7 +91,12 @@ class LLM:
         return [whole[request_id] for request_id in sorted(whole, key=int)]
 
     def chat(
-        self, messages: Messages | Sequence[Messages], params: Params = None, *, use_tqdm: bool = True, **template_args: Any
+        self,
+        messages: Messages | Sequence[Messages],
+        params: Params = None,
+        *,
+        use_tqdm: bool = True,
+        **template_args: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several at once.
 

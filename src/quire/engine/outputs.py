@@ -1,4 +1,4 @@
-"""What comes out of the engine: one `RequestOutput` per request and step that has news, or one for the whole request."""
+"""What comes out of the engine: a `RequestOutput` for each request with news, or one for the whole request."""
 
 from __future__ import annotations
 

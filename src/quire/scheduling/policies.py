@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as Candidates
+from collections.abc import Callable
+from collections.abc import Sequence as Candidates
 
 from quire.sequences.request import Request
 from quire.sequences.sequence import Sequence

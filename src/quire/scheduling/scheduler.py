@@ -18,7 +18,7 @@ from operator import attrgetter
 
 from quire.decoding.edits import Append, Finish, Fork
 from quire.decoding.strategies import Strategy
-from quire.errors import InvariantViolation, PromptTooLong
+from quire.errors import InvalidParameter, InvariantViolation, PromptTooLong
 from quire.memory.manager import KVCacheManager
 from quire.memory.status import Verdict
 from quire.scheduling.plan import Opening, PlanItem, StepPlan
@@ -96,13 +96,17 @@ class Scheduler:
 
         Raises:
             PromptTooLong: it could never fit the KV cache, whatever else leaves.
+            InvalidParameter: it asks for more samples than can run at once.
             ValueError: its id is in use.
         """
         if request.request_id in self.requests:
             raise ValueError(f"request {request.request_id!r} exists already")
+        if request.params.n > self.max_num_seqs:
+            raise InvalidParameter("n", request.params.n, f"at most max_num_seqs ({self.max_num_seqs})")
         room = self.memory.num_blocks * self.memory.block_size
         if request.max_total_tokens > room:
-            raise PromptTooLong(request.num_prompt, room - 1, "the KV cache (with room for the output asked for)")
+            limit = max(0, room - (request.max_total_tokens - request.num_prompt))
+            raise PromptTooLong(request.num_prompt, limit, "the KV cache (with room for the output asked for)")
         tokens = list(request.prompt_token_ids)
         sequence = self._open(request, 0, tokens)
         insort(self.waiting, sequence, key=_KEY)
@@ -303,9 +307,7 @@ class Scheduler:
         child.move_to(SequenceStatus.RUNNING)
         insort(self.running, child, key=_KEY)
 
-    def _open(
-        self, request: Request, sample_idx: int, tokens: list[int], parent: Sequence | None = None
-    ) -> Sequence:
+    def _open(self, request: Request, sample_idx: int, tokens: list[int], parent: Sequence | None = None) -> Sequence:
         """Make a sequence, forked from a parent where there is one."""
         seq_id = self._next_seq_id
         self._next_seq_id += 1

@@ -1,0 +1,35 @@
+"""What one engine step did, in numbers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class StepStats(NamedTuple):
+    """The numbers of one step: levels at its end, and counts of what it added.
+
+    Args:
+        now_s: when the step ended, in seconds of a monotonic clock.
+        num_running: level; sequences that run.
+        num_waiting: level; requests that wait, preempted ones included.
+        num_swapped: level; sequences whose blocks are on another tier.
+        kv_usage: level; share of the KV blocks in use, from 0 to 1.
+        prefix_queries: count; prompt tokens looked up in the prefix index.
+        prefix_hits: count; those of them found there.
+        num_preemptions: count; sequences whose memory was taken.
+        prompt_tokens: count; prompt tokens of the requests that ran for the first time.
+        generation_tokens: count; tokens sampled.
+        step_tokens: count; tokens computed, prefill and decode together.
+    """
+
+    now_s: float
+    num_running: int
+    num_waiting: int
+    num_swapped: int
+    kv_usage: float
+    prefix_queries: int
+    prefix_hits: int
+    num_preemptions: int
+    prompt_tokens: int
+    generation_tokens: int
+    step_tokens: int

@@ -1,0 +1,185 @@
+"""The asynchronous door, on the bundled model: streams, cancellation, bounded queue, draining, death."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+
+from quire import AsyncLLM, SamplingParams
+from quire.errors import InvalidParameter, QueueFull, RequestError, WorkerError
+from tests.engine.test_llm import STORIES, Failing, greedy
+
+
+def load(**options: Any) -> AsyncLLM:
+    """Load the bundled model with a small pool on one thread."""
+    return AsyncLLM.from_options(**({"num_kv_blocks": 128, "num_threads": 1, "max_model_len": 512} | options))
+
+
+def scenario(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test in an event loop of its own, bounded in time."""
+
+    def run(**fixtures: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(**fixtures), timeout=120))
+
+    run.__signature__ = inspect.signature(test)  # type: ignore[attr-defined]
+    run.__name__ = test.__name__
+    return run
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[AsyncLLM]:
+    """Return an engine; nothing may be left in it."""
+    llm = load()
+    yield llm
+    assert asyncio.run(idle(llm))
+    llm.shutdown()
+
+
+async def idle(llm: AsyncLLM) -> bool:
+    """Wait until no block is used, for a bounded number of turns."""
+    for _ in range(500):
+        if llm.usage().used == 0 and llm.health().num_running == llm.health().num_waiting == 0:
+            return True
+        await asyncio.sleep(0.01)
+    return False
+
+
+async def text_of(llm: AsyncLLM, prompt: Any, params: SamplingParams, **options: Any) -> str:
+    """Return the first sample's text."""
+    return "".join([delta.outputs[0].text async for delta in llm.generate(prompt, params, **options)])
+
+
+@scenario
+async def test_streams_run_side_by_side_and_add_up(llm: AsyncLLM) -> None:
+    alone = [await text_of(llm, story, greedy()) for story in STORIES]
+    together = await asyncio.gather(*(text_of(llm, story, greedy()) for story in STORIES))
+    assert list(together) == alone
+
+
+@scenario
+async def test_a_cancelled_task_frees_its_blocks(llm: AsyncLLM) -> None:
+    endless = SamplingParams(max_tokens=None, ignore_eos=True, seed=1)
+
+    async def consume() -> None:
+        async for _ in llm.generate(STORIES[0], endless):
+            pass
+
+    task = asyncio.create_task(consume())
+    while llm.usage().used == 0:
+        await asyncio.sleep(0.005)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await idle(llm)
+
+
+@scenario
+async def test_a_closed_iterator_frees_its_blocks_and_spares_the_others(llm: AsyncLLM) -> None:
+    expected = await text_of(llm, STORIES[1], greedy(60))
+    other = asyncio.create_task(text_of(llm, STORIES[1], greedy(60)))
+    stream = llm.generate(STORIES[0], SamplingParams(max_tokens=None, ignore_eos=True, n=3, seed=1))
+    await anext(stream)
+    await stream.aclose()  # type: ignore[attr-defined]
+    assert await other == expected
+
+
+@scenario
+async def test_a_refused_request_raises_at_the_first_item_and_harms_nobody(llm: AsyncLLM) -> None:
+    other = asyncio.create_task(text_of(llm, STORIES[1], greedy(30)))
+    with pytest.raises(InvalidParameter):
+        await anext(llm.generate([-1], greedy()))
+    stream = llm.generate(STORIES[0], greedy(200), request_id="mine")
+    await anext(stream)
+    with pytest.raises(InvalidParameter, match="request_id"):
+        await anext(llm.generate(STORIES[0], greedy(), request_id="mine"))
+    assert [delta async for delta in stream][-1].finished
+    assert await other
+
+
+@scenario
+async def test_the_queue_is_bounded_before_any_work() -> None:
+    llm = load(max_num_seqs=1, max_queue_len=2)
+    endless = SamplingParams(max_tokens=None, ignore_eos=True, seed=1)
+    running = llm.generate(STORIES[0], endless)
+    await anext(running)
+    with llm.reserve(2):
+        with pytest.raises(QueueFull) as refusal:
+            llm.reserve(1)
+        assert refusal.value.retry_after_s > 0
+        with pytest.raises(QueueFull):
+            await anext(llm.generate(STORIES[1], greedy()))
+    with llm.reserve(1) as place:
+        waiting = asyncio.create_task(text_of(llm, STORIES[1], greedy(), place=place))
+        await asyncio.sleep(0)
+        await running.aclose()  # type: ignore[attr-defined]
+        assert await waiting
+    llm.shutdown()
+
+
+@scenario
+async def test_draining_finishes_what_runs_and_refuses_the_rest() -> None:
+    llm = load()
+    running = asyncio.create_task(text_of(llm, STORIES[0], greedy(40)))
+    while llm.health().num_running == 0:
+        await asyncio.sleep(0.005)
+    draining = asyncio.create_task(llm.drain(30.0))
+    await asyncio.sleep(0)
+    with pytest.raises(RequestError, match="shutting down"):
+        await anext(llm.generate(STORIES[1], greedy()))
+    assert await draining
+    assert await running
+    llm.shutdown()
+    llm.shutdown()
+    assert not llm.health().is_alive
+
+
+@scenario
+async def test_shutdown_tells_the_streams() -> None:
+    llm = load()
+    stream = llm.generate(STORIES[0], SamplingParams(max_tokens=None, ignore_eos=True, seed=1))
+    await anext(stream)
+    llm.shutdown()
+    with pytest.raises(WorkerError):
+        async for _ in stream:
+            pass
+
+
+@scenario
+async def test_a_dead_data_plane_is_told_to_every_task_and_shows_in_health() -> None:
+    llm = load()
+    llm._engine.executor = Failing(llm._engine.executor, set(range(10_000)))
+    errors = []
+    for _ in range(2):
+        deltas = [delta async for delta in llm.generate(STORIES[0], greedy())]
+        errors.append(deltas[-1].error)
+    assert all("no power" in str(error) for error in errors)
+    with pytest.raises(WorkerError):
+        await anext(llm.generate(STORIES[0], greedy()))
+    for _ in range(500):
+        if not llm.health().is_alive:
+            break
+        await asyncio.sleep(0.01)
+    assert not llm.health().is_alive
+    with pytest.raises(WorkerError, match="in a row"):
+        await anext(llm.generate(STORIES[0], greedy()))
+
+
+@scenario
+async def test_metrics_count_what_happened() -> None:
+    llm = load()
+    await text_of(llm, STORIES[0], greedy(5, ignore_eos=True))
+    page = llm.metrics.render().decode()
+    assert 'vllm:generation_tokens_total{model_name="bundled"} 5.0' in page
+    assert 'finished_reason="length"' in page
+    stream = llm.generate(STORIES[0], greedy(400, ignore_eos=True))
+    await anext(stream)
+    await stream.aclose()  # type: ignore[attr-defined]
+    assert await idle(llm)
+    page = llm.metrics.render().decode()
+    assert 'vllm:num_requests_running{model_name="bundled"} 0.0' in page
+    assert 'finished_reason="abort"' in page
+    llm.shutdown()

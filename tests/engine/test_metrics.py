@@ -1,0 +1,164 @@
+"""Metrics have the known names, true values, no client text, and forget finished requests."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from quire.config import ResolvedConfig
+from quire.engine.metrics import Metrics
+from quire.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from quire.engine.stats import StepStats
+
+CONFIG = ResolvedConfig(
+    device="cpu", num_threads=1, max_model_len=300, block_size=16, num_blocks=40, bytes_per_block=1024,
+    enable_prefix_caching=True, watermark_blocks=1, max_num_seqs=8, max_num_batched_tokens=64,
+    scheduling_policy="fcfs", max_queue_len=None, vocab_size=100, seed=0,
+)  # fmt: skip
+
+
+def samples(metrics: Metrics) -> dict[str, float]:
+    """Read the rendered text as a scraper does; names carry the labels but the model's."""
+    values: dict[str, float] = {}
+    for family in text_string_to_metric_families(metrics.render().decode()):
+        for sample in family.samples:
+            labels = {name: value for name, value in sample.labels.items() if name != "model_name"}
+            shown = ",".join(f"{name}={value}" for name, value in sorted(labels.items()))
+            values[f"{sample.name}{{{shown}}}" if shown else sample.name] = sample.value
+    return values
+
+
+class Clock:
+    """A clock that stands still until it is set."""
+
+    now_s = 0.0
+
+
+def step(**changes: float) -> StepStats:
+    zero = StepStats(0.0, 0, 0, 0, 0.0, 0, 0, 0, 0, 0, 0)
+    return zero._replace(**changes)  # type: ignore[arg-type]
+
+
+def news(
+    times: RequestMetrics, *outputs: CompletionOutput, request_id: str = "r", finished: bool = False
+) -> RequestOutput:
+    return RequestOutput(request_id, "a client's words", [1, 2, 3], list(outputs), finished, metrics=times)
+
+
+def test_levels_are_set_and_counts_add_up() -> None:
+    metrics = Metrics("tiny")
+    first = {"prefix_queries": 30, "prefix_hits": 16, "prompt_tokens": 40, "generation_tokens": 2, "step_tokens": 26}
+    metrics.on_step(step(num_running=3, num_waiting=2, kv_usage=0.5, num_preemptions=1, **first))
+    metrics.on_step(step(num_running=1, kv_usage=0.25, generation_tokens=1, step_tokens=1))
+    values = samples(metrics)
+    assert values["vllm:num_requests_running"] == 1
+    assert values["vllm:num_requests_waiting"] == 0
+    assert values["vllm:kv_cache_usage_perc"] == 0.25
+    assert values["vllm:prefix_cache_queries_total"] == 30
+    assert values["vllm:prefix_cache_hits_total"] == 16
+    assert values["vllm:num_preemptions_total"] == 1
+    assert values["vllm:prompt_tokens_total"] == 40
+    assert values["vllm:generation_tokens_total"] == 3
+    assert values["vllm:iteration_tokens_total_count"] == 2
+    assert values["vllm:iteration_tokens_total_sum"] == 27
+
+
+def test_the_times_of_a_request_are_those_of_its_stages() -> None:
+    clock = Clock()
+    metrics = Metrics("tiny", clock=lambda: clock.now_s)
+    times = RequestMetrics(arrival_s=10.0, first_scheduled_s=11.0, first_token_s=13.0)
+    clock.now_s = 13.0
+    metrics.on_output(news(times, CompletionOutput(0, "a", [5])))
+    clock.now_s = 13.5
+    metrics.on_output(news(times, CompletionOutput(0, "", [])))
+    clock.now_s = 14.0
+    metrics.on_output(news(times, CompletionOutput(0, "b", [6])))
+    times.finished_s = 17.0
+    clock.now_s = 17.0
+    metrics.on_output(news(times, CompletionOutput(0, "c", [7, 8], finish_reason="stop"), finished=True))
+    values = samples(metrics)
+    expected = {
+        "time_to_first_token_seconds": (1, 3.0),
+        "inter_token_latency_seconds": (3, 4.0),
+        "e2e_request_latency_seconds": (1, 7.0),
+        "request_queue_time_seconds": (1, 1.0),
+        "request_prefill_time_seconds": (1, 2.0),
+        "request_decode_time_seconds": (1, 4.0),
+        "request_inference_time_seconds": (1, 6.0),
+        "request_prompt_tokens": (1, 3),
+        "request_generation_tokens": (1, 4),
+    }
+    seen = {name: (values[f"vllm:{name}_count"], values[f"vllm:{name}_sum"]) for name in expected}
+    assert seen == expected
+    assert values["vllm:request_success_total{finished_reason=stop}"] == 1
+    # The last two tokens came together after 3 s: that is two gaps of 1.5 s, not one of 3 s.
+    assert values["vllm:inter_token_latency_seconds_bucket{le=1.0}"] == 1
+    assert values["vllm:inter_token_latency_seconds_bucket{le=2.0}"] == 3
+
+
+def test_sequences_of_a_request_have_their_own_gaps_and_one_end() -> None:
+    clock = Clock()
+    metrics = Metrics("tiny", clock=lambda: clock.now_s)
+    times = RequestMetrics(arrival_s=0.0, first_scheduled_s=0.0, first_token_s=1.0, finished_s=4.0)
+    clock.now_s = 1.0
+    metrics.on_output(news(times, CompletionOutput(0, "a", [1]), CompletionOutput(1, "a", [1])))
+    clock.now_s = 2.0
+    metrics.on_output(news(times, CompletionOutput(0, "b", [2], finish_reason="stop")))
+    clock.now_s = 4.0
+    metrics.on_output(news(times, CompletionOutput(1, "b", [2], finish_reason="length"), finished=True))
+    values = samples(metrics)
+    assert values["vllm:time_to_first_token_seconds_count"] == 1
+    assert values["vllm:inter_token_latency_seconds_count"] == 2
+    assert values["vllm:inter_token_latency_seconds_sum"] == 4.0
+    assert values["vllm:request_generation_tokens_sum"] == 4
+    reasons = {name: value for name, value in values.items() if "request_success_total" in name}
+    assert sum(reasons.values()) == 1
+    assert reasons["vllm:request_success_total{finished_reason=length}"] == 1
+
+
+@pytest.mark.parametrize("outputs", [(), (CompletionOutput(0, finish_reason="abort"),)])
+def test_a_request_that_never_ran_has_only_the_stages_it_saw(outputs: tuple[CompletionOutput, ...]) -> None:
+    metrics = Metrics("tiny")
+    metrics.on_output(news(RequestMetrics(arrival_s=1.0, finished_s=3.0), *outputs, finished=True))
+    values = samples(metrics)
+    assert values["vllm:e2e_request_latency_seconds_sum"] == 2.0
+    assert values["vllm:request_queue_time_seconds_count"] == 0
+    assert values["vllm:time_to_first_token_seconds_count"] == 0
+    assert values["vllm:request_success_total{finished_reason=abort}"] == 1
+
+
+def test_a_finished_request_is_forgotten_and_its_name_can_be_used_again() -> None:
+    metrics = Metrics("tiny")
+    for _ in range(2):
+        times = RequestMetrics(arrival_s=0.0, first_scheduled_s=0.0, first_token_s=1.0, finished_s=1.0)
+        metrics.on_output(news(times, CompletionOutput(0, "a", [1], finish_reason="stop"), finished=True))
+    assert metrics._live == {}
+    assert samples(metrics)["vllm:time_to_first_token_seconds_count"] == 2
+
+
+def test_nothing_a_client_wrote_is_in_the_text() -> None:
+    metrics = Metrics("tiny")
+    times = RequestMetrics(arrival_s=0.0, first_scheduled_s=0.0, first_token_s=1.0, finished_s=1.0)
+    metrics.set_config(CONFIG)
+    output = CompletionOutput(0, "answered text", [1], finish_reason="stop", stop_reason="stop words")
+    metrics.on_output(news(times, output, request_id="client-chosen", finished=True))
+    rendered = metrics.render().decode()
+    for words in ("client", "answered", "words"):
+        assert words not in rendered
+
+
+def test_the_cache_s_configuration_is_shown() -> None:
+    metrics = Metrics("tiny", prefix="quire")
+    metrics.set_config(CONFIG)
+    values = samples(metrics)
+    info = [name for name in values if name.startswith("quire:cache_config_info")]
+    assert len(info) == 1
+    assert "num_blocks=40" in info[0]
+    assert "block_size=16" in info[0]
+    assert not any("swapped" in name for name in values)
+
+
+def test_two_engines_do_not_mix() -> None:
+    one, other = Metrics("tiny"), Metrics("tiny")
+    one.on_step(step(generation_tokens=5))
+    assert samples(other)["vllm:generation_tokens_total"] == 0
