@@ -78,19 +78,18 @@ def ragged_prompts() -> list[list[int]]:
     ]
 
 
-def generate_with_transformers(folder: Path, prompts: list[list[int]], new_tokens: int = NEW_TOKENS) -> list[list[int]]:
-    """Return each prompt's greedy continuation, each prompt alone and without a cache of ours."""
+def generate_with_transformers(folder: Path, prompts: list[list[int]], end_token_ids: list[int]) -> list[list[int]]:
+    """Return each prompt's greedy continuation in float32, each prompt alone."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     outputs = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
+        greedy = transformers.GenerationConfig(
+            max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=end_token_ids, pad_token_id=0
+        )
+        # A checkpoint's own generation config would fill in what is not given.
+        model.generation_config = greedy
         with torch.inference_mode():
-            whole = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                generation_config=transformers.GenerationConfig(
-                    max_new_tokens=new_tokens, do_sample=False, eos_token_id=EOS_TOKEN_ID, pad_token_id=0
-                ),
-            )
+            whole = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy)
         outputs.append(whole[0, len(prompt) :].tolist())
     return outputs

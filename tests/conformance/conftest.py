@@ -1,13 +1,24 @@
-"""One random checkpoint of each family for all tests of this folder."""
+"""One random checkpoint of each family, and the bundled model, for all tests of this folder."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from tests.conformance.checkpoints import FAMILIES, generate_with_transformers, ragged_prompts, save_checkpoint
+from quire.models.checkpoint import locate
+from quire.text.tokenizer import Tokenizer
+from tests.conformance.checkpoints import (
+    EOS_TOKEN_ID,
+    FAMILIES,
+    generate_with_transformers,
+    ragged_prompts,
+    save_checkpoint,
+)
+
+STORY = "Once upon a time, a small fox found a red kite in the forest. The fox was happy, and wanted to fly it. "
 
 
 class Reference(NamedTuple):
@@ -18,9 +29,16 @@ class Reference(NamedTuple):
     outputs: list[list[int]]
 
 
-@pytest.fixture(scope="session", params=sorted(FAMILIES))
+@pytest.fixture(scope="session", params=[*sorted(FAMILIES), "bundled"])
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    """Return a family's checkpoint with its expected outputs."""
-    folder = save_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
-    prompts = ragged_prompts()
-    return Reference(folder, prompts, generate_with_transformers(folder, prompts))
+    """Return a family's checkpoint, or the bundled model, with its expected outputs."""
+    if request.param == "bundled":
+        folder = locate("bundled")
+        encode = Tokenizer.from_folder(folder).encode
+        prompts = [encode(STORY * 2 + "Then"), encode("Tom"), encode(STORY + "But"), encode(STORY * 2), encode(STORY)]
+        prompts += [encode("The old sailor"), encode(STORY + "The next day")]
+        end_token_ids = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
+    else:
+        folder = save_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
+        prompts, end_token_ids = ragged_prompts(), [EOS_TOKEN_ID]
+    return Reference(folder, prompts, generate_with_transformers(folder, prompts, end_token_ids))
