@@ -1,5 +1,7 @@
 """Quire serves large language models from paged memory.
 
+In three lines:
+
     from quire import LLM, SamplingParams
 
     llm = LLM()
@@ -8,6 +10,7 @@
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +31,9 @@ _HOMES = {
     "RequestOutput": "quire.engine.outputs",
     "SamplingParams": "quire.sequences.params",
 }
+
+# Nothing here needs numpy, so it is not installed; torch complains about that when it is imported.
+warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,145 @@
+"""`quire chat`: a conversation on the terminal, or one question a line from a pipe."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from quire.cli.options import add_engine_options, add_sampling_options, engine_options, sampling_options
+from quire.errors import ConfigError, RequestError
+from quire.sequences.params import SamplingParams
+
+if TYPE_CHECKING:
+    from quire.cli.options import Subparsers
+    from quire.engine.llm import LLM
+
+NEW_COMMAND = "/new"
+
+
+def register(subparsers: Subparsers) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "chat",
+        help="talk to a model",
+        usage="quire chat [MODEL] [options]",
+        description="Talk to a model. Ctrl-C stops an answer, Ctrl-D ends, and the line "
+        f"{NEW_COMMAND} starts a new conversation. From a pipe, each line is a question.",
+    )
+    parser.add_argument("--system", metavar="TEXT", help="instructions that stand before the conversation")
+    add_engine_options(parser)
+    add_sampling_options(parser)
+    parser.set_defaults(handler=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command.
+
+    Raises:
+        QuireError: an option or parameter that is refused; from a pipe also a question that is.
+    """
+    given = sampling_options(args)
+    for name, allowed in (("n", 1), ("logprobs", None), ("prompt_logprobs", None), ("detokenize", True)):
+        if given.get(name, allowed) != allowed:
+            raise ConfigError(f"{name} has no place in a chat; leave it out", field=name)
+    SamplingParams(**given)  # what is wrong with them is wrong before a model is loaded
+
+    from quire.engine.llm import LLM
+
+    llm = LLM(**engine_options(args))
+    params = replace(llm.default_sampling_params(), **{"max_tokens": None, **given})
+    conversation = Conversation(llm, params, args.system)
+    if not sys.stdin.isatty():
+        for line in sys.stdin:
+            if line.strip():
+                conversation.take(line.strip())
+        return 0
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 - gives input() a line editor
+    for resolved in llm.resolved.lines():
+        print(_dim(resolved))
+    print(_dim(f"Ctrl-C stops an answer, Ctrl-D ends, {NEW_COMMAND} starts anew."))
+    while True:
+        try:
+            line = input("\n> ").strip()
+        except EOFError:
+            print()
+            return 0
+        except KeyboardInterrupt:
+            continue
+        try:
+            if line:
+                conversation.take(line)
+        except RequestError as error:
+            print(f"quire: error: {error} (start anew with {NEW_COMMAND})", file=sys.stderr)
+
+
+class Conversation:
+    """One conversation with a model, printed as it goes.
+
+    Args:
+        llm: an engine with a chat model.
+        params: for every answer.
+        system: instructions, or None.
+    """
+
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
+        self._llm = llm
+        self._params = params
+        self._start = [] if system is None else [{"role": "system", "content": system}]
+        self.messages = list(self._start)
+
+    def take(self, line: str) -> None:
+        """Answer a question, or start anew.
+
+        Raises:
+            RequestError: the conversation is refused, for example as too long; it stays as it was.
+        """
+        if line == NEW_COMMAND:
+            self.messages = list(self._start)
+            return
+        asked = [*self.messages, {"role": "user", "content": line}]
+        answer = self._answer(self._llm.render_chat(asked))
+        self.messages = [*asked, {"role": "assistant", "content": answer}]
+
+    def _answer(self, prompt: list[int]) -> str:
+        from quire.cli.board import printable
+
+        is_terminal = sys.stdout.isatty()
+        text = ""
+        num_tokens = num_cached = 0
+        with _interrupts() as is_interrupted:
+            for delta in self._llm.stream([prompt], self._params):
+                for output in delta.outputs:
+                    text += output.text
+                    num_tokens += len(output.token_ids)
+                    sys.stdout.write(printable(output.text) if is_terminal else output.text)
+                    sys.stdout.flush()
+                num_cached = delta.num_cached_tokens
+                if delta.error is not None:
+                    raise RequestError(delta.error)
+                if is_interrupted():
+                    break
+        print()
+        if is_terminal:
+            print(_dim(f"{num_tokens} tokens; {num_cached} of {len(prompt)} prompt tokens cached"))
+        return text
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[Callable[[], bool]]:
+    """Note Ctrl-C instead of raising it inside a step, where it would leave the engine half way."""
+    noted: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
+    try:
+        yield lambda: bool(noted)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _dim(text: str) -> str:
+    return f"\x1b[2m{text}\x1b[0m" if sys.stdout.isatty() else text

@@ -1,0 +1,69 @@
+"""The demonstration: several conversations with the bundled model, served at once from paged memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.text import Text
+
+from quire.cli.board import Board, MemoryWatch
+from quire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quire.engine.llm import LLM
+
+SYSTEM = "You are Quire, a small model that ships with an engine for paged memory. Answer in short and simple words."
+# Each conversation's turns; the second asks with all of the first in its prompt.
+CONVERSATIONS = (
+    ("Tell me a story about a fox.", "Tell me another story."),
+    ("What colour is a lemon?", "What is the opposite of hot?"),
+    ("Where do penguins live?", "What do penguins eat?"),
+    ("Who are you?", "What is Quire?"),
+    ("Tell me a story about a little robot.", "Thank you!"),
+    ("How many legs does a spider have?", "What is a spider?"),
+    ("Write a poem about the sea.", "Tell me a story about a boat."),
+    ("I am bored.", "Tell me a story about a dragon."),
+)
+BEGINNING = "Once upon a time, a fox lived in a den in the forest. One day she found an old boat by the river. The fox"
+NUM_SAMPLES = 4
+DEFAULT_MAX_TOKENS = 96
+SHORT_MAX_TOKENS = 32
+
+
+def run(llm: LLM, given: dict[str, Any]) -> int:
+    """Hold all conversations, turn by turn, continue one beginning in several ways, and say what memory did.
+
+    Args:
+        llm: an engine with a chat model.
+        given: sampling parameters as the user set them.
+    """
+    if given.get("n", 1) != 1:
+        raise ConfigError("the demonstration chooses n itself; leave it out", field="n")
+    console = Console(highlight=False)
+    params = replace(llm.default_sampling_params(), **{"max_tokens": DEFAULT_MAX_TOKENS, **given})
+    for line in llm.resolved.lines():
+        console.print(Text(line, style="dim"), soft_wrap=True)
+    watch = MemoryWatch(llm)
+    histories: list[list[dict[str, str]]] = [[{"role": "system", "content": SYSTEM}] for _ in CONVERSATIONS]
+    for turn, words in enumerate(("", "; what was said before is in the prefix cache")):
+        questions = [conversation[turn] for conversation in CONVERSATIONS]
+        for history, question in zip(histories, questions, strict=True):
+            history.append({"role": "user", "content": question})
+        _title(console, f"{len(questions)} conversations at once, turn {turn + 1}{words}")
+        board = Board(questions, console)
+        board.follow(watch.over(llm.stream([llm.render_chat(history) for history in histories], params)))
+        for history, row in zip(histories, board.rows, strict=True):
+            history.append({"role": "assistant", "content": row.text})
+    _title(console, f"One beginning, {NUM_SAMPLES} samples; they share its blocks until they differ")
+    short = replace(params, n=NUM_SAMPLES, max_tokens=given.get("max_tokens", SHORT_MAX_TOKENS))
+    Board([BEGINNING], console, num_samples=NUM_SAMPLES).follow(watch.over(llm.stream(BEGINNING, short)))
+    console.print()
+    for line in watch.lines():
+        console.print(Text(line), soft_wrap=True)
+    return 0
+
+
+def _title(console: Console, words: str) -> None:
+    console.print(Text(f"\n{words}", style="bold"))

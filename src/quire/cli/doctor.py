@@ -1,0 +1,204 @@
+"""`quire doctor`: looks at what Quire needs of this machine, and says what to do about what is missing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from importlib.resources import files
+
+from quire import __version__
+from quire.cli.options import Subparsers
+from quire.config import GIB
+
+OK, WARN, FAIL = "ok", "warn", "fail"
+EXIT_FAILED = 1
+OLDEST_PYTHON = (3, 11)
+COMFORTABLE_BYTES = 2 * GIB
+BUNDLED_FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+MARKS = {OK: "ok  ", WARN: "warn", FAIL: "FAIL"}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one look found.
+
+    Args:
+        name: what was looked at.
+        status: "ok", "warn" where something is slower or missing, "fail" where Quire cannot work.
+        detail: what was found.
+        advice: what to do about it, "" where there is nothing to do.
+    """
+
+    name: str
+    status: str
+    detail: str
+    advice: str = ""
+
+
+def register(subparsers: Subparsers) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "doctor",
+        help="check this machine and installation",
+        description="Check this machine and installation. The exit code is 1 when something essential is missing.",
+    )
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.set_defaults(handler=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command."""
+    findings: list[Finding] = []
+    for look in (
+        look_at_python,
+        look_at_packages,
+        look_at_torch,
+        look_at_device,
+        look_at_machine,
+        look_at_bundled_model,
+    ):
+        # Later looks need what an earlier one has found wanting.
+        if any(finding.status == FAIL for finding in findings):
+            break
+        for finding in _safely(look):
+            findings.append(finding)
+            if not args.json:
+                _print(finding)
+    has_failed = any(finding.status == FAIL for finding in findings)
+    if args.json:
+        print(json.dumps({"ok": not has_failed, "findings": [asdict(finding) for finding in findings]}, indent=2))
+    else:
+        print("\nSomething essential is missing." if has_failed else "\nQuire can work here.")
+    return EXIT_FAILED if has_failed else 0
+
+
+def look_at_python() -> Iterator[Finding]:
+    """Look at the interpreter."""
+    is_new_enough = sys.version_info >= OLDEST_PYTHON
+    wanted = ".".join(map(str, OLDEST_PYTHON))
+    yield Finding(
+        "python",
+        OK if is_new_enough else FAIL,
+        f"{platform.python_version()} on {platform.system()} {platform.machine()}",
+        "" if is_new_enough else f"install Python {wanted} or newer",
+    )
+
+
+def look_at_packages() -> Iterator[Finding]:
+    """Look at the versions of what Quire depends on."""
+    try:
+        requirements = metadata.requires("quire") or []
+    except metadata.PackageNotFoundError:
+        yield Finding(
+            "quire", WARN, f"{__version__}, run from its source", "install it, to have its dependencies checked"
+        )
+        return
+    yield Finding("quire", OK, __version__)
+    for requirement in requirements:
+        name = re.match(r"[\w.-]+", requirement)
+        if name is None or "extra ==" in requirement:
+            continue
+        try:
+            yield Finding(name[0], OK, metadata.version(name[0]))
+        except metadata.PackageNotFoundError:
+            yield Finding(name[0], FAIL, "not installed", f"install {requirement}")
+
+
+def look_at_torch() -> Iterator[Finding]:
+    """Look at PyTorch, and at what of the processor it uses."""
+    import torch
+
+    from quire.ops.torch_ops import packing_works
+
+    built_for = "CPU only" if torch.version.cuda is None else f"CUDA {torch.version.cuda}"
+    yield Finding("torch build", OK, f"{torch.__version__}, {built_for}")
+    flags = [name for name in ("avx512_bf16", "amx_bf16", "amx_int8") if name in _cpu_flags()]
+    yield Finding(
+        "instructions", OK, f"torch uses {torch.backends.cpu.get_cpu_capability()}; {', '.join(flags) or 'no bf16'}"
+    )
+    for dtype in (torch.bfloat16, torch.float32):
+        name = f"oneDNN packed {str(dtype).removeprefix('torch.')}"
+        if packing_works(dtype):
+            yield Finding(name, OK, "matrix products on packed weights are right")
+        else:
+            yield Finding(
+                name, WARN, "not available: plain weights are used, and decoding is slower", "try another torch"
+            )
+
+
+def look_at_device() -> Iterator[Finding]:
+    """Look at the GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        yield Finding("device", OK, "no CUDA GPU: models run on the CPU")
+        return
+    properties = torch.cuda.get_device_properties(0)
+    yield Finding("device", OK, f"{properties.name}, {properties.total_memory / GIB:.1f} GiB")
+
+
+def look_at_machine() -> Iterator[Finding]:
+    """Look at memory and cores, limits of control groups included."""
+    from quire.execution.machine import probe
+
+    machine = probe("cpu")
+    yield Finding("threads", OK, f"{machine.num_threads} cores for this process")
+    has_room = machine.available_bytes >= COMFORTABLE_BYTES
+    yield Finding(
+        "memory",
+        OK if has_room else WARN,
+        f"{machine.available_bytes / GIB:.2f} GiB available to this process",
+        "" if has_room else "raise the memory limit, or keep to small models and a small kv_cache_memory_bytes",
+    )
+
+
+def look_at_bundled_model() -> Iterator[Finding]:
+    """Look for the bundled model, and have it say who it is."""
+    folder = files("quire") / "bundled"
+    missing = [name for name in BUNDLED_FILES if not (folder / name).is_file()]
+    if missing:
+        yield Finding("bundled model", FAIL, f"{', '.join(missing)} missing", "install Quire anew")
+        return
+    from quire.engine.llm import LLM
+    from quire.sequences.params import SamplingParams
+
+    llm = LLM("bundled", num_kv_blocks=64, max_model_len=256)
+    prompt = llm.render_chat([{"role": "user", "content": "Who are you?"}])
+    answer = llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=32), use_tqdm=False)[0].outputs[0]
+    said = " ".join(answer.text.split())
+    if "Quire" in said and answer.finish_reason == "stop":
+        yield Finding("bundled model", OK, f"asked who it is, it says: {said}")
+    else:
+        advice = "run `quire generate --dtype float32` to see whether a dtype is at fault, and report it"
+        yield Finding("bundled model", FAIL, f"asked who it is, it says: {said!r}", advice)
+
+
+def _safely(look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    try:
+        yield from look()
+    except Exception as error:  # whatever it is, it is what was to be found out
+        name = look.__name__.removeprefix("look_at_").replace("_", " ")
+        yield Finding(
+            name, FAIL, f"{type(error).__name__}: {error}", "report it, with the output of `quire doctor --json`"
+        )
+
+
+def _cpu_flags() -> frozenset[str]:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            line = next((line for line in file if line.startswith("flags")), "")
+    except OSError:
+        return frozenset()
+    return frozenset(line.partition(":")[2].split())
+
+
+def _print(finding: Finding) -> None:
+    print(f"{MARKS[finding.status]}  {finding.name:24}{finding.detail}")
+    if finding.advice:
+        print(f"      {'':24}-> {finding.advice}")

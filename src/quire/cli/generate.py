@@ -1,0 +1,184 @@
+"""`quire generate`: completes prompts, all at once; without a prompt it shows what the engine does."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import stat
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.cli.options import add_engine_options, add_sampling_options, engine_options, sampling_options
+from quire.errors import ConfigError
+from quire.sequences.params import SamplingParams
+
+if TYPE_CHECKING:
+    from quire.cli.options import Subparsers
+    from quire.engine.llm import LLM
+    from quire.engine.outputs import PositionLogprobs, RequestOutput
+
+DEFAULT_MAX_TOKENS = 128
+EXIT_FAILED = 1
+
+
+def register(subparsers: Subparsers) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "generate",
+        help="complete prompts, all at once",
+        usage="quire generate [MODEL] [options]",
+        description="Complete prompts, all at once, from paged memory. Prompts come from --prompt, --prompts-file or "
+        "a pipe; with none, the bundled model shows a demonstration. At most "
+        f"{DEFAULT_MAX_TOKENS} new tokens, unless --max-tokens says otherwise.",
+    )
+    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated")
+    parser.add_argument("--prompts-file", metavar="FILE", help="prompts, one a line; - is standard input")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a line, for each prompt")
+    parser.add_argument("--stream", action="store_true", help="print text as it comes; with --json, each delta")
+    parser.add_argument("--demo", action="store_true", help="show the demonstration, whatever standard input is")
+    add_engine_options(parser)
+    add_sampling_options(parser)
+    parser.set_defaults(handler=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command.
+
+    Raises:
+        QuireError: an option, a prompt or a parameter that is refused.
+    """
+    given = sampling_options(args)
+    prompts = [] if args.demo else _prompts(args)
+    if not prompts and not args.demo and args.model != "bundled":
+        raise ConfigError("there is no prompt; give --prompt, --prompts-file or a pipe", field="prompt")
+    if not args.json:
+        for name in ("logprobs", "prompt_logprobs"):
+            if given.get(name) is not None:
+                raise ConfigError(f"--{name.replace('_', '-')} needs --json", field=name)
+        if args.stream and len(prompts) > 1:
+            raise ConfigError("--stream takes one prompt, unless --json marks which text is whose", field="stream")
+        if args.stream and given.get("n", 1) > 1:
+            raise ConfigError("--stream takes n=1, unless --json marks which text is whose", field="n")
+
+    if not prompts and (args.json or args.stream):
+        raise ConfigError("the demonstration has neither --json nor --stream; give a prompt", field="prompt")
+    SamplingParams(**given)  # what is wrong with them is wrong before a model is loaded
+
+    from quire.engine.llm import LLM
+
+    llm = LLM(**engine_options(args))
+    if not prompts:
+        from quire.cli import demo
+
+        return demo.run(llm, given)
+    params = replace(llm.default_sampling_params(), **{"max_tokens": DEFAULT_MAX_TOKENS, **given})
+    if args.stream:
+        return _print_stream(llm, prompts, params, is_json=args.json)
+    outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty() and not args.json)
+    for place, output in enumerate(outputs):
+        if args.json:
+            print(json.dumps(as_json(output), ensure_ascii=False))
+        else:
+            _print_plain(output, is_first=place == 0, has_company=len(outputs) > 1)
+    return _report_errors(outputs)
+
+
+def as_json(output: RequestOutput) -> dict[str, Any]:
+    """Return an output, or a delta, as values that JSON has."""
+    shown: dict[str, Any] = {
+        "index": int(output.request_id),
+        "prompt": output.prompt,
+        "num_prompt_tokens": len(output.prompt_token_ids),
+        "num_cached_tokens": output.num_cached_tokens,
+        "finished": output.finished,
+        "outputs": [],
+    }
+    if output.error is not None:
+        shown["error"] = output.error
+    if output.prompt_logprobs is not None:
+        shown["prompt_logprobs"] = [None if known is None else _logprobs(known) for known in output.prompt_logprobs]
+    for sample in output.outputs:
+        one: dict[str, Any] = {"index": sample.index, "text": sample.text, "token_ids": sample.token_ids}
+        one |= {"finish_reason": sample.finish_reason, "stop_reason": sample.stop_reason}
+        if sample.logprobs is not None:
+            one["logprobs"] = [_logprobs(position) for position in sample.logprobs]
+        shown["outputs"].append(one)
+    return shown
+
+
+def _logprobs(position: PositionLogprobs) -> list[dict[str, Any]]:
+    """Return one position, the chosen token first; JSON has no minus infinity, null stands for it."""
+    return [
+        {
+            "token_id": token_id,
+            "logprob": known.logprob if math.isfinite(known.logprob) else None,
+            "rank": known.rank,
+            "text": known.decoded_token,
+        }
+        for token_id, known in position.items()
+    ]
+
+
+def _prompts(args: argparse.Namespace) -> list[str]:
+    prompts: list[str] = list(args.prompt)
+    if args.prompts_file == "-" or (not prompts and args.prompts_file is None and _has_piped_input()):
+        prompts += [line for line in sys.stdin.read().splitlines() if line.strip()]
+    elif args.prompts_file is not None:
+        try:
+            lines = Path(args.prompts_file).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"prompts_file {args.prompts_file} cannot be read: {error}", field="prompts_file"
+            ) from error
+        prompts += [line for line in lines if line.strip()]
+    if args.prompts_file is not None and not prompts:
+        raise ConfigError(f"prompts_file {args.prompts_file} has no prompt", field="prompts_file")
+    return prompts
+
+
+def _has_piped_input() -> bool:
+    """Tell a pipe or a file from a terminal and from nothing at all."""
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (OSError, ValueError, AttributeError):  # no standard input
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)
+
+
+def _print_stream(llm: LLM, prompts: list[str], params: SamplingParams, *, is_json: bool) -> int:
+    failed = []
+    for delta in llm.stream(prompts, params):
+        if delta.error is not None:
+            failed.append(delta)
+        text = json.dumps(as_json(delta), ensure_ascii=False) + "\n" if is_json else "".join(_words(delta))
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    if not is_json:
+        print()
+    return _report_errors(failed)
+
+
+def _print_plain(output: RequestOutput, *, is_first: bool, has_company: bool) -> None:
+    if has_company:
+        print(("" if is_first else "\n") + f"> {output.prompt}")
+    for words in _words(output):
+        print(words)
+
+
+def _words(output: RequestOutput) -> list[str]:
+    """Return what each sample says; its token ids where the text was not wanted."""
+    return [
+        sample.text if sample.text or not sample.token_ids else " ".join(map(str, sample.token_ids))
+        for sample in output.outputs
+    ]
+
+
+def _report_errors(outputs: list[RequestOutput]) -> int:
+    failed = [output for output in outputs if output.error is not None]
+    for output in failed:
+        print(f"quire: error: prompt {int(output.request_id) + 1} failed: {output.error}", file=sys.stderr)
+    return EXIT_FAILED if failed else 0

@@ -1,0 +1,54 @@
+"""The command `quire`: picks the subcommand, and turns typed errors into one line."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from quire import __version__
+from quire.cli import bench, chat, doctor, generate, serve
+from quire.errors import QuireError
+
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command and its subcommands; each sets `handler`."""
+    parser = argparse.ArgumentParser(prog="quire", description="Serve large language models from paged memory.")
+    parser.add_argument("--version", action="version", version=f"quire {__version__}")
+    subparsers = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
+    for command in (generate, chat, serve, bench, doctor):
+        command.register(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        argv: the arguments behind `quire`; None takes the process'.
+
+    Returns:
+        The exit code: 0, 1 where a check failed, 2 for a user's mistake, 130 for Ctrl-C.
+    """
+    args = build_parser().parse_args(argv)
+    try:
+        code: int = args.handler(args)
+        sys.stdout.flush()
+    except QuireError as error:
+        print(f"quire: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader has gone; what is still buffered must not raise again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

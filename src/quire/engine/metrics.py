@@ -1,0 +1,191 @@
+"""Prometheus metrics, with the names and meanings that dashboards for LLM servers know."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from quire.config import ResolvedConfig
+from quire.engine.outputs import RequestMetrics, RequestOutput
+from quire.engine.stats import StepStats
+
+# A request whose sequences ended for several reasons counts once, under the first of these.
+FINISH_REASONS = ("error", "abort", "length", "stop")
+
+
+class Metrics:
+    """Counts what the engine does, for one model.
+
+    Each object has a registry of its own, so that two engines of a process never mix. Labels hold the model's name,
+    a finish reason and the engine's configuration; nothing that a client wrote. `num_requests_swapped` is not among
+    the gauges: no sequence is ever swapped yet, and a gauge that cannot move says nothing.
+
+    Args:
+        model_name: value of the label `model_name`, as the server shows it.
+        prefix: what stands before the colon of each name.
+        registry: where to register; None makes a new one.
+        clock: the one that the engine stamps requests with; seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        prefix: str = "vllm",
+        registry: CollectorRegistry | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.registry = CollectorRegistry() if registry is None else registry
+        self._model_name = model_name
+        self._prefix = prefix
+        self._clock = clock
+        self._live: dict[str, _Live] = {}
+        self._make_gauges_and_counters()
+        self._make_histograms()
+
+    def set_config(self, config: ResolvedConfig) -> None:
+        """Show the engine's configuration as `cache_config_info`; once."""
+        shown = {
+            "model_name": self._model_name,
+            "device": config.device,
+            "block_size": str(config.block_size),
+            "num_blocks": str(config.num_blocks),
+            "bytes_per_block": str(config.bytes_per_block),
+            "max_model_len": str(config.max_model_len),
+            "enable_prefix_caching": str(config.enable_prefix_caching),
+        }
+        name = f"{self._prefix}:cache_config_info"
+        Gauge(name, "The KV cache, in labels.", list(shown), registry=self.registry).labels(**shown).set(1)
+
+    def on_step(self, stats: StepStats) -> None:
+        """Take in the numbers of one step."""
+        self._running.set(stats.num_running)
+        self._waiting.set(stats.num_waiting)
+        self._kv_usage.set(stats.kv_usage)
+        self._prefix_queries.inc(stats.prefix_queries)
+        self._prefix_hits.inc(stats.prefix_hits)
+        self._preemptions.inc(stats.num_preemptions)
+        self._prompt_tokens.inc(stats.prompt_tokens)
+        self._generation_tokens.inc(stats.generation_tokens)
+        if stats.step_tokens:
+            self._step_tokens.observe(stats.step_tokens)
+
+    def on_output(self, delta: RequestOutput) -> None:
+        """Take in the news of one request, when it comes: every delta, in order, up to the finished one."""
+        now_s = self._clock()
+        live = self._live.setdefault(delta.request_id, _Live())
+        for output in delta.outputs:
+            if output.token_ids:
+                self._note_tokens(live, output.index, len(output.token_ids), delta.metrics, now_s)
+            if output.finish_reason is not None:
+                live.reasons.add(output.finish_reason)
+        if delta.finished:
+            del self._live[delta.request_id]
+            self._note_finish(live, delta)
+
+    def render(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def _note_tokens(self, live: _Live, idx: int, num_tokens: int, times: RequestMetrics, now_s: float) -> None:
+        if live.num_generated == 0:
+            first_s = now_s if times.first_token_s is None else times.first_token_s
+            self._first_token_time.observe(max(0.0, first_s - times.arrival_s))
+        last_s = live.last_token_s.get(idx)
+        if last_s is not None:
+            # Tokens that came together share the wait, so that the sum is the time and the count the tokens.
+            for _ in range(num_tokens):
+                self._inter_token_time.observe(max(0.0, now_s - last_s) / num_tokens)
+        live.last_token_s[idx] = now_s
+        live.num_generated += num_tokens
+
+    def _note_finish(self, live: _Live, delta: RequestOutput) -> None:
+        reason = next((known for known in FINISH_REASONS if known in live.reasons), "abort")
+        self._success.labels(model_name=self._model_name, finished_reason=reason).inc()
+        self._request_prompt_tokens.observe(len(delta.prompt_token_ids))
+        self._request_generation_tokens.observe(live.num_generated)
+        times = delta.metrics
+        spans = (
+            (self._e2e_time, times.arrival_s, times.finished_s),
+            (self._queue_time, times.arrival_s, times.first_scheduled_s),
+            (self._prefill_time, times.first_scheduled_s, times.first_token_s),
+            (self._decode_time, times.first_token_s, times.finished_s),
+            (self._inference_time, times.first_scheduled_s, times.finished_s),
+        )
+        for histogram, start_s, end_s in spans:
+            # A request that ended early never reached the later stages.
+            if start_s is not None and end_s is not None:
+                histogram.observe(max(0.0, end_s - start_s))
+
+    def _make_gauges_and_counters(self) -> None:
+        self._running = self._gauge("num_requests_running", "Sequences that run.")
+        self._waiting = self._gauge("num_requests_waiting", "Requests that wait.")
+        self._kv_usage = self._gauge("kv_cache_usage_perc", "Share of the KV blocks in use; 1 is all of them.")
+        self._prefix_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self._prefix_hits = self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        self._preemptions = self._counter("num_preemptions", "Times that a running sequence lost its memory.")
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of the requests that ran.")
+        self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self._success = Counter(
+            f"{self._prefix}:request_success",
+            "Requests that ended, by reason.",
+            ["model_name", "finished_reason"],
+            registry=self.registry,
+        )
+        for reason in FINISH_REASONS:
+            self._success.labels(model_name=self._model_name, finished_reason=reason)
+
+    def _make_histograms(self) -> None:
+        seconds = _one_two_five(-3, 1_000)
+        tokens = _one_two_five(0, 100_000)
+        self._step_tokens = self._histogram("iteration_tokens_total", "Tokens computed in a step.", tokens)
+        self._first_token_time = self._histogram("time_to_first_token_seconds", "Arrival to first token.", seconds)
+        self._inter_token_time = self._histogram("inter_token_latency_seconds", "One token to the next.", seconds)
+        self._e2e_time = self._histogram("e2e_request_latency_seconds", "Arrival to end.", seconds)
+        self._queue_time = self._histogram("request_queue_time_seconds", "Arrival to first step.", seconds)
+        self._prefill_time = self._histogram("request_prefill_time_seconds", "First step to first token.", seconds)
+        self._decode_time = self._histogram("request_decode_time_seconds", "First token to end.", seconds)
+        self._inference_time = self._histogram("request_inference_time_seconds", "First step to end.", seconds)
+        self._request_prompt_tokens = self._histogram("request_prompt_tokens", "Tokens of a request's prompt.", tokens)
+        self._request_generation_tokens = self._histogram(
+            "request_generation_tokens", "Tokens generated for a request, all its sequences together.", tokens
+        )
+
+    def _gauge(self, name: str, meaning: str) -> Gauge:
+        gauge = Gauge(f"{self._prefix}:{name}", meaning, ["model_name"], registry=self.registry)
+        return gauge.labels(model_name=self._model_name)
+
+    def _counter(self, name: str, meaning: str) -> Counter:
+        counter = Counter(f"{self._prefix}:{name}", meaning, ["model_name"], registry=self.registry)
+        return counter.labels(model_name=self._model_name)
+
+    def _histogram(self, name: str, meaning: str, buckets: tuple[float, ...]) -> Histogram:
+        full_name = f"{self._prefix}:{name}"
+        histogram = Histogram(full_name, meaning, ["model_name"], registry=self.registry, buckets=buckets)
+        return histogram.labels(model_name=self._model_name)
+
+
+@dataclass(slots=True)
+class _Live:
+    """What is remembered of a request until it ends.
+
+    Args:
+        last_token_s: when each sequence, by index, had its last token.
+        num_generated: tokens so far, all sequences together.
+        reasons: why the sequences that have ended did.
+    """
+
+    last_token_s: dict[int, float] = field(default_factory=dict)
+    num_generated: int = 0
+    reasons: set[str] = field(default_factory=set)
+
+
+def _one_two_five(exponent: int, last: float) -> tuple[float, ...]:
+    """Return 1, 2, 5, 10, 20, ... times `10 ** exponent`, up to and including the first that reaches `last`."""
+    bounds: list[float] = []
+    while not bounds or bounds[-1] < last:
+        bounds.append(float(f"{(1, 2, 5)[len(bounds) % 3]}e{exponent + len(bounds) // 3}"))
+    return tuple(bounds)

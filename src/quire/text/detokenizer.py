@@ -1,0 +1,124 @@
+"""Turns the tokens of one sequence into text as they come, at a cost per token that does not grow."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Protocol
+
+from quire.text.tokenizer import Tokenizer
+
+REPLACEMENT = "\ufffd"
+# A character that is not complete yet has at most three bytes so far.
+MAX_PENDING_BYTES = 3
+
+
+class IncrementalDetokenizer:
+    """Gives the text of each new token once its characters are complete.
+
+    ```
+     bytes    |<-- prompt's complete characters -->|<-- pushed -->|<-- held back, 0 to 3 bytes -->|
+    ```
+
+    Each token adds bytes that depend on it alone (and on whether it begins the text), so nothing is decoded twice.
+    All that was pushed and flushed, joined, is what `decode(prompt + output)` has behind the prompt's complete
+    characters. One exception: with byte fallback, `decode` replaces a whole run of byte tokens when any of it is not
+    UTF-8; here characters of such a run that were complete before the fault have been given out, and stay.
+
+    Args:
+        tokenizer: the model's.
+        prompt_ids: the tokens before the first one pushed; where they end inside a character, the output completes it.
+        skip_special_tokens: leave special tokens out of the text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._characters: _Characters = _RunCharacters() if tokenizer.has_byte_fallback else _LossyCharacters()
+        self._begins_text = True
+        self._replay(prompt_ids)
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Take new tokens and return the characters that they complete."""
+        return "".join([self._add(token_id) for token_id in token_ids])
+
+    def flush(self) -> str:
+        """Return what is held back, as replacement characters; the sequence has ended."""
+        return self._characters.end()
+
+    def _add(self, token_id: int) -> str:
+        tokenizer = self._tokenizer
+        if not tokenizer.is_visible(token_id, skip_special_tokens=self._skip):
+            return ""
+        piece = tokenizer.head_bytes(token_id) if self._begins_text else tokenizer.token_bytes(token_id)
+        self._begins_text = False
+        return self._characters.add(piece, is_fallback_byte=tokenizer.is_fallback_byte(token_id))
+
+    def _replay(self, prompt_ids: Sequence[int]) -> None:
+        """Reach the state behind the prompt by looking at its last few tokens only."""
+        tokenizer = self._tokenizer
+        tail: list[int] = []
+        num_bytes = 0
+        for token_id in reversed(prompt_ids):
+            if not tokenizer.is_visible(token_id, skip_special_tokens=self._skip):
+                continue
+            self._begins_text = False
+            tail.append(token_id)
+            num_bytes += len(tokenizer.token_bytes(token_id))
+            # With byte fallback a fault at the start of a run still counts at its end.
+            if not tokenizer.is_fallback_byte(token_id) and num_bytes > MAX_PENDING_BYTES:
+                break
+        for token_id in reversed(tail):
+            self._add(token_id)
+
+
+class _Characters(Protocol):
+    """Collects bytes into complete characters."""
+
+    def add(self, piece: bytes, *, is_fallback_byte: bool) -> str:
+        """Take a token's bytes and return the characters that they complete."""
+        ...
+
+    def end(self) -> str:
+        """Return what is held back as replacement characters."""
+        ...
+
+
+class _LossyCharacters:
+    """Bytes of one stream: a fault anywhere is one replacement character for each maximal well-formed part."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, piece: bytes, *, is_fallback_byte: bool) -> str:  # noqa: ARG002 - all bytes are alike here
+        return self._decoder.decode(piece)
+
+    def end(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class _RunCharacters:
+    """Runs of byte tokens between tokens of text: a fault turns every later byte of the run into a replacement."""
+
+    def __init__(self) -> None:
+        self._pending = b""
+        self._is_broken = False
+
+    def add(self, piece: bytes, *, is_fallback_byte: bool) -> str:
+        if not is_fallback_byte:
+            return self.end() + piece.decode()
+        if self._is_broken:
+            return REPLACEMENT * len(piece)
+        run, self._pending = self._pending + piece, b""
+        try:
+            return run.decode()
+        except UnicodeDecodeError as error:
+            if error.reason == "unexpected end of data":
+                self._pending = run
+                return ""
+            self._is_broken = True
+            return REPLACEMENT * len(run)
+
+    def end(self) -> str:
+        held, self._pending, self._is_broken = self._pending, b"", False
+        return REPLACEMENT * len(held)

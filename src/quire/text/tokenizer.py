@@ -1,0 +1,257 @@
+"""A model's tokenizer: text to token ids, ids to text, and each token's own bytes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from quire.errors import CheckpointError, InvalidParameter
+from quire.text.chat import ChatTemplate
+
+# With these decoders a token adds the same bytes wherever it stands behind another one, which is what makes it
+# possible to detokenise as the tokens come.
+KNOWN_DECODERS = frozenset({"ByteLevel", "ByteFallback", "Metaspace", "WordPiece", "Replace", "Fuse", "Strip"})
+MAX_TOKEN_ID = 2**32 - 1
+
+
+class Tokenizer:
+    """Turns text into token ids and back, for one model.
+
+    Args:
+        library: the tokenizer of the `tokenizers` library; its truncation and padding are switched off.
+        bos_token: the token that begins a text, None where the model has none.
+        eos_token: the token that ends a text, None where the model has none.
+        chat_template: how the model writes a conversation, None where it cannot.
+
+    Raises:
+        CheckpointError: a decoder with which a token's text depends on its neighbours.
+    """
+
+    def __init__(
+        self,
+        library: tokenizers.Tokenizer,
+        *,
+        bos_token: str | None = None,
+        eos_token: str | None = None,
+        chat_template: ChatTemplate | None = None,
+    ) -> None:
+        # Many published files still carry the truncation of their training run.
+        library.no_truncation()
+        library.no_padding()
+        kinds = {kind["type"] for kind in _decoders(library)}
+        for kind in _decoders(library):
+            # A right strip takes from the last token, and which one that is only the end shows.
+            if kind["type"] not in KNOWN_DECODERS or kind.get("stop", 0):
+                raise CheckpointError(
+                    f"the tokenizer's decoder {kind['type']} cannot be decoded token by token; "
+                    f"known decoders are {', '.join(sorted(KNOWN_DECODERS))}"
+                )
+        self._library = library
+        self._alphabet = _byte_alphabet() if "ByteLevel" in kinds else None
+        self._pieces: dict[int, bytes] = {}
+        self.has_byte_fallback = "ByteFallback" in kinds
+        self.vocab_size: int = library.get_vocab_size(with_added_tokens=True)
+        self.special_ids = frozenset(
+            token_id for token_id, token in library.get_added_tokens_decoder().items() if token.special
+        )
+        self.bos_token_id = None if bos_token is None else library.token_to_id(bos_token)
+        self.eos_token_id = None if eos_token is None else library.token_to_id(eos_token)
+        self.chat_template = chat_template
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> Tokenizer:
+        """Read a tokenizer from a checkpoint's folder.
+
+        Args:
+            path: the folder of `tokenizer.json`; `tokenizer_config.json` and `chat_template.jinja` are optional.
+
+        Raises:
+            CheckpointError: a missing or damaged file, by name.
+        """
+        folder = Path(path)
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise CheckpointError(
+                f"{file} does not exist: the model needs a tokenizer of the `tokenizers` library "
+                "(set skip_tokenizer_init to work on token ids only)"
+            )
+        try:
+            library = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare Exception
+            raise CheckpointError(f"{file} is not a tokenizer: {error}") from error
+        config = _read_config(folder / "tokenizer_config.json")
+        bos_token, eos_token = _content(config.get("bos_token")), _content(config.get("eos_token"))
+        source = _chat_template_source(folder, config)
+        template = None
+        if source is not None:
+            template = ChatTemplate(
+                source, bos_token=bos_token or "", eos_token=eos_token or "", special_tokens=_special_tokens(config)
+            )
+        return cls(library, bos_token=bos_token, eos_token=eos_token, chat_template=template)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Turn text into token ids.
+
+        Args:
+            text: any text without lone surrogates; special tokens written out in it become their ids.
+            add_special_tokens: also what the model puts round every text (a rendered chat has it already).
+
+        Raises:
+            InvalidParameter: not a string, or a string that is not Unicode text.
+        """
+        if not isinstance(text, str):
+            raise InvalidParameter("prompt", text, "a string")
+        try:
+            ids: list[int] = self._library.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError as error:  # the one string that the library refuses
+            raise InvalidParameter("prompt", text, "Unicode text without lone surrogates") from error
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Turn token ids into text; ids without a token add nothing.
+
+        Raises:
+            InvalidParameter: a negative id, or one of more than 32 bits.
+        """
+        try:
+            text: str = self._library.decode(ids, skip_special_tokens=skip_special_tokens)
+        except (OverflowError, TypeError) as error:
+            raise InvalidParameter("token_ids", ids, f"integers from 0 to {MAX_TOKEN_ID}") from error
+        return text
+
+    def token_text(self, token_id: int) -> str:
+        """Return a token's own text, with a replacement character where it holds part of a character."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that a token adds to a text that it does not begin; none for an id without a token."""
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            piece = self._pieces[token_id] = self._derive_bytes(token_id)
+        return piece
+
+    def head_bytes(self, token_id: int) -> bytes:
+        """Return the bytes with which a token begins a text, where many decoders strip a space."""
+        piece = self.token_bytes(token_id)
+        if self._alphabet is not None or not _is_text(piece):
+            return piece
+        return self.decode([token_id], skip_special_tokens=False).encode()
+
+    def is_visible(self, token_id: int, *, skip_special_tokens: bool) -> bool:
+        """Tell whether `decode` lets a token take part in the text."""
+        if skip_special_tokens and token_id in self.special_ids:
+            return False
+        return bool(self.token_bytes(token_id)) or self._library.id_to_token(token_id) is not None
+
+    def is_fallback_byte(self, token_id: int) -> bool:
+        """Tell whether a token is one raw byte of a tokenizer with byte fallback, for example `<0x0A>`."""
+        return self.has_byte_fallback and _fallback_byte(self._library.id_to_token(token_id)) is not None
+
+    def _derive_bytes(self, token_id: int) -> bytes:
+        token = self._library.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._alphabet is not None:
+            try:
+                return bytes([self._alphabet[char] for char in token])
+            except KeyError:  # an added token, written as it is
+                return bytes(token.encode())
+        if self.has_byte_fallback and (byte := _fallback_byte(token)) is not None:
+            return bytes([byte])
+        # What the token adds behind itself is what it adds behind any token.
+        once = self.decode([token_id], skip_special_tokens=False)
+        twice = self.decode([token_id, token_id], skip_special_tokens=False)
+        return twice[len(once) :].encode()
+
+
+def _decoders(library: tokenizers.Tokenizer) -> Iterator[dict[str, Any]]:
+    """Yield the settings of each step of the decoder, in order."""
+    if library.decoder is None:
+        return
+    steps = [json.loads(library.decoder.__getstate__())]
+    while steps:
+        step = steps.pop(0)
+        if step["type"] == "Sequence":
+            steps = step["decoders"] + steps
+        else:
+            yield step
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Map each character of a byte-level vocabulary to its byte.
+
+    Printable Latin-1 bytes stand for themselves; the others, in order, for the characters from U+0100 on.
+
+    Source: the GPT-2 tokenizer.
+    """
+    alphabet: dict[str, int] = {}
+    for byte in range(256):
+        printable = 0x21 <= byte <= 0x7E or 0xA1 <= byte <= 0xAC or 0xAE <= byte <= 0xFF
+        if printable:
+            alphabet[chr(byte)] = byte
+    for byte in sorted(set(range(256)) - set(alphabet.values())):
+        alphabet[chr(256 + len(alphabet) - 188)] = byte
+    return alphabet
+
+
+def _fallback_byte(token: str | None) -> int | None:
+    if token is None or len(token) != 6 or not token.startswith("<0x") or not token.endswith(">"):
+        return None
+    try:
+        return int(token[3:5], 16)
+    except ValueError:
+        return None
+
+
+def _is_text(piece: bytes) -> bool:
+    try:
+        piece.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{file} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{file} must hold a JSON object, not {type(config).__name__}")
+    return config
+
+
+def _content(token: object) -> str | None:
+    """Return the text of a special token, which a configuration gives as a string or as an object."""
+    if isinstance(token, Mapping):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    named = {name: _content(value) for name, value in config.items() if name.endswith("_token")}
+    return {name: content for name, content in named.items() if content is not None}
+
+
+def _chat_template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        try:
+            return file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{file} is not UTF-8 text: {error}") from error
+    source = config.get("chat_template")
+    if isinstance(source, list):
+        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, Mapping)}
+        source = named.get("default")
+    if source is not None and not isinstance(source, str):
+        raise CheckpointError(
+            f"chat_template in {folder / 'tokenizer_config.json'} must be a string or a list of named templates"
+        )
+    return source

@@ -1,0 +1,60 @@
+"""`quire doctor` finds this machine fit, and says what is wrong where it is not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from quire.cli import doctor
+from quire.cli.doctor import FAIL, OK, WARN, Finding
+from quire.cli.main import main
+
+
+def test_a_fit_machine_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] is True
+    names = [finding["name"] for finding in report["findings"]]
+    for name in ("python", "quire", "torch build", "instructions", "device", "threads", "memory", "bundled model"):
+        assert name in names
+
+
+def test_something_essential_that_is_missing_fails_and_ends_the_looking(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "OLDEST_PYTHON", (99, 0))
+    assert main(["doctor"]) == 1
+    shown = capsys.readouterr().out
+    assert "FAIL  python" in shown
+    assert "install Python 99.0 or newer" in shown
+    assert "torch" not in shown
+
+
+def test_a_look_that_breaks_is_a_finding(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def look_at_torch() -> Iterator[Finding]:
+        raise OSError("libgomp.so.1: cannot open shared object file")
+
+    monkeypatch.setattr(doctor, "look_at_torch", look_at_torch)
+    assert main(["doctor", "--json"]) == 1
+    last = json.loads(capsys.readouterr().out)["findings"][-1]
+    assert (last["name"], last["status"]) == ("torch", FAIL)
+    assert "libgomp" in last["detail"]
+    assert last["advice"]
+
+
+def test_a_missing_model_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor, "files", lambda _: tmp_path)
+    (finding,) = doctor.look_at_bundled_model()
+    assert finding.status == FAIL
+    assert "model.safetensors" in finding.detail
+
+
+def test_little_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    statuses = {finding.name: finding.status for finding in doctor.look_at_machine()}
+    assert statuses["threads"] == OK
+    monkeypatch.setattr(doctor, "COMFORTABLE_BYTES", 1 << 60)
+    statuses = {finding.name: finding.status for finding in doctor.look_at_machine()}
+    assert statuses["memory"] == WARN

@@ -1,0 +1,63 @@
+"""The command starts fast, and says in one line what was wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import quire
+from quire.cli.main import build_parser, main
+
+HEAVY = ("torch", "numpy", "quire.engine", "quire.text", "tokenizers", "jinja2", "starlette", "uvicorn", "rich")
+
+
+@pytest.mark.parametrize("flags", [["--help"], ["--version"], ["generate", "--help"], ["serve", "--help"]])
+def test_help_and_version_import_nothing_heavy(flags: list[str]) -> None:
+    script = (
+        "import sys\nfrom quire.cli.main import main\n"
+        f"try: main({flags!r})\nexcept SystemExit as end: assert end.code == 0, end.code\n"
+        f"print('heavy:', [name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert ran.stdout.splitlines()[-1] == "heavy: []"
+
+
+def test_the_package_is_the_command() -> None:
+    ran = subprocess.run([sys.executable, "-m", "quire", "--version"], capture_output=True, text=True, check=True)
+    assert ran.stdout == f"quire {quire.__version__}\n"
+
+
+def test_every_command_is_there() -> None:
+    for command in ("generate", "chat", "serve", "bench", "doctor"):
+        with pytest.raises(SystemExit) as exit_:
+            build_parser().parse_args([command, "--help"])
+        assert exit_.value.code == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["generate", "--prompt", "a", "--temperature", "-1"], "temperature must be a number from 0 to 100, got -1.0"),
+        (["generate", "--prompt", "a", "--block-size", "0"], "block_size must be an integer of at least 1"),
+        (["generate", "--prompt", "a", "--logprobs", "1"], "--logprobs needs --json"),
+        (["generate", "--prompt", "a", "--prompt", "b", "--stream"], "--stream takes one prompt"),
+        (["generate", "--prompt", "a", "--n", "2", "--stream"], "--stream takes n=1"),
+        (["generate", "--prompts-file", "/no/such\nfile"], "cannot be read"),
+        (["generate", "--demo", "--json"], "has neither --json nor --stream"),
+        (["generate", "./no-such-folder"], "there is no prompt"),
+        (["generate", "./no-such-folder", "--prompt", "a"], "no-such-folder"),
+        (["generate", "--prompt", "a", "--max-model-len", "9999"], "max_model_len (9999) is more than"),
+        (["generate", "--prompt", "a", "--num-kv-blocks", "1"], "num_kv_blocks=1 gives 1 KV blocks"),
+        (["chat", "--n", "2"], "n has no place in a chat"),
+        (["chat", "--top-p", "0"], "top_p must be"),
+    ],
+)
+def test_a_mistake_is_one_line_and_code_2(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(flags) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("quire: error: ")
+    assert words in shown.err
+    assert shown.err.count("\n") == 1

@@ -1,0 +1,120 @@
+"""Every field has a flag, flags are read as they are meant, and what is not given is left to the defaults."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from quire.cli.options import (
+    add_engine_options,
+    add_sampling_options,
+    engine_options,
+    parse_size,
+    sampling_options,
+)
+from quire.config import EngineConfig, option_homes
+from quire.sequences.params import SamplingParams
+
+
+@pytest.fixture
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser()
+    add_engine_options(parser)
+    add_sampling_options(parser)
+    return parser
+
+
+def test_nothing_given_leaves_all_defaults(parser: argparse.ArgumentParser) -> None:
+    args = parser.parse_args([])
+    assert engine_options(args) == {"model": "bundled"}
+    assert EngineConfig.from_options(**engine_options(args)) == EngineConfig()
+    assert sampling_options(args) == {}
+
+
+def test_every_field_has_a_flag_with_its_meaning(parser: argparse.ArgumentParser) -> None:
+    helps = {action.dest: action.help for action in parser._actions}
+    for name in option_homes():
+        assert helps[name], name
+    for field in fields(SamplingParams):
+        if field.init:
+            assert ("request_seed" if field.name == "seed" else field.name) in helps, field.name
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["some/model", "--max-model-len", "64"], {"model": "some/model", "max_model_len": 64}),
+        (["--kv-cache-memory-bytes", "4G"], {"kv_cache_memory_bytes": 4 * 10**9}),
+        (["--kv-cache-memory-fraction", "0.25"], {"kv_cache_memory_fraction": 0.25}),
+        (["--no-enable-prefix-caching"], {"enable_prefix_caching": False}),
+        (["--skip-tokenizer-init", "--num-kv-blocks", "9"], {"skip_tokenizer_init": True, "num_kv_blocks": 9}),
+        (["--scheduling-policy", "priority", "--seed", "7"], {"scheduling_policy": "priority", "seed": 7}),
+        (["--max-queue-len", "none", "--dtype", "float32"], {"max_queue_len": None, "dtype": "float32"}),
+    ],
+)
+def test_engine_flags_become_options(
+    parser: argparse.ArgumentParser, flags: list[str], expected: dict[str, Any]
+) -> None:
+    options = engine_options(parser.parse_args(flags))
+    assert options == {"model": "bundled", **expected}
+    config = EngineConfig.from_options(**options)
+    for name, value in expected.items():
+        assert getattr(getattr(config, option_homes()[name]), name) == value
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--temperature", "0", "--n", "3"], {"temperature": 0.0, "n": 3}),
+        (["--stop", "a,b", "--stop", "c"], {"stop": ["a,b", "c"]}),
+        (["--stop-token-ids", "1,22"], {"stop_token_ids": (1, 22)}),
+        (["--logit-bias", "5=-1.5,6=2"], {"logit_bias": {5: -1.5, 6: 2.0}}),
+        (["--allowed-token-ids", "7"], {"allowed_token_ids": (7,)}),
+        (["--request-seed", "-3", "--seed", "4"], {"seed": -3}),
+        (["--max-tokens", "None", "--ignore-eos"], {"max_tokens": None, "ignore_eos": True}),
+    ],
+)
+def test_sampling_flags_become_parameters(
+    parser: argparse.ArgumentParser, flags: list[str], expected: dict[str, Any]
+) -> None:
+    options = sampling_options(parser.parse_args(flags))
+    assert options == expected
+    SamplingParams(**options)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("17", 17),
+        ("4K", 4000),
+        ("4k", 4000),
+        ("1.5GiB", 3 << 29),
+        ("2 MiB", 2 << 20),
+        ("3GB", 3 * 10**9),
+        ("1T", 10**12),
+    ],
+)
+def test_sizes_are_read(text: str, num_bytes: int) -> None:
+    assert parse_size(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "G", "-1", "4X", "1e9", "4GiBs", "0x10"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a size"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--n", "x"], ["--top-p", ""], ["--logit-bias", "5"], ["--stop-token-ids", "1,,2"], ["--block-size", "none"]],
+)
+def test_what_cannot_be_read_ends_with_code_2(
+    parser: argparse.ArgumentParser, flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        parser.parse_args(flags)
+    assert exit_.value.code == 2
+    assert flags[0] in capsys.readouterr().err
