@@ -1,0 +1,1 @@
+"""Distributed execution: who carries plans to workers."""

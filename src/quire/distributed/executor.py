@@ -1,0 +1,51 @@
+"""Executors: who carries a plan to the data plane and its result back."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from quire.errors import WorkerError
+from quire.execution.runner import ModelRunner
+from quire.scheduling.plan import StepPlan, StepResult
+
+
+class Executor(Protocol):
+    """Carries plans to one or more workers."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step.
+
+        Raises:
+            WorkerError: the step failed as a whole; its cause is chained.
+        """
+
+    def close(self) -> None:
+        """Let go of the workers and of all that they hold."""
+
+
+class InProcessExecutor:
+    """Runs every step in the caller's own process and thread.
+
+    Args:
+        runner: what obeys.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner: ModelRunner | None = runner
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step.
+
+        Raises:
+            WorkerError: the step failed as a whole, or the executor is closed.
+        """
+        if self._runner is None:
+            raise WorkerError(f"step {plan.tick} cannot run: the executor is closed")
+        try:
+            return self._runner.execute(plan)
+        except Exception as error:
+            raise WorkerError(f"step {plan.tick} failed in the data plane ({type(error).__name__}: {error})") from error
+
+    def close(self) -> None:
+        """Drop the runner, and with it the weights and the KV memory."""
+        self._runner = None

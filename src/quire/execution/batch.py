@@ -1,0 +1,136 @@
+"""From a plan to tensors: block tables are kept here and changed by the plan's differences only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, chain
+
+import torch
+from torch import Tensor
+
+from quire.ops.interface import AttentionBatch
+from quire.scheduling.plan import PlanItem, StepPlan, TableDelta
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step's input to a model.
+
+    Args:
+        input_ids: [T] of int64, the items' tokens one behind the other.
+        positions: [T] of int64.
+        attention: one for each cache group.
+        row_starts: S + 1 numbers; item `s` owns rows `[row_starts[s], row_starts[s + 1])`.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    attention: tuple[AttentionBatch, ...]
+    row_starts: list[int]
+
+
+class BlockTable:
+    """One sequence's blocks in one cache group: an array that grows by doubling and is cut or overwritten in place."""
+
+    __slots__ = ("_ids", "_length")
+
+    def __init__(self) -> None:
+        self._ids = torch.empty(16, dtype=torch.int64)
+        self._length = 0
+
+    def change(self, delta: TableDelta) -> None:
+        """Set `table[delta.start:]` to the delta's blocks."""
+        length = delta.start + len(delta.block_ids)
+        assert delta.start <= self._length, f"a table of {self._length} blocks cannot change from {delta.start} on"
+        if length > len(self._ids):
+            grown = torch.empty(max(length, 2 * len(self._ids)), dtype=torch.int64)
+            grown[: delta.start] = self._ids[: delta.start]
+            self._ids = grown
+        if len(delta.block_ids) == 1:
+            self._ids[delta.start] = delta.block_ids[0]
+        else:
+            self._ids[delta.start : length] = torch.tensor(delta.block_ids, dtype=torch.int64)
+        self._length = length
+
+    def first(self, num_blocks: int) -> Tensor:
+        """Return a view of the first `num_blocks` ids."""
+        assert num_blocks <= self._length, f"a table of {self._length} blocks cannot hold {num_blocks}"
+        return self._ids[:num_blocks]
+
+
+class BatchBuilder:
+    """Builds each step's batch, and remembers the block tables between steps.
+
+    Args:
+        block_size: N.
+        device: where the tensors go; they are made on the CPU.
+        num_groups: cache groups.
+    """
+
+    def __init__(self, block_size: int, device: torch.device | str, num_groups: int = 1) -> None:
+        self._block_size = block_size
+        self._device = torch.device(device)
+        self._num_groups = num_groups
+        self._tables: dict[int, tuple[BlockTable, ...]] = {}
+
+    def build(self, plan: StepPlan) -> Batch:
+        """Forget what the plan closes, apply its table changes, and lay its items out as one batch.
+
+        Args:
+            plan: of the step; without items the batch is empty.
+        """
+        for seq_id in plan.closed:
+            self._tables.pop(seq_id, None)
+        for item in plan.items:
+            self._change_tables(item)
+        items = plan.items
+        counts = [len(item.token_ids) for item in items]
+        row_starts = list(accumulate(counts, initial=0))
+        input_ids = torch.tensor(list(chain.from_iterable(item.token_ids for item in items)), dtype=torch.int64)
+        starts = torch.tensor([item.start for item in items], dtype=torch.int64)
+        context_lens = [item.start + count for item, count in zip(items, counts, strict=True)]
+        if row_starts[-1] == len(items):  # one row each: nothing to spread
+            owners, positions = None, starts
+        else:
+            owners = torch.repeat_interleave(torch.tensor(counts))
+            firsts = torch.tensor(row_starts[:-1])
+            positions = torch.arange(row_starts[-1]) + (starts - firsts)[owners]
+        attention = tuple(
+            self._attention(group_idx, items, row_starts, context_lens, positions, owners)
+            for group_idx in range(self._num_groups)
+        )
+        return Batch(self._placed(input_ids), self._placed(positions), attention, row_starts)
+
+    def _change_tables(self, item: PlanItem) -> None:
+        if item.opening is not None:
+            self._tables[item.seq_id] = tuple(BlockTable() for _ in range(self._num_groups))
+        if item.table_deltas:
+            tables = self._tables[item.seq_id]
+            for delta in item.table_deltas:
+                tables[delta.group_idx].change(delta)
+
+    def _attention(
+        self,
+        group_idx: int,
+        items: tuple[PlanItem, ...],
+        row_starts: list[int],
+        context_lens: list[int],
+        positions: Tensor,
+        owners: Tensor | None,
+    ) -> AttentionBatch:
+        block_size = self._block_size
+        num_blocks = [-(-context_len // block_size) for context_len in context_lens]
+        block_starts = list(accumulate(num_blocks, initial=0))
+        tables = [self._tables[item.seq_id][group_idx].first(n) for item, n in zip(items, num_blocks, strict=True)]
+        block_ids = torch.cat(tables) if tables else positions
+        table_starts = torch.tensor(block_starts[:-1], dtype=torch.int64)
+        if owners is not None:
+            table_starts = table_starts[owners]
+        blocks = block_ids[table_starts + positions // block_size]
+        slot_mapping = blocks * block_size + positions % block_size
+        return AttentionBatch(
+            self._placed(slot_mapping), row_starts, context_lens, self._placed(block_ids), block_starts
+        )
+
+    def _placed(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device, non_blocking=True)

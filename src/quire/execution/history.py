@@ -1,0 +1,79 @@
+"""The tokens that a sequence has used, counted as they come, for the penalties."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+
+class TokenCounts(NamedTuple):
+    """Distinct tokens of a sequence (U of them) and how often each occurs.
+
+    Args:
+        ids: token ids, int64 [U].
+        seen: occurrences in prompt and output, int32 [U]; 0 after a roll back.
+        output: occurrences in the output alone, int32 [U].
+    """
+
+    ids: torch.Tensor
+    seen: torch.Tensor
+    output: torch.Tensor
+
+
+class TokenHistory:
+    """A sequence's tokens and their counts, kept up to date by differences.
+
+    Args:
+        token_ids: prompt and output so far.
+        num_prompt: how many of them, and of all later ones, are the prompt.
+    """
+
+    def __init__(self, token_ids: Sequence[int], num_prompt: int) -> None:
+        self._token_ids = list(token_ids)
+        self._num_prompt = num_prompt
+        known = torch.tensor(self._token_ids, dtype=torch.int64)
+        ids, inverse = torch.unique(known, return_inverse=True)
+        self._counts = TokenCounts(
+            ids,
+            torch.bincount(inverse, minlength=len(ids)).to(torch.int32),
+            torch.bincount(inverse[num_prompt:], minlength=len(ids)).to(torch.int32),
+        )
+        self._slots = {token_id: slot for slot, token_id in enumerate(ids.tolist())}
+
+    def follow(self, start: int, token_ids: Sequence[int], *, is_end: bool) -> None:
+        """Make the tokens at `[start, start + len)` those given, and drop what a roll back has made untrue.
+
+        Args:
+            start: position of the first given token; at most the number of tokens known.
+            token_ids: the tokens from there on.
+            is_end: True when the sequence ends with them; else known tokens behind them stay (the prompt's rest).
+        """
+        known = self._token_ids
+        assert start <= len(known), f"tokens [{len(known)}, {start}) were never named"
+        end = start + len(token_ids)
+        same = start
+        while same < min(end, len(known)) and known[same] == token_ids[same - start]:
+            same += 1
+        if same < end or is_end:
+            while len(known) > same:
+                self._count(known.pop(), len(known), -1)
+            for token_id in token_ids[same - start :]:
+                known.append(token_id)
+                self._count(token_id, len(known) - 1, 1)
+
+    def counts(self) -> TokenCounts:
+        """Return the counts as views; they change with the next `follow`."""
+        size = len(self._slots)
+        return TokenCounts(*(column[:size] for column in self._counts))
+
+    def _count(self, token_id: int, position: int, change: int) -> None:
+        slot = self._slots.setdefault(token_id, len(self._slots))
+        if slot == len(self._counts.ids):
+            # Doubling keeps the cost of a new token constant on average.
+            self._counts = TokenCounts(*(torch.cat((column, column.new_zeros(slot + 16))) for column in self._counts))
+        self._counts.ids[slot] = token_id
+        self._counts.seen[slot] += change
+        if position >= self._num_prompt:
+            self._counts.output[slot] += change

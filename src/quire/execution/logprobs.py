@@ -1,0 +1,43 @@
+"""Log probabilities of given tokens, from the raw distribution."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from quire.execution.draws import likeliest
+from quire.scheduling.plan import TokenLogprobs
+
+# Results are written as JSON, which has no infinity.
+LOWEST = -9999.0
+TILE_BYTES = 32 << 20
+
+
+def rows_per_tile(vocab_size: int) -> int:
+    """Return how many rows of float32 logits make a tile of bounded size."""
+    return max(1, TILE_BYTES // (4 * vocab_size))
+
+
+def measure(logits: torch.Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
+    """Measure one token of each row.
+
+    Args:
+        logits: float32 [R, V], finite maximum in each row.
+        token_ids: the token to measure in each row.
+        counts: how many of the likeliest tokens to list for each row.
+    """
+    ids = torch.tensor(token_ids, device=logits.device)[:, None]
+    chosen = logits.gather(1, ids)
+    norm = logits.logsumexp(-1, keepdim=True)
+    ranks = (1 + torch.count_nonzero(logits > chosen, dim=-1)).tolist()
+    logprobs = (chosen - norm).clamp_(min=LOWEST)[:, 0].tolist()
+    tops: list[list[tuple[int, float]]] = [[] for _ in token_ids]
+    if any(counts):
+        values, top_ids = likeliest(logits, max(counts))
+        rows = zip(top_ids.tolist(), (values - norm).clamp_(min=LOWEST).tolist(), strict=True)
+        tops = [list(zip(*pair, strict=True)) for pair in rows]
+    return [
+        TokenLogprobs(token_id, logprob, rank, tuple(top[:count]))
+        for token_id, logprob, rank, top, count in zip(token_ids, logprobs, ranks, tops, counts, strict=True)
+    ]

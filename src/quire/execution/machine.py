@@ -1,0 +1,145 @@
+"""What the machine offers this process: device, memory and cores, limits of control groups included."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from quire.config import Machine
+from quire.errors import ConfigError
+
+ROOT = Path("/")
+
+
+def pick_device(option: str) -> str:
+    """Return "cpu" or "cuda" for a device option.
+
+    Args:
+        option: "cpu", "cuda", or "auto" for a GPU when there is one.
+
+    Raises:
+        ConfigError: "cuda" where there is none.
+    """
+    has_gpu = torch.cuda.is_available()
+    if option == "cuda" and not has_gpu:
+        raise ConfigError(
+            "device 'cuda' was asked for, but PyTorch finds no CUDA GPU here; use 'cpu' or 'auto'", field="device"
+        )
+    if option == "auto":
+        return "cuda" if has_gpu else "cpu"
+    return option
+
+
+def probe(device: str, root: Path = ROOT) -> Machine:
+    """Look at what a new allocation on the device can take, and at the cores for it.
+
+    Args:
+        device: "cpu" or "cuda".
+        root: where `proc` and `sys` are mounted.
+    """
+    groups = ControlGroups(root)
+    if device == "cuda":
+        free_bytes, _ = torch.cuda.mem_get_info()
+        # What PyTorch holds but no tensor uses is free for the next tensor.
+        available_bytes = free_bytes + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    else:
+        available_bytes = min([_available_bytes(root), *groups.memory_headrooms()])
+    return Machine(
+        device=device,
+        available_bytes=max(0, available_bytes),
+        num_threads=max(1, min([_num_cores(), *groups.cpu_quotas()])),
+    )
+
+
+class ControlGroups:
+    """The control groups that hold this process, of version 2 and of version 1.
+
+    Args:
+        root: where `proc` and `sys` are mounted.
+    """
+
+    def __init__(self, root: Path) -> None:
+        mount = root / "sys/fs/cgroup"
+        self._unified: list[Path] = []
+        self._memory: list[Path] = []
+        self._cpu: list[Path] = []
+        for line in (_read(root / "proc/self/cgroup") or "").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers == "":
+                self._unified = _lineage(mount, path)
+            if "memory" in controllers.split(","):
+                self._memory = _lineage(mount / "memory", path)
+            if "cpu" in controllers.split(","):
+                self._cpu = _lineage(mount / "cpu", path) + _lineage(mount / controllers, path)
+
+    def memory_headrooms(self) -> Iterator[int]:
+        """Yield, for each group with a memory limit, the bytes that are left below it."""
+        for group in self._unified:
+            yield from _headroom(group, "memory.max", "memory.current", "")
+        for group in self._memory:
+            yield from _headroom(group, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+
+    def cpu_quotas(self) -> Iterator[int]:
+        """Yield, for each group with a CPU quota, the whole cores that it grants."""
+        for group in self._unified:
+            quota, _, period = (_read(group / "cpu.max") or "max").partition(" ")
+            if quota.isdigit() and period.strip().isdigit():
+                yield int(quota) // int(period)
+        for group in self._cpu:
+            quota_us, period_us = _number(group / "cpu.cfs_quota_us"), _number(group / "cpu.cfs_period_us")
+            if quota_us is not None and period_us:
+                yield quota_us // period_us
+
+
+def _lineage(mount: Path, path: str) -> list[Path]:
+    """Return the folders of a group and of all groups above it: the tightest limit of them counts.
+
+    In a container the group's own path is often not visible, and the mount shows the group itself.
+    """
+    own = mount / path.lstrip("/")
+    groups = [own, *own.parents]
+    return groups[: groups.index(mount) + 1]
+
+
+def _headroom(group: Path, limit_name: str, usage_name: str, prefix: str) -> Iterator[int]:
+    limit, usage = _number(group / limit_name), _number(group / usage_name)
+    if limit is None or usage is None:
+        return
+    # Pages of files count as used, but the kernel drops them before it refuses memory.
+    reclaimable = 0
+    for line in (_read(group / "memory.stat") or "").splitlines():
+        name, _, value = line.partition(" ")
+        if name in (f"{prefix}active_file", f"{prefix}inactive_file"):
+            reclaimable += int(value)
+    yield limit - usage + min(reclaimable, usage)
+
+
+def _available_bytes(root: Path) -> int:
+    for line in (_read(root / "proc/meminfo") or "").splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    # No Linux: all that there is, from which the user's fraction is taken.
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _num_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except OSError:
+        return None
+
+
+def _number(path: Path) -> int | None:
+    """Return the number a file holds; None for no file, for "max", and for -1, which all mean no limit."""
+    text = (_read(path) or "").strip()
+    return int(text) if text.isdigit() else None

@@ -1,0 +1,104 @@
+"""The model runner: obeys one plan at a time, on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from quire.execution.batch import BatchBuilder
+from quire.execution.logprobs import measure, rows_per_tile
+from quire.execution.sampler import BAD_LOGITS, Sampler
+from quire.execution.storage import KVStorage
+from quire.models.decoder import Decoder
+from quire.scheduling.plan import ItemResult, PlanItem, StepPlan, StepResult, TokenLogprobs
+
+
+class ModelRunner:
+    """Turns a plan into a result: bytes are moved, the model runs, tokens are drawn.
+
+    It decides nothing, and keeps of a sequence only what its opening and later items said, until the plan closes it.
+
+    Args:
+        decoder: the model.
+        storages: KV memory, one for each cache group.
+        builder: turns a plan into the model's inputs.
+        sampler: turns logits into tokens.
+    """
+
+    def __init__(
+        self, decoder: Decoder, storages: Sequence[KVStorage], builder: BatchBuilder, sampler: Sampler
+    ) -> None:
+        self._decoder = decoder
+        self._storages = tuple(storages)
+        self._builder = builder
+        self._sampler = sampler
+
+    @classmethod
+    def build(
+        cls, decoder: Decoder, *, num_blocks: int, block_size: int, device: str, dtype: torch.dtype
+    ) -> ModelRunner:
+        """Give a loaded decoder its KV memory, and all else that a step takes.
+
+        Args:
+            decoder: with all its weights.
+            num_blocks: B of each cache group, the null block included.
+            block_size: N.
+            device: the decoder's.
+            dtype: of the cache; the decoder's.
+        """
+        place = torch.device(device)
+        storages = [
+            KVStorage(num_blocks, group.num_layers, block_size, group.num_kv_heads, group.head_dim, dtype, place)
+            for group in decoder.spec.cache_groups
+        ]
+        return cls(decoder, storages, BatchBuilder(block_size, place, len(storages)), Sampler(place))
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step.
+
+        Args:
+            plan: with one item at least; after its deltas the block tables hold slots for all its tokens.
+
+        Returns:
+            One result for each item, in the plan's order.
+        """
+        for group_idx, storage in enumerate(self._storages):
+            storage.apply([copy for copy in plan.ops.copies if copy.group_idx == group_idx])
+        self._sampler.follow(plan)
+        batch = self._builder.build(plan)
+        hidden = self._decoder(batch.input_ids, batch.positions, batch.attention, self._storages)
+        results = {item.seq_id: ItemResult(item.seq_id, ()) for item in plan.items}
+        last_rows = [end - 1 for end in batch.row_starts[1:]]
+        sampled = [(item, row) for item, row in zip(plan.items, last_rows, strict=True) if item.num_samples]
+        if sampled:
+            logits = self._decoder.logits(hidden[[row for _, row in sampled]])
+            for result in self._sampler.sample(logits, [item for item, _ in sampled]):
+                results[result.seq_id] = result
+        for item, start in zip(plan.items, batch.row_starts[:-1], strict=True):
+            results[item.seq_id] = self._with_prompt(results[item.seq_id], item, hidden[start:])
+        return StepResult(plan.tick, tuple(results.values()))
+
+    def _with_prompt(self, result: ItemResult, item: PlanItem, hidden: torch.Tensor) -> ItemResult:
+        """Add the log probabilities of the prompt's tokens, where the request wants them.
+
+        The head runs on a few rows at a time: the logits of a whole prompt would be larger than the model.
+
+        Args:
+            result: the item's result so far.
+            item: of the plan.
+            hidden: hidden states, the item's own from row 0 on, [at least len, E].
+        """
+        token_ids, count = self._sampler.prompt_targets(item)
+        if not token_ids or result.error is not None:
+            return result
+        measures: list[TokenLogprobs] = []
+        tile = rows_per_tile(self._decoder.spec.vocab_size)
+        for start in range(0, len(token_ids), tile):
+            part = token_ids[start : start + tile]
+            logits = self._decoder.logits(hidden[start : start + len(part)])
+            if not logits.amax(-1).isfinite().all():
+                return ItemResult(item.seq_id, (), error=BAD_LOGITS)
+            measures += measure(logits, part, [count] * len(part))
+        return result._replace(prompt_logprobs=tuple(measures))

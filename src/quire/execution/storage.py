@@ -1,0 +1,59 @@
+"""The bytes of a cache group's blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quire.memory.ops import BlockCopy
+
+
+class KVStorage:
+    """The keys and values of one cache group.
+
+    A block holds all layers contiguously, so that copy-on-write, swap and disk move one range of bytes. The memory is
+    not touched here: a page costs nothing before a token is stored in it, and unwritten slots hold anything.
+
+    Args:
+        num_blocks: B, the null block (id 0) included.
+        num_layers: L, layers of the group.
+        block_size: N, tokens of a block.
+        num_kv_heads: K.
+        head_dim: D.
+
+    Attributes:
+        data: [B, L, 2, K, N, D].
+        block_rows: see `quire.ops.interface.PagedKV`.
+        slot_rows: see `quire.ops.interface.PagedKV`.
+    """
+
+    __slots__ = ("block_rows", "data", "slot_rows")
+
+    def __init__(
+        self,
+        num_blocks: int,
+        num_layers: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        self.data = torch.empty(
+            num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim, dtype=dtype, device=device
+        )
+        rows = self.data.view(-1, block_size * head_dim)
+        slots = self.data.view(-1, head_dim)
+        # A layer is an offset: with it in the view, the row ids of a step serve all layers.
+        layer_rows = 2 * num_kv_heads
+        self.block_rows: tuple[Tensor, ...] = tuple(rows[layer * layer_rows :] for layer in range(num_layers))
+        self.slot_rows: tuple[Tensor, ...] = tuple(
+            slots[layer * layer_rows * block_size :] for layer in range(num_layers)
+        )
+
+    def apply(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy whole blocks, in order: a later copy may read what an earlier one wrote."""
+        for _, src_id, dst_id in copies:
+            self.data[dst_id].copy_(self.data[src_id])

@@ -1,0 +1,223 @@
+"""A checkpoint: the folder of configuration and safetensors files that a model is read from.
+
+Nothing in it is executed: weights come from safetensors files only, never from pickles, and no code that a
+checkpoint brings along is ever imported.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from quire.errors import CheckpointError
+
+BUNDLED = "bundled"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+HUB_FILES = ("*.safetensors", "*.json", "tokenizer*", "*.jinja", "merges.txt", "vocab.txt")
+# Copies of the same weights in another layout, and files for other engines in sub-folders.
+HUB_IGNORED = ("consolidated*", "*/*")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor lies and what its file's header says of it.
+
+    Args:
+        path: the safetensors file.
+        dtype: the name that safetensors gives it: "BF16", "F16", "F32", ...
+        shape: as stored.
+    """
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model's files, read as far as their headers.
+
+    Args:
+        folder: where the files lie; a tokenizer is looked for here as well.
+        config: `config.json`.
+        generation_config: `generation_config.json`, empty when there is none.
+        tensors: every stored tensor by name.
+    """
+
+    folder: Path
+    config: Mapping[str, Any]
+    generation_config: Mapping[str, Any]
+    tensors: Mapping[str, StoredTensor]
+
+    @classmethod
+    def open(cls, model: str, revision: str | None = None) -> Checkpoint:
+        """Find a model and read its configuration and the headers of its weights.
+
+        Args:
+            model: a local folder, "bundled", or a Hugging Face hub id.
+            revision: a branch, tag or commit of a hub id.
+
+        Raises:
+            CheckpointError: nothing there, or a file that is missing, damaged or of a kind that is refused; the
+                message names the file.
+        """
+        folder = locate(model, revision)
+        config = _read_object(folder / "config.json")
+        generation = folder / "generation_config.json"
+        return cls(
+            folder=folder,
+            config=config,
+            generation_config=_read_object(generation) if generation.is_file() else {},
+            tensors=_read_headers(folder),
+        )
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Return the tokens that end a generation: those of the generation config, else of the model's config."""
+        for origin, source in (("generation_config.json", self.generation_config), ("config.json", self.config)):
+            value = source.get("eos_token_id")
+            if value is None:
+                continue
+            ids = value if isinstance(value, list) else [value]
+            if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in ids):
+                raise CheckpointError(
+                    f"eos_token_id in {self.folder / origin} must be a token id or a list of them, got {value!r}"
+                )
+            return tuple(ids)
+        return ()
+
+
+def locate(model: str, revision: str | None = None) -> Path:
+    """Return the folder that holds a model's files, fetching it from the hub where it is a hub id.
+
+    Args:
+        model: a local folder, "bundled", or a Hugging Face hub id.
+        revision: a branch, tag or commit; for hub ids only.
+
+    Raises:
+        CheckpointError: there is no such folder or model, or a revision of something that has none.
+    """
+    if model == BUNDLED:
+        folder = Path(str(resources.files("quire").joinpath("bundled")))
+        if not (folder / "config.json").is_file():
+            raise CheckpointError(
+                "this installation has no bundled model; name a local folder or a hub id", field="model"
+            )
+    else:
+        folder = Path(model).expanduser()
+        if not folder.exists() and _HUB_ID.fullmatch(model):
+            return _download(model, revision)
+        if not folder.is_dir():
+            reason = "is a file, not a folder" if folder.exists() else "does not exist and is no hub id either"
+            raise CheckpointError(f"model {model!r} {reason}; a folder with config.json is needed", field="model")
+    if revision is not None:
+        raise CheckpointError(
+            f"revision {revision!r} cannot be honoured: model {model!r} is a local folder, which has none",
+            field="revision",
+        )
+    return folder
+
+
+def _download(model: str, revision: str | None) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise CheckpointError(
+            f"model {model!r} is no local folder, and hub ids need the huggingface_hub package: install it, or name a "
+            "folder",
+            field="model",
+        ) from error
+    try:
+        folder = snapshot_download(
+            model, revision=revision, allow_patterns=list(HUB_FILES), ignore_patterns=list(HUB_IGNORED)
+        )
+    # The hub client lets errors of its HTTP and cache layers through; whichever it was, the model is not here.
+    except Exception as error:
+        raise CheckpointError(
+            f"model {model!r} is no local folder and could not be fetched from the hub "
+            f"({type(error).__name__}: {error}); check the name, the revision and the network, or download it first "
+            "and name the folder",
+            field="model",
+        ) from error
+    return Path(folder)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """Read a file that holds one JSON object."""
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _read_headers(folder: Path) -> dict[str, StoredTensor]:
+    if (folder / SINGLE_FILE).is_file():
+        return _read_header(folder / SINGLE_FILE)
+    index = folder / INDEX_FILE
+    if not index.is_file():
+        raise CheckpointError(_missing_weights(folder))
+    weight_map = _read_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} has no weight_map from tensor names to files")
+    shards = {shard: _read_header(_shard_path(index, shard)) for shard in _shard_names(index, weight_map)}
+    for name, shard in weight_map.items():
+        if name not in shards[shard]:
+            raise CheckpointError(f"{index} places tensor {name!r} in {shard}, which does not hold it")
+    return {name: shards[shard][name] for name, shard in weight_map.items()}
+
+
+def _shard_names(index: Path, weight_map: Mapping[str, object]) -> list[str]:
+    names: set[str] = set()
+    for tensor, shard in weight_map.items():
+        if not isinstance(shard, str):
+            raise CheckpointError(f"{index} maps tensor {tensor!r} to {shard!r}, which is no file name")
+        names.add(shard)
+    return sorted(names)
+
+
+def _shard_path(index: Path, shard: str) -> Path:
+    # The name alone is judged: in a hub cache each file is a link out of the folder, and that is as it should be.
+    if "/" in shard or "\\" in shard or "\0" in shard or not shard.endswith(".safetensors"):
+        raise CheckpointError(f"{index} names shard {shard!r}; a plain *.safetensors file name is needed")
+    path = index.parent / shard
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing, but {index.name} lists it")
+    return path
+
+
+def _read_header(path: Path) -> dict[str, StoredTensor]:
+    """Read one file's header; the library checks every offset in it against the file's length."""
+    tensors = {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - the handle is no mapping
+                part = file.get_slice(name)
+                tensors[name] = StoredTensor(path, part.get_dtype(), tuple(part.get_shape()))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
+    return tensors
+
+
+def _missing_weights(folder: Path) -> str:
+    wanted = f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}"
+    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
+    if pickles:
+        return f"{wanted}; {pickles[0]} is a pickle, which can run code when it is read: convert it to safetensors"
+    return wanted

@@ -1,0 +1,132 @@
+"""Weights: from a checkpoint's tensors into a decoder's parameters, one at a time."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from quire.errors import CheckpointError
+from quire.models.checkpoint import Checkpoint, StoredTensor
+from quire.models.decoder import Decoder
+from quire.models.spec import WeightMap
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+STORED_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+# Left over from training, or tied to a tensor that is read: no model misses them.
+HARMLESS_SUFFIXES = ("rotary_emb.inv_freq", "lm_head.weight")
+
+logger = logging.getLogger(__name__)
+
+
+def choose_dtype(option: str, checkpoint: Checkpoint) -> torch.dtype:
+    """Choose the dtype of weights and KV cache; pure.
+
+    Args:
+        option: "bfloat16", "float16", "float32", or "auto" for what the checkpoint's configuration says, and where
+            it says nothing, for what most of its numbers are stored as.
+        checkpoint: the model's files.
+
+    Raises:
+        CheckpointError: "auto", and the checkpoint is of a dtype that no kernel computes in.
+    """
+    if option != "auto":
+        return DTYPES[option]
+    # Configurations name it "dtype" nowadays and "torch_dtype" before.
+    name = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or _prevailing(checkpoint)
+    if not isinstance(name, str) or name not in DTYPES:
+        raise CheckpointError(
+            f"the checkpoint in {checkpoint.folder} is of dtype {name!r}, and auto keeps it: set dtype to one of "
+            f"{', '.join(DTYPES)}",
+            field="dtype",
+        )
+    return DTYPES[name]
+
+
+def load_weights(checkpoint: Checkpoint, weight_map: WeightMap, decoder: Decoder, *, dtype: torch.dtype) -> None:
+    """Fill a decoder's parameters from a checkpoint.
+
+    Names, shapes and dtypes are all checked before the first byte is read. Files are mapped, not read whole, so that
+    no more than the decoder itself and one parameter are ever in memory.
+
+    Args:
+        checkpoint: the model's files.
+        weight_map: parameter name -> names of the stored tensors that make it up, concatenated on dimension 0.
+        decoder: what is filled.
+        dtype: of the parameters; what is stored otherwise is cast.
+
+    Raises:
+        CheckpointError: a tensor is missing, or of a wrong shape or dtype; the message names it.
+    """
+    shapes = decoder.weight_shapes()
+    for name, shape in shapes.items():
+        _check_parameter(checkpoint, name, shape, weight_map[name])
+    _warn_of_unused(checkpoint, weight_map)
+    with ExitStack() as stack:
+        files: dict[Path, Any] = {}
+        for path in {checkpoint.tensors[source].path for sources in weight_map.values() for source in sources}:
+            files[path] = stack.enter_context(safe_open(path, framework="pt"))
+        for name, shape in shapes.items():
+            parts = [files[checkpoint.tensors[source].path].get_tensor(source) for source in weight_map[name]]
+            decoder.load_weight(name, _joined(parts, shape, dtype))
+
+
+def _joined(tensors: list[torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Concatenate on dimension 0 and cast in one pass. Always a copy: a file that is mapped can change or vanish."""
+    joined = torch.empty(shape, dtype=dtype)
+    start = 0
+    for tensor in tensors:
+        joined[start : start + tensor.shape[0]].copy_(tensor)
+        start += tensor.shape[0]
+    return joined
+
+
+def _check_parameter(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], sources: tuple[str, ...]) -> None:
+    rows = 0
+    for source in sources:
+        stored = checkpoint.tensors.get(source)
+        if stored is None:
+            raise CheckpointError(f"the checkpoint in {checkpoint.folder} has no tensor {source!r} (for {name})")
+        if stored.dtype not in STORED_DTYPES:
+            raise CheckpointError(
+                f"{stored.path} holds tensor {source!r} as {stored.dtype}; {', '.join(STORED_DTYPES)} are supported"
+            )
+        if stored.shape[1:] != shape[1:] or not stored.shape:
+            raise CheckpointError(_wrong_shape(source, stored, name, shape))
+        rows += stored.shape[0]
+    if rows != shape[0]:
+        parts = ", ".join(f"{source} {list(checkpoint.tensors[source].shape)}" for source in sources)
+        raise CheckpointError(
+            f"{name} needs shape {list(shape)}, but the checkpoint in {checkpoint.folder} gives {rows} rows ({parts})"
+        )
+
+
+def _wrong_shape(source: str, stored: StoredTensor, name: str, shape: tuple[int, ...]) -> str:
+    return (
+        f"{stored.path} holds tensor {source!r} of shape {list(stored.shape)}, which does not fit into {name} of shape "
+        f"{list(shape)}"
+    )
+
+
+def _warn_of_unused(checkpoint: Checkpoint, weight_map: WeightMap) -> None:
+    used = {source for sources in weight_map.values() for source in sources}
+    unused = sorted(name for name in checkpoint.tensors.keys() - used if not name.endswith(HARMLESS_SUFFIXES))
+    if unused:
+        shown = ", ".join(unused[:8]) + (", ..." if len(unused) > 8 else "")
+        logger.warning("%d tensors of the checkpoint are not part of the model: %s", len(unused), shown)
+
+
+def _prevailing(checkpoint: Checkpoint) -> str:
+    """Return the name of the dtype that most of the checkpoint's numbers are stored as."""
+    sizes: Counter[str] = Counter()
+    for stored in checkpoint.tensors.values():
+        size = 1
+        for length in stored.shape:
+            size *= length
+        sizes[STORED_DTYPES.get(stored.dtype, stored.dtype)] += size
+    return max(sizes, key=lambda name: sizes[name], default="float32")

@@ -1,0 +1,118 @@
+"""The batch builder against its slow twin: whole tables as lists, slots token by token."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from quire.execution.batch import BatchBuilder
+from quire.memory.ops import NO_OPS
+from quire.scheduling.plan import Opening, PlanItem, StepPlan, TableDelta
+from quire.sequences.params import SamplingParams
+
+OPENING = Opening(SamplingParams(), 0, 0, 1, (1,), ())
+
+
+def item(seq_id: int, start: int, token_ids: list[int], *deltas: TableDelta, is_new: bool = False) -> PlanItem:
+    return PlanItem(seq_id, start, token_ids, deltas, 1, OPENING if is_new else None)
+
+
+def plan(*items: PlanItem, closed: tuple[int, ...] = ()) -> StepPlan:
+    return StepPlan(1, items, NO_OPS, closed)
+
+
+def expect(builder: BatchBuilder, step: StepPlan, tables: dict[int, list[list[int]]], block_size: int) -> None:
+    """Build a step and compare it with what whole tables (by sequence and group) say."""
+    batch = builder.build(step)
+    tokens = [token for each in step.items for token in each.token_ids]
+    places = [(each, each.start + idx) for each in step.items for idx in range(len(each.token_ids))]
+    starts = [sum(len(each.token_ids) for each in step.items[:end]) for end in range(len(step.items) + 1)]
+    assert batch.input_ids.tolist() == tokens
+    assert batch.positions.tolist() == [position for _, position in places]
+    assert batch.row_starts == starts
+    for group_idx, attention in enumerate(batch.attention):
+        assert list(attention.row_starts) == starts
+        ends = [each.start + len(each.token_ids) for each in step.items]
+        assert list(attention.context_lens) == ends
+        used = [tables[each.seq_id][group_idx][: -(-end // block_size)] for each, end in zip(step.items, ends, strict=True)]
+        assert attention.block_ids.tolist() == [block_id for table in used for block_id in table]
+        assert list(attention.block_starts) == [sum(map(len, used[:end])) for end in range(len(used) + 1)]
+        slots = [
+            tables[each.seq_id][group_idx][position // block_size] * block_size + position % block_size
+            for each, position in places
+        ]
+        assert attention.slot_mapping.tolist() == slots
+        for tensor in (batch.input_ids, batch.positions, attention.slot_mapping, attention.block_ids):
+            assert tensor.dtype == torch.int64
+
+
+def test_prompt_then_tokens_then_a_copied_block() -> None:
+    builder = BatchBuilder(4, "cpu")
+    expect(builder, plan(item(7, 0, [1, 2, 3, 4, 5], TableDelta(0, 0, (9, 3, 8)), is_new=True)), {7: [[9, 3, 8]]}, 4)
+    expect(builder, plan(item(7, 5, [6])), {7: [[9, 3, 8]]}, 4)
+    # Copy-on-write of the block about to be written, and one more for lookahead.
+    expect(builder, plan(item(7, 6, [6], TableDelta(0, 1, (5, 8, 2)))), {7: [[9, 5, 8, 2]]}, 4)
+    # Truncation, then growth over what was cut.
+    expect(builder, plan(item(7, 6, [6], TableDelta(0, 2, ()))), {7: [[9, 5]]}, 4)
+    expect(builder, plan(item(7, 7, [6, 7], TableDelta(0, 2, (4,)))), {7: [[9, 5, 4]]}, 4)
+
+
+def test_a_sequence_that_was_closed_starts_over() -> None:
+    builder = BatchBuilder(4, "cpu")
+    builder.build(plan(item(7, 0, [1], TableDelta(0, 0, (9, 3)), is_new=True)))
+    reopened = item(7, 4, [5], TableDelta(0, 0, (2, 6)), is_new=True)
+    expect(builder, plan(reopened, closed=(7, 99)), {7: [[2, 6]]}, 4)
+    builder.build(plan(closed=(7,)))
+    with pytest.raises(KeyError):
+        builder.build(plan(item(7, 5, [6])))
+
+
+def test_a_plan_without_items_is_an_empty_batch() -> None:
+    batch = BatchBuilder(4, "cpu", 2).build(plan())
+    assert batch.row_starts == [0]
+    assert batch.input_ids.tolist() == batch.positions.tolist() == []
+    assert [attention.block_ids.tolist() for attention in batch.attention] == [[], []]
+
+
+def test_a_table_too_short_is_noticed() -> None:
+    builder = BatchBuilder(4, "cpu")
+    with pytest.raises(AssertionError, match="table of 1 blocks"):
+        builder.build(plan(item(7, 0, [1] * 5, TableDelta(0, 0, (9,)), is_new=True)))
+    with pytest.raises(AssertionError, match="cannot change from 3 on"):
+        builder.build(plan(item(7, 0, [1], TableDelta(0, 3, (9,)))))
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("seed", range(4))
+def test_long_random_histories(seed: int, block_size: int, num_groups: int) -> None:
+    """Sequences open, grow, are cut, get blocks replaced and close, in every mix."""
+    rng = random.Random(seed)
+    builder = BatchBuilder(block_size, "cpu", num_groups)
+    tables: dict[int, list[list[int]]] = {}
+    lengths: dict[int, int] = {}
+    for _ in range(60):
+        closed = tuple(seq_id for seq_id in tables if rng.random() < 0.05)
+        for seq_id in closed:
+            del tables[seq_id], lengths[seq_id]
+        items = []
+        for seq_id in rng.sample(range(8), rng.randint(1, 6)):
+            is_new = seq_id not in tables
+            if is_new:
+                tables[seq_id] = [[] for _ in range(num_groups)]
+                lengths[seq_id] = rng.choice([0, 0, 3])
+            start = lengths[seq_id] = max(0, lengths[seq_id] - rng.choice([0, 0, 0, 2]))
+            count = rng.choice([1, 1, 1, 2, 9, 40])
+            lengths[seq_id] += count
+            needed = -(-lengths[seq_id] // block_size)
+            deltas = []
+            for group_idx, table in enumerate(tables[seq_id]):
+                keep = rng.choice([len(table), len(table), rng.randint(0, len(table))])
+                new = [rng.randrange(1, 1000) for _ in range(max(0, needed - keep) + rng.choice([0, 0, 1]))]
+                if new or keep < len(table):
+                    deltas.append(TableDelta(group_idx, keep, tuple(new)))
+                table[keep:] = new
+            items.append(item(seq_id, start, rng.choices(range(50), k=count), *deltas, is_new=is_new))
+        expect(builder, plan(*items, closed=closed), tables, block_size)

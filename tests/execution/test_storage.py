@@ -1,0 +1,69 @@
+"""A cache group's bytes."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.execution.storage import KVStorage
+from quire.memory.ops import BlockCopy
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def numbered(device: str = "cpu", num_blocks: int = 5) -> KVStorage:
+    """A small storage in which no two numbers are equal."""
+    storage = KVStorage(num_blocks, 2, 4, 3, 8, torch.float32, device)
+    storage.data.copy_(torch.arange(storage.data.numel(), device=device).view_as(storage.data))
+    return storage
+
+
+def test_a_block_is_one_range_of_bytes() -> None:
+    storage = KVStorage(6, 2, 4, 3, 8, torch.bfloat16, "cpu")
+    assert storage.data.shape == (6, 2, 2, 3, 4, 8)
+    assert storage.data.dtype == torch.bfloat16
+    assert all(storage.data[block_id].is_contiguous() for block_id in range(6))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_copies_are_made_in_order(device: str) -> None:
+    """A chain of copies hands the first block down; a swap through a third block swaps."""
+    storage = numbered(device)
+    before = storage.data.clone()
+    storage.apply([BlockCopy(0, 1, 2), BlockCopy(0, 2, 3), BlockCopy(0, 4, 2)])
+    assert torch.equal(storage.data, before[[0, 1, 4, 1, 4]])
+    storage.apply([BlockCopy(0, 1, 3), BlockCopy(0, 2, 1), BlockCopy(0, 3, 2)])
+    assert torch.equal(storage.data, before[[0, 4, 1, 1, 4]])
+    storage.apply(())
+    assert torch.equal(storage.data, before[[0, 4, 1, 1, 4]])
+
+
+def test_views_name_the_rows_they_say() -> None:
+    storage = numbered()
+    num_blocks, num_layers, _, num_kv_heads, block_size, _ = storage.data.shape
+    for block_id in range(num_blocks):
+        for layer_idx in range(num_layers):
+            for kv in range(2):
+                for head in range(num_kv_heads):
+                    row = (block_id * num_layers * 2 + kv) * num_kv_heads + head
+                    block = storage.data[block_id, layer_idx, kv, head]
+                    assert torch.equal(storage.block_rows[layer_idx][row], block.flatten())
+                    for offset in range(block_size):
+                        slot = storage.slot_rows[layer_idx][row * block_size + offset]
+                        assert torch.equal(slot, block[offset])
+
+
+def test_memory_is_taken_when_it_is_written() -> None:
+    """A gibibyte of blocks costs nothing until one of them is written, and then no more than that one."""
+
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    before = resident_bytes()
+    storage = KVStorage(2048, 4, 16, 8, 128, torch.float32, "cpu")
+    storage.data[1000].zero_()
+    assert storage.data.numel() * 4 == 1 << 30
+    assert resident_bytes() - before < 64 << 20
