@@ -20,6 +20,7 @@ from quire.decoding.edits import Append, Finish, Fork
 from quire.decoding.strategies import Strategy
 from quire.errors import InvalidParameter, InvariantViolation, PromptTooLong
 from quire.memory.manager import KVCacheManager
+from quire.memory.ops import NO_OPS
 from quire.memory.status import Verdict
 from quire.scheduling.plan import Opening, PlanItem, StepPlan
 from quire.scheduling.policies import ORDER_POLICIES, PREEMPTION_POLICIES
@@ -157,8 +158,11 @@ class Scheduler:
             position += 1
         if self.waiting and spare > 0 and self.stats.num_preemptions == preemptions_before:
             self._admit(items, spare)
-        if self.running and not items:
-            raise InvariantViolation("S3", "no running sequence can grow")
+        if not items:
+            if self.running:
+                raise InvariantViolation("S3", "no running sequence can grow")
+            # Nothing will be executed: closings and copies wait for a plan that is.
+            return StepPlan(tick, (), NO_OPS, ())
         closed = tuple(self._closed)
         self._closed = []
         return StepPlan(tick, tuple(items), self.memory.take_ops(), closed)
