@@ -379,7 +379,7 @@ class KVCacheManager:
                 elif known.content != contents[i] or known.parent != parent:
                     # A collision: identities of later blocks would chain from an ambiguous parent.
                     state.is_publishing = False
-                elif known.block_id != table[i]:
+                else:
                     group.pool.retain((known.block_id,))
                     group.pool.release((table[i],))
                     table[i] = known.block_id

@@ -98,10 +98,12 @@ class Scheduler:
         Raises:
             PromptTooLong: it could never fit the KV cache, whatever else leaves.
             InvalidParameter: it asks for more samples than can run at once.
-            ValueError: its id is in use.
+            ValueError: its id is in use, or its prompt leaves no room within its own `max_total_tokens`.
         """
         if request.request_id in self.requests:
             raise ValueError(f"request {request.request_id!r} exists already")
+        if not 0 < request.num_prompt < request.max_total_tokens:
+            raise ValueError(f"{request.num_prompt} prompt tokens leave no room within {request.max_total_tokens}")
         if request.params.n > self.max_num_seqs:
             raise InvalidParameter("n", request.params.n, f"at most max_num_seqs ({self.max_num_seqs})")
         room = self.memory.num_blocks * self.memory.block_size

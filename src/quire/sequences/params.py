@@ -164,7 +164,7 @@ def _number(name: str, value: object, low: float, high: float, *, open_low: bool
 
 def _token_ids(name: str, value: object, limit: int | None) -> tuple[int, ...]:
     allowed = "a list of token ids (integers from 0)" + (f", at most {limit}" if limit is not None else "")
-    if isinstance(value, str | bytes) or not isinstance(value, list | tuple | set | frozenset):
+    if not isinstance(value, list | tuple | set | frozenset):
         raise InvalidParameter(name, value, allowed)
     if limit is not None and len(value) > limit:
         raise InvalidParameter(name, f"{len(value)} ids", allowed)

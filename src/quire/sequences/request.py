@@ -53,8 +53,8 @@ class Request:
 
     @property
     def is_finished(self) -> bool:
-        """True when every sample exists and none runs or waits."""
-        return self.is_forked and all(sequence.is_finished for sequence in self.sequences)
+        """True when no sequence runs or waits; without one, no further sample can fork."""
+        return bool(self.sequences) and all(sequence.is_finished for sequence in self.sequences)
 
     @property
     def suppressed_ids(self) -> tuple[int, ...]:

@@ -43,6 +43,11 @@ class SimulatedExecutor:
         self._slots: dict[int, tuple[int, int]] = {}
         self._open: dict[int, _OpenSequence] = {}
 
+    @property
+    def num_open(self) -> int:
+        """Sequences that are known: opened and not closed."""
+        return len(self._open)
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Perform the copies, write the step's tokens, read each sequence back and draw."""
         for seq_id in plan.closed:

@@ -1,0 +1,244 @@
+"""Configuration: refused by name and number, or completed by a pure function."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from quire.config import (
+    CacheConfig,
+    EngineConfig,
+    Machine,
+    ModelConfig,
+    ModelFacts,
+    ResolvedConfig,
+    SchedulerConfig,
+    option_homes,
+    resolve,
+)
+from quire.errors import ConfigError
+
+CPU = Machine(device="cpu", available_bytes=1 << 30, num_threads=4)
+FACTS = ModelFacts(max_position=2048, bytes_per_token=1024, vocab_size=500)
+
+
+def refused(**options: Any) -> ConfigError:
+    """Return the refusal of options, which names one of them."""
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.from_options(**options)
+    assert caught.value.field in options
+    return caught.value
+
+
+def resolved(machine: Machine = CPU, facts: ModelFacts = FACTS, **options: Any) -> ResolvedConfig:
+    return resolve(EngineConfig.from_options(**options), machine, facts)
+
+
+# ---- options one by one ----
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("model", ["bundled", "some/folder"], ["", None, 3, True]),
+        ("tokenizer", [None, "folder"], ["", 3]),
+        ("revision", [None, "main"], ["", 3]),
+        ("served_model_name", [None, "name"], ["", 3]),
+        ("skip_tokenizer_init", [True, False], [None, 0, "false"]),
+        ("enable_prefix_caching", [True, False], [None, 1, "no"]),
+        ("dtype", ["auto", "bfloat16", "float16", "float32"], ["fp8", "", None, 32]),
+        ("device", ["auto", "cpu", "cuda"], ["tpu", "CPU", None]),
+        ("scheduling_policy", ["fcfs", "priority"], ["lifo", None]),
+        ("seed", [0, 2**63], [-1, None, 1.0, True]),
+        ("max_model_len", [None, 1, 10**6], [0, -1, 1.5, "8", True]),
+        ("num_threads", [None, 1], [0, "4", False]),
+        ("block_size", [1, 16, 1024], [0, 1025, None, 16.0, True]),
+        ("num_kv_blocks", [None, 1], [0, 1.0]),
+        ("kv_cache_memory_bytes", [None, 1, 1 << 60], [0, "1GiB", 1e9]),
+        ("kv_cache_memory_fraction", [1, 1.0, 0.001], [0, 0.0, 1.001, -0.1, math.nan, math.inf, None, "0.5", True]),
+        ("watermark", [0, 0.0, 0.5], [0.501, -0.001, math.nan, None, "0"]),
+        ("max_num_seqs", [1, 4096], [0, None, 2.0]),
+        ("max_num_batched_tokens", [None, 256], [0, 255, "512"]),
+        ("max_queue_len", [None, 1], [0, -1, 2.5]),
+    ],
+)
+def test_an_option_is_taken_or_refused_by_name_and_value(name: str, good: list[Any], bad: list[Any]) -> None:
+    home = option_homes()[name]
+    for value in good:
+        assert getattr(getattr(EngineConfig.from_options(**{name: value}), home), name) == value
+    for value in bad:
+        error = refused(**{name: value})
+        assert error.field == name
+        assert name in str(error)
+        assert str(value) in str(error), "the message shows what was given"
+
+
+def test_every_option_is_tried_above() -> None:
+    (mark,) = [
+        mark for mark in test_an_option_is_taken_or_refused_by_name_and_value.pytestmark if mark.name == "parametrize"
+    ]
+    assert {row[0] for row in mark.args[1]} == option_homes().keys()
+
+
+def test_an_unknown_option_lists_the_known_ones() -> None:
+    error = refused(max_model_length=5)
+    assert error.field == "max_model_length"
+    for name in option_homes():
+        assert name in str(error)
+
+
+def test_a_budget_below_the_seats_names_both() -> None:
+    error = refused(max_num_batched_tokens=100, max_num_seqs=101)
+    assert error.field == "max_num_batched_tokens"
+    assert {"100", "101"} <= set(re.findall(r"\d+", str(error)))
+    assert EngineConfig.from_options(max_num_batched_tokens=100, max_num_seqs=100).scheduler.max_num_seqs == 100
+
+
+def test_options_go_home_and_nothing_else_changes() -> None:
+    options: dict[str, Any] = {"dtype": "float32", "block_size": 8, "max_num_seqs": 3, "max_queue_len": 7}
+    config = EngineConfig.from_options(**options)
+    assert config == EngineConfig(
+        model=ModelConfig(dtype="float32"),
+        cache=CacheConfig(block_size=8),
+        scheduler=SchedulerConfig(max_num_seqs=3, max_queue_len=7),
+    )
+    assert EngineConfig.from_options() == EngineConfig()
+
+
+def test_options_go_round() -> None:
+    config = EngineConfig.from_options(seed=5, watermark=0.25, scheduling_policy="priority")
+    parts = (config.model, config.cache, config.scheduler)
+    flat = {name: value for part in parts for name, value in dataclasses.asdict(part).items()}
+    assert flat.keys() == option_homes().keys()
+    assert EngineConfig.from_options(**flat) == config
+
+
+# ---- resolve ----
+
+
+def test_resolve_takes_what_was_found() -> None:
+    config = resolved(kv_cache_memory_fraction=0.25)
+    assert config == ResolvedConfig(
+        device="cpu",
+        num_threads=4,
+        max_model_len=2048,
+        block_size=16,
+        num_blocks=(1 << 28) // (16 * 1024) - 1,
+        bytes_per_block=16 * 1024,
+        enable_prefix_caching=True,
+        watermark_blocks=163,
+        max_num_seqs=256,
+        max_num_batched_tokens=512,
+        scheduling_policy="fcfs",
+        max_queue_len=None,
+        vocab_size=500,
+        seed=0,
+    )
+    assert (config.kv_tokens, config.max_concurrency) == (16383 * 16, 16383 / 128)
+
+
+def test_resolve_keeps_what_was_asked_for() -> None:
+    config = resolved(
+        num_threads=2,
+        max_model_len=100,
+        block_size=32,
+        num_kv_blocks=40,
+        enable_prefix_caching=False,
+        watermark=0.1,
+        max_num_seqs=6,
+        max_num_batched_tokens=7,
+        scheduling_policy="priority",
+        max_queue_len=9,
+        seed=11,
+    )
+    assert dataclasses.astuple(config) == ("cpu", 2, 100, 32, 40, 32768, False, 4, 6, 7, "priority", 9, 500, 11)
+    assert config.max_concurrency == 10.0
+
+
+@pytest.mark.parametrize(
+    ("device", "max_num_seqs", "budget"),
+    [("cpu", 256, 512), ("cpu", 600, 600), ("cuda", 256, 2048), ("cuda", 3000, 3000)],
+)
+def test_the_default_budget(device: str, max_num_seqs: int, budget: int) -> None:
+    machine = dataclasses.replace(CPU, device=device)
+    assert resolved(machine, max_num_seqs=max_num_seqs).max_num_batched_tokens == budget
+
+
+def test_the_pool_is_no_larger_than_can_ever_be_used() -> None:
+    assert resolved(max_num_seqs=2, max_model_len=100).num_blocks == 2 * 7
+
+
+def test_a_model_len_past_the_models_own_is_refused() -> None:
+    assert resolved(max_model_len=2048).max_model_len == 2048
+    with pytest.raises(ConfigError, match=r"max_model_len \(2049\) .* at most 2048") as caught:
+        resolved(max_model_len=2049)
+    assert caught.value.field == "max_model_len"
+
+
+def test_more_bytes_than_there_are_are_refused() -> None:
+    assert resolved(kv_cache_memory_bytes=1 << 30).num_blocks == (1 << 16) - 1
+    with pytest.raises(ConfigError, match=r"1,073,741,825.* 1,073,741,824 bytes available") as caught:
+        resolved(kv_cache_memory_bytes=(1 << 30) + 1)
+    assert caught.value.field == "kv_cache_memory_bytes"
+
+
+@given(
+    available=st.integers(0, 1 << 22),
+    blocks=st.none() | st.integers(1, 200),
+    memory_bytes=st.none() | st.integers(1, 1 << 22),
+    max_model_len=st.integers(1, 2048),
+    block_size=st.sampled_from([1, 7, 16, 128]),
+)
+def test_a_pool_that_is_too_small_says_what_would_do(
+    available: int, blocks: int | None, memory_bytes: int | None, max_model_len: int, block_size: int
+) -> None:
+    assume(blocks is not None or memory_bytes is None or memory_bytes <= available)
+    machine = dataclasses.replace(CPU, available_bytes=available)
+    options: dict[str, Any] = {
+        "num_kv_blocks": blocks,
+        "kv_cache_memory_bytes": memory_bytes,
+        "max_model_len": max_model_len,
+        "block_size": block_size,
+    }
+    try:
+        config = resolved(machine, **options)
+    except ConfigError as caught:
+        error = caught
+    else:
+        assert config.kv_tokens >= max_model_len
+        if blocks is None:
+            budget = memory_bytes if memory_bytes is not None else available
+            assert (config.num_blocks + 1) * config.bytes_per_block <= budget, "the null block is paid for"
+        assert resolved(machine, **options) == config, "resolve is pure"
+        return
+    blamed = "num_kv_blocks" if blocks is not None else "kv_cache_memory_bytes"
+    assert error.field == blamed
+    advice = {name: int(number) for name, number in re.findall(r"(\w+) to at (?:least|most) (\d+)", str(error))}
+    larger = dataclasses.replace(machine, available_bytes=max(available, advice[blamed]))
+    assert resolved(larger, **{**options, blamed: advice[blamed]}).max_model_len == max_model_len
+    with pytest.raises(ConfigError):
+        resolved(larger, **{**options, blamed: advice[blamed] - 1})
+    if "max_model_len" in advice:
+        shorter = advice["max_model_len"]
+        assert resolved(machine, **{**options, "max_model_len": shorter}).max_model_len == shorter
+        with pytest.raises(ConfigError):
+            resolved(machine, **{**options, "max_model_len": shorter + 1})
+
+
+def test_the_lines_at_start_show_the_numbers() -> None:
+    first, second, third = resolved(num_kv_blocks=2000, max_model_len=1000).lines()
+    assert first == "Available KV cache memory: 0.03 GiB (2,000 blocks of 16 tokens, 16,384 bytes each)"
+    assert second == "KV cache size: 32,000 tokens, maximum concurrency for 1,000 tokens per request: 31.75x"
+    assert third.startswith("Scheduler: fcfs, at most 256 sequences and 512 tokens a step; prefix caching on;")
+    assert "prefix caching off" in resolved(enable_prefix_caching=False).lines()[2]
+
+
+def test_configuration_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        CacheConfig().block_size = 8  # type: ignore[misc]

@@ -1,0 +1,127 @@
+"""A complete search of small worlds: every state that commands can reach, every command in every state."""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from collections.abc import Iterator
+from itertools import permutations, product
+from typing import NamedTuple
+
+from quire.memory import Verdict
+from tests.memory.twin import Page
+from tests.memory.world import World, WorldSize
+
+SEQUENCES = (1, 2)
+VOCABULARY = (0, 1)
+
+Command = tuple[str, int, tuple[int, ...]]
+
+
+class Searched(NamedTuple):
+    """How much a search has seen."""
+
+    num_states: int
+    num_transitions: int
+
+
+def search(size: WorldSize, *, max_prompt: int, max_slots: int) -> Searched:
+    """Visit every state of a world breadth first, and check everything after every command.
+
+    Args:
+        size: of the world.
+        max_prompt: tokens of a prompt at most.
+        max_slots: slots of a sequence at most.
+    """
+    start = World(size)
+    seen = {canonical(start)}
+    frontier = deque([pickle.dumps(start)])
+    num_transitions = 0
+    while frontier:
+        state = frontier.popleft()
+        world: World = pickle.loads(state)
+        for command in list(commands(world, max_prompt, max_slots)):
+            perform(world, command)
+            num_transitions += 1
+            key = canonical(world)
+            if key not in seen:
+                seen.add(key)
+                frontier.append(pickle.dumps(world))
+            world = pickle.loads(state)
+    return Searched(len(seen), num_transitions)
+
+
+def commands(world: World, max_prompt: int, max_slots: int) -> Iterator[Command]:
+    """Yield every command that makes sense; which of two absent sequences is opened makes no difference."""
+    absent = [seq_id for seq_id in SEQUENCES if seq_id not in world.tokens]
+    for seq_id in absent[:1]:
+        for length in range(1, max_prompt + 1):
+            for prompt in product(VOCABULARY, repeat=length):
+                yield "open", seq_id, prompt
+    for seq_id, tokens in world.tokens.items():
+        num_slots, num_computed = world.num_slots(seq_id), world.num_computed(seq_id)
+        yield "free", seq_id, ()
+        if num_slots < max_slots:
+            yield "grow", seq_id, ()
+        for length in range(num_slots):
+            yield "truncate", seq_id, (length,)
+        if num_computed < num_slots:
+            for token_id in VOCABULARY if num_computed == len(tokens) else tokens[num_computed : num_computed + 1]:
+                yield "store", seq_id, (token_id,)
+        elif absent:
+            yield "fork", seq_id, (absent[0],)
+
+
+def perform(world: World, command: Command) -> None:
+    """Perform a command and have the worker catch up, so that equal states look equal."""
+    verb, seq_id, args = command
+    if verb == "open":
+        status = world.open(seq_id, list(args))
+        # What memory promises, it keeps: the promise is redeemed in a copy of this very state.
+        if status.verdict is Verdict.OK:
+            copy: World = pickle.loads(pickle.dumps(world))
+            assert copy.grow(seq_id, len(args) - copy.num_slots(seq_id)), "can_allocate promised too much"
+    elif verb == "free":
+        world.free(seq_id)
+    elif verb == "grow":
+        is_granted = world.grow(seq_id, 1)
+        # One more slot needs a block at most; alone, a sequence may have every block.
+        is_alone = len(world.tokens) == 1
+        fits = world.num_slots(seq_id) < world.size.num_blocks * world.size.block_size
+        assert is_granted or not (is_alone and fits), "a sequence that is alone is refused what is there"
+    elif verb == "truncate":
+        world.truncate(seq_id, args[0])
+    elif verb == "store":
+        tokens = world.tokens[seq_id]
+        if world.num_computed(seq_id) == len(tokens):
+            tokens.append(args[0])
+        world.store(seq_id, 1)
+    else:
+        world.fork(seq_id, args[0], [])
+    world.perform_copies()
+    for live in world.tokens:
+        world.sync(live)
+
+
+def canonical(world: World) -> tuple[object, ...]:
+    """Return a state as a value that is the same for states that differ in names only.
+
+    Blocks are named by where they are first met, free ones not at all; which sequence is which, and which token is
+    which, makes no difference. What each block is published under is read from the twin, which was found to agree.
+    """
+    return min(_named(world, order, flip) for order in permutations(world.twin.sequences) for flip in (0, 1))
+
+
+def _named(world: World, order: tuple[int, ...], flip: int) -> tuple[object, ...]:
+    names: dict[Page, int] = {}
+    sequences = []
+    for seq_id in order:
+        sequence = world.twin.sequences[seq_id]
+        tokens = tuple(token_id ^ flip for token_id in sequence.tokens)
+        pages = tuple(names.setdefault(page, len(names)) for page in sequence.pages)
+        sequences.append((tokens, pages, sequence.num_slots, sequence.num_computed))
+    idle = tuple(names.setdefault(page, len(names)) for page in world.twin.idle)
+    published = tuple(
+        () if page.prefix is None else tuple(token_id ^ flip for token_id in page.prefix[1]) for page in names
+    )
+    return tuple(sequences), idle, published

@@ -1,0 +1,105 @@
+"""Identities: computed once, told apart by everything that KV depends on."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.memory import Namespace, TokenChain
+from quire.memory.chain import block_digest
+
+BLOCK_SIZE = 3
+PLAIN = Namespace()
+ids = st.lists(st.integers(0, 2**31 - 1) | st.integers(0, 1), max_size=20)
+names = st.text(max_size=3) | st.sampled_from(["", "n", "s", "\x00", "s\x00", "\ud800"])
+namespaces = st.builds(Namespace, model=names, adapter=st.none() | names, cache_salt=st.none() | names)
+
+
+def chain_of(tokens: list[int], namespace: Namespace = PLAIN, key: bytes = b"") -> TokenChain:
+    return TokenChain(tokens, namespace, BLOCK_SIZE, key)
+
+
+def all_digests(tokens: list[int], namespace: Namespace = PLAIN, key: bytes = b"") -> list[bytes]:
+    return list(chain_of(tokens, namespace, key).digests(len(tokens) // BLOCK_SIZE))
+
+
+@given(tokens=ids, cuts=st.lists(st.integers(0, 20)))
+def test_digests_do_not_depend_on_when_they_are_asked_for(tokens: list[int], cuts: list[int]) -> None:
+    growing: list[int] = []
+    chain = chain_of(growing)
+    for cut in sorted(min(cut, len(tokens)) for cut in cuts):
+        growing.extend(tokens[len(growing) : cut])
+        chain.digests(len(growing) // BLOCK_SIZE)
+    growing.extend(tokens[len(growing) :])
+    assert chain.digests(len(tokens) // BLOCK_SIZE) == all_digests(tokens)
+
+
+@given(tokens=ids, more=ids, data=st.data())
+def test_truncate_then_append_is_as_if_always_so(tokens: list[int], more: list[int], data: st.DataObject) -> None:
+    keep = data.draw(st.integers(0, len(tokens)))
+    owned = list(tokens)
+    chain = chain_of(owned)
+    chain.digests(len(tokens) // BLOCK_SIZE)
+    chain.truncate(keep)
+    del owned[keep:]
+    owned.extend(more)
+    num_blocks = len(owned) // BLOCK_SIZE
+    assert chain.digests(num_blocks) == all_digests(tokens[:keep] + more)
+    assert b"".join(chain.contents(num_blocks)) == b"".join(chain_of(owned).contents(num_blocks))
+
+
+@given(tokens=ids, left=ids, right=ids)
+def test_forks_go_their_own_ways(tokens: list[int], left: list[int], right: list[int]) -> None:
+    parent_tokens, child_tokens = list(tokens), list(tokens)
+    parent = chain_of(parent_tokens)
+    parent.digests(len(tokens) // BLOCK_SIZE)
+    child = parent.fork(child_tokens)
+    parent_tokens.extend(left)
+    child_tokens.extend(right)
+    assert parent.digests(len(parent_tokens) // BLOCK_SIZE) == all_digests(tokens + left)
+    assert child.digests(len(child_tokens) // BLOCK_SIZE) == all_digests(tokens + right)
+
+
+@given(left=ids, right=ids)
+def test_equal_digests_mean_equal_prefixes(left: list[int], right: list[int]) -> None:
+    pairs = list(zip(all_digests(left), all_digests(right), strict=False))
+    for i, (one, other) in enumerate(pairs):
+        end = (i + 1) * BLOCK_SIZE
+        assert (one == other) == (left[:end] == right[:end])
+
+
+@given(one=namespaces, other=namespaces)
+def test_no_two_namespaces_encode_alike(one: Namespace, other: Namespace) -> None:
+    assert (one.serialise() == other.serialise()) == (one == other)
+    assert (chain_of([], one).root == chain_of([], other).root) == (one == other)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        (Namespace("ab", "c"), Namespace("a", "bc"), Namespace("abc")),
+        (Namespace("a", None, "b"), Namespace("a", "b", None), Namespace("a", "b", "")),
+        (Namespace("a", None), Namespace("a", ""), Namespace("a", "None"), Namespace("a", "n")),
+    ],
+)
+def test_names_do_not_flow_into_each_other(others: tuple[Namespace, ...]) -> None:
+    assert len({namespace.serialise() for namespace in others}) == len(others)
+
+
+def test_the_same_tokens_elsewhere_have_another_identity() -> None:
+    digests = all_digests([1, 2, 3, 1, 2, 3])
+    assert digests[0] != digests[1]
+
+
+def test_a_secret_key_changes_every_identity() -> None:
+    tokens = list(range(9))
+    keyed, other, plain = (all_digests(tokens, key=key) for key in (b"secret", b"Secret", b""))
+    assert not set(keyed) & set(other)
+    assert not set(keyed) & set(plain)
+    with pytest.raises(ValueError, match="64"):
+        chain_of(tokens, key=b"k" * 65)
+
+
+def test_block_digest_depends_on_parent_and_content() -> None:
+    assert len({block_digest(parent, content) for parent in (b"a" * 16, b"b" * 16) for content in (b"1", b"2")}) == 4

@@ -1,0 +1,59 @@
+"""Colliding digests, made by hand: a collision is a miss, ends publishing, and never finds a wrong block."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.memory import chain, invariants
+from tests.memory.world import NAMESPACES, World, WorldSize
+
+
+@pytest.fixture
+def colliding_first_blocks(monkeypatch: pytest.MonkeyPatch) -> World:
+    """Return a world in which the first blocks of all sequences have one digest, and all others their own."""
+    world = World(WorldSize(8, 2), has_twin=False)
+    root = world.manager.chain([], NAMESPACES[0]).root
+    honest = chain.block_digest
+
+    def block_digest(parent: bytes, content: bytes) -> bytes:
+        return b"the same" if parent == root else honest(parent, content)
+
+    monkeypatch.setattr(chain, "block_digest", block_digest)
+    monkeypatch.setattr(invariants, "block_digest", block_digest)
+    return world
+
+
+def hit_length(world: World, tokens: list[int]) -> int:
+    return world.manager.match_prefix(world.manager.chain(tokens, NAMESPACES[0])).num_tokens
+
+
+def test_a_collision_is_a_miss(colliding_first_blocks: World) -> None:
+    world = colliding_first_blocks
+    world.enter(1, [0, 0, 1, 1])
+    assert hit_length(world, [0, 0, 1, 1, 0]) == 4
+    assert hit_length(world, [0, 1, 1, 1, 0]) == 0
+
+
+def test_after_a_collision_a_sequence_publishes_no_more(colliding_first_blocks: World) -> None:
+    world = colliding_first_blocks
+    world.enter(1, [0, 0, 1, 1])
+    world.enter(2, [0, 1, 1, 1])
+    world.fork(2, 3, [0, 0])
+    assert world.grow(3, 2)
+    world.store(3, 2)
+    for seq_id in (2, 3):
+        world.free(seq_id)
+    assert world.manager.usage().idle == 0
+    world.free(1)
+    assert world.manager.usage().idle == 2
+
+
+def test_what_continued_a_rewritten_block_does_not_continue_another(colliding_first_blocks: World) -> None:
+    world = colliding_first_blocks
+    world.enter(1, [0, 0, 1, 1])
+    world.truncate(1, 1)
+    world.grow(1, 1)
+    world.tokens[1].append(1)
+    world.store(1, 1)
+    # [0, 1] is now published under the identity that [0, 0] had; [1, 1] was computed after [0, 0].
+    assert hit_length(world, [0, 1, 1, 1, 0]) == 2

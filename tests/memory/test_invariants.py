@@ -1,0 +1,130 @@
+"""`check` names the invariant that does not hold: each is broken here by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from quire.errors import InvariantViolation
+from quire.memory import KVCacheManager, check
+from quire.memory.pool import BlockPool
+from quire.memory.prefix_index import PublishedBlock
+from tests.memory.world import World, WorldSize
+
+
+def lived_in() -> KVCacheManager:
+    """Return a manager with a shared prefix, an idle block, free blocks and a sequence that is about to write."""
+    world = World(WorldSize(10, 2))
+    world.enter(1, [0, 1, 0, 1, 0])
+    world.enter(2, [0, 1, 1, 1, 1])
+    world.enter(3, [1, 1])
+    world.free(3)
+    world.grow(2, 3)
+    return world.manager
+
+
+def pool_of(manager: KVCacheManager) -> BlockPool:
+    return manager.groups[0].pool
+
+
+def lose_a_free_block(manager: KVCacheManager) -> None:
+    pool_of(manager)._free.pop()
+
+
+def list_a_block_twice(manager: KVCacheManager) -> None:
+    pool = pool_of(manager)
+    pool._free.append(pool._free[0])
+
+
+def free_a_published_block(manager: KVCacheManager) -> None:
+    pool = pool_of(manager)
+    pool._free.append(pool.idle.evict())
+
+
+def idle_an_unpublished_block(manager: KVCacheManager) -> None:
+    pool = pool_of(manager)
+    pool.idle.add(pool._free.pop())
+
+
+def miscount_holders(manager: KVCacheManager) -> None:
+    pool_of(manager).ref_counts[manager.block_table(1)[0]] += 1
+
+
+def name_the_null_block(manager: KVCacheManager) -> None:
+    manager.sequences[1].tables[0][-1] = 0
+
+
+def publish_what_is_written_next(manager: KVCacheManager) -> None:
+    sequence = manager.sequences[2]
+    digest, content = sequence.chain.digests(2)[1], sequence.chain.contents(2)[1]
+    index = pool_of(manager).index
+    index.remove(manager.block_table(2)[1])
+    index.add(digest, PublishedBlock(manager.block_table(2)[-1], sequence.chain.digests(1)[0], content))
+
+
+def share_what_is_written_next(manager: KVCacheManager) -> None:
+    tail = manager.block_table(2)[-1]
+    pool_of(manager).release([manager.block_table(1)[-1]])
+    pool_of(manager).retain([tail])
+    manager.sequences[1].tables[0][-1] = tail
+
+
+def change_a_published_block(manager: KVCacheManager) -> None:
+    index = pool_of(manager).index
+    digest, block = index.items()[0]
+    index.add(digest, block._replace(content=b"other"))
+
+
+def publish_under_two_identities(manager: KVCacheManager) -> None:
+    index = pool_of(manager).index
+    (first, block), (second, other) = index.items()[:2]
+    index.add(second, other._replace(block_id=block.block_id))
+    index._digests[block.block_id] = first
+
+
+def forget_half_of_an_entry(manager: KVCacheManager) -> None:
+    index = pool_of(manager).index
+    del index._blocks[index.items()[-1][0]]
+
+
+def hold_other_tokens(manager: KVCacheManager) -> None:
+    tables = [state.tables[0] for state in manager.sequences.values()]
+    tables[0][1], tables[1][1] = tables[1][1], tables[0][1]
+
+
+def lose_a_table_entry(manager: KVCacheManager) -> None:
+    pool_of(manager).release([manager.sequences[1].tables[0].pop()])
+
+
+def compute_without_slots(manager: KVCacheManager) -> None:
+    manager.sequences[1].num_computed += 1
+
+
+@pytest.mark.parametrize(
+    ("number", "corrupt"),
+    [
+        ("M1", lose_a_free_block),
+        ("M1", list_a_block_twice),
+        ("M1", free_a_published_block),
+        ("M1", idle_an_unpublished_block),
+        ("M2", miscount_holders),
+        ("M2", name_the_null_block),
+        ("M3", publish_what_is_written_next),
+        ("M3", share_what_is_written_next),
+        ("M4", change_a_published_block),
+        ("M4", publish_under_two_identities),
+        ("M4", forget_half_of_an_entry),
+        ("M5", hold_other_tokens),
+        ("M6", lose_a_table_entry),
+        ("M6", compute_without_slots),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_a_broken_invariant_is_named(number: str, corrupt: Callable[[KVCacheManager], None]) -> None:
+    manager = lived_in()
+    check(manager)
+    corrupt(manager)
+    with pytest.raises(InvariantViolation, match=f"invariant {number}: ") as caught:
+        check(manager)
+    assert caught.value.number == number

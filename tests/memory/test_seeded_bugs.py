@@ -1,0 +1,267 @@
+"""Bugs put in on purpose, and the nets that must catch them: a net that catches nothing proves nothing.
+
+Each net is a driver that other tests run on honest code, where it passes. Here every bug is met by every net that
+claims it, and the net must tear: by a numbered invariant, by disagreement with the twin, or by reading other tokens.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from quire.errors import InvariantViolation
+from quire.memory import NO_OPS, KVCacheManager, Namespace, TokenChain, chain, invariants
+from quire.memory.pool import BlockPool
+from quire.memory.prefix_index import PrefixIndex
+from quire.memory.sequence_memory import SequenceMemory
+from quire.scheduling import Scheduler, scheduler
+from tests.memory.search import search
+from tests.memory.world import World, WorldSize, random_walk
+from tests.scheduling.rig import Setting, run
+from tests.scheduling.test_random_runs import agrees, random_jobs, undisturbed
+
+Patch = pytest.MonkeyPatch
+
+# ---- the nets ----
+
+
+def walk(*, has_twin: bool) -> None:
+    """Random commands in small pools."""
+    for seed in range(30):
+        rng = random.Random(seed)
+        size = WorldSize(rng.randrange(2, 9), rng.randrange(1, 4), num_groups=rng.choice((1, 1, 2)))
+        random_walk(World(size, has_twin=has_twin), rng, 60)
+
+
+def invariants_and_reading_back() -> None:
+    """`check()` and reading through tables, after random commands."""
+    walk(has_twin=False)
+
+
+def slow_twin() -> None:
+    """The same, compared with the twin."""
+    walk(has_twin=True)
+
+
+def small_world() -> None:
+    """A complete search of the smallest world in which sharing, copying and eviction all happen."""
+    search(WorldSize(2, 2), max_prompt=2, max_slots=2)
+
+
+def long_run() -> None:
+    """The real scheduler on simulated slots; without the audits, only what a worker or a client could notice."""
+    jobs = random_jobs(random.Random(2), 30)
+    outcome = run(jobs, Setting(num_blocks=19, budget=16, max_num_seqs=8, watermark=1), is_audited=False)
+    assert all(map(agrees, jobs, outcome.outputs, undisturbed(jobs)))
+
+
+def audited_run() -> None:
+    """The same, with the invariants of memory and scheduler checked after each step."""
+    run(random_jobs(random.Random(2), 30), Setting(num_blocks=19, budget=16, max_num_seqs=8, watermark=1))
+
+
+NETS = (invariants_and_reading_back, slow_twin, small_world, long_run, audited_run)
+
+# ---- the bugs ----
+
+
+def skip_copy_on_write(patch: Patch) -> None:
+    patch.setattr(KVCacheManager, "_copy_on_write", lambda *_: None)
+
+
+def lose_the_copies(patch: Patch) -> None:
+    def take_ops(manager: KVCacheManager) -> Any:
+        manager.pending_copies = []
+        return NO_OPS
+
+    patch.setattr(KVCacheManager, "take_ops", take_ops)
+
+
+def leak_a_reference_on_fork(patch: Patch) -> None:
+    honest = KVCacheManager.fork
+
+    def fork(manager: KVCacheManager, parent_id: int, child_id: int, tokens: list[int]) -> TokenChain:
+        child = honest(manager, parent_id, child_id, tokens)
+        for group in manager.groups:
+            group.pool.retain(manager.block_table(child_id)[:1])
+        return child
+
+    patch.setattr(KVCacheManager, "fork", fork)
+
+
+def keep_the_digest_of_an_evicted_block(patch: Patch) -> None:
+    def remove(index: PrefixIndex, block_id: int) -> None:
+        del index._digests[block_id]
+
+    patch.setattr(PrefixIndex, "remove", remove)
+
+
+def free_twice(patch: Patch) -> None:
+    honest = KVCacheManager.free
+
+    def free(manager: KVCacheManager, seq_id: int) -> None:
+        table = manager.block_table(seq_id)
+        honest(manager, seq_id)
+        manager.groups[0].pool.release(table[-1:])
+
+    patch.setattr(KVCacheManager, "free", free)
+
+
+def publish_before_it_is_computed(patch: Patch) -> None:
+    honest = KVCacheManager.append_slots
+
+    def append_slots(manager: KVCacheManager, seq_id: int, num_tokens: int) -> bool:
+        if not honest(manager, seq_id, num_tokens):
+            return False
+        state = manager.sequences[seq_id]
+        num_full = min(state.num_slots, len(state.chain.tokens)) // manager.block_size
+        if num_full > state.num_published:
+            manager._publish_blocks(state, num_full)
+        return True
+
+    patch.setattr(KVCacheManager, "append_slots", append_slots)
+
+
+def merge_without_releasing(patch: Patch) -> None:
+    honest_publish, honest_release = KVCacheManager._publish_blocks, BlockPool.release
+
+    def publish(manager: KVCacheManager, state: SequenceMemory, num_full: int) -> None:
+        patch.setattr(BlockPool, "release", lambda *_: None)
+        honest_publish(manager, state, num_full)
+        patch.setattr(BlockPool, "release", honest_release)
+
+    patch.setattr(KVCacheManager, "_publish_blocks", publish)
+
+
+def merge_without_retaining(patch: Patch) -> None:
+    honest_publish, honest_retain = KVCacheManager._publish_blocks, BlockPool.retain
+
+    def publish(manager: KVCacheManager, state: SequenceMemory, num_full: int) -> None:
+        patch.setattr(BlockPool, "retain", lambda *_: None)
+        honest_publish(manager, state, num_full)
+        patch.setattr(BlockPool, "retain", honest_retain)
+
+    patch.setattr(KVCacheManager, "_publish_blocks", publish)
+
+
+def forget_the_dirty_mark(patch: Patch) -> None:
+    patch.setattr(SequenceMemory, "mark_dirty", lambda *_: None)
+
+
+def leave_a_rewritten_block_published(patch: Patch) -> None:
+    patch.setattr(KVCacheManager, "_withdraw", lambda *_: None)
+
+
+def ignore_the_namespace(patch: Patch) -> None:
+    patch.setattr(Namespace, "serialise", lambda _: b"")
+
+
+def keep_digests_when_truncated(patch: Patch) -> None:
+    patch.setattr(TokenChain, "truncate", lambda *_: None)
+
+
+def evict_the_head_first(patch: Patch) -> None:
+    honest = BlockPool.release
+
+    def release(pool: BlockPool, block_ids: Any) -> None:
+        honest(pool, sorted(block_ids))
+
+    patch.setattr(BlockPool, "release", release)
+
+
+def half_refuse(patch: Patch) -> None:
+    honest = KVCacheManager.append_slots
+
+    def append_slots(manager: KVCacheManager, seq_id: int, num_tokens: int) -> bool:
+        is_granted = honest(manager, seq_id, num_tokens)
+        if not is_granted:
+            manager.sequences[seq_id].dirty_from[0] = 0
+        return is_granted
+
+    patch.setattr(KVCacheManager, "append_slots", append_slots)
+
+
+def promise_too_much(patch: Patch) -> None:
+    patch.setattr(BlockPool, "num_available", property(lambda pool: len(pool.free_ids) + len(pool.idle) + 1))
+
+
+def shrink_digests(patch: Patch) -> None:
+    honest = chain.block_digest
+    for module in (chain, invariants):
+        patch.setattr(module, "block_digest", lambda parent, content: honest(parent, content)[:1] + b"?")
+
+
+def trust_the_digest(patch: Patch) -> None:
+    """A hit that compares no tokens; the digests are short enough to collide now and then."""
+    shrink_digests(patch)
+
+    def walk_digests(index: PrefixIndex, digests: list[bytes], *rest: Any) -> list[int]:
+        found: list[int] = []
+        for digest in digests[: rest[-1]]:
+            block = index.get(digest)
+            if block is None:
+                break
+            found.append(block.block_id)
+        return found
+
+    patch.setattr(PrefixIndex, "walk", walk_digests)
+
+
+def keep_a_preempted_sequence_open(patch: Patch) -> None:
+    def release(self: Scheduler, sequence: Any) -> None:
+        self.memory.free(sequence.seq_id)
+        sequence.is_open = False
+
+    patch.setattr(Scheduler, "_release", release)
+
+
+def give_no_seats_to_samples(patch: Patch) -> None:
+    patch.setattr(scheduler, "_seats", lambda _: 1)
+
+
+CAUGHT: list[tuple[Callable[[Patch], None], tuple[Callable[[], None], ...]]] = [
+    (skip_copy_on_write, NETS),
+    (lose_the_copies, NETS),
+    (leak_a_reference_on_fork, NETS),
+    (keep_the_digest_of_an_evicted_block, NETS),
+    (free_twice, NETS),
+    (publish_before_it_is_computed, NETS),
+    (merge_without_releasing, NETS),
+    (merge_without_retaining, NETS),
+    (forget_the_dirty_mark, NETS),
+    (leave_a_rewritten_block_published, (invariants_and_reading_back, slow_twin, small_world)),
+    (ignore_the_namespace, (invariants_and_reading_back, slow_twin)),
+    (keep_digests_when_truncated, (invariants_and_reading_back, slow_twin, small_world)),
+    (evict_the_head_first, (slow_twin,)),
+    (half_refuse, (invariants_and_reading_back, slow_twin)),
+    (promise_too_much, NETS),
+    (trust_the_digest, (invariants_and_reading_back,)),
+    (keep_a_preempted_sequence_open, (long_run, audited_run)),
+    (give_no_seats_to_samples, (audited_run,)),
+]
+
+
+@pytest.mark.parametrize(
+    ("seed_bug", "net"),
+    [pytest.param(bug, net, id=f"{bug.__name__} - {net.__name__}") for bug, nets in CAUGHT for net in nets],
+)
+def test_the_net_catches_the_bug(
+    monkeypatch: pytest.MonkeyPatch, seed_bug: Callable[[Patch], None], net: Callable[[], None]
+) -> None:
+    seed_bug(monkeypatch)
+    # A broken table may also end in a look-up that finds nothing.
+    with pytest.raises((AssertionError, InvariantViolation, LookupError)):
+        net()
+
+
+@pytest.mark.parametrize("net", NETS, ids=lambda net: net.__name__)
+def test_honest_code_passes_the_net(net: Callable[[], None]) -> None:
+    net()
+
+
+def test_honest_code_survives_short_digests(monkeypatch: pytest.MonkeyPatch) -> None:
+    shrink_digests(monkeypatch)
+    invariants_and_reading_back()

@@ -1,0 +1,211 @@
+"""Hypothesis against the memory manager: any commands, any order, compared with the slow twin after each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from quire.memory import Verdict, chain, invariants
+from tests.memory.world import NAMESPACES, World, WorldSize
+
+MAX_SEQUENCES = 5
+
+tokens = st.lists(st.integers(0, 1), max_size=4)
+prompts = st.lists(st.integers(0, 1), min_size=1, max_size=12)
+sizes = st.builds(
+    WorldSize,
+    num_blocks=st.integers(1, 12),
+    block_size=st.integers(1, 4),
+    watermark=st.integers(0, 2),
+    caching=st.sampled_from([True, True, True, False]),
+    num_groups=st.sampled_from([1, 1, 2]),
+)
+
+
+class MemoryMachine(RuleBasedStateMachine):
+    """Commands of owners who interleave as they like; what is asked wrongly must change nothing."""
+
+    has_twin = True
+    world: World
+
+    @initialize(size=sizes)
+    def begin(self, size: WorldSize) -> None:
+        self.world = World(size, has_twin=self.has_twin)
+        self.next_id = 0
+
+    def pick(self, data: st.DataObject) -> int:
+        return data.draw(st.sampled_from(sorted(self.world.tokens)), label="sequence")
+
+    def has_room(self) -> bool:
+        return len(self.world.tokens) < MAX_SEQUENCES
+
+    def is_alive(self) -> bool:
+        return bool(self.world.tokens)
+
+    # ---- opening ----
+
+    @precondition(has_room)
+    @rule(
+        prompt=prompts,
+        namespace=st.sampled_from(NAMESPACES),
+        max_tokens=st.none() | st.integers(0, 12),
+        reserved=st.integers(0, 3),
+    )
+    def open(self, prompt: list[int], namespace: Any, max_tokens: int | None, reserved: int) -> None:
+        """Open on a hit; when memory said OK, all slots of the prompt can be had at once."""
+        self.next_id += 1
+        status = self.world.open(self.next_id, prompt, namespace, max_tokens=max_tokens, reserved=reserved)
+        if status.verdict is Verdict.OK:
+            assert self.world.grow(self.next_id, len(prompt) - self.world.num_slots(self.next_id))
+
+    @precondition(has_room)
+    @rule(prompt=prompts, namespace=st.sampled_from(NAMESPACES))
+    def enter(self, prompt: list[int], namespace: Any) -> None:
+        """Open and store a whole prompt."""
+        self.next_id += 1
+        self.world.enter(self.next_id, prompt, namespace)
+
+    # ---- living ----
+
+    @precondition(is_alive)
+    @rule(data=st.data(), new_tokens=tokens, lookahead=st.integers(1, 5))
+    def grow(self, data: st.DataObject, new_tokens: list[int], lookahead: int) -> None:
+        """Learn tokens and ask for slots, more or fewer than tokens."""
+        seq_id = self.pick(data)
+        self.world.tokens[seq_id].extend(new_tokens)
+        self.world.grow(seq_id, lookahead)
+
+    @precondition(is_alive)
+    @rule(data=st.data())
+    def store(self, data: st.DataObject) -> None:
+        """Compute some of the tokens that have slots."""
+        seq_id = self.pick(data)
+        world = self.world
+        most = min(world.num_slots(seq_id), len(world.tokens[seq_id])) - world.num_computed(seq_id)
+        world.store(seq_id, data.draw(st.integers(0, most), label="stored"))
+
+    @precondition(is_alive)
+    @rule(data=st.data())
+    def store_everything(self, data: st.DataObject) -> None:
+        """Compute all tokens that have slots: the common case, and the one that publishes most."""
+        seq_id = self.pick(data)
+        world = self.world
+        world.store(seq_id, min(world.num_slots(seq_id), len(world.tokens[seq_id])) - world.num_computed(seq_id))
+
+    @precondition(lambda self: self.has_room() and self.is_alive())
+    @rule(data=st.data(), new_tokens=tokens)
+    def fork(self, data: st.DataObject, new_tokens: list[int]) -> None:
+        """Fork a sequence whose slots are all written; refuse it while they are not."""
+        seq_id = self.pick(data)
+        world = self.world
+        self.next_id += 1
+        if world.num_slots(seq_id) == world.num_computed(seq_id):
+            world.fork(seq_id, self.next_id, new_tokens)
+        else:
+            world.refuses(ValueError, lambda: world.manager.fork(seq_id, self.next_id, []))
+
+    @precondition(is_alive)
+    @rule(data=st.data(), keep_tokens=st.booleans())
+    def truncate(self, data: st.DataObject, keep_tokens: bool) -> None:
+        """Roll back to any length."""
+        seq_id = self.pick(data)
+        world = self.world
+        length = data.draw(st.integers(0, world.num_slots(seq_id)), label="length")
+        world.truncate(seq_id, length, keep_tokens=keep_tokens)
+
+    @precondition(is_alive)
+    @rule(data=st.data())
+    def sync(self, data: st.DataObject) -> None:
+        """Tell the worker what changed."""
+        self.world.sync(self.pick(data))
+
+    @precondition(is_alive)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        """End a sequence."""
+        self.world.free(self.pick(data))
+
+    # ---- mistakes ----
+
+    @precondition(is_alive)
+    @rule(data=st.data(), excess=st.integers(1, 3))
+    def misuse(self, data: st.DataObject, excess: int) -> None:
+        """Every wrong command is refused and changes nothing (M7)."""
+        world, manager = self.world, self.world.manager
+        seq_id = self.pick(data)
+        computed = world.num_computed(seq_id)
+        most = min(world.num_slots(seq_id), len(world.tokens[seq_id]))
+        world.refuses(ValueError, lambda: manager.publish(seq_id, most + excess))
+        world.refuses(ValueError, lambda: manager.publish(seq_id, computed - excess))
+        world.refuses(ValueError, lambda: manager.truncate(seq_id, world.num_slots(seq_id) + excess))
+        world.refuses(ValueError, lambda: manager.truncate(seq_id, -excess))
+        world.refuses(ValueError, lambda: manager.append_slots(seq_id, 1 - excess))
+        world.refuses(ValueError, lambda: manager.fork(seq_id, seq_id, []))
+        world.refuses(KeyError, lambda: manager.free(-1))
+        world.refuses(KeyError, lambda: manager.fork(-1, -2, []))
+        world.refuses(KeyError, lambda: manager.append_slots(-1, 1))
+        hit = manager.match_prefix(world.chains[seq_id], 0)
+        world.refuses(ValueError, lambda: manager.allocate(seq_id, world.chains[seq_id], hit))
+
+    @precondition(is_alive)
+    @rule(data=st.data())
+    def free_makes_hits_stale(self, data: st.DataObject) -> None:
+        """A hit that was found before another command is not taken."""
+        world, manager = self.world, self.world.manager
+        seq_id = self.pick(data)
+        new_chain = manager.chain([0, 1, 0], NAMESPACES[0])
+        hit = manager.match_prefix(new_chain)
+        world.free(seq_id)
+        world.refuses(ValueError, lambda: manager.allocate(-1, new_chain, hit))
+
+    # ---- the end ----
+
+    @invariant()
+    def tables_hold_what_was_granted(self) -> None:
+        """Slots never outnumber what the tables can hold."""
+        if hasattr(self, "world"):
+            for seq_id in self.world.tokens:
+                room = len(self.world.manager.block_table(seq_id)) * self.world.size.block_size
+                assert 0 <= room - self.world.num_slots(seq_id) < self.world.size.block_size
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            for seq_id in sorted(self.world.tokens):
+                self.world.free(seq_id)
+            usage = self.world.manager.usage()
+            assert (usage.used, usage.num_sequences, usage.num_tokens) == (0, 0, 0), "M11"
+
+
+class CollidingMachine(MemoryMachine):
+    """The same, with digests so short that different blocks keep having the same one."""
+
+    has_twin = False
+
+
+TestMemoryMachine = MemoryMachine.TestCase
+TestMemoryMachine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.parametrize("num_digests", [1, 3, 256])
+def test_a_collision_is_a_miss_and_never_a_wrong_block(monkeypatch: pytest.MonkeyPatch, num_digests: int) -> None:
+    honest = chain.block_digest
+
+    def colliding(parent: bytes, content: bytes) -> bytes:
+        return bytes([honest(parent, content)[0] % num_digests])
+
+    monkeypatch.setattr(chain, "block_digest", colliding)
+    monkeypatch.setattr(invariants, "block_digest", colliding)
+    run_state_machine_as_test(
+        CollidingMachine, settings=settings(max_examples=40, stateful_step_count=40, deadline=None)
+    )

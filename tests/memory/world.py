@@ -1,0 +1,308 @@
+"""A small world: the manager, its slow twin, a worker's tables and what is stored, all moved by the same commands.
+
+Every command is followed by `verify`: the numbered invariants, agreement with the twin, and reading every sequence back
+through its table. What is stored at a slot is the whole prefix that its KV depends on, so that a block that was shared,
+copied, merged, evicted or reused wrongly cannot read back right by luck.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+
+from quire.memory import AllocStatus, BlockCopy, FullAttention, KVCacheManager, Namespace, TokenChain, Verdict, check
+from quire.memory.invariants import snapshot
+from tests.memory.twin import Page, Twin
+
+# What a slot's KV depends on: the namespace and all tokens up to its own; None before anything is written.
+Content = tuple[Namespace, tuple[int, ...]] | None
+
+NAMESPACES = (Namespace(), Namespace(cache_salt="tenant"))
+
+
+class WorldSize(NamedTuple):
+    """How small a world is.
+
+    Args:
+        num_blocks: of each cache group.
+        block_size: tokens of a block.
+        watermark: blocks left free at admission.
+        caching: whether blocks are published.
+        num_groups: cache groups, all alike.
+    """
+
+    num_blocks: int
+    block_size: int
+    watermark: int = 0
+    caching: bool = True
+    num_groups: int = 1
+
+
+class World:
+    """Commands for a manager, with everything checked after each.
+
+    Args:
+        size: how small it is.
+        has_twin: False where digests collide: the twin knows no digests, so it cannot tell which hits are missed.
+    """
+
+    def __init__(self, size: WorldSize, *, has_twin: bool = True) -> None:
+        spec = FullAttention(block_size=size.block_size)
+        self.size = size
+        self.manager = KVCacheManager(
+            [spec] * size.num_groups, size.num_blocks, watermark=size.watermark, enable_prefix_caching=size.caching
+        )
+        self.twin = Twin(size.num_blocks, size.block_size, watermark=size.watermark, caching=size.caching)
+        self.has_twin = has_twin
+        self.tokens: dict[int, list[int]] = {}
+        self.chains: dict[int, TokenChain] = {}
+        self.namespaces: dict[int, Namespace] = {}
+        self.worker_tables: dict[int, list[list[int]]] = {}
+        self.pending: list[BlockCopy] = []
+        self.stored: dict[tuple[int, int, int], Content] = {}
+        self.block_of: dict[Page, int] = {}
+
+    # ---- what a driver may ask ----
+
+    def num_slots(self, seq_id: int) -> int:
+        """Return the slots of a sequence."""
+        return self.manager.sequences[seq_id].num_slots
+
+    def num_computed(self, seq_id: int) -> int:
+        """Return the stored tokens of a sequence."""
+        return self.manager.sequences[seq_id].num_computed
+
+    # ---- commands ----
+
+    def open(
+        self,
+        seq_id: int,
+        tokens: list[int],
+        namespace: Namespace = NAMESPACES[0],
+        *,
+        max_tokens: int | None = None,
+        reserved: int = 0,
+    ) -> AllocStatus:
+        """Ask for a hit and for room, compare the answers, and open the sequence unless it can never fit."""
+        manager, twin = self.manager, self.twin
+        before = snapshot(manager)
+        chain = manager.chain(tokens, namespace)
+        hit = manager.match_prefix(chain, max_tokens)
+        status = manager.can_allocate(len(tokens), hit, reserved)
+        assert snapshot(manager) == before, "a question changed the manager"
+        assert hit.num_tokens < len(tokens), "a hit covers the whole prompt"
+        assert max_tokens is None or hit.num_tokens <= max_tokens
+        for group_idx, blocks in enumerate(hit.block_ids):
+            assert self._read(group_idx, blocks, hit.num_tokens) == self._prefixes(namespace, tokens, hit.num_tokens)
+        if self.has_twin:
+            pages = twin.match(namespace, tokens, max_tokens)
+            assert [self.block_of[page] for page in pages] == list(hit.block_ids[0]), "the twin found another hit"
+            assert status[0:1] + status[2:] == twin.verdict(len(tokens), pages, reserved)
+        if status.verdict is not Verdict.NEVER:
+            manager.allocate(seq_id, chain, hit)
+            self._adopt(seq_id, chain, namespace)
+            if self.has_twin:
+                twin.open(seq_id, namespace, tokens, pages)
+        self.verify()
+        return status
+
+    def enter(self, seq_id: int, tokens: list[int], namespace: Namespace = NAMESPACES[0]) -> bool:
+        """Open, get slots for and store a whole prompt; False, and nothing changed, when memory says no."""
+        status = self.open(seq_id, tokens, namespace)
+        if status.verdict is Verdict.NEVER:
+            return False
+        is_granted = self.grow(seq_id, len(tokens) - self.num_computed(seq_id))
+        if status.verdict is Verdict.OK:
+            assert is_granted, "can_allocate promised what append_slots refuses"
+        if is_granted:
+            self.store(seq_id, len(tokens) - self.num_computed(seq_id))
+        else:
+            self.free(seq_id)
+        return is_granted
+
+    def grow(self, seq_id: int, num_tokens: int) -> bool:
+        """Ask for slots."""
+        before = snapshot(self.manager)
+        is_granted = self.manager.append_slots(seq_id, num_tokens)
+        if not is_granted:
+            assert snapshot(self.manager) == before, "a refused command changed the manager"
+        if self.has_twin:
+            assert is_granted == self.twin.append(seq_id, num_tokens), "the twin decides otherwise"
+        self.verify()
+        return is_granted
+
+    def store(self, seq_id: int, num_tokens: int) -> None:
+        """Run one step of a worker for one sequence: copies first, then the tokens' KV, then publish."""
+        self.perform_copies()
+        self.sync(seq_id)
+        start = self.num_computed(seq_id)
+        end = start + num_tokens
+        prefixes = self._prefixes(self.namespaces[seq_id], self.tokens[seq_id], end)
+        for group_idx, table in enumerate(self.worker_tables[seq_id]):
+            for position in range(start, end):
+                block_idx, offset = divmod(position, self.size.block_size)
+                assert table[block_idx] != 0, "the null block is written"
+                self.stored[group_idx, table[block_idx], offset] = prefixes[position]
+        self.manager.publish(seq_id, end)
+        if self.has_twin:
+            self.twin.store(seq_id, end)
+        self.verify()
+
+    def fork(self, parent_id: int, child_id: int, new_tokens: list[int]) -> None:
+        """Fork a sequence; the child goes on with other tokens."""
+        tokens = self.tokens[parent_id][: self.num_computed(parent_id)] + new_tokens
+        chain = self.manager.fork(parent_id, child_id, tokens)
+        assert chain.tokens is tokens
+        self._adopt(child_id, chain, self.namespaces[parent_id])
+        if self.has_twin:
+            self.twin.fork(parent_id, child_id, tokens)
+        self.verify()
+
+    def truncate(self, seq_id: int, num_tokens: int, *, keep_tokens: bool = False) -> None:
+        """Roll a sequence back; its tokens stay known where they are only to be computed again."""
+        self.manager.truncate(seq_id, num_tokens)
+        if not keep_tokens:
+            del self.tokens[seq_id][num_tokens:]
+        if self.has_twin:
+            self.twin.truncate(seq_id, num_tokens)
+        self.verify()
+
+    def free(self, seq_id: int) -> None:
+        """Release a sequence."""
+        self.manager.free(seq_id)
+        del self.tokens[seq_id], self.chains[seq_id], self.namespaces[seq_id], self.worker_tables[seq_id]
+        if self.has_twin:
+            self.twin.free(seq_id)
+        self.verify()
+
+    def sync(self, seq_id: int) -> None:
+        """Replay table changes on the worker's side; afterwards both sides agree."""
+        tables = self.worker_tables[seq_id]
+        for delta in self.manager.take_table_deltas(seq_id):
+            tables[delta.group_idx][delta.start :] = delta.block_ids
+        for group_idx, table in enumerate(tables):
+            assert tuple(table) == self.manager.block_table(seq_id, group_idx), "the worker's table differs"
+        assert self.manager.take_table_deltas(seq_id) == ()
+
+    def perform_copies(self) -> None:
+        """Make the copies that the manager asked for, in order."""
+        for group_idx, src_id, dst_id in self.pending:
+            assert 0 not in (src_id, dst_id), "the null block is copied"
+            for offset in range(self.size.block_size):
+                self.stored[group_idx, dst_id, offset] = self.stored.get((group_idx, src_id, offset))
+        self.pending = []
+
+    def refuses(self, error: type[Exception], command: Callable[[], object]) -> None:
+        """Issue a command that must fail, and find nothing changed (M7)."""
+        before = snapshot(self.manager)
+        with pytest.raises(error):
+            command()
+        assert snapshot(self.manager) == before, "a failed command changed the manager"
+
+    # ---- what must hold ----
+
+    def verify(self) -> None:
+        """Check the invariants, the twin, and what every sequence reads."""
+        self.pending += self.manager.take_ops().copies
+        check(self.manager)
+        for seq_id, tokens in self.tokens.items():
+            count = self.num_computed(seq_id)
+            expected = self._prefixes(self.namespaces[seq_id], tokens, count)
+            for group_idx in range(self.size.num_groups):
+                table = self.manager.block_table(seq_id, group_idx)
+                assert self._read(group_idx, table, count) == expected, f"M5: sequence {seq_id} reads other tokens"
+        if self.has_twin:
+            self._compare_with_twin()
+
+    def _compare_with_twin(self) -> None:
+        manager, twin = self.manager, self.twin
+        usage = manager.usage()
+        num_groups = self.size.num_groups
+        num_free = twin.num_available() - len(twin.idle)
+        counts = (twin.num_used(), len(twin.idle), num_free, twin.num_copies, twin.num_merges, twin.num_evictions)
+        real = (usage.used, usage.idle, usage.free, usage.num_copies, usage.num_merges, usage.num_evictions)
+        assert real == tuple(count * num_groups for count in counts), "the twin counts otherwise"
+        assert manager.sequences.keys() == twin.sequences.keys()
+        block_of: dict[Page, int] = {}
+        for seq_id, sequence in twin.sequences.items():
+            state = manager.sequences[seq_id]
+            assert (state.num_slots, state.num_computed) == (sequence.num_slots, sequence.num_computed)
+            for group_idx in range(num_groups):
+                table = manager.block_table(seq_id, group_idx)
+                assert len(table) == len(sequence.pages)
+                for page, block_id in zip(sequence.pages, table, strict=True):
+                    assert block_of.setdefault(page, block_id) == block_id, "shared otherwise than in the twin"
+        for group in manager.groups:
+            for page, block_id in zip(twin.idle, group.pool.idle, strict=True):
+                assert block_of.setdefault(page, block_id) == block_id, "evicted in another order than in the twin"
+            published = {block.block_id for _, block in group.pool.index.items()}
+            assert published == {block_of[page] for page in twin.published.values()}
+        assert len(set(block_of.values())) == len(block_of), "two pages of the twin are one block"
+        for page, block_id in block_of.items():
+            assert self.block_of.get(page, block_id) == block_id, "a page of the twin moved"
+        self.block_of = block_of
+
+    # ---- the worker's side ----
+
+    def _adopt(self, seq_id: int, chain: TokenChain, namespace: Namespace) -> None:
+        self.tokens[seq_id] = chain.tokens
+        self.chains[seq_id] = chain
+        self.namespaces[seq_id] = namespace
+        self.worker_tables[seq_id] = [[] for _ in range(self.size.num_groups)]
+
+    def _prefixes(self, namespace: Namespace, tokens: list[int], count: int) -> list[Content]:
+        return [(namespace, tuple(tokens[: position + 1])) for position in range(count)]
+
+    def _read(self, group_idx: int, table: tuple[int, ...], count: int) -> list[Content]:
+        """Read through a table, as if the copies that are still to be made were made."""
+        sources: dict[int, int] = {}
+        for copy in self.pending:
+            if copy.group_idx == group_idx:
+                sources[copy.dst_id] = sources.get(copy.src_id, copy.src_id)
+        size = self.size.block_size
+        return [
+            self.stored.get((group_idx, sources.get(block_id, block_id), position % size))
+            for position in range(count)
+            for block_id in (table[position // size],)
+        ]
+
+
+def random_walk(world: World, rng: random.Random, num_commands: int, *, max_sequences: int = 4) -> None:
+    """Issue random commands; each is one that a careful owner may issue."""
+    next_id = 0
+    for _ in range(num_commands):
+        live = sorted(world.tokens)
+        verb = rng.choice(("enter", "enter", "decode", "decode", "decode", "look ahead", "fork", "truncate", "free"))
+        if verb == "enter" and len(live) < max_sequences:
+            prompt = [rng.randrange(2) for _ in range(rng.randrange(1, 3 * world.size.block_size + 2))]
+            next_id += 1
+            world.enter(next_id, prompt, rng.choice(NAMESPACES))
+            continue
+        if not live:
+            continue
+        seq_id = rng.choice(live)
+        settled = world.num_slots(seq_id) == world.num_computed(seq_id) == len(world.tokens[seq_id])
+        if verb == "decode" and settled:
+            if world.grow(seq_id, 1):
+                world.tokens[seq_id].append(rng.randrange(2))
+                world.store(seq_id, 1)
+        elif verb == "look ahead" and settled:
+            num_drafts = rng.randrange(1, 4)
+            if world.grow(seq_id, num_drafts):
+                world.tokens[seq_id].extend(rng.randrange(2) for _ in range(num_drafts))
+                num_accepted = rng.randrange(num_drafts + 1)
+                world.store(seq_id, num_accepted)
+                world.truncate(seq_id, world.num_computed(seq_id))
+        elif verb == "fork" and settled and len(live) < max_sequences:
+            next_id += 1
+            world.fork(seq_id, next_id, [])
+        elif verb == "truncate":
+            world.truncate(seq_id, rng.randrange(world.num_slots(seq_id) + 1))
+        elif verb == "free":
+            world.free(seq_id)
+    for seq_id in sorted(world.tokens):
+        world.free(seq_id)
+    assert world.manager.usage().used == 0, "M11: nobody lives, but blocks are used"

@@ -1,0 +1,88 @@
+"""The scheduler's numbered invariants, S1 to S6, checked from outside."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from quire.scheduling import Scheduler, StepPlan
+from quire.sequences import Sequence, SequenceStatus
+from quire.sequences.sequence import TRANSITIONS
+
+
+class Before(NamedTuple):
+    """What stood in the queues when a step was planned."""
+
+    running: tuple[Sequence, ...]
+    waiting: tuple[Sequence, ...]
+
+
+class Auditor:
+    """Watches one scheduler.
+
+    Args:
+        scheduler: looked at, never touched.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.statuses: dict[Sequence, SequenceStatus] = {}
+
+    def check_queues(self) -> None:
+        """S1, S2 (seats), S4, S5, and the order of both queues (S6)."""
+        scheduler = self.scheduler
+        waiting, running = scheduler.waiting, scheduler.running
+        for queue in (waiting, running):
+            keys = [sequence.key for sequence in queue]
+            assert keys == sorted(set(keys)), "S6: a queue is out of order"
+        assert not set(waiting) & set(running), "S1: a sequence is in both queues"
+        assert {s.seq_id for s in waiting} | {s.seq_id for s in running} == scheduler.sequences.keys()
+        assert all(s.status is SequenceStatus.WAITING for s in waiting), "S1"
+        assert all(s.status is SequenceStatus.RUNNING for s in running), "S1"
+        assert len(running) <= scheduler.max_num_seqs, "S2: more sequences run than there are seats"
+        held = scheduler.memory.sequences.keys()
+        assert held == {s.seq_id for s in running}, "S4: who does not run holds memory, or the other way round"
+        for sequence in running:
+            state = scheduler.memory.sequences[sequence.seq_id]
+            assert state.num_computed == sequence.num_computed, "scheduler and memory count otherwise"
+            assert state.chain is sequence.chain
+            assert state.chain.tokens is sequence.tokens
+        alive = {sequence for request in scheduler.requests.values() for sequence in request.sequences}
+        assert {s for s in alive if not s.is_finished} == set(waiting) | set(running), "S1: a sequence got lost"
+        for sequence in alive:
+            old = self.statuses.get(sequence, SequenceStatus.WAITING)
+            new = sequence.status
+            assert new is old or new in TRANSITIONS[old], f"S5: {old} became {new}"
+            assert (sequence.finish_reason is not None) == sequence.is_finished
+            self.statuses[sequence] = new
+
+    def before_plan(self) -> Before:
+        """Remember the queues."""
+        return Before(tuple(self.scheduler.running), tuple(self.scheduler.waiting))
+
+    def after_plan(self, before: Before, plan: StepPlan) -> None:
+        """S2, S3, S6, and that decodes and the first in order always go on."""
+        scheduler, memory = self.scheduler, self.scheduler.memory
+        planned = [item.seq_id for item in plan.items]
+        assert len(set(planned)) == len(planned), "a sequence appears twice in a step"
+        assert sum(len(item.token_ids) for item in plan.items) <= scheduler.max_num_batched_tokens, "S2: tokens"
+        if before.running or before.waiting:
+            assert plan.items, "S3: an empty step, though there is work"
+        for item in plan.items:
+            sequence = scheduler.sequences[item.seq_id]
+            end = item.start + len(item.token_ids)
+            assert item.token_ids
+            assert item.start == sequence.num_computed
+            assert list(item.token_ids) == sequence.tokens[item.start : end]
+            assert (item.num_samples > 0) == (end == len(sequence.tokens)), "draws before the last pending token"
+            assert memory.sequences[item.seq_id].num_slots == end, "slots for more or fewer than the step's tokens"
+        if before.running:
+            assert planned[0] == before.running[0].seq_id, "the first in order does not go on"
+        still_running = set(scheduler.running)
+        for sequence in before.running:
+            if sequence.num_pending == 1 and sequence in still_running and sequence.seq_id not in planned:
+                usage = memory.usage()
+                assert usage.free + usage.idle == 0, "a decode starves while there are blocks"
+        admitted = [s for s in before.waiting if s.status is SequenceStatus.RUNNING]
+        left = [s for s in before.waiting if s.status is SequenceStatus.WAITING]
+        if admitted and left:
+            assert admitted[-1].key < left[0].key, "S6: somebody was overtaken"

@@ -1,0 +1,212 @@
+"""The real scheduler and the real memory on simulated slots, stepped by a stand-in for the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from quire.decoding import Sampling
+from quire.memory import FullAttention, KVCacheManager, Namespace, check
+from quire.scheduling import Scheduler, StepPlan
+from quire.sequences import Request, SamplingParams, Sequence
+from quire.simulation.executor import SimulatedExecutor
+from tests.scheduling.auditor import Auditor
+
+VOCAB_SIZE = 13
+END_TOKEN = 12
+NEVER = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One client's request, and what the client does meanwhile.
+
+    Args:
+        abort_at: the step in which it goes away.
+        abort_while_running: it does so between the plan and its results.
+    """
+
+    prompt: tuple[int, ...]
+    max_tokens: int = 4
+    n: int = 1
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    prompt_logprobs: int | None = None
+    cache_salt: str | None = None
+    priority: int = 0
+    arrives_at: int = 0
+    abort_at: int = NEVER
+    abort_while_running: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """How much of everything there is; without arguments, plenty."""
+
+    num_blocks: int = 2000
+    block_size: int = 4
+    budget: int = 4096
+    max_num_seqs: int = 512
+    watermark: int = 0
+    caching: bool = True
+    policy: str = "fcfs"
+
+    @property
+    def room(self) -> int:
+        """Tokens that the pool holds."""
+        return self.num_blocks * self.block_size
+
+
+@dataclass
+class Outcome:
+    """What a run gave: per job the tokens of each sample, and the parts to look into."""
+
+    outputs: list[list[list[int]]]
+    requests: list[Request]
+    scheduler: Scheduler
+    executor: SimulatedExecutor
+    num_steps: int
+    peak_blocks: int
+
+
+@dataclass
+class Rig:
+    """An engine without text: adds, plans, executes, advances, and has everything audited.
+
+    Args:
+        setting: of scheduler and memory.
+        is_audited: False leaves only the simulated slots and the outputs as nets.
+    """
+
+    setting: Setting
+    is_audited: bool = True
+    tick: int = 0
+    peak_blocks: int = 0
+    requests: list[Request] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        setting = self.setting
+        self.memory = KVCacheManager(
+            [FullAttention(block_size=setting.block_size)],
+            setting.num_blocks,
+            watermark=setting.watermark,
+            enable_prefix_caching=setting.caching,
+        )
+        self.scheduler = Scheduler(
+            self.memory,
+            Sampling(),
+            max_num_seqs=setting.max_num_seqs,
+            max_num_batched_tokens=setting.budget,
+            policy=setting.policy,
+        )
+        self.executor = SimulatedExecutor(setting.block_size, VOCAB_SIZE)
+        self.auditor = Auditor(self.scheduler)
+
+    def add(self, job: Job, seed: int) -> Request:
+        """Queue a job."""
+        params = SamplingParams(
+            n=job.n,
+            max_tokens=job.max_tokens,
+            min_tokens=job.min_tokens,
+            stop_token_ids=job.stop_token_ids,
+            ignore_eos=job.ignore_eos,
+            prompt_logprobs=job.prompt_logprobs,
+        )
+        request = Request(
+            request_id=f"job {seed}",
+            prompt_token_ids=list(job.prompt),
+            params=params,
+            max_total_tokens=len(job.prompt) + job.max_tokens,
+            end_token_ids=frozenset() if job.ignore_eos else frozenset({END_TOKEN}),
+            arrival=len(self.requests),
+            seed=seed,
+            priority=job.priority,
+            namespace=Namespace(cache_salt=job.cache_salt),
+        )
+        self.scheduler.add(request)
+        self.requests.append(request)
+        self.audit()
+        return request
+
+    def plan(self) -> StepPlan:
+        """Have a step planned, and audit it."""
+        if not self.is_audited:
+            return self.scheduler.plan(self.tick)
+        before = self.auditor.before_plan()
+        plan = self.scheduler.plan(self.tick)
+        self.auditor.after_plan(before, plan)
+        self.audit()
+        return plan
+
+    def finish_step(self, plan: StepPlan) -> None:
+        """Execute a plan and take in its results."""
+        result = self.executor.execute(plan)
+        for item, out in zip(plan.items, result.items, strict=True):
+            sequence = self.scheduler.sequences.get(item.seq_id)
+            self.scheduler.advance(item, out.token_ids)
+            if sequence is not None:
+                self._know_prompt_logprobs(sequence, item.start, len(item.token_ids))
+            self.audit()
+        self.peak_blocks = max(self.peak_blocks, self.memory.usage().used)
+        self.tick += 1
+
+    def step(self) -> StepPlan:
+        """Plan, execute, advance."""
+        plan = self.plan()
+        self.finish_step(plan)
+        return plan
+
+    def abort(self, request: Request) -> None:
+        """End a request early."""
+        self.scheduler.abort(request.request_id)
+        self.audit()
+
+    def audit(self) -> None:
+        """Check every invariant of memory and of the queues."""
+        if self.is_audited:
+            check(self.memory)
+            self.auditor.check_queues()
+
+    def _know_prompt_logprobs(self, sequence: Sequence, start: int, count: int) -> None:
+        """Count the prompt's log probabilities that a step returned; none may be missing in between."""
+        request = sequence.request
+        if request.params.prompt_logprobs is None or start >= request.num_prompt - 1:
+            return
+        assert start <= request.num_known_prompt_logprobs, "a prefix hit swallowed prompt log probabilities"
+        last = min(start + count, request.num_prompt - 1)
+        request.num_known_prompt_logprobs = max(request.num_known_prompt_logprobs, last)
+
+
+def run(jobs: list[Job], setting: Setting, *, is_audited: bool = True) -> Outcome:
+    """Run jobs to their end, with arrivals and aborts as they say; afterwards nothing is held.
+
+    The seed of a job is its place in the list.
+    """
+    rig = Rig(setting, is_audited)
+    added: dict[int, Request] = {}
+    by_arrival = sorted(range(len(jobs)), key=lambda i: (jobs[i].arrives_at, i))
+    most_steps = 200 + 40 * sum(len(job.prompt) + job.n * job.max_tokens for job in jobs)
+    last_event = max((job.arrives_at for job in jobs), default=0)
+    while rig.tick <= last_event or rig.scheduler.has_unfinished:
+        assert rig.tick < most_steps, "the run does not end"
+        for i in by_arrival:
+            if jobs[i].arrives_at == rig.tick:
+                added[i] = rig.add(jobs[i], seed=i)
+        for i, request in added.items():
+            if jobs[i].abort_at == rig.tick and not jobs[i].abort_while_running:
+                rig.abort(request)
+        plan = rig.plan()
+        for i, request in added.items():
+            if jobs[i].abort_at == rig.tick and jobs[i].abort_while_running:
+                rig.abort(request)
+        rig.finish_step(plan)
+    # What was closed since the last step is told with the next one: somebody else's, who then leaves.
+    passer_by = rig.add(Job(prompt=(0,)), seed=len(jobs))
+    assert len(rig.plan().closed) == rig.executor.num_open, "the data plane is not told of all that are gone"
+    rig.abort(passer_by)
+    assert rig.memory.usage().used == 0, "M11: blocks are held by nobody"
+    assert not rig.scheduler.requests
+    assert not rig.scheduler.sequences
+    outputs = [[sequence.output_token_ids for sequence in added[i].sequences] for i in range(len(jobs))]
+    requests = [added[i] for i in range(len(jobs))]
+    return Outcome(outputs, requests, rig.scheduler, rig.executor, rig.tick, rig.peak_blocks)

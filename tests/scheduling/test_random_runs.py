@@ -1,0 +1,114 @@
+"""Long random runs: whatever the pool, the budget, the policy and the clients do, the tokens are the same."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.scheduling.rig import NEVER, VOCAB_SIZE, Job, Setting, run
+
+jobs = st.builds(
+    Job,
+    prompt=st.lists(st.integers(0, 1), min_size=1, max_size=14).map(tuple),
+    max_tokens=st.integers(1, 9),
+    n=st.sampled_from([1, 1, 2, 3]),
+    ignore_eos=st.booleans(),
+    stop_token_ids=st.sampled_from([(), (3,)]),
+    prompt_logprobs=st.sampled_from([None, None, 0]),
+    cache_salt=st.sampled_from([None, None, "tenant"]),
+    priority=st.integers(-1, 1),
+    arrives_at=st.integers(0, 12),
+    abort_at=st.just(NEVER) | st.integers(0, 20),
+    abort_while_running=st.booleans(),
+)
+
+
+@st.composite
+def narrow_settings(draw: st.DrawFn) -> Setting:
+    """Settings in which everything is scarce, but every job (of at most 23 tokens, 3 samples) can end."""
+    block_size = draw(st.integers(1, 5))
+    max_num_seqs = draw(st.integers(3, 8))
+    least = -(-23 // block_size)
+    return Setting(
+        num_blocks=draw(st.integers(least, 2 * least + 4)),
+        block_size=block_size,
+        budget=draw(st.integers(max_num_seqs, 24)),
+        max_num_seqs=max_num_seqs,
+        watermark=draw(st.integers(0, 3)),
+        caching=draw(st.booleans()),
+        policy=draw(st.sampled_from(["fcfs", "priority"])),
+    )
+
+
+def undisturbed(jobs: list[Job]) -> list[list[list[int]]]:
+    """Return the tokens of each job when it has everything for itself and nobody is aborted."""
+    free = [replace(job, abort_at=NEVER, arrives_at=0) for job in jobs]
+    return run(free, Setting(caching=False), is_audited=False).outputs
+
+
+def agrees(job: Job, samples: list[list[int]], expected: list[list[int]]) -> bool:
+    """Tell whether samples are the expected ones, or, after an abort, beginnings of them."""
+    if job.abort_at == NEVER:
+        return samples == expected
+    return all(tokens == whole[: len(tokens)] for tokens, whole in zip(samples, expected, strict=False))
+
+
+@settings(max_examples=150)
+@given(jobs=st.lists(jobs, min_size=1, max_size=7), setting=narrow_settings())
+def test_tokens_do_not_depend_on_memory_budget_policy_or_company(jobs: list[Job], setting: Setting) -> None:
+    outcome = run(jobs, setting)
+    for job, samples, expected in zip(jobs, outcome.outputs, undisturbed(jobs), strict=True):
+        assert agrees(job, samples, expected)
+
+
+def random_jobs(rng: random.Random, count: int) -> list[Job]:
+    """Return jobs that share prefixes, arrive in a trickle, and now and then go away."""
+    shared = tuple(rng.randrange(VOCAB_SIZE - 1) for _ in range(30))
+    return [
+        Job(
+            prompt=shared[: rng.randrange(1, 30)] + tuple(rng.randrange(12) for _ in range(rng.randrange(1, 12))),
+            max_tokens=rng.randrange(1, 30),
+            n=rng.choice((1, 1, 2, 4)),
+            min_tokens=rng.choice((0, 0, 1)),
+            prompt_logprobs=rng.choice((None, None, None, 0)),
+            priority=rng.randrange(3),
+            arrives_at=rng.randrange(60),
+            abort_at=rng.choice((NEVER, NEVER, NEVER, rng.randrange(90))),
+            abort_while_running=rng.random() < 0.5,
+        )
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "setting",
+    [
+        Setting(num_blocks=19, budget=16, max_num_seqs=8, watermark=1),
+        Setting(num_blocks=19, budget=16, max_num_seqs=8, watermark=1, caching=False),
+        Setting(num_blocks=40, budget=8, max_num_seqs=8, watermark=2, policy="priority"),
+        Setting(num_blocks=75, block_size=1, budget=64, max_num_seqs=16),
+        Setting(num_blocks=9, block_size=16, budget=7, max_num_seqs=6, watermark=1, policy="priority"),
+    ],
+    ids=["tight", "tight, no caching", "priority", "blocks of one token", "tiny budget"],
+)
+def test_long_runs(seed: int, setting: Setting) -> None:
+    jobs = random_jobs(random.Random(seed), 40)
+    outcome = run(jobs, setting)
+    for job, samples, expected in zip(jobs, outcome.outputs, undisturbed(jobs), strict=True):
+        assert agrees(job, samples, expected)
+
+
+def test_long_runs_do_preempt_copy_hit_and_evict() -> None:
+    """The runs above would prove little if nothing went on in them."""
+    outcome = run(random_jobs(random.Random(0), 30), Setting(num_blocks=19, budget=16, max_num_seqs=8, watermark=1))
+    stats, usage = outcome.scheduler.stats, outcome.scheduler.memory.usage()
+    assert stats.num_preemptions > 10
+    assert stats.prefix_hits > 50
+    assert stats.resumed_hits > 50
+    assert min(usage.num_copies, usage.num_evictions, usage.num_merges) > 3
+    assert outcome.peak_blocks == 19

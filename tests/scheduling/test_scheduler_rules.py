@@ -1,0 +1,328 @@
+"""The scheduler's promises, one by one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from quire.decoding import Append, Finish, Sampling
+from quire.errors import InvalidParameter, InvariantViolation, PromptTooLong
+from quire.memory import FullAttention, KVCacheManager
+from quire.scheduling import Scheduler
+from quire.sequences import FinishReason, SequenceStatus
+from tests.scheduling.rig import Job, Rig, Setting, run
+
+
+def prompt(length: int, token_id: int = 1) -> tuple[int, ...]:
+    return (token_id,) * length
+
+
+def finish_all(rig: Rig) -> None:
+    while rig.scheduler.has_unfinished:
+        rig.step()
+
+
+# ---- budgets and chunks (S2) ----
+
+
+def test_a_long_prompt_is_computed_in_chunks_and_drawn_from_once() -> None:
+    rig = Rig(Setting(budget=8, max_num_seqs=8))
+    rig.add(Job(prompt=prompt(20), max_tokens=2, ignore_eos=True), seed=0)
+    items = [item for _ in range(4) for item in rig.step().items]
+    assert [(item.start, len(item.token_ids), item.num_samples) for item in items] == [
+        (0, 8, 0),
+        (8, 8, 0),
+        (16, 4, 1),
+        (20, 1, 1),
+    ]
+    assert [item.opening is not None for item in items] == [True, False, False, False]
+
+
+def test_decodes_are_served_before_any_chunk_is_cut() -> None:
+    rig = Rig(Setting(budget=4, max_num_seqs=4))
+    for seed in range(3):
+        rig.add(Job(prompt=prompt(1, seed), max_tokens=20, ignore_eos=True), seed=seed)
+    rig.step()
+    rig.add(Job(prompt=prompt(10, 9), max_tokens=2, ignore_eos=True), seed=3)
+    for start in range(9):
+        counts = {item.seq_id: (item.start, len(item.token_ids)) for item in rig.step().items}
+        assert counts.pop(3) == (start, 1)
+        assert [count for _, count in counts.values()] == [1, 1, 1]
+
+
+def test_a_budget_below_the_seats_is_refused() -> None:
+    memory = KVCacheManager([FullAttention(block_size=4)], 4)
+    with pytest.raises(ValueError, match="3 tokens a step cannot serve 4 sequences"):
+        Scheduler(memory, Sampling(), max_num_seqs=4, max_num_batched_tokens=3)
+
+
+# ---- order (S6) ----
+
+
+def first_steps(jobs: list[Job], setting: Setting) -> list[int]:
+    """Return the jobs in the order of their first step."""
+    rig = Rig(setting)
+    requests = [rig.add(job, seed=i) for i, job in enumerate(jobs)]
+    order: list[int] = []
+    while rig.scheduler.has_unfinished:
+        rig.step()
+        order += [i for i, r in enumerate(requests) if r.num_cached_tokens is not None and i not in order]
+    return order
+
+
+def test_first_come_first_served_even_where_a_later_request_would_fit() -> None:
+    jobs = [Job(prompt=prompt(length), max_tokens=2, ignore_eos=True) for length in (8, 14, 1, 1)]
+    assert first_steps(jobs, Setting(num_blocks=4, max_num_seqs=1, budget=16)) == [0, 1, 2, 3]
+
+
+def test_priority_goes_first_then_arrival() -> None:
+    jobs = [Job(prompt=prompt(3), priority=p, max_tokens=2, ignore_eos=True) for p in (2, 1, 0, 1)]
+    assert first_steps(jobs, Setting(max_num_seqs=1, budget=16, policy="priority")) == [2, 1, 3, 0]
+    assert first_steps(jobs, Setting(max_num_seqs=1, budget=16)) == [0, 1, 2, 3]
+
+
+def test_the_last_in_order_is_preempted_and_comes_back_first() -> None:
+    rig = Rig(Setting(num_blocks=6, budget=16, max_num_seqs=3, caching=False))
+    older = rig.add(Job(prompt=prompt(7), max_tokens=14, ignore_eos=True), seed=0)
+    younger = rig.add(Job(prompt=prompt(8), max_tokens=14, ignore_eos=True), seed=1)
+    rig.add(Job(prompt=prompt(8), max_tokens=14, ignore_eos=True), seed=2)
+    while not younger.num_preemptions:
+        rig.step()
+    assert older.num_preemptions == 0
+    assert [sequence.request.seed for sequence in rig.scheduler.waiting] == [1, 2]
+    finish_all(rig)
+    stats = rig.scheduler.stats
+    assert stats.num_preemptions == sum(request.num_preemptions for request in rig.requests) > 0
+    assert stats.wasted_tokens > 0
+    assert [len(request.sequences[0].output_token_ids) for request in rig.requests] == [14, 14, 14]
+
+
+# ---- parallel samples ----
+
+
+def test_a_prompt_with_many_samples_is_computed_once() -> None:
+    job = Job(prompt=prompt(10), n=4, max_tokens=6, ignore_eos=True)
+    outcome = run([job], Setting(caching=False))
+    # The first token of each sample comes from the prompt's own logits; the last is never computed.
+    assert outcome.executor.num_computed_tokens == 10 + 4 * 5
+    assert len({tuple(tokens) for tokens in outcome.outputs[0]}) > 1
+    # 10 tokens in blocks of 4: the two full blocks stay shared, the tail is copied for all samples but the last writer.
+    assert outcome.scheduler.memory.usage().num_copies == 3
+
+
+def test_samples_share_their_prompt_blocks() -> None:
+    job = Job(prompt=prompt(16), n=4, max_tokens=4, ignore_eos=True)
+    outcome = run([job], Setting(caching=False))
+    assert outcome.peak_blocks == 4 + 4
+    assert outcome.scheduler.memory.usage().num_copies == 0
+
+
+def test_seats_are_kept_for_samples_that_are_still_to_fork() -> None:
+    rig = Rig(Setting(max_num_seqs=4, budget=8))
+    rig.add(Job(prompt=prompt(20), n=3, max_tokens=4, ignore_eos=True), seed=0)
+    rig.add(Job(prompt=prompt(4), n=2, max_tokens=4, ignore_eos=True), seed=1)
+    while rig.scheduler.waiting:
+        assert len(rig.scheduler.running) in (0, 1, 3)
+        rig.step()
+    finish_all(rig)
+    assert [len(request.sequences) for request in rig.requests] == [3, 2]
+
+
+def test_advance_reports_draws_and_endings_in_order() -> None:
+    rig = Rig(Setting())
+    request = rig.add(Job(prompt=prompt(3), n=2, max_tokens=1, ignore_eos=True), seed=0)
+    plan = rig.plan()
+    news = rig.scheduler.advance(plan.items[0], (5, 6))
+    first, second = request.sequences
+    assert news == [
+        (first, Append(0, 5, 0)),
+        (second, Append(1, 6, 1)),
+        (first, Finish(0, FinishReason.LENGTH, None)),
+        (second, Finish(1, FinishReason.LENGTH, None)),
+    ]
+    assert (first.output_token_ids, second.output_token_ids) == ([5], [6])
+    assert rig.scheduler.requests == {}
+    assert rig.scheduler.advance(plan.items[0], (5, 6)) == [], "a sequence that ended takes no more tokens"
+
+
+# ---- prefixes ----
+
+
+def test_the_second_of_two_equal_prompts_is_computed_from_its_hit_on() -> None:
+    rig = Rig(Setting())
+    job = Job(prompt=prompt(12), max_tokens=2, ignore_eos=True)
+    first = rig.add(job, seed=0)
+    rig.step()
+    second = rig.add(job, seed=1)
+    plan = rig.step()
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 8)
+    assert [(item.start, len(item.token_ids)) for item in plan.items] == [(12, 1), (8, 4)]
+    stats = rig.scheduler.stats
+    assert (stats.prefix_queries, stats.prefix_hits) == (24, 8)
+
+
+def test_equal_prompts_in_one_step_merge_when_they_fill() -> None:
+    rig = Rig(Setting())
+    for seed in range(3):
+        rig.add(Job(prompt=prompt(12), max_tokens=2, ignore_eos=True), seed=seed)
+    rig.step()
+    usage = rig.memory.usage()
+    assert (usage.used, usage.num_merges) == (3, 6)
+
+
+def test_prompt_logprobs_suppress_the_hit_until_they_are_known() -> None:
+    rig = Rig(Setting(num_blocks=8, budget=16, max_num_seqs=4))
+    rig.add(Job(prompt=prompt(12), max_tokens=2, ignore_eos=True), seed=0)
+    rig.step()
+    wanting = rig.add(Job(prompt=prompt(12), max_tokens=9, prompt_logprobs=0, ignore_eos=True), seed=1)
+    rig.step()
+    assert wanting.num_cached_tokens == 0
+    assert wanting.num_known_prompt_logprobs == 11
+    assert wanting.hit_limit is None, "all are known: after a preemption the whole prompt may be hit"
+
+
+def test_tenants_with_different_salts_share_nothing() -> None:
+    rig = Rig(Setting())
+    for seed, salt in enumerate((None, "a", "b", "a")):
+        rig.add(Job(prompt=prompt(9), max_tokens=1, cache_salt=salt, ignore_eos=True), seed=seed)
+        rig.step()
+    assert [request.num_cached_tokens for request in rig.requests] == [0, 0, 0, 8]
+
+
+# ---- refusals and endings ----
+
+
+def test_what_can_never_fit_is_refused_at_the_door() -> None:
+    rig = Rig(Setting(num_blocks=4))
+    rig.add(Job(prompt=prompt(12), max_tokens=4, ignore_eos=True), seed=0)
+    with pytest.raises(PromptTooLong) as caught:
+        rig.add(Job(prompt=prompt(14), max_tokens=3), seed=1)
+    assert (caught.value.num_tokens, caught.value.limit, caught.value.field) == (14, 13, "prompt")
+    finish_all(rig)
+    assert len(rig.requests[0].sequences[0].output_token_ids) == 4
+
+
+@pytest.mark.parametrize(("max_tokens", "limit"), [(16, 0), (400, 0), (5, 11)])
+def test_the_refusal_names_the_longest_prompt_that_would_do(max_tokens: int, limit: int) -> None:
+    rig = Rig(Setting(num_blocks=4))
+    with pytest.raises(PromptTooLong, match=f"at most {limit}$"):
+        rig.add(Job(prompt=prompt(12), max_tokens=max_tokens), seed=0)
+    if limit:
+        rig.add(Job(prompt=prompt(limit), max_tokens=max_tokens), seed=1)
+        finish_all(rig)
+
+
+def test_more_samples_than_seats_are_refused_at_the_door() -> None:
+    rig = Rig(Setting(max_num_seqs=3, budget=8))
+    with pytest.raises(InvalidParameter, match=r"n must be at most max_num_seqs \(3\), got 4"):
+        rig.add(Job(prompt=prompt(3), n=4), seed=0)
+    rig.add(Job(prompt=prompt(3), n=3), seed=1)
+    finish_all(rig)
+
+
+def test_a_request_id_in_use_is_refused() -> None:
+    rig = Rig(Setting())
+    rig.add(Job(prompt=prompt(3)), seed=0)
+    with pytest.raises(ValueError, match="job 0"):
+        rig.add(Job(prompt=prompt(3)), seed=0)
+
+
+def test_a_prompt_with_samples_to_come_can_be_finished_early() -> None:
+    rig = Rig(Setting(max_num_seqs=2, budget=8))
+    request = rig.add(Job(prompt=prompt(20), n=2), seed=0)
+    rig.step()
+    rig.scheduler.finish(request.sequences[0], FinishReason.ERROR)
+    assert rig.scheduler.requests == {}
+    assert rig.memory.usage().used == 0
+
+
+def test_a_prompt_beyond_its_own_limit_is_refused_at_the_door() -> None:
+    rig = Rig(Setting())
+    request = rig.add(Job(prompt=prompt(3)), seed=0)
+    beyond = replace(request, request_id="beyond", max_total_tokens=3, sequences=[])
+    with pytest.raises(ValueError, match="3 prompt tokens leave no room within 3"):
+        rig.scheduler.add(beyond)
+    finish_all(rig)
+
+
+def test_abort_in_every_state() -> None:
+    rig = Rig(Setting(max_num_seqs=2, budget=8))
+    requests = [rig.add(Job(prompt=prompt(12), n=n, ignore_eos=True), seed=i) for i, n in enumerate((2, 1, 1))]
+    assert rig.scheduler.abort("unknown") == []
+    rig.step()
+    assert [s.status for s in requests[0].sequences] == [SequenceStatus.RUNNING]
+    (ended,) = rig.scheduler.abort("job 0", FinishReason.ERROR)
+    assert (ended.finish_reason, ended.is_finished) == (FinishReason.ERROR, True)
+    assert rig.scheduler.abort("job 0") == [], "an abort is final"
+    rig.audit()
+    (waiting,) = rig.scheduler.abort("job 1")
+    assert waiting.finish_reason is FinishReason.ABORT
+    plan = rig.plan()
+    assert plan.closed == (ended.seq_id,)
+    assert [item.seq_id for item in plan.items] == [requests[2].sequences[0].seq_id]
+    rig.abort(requests[2])
+    rig.finish_step(plan)
+    assert requests[2].sequences[0].output_token_ids == []
+    assert not rig.scheduler.has_unfinished
+    assert rig.memory.usage().used == 0
+
+
+def test_aborting_one_of_several_samples_ends_those_that_live() -> None:
+    rig = Rig(Setting())
+    request = rig.add(Job(prompt=prompt(3), n=3, max_tokens=9, ignore_eos=True), seed=0)
+    rig.step()
+    rig.scheduler.finish(request.sequences[1], FinishReason.STOP, "a stop string")
+    assert request.sequences[1].stop_reason == "a stop string"
+    assert [sequence.sample_idx for sequence in rig.scheduler.abort("job 0")] == [0, 2]
+
+
+def test_end_tokens_wait_for_min_tokens() -> None:
+    jobs = [Job(prompt=(seed,), max_tokens=30, min_tokens=6, stop_token_ids=(3, 4, 5, 6)) for seed in range(12)]
+    outcome = run(jobs, Setting())
+    lengths = [len(samples[0]) for samples in outcome.outputs]
+    assert min(lengths) == 7
+    for request, (tokens,) in zip(outcome.requests, outcome.outputs, strict=True):
+        sequence = request.sequences[0]
+        assert not set(tokens[:6]) & {3, 4, 5, 6, 12}
+        assert sequence.finish_reason is FinishReason.STOP
+        assert sequence.stop_reason == (None if tokens[-1] == 12 else tokens[-1])
+
+
+# ---- broken promises of memory are our own bugs ----
+
+
+def test_a_sequence_that_could_never_be_admitted_is_a_violation() -> None:
+    rig = Rig(Setting(num_blocks=4))
+    request = rig.add(Job(prompt=prompt(12), max_tokens=4), seed=0)
+    request.sequences[0].tokens.extend(prompt(12))
+    with pytest.raises(InvariantViolation, match="S3"):
+        rig.plan()
+
+
+def test_a_promise_that_memory_breaks_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(Setting(num_blocks=4))
+    rig.add(Job(prompt=prompt(12), max_tokens=4), seed=0)
+    monkeypatch.setattr(KVCacheManager, "append_slots", lambda *_: False)
+    with pytest.raises(InvariantViolation, match="S2"):
+        rig.plan()
+
+
+def test_nobody_able_to_grow_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(Setting(num_blocks=4))
+    rig.add(Job(prompt=prompt(12), max_tokens=4, ignore_eos=True), seed=0)
+    rig.step()
+    monkeypatch.setattr(KVCacheManager, "append_slots", lambda *_: False)
+    with pytest.raises(InvariantViolation, match="S3"):
+        rig.plan()
+
+
+def test_an_idle_scheduler_plans_nothing_and_keeps_closings_for_a_step_that_is_executed() -> None:
+    rig = Rig(Setting())
+    first = rig.add(Job(prompt=prompt(3), max_tokens=1), seed=0)
+    rig.step()
+    for _ in range(2):
+        plan = rig.plan()
+        assert (plan.items, plan.closed, plan.ops.copies) == ((), (), ())
+    rig.add(Job(prompt=prompt(3), max_tokens=1), seed=1)
+    assert rig.step().closed == (first.sequences[0].seq_id,)

@@ -1,0 +1,256 @@
+"""Sampling parameters: each range at, inside and outside its border, and every wrong type, refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pickle
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.errors import InvalidParameter
+from quire.sequences import SamplingParams
+from quire.sequences.params import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_SEED,
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+)
+
+INT32 = 2**31 - 1
+UP, DOWN = math.inf, -math.inf
+ABOVE_ZERO = math.nextafter(0.0, UP)
+
+INTEGERS: dict[str, tuple[int, int]] = {
+    "n": (1, MAX_N),
+    "top_k": (-1, INT32),
+    "seed": (-MAX_SEED - 1, MAX_SEED),
+    "max_tokens": (1, INT32),
+    "min_tokens": (0, 16),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+}
+NUMBERS: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, 100.0),
+    "top_p": (ABOVE_ZERO, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (ABOVE_ZERO, 100.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+}
+FLAGS = ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens")
+NO_NUMBERS: tuple[Any, ...] = ("1", b"1", True, False, [1], {}, 1j, math.nan, UP, DOWN, 10**400, -(10**400))
+
+
+def kept(name: str, value: Any) -> Any:
+    """Return what parameters keep of a value."""
+    params: dict[str, Any] = {name: value}
+    return getattr(SamplingParams(**params), name)
+
+
+def refused(**params: Any) -> InvalidParameter:
+    """Return the refusal; it names the parameter, what it must be, and what it was."""
+    with pytest.raises(InvalidParameter) as caught:
+        SamplingParams(**params)
+    error = caught.value
+    assert error.field in params
+    assert error.code == "invalid_parameter"
+    assert str(error).startswith(f"{error.field} must be {error.allowed}, got ")
+    return error
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integers(name: str) -> None:
+    low, high = INTEGERS[name]
+    for value in (low, low + 1, high - 1, high):
+        taken = kept(name, value)
+        assert taken == (max(value, 0) if name == "top_k" else value)
+    for value in (low - 1, high + 1, float(low + 1), *NO_NUMBERS):
+        assert refused(**{name: value}).field == name
+    if name not in ("seed", "max_tokens", "logprobs", "prompt_logprobs"):
+        assert refused(**{name: None}).field == name
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers(name: str) -> None:
+    low, high = NUMBERS[name]
+    for value in (low, (low + high) / 2, high):
+        assert kept(name, value) == value
+    whole = kept(name, 1)
+    assert (whole, type(whole)) == (1.0, float)
+    for value in (math.nextafter(low, DOWN), math.nextafter(high, UP), None, *NO_NUMBERS):
+        assert refused(**{name: value}).field == name
+
+
+@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize("value", [0, 1, "true", None, 1.0])
+def test_flags(name: str, value: object) -> None:
+    assert kept(name, True) is True
+    assert kept(name, False) is False
+    assert refused(**{name: value}).field == name
+
+
+@pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids"])
+def test_token_ids(name: str) -> None:
+    for given_ids in ([0, INT32], (0, INT32), {INT32, 0}, frozenset({0, INT32})):
+        assert kept(name, given_ids) == (0, INT32)
+    assert kept(name, [5, 3]) == (5, 3), "a list keeps its order"
+    for value in ("12", b"12", 3, {3: 1.0}, [-1], [INT32 + 1], [True], [1.0], ["1"], [None]):
+        assert refused(**{name: value}).field == name
+
+
+def test_how_many_token_ids() -> None:
+    assert len(kept("stop_token_ids", list(range(MAX_STOPS)))) == MAX_STOPS
+    assert "65 ids" in str(refused(stop_token_ids=list(range(MAX_STOPS + 1))))
+    assert len(SamplingParams(allowed_token_ids=range_of(5000)).allowed_token_ids or ()) == 5000
+    assert "at least one" in str(refused(allowed_token_ids=[]))
+    assert refused(stop_token_ids=None).field == "stop_token_ids"
+
+
+def range_of(count: int) -> tuple[int, ...]:
+    return tuple(range(count))
+
+
+@pytest.mark.parametrize(
+    ("value", "kept"),
+    [
+        (None, ()),
+        ("end", ("end",)),
+        (["a", "b"], ("a", "b")),
+        ((), ()),
+        ("x" * MAX_STOP_CHARS, ("x" * MAX_STOP_CHARS,)),
+        (["s"] * MAX_STOPS, ("s",) * MAX_STOPS),
+    ],
+)
+def test_stop_strings(value: Any, kept: tuple[str, ...]) -> None:
+    assert SamplingParams(stop=value).stop == kept
+
+
+@pytest.mark.parametrize(
+    "value", ["", [""], ["a", ""], "x" * (MAX_STOP_CHARS + 1), ["s"] * (MAX_STOPS + 1), [1], 1, {"a"}, b"a", [None]]
+)
+def test_stop_strings_that_are_refused(value: Any) -> None:
+    error = refused(stop=value)
+    assert error.field == "stop"
+    assert len(str(error)) < 400, "a long value is shown shortened"
+
+
+def test_stop_strings_need_text() -> None:
+    assert "detokenize" in str(refused(stop="a", detokenize=False))
+    assert SamplingParams(stop_token_ids=(1,), detokenize=False).stop == ()
+
+
+def test_logit_bias() -> None:
+    assert SamplingParams(logit_bias={}).logit_bias is None
+    assert SamplingParams(logit_bias={0: -100, INT32: 100.0}).logit_bias == {0: -100.0, INT32: 100.0}
+    assert len(SamplingParams(logit_bias=dict.fromkeys(range(MAX_LOGIT_BIAS), 1)).logit_bias or ()) == MAX_LOGIT_BIAS
+    for value in (
+        dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1),
+        {0: 100.1},
+        {0: -100.1},
+        {0: math.nan},
+        {0: "1"},
+        {0: True},
+        {-1: 1},
+        {INT32 + 1: 1},
+        {"5": 1},
+        {True: 1},
+        [(0, 1)],
+        "bias",
+    ):
+        assert refused(logit_bias=value).field == "logit_bias"
+
+
+def test_the_callers_objects_are_not_kept() -> None:
+    bias, ids = {1: 1.0}, [1]
+    params = SamplingParams(logit_bias=bias, stop_token_ids=ids)  # type: ignore[arg-type]
+    bias[2] = 2.0
+    ids.append(2)
+    assert (params.logit_bias, params.stop_token_ids) == ({1: 1.0}, (1,))
+
+
+def test_min_tokens_may_not_exceed_max_tokens() -> None:
+    assert SamplingParams(min_tokens=5, max_tokens=5).min_tokens == 5
+    assert SamplingParams(min_tokens=500, max_tokens=None).min_tokens == 500
+    error = refused(min_tokens=6, max_tokens=5)
+    assert (error.field, str(error)) == ("min_tokens", "min_tokens must be at most max_tokens (5), got 6")
+
+
+@pytest.mark.parametrize(
+    ("changes", "needs"),
+    [
+        ({}, False),
+        ({"repetition_penalty": 1.1}, True),
+        ({"presence_penalty": -0.1}, True),
+        ({"frequency_penalty": 0.1}, True),
+        ({"min_tokens": 3, "temperature": 0.0}, False),
+    ],
+)
+def test_needs_history(changes: dict[str, Any], needs: bool) -> None:
+    assert SamplingParams(**changes).needs_history is needs
+
+
+def test_greedy() -> None:
+    assert SamplingParams(temperature=0).is_greedy
+    assert not SamplingParams(temperature=ABOVE_ZERO).is_greedy
+
+
+def test_parameters_are_values() -> None:
+    params = SamplingParams(n=2, stop=["a"], logit_bias={1: 2})  # type: ignore[arg-type]
+    assert params == SamplingParams(n=2, stop=("a",), logit_bias={1: 2.0})
+    assert pickle.loads(pickle.dumps(params)) == params
+    changed = dataclasses.replace(params, repetition_penalty=2)
+    assert (changed.n, changed.needs_history) == (2, True)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.n = 3  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        SamplingParams(temprature=1.0)  # type: ignore[call-arg]
+
+
+@given(
+    name=st.sampled_from([field.name for field in dataclasses.fields(SamplingParams) if field.init]),
+    value=st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.lists(st.integers() | st.text()),
+)
+def test_anything_is_taken_or_refused_by_name(name: str, value: Any) -> None:
+    options: dict[str, Any] = {name: value}
+    try:
+        params = SamplingParams(**options)
+    except InvalidParameter as error:
+        blamed = error.field
+    else:
+        assert pickle.loads(pickle.dumps(params)) == params
+        return
+    # A `min_tokens` above the default `max_tokens` is blamed on the former.
+    assert blamed == name
+
+
+# ---- what only the engine knows ----
+
+
+def check(max_num_seqs: int = 4, **params: Any) -> None:
+    SamplingParams(**params).check_for_model(vocab_size=50, max_num_seqs=max_num_seqs)
+
+
+@pytest.mark.parametrize(
+    ("fits", "fails"),
+    [
+        ({"n": 4}, {"n": 5}),
+        ({"allowed_token_ids": (49,)}, {"allowed_token_ids": (3, 50)}),
+        ({"stop_token_ids": (49,)}, {"stop_token_ids": (50,)}),
+        ({"logit_bias": {49: 1.0}}, {"logit_bias": {50: 1.0}}),
+        ({"logprobs": 50}, {"logprobs": 51}),
+        ({"prompt_logprobs": 50}, {"prompt_logprobs": 51}),
+    ],
+)
+def test_check_for_model(fits: dict[str, Any], fails: dict[str, Any]) -> None:
+    check(**fits)
+    with pytest.raises(InvalidParameter) as caught:
+        check(**fails)
+    (name,) = fails
+    assert caught.value.field == name
+    assert ("4" if name == "n" else "50") in str(caught.value)
