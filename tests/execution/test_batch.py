@@ -36,7 +36,8 @@ def expect(builder: BatchBuilder, step: StepPlan, tables: dict[int, list[list[in
         assert list(attention.row_starts) == starts
         ends = [each.start + len(each.token_ids) for each in step.items]
         assert list(attention.context_lens) == ends
-        used = [tables[each.seq_id][group_idx][: -(-end // block_size)] for each, end in zip(step.items, ends, strict=True)]
+        num_blocks = [-(-end // block_size) for end in ends]
+        used = [tables[each.seq_id][group_idx][:n] for each, n in zip(step.items, num_blocks, strict=True)]
         assert attention.block_ids.tolist() == [block_id for table in used for block_id in table]
         assert list(attention.block_starts) == [sum(map(len, used[:end])) for end in range(len(used) + 1)]
         slots = [
@@ -80,6 +81,9 @@ def test_a_table_too_short_is_noticed() -> None:
     builder = BatchBuilder(4, "cpu")
     with pytest.raises(AssertionError, match="table of 1 blocks"):
         builder.build(plan(item(7, 0, [1] * 5, TableDelta(0, 0, (9,)), is_new=True)))
+    builder.build(plan(item(8, 0, [1] * 5, TableDelta(0, 0, (2, 3)), is_new=True)))
+    with pytest.raises(AssertionError, match="table of 1 blocks"):  # what was cut is gone
+        builder.build(plan(item(8, 4, [1], TableDelta(0, 1, ()))))
     with pytest.raises(AssertionError, match="cannot change from 3 on"):
         builder.build(plan(item(7, 0, [1], TableDelta(0, 3, (9,)))))
 

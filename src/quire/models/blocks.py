@@ -1,0 +1,177 @@
+"""The blocks that a decoder is built of. They know shapes and numbers, no family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.models import spec
+from quire.ops.interface import Linear, Ops, StepAttention
+
+
+class WeightSlot(NamedTuple):
+    """Where a weight goes.
+
+    Args:
+        shape: of the tensor that `fill` takes.
+        fill: called once with the tensor.
+    """
+
+    shape: tuple[int, ...]
+    fill: Callable[[Tensor], object]
+
+
+# Name of a weight within its block -> where it goes.
+WeightSlots = dict[str, WeightSlot]
+
+
+def nested(**parts: WeightSlots) -> WeightSlots:
+    """Join the slots of parts, each under its part's name."""
+    return {f"{part}.{name}": slot for part, slots in parts.items() for name, slot in slots.items()}
+
+
+class Projection:
+    """A linear layer, packed as soon as its parts are there.
+
+    Attributes:
+        run: the packed layer.
+        slots: "weight" and, if there is one, "bias".
+    """
+
+    __slots__ = ("_ops", "_parts", "run", "slots")
+
+    run: Linear
+
+    def __init__(self, in_width: int, out_width: int, has_bias: bool, ops: Ops) -> None:
+        self.slots: WeightSlots = {"weight": WeightSlot((out_width, in_width), partial(self._fill, "weight"))}
+        if has_bias:
+            self.slots["bias"] = WeightSlot((out_width,), partial(self._fill, "bias"))
+        self._ops = ops
+        self._parts: dict[str, Tensor] = {}
+
+    def _fill(self, name: str, tensor: Tensor) -> None:
+        self._parts[name] = tensor
+        if len(self._parts) == len(self.slots):
+            self.run = self._ops.pack_linear(**self._parts)
+            self._parts = {}  # the plain weight is let go
+
+
+class Norm:
+    """Root mean square norm with a learned scale.
+
+    Attributes:
+        slots: "weight".
+    """
+
+    __slots__ = ("_eps", "_rms_norm", "_scale", "slots")
+
+    def __init__(self, norm: spec.RMSNorm, width: int, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
+        self._eps = norm.eps
+        self._rms_norm = ops.rms_norm
+        self._scale = torch.empty(width, dtype=dtype, device=device)
+        self.slots: WeightSlots = {"weight": WeightSlot((width,), self._scale.copy_)}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Normalise [T, E]."""
+        return self._rms_norm(x, self._scale, self._eps)
+
+
+class HeadNorm:
+    """The norms of query heads and of key heads as one operation: a row of scales for each head.
+
+    Attributes:
+        slots: "q_norm.weight" and "k_norm.weight".
+    """
+
+    __slots__ = ("_eps", "_rms_norm", "_scales", "slots")
+
+    def __init__(
+        self, norm: spec.RMSNorm, attention: spec.Attention, ops: Ops, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        num_heads, head_dim = attention.num_heads, attention.head_dim
+        self._eps = norm.eps
+        self._rms_norm = ops.rms_norm
+        self._scales = torch.empty(num_heads + attention.num_kv_heads, head_dim, dtype=dtype, device=device)
+        self.slots: WeightSlots = {
+            "q_norm.weight": WeightSlot((head_dim,), self._scales[:num_heads].copy_),
+            "k_norm.weight": WeightSlot((head_dim,), self._scales[num_heads:].copy_),
+        }
+
+    def __call__(self, qk: Tensor) -> Tensor:
+        """Normalise each head of [T, H + K, D]."""
+        return self._rms_norm(qk, self._scales, self._eps)
+
+
+class AttentionBlock:
+    """Grouped-query attention through the paged cache.
+
+    Args:
+        attention: heads and what is done to them.
+        width: E.
+        layer_idx: the layer's place in its cache group.
+
+    Attributes:
+        slots: "qkv", "output" and, where heads are normed, "q_norm" and "k_norm".
+    """
+
+    def __init__(
+        self,
+        attention: spec.Attention,
+        width: int,
+        layer_idx: int,
+        ops: Ops,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        num_heads, num_kv_heads, head_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
+        self._head_dim = head_dim
+        self._parts_of_qkv = (num_heads + num_kv_heads, num_kv_heads)
+        self._parts_of_qk = (num_heads, num_kv_heads)
+        self._scale = head_dim**-0.5
+        self._layer_idx = layer_idx
+        self._rotary = ops.rotary
+        self._qkv = Projection(width, sum(self._parts_of_qkv) * head_dim, attention.qkv_bias, ops)
+        self._output = Projection(num_heads * head_dim, width, attention.output_bias, ops)
+        self.slots = nested(qkv=self._qkv.slots, output=self._output.slots)
+        self._head_norm: HeadNorm | None = None
+        if attention.qk_norm is not None:
+            self._head_norm = HeadNorm(attention.qk_norm, attention, ops, dtype, device)
+            self.slots |= self._head_norm.slots
+
+    def __call__(self, x: Tensor, residual: Tensor, rotation: tuple[Tensor, Tensor], step: StepAttention) -> Tensor:
+        """Add to `residual` what each row of `x` gathers from its sequence.
+
+        Args:
+            x, residual: [T, E].
+            rotation: cosines and sines of the rows' positions, [T, 1, D] each.
+            step: the step's attention over this block's cache group; this block's keys and values are written to it.
+        """
+        qkv = self._qkv.run(x)
+        qk, v = qkv.view(len(qkv), -1, self._head_dim).split_with_sizes(self._parts_of_qkv, 1)
+        if self._head_norm is not None:
+            qk = self._head_norm(qk)
+        q, k = self._rotary(qk, *rotation).split_with_sizes(self._parts_of_qk, 1)
+        step.write(self._layer_idx, k, v)
+        return self._output.run(step.attend(self._layer_idx, q, self._scale), residual)
+
+
+class GatedMLPBlock:
+    """A gated two-layer perceptron.
+
+    Attributes:
+        slots: "gate_up" and "down".
+    """
+
+    def __init__(self, mlp: spec.GatedMLP, width: int, ops: Ops) -> None:
+        self._gate_up = Projection(width, 2 * mlp.width, mlp.bias, ops)
+        self._down = Projection(mlp.width, width, mlp.bias, ops)
+        self._silu_mul = ops.silu_mul
+        self.slots = nested(gate_up=self._gate_up.slots, down=self._down.slots)
+
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Add to `residual` [T, E] what the perceptron makes of `x` [T, E]."""
+        return self._down.run(self._silu_mul(self._gate_up.run(x)), residual)

@@ -1,0 +1,44 @@
+"""The model families: one file each, and the row that finds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from quire.errors import CheckpointError, UnsupportedModel
+from quire.models.families.hf_config import HFConfig
+from quire.models.families.llama import llama
+from quire.models.families.mistral import mistral
+from quire.models.families.qwen2 import qwen2
+from quire.models.families.qwen3 import qwen3
+from quire.models.spec import ModelSpec, WeightMap
+
+# The name that a checkpoint's config.json lists under "architectures" -> how such a configuration is read.
+FAMILIES: Final[dict[str, Callable[[HFConfig], tuple[ModelSpec, WeightMap]]]] = {
+    "LlamaForCausalLM": llama,
+    "MistralForCausalLM": mistral,
+    "Qwen2ForCausalLM": qwen2,
+    "Qwen3ForCausalLM": qwen3,
+}
+
+
+def build(config: Mapping[str, Any]) -> tuple[ModelSpec, WeightMap]:
+    """Read a checkpoint's configuration.
+
+    Args:
+        config: the content of `config.json`.
+
+    Raises:
+        UnsupportedModel: no family implements the architecture, or the family refuses an option of it.
+        CheckpointError: a field is missing or of the wrong type.
+    """
+    names = config.get("architectures")
+    if not isinstance(names, list) or not names:
+        raise CheckpointError("config.json lacks the field architectures", field="architectures")
+    for name in names:
+        if name in FAMILIES:
+            return FAMILIES[name](HFConfig(config))
+    raise UnsupportedModel(
+        f"the architecture {names[0]!r} is not implemented; implemented are {', '.join(FAMILIES)}",
+        field="architectures",
+    )

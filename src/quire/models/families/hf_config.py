@@ -1,0 +1,178 @@
+"""Typed reading of a checkpoint's `config.json`: every field is checked, and what is not implemented is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from quire.errors import CheckpointError, UnsupportedModel
+from quire.models.spec import LinearScaling, Llama3Scaling, Rope, RopeScaling, YarnScaling
+
+# Fields that change what a model computes, and the only values of them that are implemented.
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "quantization_config": (None,),
+    "compression_config": (None,),
+    "hidden_act": ("silu", "swish"),
+    "partial_rotary_factor": (None, 1.0),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "is_encoder_decoder": (None, False),
+    "add_cross_attention": (None, False),
+}
+ROPE_TYPES = "default, linear, dynamic, llama3, yarn"
+_MISSING = object()
+
+
+class HFConfig:
+    """A `config.json` in the dialect of Hugging Face.
+
+    Raises:
+        UnsupportedModel: a field asks for something that is not implemented.
+    """
+
+    def __init__(self, fields: Mapping[str, Any], prefix: str = "") -> None:
+        self._fields = fields
+        self._prefix = prefix
+        if not prefix:
+            for name, allowed in NEUTRAL.items():
+                self.require(name, *allowed)
+
+    def require(self, name: str, *allowed: object) -> None:
+        """Refuse a field whose value is none of `allowed`; a missing field passes."""
+        value = self._fields.get(name, _MISSING)
+        if value is not _MISSING and value not in allowed:
+            raise UnsupportedModel(
+                f"config.json: {self._prefix}{name} is {value!r}, but only "
+                f"{' or '.join(repr(each) for each in allowed)} is implemented",
+                field=name,
+            )
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        """Read a positive integer; null counts as missing."""
+        value = self._get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self._wrong(name, value, "a positive integer")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """Read a positive number; null counts as missing."""
+        value = self._get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise self._wrong(name, value, "a positive number")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Read true or false; null counts as missing."""
+        value = self._get(name, default)
+        if not isinstance(value, bool):
+            raise self._wrong(name, value, "true or false")
+        return value
+
+    def has(self, name: str) -> bool:
+        """True when the field is there and not null."""
+        return self._fields.get(name) is not None
+
+    def part(self, name: str) -> HFConfig | None:
+        """Read a nested object, or None where it is missing or null."""
+        value = self._fields.get(name)
+        if value is not None and not isinstance(value, Mapping):
+            raise self._wrong(name, value, "an object")
+        return None if value is None else HFConfig(value, f"{self._prefix}{name}.")
+
+    def text(self, name: str, default: str) -> str:
+        """Read a string; null counts as missing."""
+        value = self._get(name, default)
+        if not isinstance(value, str):
+            raise self._wrong(name, value, "a string")
+        return value
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        """Read a list of strings; missing or null is empty."""
+        value = self._fields.get(name)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+            raise self._wrong(name, value, "a list of strings")
+        return tuple(value)
+
+    def _get(self, name: str, default: object) -> object:
+        value = self._fields.get(name)
+        if value is None:
+            value = default
+        if value is None:
+            raise CheckpointError(f"config.json lacks the field {self._prefix}{name}", field=name)
+        return value
+
+    def _wrong(self, name: str, value: object, allowed: str) -> CheckpointError:
+        return CheckpointError(f"config.json: {self._prefix}{name} must be {allowed}, got {value!r}", field=name)
+
+
+def read_rope(config: HFConfig, default_theta: float = 10_000.0) -> Rope:
+    """Read the rotation from `rope_parameters`, or from the older `rope_theta` and `rope_scaling`."""
+    part = config.part("rope_parameters") or config.part("rope_scaling")
+    if part is None:
+        return Rope(config.number("rope_theta", default_theta))
+    part.require("partial_rotary_factor", None, 1.0)
+    theta = part.number("rope_theta", config.number("rope_theta", default_theta))
+    return Rope(theta, _read_scaling(config, part))
+
+
+def refuse_layer_types(config: HFConfig) -> None:
+    """Refuse layers whose attention is not full: windows and chunks that some of the families allow.
+
+    Raises:
+        UnsupportedModel: naming the field.
+    """
+    for kind in config.texts("layer_types"):
+        if kind != "full_attention":
+            raise UnsupportedModel(
+                f"config.json: layer_types names {kind!r}, but only 'full_attention' is implemented",
+                field="layer_types",
+            )
+
+
+def read_max_position(config: HFConfig, rope: Rope) -> int:
+    """Read the longest context, which a YaRN checkpoint may state for the original model only."""
+    limit = config.integer("max_position_embeddings")
+    if isinstance(rope.scaling, YarnScaling):
+        limit = max(limit, int(rope.scaling.original_max_position * rope.scaling.factor))
+    return limit
+
+
+def _read_scaling(config: HFConfig, part: HFConfig) -> RopeScaling | None:
+    kind = part.text("rope_type", part.text("type", "default"))
+    if kind in ("default", "dynamic"):
+        # Dynamic NTK changes the base only past max_position_embeddings, where no context of ours reaches.
+        return None
+    if kind == "linear":
+        return LinearScaling(part.number("factor"))
+    if kind not in ("llama3", "yarn"):
+        raise UnsupportedModel(
+            f"config.json: rope_type {kind!r} is not implemented; implemented are {ROPE_TYPES}", field="rope_type"
+        )
+    name = "original_max_position_embeddings"
+    original = (config if config.has(name) else part).integer(name, config.integer("max_position_embeddings"))
+    factor = part.number("factor")
+    if kind == "llama3":
+        return Llama3Scaling(factor, part.number("low_freq_factor"), part.number("high_freq_factor"), original)
+    return YarnScaling(
+        factor,
+        original,
+        beta_fast=part.number("beta_fast", 32.0),
+        beta_slow=part.number("beta_slow", 1.0),
+        attention_factor=_yarn_attention_factor(part, factor),
+        truncate=part.flag("truncate", True),
+    )
+
+
+def _yarn_attention_factor(part: HFConfig, factor: float) -> float:
+    if part.has("attention_factor"):
+        return part.number("attention_factor")
+
+    def sharpening(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+    if part.has("mscale") and part.has("mscale_all_dim"):
+        return sharpening(part.number("mscale")) / sharpening(part.number("mscale_all_dim"))
+    return sharpening(1.0)

@@ -1,0 +1,79 @@
+"""The frequencies of rotary position embedding, and their cosines and sines for a step."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from quire.models.spec import LinearScaling, Llama3Scaling, Rope, YarnScaling
+
+
+class RotaryEmbedding:
+    """Cosines and sines of one kind of rotation.
+
+    They are computed from the positions of each step, once for all layers: for a step's few rows this is as cheap
+    as a gather from a table, and a table for 128k positions would take 64 MiB.
+
+    Args:
+        rope: the rotation.
+        head_dim: D.
+        dtype: of the model; angles are float32 always.
+    """
+
+    def __init__(self, rope: Rope, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        frequencies, self._scale = inverse_frequencies(rope, head_dim)
+        self._frequencies = torch.cat((frequencies, frequencies)).to(device)
+        self._dtype = dtype
+        self._half = head_dim // 2
+
+    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines, both [T, 1, D]; the first half of the sines is negated, as `Ops.rotary` wants it.
+
+        Args:
+            positions: [T] of int64.
+        """
+        angles = positions.to(torch.float32)[:, None, None] * self._frequencies
+        cos, sin = angles.cos(), angles.sin()
+        if self._scale != 1.0:
+            cos, sin = cos * self._scale, sin * self._scale
+        sin[..., : self._half].neg_()
+        return cos.to(self._dtype), sin.to(self._dtype)
+
+
+def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
+    """Return the D/2 angles per position, float32, and the factor of cosine and sine."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    frequencies = 1.0 / (rope.theta**exponents)
+    match rope.scaling:
+        case None:
+            return frequencies, 1.0
+        case LinearScaling(factor):
+            return frequencies / factor, 1.0
+        case Llama3Scaling():
+            return _llama3(frequencies, rope.scaling), 1.0
+        case YarnScaling():
+            return _yarn(frequencies, rope.theta, head_dim, rope.scaling), rope.scaling.attention_factor
+
+
+def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
+    turns = frequencies * (scaling.original_max_position / (2 * math.pi))  # full turns within the original context
+    smooth = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    smooth = smooth.clamp(0.0, 1.0)
+    return (1.0 - smooth) * (frequencies / scaling.factor) + smooth * frequencies
+
+
+def _yarn(frequencies: Tensor, theta: float, head_dim: int, scaling: YarnScaling) -> Tensor:
+    def index_of(turns: float) -> float:
+        """The (fractional) frequency that makes this many turns within the original context."""
+        return head_dim * math.log(scaling.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = index_of(scaling.beta_fast), index_of(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    interpolated = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0.0, 1.0)
+    return frequencies / scaling.factor * interpolated + frequencies * (1.0 - interpolated)

@@ -1,0 +1,125 @@
+"""The door to the kernels: what a backend computes, and what it is told about a step.
+
+A backend is one class and one row in `quire.ops.BACKENDS`. Models and execution know this file only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """Who attends to what in a step, for one cache group. The rows of all sequences lie one behind the other.
+
+    ```
+     rows        | sequence 0 | sequence 1 | ...          row_starts
+     block_ids   | table 0       | table 1       | ...    block_starts
+     context     |<-- history -->|<-- rows of this step -->|
+    ```
+
+    Args:
+        slot_mapping: [T] of int64; where each row's key and value are stored (block id * N + offset).
+        row_starts: S + 1 numbers; sequence `s` owns rows `[row_starts[s], row_starts[s + 1])`, never none.
+        context_lens: S numbers; tokens that the last row of each sequence sees, itself included.
+        block_ids: int64; each sequence's blocks, `ceil(context_len / N)` of them, in the order of its tokens.
+        block_starts: S + 1 numbers; sequence `s` owns `block_ids[block_starts[s]:block_starts[s + 1]]`.
+    """
+
+    slot_mapping: Tensor
+    row_starts: Sequence[int]
+    context_lens: Sequence[int]
+    block_ids: Tensor
+    block_starts: Sequence[int]
+
+
+class PagedKV(Protocol):
+    """The keys and values of one cache group, and views of them that are made once.
+
+    Attributes:
+        data: [B, L, 2, K, N, D].
+        block_rows: for each layer, a view [*, N * D] whose row `(block_id * L * 2 + kv) * K + head` is that layer's
+            block of that head (`kv` 0 for keys, 1 for values).
+        slot_rows: for each layer, a view [*, D] whose row `((block_id * L * 2 + kv) * K + head) * N + offset` is that
+            layer's slot of that head.
+    """
+
+    @property
+    def data(self) -> Tensor: ...
+    @property
+    def block_rows(self) -> Sequence[Tensor]: ...
+    @property
+    def slot_rows(self) -> Sequence[Tensor]: ...
+
+
+class StepAttention(Protocol):
+    """Attention of one step over one cache group; made once a step, used by every layer of the group."""
+
+    def write(self, layer_idx: int, k: Tensor, v: Tensor) -> None:
+        """Store keys and values [T, K, D] in the step's slots."""
+        ...
+
+    def attend(self, layer_idx: int, q: Tensor, scale: float) -> Tensor:
+        """Let each row see its sequence up to itself, through the block table.
+
+        Args:
+            q: queries, [T, H, D].
+            scale: of the scores before the softmax.
+
+        Returns:
+            [T, H * D], contiguous.
+
+        Source: PagedAttention, arXiv 2309.06180.
+        """
+        ...
+
+
+class Linear(Protocol):
+    """A linear layer whose weight lies as the backend likes it."""
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Return `x @ weight.T + bias (+ residual)`: [T, in] to [T, out]."""
+        ...
+
+
+class Ops(Protocol):
+    """What a model needs computed. Nothing here changes its arguments, except the cache that `StepAttention` writes."""
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Take a weight [out, in] and bias [out]; whether the plain weight is kept is the backend's affair."""
+        ...
+
+    def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
+        """Look up rows: ids [T], weight [V, E] to [T, E]."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Divide the last dimension by its root mean square, in float32, then scale by `weight` in the dtype of `x`.
+
+        Args:
+            x: [..., D].
+            weight: [D], or anything that broadcasts against `x`.
+        """
+        ...
+
+    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate the halves of each head against each other.
+
+        Args:
+            x: [T, H, D].
+            cos: [T, 1, D].
+            sin: [T, 1, D], its first half negated.
+        """
+        ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """Return `silu(gate) * up` of the two halves: [T, 2 F] to [T, F]."""
+        ...
+
+    def step_attention(self, batch: AttentionBatch, kv: PagedKV) -> StepAttention:
+        """Prepare what all layers of a step share."""
+        ...

@@ -1,0 +1,96 @@
+"""The slow twin of every backend: each operation written as its definition, in float32, token by token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.ops.interface import AttentionBatch, PagedKV
+
+
+class ReferenceOps:
+    """The operations as defined; backends are tested against them."""
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> ReferenceLinear:
+        """Keep the weight as it is."""
+        return ReferenceLinear(weight, bias)
+
+    def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
+        """Stack the rows one by one."""
+        return torch.stack([weight[token_id] for token_id in ids.tolist()])
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Normalise in float32, cast, then scale."""
+        wide = x.float()
+        return (wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt()).to(x.dtype) * weight
+
+    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Turn each pair (first half, second half) by its angle."""
+        half = x.shape[-1] // 2
+        first, second = x[..., :half].float(), x[..., half:].float()
+        cosine, sine = cos[..., :half].float(), sin[..., half:].float()
+        return torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1).to(x.dtype)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """Gate in float32."""
+        gate, up = gate_up.float().chunk(2, -1)
+        return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)
+
+    def step_attention(self, batch: AttentionBatch, kv: PagedKV) -> ReferenceStepAttention:
+        """Keep the batch as it is."""
+        return ReferenceStepAttention(batch, kv)
+
+
+class ReferenceLinear:
+    """A matrix product in float32."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight = weight
+        self._bias = bias
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Multiply, add, cast once."""
+        y = x.float() @ self._weight.float().T
+        if self._bias is not None:
+            y = y + self._bias.float()
+        if residual is not None:
+            y = y + residual.float()
+        return y.to(x.dtype)
+
+
+class ReferenceStepAttention:
+    """Attention read token by token from block tables."""
+
+    def __init__(self, batch: AttentionBatch, kv: PagedKV) -> None:
+        self._batch = batch
+        self._data = kv.data
+
+    def write(self, layer_idx: int, k: Tensor, v: Tensor) -> None:
+        """Store one slot after the other."""
+        block_size = self._data.shape[4]
+        for row, slot in enumerate(self._batch.slot_mapping.tolist()):
+            block_id, offset = divmod(slot, block_size)
+            self._data[block_id, layer_idx, 0, :, offset] = k[row]
+            self._data[block_id, layer_idx, 1, :, offset] = v[row]
+
+    def attend(self, layer_idx: int, q: Tensor, scale: float) -> Tensor:
+        """Let one row after the other collect what it sees."""
+        batch = self._batch
+        outputs = []
+        for seq in range(len(batch.context_lens)):
+            table = batch.block_ids[batch.block_starts[seq] : batch.block_starts[seq + 1]].tolist()
+            first, last = batch.row_starts[seq], batch.row_starts[seq + 1]
+            for row in range(first, last):
+                num_seen = batch.context_lens[seq] - (last - 1 - row)
+                outputs.append(self._attend_row(layer_idx, q[row], table, num_seen, scale))
+        return torch.stack(outputs).to(q.dtype)
+
+    def _attend_row(self, layer_idx: int, q: Tensor, table: list[int], num_seen: int, scale: float) -> Tensor:
+        """Attend with one row's queries [H, D]; return [H * D] in float32."""
+        num_kv_heads, block_size = self._data.shape[3:5]
+        group = q.shape[0] // num_kv_heads
+        places = [(table[position // block_size], position % block_size) for position in range(num_seen)]
+        keys_values = torch.stack([self._data[block_id, layer_idx, :, :, offset] for block_id, offset in places])
+        keys, values = keys_values.float().repeat_interleave(group, dim=2).unbind(1)  # [num_seen, H, D] each
+        scores = torch.einsum("hd,thd->ht", q.float(), keys) * scale
+        return torch.einsum("ht,thd->hd", scores.softmax(-1), values).flatten()

@@ -1,0 +1,245 @@
+"""Paged attention from stock operators, one sequence after the other."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.ops.interface import AttentionBatch, PagedKV
+
+# Query rows of a chunk that are scored at once: as many as keep the scores of a common context in the CPU's cache.
+TILE_ROWS = 64
+# Tokens whose keys a single row scores at once: as many as stay in the CPU's cache.
+TILE_TOKENS = 512
+# Scores held at once where contexts are long; 16 MiB.
+TILE_SCORES = 1 << 22
+
+
+class Scratch:
+    """Memory that one gather after the other lands in: it stays in the CPU's cache, and its pages are touched once."""
+
+    __slots__ = ("_device", "_memory")
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory: dict[torch.dtype, Tensor] = {}
+
+    def take(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """Return the flat memory of a dtype, grown by doubling; what was there before is lost."""
+        memory = self._memory.get(dtype)
+        if memory is None or len(memory) < num_elements:
+            size = num_elements if memory is None else max(num_elements, 2 * len(memory))
+            memory = self._memory[dtype] = torch.empty(size, dtype=dtype, device=self._device)
+        return memory
+
+
+class Gather(NamedTuple):
+    """Some blocks of a sequence, and where they go.
+
+    Args:
+        row_ids: of the layer's block rows, head by head: keys, then, for more than one query row, values.
+        gathered: [row ids, N * D].
+        keys: [K, tokens, D], a view of `gathered` without the last block's tail, which may hold anything.
+        wide_keys: where the keys go as float32; `keys` itself where they are that.
+        values: [K, tokens, D] as `keys`, or empty for one query row.
+    """
+
+    row_ids: Tensor
+    gathered: Tensor
+    keys: Tensor
+    wide_keys: Tensor
+    values: Tensor
+
+
+class Job(NamedTuple):
+    """One sequence: its query rows, and what they see in one gather, or for a single row in several."""
+
+    start: int
+    end: int
+    gathers: list[Gather]
+
+
+class Bags(NamedTuple):
+    """What single rows see, as bags of cache rows: one bag for each of their query heads.
+
+    Args:
+        rows: the single rows, int64.
+        slots: of the layer's slot rows that hold values, one bag behind the other.
+        starts: where in `slots` each bag starts.
+        weights: float32, one for each of `slots`.
+        by_row: for each single row, its part of `weights` as [K, G, context].
+    """
+
+    rows: Tensor
+    slots: Tensor
+    starts: Tensor
+    weights: Tensor
+    by_row: tuple[Tensor, ...]
+
+
+class TorchStepAttention:
+    """Attention of one step over one cache group.
+
+    A sequence's blocks are gathered with one copy, straight into the layout that a matrix product reads, and each KV
+    head is read once for all query heads of its group. The values that single rows see are not even gathered: torch's
+    embedding bag sums weighted rows of the cache itself, for all sequences in one call. Nothing is padded.
+    """
+
+    def __init__(self, batch: AttentionBatch, kv: PagedKV, scratch: Scratch) -> None:
+        _, num_layers, _, num_kv_heads, block_size, head_dim = kv.data.shape
+        self._slot_rows = kv.slot_rows
+        self._block_rows = kv.block_rows
+        self._num_kv_heads = num_kv_heads
+        rows_of_block = num_layers * 2 * num_kv_heads
+        heads = torch.arange(2 * num_kv_heads, device=kv.data.device)
+
+        blocks = torch.div(batch.slot_mapping, block_size, rounding_mode="floor")
+        first_slots = batch.slot_mapping + blocks * ((rows_of_block - 1) * block_size)
+        slots = first_slots[:, None] + heads * block_size
+        self._key_slots = slots[:, :num_kv_heads].flatten()
+        self._value_slots = slots[:, num_kv_heads:].flatten()
+
+        block_counts = [end - start for start, end in pairwise(batch.block_starts)]
+        most_numbers = max(block_counts) * num_kv_heads * block_size * head_dim
+        self._memory = scratch.take(2 * most_numbers, kv.data.dtype)
+        self._wide_memory = scratch.take(most_numbers, torch.float32)
+        block_rows = heads[:, None] + batch.block_ids * rows_of_block
+        offsets = torch.arange(block_size, device=kv.data.device)
+        tile_blocks = max(1, TILE_TOKENS // block_size)
+        self._jobs = []
+        self._seen: list[Tensor] = []  # for each single row, the slots [K, context] of the values that it sees
+        spans = zip(
+            pairwise(batch.row_starts), batch.context_lens, block_rows.split_with_sizes(block_counts, 1), strict=True
+        )
+        for (start, end), context_len, table in spans:
+            if end - start == 1:
+                by_block = table[num_kv_heads:, :, None] * block_size + offsets
+                self._seen.append(by_block.flatten(1)[:, :context_len])
+                tiles = table[:num_kv_heads].split_with_sizes(_cut(table.shape[1], tile_blocks), 1)
+            else:
+                tiles = (table,)
+            num_tokens = tile_blocks * block_size if len(tiles) > 1 else context_len
+            lengths = _cut(context_len, num_tokens)
+            gathers = [self._gather(tile, length) for tile, length in zip(tiles, lengths, strict=True)]
+            self._jobs.append(Job(start, end, gathers))
+        self._bags: dict[int, Bags] = {}  # by the number of query heads in a group
+
+    def _gather(self, row_ids: Tensor, num_tokens: int) -> Gather:
+        """Place the gather of some block rows, [K or 2 * K, blocks]."""
+        block_width = self._block_rows[0].shape[1]
+        head_dim = self._slot_rows[0].shape[1]
+        gathered = self._memory[: row_ids.numel() * block_width].view(-1, block_width)
+        tokens = gathered.view(len(row_ids), -1, head_dim)[:, :num_tokens]
+        keys, values = tokens[: self._num_kv_heads], tokens[self._num_kv_heads :]
+        wide_keys = keys
+        if keys.dtype != torch.float32:
+            wide_keys = self._wide_memory[: keys.numel()].view(keys.shape)
+        return Gather(row_ids.flatten(), gathered, keys, wide_keys, values)
+
+    def write(self, layer_idx: int, k: Tensor, v: Tensor) -> None:
+        """Store keys and values [T, K, D] in the step's slots."""
+        rows = self._slot_rows[layer_idx]
+        head_dim = rows.shape[1]
+        rows.index_copy_(0, self._key_slots, k.reshape(-1, head_dim))
+        rows.index_copy_(0, self._value_slots, v.reshape(-1, head_dim))
+
+    def attend(self, layer_idx: int, q: Tensor, scale: float) -> Tensor:
+        """Let each row of [T, H, D] see its sequence up to itself; return [T, H * D]."""
+        num_rows, num_heads, head_dim = q.shape
+        group = num_heads // self._num_kv_heads
+        block_rows = self._block_rows[layer_idx]
+        bags = self._bags.get(group) or self._make_bags(group)
+        # Scores are float32, as in fused kernels: rounded to bfloat16 they would cost several times the accuracy.
+        queries = (q.float() * scale).view(num_rows, self._num_kv_heads, group, head_dim)
+        weights = iter(bags.by_row)
+        chunks = []
+        for start, end, gathers in self._jobs:
+            scores = []
+            for row_ids, gathered, keys, wide_keys, values in gathers:
+                torch.index_select(block_rows, 0, row_ids, out=gathered)
+                if wide_keys is not keys:
+                    wide_keys.copy_(keys)
+                if end - start == 1:
+                    scores.append(torch.bmm(queries[start], wide_keys.mT))
+                else:
+                    chunks.append((start, end, attend_in_tiles(queries[start:end], wide_keys, values)))
+            if scores:
+                torch.softmax(scores[0] if len(scores) == 1 else torch.cat(scores, 2), -1, out=next(weights))
+        if not chunks:
+            return self._sum_bags(layer_idx, bags, q.dtype).view(num_rows, -1)
+        output = q.new_empty(num_rows, num_heads, head_dim)
+        for start, end, rows in chunks:
+            output[start:end] = rows
+        if bags.by_row:
+            output[bags.rows] = self._sum_bags(layer_idx, bags, q.dtype).view(-1, num_heads, head_dim)
+        return output.view(num_rows, -1)
+
+    def _sum_bags(self, layer_idx: int, bags: Bags, dtype: torch.dtype) -> Tensor:
+        """Return the weighted sums of values, [single rows * H, D]."""
+        values, weights = self._slot_rows[layer_idx], bags.weights.to(dtype)
+        return torch.embedding_bag(values, bags.slots, bags.starts, False, 0, False, weights)[0]
+
+    def _make_bags(self, group: int) -> Bags:
+        """Lay out the bags for layers with `group` query heads to a KV head."""
+        device = self._key_slots.device
+        by_head = [seen[:, None].expand(-1, group, -1) for seen in self._seen]
+        sizes = [bag.numel() for bag in by_head]
+        singles = [job.start for job in self._jobs if job.end - job.start == 1]
+        weights = torch.empty(sum(sizes), device=device)
+        ends = torch.tensor([bag.shape[2] for bag in by_head], dtype=torch.int64, device=device)
+        ends = ends.repeat_interleave(self._num_kv_heads * group).cumsum(0)
+        self._bags[group] = bags = Bags(
+            torch.tensor(singles, dtype=torch.int64, device=device),
+            torch.cat([bag.flatten() for bag in by_head]) if by_head else ends,
+            torch.cat((ends.new_zeros(1), ends[:-1])),
+            weights,
+            tuple(part.view(bag.shape) for part, bag in zip(weights.split_with_sizes(sizes), by_head, strict=True)),
+        )
+        return bags
+
+
+def attend_in_tiles(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Let a sequence's last rows attend, some rows at a time, by plain matrix products.
+
+    ```
+     keys     |<------ seen by all rows of the tile ------>|<- diagonal ->|
+     rows                                     earlier tiles |<-- tile --->| later tiles
+    ```
+
+    Values are weighed in bfloat16 where they are bfloat16, as in fused kernels, else in float32. On a CPU this takes
+    half to three quarters of the time of torch's fused operator.
+
+    Args:
+        queries: [rows, K, G, D] of float32, scaled.
+        keys: [K, context, D] of float32; the context ends with the rows.
+        values: [K, context, D].
+
+    Returns:
+        [rows, H, D].
+    """
+    num_rows, num_kv_heads, group, head_dim = queries.shape
+    context_len = keys.shape[1]
+    # Rows token by token, and within a token head by head of the group.
+    rows = queries.transpose(0, 1).reshape(num_kv_heads, num_rows * group, head_dim)
+    columns = keys.mT
+    if values.dtype != torch.bfloat16:
+        values = values.float()
+    tile = max(1, min(TILE_ROWS, TILE_SCORES // (num_kv_heads * group * context_len)))
+    diagonal = torch.full((tile, tile), float("-inf"), device=rows.device).triu_(1).repeat_interleave(group, 0)
+    outputs = []
+    for start in range(0, num_rows, tile):
+        end = min(start + tile, num_rows)
+        num_seen = context_len - num_rows + end
+        scores = torch.bmm(rows[:, start * group : end * group], columns[:, :, :num_seen])
+        scores[:, :, num_seen - (end - start) :] += diagonal[: (end - start) * group, : end - start]
+        outputs.append(torch.bmm(scores.softmax(-1).to(values.dtype), values[:, :num_seen]))
+    by_head = torch.cat(outputs, 1).view(num_kv_heads, num_rows, group, head_dim)
+    return by_head.transpose(0, 1).flatten(1, 2)
+
+
+def _cut(length: int, piece: int) -> list[int]:
+    """Cut a length into pieces, the last one as long as is left."""
+    return [min(piece, length - start) for start in range(0, length, piece)]

@@ -1,0 +1,115 @@
+"""The backend made of stock torch operators; on a CPU with the matrix products of oneDNN on packed weights."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from quire.ops.interface import AttentionBatch, Linear, PagedKV
+from quire.ops.torch_attention import Scratch, TorchStepAttention
+
+# Rows that the packed layout is chosen for. It matters little: layouts for 1 and for 512 rows are equally fast in
+# bfloat16, but in float32 the one for 1 row is half as fast at 4 to 16 rows.
+PACK_ROWS = 16
+
+
+class TorchOps:
+    """Stock torch on one device.
+
+    Args:
+        device: any that torch has; packed weights are for "cpu" only.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._scratch = Scratch(device)
+        self._can_pack: dict[torch.dtype, bool] = {}
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Pack for oneDNN where this build of torch does that correctly, else keep the plain weight."""
+        dtype = weight.dtype
+        if dtype not in self._can_pack:
+            self._can_pack[dtype] = self._device.type == "cpu" and packing_works(dtype)
+        return PackedLinear(weight, bias) if self._can_pack[dtype] else PlainLinear(weight, bias)
+
+    def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
+        """Look up rows."""
+        return torch.embedding(weight, ids)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Normalise with torch's operator; the scale is apart, for it comes after the cast."""
+        return torch.rms_norm(x, (x.shape[-1],), None, eps).mul_(weight)
+
+    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Add the swapped halves, times the sines."""
+        return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """Gate, then multiply in place."""
+        gate, up = gate_up.chunk(2, -1)
+        return functional.silu(gate).mul_(up)
+
+    def step_attention(self, batch: AttentionBatch, kv: PagedKV) -> TorchStepAttention:
+        """Compute row ids and masks once for all layers."""
+        return TorchStepAttention(batch, kv, self._scratch)
+
+
+class PlainLinear:
+    """`functional.linear`."""
+
+    __slots__ = ("_bias", "_weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight = weight
+        self._bias = bias
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Multiply, then add."""
+        y = functional.linear(x, self._weight, self._bias)
+        return y if residual is None else y.add_(residual)
+
+
+class PackedLinear:
+    """oneDNN's product on a weight in its own blocked layout; bias and residual are added before the one rounding."""
+
+    __slots__ = ("_add", "_bias", "_multiply", "_weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        operators = _onednn()
+        self._weight = operators._reorder_linear_weight(weight.contiguous(), PACK_ROWS)
+        self._bias = bias
+        self._multiply = operators._linear_pointwise.default
+        self._add = operators._linear_pointwise.binary
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Multiply and add in one call."""
+        if residual is None:
+            return cast("Tensor", self._multiply(x, self._weight, self._bias, "none", [], ""))
+        return cast("Tensor", self._add(x, residual, self._weight, self._bias, "add"))
+
+
+def packing_works(dtype: torch.dtype) -> bool:
+    """Try packed products on a small weight: False where operators are missing, refuse the dtype or compute wrongly."""
+    generator = torch.Generator().manual_seed(0)
+    weight, x, residual = (torch.randn(shape, generator=generator).to(dtype) for shape in ((48, 32), (5, 32), (5, 48)))
+    bias = weight[:, 0].contiguous()
+    try:
+        with torch.inference_mode():
+            packed = PackedLinear(weight.clone(), bias)
+            found = packed(x), packed(x, residual)
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return False
+    product = x.double() @ weight.double().T + bias.double()
+    tolerance = 1e-4 if dtype == torch.float32 else 0.1
+    return all(
+        torch.allclose(y.double(), expected, rtol=tolerance, atol=tolerance)
+        for y, expected in zip(found, (product, product + residual.double()), strict=True)
+    )
+
+
+def _onednn() -> Any:
+    """The operators that torch's own compiler packs weights with; they are not part of its typed interface."""
+    return torch.ops.mkldnn

@@ -1,0 +1,89 @@
+"""Every family's decoder, on paged memory, against transformers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.models.tiny import CASES, PagedRun, make_tiny, random_tokens, reference_logits
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Compare logits at float32 accuracy; the tolerance is a millionth of their range, times a small factor."""
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("chunk", [1, 3, 7, 16, 100])
+@pytest.mark.parametrize("name", CASES)
+def test_logits_of_a_prompt_in_chunks(name: str, chunk: int, device: str) -> None:
+    tiny = make_tiny(name, device=device)
+    token_ids = random_tokens(45)
+    run = PagedRun(tiny.decoder, device=device)
+    found = [run.step({0: token_ids[start : start + chunk]})[0] for start in range(0, len(token_ids), chunk)]
+    assert_same(torch.cat(found), reference_logits(tiny.reference, token_ids))
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("name", CASES)
+def test_logits_of_a_ragged_batch(name: str, block_size: int) -> None:
+    """Cold prompts, later chunks and single tokens share each step; sequences join late."""
+    tiny = make_tiny(name)
+    prompts = {seq_id: random_tokens(length, seq_id) for seq_id, length in enumerate((40, 1, 17, 33, 16))}
+    takes = [
+        {0: 16, 1: 1},
+        {0: 1, 2: 5, 3: 33},
+        {0: 20, 2: 1, 4: 1},
+        {0: 1, 2: 11, 4: 14},
+        {4: 1, 0: 2},
+    ]
+    run = PagedRun(tiny.decoder, block_size=block_size)
+    found: dict[int, list[torch.Tensor]] = {seq_id: [] for seq_id in prompts}
+    for take in takes:
+        rows = {}
+        for seq_id, count in take.items():
+            start = sum(len(part) for part in found[seq_id])
+            rows[seq_id] = prompts[seq_id][start : start + count]
+        for seq_id, logits in run.step(rows).items():
+            found[seq_id].append(logits)
+    for seq_id, prompt in prompts.items():
+        assert_same(torch.cat(found[seq_id]), reference_logits(tiny.reference, prompt))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_greedy_tokens(name: str) -> None:
+    """Thirty greedy tokens after a chunked prompt are those of transformers' own generation."""
+    tiny = make_tiny(name)
+    prompt = random_tokens(20, seed=3)
+    expected = tiny.reference.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        max_new_tokens=30,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )[0, len(prompt) :].tolist()
+    run = PagedRun(tiny.decoder)
+    run.step({0: prompt[:13]})
+    found = [int(run.step({0: prompt[13:]})[0][-1].argmax())]
+    while len(found) < len(expected):
+        found.append(int(run.step({0: found[-1:]})[0][-1].argmax()))
+    assert found == expected
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama3-rope", "qwen2", "qwen3"])
+def test_half_precision_stays_near(name: str, dtype: torch.dtype, device: str) -> None:
+    """Half precision errs no more than transformers in the same precision does, give or take its noise."""
+    tiny = make_tiny(name, dtype, device)
+    exact = make_tiny(name, device=device).reference
+    token_ids = random_tokens(45)
+    expected = reference_logits(exact, token_ids)
+    theirs = reference_logits(tiny.reference.to(dtype), token_ids)
+    run = PagedRun(tiny.decoder, device=device)
+    found = torch.cat([run.step({0: part})[0] for part in (token_ids[:30], token_ids[30:44], token_ids[44:])])
+    assert (found - expected).square().mean() < 1.5 * (theirs - expected).square().mean()

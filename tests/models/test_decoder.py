@@ -1,0 +1,70 @@
+"""Weights and cache groups of the decoder."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from quire.errors import CheckpointError
+from quire.models.decoder import Decoder
+from quire.models.spec import Attention, CacheGroup, GatedMLP, LayerSpec, ModelSpec, RMSNorm, Rope
+from quire.ops import make_ops
+from tests.models.tiny import CASES, make_tiny
+
+NORM = RMSNorm(1e-6)
+SMALL = Attention(4, 2, 16, Rope(1e4))
+LARGE = Attention(4, 4, 32, Rope(1e4))
+
+
+def spec_of(*mixers: Attention, tied_head: bool = False) -> ModelSpec:
+    layers = tuple(LayerSpec(NORM, mixer, GatedMLP(48)) for mixer in mixers)
+    return ModelSpec(50, 32, layers, NORM, tied_head, 64)
+
+
+def decoder_of(spec: ModelSpec) -> Decoder:
+    cpu = torch.device("cpu")
+    return Decoder(spec, ops=make_ops(cpu), dtype=torch.float32, device=cpu)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_weight_has_a_source_of_its_shape(name: str) -> None:
+    """Ours and the checkpoint's parameters are the same numbers, each exactly once."""
+    tiny = make_tiny(name)
+    tensors = dict(tiny.reference.named_parameters())
+    shapes = tiny.decoder.weight_shapes()
+    assert shapes.keys() == tiny.weight_map.keys()
+    for weight, shape in shapes.items():
+        parts = [tensors[source].shape for source in tiny.weight_map[weight]]
+        assert shape == (sum(part[0] for part in parts), *parts[0][1:])
+    used = [source for sources in tiny.weight_map.values() for source in sources]
+    assert sorted(used) == sorted(tensors)
+    assert tiny.decoder.missing_weights == ()
+
+
+def test_layers_of_one_shape_share_a_cache_group() -> None:
+    spec = spec_of(SMALL, LARGE, SMALL, replace(SMALL, num_heads=2))
+    assert spec.cache_groups == (CacheGroup(3, 2, 16), CacheGroup(1, 4, 32))
+    assert spec.cache_places == ((0, 0), (1, 0), (0, 1), (0, 2))
+    assert decoder_of(spec).cache_groups == spec.cache_groups
+
+
+def test_a_tied_head_is_no_weight_of_its_own() -> None:
+    assert "head.weight" in decoder_of(spec_of(SMALL)).weight_shapes()
+    assert "head.weight" not in decoder_of(spec_of(SMALL, tied_head=True)).weight_shapes()
+
+
+def test_a_wrong_weight_is_refused() -> None:
+    decoder = decoder_of(spec_of(SMALL))
+    with pytest.raises(CheckpointError, match=r"no weight 'layers\.9\.ffn\.down\.weight'"):
+        decoder.load_weight("layers.9.ffn.down.weight", torch.zeros(32, 48))
+    with pytest.raises(CheckpointError, match=r"ffn.down.weight must be of shape \[32, 48\].*got \[48, 32\]"):
+        decoder.load_weight("layers.0.ffn.down.weight", torch.zeros(48, 32))
+    with pytest.raises(CheckpointError, match=r"torch.float32, got .*torch.bfloat16"):
+        decoder.load_weight("layers.0.ffn.down.weight", torch.zeros(32, 48, dtype=torch.bfloat16))
+    assert "layers.0.ffn.down.weight" in decoder.missing_weights
+    decoder.load_weight("layers.0.ffn.down.weight", torch.zeros(32, 48))
+    assert "layers.0.ffn.down.weight" not in decoder.missing_weights
+    with pytest.raises(CheckpointError, match="loaded before"):
+        decoder.load_weight("layers.0.ffn.down.weight", torch.zeros(32, 48))

@@ -1,0 +1,184 @@
+"""Tiny random checkpoints of every family, and a way to run ours beside transformers' on paged memory."""
+
+from __future__ import annotations
+
+import json
+import random
+from functools import cache
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from quire.execution.batch import BatchBuilder
+from quire.execution.storage import KVStorage
+from quire.memory.ops import NO_OPS
+from quire.models.decoder import Decoder
+from quire.models.families import build
+from quire.models.spec import WeightMap
+from quire.ops import make_ops
+from quire.scheduling.plan import Opening, PlanItem, StepPlan, TableDelta
+from quire.sequences.params import SamplingParams
+
+SHAPE = {
+    "vocab_size": 211,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 256,
+    "attn_implementation": "eager",
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+# Name -> classes and what differs from SHAPE. Groups of 1, 2 and 4 query heads; tied and not; every option of a family.
+CASES: dict[str, tuple[type, type, dict[str, Any]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {"num_attention_heads": 4, "num_key_value_heads": 4}),
+    "llama3-rope": (
+        LlamaConfig,
+        LlamaForCausalLM,
+        {
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "rope_parameters": LLAMA3_ROPE,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "llama-linear-rope-biases": (
+        LlamaConfig,
+        LlamaForCausalLM,
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0},
+        },
+    ),
+    "mistral-head-dim": (
+        MistralConfig,
+        MistralForCausalLM,
+        {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24, "sliding_window": 128},
+    ),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"num_attention_heads": 4, "num_key_value_heads": 1}),
+    "qwen3": (
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": True},
+    ),
+    "qwen3-yarn": (
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "rope_parameters": YARN_ROPE},
+    ),
+}
+
+
+class Tiny(NamedTuple):
+    """A random model of transformers, and ours with the same weights."""
+
+    reference: PreTrainedModel
+    config: dict[str, Any]
+    weight_map: WeightMap
+    decoder: Decoder
+
+
+@cache
+def make_tiny(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tiny:
+    """Make a model whose every weight, norms and biases included, is random."""
+    config_class, model_class, changes = CASES[name]
+    torch.manual_seed(len(name))
+    reference = model_class(config_class(**SHAPE | changes)).eval()
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.copy_(torch.randn_like(parameter) * (0.15 if parameter.dim() > 1 else 0.4))
+            if parameter.dim() == 1:
+                parameter.add_(1.0)
+    reference.config.architectures = [model_class.__name__]
+    config = json.loads(reference.config.to_json_string())
+    spec, weight_map = build(config)
+    decoder = Decoder(spec, ops=make_ops(torch.device(device)), dtype=dtype, device=torch.device(device))
+    fill(decoder, weight_map, reference.state_dict())
+    return Tiny(reference.to(device), config, weight_map, decoder)
+
+
+def fill(decoder: Decoder, weight_map: WeightMap, tensors: dict[str, torch.Tensor]) -> None:
+    """Load every weight through the map."""
+    for name in decoder.weight_shapes():
+        joined = torch.cat([tensors[source] for source in weight_map[name]])
+        decoder.load_weight(name, joined.to(decoder.dtype))
+
+
+class PagedRun:
+    """Runs token lists through a decoder, on shuffled blocks of poisoned memory."""
+
+    def __init__(self, decoder: Decoder, *, block_size: int = 4, num_blocks: int = 256, device: str = "cpu") -> None:
+        self._decoder = decoder
+        self._block_size = block_size
+        self._storages = [
+            KVStorage(
+                num_blocks, group.num_layers, block_size, group.num_kv_heads, group.head_dim, decoder.dtype, device
+            )
+            for group in decoder.cache_groups
+        ]
+        for storage in self._storages:
+            storage.data.fill_(float("nan"))
+        self._builder = BatchBuilder(block_size, device, len(self._storages))
+        self._free = list(range(1, num_blocks))
+        random.Random(7).shuffle(self._free)
+        self._lengths: dict[int, int] = {}
+        self._num_blocks: dict[int, int] = {}
+        self._tick = 0
+
+    @torch.inference_mode()
+    def step(self, rows: dict[int, list[int]]) -> dict[int, torch.Tensor]:
+        """Run each sequence's next tokens; return each one's logits, [rows, V]."""
+        items = tuple(self._item(seq_id, token_ids) for seq_id, token_ids in rows.items())
+        self._tick += 1
+        batch = self._builder.build(StepPlan(self._tick, items, NO_OPS, ()))
+        hidden = self._decoder(batch.input_ids, batch.positions, batch.attention, self._storages)
+        logits = self._decoder.logits(hidden)
+        ends = pairwise(batch.row_starts)
+        return {seq_id: logits[start:end].cpu() for seq_id, (start, end) in zip(rows, ends, strict=True)}
+
+    def _item(self, seq_id: int, token_ids: list[int]) -> PlanItem:
+        start = self._lengths.get(seq_id, 0)
+        self._lengths[seq_id] = start + len(token_ids)
+        had = self._num_blocks.get(seq_id, 0)
+        # One block more than needed now and then, as lookahead slots would have it.
+        needed = max(had, -(-(start + len(token_ids)) // self._block_size) + seq_id % 2)
+        self._num_blocks[seq_id] = needed
+        new = tuple(self._free.pop() for _ in range(needed - had))
+        opening = None
+        if start == 0:
+            opening = Opening(SamplingParams(), 0, 0, len(token_ids), tuple(token_ids), ())
+        deltas = (TableDelta(0, had, new),) if new else ()
+        return PlanItem(seq_id, start, token_ids, deltas, 1, opening)
+
+
+@torch.inference_mode()
+def reference_logits(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
+    """Return transformers' logits [T, V]."""
+    return model(torch.tensor([token_ids], device=model.device)).logits[0].float().cpu()
+
+
+def random_tokens(length: int, seed: int = 0) -> list[int]:
+    """Return token ids of the tiny vocabulary."""
+    return random.Random(seed).choices(range(SHAPE["vocab_size"]), k=length)
