@@ -12,7 +12,7 @@ from quire.text.tokenizer import Tokenizer
 
 
 class SampleTranscript:
-    """One sample's text as far as it may be shown.
+    """One sample's text as far as it may be shown; bytes of a character that its end cuts off are left out.
 
     Args:
         request: the sample's request.
@@ -47,8 +47,6 @@ class SampleTranscript:
             return "", None
         is_stop_token = sequence.finish_reason is FinishReason.STOP
         text = "" if is_stop_token and not self._shows_stop else self._detokenizer.push((token_id,))
-        if sequence.is_finished:
-            text += self._detokenizer.flush()
         shown, stop = self._stops.push(text, can_stop=num_output > sequence.request.params.min_tokens)
         if stop is None and sequence.is_finished:
             shown += self._stops.flush()
@@ -56,10 +54,7 @@ class SampleTranscript:
 
     def flush(self) -> str:
         """Return the text still held back, of a sample that ended without another token."""
-        if self._detokenizer is None:
-            return ""
-        shown, _ = self._stops.push(self._detokenizer.flush(), can_stop=False)
-        return shown
+        return self._stops.flush()
 
     def add_logprob(self, logprob: float) -> float:
         """Add a chosen token's log probability and return the sum so far."""

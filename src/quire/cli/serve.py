@@ -1,0 +1,83 @@
+"""`quire serve`: an HTTP server with OpenAI's API."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from quire.cli import options
+from quire.server.settings import ServerConfig
+
+DEFAULT_MAX_QUEUE_LEN = 1024
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        "serve",
+        help="serve a model over HTTP, with OpenAI's API",
+        description="Serve a model over HTTP, with OpenAI's API. Stop with Ctrl-C: running requests finish first.",
+    )
+    options.add_engine_options(parser)
+    usual = ServerConfig()
+    group = parser.add_argument_group("server options")
+    add = group.add_argument
+    add("--host", default=usual.host, help="address to listen on; an open one needs a key")
+    add("--port", type=int, default=usual.port, metavar="N", help="0 takes a free one, and prints it")
+    add(
+        "--api-key",
+        default=os.environ.get("QUIRE_API_KEY"),
+        metavar="KEY",
+        help="what clients must show; QUIRE_API_KEY sets it without showing it to other users of this machine",
+    )
+    add(
+        "--allow-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help='a web origin whose pages may call the server, like "https://example.org"; may be repeated',
+    )
+    for flag, default, help_text in (
+        ("--drain-timeout", usual.drain_timeout_s, "seconds that requests may run on when stopping"),
+        ("--ping-interval", usual.ping_interval_s, "seconds of silence before a stream sends a comment"),
+        ("--log-interval", usual.log_interval_s, "seconds between throughput lines; 0 for none"),
+    ):
+        add(flag, type=float, default=default, metavar="S", help=f"{help_text} (default {default:g})")
+    add("--max-body-bytes", type=options.parse_size, default=usual.max_body_bytes, metavar="SIZE", help="longest body")
+    add("--max-prompts", type=int, default=usual.max_prompts, metavar="N", help="most prompts in one request")
+    add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    parser.set_defaults(handler=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal says stop.
+
+    Raises:
+        ConfigError: an option that cannot be honoured.
+    """
+    import logging
+
+    from quire.config import EngineConfig
+
+    logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", force=True)
+    for chatty in ("uvicorn", "asyncio", "httpx"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+    server_config = ServerConfig(
+        host=args.host,
+        port=args.port,
+        api_key=args.api_key,
+        allow_origins=tuple(args.allow_origin),
+        max_body_bytes=args.max_body_bytes,
+        max_prompts=args.max_prompts,
+        drain_timeout_s=args.drain_timeout,
+        ping_interval_s=args.ping_interval,
+        log_interval_s=args.log_interval,
+    )
+    # Offline the queue is the user's own; a server's is anybody's, so it ends somewhere.
+    given = {"max_queue_len": DEFAULT_MAX_QUEUE_LEN, **options.engine_options(args)}
+    engine_config = EngineConfig.from_options(**given)
+    # After all that can be wrong with the options: this imports the engine.
+    from quire.server.lifecycle import serve
+
+    serve(engine_config, server_config)
+    return 0

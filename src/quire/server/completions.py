@@ -1,0 +1,302 @@
+"""`POST /v1/completions`: continue one or more prompts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from quire.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from quire.errors import InvalidParameter, UnsupportedFeature
+from quire.sequences.params import MAX_LOGPROBS
+from quire.server import sampling
+from quire.server.body import read_object
+from quire.server.fields import Fields, Refusal
+from quire.server.generation import Job, answer, new_head
+from quire.server.logprobs import (
+    CompletionLogprobs,
+    TextOffsets,
+    TokenNames,
+    completion_logprobs,
+    prompt_logprobs_json,
+)
+from quire.server.models import check_model
+from quire.server.state import ServerState
+from quire.text.detokenizer import IncrementalDetokenizer
+from quire.text.tokenizer import Tokenizer
+
+DEFAULT_MAX_TOKENS = 16
+MAX_SEQUENCES = 1024
+
+Prompt = str | list[int]
+# How the client wrote what the engine names otherwise.
+SPELLED: Mapping[str, str] = {"prompt_token_ids": "prompt"}
+OWN_FIELDS = ("prompt", "echo", "best_of", "suffix")
+UNSUPPORTED: Mapping[str, Refusal] = {
+    **sampling.UNSUPPORTED,
+    "suffix": (("",), "the models served here continue a text, they do not fill one in"),
+}
+KNOWN_FIELDS = (*sampling.SAMPLING_FIELDS, *sampling.LABEL_FIELDS, *sampling.OPTION_FIELDS, *UNSUPPORTED, *OWN_FIELDS)
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What a completion says beside its output.
+
+    Args:
+        echo: put the prompt before the output.
+        logprobs: how many of the likeliest tokens at each position; None gives no log probabilities.
+        prompt_logprobs: the same for vLLM's `prompt_logprobs`.
+        is_prompt_only: leave the output out (`max_tokens` 0).
+        token_ids: put token ids beside the text.
+        skip_special_tokens: leave special tokens out of the text.
+    """
+
+    echo: bool
+    logprobs: int | None
+    prompt_logprobs: int | None
+    is_prompt_only: bool
+    token_ids: bool
+    skip_special_tokens: bool
+
+
+async def completions(state: ServerState, request: Request) -> ASGIApp:
+    """Answer `POST /v1/completions`."""
+    body = await read_object(request, state.config.max_body_bytes)
+    fields = Fields(body)
+    fields.refuse(UNSUPPORTED)
+    fields.note_unknown(KNOWN_FIELDS)
+    check_model(state, fields)
+    job, extras, prompts = read_completion(state, fields)
+    head = new_head(state, request, "cmpl", "text_completion")
+    names = TokenNames(state.llm.tokenizer, by_id=job.options.name_tokens_by_id, bytes_prefix="bytes:")
+    reply = CompletionReply(head, prompts, job.params.n, extras, names, state.llm.tokenizer)
+    return await answer(state, request, job, reply, head["id"])
+
+
+def read_completion(state: ServerState, fields: Fields) -> tuple[Job, Extras, list[Prompt]]:
+    """Read a completion request.
+
+    Raises:
+        RequestError: naming the field.
+    """
+    prompts = read_prompts(fields.get("prompt"), _max_prompts(state))
+    options = sampling.read_options(fields, state.llm.resolved.scheduling_policy)
+    max_tokens = fields.integer("max_tokens", 0, 2**31 - 1)
+    max_tokens = DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens
+    has_echo = fields.flag("echo")
+    if max_tokens == 0 and not has_echo:
+        raise InvalidParameter("max_tokens", 0, "at least 1, or 0 together with echo")
+    if has_echo and state.llm.tokenizer is None:
+        raise UnsupportedFeature("echo", "this server runs without a tokenizer")
+    extras = Extras(
+        echo=has_echo,
+        logprobs=fields.integer("logprobs", 0, MAX_LOGPROBS),
+        prompt_logprobs=fields.integer("prompt_logprobs", 0, MAX_LOGPROBS),
+        is_prompt_only=max_tokens == 0,
+        token_ids=options.return_token_ids,
+        skip_special_tokens=fields.flag("skip_special_tokens", True),
+    )
+    # The engine computes a prompt in order to sample; an answer without output drops the one token.
+    own: dict[str, Any] = {"max_tokens": max(max_tokens, 1), "logprobs": extras.logprobs}
+    if has_echo and extras.logprobs is not None:
+        own["prompt_logprobs"] = max(extras.logprobs, extras.prompt_logprobs or 0)
+    params = sampling.read_sampling(fields, state.llm.default_sampling_params(), own, SPELLED)
+    best_of = fields.integer("best_of", 1, 2**31 - 1)
+    if best_of is not None and best_of < params.n:
+        raise InvalidParameter("best_of", best_of, f"at least n ({params.n})")
+    if best_of is not None and best_of > params.n:
+        raise UnsupportedFeature("best_of", f"all n ({params.n}) samples are returned, none is dropped; ask for n")
+    if len(prompts) * params.n > MAX_SEQUENCES:
+        raise InvalidParameter("n", params.n, f"at most {MAX_SEQUENCES} divided by the number of prompts")
+
+    encode = partial(_encode, state.llm.tokenizer, prompts, fields.flag("add_special_tokens", True))
+    return Job(len(prompts), encode, params, options, SPELLED, extras.is_prompt_only), extras, prompts
+
+
+def read_prompts(value: object, max_prompts: int) -> list[Prompt]:
+    """Return the prompts of a request in their four forms: text, texts, token ids, lists of token ids.
+
+    Raises:
+        InvalidParameter: none of the four, or too many.
+    """
+    allowed = "a string, a list of strings, a list of token ids or a list of lists of token ids, none of them empty"
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise InvalidParameter("prompt", value, allowed)
+    if _are_token_ids(value):
+        return [value]
+    if len(value) > max_prompts:
+        raise InvalidParameter("prompt", f"{len(value)} prompts", f"at most {max_prompts} prompts")
+    if all(isinstance(prompt, str) for prompt in value):
+        return value
+    if all(isinstance(prompt, list) and prompt and _are_token_ids(prompt) for prompt in value):
+        return value
+    raise InvalidParameter("prompt", value, allowed)
+
+
+class CompletionReply:
+    """Turns outputs into the JSON of completions.
+
+    Args:
+        head: `id`, `object`, `created` and `model`, the same in every chunk.
+        prompts: what the client sent.
+        n: samples of each prompt.
+        extras: what to say beside the output.
+        names: how tokens are written.
+        tokenizer: the model's, None where the server runs without one.
+    """
+
+    def __init__(
+        self,
+        head: Mapping[str, Any],
+        prompts: Sequence[Prompt],
+        n: int,
+        extras: Extras,
+        names: TokenNames,
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        self._head = dict(head)
+        self._prompts = prompts
+        self._n = n
+        self._extras = extras
+        self._names = names
+        self._tokenizer = tokenizer
+        self._offsets: dict[int, TextOffsets] = {}
+        self._prompt_logprobs: dict[int, list[PositionLogprobs | None]] = {}
+
+    def chunks(self, prompt_idx: int, delta: RequestOutput) -> Iterator[dict[str, Any]]:
+        """Yield the chunks of a stream that a delta gives: the prompt first where it is wanted, then the output."""
+        if delta.prompt_logprobs is not None:
+            self._prompt_logprobs[prompt_idx] = delta.prompt_logprobs
+        for output in delta.outputs:
+            index = prompt_idx * self._n + output.index
+            is_first = index not in self._offsets
+            offsets = self._offsets.setdefault(index, TextOffsets(self._tokenizer))
+            ids = {"prompt_token_ids": delta.prompt_token_ids} if is_first and self._extras.token_ids else {}
+            if is_first and self._extras.echo:
+                text, logprobs = self._prompt_part(prompt_idx, delta, offsets)
+                yield self._chunk(_choice(index, text, logprobs) | self._ids([]) | ids)
+                ids = {}
+            text, logprobs, token_ids = self._output_part(output, offsets)
+            if not (text or (token_ids and (logprobs or self._extras.token_ids)) or output.is_finished or ids):
+                continue
+            yield self._chunk(_choice(index, text, logprobs, self._ending(output)) | self._ids(token_ids) | ids)
+
+    def last_chunk(self) -> dict[str, Any]:
+        """Return the chunk without choices that carries a stream's usage."""
+        return {**self._head, "choices": []}
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """Return the answer in one piece."""
+        choices = []
+        for prompt_idx, output in enumerate(outputs):
+            self._prompt_logprobs[prompt_idx] = output.prompt_logprobs or []
+            choices += [self._whole_choice(prompt_idx, output, sample) for sample in output.outputs]
+        return {**self._head, "choices": choices}
+
+    def _whole_choice(self, prompt_idx: int, output: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
+        offsets = TextOffsets(self._tokenizer)
+        before, prompt_arrays = self._prompt_part(prompt_idx, output, offsets) if self._extras.echo else ("", None)
+        text, arrays, token_ids = self._output_part(sample, offsets)
+        if prompt_arrays is not None and arrays is not None:
+            arrays = _joined(prompt_arrays, arrays)
+        index = prompt_idx * self._n + sample.index
+        choice = _choice(index, before + text, arrays, self._ending(sample)) | self._ids(token_ids)
+        if self._extras.token_ids:
+            choice["prompt_token_ids"] = output.prompt_token_ids
+        if self._extras.prompt_logprobs is not None:
+            rows = self._prompt_logprobs[prompt_idx]
+            choice["prompt_logprobs"] = prompt_logprobs_json(rows, self._extras.prompt_logprobs, self._names)
+        return choice
+
+    def _prompt_part(
+        self, prompt_idx: int, output: RequestOutput, offsets: TextOffsets
+    ) -> tuple[str, CompletionLogprobs | None]:
+        prompt, ids = self._prompts[prompt_idx], output.prompt_token_ids
+        if not isinstance(prompt, str):
+            assert self._tokenizer is not None  # echo was refused otherwise
+            # Where the prompt ends inside a character, the output begins with the whole of it.
+            skip = self._extras.skip_special_tokens
+            prompt = IncrementalDetokenizer(self._tokenizer, (), skip_special_tokens=skip).push(ids)
+        if self._extras.logprobs is None:
+            return prompt, None
+        starts = offsets.over_prompt(ids, prompt)
+        rows = self._prompt_logprobs[prompt_idx]
+        return prompt, completion_logprobs(ids, rows, starts, self._extras.logprobs, self._names)
+
+    def _output_part(
+        self, output: CompletionOutput, offsets: TextOffsets
+    ) -> tuple[str, CompletionLogprobs | None, list[int]]:
+        text, ids, rows = output.text, output.token_ids, output.logprobs or []
+        if self._extras.is_prompt_only:
+            text, ids, rows = "", [], []
+        if self._extras.logprobs is None:
+            return text, None, ids
+        starts = offsets.over_output(ids, skip_special_tokens=self._extras.skip_special_tokens)
+        return text, completion_logprobs(ids, rows, starts, self._extras.logprobs, self._names), ids
+
+    def _ending(self, output: CompletionOutput) -> dict[str, Any]:
+        if not output.is_finished:
+            return {"finish_reason": None, "stop_reason": None}
+        if self._extras.is_prompt_only:
+            return {"finish_reason": "length", "stop_reason": None}
+        return {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
+
+    def _ids(self, token_ids: list[int]) -> dict[str, Any]:
+        return {"token_ids": token_ids} if self._extras.token_ids else {}
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        return {**self._head, "choices": [choice]}
+
+
+def _choice(
+    index: int, text: str, logprobs: CompletionLogprobs | None, ending: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    return {
+        "index": index,
+        "text": text,
+        "logprobs": logprobs,
+        **(ending or {"finish_reason": None, "stop_reason": None}),
+    }
+
+
+def _joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
+    return CompletionLogprobs(
+        tokens=first["tokens"] + second["tokens"],
+        token_logprobs=first["token_logprobs"] + second["token_logprobs"],
+        top_logprobs=first["top_logprobs"] + second["top_logprobs"],
+        text_offset=first["text_offset"] + second["text_offset"],
+    )
+
+
+async def _encode(tokenizer: Tokenizer | None, prompts: Sequence[Prompt], add_special_tokens: bool) -> list[list[int]]:
+    ready = [prompt for prompt in prompts if isinstance(prompt, list)]
+    if len(ready) == len(prompts):
+        return ready
+    if tokenizer is None:
+        raise UnsupportedFeature("prompt", "this server runs without a tokenizer; send token ids")
+    # A long text takes a while; neither the event loop nor the engine waits for it.
+    return await asyncio.to_thread(_encode_texts, tokenizer, prompts, add_special_tokens)
+
+
+def _encode_texts(tokenizer: Tokenizer, prompts: Sequence[Prompt], add_special_tokens: bool) -> list[list[int]]:
+    return [
+        prompt if isinstance(prompt, list) else tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+        for prompt in prompts
+    ]
+
+
+def _are_token_ids(values: list[Any]) -> bool:
+    return all(type(value) is int and 0 <= value < 2**31 for value in values)
+
+
+def _max_prompts(state: ServerState) -> int:
+    """More prompts than the queue has places could never be let in."""
+    return min(state.config.max_prompts, state.llm.resolved.max_queue_len or state.config.max_prompts)

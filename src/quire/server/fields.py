@@ -1,0 +1,104 @@
+"""Typed access to the fields of a JSON object; `null` is the same as absent, as in OpenAI's API."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from quire.errors import InvalidParameter, UnsupportedFeature
+
+logger = logging.getLogger(__name__)
+
+
+# The values that ask for nothing, and why all others are refused.
+Refusal = tuple[tuple[Any, ...], str]
+
+
+class Fields:
+    """A JSON object whose fields are asked for by name and type.
+
+    Args:
+        values: the object.
+        path: where it stands in the body, for example "messages[0]."; every error names it.
+    """
+
+    def __init__(self, values: Mapping[str, Any], path: str = "") -> None:
+        self._values = values
+        self._path = path
+
+    def name(self, field: str) -> str:
+        """Return a field's full name."""
+        return self._path + field
+
+    def get(self, field: str) -> Any:
+        """Return a field as it came, None when it is absent or null."""
+        return self._values.get(field)
+
+    def flag(self, field: str, default: bool = False) -> bool:
+        """Return a boolean.
+
+        Raises:
+            InvalidParameter: anything else.
+        """
+        value = self.get(field)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise InvalidParameter(self.name(field), value, "true or false")
+        return value
+
+    def text(self, field: str) -> str | None:
+        """Return a string, None when absent.
+
+        Raises:
+            InvalidParameter: anything else.
+        """
+        value = self.get(field)
+        if value is not None and not isinstance(value, str):
+            raise InvalidParameter(self.name(field), value, "a string")
+        return value
+
+    def integer(self, field: str, low: int, high: int) -> int | None:
+        """Return an integer of `[low, high]`, None when absent.
+
+        Raises:
+            InvalidParameter: anything else; a boolean is not an integer.
+        """
+        value = self.get(field)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise InvalidParameter(self.name(field), value, f"an integer from {low} to {high}")
+        return value
+
+    def object(self, field: str) -> Fields | None:
+        """Return an inner object, None when absent.
+
+        Raises:
+            InvalidParameter: anything else.
+        """
+        value = self.get(field)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise InvalidParameter(self.name(field), value, "an object")
+        return Fields(value, f"{self.name(field)}.")
+
+    def refuse(self, unsupported: Mapping[str, Refusal]) -> None:
+        """Refuse every field of the table that asks for more than nothing.
+
+        Raises:
+            UnsupportedFeature: naming the field and why.
+        """
+        for field, (neutral, why) in unsupported.items():
+            value = self.get(field)
+            # The type counts too: 0 and False are equal in Python.
+            if value is not None and not any(value == same and type(value) is type(same) for same in neutral):
+                raise UnsupportedFeature(self.name(field), why)
+
+    def note_unknown(self, known: Iterable[str]) -> None:
+        """Log the fields that nobody knows; they are ignored, as OpenAI's clients send new ones before servers do."""
+        unknown = self._values.keys() - set(known)
+        if unknown:
+            logger.debug("ignored %d unknown fields, among them %.200r", len(unknown), sorted(unknown)[:5])

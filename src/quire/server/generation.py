@@ -1,0 +1,188 @@
+"""Runs a request on the engine and sends its answer, whole or as a stream; shared by completions and chat."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from quire.engine.outputs import RequestOutput
+from quire.errors import RequestError
+from quire.sequences.params import SamplingParams
+from quire.server import sse
+from quire.server.errors import REQUEST_ID, api_error, stopping
+from quire.server.feed import ClientGone, Feed, News
+from quire.server.sampling import Options
+from quire.server.state import Flight, ServerState
+from quire.server.usage import TokenCount
+
+# nginx's status for a client that left; nobody reads it.
+CLIENT_GONE = 499
+
+
+class Reply(Protocol):
+    """Turns the engine's outputs into a route's JSON; `usage` is not its business."""
+
+    def chunks(self, prompt_idx: int, delta: RequestOutput) -> Iterable[dict[str, Any]]:
+        """Yield the chunks of a stream that a delta gives."""
+        ...
+
+    def last_chunk(self) -> dict[str, Any]:
+        """Return the chunk without choices that carries a stream's usage."""
+        ...
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """Return the answer in one piece.
+
+        Args:
+            outputs: one for each prompt.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request that has been read and checked.
+
+    Args:
+        num_prompts: how many `prompts` will return.
+        prompts: makes the prompts' token ids, once their places in the queue are reserved.
+        params: the same for every prompt.
+        options: how to answer.
+        spelled: how the client wrote a field, where that is not the engine's name.
+        is_prompt_only: the client asked for no output.
+    """
+
+    num_prompts: int
+    prompts: Callable[[], Awaitable[Sequence[list[int]]]]
+    params: SamplingParams
+    options: Options
+    spelled: Mapping[str, str]
+    is_prompt_only: bool = False
+
+
+def json_response(body: Mapping[str, Any]) -> Response:
+    """Return a JSON answer."""
+    text = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return Response(text.encode(), media_type="application/json")
+
+
+def new_head(state: ServerState, request: Request, prefix: str, kind: str) -> dict[str, Any]:
+    """Return the fields that are the same in every chunk of an answer."""
+    return {
+        "id": f"{prefix}-{request.scope[REQUEST_ID]}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": state.llm.model_name,
+        "system_fingerprint": f"quire-{state.version}",
+    }
+
+
+async def answer(state: ServerState, request: Request, job: Job, reply: Reply, answer_id: str) -> ASGIApp:
+    """Run a job and return its response.
+
+    Raises:
+        RequestError: the request is refused.
+        ApiError: the server is stopping, or the engine failed before anything was sent.
+    """
+    if state.is_draining:
+        raise stopping()
+    count = TokenCount(is_prompt_only=job.is_prompt_only)
+    flight = Flight(answer_id, count, Feed(state.config.ping_interval_s))
+    news = _follow(state, request, job, flight)
+    try:
+        if not job.options.stream:
+            return await _whole(job, reply, count, news)
+        events = _events(job, reply, count, news, request.scope[REQUEST_ID])
+        # An error that comes before the first event still has its own status.
+        return sse.EventStream(await anext(events), events)
+    except ClientGone:
+        return Response(status_code=CLIENT_GONE)
+    except RequestError as error:
+        if state.is_draining:
+            raise stopping() from error
+        error.field = job.spelled.get(error.field or "", error.field)
+        raise
+
+
+async def _follow(state: ServerState, request: Request, job: Job, flight: Flight) -> AsyncGenerator[list[News], None]:
+    """Yield the engine's news of a job; places in the queue come before any work."""
+    llm, options = state.llm, job.options
+    with llm.reserve(job.num_prompts) as place, state.aloft(flight):
+        streams = [
+            llm.generate(
+                prompt,
+                job.params,
+                request_id=f"{flight.answer_id}-{idx}",
+                priority=options.priority,
+                place=place,
+                cache_salt=options.cache_salt,
+            )
+            for idx, prompt in enumerate(await job.prompts())
+        ]
+        async with aclosing(flight.feed.follow(streams, request.receive)) as batches:
+            async for news in batches:
+                for _, delta in news:
+                    _check(delta)
+                yield news
+
+
+def _check(delta: RequestOutput) -> None:
+    """Raise where the engine gave a request up; neither reason has a finish reason that clients know."""
+    reasons = {output.finish_reason for output in delta.outputs}
+    if "error" in reasons:
+        raise RuntimeError(delta.error or "the engine gave no reason")
+    if "abort" in reasons:
+        raise stopping()
+
+
+async def _whole(job: Job, reply: Reply, count: TokenCount, news: AsyncGenerator[list[News], None]) -> Response:
+    outputs: dict[int, RequestOutput] = {}
+    async with aclosing(news) as batches:
+        async for batch in batches:
+            for idx, delta in batch:
+                count.add(idx, delta)
+                if idx in outputs:
+                    outputs[idx].add(delta)
+                else:
+                    outputs[idx] = delta
+    body = reply.whole([outputs[idx] for idx in range(job.num_prompts)])
+    return json_response({**body, "usage": count.as_json()})
+
+
+async def _events(
+    job: Job, reply: Reply, count: TokenCount, news: AsyncGenerator[list[News], None], request_id: str
+) -> AsyncGenerator[bytes, None]:
+    """Yield the events of a stream: what is there already goes out as one piece."""
+    options = job.options
+    has_begun = False
+    try:
+        async with aclosing(news) as batches:
+            async for batch in batches:
+                events = [] if batch else [sse.PING]
+                for idx, delta in batch:
+                    count.add(idx, delta)
+                    for chunk in reply.chunks(idx, delta):
+                        if options.include_usage:
+                            chunk["usage"] = count.as_json() if options.continuous_usage else None
+                        events.append(sse.event(chunk))
+                if events:
+                    yield b"".join(events)
+                    has_begun = True
+        if options.include_usage:
+            yield sse.event({**reply.last_chunk(), "usage": count.as_json()})
+        yield sse.DONE
+    except ClientGone:
+        if not has_begun:
+            raise
+    except Exception as error:
+        if not has_begun:
+            raise
+        yield sse.event(api_error(error, request_id).body()) + sse.DONE

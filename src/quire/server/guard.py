@@ -1,0 +1,86 @@
+"""The door: every request gets an id, and none gets in without the key."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hmac
+import ipaddress
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.server.errors import REQUEST_ID, ApiError
+
+OPEN_PATH = "/health"
+
+
+class Guard:
+    """Stands before the whole application; ASGI middleware.
+
+    Args:
+        app: what it guards.
+        api_key: what clients must show, as a bearer token or as the password of basic authentication (which is what a
+            browser can show for the page). None lets everyone in who asks for this machine by its own name.
+    """
+
+    def __init__(self, app: ASGIApp, *, api_key: str | None) -> None:
+        self._app = app
+        self._api_key = None if api_key is None else api_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer or refuse a request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = scope[REQUEST_ID] = uuid.uuid4().hex
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        refusal = None if scope["path"] == OPEN_PATH else self._refusal(Headers(scope=scope))
+        handler = self._app if refusal is None else refusal.response()
+        await handler(scope, receive, send_with_id)
+
+    def _refusal(self, headers: Headers) -> ApiError | None:
+        if self._api_key is None:
+            host = headers.get("host", "")
+            if is_own_name(host):
+                return None
+            # A page whose name was pointed at this machine would otherwise pass for one of ours.
+            why = f"without an API key the host must be localhost or an address, got {host[:100]!r}"
+            return ApiError(403, why, code="host_not_allowed")
+        if hmac.compare_digest(_shown_key(headers.get("authorization", "")), self._api_key):
+            return None
+        return ApiError(
+            401,
+            "the API key is missing or wrong; send it as Authorization: Bearer KEY",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": 'Basic realm="quire", charset="UTF-8"'},
+        )
+
+
+def is_own_name(host: str) -> bool:
+    """Tell whether a Host header names this machine in a way that nobody else can claim."""
+    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return False
+    return True
+
+
+def _shown_key(authorization: str) -> bytes:
+    scheme, _, value = authorization.partition(" ")
+    value = value.strip()
+    if scheme.lower() == "basic":
+        try:
+            return base64.b64decode(value, validate=True).partition(b":")[2]
+        except binascii.Error:
+            return b""
+    return value.encode("latin-1") if scheme.lower() == "bearer" else b""

@@ -1,0 +1,61 @@
+"""`GET /v1/models`: the one model that this server has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.server.errors import ApiError
+from quire.server.fields import Fields
+from quire.server.generation import json_response
+from quire.server.state import ServerState
+
+
+async def list_models(state: ServerState, request: Request) -> Response:  # noqa: ARG001 - a route's signature
+    """Answer `GET /v1/models`."""
+    return json_response({"object": "list", "data": [_card(state)]})
+
+
+async def show_model(state: ServerState, request: Request) -> Response:
+    """Answer `GET /v1/models/{id}`."""
+    check_name(state, request.path_params["model_id"])
+    return json_response(_card(state))
+
+
+def check_model(state: ServerState, fields: Fields) -> None:
+    """Check that a request means the model that is served; a request need not name one.
+
+    Raises:
+        InvalidParameter: `model` is not a string.
+        ApiError: 404, another model.
+    """
+    name = fields.text("model")
+    if name is not None:
+        check_name(state, name)
+
+
+def check_name(state: ServerState, name: str) -> None:
+    """Check a model's name.
+
+    Raises:
+        ApiError: 404, another model.
+    """
+    if name != state.llm.model_name:
+        raise ApiError(
+            404,
+            f"the model {name[:200]!r} does not exist; this server has {state.llm.model_name!r}",
+            code="model_not_found",
+            param="model",
+        )
+
+
+def _card(state: ServerState) -> dict[str, Any]:
+    return {
+        "id": state.llm.model_name,
+        "object": "model",
+        "created": state.created,
+        "owned_by": "quire",
+        "max_model_len": state.llm.resolved.max_model_len,
+    }

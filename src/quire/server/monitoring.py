@@ -1,0 +1,87 @@
+"""What people and machines watch: health, metrics, version, status and the page."""
+
+from __future__ import annotations
+
+import time
+from importlib.resources import files
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.server.generation import json_response
+from quire.server.state import ServerState
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+PAGE_HEADERS = {
+    # The page loads nothing, talks to nobody else and cannot be framed.
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Cache-Control": "no-cache",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+async def health(state: ServerState, request: Request) -> Response:  # noqa: ARG001 - a route's signature
+    """Answer `GET /health`: 200 while the engine makes progress or has nothing to do, else 503."""
+    engine = state.llm.health()
+    if not engine.is_alive:
+        status = "dead"
+    elif engine.is_stuck:
+        status = "stuck"
+    else:
+        status = "stopping" if state.is_draining else "ok"
+    response = json_response(
+        {
+            "status": status,
+            "seconds_since_progress": round(engine.seconds_since_progress, 3),
+            "num_running": engine.num_running,
+            "num_waiting": engine.num_waiting,
+            "num_steps": engine.num_steps,
+        }
+    )
+    response.status_code = 200 if status == "ok" else 503
+    return response
+
+
+async def metrics(state: ServerState, request: Request) -> Response:  # noqa: ARG001 - a route's signature
+    """Answer `GET /metrics` in Prometheus' text format."""
+    return Response(state.llm.metrics.render(), headers={"content-type": METRICS_TYPE})
+
+
+async def version(state: ServerState, request: Request) -> Response:  # noqa: ARG001 - a route's signature
+    """Answer `GET /version`."""
+    return json_response({"version": state.version})
+
+
+async def status(state: ServerState, request: Request) -> Response:  # noqa: ARG001 - a route's signature
+    """Answer `GET /status`: what the page shows."""
+    now = time.monotonic()
+    engine, usage, resolved = state.llm.health(), state.llm.usage(), state.llm.resolved
+    return json_response(
+        {
+            "model": state.llm.model_name,
+            "version": state.version,
+            "device": resolved.device,
+            "max_model_len": resolved.max_model_len,
+            "block_size": resolved.block_size,
+            "bytes_per_block": resolved.bytes_per_block,
+            "has_chat": state.llm.tokenizer is not None and state.llm.tokenizer.chat_template is not None,
+            "engine": engine._asdict(),
+            "memory": usage._asdict(),
+            "requests": [
+                {
+                    "id": flight.answer_id,
+                    "age_s": round(now - flight.started_s, 3),
+                    "prompt_tokens": flight.count.num_prompt,
+                    "completion_tokens": flight.count.num_output,
+                }
+                for flight in state.flights.values()
+            ],
+        }
+    )
+
+
+async def page(state: ServerState, request: Request) -> Response:  # noqa: ARG001 - a route's signature
+    """Answer `GET /`: a page to look at the server and talk to the model."""
+    text = files("quire.server").joinpath("page.html").read_bytes()
+    return Response(text, media_type="text/html", headers=PAGE_HEADERS)

@@ -1,0 +1,162 @@
+"""From a request's fields to `SamplingParams`, the one validator behind every door."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quire.errors import InvalidParameter
+from quire.sequences.params import SamplingParams
+from quire.server.fields import Fields, Refusal
+
+# Fields that mean to both routes what they mean to `SamplingParams`, which alone checks them.
+SAMPLING_FIELDS = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "min_tokens",
+    "prompt_logprobs",
+    "skip_special_tokens",
+)
+# Labels for the client's own books: nothing to honour.
+LABEL_FIELDS = ("user", "safety_identifier", "prompt_cache_key")
+OPTION_FIELDS = (
+    "model",
+    "max_tokens",
+    "logprobs",
+    "stream",
+    "stream_options",
+    "add_special_tokens",
+    "priority",
+    "cache_salt",
+    "return_token_ids",
+    "return_tokens_as_token_ids",
+)
+NO_CONSTRAINTS = "the output cannot be constrained yet"
+UNSUPPORTED: Mapping[str, Refusal] = {
+    "use_beam_search": ((False,), "beam search cannot be asked for over HTTP yet"),
+    "length_penalty": ((1.0, 1), "it belongs to beam search"),
+    "early_stopping": ((False,), "it belongs to beam search"),
+    "response_format": (({"type": "text"},), NO_CONSTRAINTS),
+    "structured_outputs": ((), NO_CONSTRAINTS),
+    "guided_json": ((), NO_CONSTRAINTS),
+    "guided_regex": ((), NO_CONSTRAINTS),
+    "guided_choice": ((), NO_CONSTRAINTS),
+    "guided_grammar": ((), NO_CONSTRAINTS),
+    "guided_decoding_backend": ((), NO_CONSTRAINTS),
+    "bad_words": (([],), "use logit_bias or allowed_token_ids"),
+    "logits_processors": (([],), "no code is taken from requests"),
+    "truncate_prompt_tokens": ((), "send the prompt that you mean"),
+    "spaces_between_special_tokens": ((True,), "special tokens are written as they are"),
+    "prompt_embeds": ((), "a prompt is text or token ids"),
+    "kv_transfer_params": ((), "the KV cache stays on this server"),
+    "vllm_xargs": (({},), "it names another engine's internals"),
+    "service_tier": (("auto", "default"), "there is one tier"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What both routes understand beside sampling.
+
+    Args:
+        stream: send the answer as it comes.
+        include_usage: end a stream with a chunk of token counts.
+        continuous_usage: put the counts so far in every chunk.
+        priority: lower runs first, under the "priority" policy.
+        cache_salt: requests share prefix blocks only with requests of the same salt.
+        return_token_ids: add token ids to the answer.
+        name_tokens_by_id: write tokens of log probabilities as "token_id:N".
+    """
+
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    priority: int
+    cache_salt: str | None
+    return_token_ids: bool
+    name_tokens_by_id: bool
+
+
+def read_options(fields: Fields, scheduling_policy: str) -> Options:
+    """Read what both routes understand beside sampling.
+
+    Args:
+        fields: the body.
+        scheduling_policy: the engine's; a priority means nothing under "fcfs".
+
+    Raises:
+        InvalidParameter: naming the field.
+    """
+    for label in LABEL_FIELDS:
+        fields.text(label)
+    stream = fields.flag("stream")
+    stream_options = fields.object("stream_options")
+    include_usage = continuous_usage = False
+    if stream_options is not None:
+        if not stream:
+            raise InvalidParameter("stream_options", fields.get("stream_options"), "absent unless stream is true")
+        include_usage = stream_options.flag("include_usage")
+        continuous_usage = stream_options.flag("continuous_usage_stats")
+        if continuous_usage and not include_usage:
+            raise InvalidParameter("stream_options.continuous_usage_stats", True, "false unless include_usage is true")
+    if stream and fields.get("prompt_logprobs") is not None:
+        raise InvalidParameter("prompt_logprobs", fields.get("prompt_logprobs"), "absent when stream is true")
+    priority = fields.integer("priority", -(2**31), 2**31 - 1) or 0
+    if priority and scheduling_policy != "priority":
+        raise InvalidParameter("priority", priority, f"0 under the scheduling policy {scheduling_policy!r}")
+    return Options(
+        stream=stream,
+        include_usage=include_usage,
+        continuous_usage=continuous_usage,
+        priority=priority,
+        cache_salt=fields.text("cache_salt"),
+        return_token_ids=fields.flag("return_token_ids"),
+        name_tokens_by_id=fields.flag("return_tokens_as_token_ids"),
+    )
+
+
+def read_sampling(
+    fields: Fields, defaults: Mapping[str, Any], own: Mapping[str, Any], spelled: Mapping[str, str]
+) -> SamplingParams:
+    """Build the sampling parameters of a request.
+
+    Args:
+        fields: the body.
+        defaults: the model's recommendations, for what the body leaves open.
+        own: parameters that the route computed itself; they win.
+        spelled: how the client wrote a parameter, where that is not `SamplingParams`' name.
+
+    Raises:
+        InvalidParameter: in the client's spelling.
+    """
+    given: dict[str, Any] = dict(defaults)
+    for name in SAMPLING_FIELDS:
+        value = fields.get(name)
+        if value is not None:
+            given[name] = value
+    if isinstance(given.get("logit_bias"), dict):
+        given["logit_bias"] = {_token_id(key): bias for key, bias in given["logit_bias"].items()}
+    given.update(own)
+    try:
+        return SamplingParams(**given)
+    except InvalidParameter as error:
+        raise InvalidParameter(spelled.get(error.field or "", error.field or ""), error.value, error.allowed) from error
+
+
+def _token_id(key: object) -> object:
+    """Return the integer that a JSON key spells; anything else stays, for the validator to refuse."""
+    return int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10 else key

@@ -1,0 +1,72 @@
+"""What a user can ask of the HTTP server, beside the engine's own options."""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+from dataclasses import dataclass, field
+
+from quire.errors import ConfigError
+
+DEFAULT_MAX_BODY_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Where the server listens, whom it lets in, and how long it waits.
+
+    Args:
+        host: the address to listen on; anything but loopback needs `api_key`.
+        port: 0 takes a free one.
+        api_key: what clients must show on every route but `/health`; None lets this machine's users in.
+        allow_origins: web origins whose pages may call the server; none by default.
+        max_body_bytes: the longest request body.
+        max_prompts: prompts of one request at most.
+        drain_timeout_s: how long running requests may go on once the server was asked to stop.
+        ping_interval_s: silence on a stream after which a comment keeps the connection open.
+        log_interval_s: how often the throughput line is logged; 0 never logs it.
+
+    Raises:
+        ConfigError: a value that is not allowed, or an open address without a key.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = field(default=None, repr=False)
+    allow_origins: tuple[str, ...] = ()
+    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+    max_prompts: int = 256
+    drain_timeout_s: float = 30.0
+    ping_interval_s: float = 15.0
+    log_interval_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        _within("port", self.port, 0, 65535)
+        _within("max_body_bytes", self.max_body_bytes, 1, 1 << 40)
+        _within("max_prompts", self.max_prompts, 1, 1 << 20)
+        _within("drain_timeout_s", self.drain_timeout_s, 0, 86400)
+        _within("ping_interval_s", self.ping_interval_s, 0.001, 86400)
+        _within("log_interval_s", self.log_interval_s, 0, 86400)
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.strip()):
+            raise ConfigError("api_key must be ASCII text that is not blank", field="api_key")
+        if self.api_key is None and not is_loopback(self.host):
+            raise ConfigError(
+                f"host {self.host!r} can be reached from other machines, which needs an API key: "
+                "set --api-key (or QUIRE_API_KEY), or listen on 127.0.0.1",
+                field="host",
+            )
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether an address can be reached from this machine only; names other than localhost count as open."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _within(name: str, value: float, low: float, high: float) -> None:
+    if not math.isfinite(value) or not low <= value <= high:
+        raise ConfigError(f"{name} must be from {low:g} to {high:g}, got {value!r}", field=name)

@@ -1,0 +1,63 @@
+"""What the routes of one server share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from quire.server.feed import Feed
+from quire.server.settings import ServerConfig
+from quire.server.usage import TokenCount
+
+if TYPE_CHECKING:
+    from quire.engine.async_llm import AsyncLLM
+
+
+@dataclass(slots=True)
+class Flight:
+    """One HTTP request that the engine works on, or will.
+
+    Args:
+        answer_id: the `id` of its answer.
+        count: its tokens so far.
+        feed: what happens to it.
+        started_s: when it came, in seconds of the monotonic clock.
+    """
+
+    answer_id: str
+    count: TokenCount
+    feed: Feed
+    started_s: float = field(default_factory=time.monotonic)
+
+
+@dataclass(slots=True)
+class ServerState:
+    """What the routes of one server share.
+
+    Args:
+        llm: the engine.
+        config: the server's options.
+        version: Quire's.
+        created: when the server started, in Unix seconds.
+        is_draining: True once the server was asked to stop.
+        flights: the requests in the engine, by the id of their answer.
+    """
+
+    llm: AsyncLLM
+    config: ServerConfig
+    version: str
+    created: int
+    is_draining: bool = False
+    flights: dict[str, Flight] = field(default_factory=dict)
+
+    @contextmanager
+    def aloft(self, flight: Flight) -> Iterator[None]:
+        """List a flight for as long as it lasts."""
+        self.flights[flight.answer_id] = flight
+        try:
+            yield
+        finally:
+            del self.flights[flight.answer_id]

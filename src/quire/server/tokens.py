@@ -1,0 +1,80 @@
+"""`POST /tokenize` and `POST /detokenize`, as vLLM has them."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.errors import InvalidParameter, UnsupportedFeature
+from quire.server.body import read_object
+from quire.server.chat import encode_chat
+from quire.server.fields import Fields, Refusal
+from quire.server.generation import json_response
+from quire.server.models import check_model
+from quire.server.state import ServerState
+from quire.text.tokenizer import Tokenizer
+
+UNSUPPORTED: dict[str, Refusal] = {
+    "chat_template": ((), "templates come with the model, never from requests"),
+    "continue_final_message": ((False,), "tokenize the text as a prompt"),
+    "tools": (([],), "calls of tools cannot be read from the output yet"),
+    "mm_processor_kwargs": (({},), "the model reads text only"),
+}
+KNOWN_FIELDS = (
+    *UNSUPPORTED,
+    "model",
+    "prompt",
+    "messages",
+    "tokens",
+    "add_special_tokens",
+    "add_generation_prompt",
+    "chat_template_kwargs",
+    "return_token_strs",
+)
+
+
+async def tokenize(state: ServerState, request: Request) -> Response:
+    """Answer `POST /tokenize`: the token ids of a prompt, or of a conversation."""
+    fields, tokenizer = await _read(state, request)
+    has_prompt, has_messages = fields.get("prompt") is not None, fields.get("messages") is not None
+    if has_prompt == has_messages:
+        raise InvalidParameter("prompt", fields.get("prompt"), "given, or else messages")
+    with_texts = fields.flag("return_token_strs")
+    if has_messages:
+        ids = await asyncio.to_thread(encode_chat, state, fields)
+    else:
+        text, add_special_tokens = fields.text("prompt") or "", fields.flag("add_special_tokens", True)
+        ids = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+    return json_response(
+        {
+            "count": len(ids),
+            "max_model_len": state.llm.resolved.max_model_len,
+            "tokens": ids,
+            "token_strs": [tokenizer.token_text(token_id) for token_id in ids] if with_texts else None,
+        }
+    )
+
+
+async def detokenize(state: ServerState, request: Request) -> Response:
+    """Answer `POST /detokenize`: the text of token ids, special tokens included."""
+    fields, tokenizer = await _read(state, request)
+    ids, limit = fields.get("tokens"), state.llm.resolved.vocab_size
+    if not isinstance(ids, list):
+        raise InvalidParameter("tokens", ids, "a list of token ids")
+    for token_id in ids:
+        if type(token_id) is not int or not 0 <= token_id < limit:
+            raise InvalidParameter("tokens", token_id, f"token ids from 0 to {limit - 1}")
+    text = await asyncio.to_thread(tokenizer.decode, ids, skip_special_tokens=False)
+    return json_response({"prompt": text})
+
+
+async def _read(state: ServerState, request: Request) -> tuple[Fields, Tokenizer]:
+    fields = Fields(await read_object(request, state.config.max_body_bytes))
+    fields.refuse(UNSUPPORTED)
+    fields.note_unknown(KNOWN_FIELDS)
+    check_model(state, fields)
+    if state.llm.tokenizer is None:
+        raise UnsupportedFeature("prompt", "this server runs without a tokenizer")
+    return fields, state.llm.tokenizer

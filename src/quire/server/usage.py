@@ -1,0 +1,44 @@
+"""Counts the tokens of an answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.engine.outputs import RequestOutput
+
+
+class TokenCount:
+    """Tokens of one HTTP request: each prompt once, whatever `n` is; every sample's output.
+
+    Args:
+        is_prompt_only: the client asked for no output; the token that the engine needs to run is not counted.
+    """
+
+    def __init__(self, *, is_prompt_only: bool = False) -> None:
+        self._is_prompt_only = is_prompt_only
+        self._prompts: dict[int, tuple[int, int]] = {}
+        self.num_output = 0
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of the prompts that the engine has answered to."""
+        return sum(num_tokens for num_tokens, _ in self._prompts.values())
+
+    def add(self, prompt_idx: int, delta: RequestOutput) -> None:
+        """Count the news of one prompt."""
+        num_prompt = len(delta.prompt_token_ids)
+        if num_prompt:
+            # At least one token of a prompt is always computed.
+            self._prompts[prompt_idx] = (num_prompt, min(delta.num_cached_tokens, num_prompt - 1))
+        if not self._is_prompt_only:
+            self.num_output += sum(len(output.token_ids) for output in delta.outputs)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the counts so far in OpenAI's form."""
+        num_prompt = self.num_prompt
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": self.num_output,
+            "total_tokens": num_prompt + self.num_output,
+            "prompt_tokens_details": {"cached_tokens": sum(num_cached for _, num_cached in self._prompts.values())},
+        }

@@ -1,0 +1,202 @@
+"""Every error has one form, names its field, and costs nobody else anything."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from quire.server.errors import api_error
+from tests.server.checkpoint import SAYING
+from tests.server.process import ServerProcess
+
+USER = [{"role": "user", "content": "hi"}]
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+Case = tuple[str, dict[str, Any], str]
+
+INVALID: list[Case] = [
+    (COMPLETIONS, {}, "prompt"),
+    *(
+        (COMPLETIONS, {"prompt": bad}, "prompt")
+        for bad in (None, 1, True, {}, [], [[]], [1, "a"], ["a", [1]], [True], [1.0])
+    ),
+    *((COMPLETIONS, {"prompt": bad}, "prompt") for bad in ([-1], [2**31], [[1], []], [1000], ["a"] * 257, [[[1]]])),
+    (COMPLETIONS, {"prompt": ["a"] * 40, "n": 32}, "n"),
+    *(
+        (COMPLETIONS, {"prompt": "a", field: bad}, field)
+        for field, values in {
+            "temperature": ("0", True, [], {}, -1, 1e999, 101),
+            "top_p": (0, 1.1, "1", True),
+            "top_k": (-2, 1.5, "5", True),
+            "min_p": (-0.1, 2, "0"),
+            "repetition_penalty": (0, -1, "1"),
+            "presence_penalty": (3, -3, "x", True),
+            "frequency_penalty": (3, -3, "x"),
+            "max_tokens": (-1, 1.5, "5", True, 0),
+            "min_tokens": (-1, 17, "1", 1.5),
+            "n": (0, -1, 129, 1.5, "1", True, 33),
+            "best_of": (0, "1", True),
+            "seed": (1.5, "1", True, 2**63),
+            "stop": (1, [1], [""], "", ["a"] * 65, {"a": 1}, "a" * 1025),
+            "stop_token_ids": ([-1], ["a"], 5, [1000], [1.5], [True]),
+            "allowed_token_ids": ([], [-1], ["a"], [1000], "1"),
+            "logit_bias": ([], "x", {"a": 1}, {"1": "x"}, {"1": 101}, {"1": None}, {"-1": 1}, {"1000": 1}, {"1": True}),
+            "logprobs": (-1, 65, 1.5, "1", True),
+            "prompt_logprobs": (-1, 65, "1", True),
+            "ignore_eos": (1, "true"),
+            "skip_special_tokens": (0, "no"),
+            "include_stop_str_in_output": (1,),
+            "add_special_tokens": (1,),
+            "echo": (1, "yes"),
+            "stream": (1, "true"),
+            "stream_options": ([], "x", {"include_usage": True}),
+            "user": (1,),
+            "cache_salt": (1, ""),
+            "priority": (1, "1", True),
+            "return_token_ids": (1,),
+            "model": (1, []),
+        }.items()
+        for bad in values
+    ),
+    *((CHAT, {"messages": bad}, "messages") for bad in (None, [], {}, "hi", 1)),
+    (CHAT, {"messages": ["hi"]}, "messages[0]"),
+    (CHAT, {"messages": [*USER, {"role": "king", "content": "hi"}]}, "messages[1].role"),
+    (CHAT, {"messages": [{"content": "hi"}]}, "messages[0].role"),
+    (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content"),
+    (CHAT, {"messages": [{"role": "user", "content": 1}]}, "messages[0].content"),
+    (CHAT, {"messages": [{"role": "user", "content": ["hi"]}]}, "messages[0].content[0]"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+    (CHAT, {"messages": USER, "max_completion_tokens": 0}, "max_completion_tokens"),
+    (CHAT, {"messages": USER, "max_tokens": "5"}, "max_tokens"),
+    (CHAT, {"messages": USER, "logprobs": 2}, "logprobs"),
+    (CHAT, {"messages": USER, "top_logprobs": 2}, "top_logprobs"),
+    (CHAT, {"messages": USER, "logprobs": True, "top_logprobs": 65}, "top_logprobs"),
+    (CHAT, {"messages": USER, "chat_template_kwargs": []}, "chat_template_kwargs"),
+    (CHAT, {"messages": USER, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    (CHAT, {"messages": USER, "chat_template_kwargs": {"raise_exception": 1}}, "chat_template_kwargs"),
+    (CHAT, {"messages": USER, "tools": {}}, "tools"),
+    ("/tokenize", {}, "prompt"),
+    ("/tokenize", {"prompt": "a", "messages": USER}, "prompt"),
+    ("/tokenize", {"prompt": 1}, "prompt"),
+    *(("/detokenize", {"tokens": bad}, "tokens") for bad in (None, "a", [-1], [1000], ["a"], [True], [1.5])),
+]
+UNSUPPORTED: list[Case] = [
+    (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix"),
+    (COMPLETIONS, {"prompt": "a", "best_of": 2}, "best_of"),
+    (COMPLETIONS, {"prompt": "a", "use_beam_search": True}, "use_beam_search"),
+    (COMPLETIONS, {"prompt": "a", "guided_json": {}}, "guided_json"),
+    (CHAT, {"messages": USER, "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    (CHAT, {"messages": USER, "tool_choice": "required"}, "tool_choice"),
+    (CHAT, {"messages": USER, "functions": [{"name": "f"}]}, "functions"),
+    (CHAT, {"messages": USER, "response_format": {"type": "json_object"}}, "response_format"),
+    (CHAT, {"messages": USER, "modalities": ["text", "audio"]}, "modalities"),
+    (CHAT, {"messages": USER, "audio": {"voice": "alloy"}}, "audio"),
+    (CHAT, {"messages": USER, "chat_template": "{{ 1 }}"}, "chat_template"),
+    (CHAT, {"messages": USER, "chat_template_kwargs": {"unused": 1}}, "unused"),
+    (CHAT, {"messages": USER, "store": True}, "store"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a"}}]}]},
+        "messages[0].content[0].type",
+    ),
+]
+
+
+def check_form(raw: str, status: int) -> dict[str, Any]:
+    """Check that an error has OpenAI's form and return it."""
+    body = json.loads(raw)
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["message"]
+    assert "Traceback" not in raw
+    assert ".py" not in raw
+    assert (body["error"]["type"] == "invalid_request_error") == (status not in (401, 403, 429, 500, 503))
+    return dict(body["error"])
+
+
+def ids_of(cases: list[Case]) -> list[str]:
+    return [f"{path}:{field}-{idx}" for idx, (path, _, field) in enumerate(cases)]
+
+
+@pytest.mark.parametrize(("path", "body", "field"), INVALID, ids=ids_of(INVALID))
+def test_20_21_a_bad_value_is_a_400_that_names_it(server: ServerProcess, path: str, body: dict, field: str) -> None:
+    # The client's own encoder would not write infinity.
+    raw = json.dumps(body).replace("Infinity", "1e999")
+    response = server.http.post(path, content=raw, headers={"content-type": "application/json"})
+    assert response.status_code == 400, response.text
+    error = check_form(response.text, 400)
+    assert error["param"] == field
+    assert error["code"] == "invalid_parameter"
+
+
+@pytest.mark.parametrize(("path", "body", "field"), UNSUPPORTED, ids=ids_of(UNSUPPORTED))
+@pytest.mark.parametrize("streamed", [False, True])
+def test_17_25_what_is_known_but_not_supported_is_a_400_that_says_so(
+    server: ServerProcess, path: str, body: dict, field: str, streamed: bool
+) -> None:
+    response = server.post(path, {**body, "stream": streamed})
+    assert response.status_code == 400, response.text
+    error = check_form(response.text, 400)
+    assert (error["param"], error["code"]) == (field, "unsupported_feature")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "content", "status", "code"),
+    [
+        ("GET", "/v1/nothing", {}, b"", 404, "not_found"),
+        ("GET", "/v1/completions", {}, b"", 405, "method_not_allowed"),
+        ("DELETE", "/v1/models", {}, b"", 405, "method_not_allowed"),
+        ("POST", "/v1/completions", {}, b'{"prompt": "a"}', 415, "unsupported_media_type"),
+        ("POST", "/v1/completions", {"content-type": "text/plain"}, b'{"prompt": "a"}', 415, "unsupported_media_type"),
+        ("POST", "/v1/completions", {"content-type": "application/json"}, b'{"prompt": ', 400, "invalid_json"),
+        ("POST", "/v1/completions", {"content-type": "application/json"}, b"[" * 100_000, 400, "invalid_json"),
+        ("POST", "/v1/completions", {"content-type": "application/json"}, b'{"prompt":"\\ud800"}', 400, "invalid_json"),
+        ("POST", "/v1/completions", {"content-type": "application/json"}, b'{"n": NaN}', 400, "invalid_json"),
+        ("POST", "/v1/completions", {"content-type": "application/json"}, b" " * (2 << 20), 413, "content_too_large"),
+        ("GET", "/status", {"host": "evil.example"}, b"", 403, "host_not_allowed"),
+    ],
+)
+def test_21_every_status_has_the_one_form(
+    server: ServerProcess, method: str, path: str, headers: dict[str, str], content: bytes, status: int, code: str
+) -> None:
+    response = server.http.request(method, path, headers=headers, content=content)
+    assert response.status_code == status, response.text
+    assert check_form(response.text, status)["code"] == code
+    assert response.headers["content-type"] == "application/json"
+    if status == 405:
+        assert response.headers["allow"]
+
+
+def test_21_a_body_without_a_declared_length_is_bounded_too(server: ServerProcess) -> None:
+    parts = iter([b'{"prompt": "'] + [b"a" * 65536] * 32)
+    response = server.http.post(COMPLETIONS, content=parts, headers={"content-type": "application/json"})
+    assert response.status_code == 413
+    check_form(response.text, 413)
+
+
+def test_21_an_unknown_model_is_a_404(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.completions.create(model="gpt-4", prompt="a")
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+
+
+def test_21_a_failure_of_our_own_shows_nothing_of_its_inside() -> None:
+    error = api_error(KeyError("/secret/path.py"), "the-id")
+    assert error.status == 500
+    assert "secret" not in json.dumps(error.body())
+    assert "the-id" in str(error)
+
+
+def test_a_bad_request_costs_nobody_else_anything(server: ServerProcess) -> None:
+    body = {"prompt": "Z", "max_tokens": 28, "temperature": 0, "stream": True}
+    with server.http.stream("POST", COMPLETIONS, json=body) as response:
+        for path, bad, _ in INVALID[::10]:
+            assert server.http.post(path, content=json.dumps(bad)).status_code == 415
+            assert server.http.post(
+                path, content=json.dumps(bad), headers={"content-type": "application/json"}
+            ).is_error
+        chunks = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == SAYING + "abcdef"
+    assert server.wait_until_idle()["memory"]["num_sequences"] == 0

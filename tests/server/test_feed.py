@@ -1,0 +1,143 @@
+"""Merging outputs, the client's leaving and the server's stopping, on a real event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from quire.engine.outputs import RequestOutput
+from quire.server.errors import ApiError, stopping
+from quire.server.feed import ClientGone, Feed, News
+
+Receive = Callable[[], Awaitable[Any]]
+
+
+def output(name: str) -> RequestOutput:
+    return RequestOutput(name, None, [1], [])
+
+
+class Source:
+    """A stream that gives what it is told to, and knows whether it was closed."""
+
+    def __init__(self) -> None:
+        self.items: asyncio.Queue[RequestOutput | Exception | None] = asyncio.Queue()
+        self.is_closed = False
+
+    async def stream(self) -> AsyncGenerator[RequestOutput, None]:
+        try:
+            while (item := await self.items.get()) is not None:
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+        finally:
+            self.is_closed = True
+
+
+async def never() -> Any:
+    await asyncio.Event().wait()
+
+
+async def read(
+    feed: Feed, sources: list[Source], receive: Receive, got: list[News], then: Callable[[], None] = lambda: None
+) -> None:
+    """Read a feed to its end, and do something after each batch of news."""
+    async with aclosing(feed.follow([source.stream() for source in sources], receive)) as batches:
+        async for news in batches:
+            got += news
+            then()
+
+
+def test_outputs_of_all_prompts_come_as_they_are_there() -> None:
+    async def scenario() -> None:
+        one, two = Source(), Source()
+        one.items.put_nowait(output("a"))
+        two.items.put_nowait(output("b"))
+        got: list[tuple[int, str]] = []
+        async with aclosing(Feed(60).follow([one.stream(), two.stream()], never)) as batches:
+            async for news in batches:
+                got += [(idx, item.request_id) for idx, item in news]
+                if len(got) == 2:
+                    one.items.put_nowait(None)
+                    two.items.put_nowait(output("c"))
+                    two.items.put_nowait(None)
+        assert sorted(got) == [(0, "a"), (1, "b"), (1, "c")]
+        assert one.is_closed
+        assert two.is_closed
+
+    asyncio.run(scenario())
+
+
+def test_23_silence_is_noticed_and_loses_nothing() -> None:
+    async def scenario() -> None:
+        source = Source()
+        silences = 0
+        got = []
+        async with aclosing(Feed(0.001).follow([source.stream()], never)) as batches:
+            async for news in batches:
+                if not news:
+                    silences += 1
+                    if silences == 3:
+                        source.items.put_nowait(output("a"))
+                        source.items.put_nowait(None)
+                got += news
+        assert silences >= 3
+        assert [item.request_id for _, item in got] == ["a"]
+
+    asyncio.run(scenario())
+
+
+def test_24_a_client_that_leaves_closes_every_stream() -> None:
+    async def scenario() -> None:
+        sources = [Source(), Source()]
+        messages = iter([{"type": "http.request"}, {"type": "http.disconnect"}])
+
+        async def receive() -> Any:
+            return next(messages)
+
+        with pytest.raises(ClientGone):
+            await read(Feed(60), sources, receive, [])
+        assert all(source.is_closed for source in sources)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("is_from_outside", [False, True])
+def test_22_an_error_comes_behind_the_news_that_were_there(is_from_outside: bool) -> None:
+    async def scenario() -> None:
+        sources = [Source(), Source()]
+        sources[0].items.put_nowait(output("a"))
+        feed = Feed(60)
+        got: list[News] = []
+
+        def go_wrong() -> None:
+            if is_from_outside:
+                feed.fail(stopping())
+            else:
+                sources[1].items.put_nowait(stopping())
+
+        with pytest.raises(ApiError):
+            await read(feed, sources, never, got, go_wrong)
+        assert len(got) == 1
+        assert all(source.is_closed for source in sources)
+
+    asyncio.run(scenario())
+
+
+def test_24_cancelling_the_reader_closes_every_stream() -> None:
+    async def scenario() -> None:
+        source = Source()
+        source.items.put_nowait(output("a"))
+        has_begun = asyncio.Event()
+
+        task = asyncio.create_task(read(Feed(60), [source], never, [], has_begun.set))
+        await has_begun.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert source.is_closed
+
+    asyncio.run(scenario())

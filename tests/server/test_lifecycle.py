@@ -1,0 +1,186 @@
+"""Keys, queues, and the life of the process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.server.conftest import KEY
+from tests.server.process import PATIENCE_S, ServerProcess, running
+from tests.server.streams import events_of
+from tests.server.test_errors import check_form
+
+LONG: dict[str, Any] = {"prompt": "Z", "max_tokens": 4000, "ignore_eos": True, "temperature": 0, "stream": True}
+FLAGS = ("--num-kv-blocks", "300")
+
+
+def begun(response: httpx.Response) -> tuple[str, Iterator[str]]:
+    """Return a stream's first chunk and the lines behind it; who lets go of the lines lets go of the stream."""
+    lines = response.iter_lines()
+    first = next(line for line in lines if line.startswith("data: {"))
+    return first, lines
+
+
+def test_a_full_queue_is_a_429_that_says_when_to_come_back(narrow_server: ServerProcess) -> None:
+    narrow_server.wait_until_idle()
+    http = narrow_server.http
+    with http.stream("POST", "/v1/completions", json=LONG) as one:
+        _, held = begun(one)
+        narrow_server.wait_until(lambda status: status["engine"]["num_running"] == 1)
+        with http.stream("POST", "/v1/completions", json=LONG), http.stream("POST", "/v1/completions", json=LONG):
+            narrow_server.wait_until(lambda status: status["engine"]["num_waiting"] == 2)
+            for path, body in (
+                ("/v1/completions", {"prompt": "a"}),
+                ("/v1/completions", {"prompt": "a", "stream": True}),
+                ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+            ):
+                refused = narrow_server.post(path, body)
+                assert refused.status_code == 429
+                assert check_form(refused.text, 429)["code"] == "queue_full"
+                assert int(refused.headers["retry-after"]) >= 1
+            assert http.get("/health").status_code == 200
+            held.close()
+    narrow_server.wait_until_idle()
+    assert narrow_server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
+    too_many = narrow_server.post("/v1/completions", {"prompt": ["a"] * 3})
+    assert (too_many.status_code, check_form(too_many.text, 400)["param"]) == (400, "prompt")
+
+
+@pytest.mark.parametrize("path", ["/", "/v1/models", "/metrics", "/status", "/version", "/v1/nothing"])
+@pytest.mark.parametrize("key", [None, "wrong"])
+def test_the_key_is_wanted_everywhere_but_for_health(narrow_server: ServerProcess, path: str, key: str | None) -> None:
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    response = httpx.get(narrow_server.url + path, headers=headers, timeout=PATIENCE_S)
+    assert response.status_code == 401
+    assert check_form(response.text, 401)["code"] == "invalid_api_key"
+    assert httpx.get(f"{narrow_server.url}/health", timeout=PATIENCE_S).status_code == 200
+
+
+def test_the_openai_client_shows_the_key(narrow_server: ServerProcess) -> None:
+    with openai.OpenAI(base_url=f"{narrow_server.url}/v1", api_key=KEY, max_retries=0) as client:
+        assert client.models.list().data[0].id == "tiny"
+    with (
+        openai.OpenAI(base_url=f"{narrow_server.url}/v1", api_key="wrong", max_retries=0) as client,
+        pytest.raises(openai.AuthenticationError),
+    ):
+        client.models.list()
+
+
+def test_only_named_origins_may_call_from_a_page(narrow_server: ServerProcess, server: ServerProcess) -> None:
+    def ask(asked: ServerProcess, origin: str) -> httpx.Response:
+        headers = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+        headers["Access-Control-Request-Headers"] = "authorization,content-type"
+        return httpx.options(f"{asked.url}/v1/completions", headers=headers, timeout=PATIENCE_S)
+
+    allowed = ask(narrow_server, "https://example.org")
+    assert allowed.status_code == 200
+    assert allowed.headers["access-control-allow-origin"] == "https://example.org"
+    assert "access-control-allow-origin" not in ask(narrow_server, "https://evil.example").headers
+    assert "access-control-allow-origin" not in ask(server, "https://example.org").headers
+
+
+def test_health_metrics_version_and_page(server: ServerProcess) -> None:
+    health = server.http.get("/health")
+    assert (health.status_code, health.json()["status"]) == (200, "ok")
+    metrics = server.http.get("/metrics")
+    assert metrics.headers["content-type"].startswith("text/plain")
+    for name in ("num_requests_running", "kv_cache_usage_perc", "time_to_first_token_seconds", "generation_tokens"):
+        assert f"vllm:{name}" in metrics.text
+    assert server.http.get("/version").json()["version"] == server.status()["version"]
+    page = server.http.get("/")
+    assert page.headers["content-type"].startswith("text/html")
+    # The page brings all that it needs.
+    assert "src=" not in page.text
+    assert "href=" not in page.text
+    assert "http://" not in page.text
+    assert "https://" not in page.text
+
+
+def test_the_log_says_what_was_resolved_and_what_was_done(server: ServerProcess) -> None:
+    server.post("/v1/completions", {"prompt": "a prompt", "max_tokens": 60, "ignore_eos": True})
+    server.wait_until(lambda _: "Throughput: prompt" in server.log.read_text())
+    log = server.log.read_text()
+    assert "Available KV cache memory: " in log
+    assert "maximum concurrency for 4,096 tokens per request: " in log
+    assert "Traceback" not in log
+
+
+def test_a_signal_lets_what_runs_finish_and_takes_nothing_new(folder: Path, tmp_path: Path) -> None:
+    with running(folder, tmp_path / "log", *FLAGS, "--drain-timeout", "600") as server:
+        body = {**LONG, "max_tokens": 1000}
+        with server.http.stream("POST", "/v1/completions", json=body) as response:
+            first, lines = begun(response)
+            os.kill(server.process.pid, signal.SIGTERM)
+            while server.http.get("/health").json()["status"] != "stopping":
+                pass
+            health = server.http.get("/health")
+            assert health.status_code == 503
+            for streamed in (False, True):
+                refused = server.post("/v1/completions", {"prompt": "a", "stream": streamed})
+                assert refused.status_code == 503
+                assert check_form(refused.text, 503)["code"] == "stopping"
+                assert refused.headers["retry-after"]
+            rest = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        chunks = [json.loads(first[6:]), *rest]
+        assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+        assert server.process.wait(PATIENCE_S) == 0
+        assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+def test_22_what_does_not_finish_in_time_ends_with_an_error_in_the_stream(folder: Path, tmp_path: Path) -> None:
+    with running(folder, tmp_path / "log", *FLAGS, "--drain-timeout", "0.1") as server:
+        with server.http.stream(
+            "POST", "/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}], **LONG}
+        ) as response:
+            assert response.status_code == 200
+            os.kill(server.process.pid, signal.SIGINT)
+            raw = response.read().decode()
+        *_, error, done = events_of(raw)
+        assert done == "[DONE]"
+        assert raw.count("[DONE]") == 1
+        assert check_form(error, 503)["code"] == "stopping"
+        assert server.process.wait(PATIENCE_S) == 0
+        assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+def test_a_second_signal_ends_at_once(folder: Path, tmp_path: Path) -> None:
+    with (
+        running(folder, tmp_path / "log", *FLAGS, "--drain-timeout", "600") as server,
+        server.http.stream("POST", "/v1/completions", json=LONG) as response,
+    ):
+        _, held = begun(response)
+        os.kill(server.process.pid, signal.SIGTERM)
+        while server.http.get("/health").json()["status"] != "stopping":
+            pass
+        assert server.stop(signal.SIGTERM) == 128 + signal.SIGTERM
+        with pytest.raises(httpx.RemoteProtocolError):
+            list(held)
+
+
+def refused(*flags: str) -> str:
+    """Return what a start says that must fail."""
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    env.pop("QUIRE_API_KEY", None)
+    command = [sys.executable, "-m", "quire", "serve", *flags]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+def test_an_open_address_without_a_key_does_not_start() -> None:
+    assert "needs an API key" in refused("--host", "0.0.0.0")
+
+
+def test_a_taken_port_does_not_start(server: ServerProcess) -> None:
+    assert "cannot listen on 127.0.0.1 port" in refused("--port", server.url.rpartition(":")[2])

@@ -1,0 +1,106 @@
+"""Log probabilities in the forms of completions and of chat."""
+
+from __future__ import annotations
+
+import json
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.engine.outputs import Logprob, PositionLogprobs
+from quire.server.logprobs import (
+    LOWEST_LOGPROB,
+    TextOffsets,
+    TokenNames,
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs_json,
+)
+from quire.text.tokenizer import Tokenizer
+
+
+def position(*entries: tuple[int, float, int]) -> PositionLogprobs:
+    return {token_id: Logprob(logprob, rank) for token_id, logprob, rank in entries}
+
+
+def test_14_four_parallel_arrays_with_the_chosen_token_always(tokenizer: Tokenizer) -> None:
+    a, b, c = (tokenizer.encode(char, add_special_tokens=False)[0] for char in "abc")
+    rows = [None, position((a, -3.0, 9), (b, -0.5, 1), (c, -1.5, 2)), position((b, -0.5, 1), (c, -1.0, 2))]
+    arrays = completion_logprobs([c, a, b], rows, [0, 1, 2], 2, TokenNames(tokenizer, by_id=False))
+    assert arrays["tokens"] == ["c", "a", "b"]
+    assert arrays["token_logprobs"] == [None, -3.0, -0.5]
+    assert arrays["top_logprobs"] == [None, {"a": -3.0, "b": -0.5, "c": -1.5}, {"b": -0.5, "c": -1.0}]
+    assert arrays["text_offset"] == [0, 1, 2]
+
+
+def test_14_zero_shows_the_chosen_token_only(tokenizer: Tokenizer) -> None:
+    a, b = (tokenizer.encode(char, add_special_tokens=False)[0] for char in "ab")
+    rows = [position((a, -3.0, 9), (b, -0.5, 1))]
+    assert completion_logprobs([a], rows, [0], 0, TokenNames(tokenizer, by_id=False))["top_logprobs"] == [{"a": -3.0}]
+
+
+def test_15_minus_infinity_is_a_number_in_json(tokenizer: Tokenizer) -> None:
+    rows = [position((5, -math.inf, 300), (6, -0.1, 1))]
+    names = TokenNames(tokenizer, by_id=False)
+    assert completion_logprobs([5], rows, [0], 1, names)["token_logprobs"] == [LOWEST_LOGPROB]
+    assert json.loads(json.dumps(chat_logprobs([5], rows, 1, names), allow_nan=False))["content"][0]["logprob"] < -999
+
+
+def test_15_chat_entries_carry_bytes_that_join_to_the_text(tokenizer: Tokenizer) -> None:
+    text = "na\u00efve \U0001f600!"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    rows = [position((token_id, -0.5, 1), (token_id + 1, -1.0, 2)) for token_id in ids]
+    content = chat_logprobs(ids, rows, 1, TokenNames(tokenizer, by_id=False))["content"]
+    assert bytes(byte for entry in content for byte in entry["bytes"]).decode() == text
+    assert all([top["token"] for top in entry["top_logprobs"]] == [entry["token"]] for entry in content)
+    assert "\ufffd" not in "".join(entry["token"] for entry in content)
+    escaped = [entry for entry in content if entry["token"].startswith("\\x")]
+    assert escaped
+    assert all(bytes.fromhex(entry["token"].replace("\\x", "")) == bytes(entry["bytes"]) for entry in escaped)
+
+
+def test_12_a_token_inside_a_character_is_written_as_bytes(tokenizer: Tokenizer) -> None:
+    (first, *_) = tokenizer.encode("\u0f40", add_special_tokens=False)
+    assert TokenNames(tokenizer, by_id=False, bytes_prefix="bytes:").name(first) == "bytes:\\xe0"
+    assert TokenNames(tokenizer, by_id=True).name(first) == f"token_id:{first}"
+    assert TokenNames(None, by_id=False).name(first) == f"token_id:{first}"
+
+
+@given(st.text(st.characters(codec="utf-8"), max_size=30), st.booleans())
+def test_14_offsets_say_where_a_token_begins_in_the_text(tokenizer: Tokenizer, text: str, with_special: bool) -> None:
+    ids = tokenizer.encode(text, add_special_tokens=with_special)
+    expected, data = [], b""
+    for token_id in ids:
+        piece = b"" if with_special and token_id == 0 and not data else tokenizer.token_bytes(token_id)
+        # The characters that are begun before this token; it belongs to the last of them where it continues it.
+        begun = sum(byte & 0xC0 != 0x80 for byte in data)
+        expected.append(begun - bool(piece and piece[0] & 0xC0 == 0x80))
+        data += piece
+    assert data.decode() == text
+    assert TextOffsets(tokenizer).over_prompt(ids, text) == expected
+    if not with_special:
+        assert TextOffsets(tokenizer).over_output(ids, skip_special_tokens=False) == expected
+
+
+def test_14_offsets_go_on_behind_the_prompt_and_skip_what_the_text_skips(tokenizer: Tokenizer) -> None:
+    prompt = "ab<|user|>"
+    ids = tokenizer.encode(prompt)
+    assert ids[0] == 0
+    offsets = TextOffsets(tokenizer)
+    # The prompt as it was sent shows its special token; the one that the tokenizer put before it is not there.
+    assert offsets.over_prompt(ids, prompt) == [0, 0, 1, 2]
+    x = tokenizer.encode("x", add_special_tokens=False)[0]
+    assert offsets.over_output([x, 1, x], skip_special_tokens=True) == [10, 11, 11]
+    assert offsets.over_output([1, x], skip_special_tokens=False) == [12, 12 + len("<|eos|>")]
+
+
+def test_prompt_logprobs_hold_the_prompts_own_token_and_the_likeliest(tokenizer: Tokenizer) -> None:
+    a, b, c = (tokenizer.encode(char, add_special_tokens=False)[0] for char in "abc")
+    rows = [None, position((a, -3.0, 9), (b, -0.5, 1), (c, -1.5, 2))]
+    first, second = prompt_logprobs_json(rows, 1, TokenNames(tokenizer, by_id=False))
+    assert first is None
+    assert second == {
+        str(a): {"logprob": -3.0, "rank": 9, "decoded_token": "a"},
+        str(b): {"logprob": -0.5, "rank": 1, "decoded_token": "b"},
+    }

@@ -1,0 +1,38 @@
+"""Counting tokens."""
+
+from __future__ import annotations
+
+from quire.engine.outputs import CompletionOutput, RequestOutput
+from quire.server.usage import TokenCount
+
+
+def delta(num_prompt: int, *num_output: int, num_cached: int = 0) -> RequestOutput:
+    outputs = [CompletionOutput(idx, token_ids=[9] * count) for idx, count in enumerate(num_output)]
+    return RequestOutput("r", None, [1] * num_prompt, outputs, num_cached_tokens=num_cached)
+
+
+def test_4_each_prompt_counts_once_and_every_sample_counts() -> None:
+    count = TokenCount()
+    for prompt_idx, num_prompt in enumerate((5, 7)):
+        for _ in range(3):
+            count.add(prompt_idx, delta(num_prompt, 1, 1))
+    assert count.as_json() == {
+        "prompt_tokens": 12,
+        "completion_tokens": 12,
+        "total_tokens": 24,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+
+
+def test_3_cached_tokens_are_always_there_and_fewer_than_the_prompts() -> None:
+    count = TokenCount()
+    assert count.as_json()["prompt_tokens_details"] == {"cached_tokens": 0}
+    count.add(0, delta(16, 1, num_cached=16))
+    assert count.as_json()["prompt_tokens_details"] == {"cached_tokens": 15}
+
+
+def test_a_prompt_alone_has_no_output() -> None:
+    count = TokenCount(is_prompt_only=True)
+    count.add(0, delta(5, 1))
+    assert count.as_json()["completion_tokens"] == 0
+    assert count.as_json()["total_tokens"] == 5
