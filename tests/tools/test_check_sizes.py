@@ -1,0 +1,46 @@
+"""The size budget: what counts, what is let through with a warning, what fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tools.check_sizes import Excess, excesses
+
+
+def found(tmp_path: Path, source: str) -> list[Excess]:
+    """Return what the check says about one file."""
+    path = tmp_path / "module.py"
+    path.write_text(source, encoding="utf-8")
+    return list(excesses(path, path.name))
+
+
+@pytest.mark.parametrize(("num_lines", "verdict"), [(400, None), (401, False), (420, False), (421, True)])
+def test_a_file_may_have_400_lines_and_fails_past_420(tmp_path: Path, num_lines: int, verdict: bool | None) -> None:
+    found_here = found(tmp_path, "x = 1\n" * num_lines)
+    assert [excess.is_failure for excess in found_here] == ([] if verdict is None else [verdict])
+
+
+@pytest.mark.parametrize(("num_lines", "verdict"), [(60, None), (61, False), (65, False), (66, True)])
+@pytest.mark.parametrize("keyword", ["def", "async def"])
+def test_a_function_may_have_60_lines_and_fails_past_65(
+    tmp_path: Path, num_lines: int, verdict: bool | None, keyword: str
+) -> None:
+    found_here = found(tmp_path, f"{keyword} f():\n" + "    x = 1\n" * (num_lines - 1))
+    assert [excess.is_failure for excess in found_here] == ([] if verdict is None else [verdict])
+
+
+def test_docstring_comments_and_blank_lines_do_not_count(tmp_path: Path) -> None:
+    docstring = '    """First.\n' + "    more\n" * 40 + '    """\n'
+    assert found(tmp_path, "def f():\n" + docstring + "    # why\n\n" * 40 + "    x = 1\n" * 59) == []
+
+
+def test_a_long_string_that_is_no_docstring_counts(tmp_path: Path) -> None:
+    source = 'def f():\n    x = 1\n    y = """\n' + "    words\n" * 70 + '    """\n'
+    assert [excess.num_lines for excess in found(tmp_path, source)] == [74]
+
+
+def test_a_method_inside_a_class_is_named_with_its_line(tmp_path: Path) -> None:
+    source = "class A:\n    def method(self):\n" + "        x = 1\n" * 70
+    assert [excess.where for excess in found(tmp_path, source)] == ["module.py:2 method"]

@@ -1,0 +1,227 @@
+"""Turns documents into token ids and packs them into rows."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from itertools import islice
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from torch import Tensor
+
+from tools.bundled_model.corpus import BOS, SPECIALS, documents
+
+LENGTHS = (256, 512, 1024)
+
+
+def train_tokenizer(seed: int, count: int, vocab: int) -> Tokenizer:
+    """Trains a byte-level tokenizer on the corpus.
+
+    Args:
+        seed: Seed of the documents.
+        count: Number of documents.
+        vocab: Number of tokens, with the special ones and all bytes.
+
+    Returns:
+        The tokenizer.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=list(SPECIALS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    texts = (text for made in islice(documents(seed), count) for text, _ in _without_specials(made))
+    tokenizer.train_from_iterator(texts, trainer)
+    bos = id_of(tokenizer, BOS)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A {BOS}:1 $B:1", special_tokens=[(BOS, bos)]
+    )
+    return tokenizer
+
+
+def _without_specials(pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
+    """Removes the special tokens, which are not split any further.
+
+    Args:
+        pieces: A document.
+
+    Returns:
+        The document without them.
+    """
+    cleaned = []
+    for text, learned in pieces:
+        for special in SPECIALS:
+            text = text.replace(special, "\n")
+        cleaned += [(part, learned) for part in text.split("\n") if part]
+    return cleaned
+
+
+@dataclass
+class Row:
+    """Documents that lie one after the other in one row.
+
+    Attributes:
+        ids: Token ids.
+        learned: Whether the model learns to write the token.
+        owners: Number of the document that the token belongs to.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    learned: list[bool] = field(default_factory=list)
+    owners: list[int] = field(default_factory=list)
+
+    def add(self, ids: list[int], learned: list[bool]) -> None:
+        """Appends a document.
+
+        Args:
+            ids: Its token ids.
+            learned: Whether the model learns to write each.
+        """
+        owner = self.owners[-1] + 1 if self.owners else 0
+        self.ids += ids
+        self.learned += learned
+        self.owners += [owner] * len(ids)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of one length, ready for a step of training.
+
+    Attributes:
+        inputs: Token ids, ``[rows, length]``.
+        targets: The next tokens, with -100 where nothing is to be learned.
+        mask: Which keys each query may see, ``[rows, 1, length, length]``.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    mask: Tensor
+
+
+def id_of(tokenizer: Tokenizer, token: str) -> int:
+    """Gives the id of a token that must exist.
+
+    Args:
+        tokenizer: The tokenizer.
+        token: The text of the token.
+
+    Returns:
+        Its id.
+
+    Raises:
+        KeyError: If the tokenizer has no such token.
+    """
+    found = tokenizer.token_to_id(token)
+    if found is None:
+        raise KeyError(token)
+    return found
+
+
+def encode(tokenizer: Tokenizer, seed: int, tokens: int) -> list[tuple[list[int], list[bool]]]:
+    """Makes and encodes documents until there are enough tokens.
+
+    Args:
+        tokenizer: The tokenizer.
+        seed: Seed of the documents.
+        tokens: How many tokens to make.
+
+    Returns:
+        Ids and learning flags for each document.
+    """
+    encoded: list[tuple[list[int], list[bool]]] = []
+    stream = documents(seed)
+    while tokens > 0:
+        made = list(islice(stream, 2000))
+        texts = [text for pieces in made for text, _ in pieces]
+        parts = iter(tokenizer.encode_batch(texts, add_special_tokens=False))
+        for pieces in made:
+            ids: list[int] = []
+            learned: list[bool] = []
+            for _, flag in pieces:
+                part = next(parts).ids
+                ids += part
+                learned += [flag] * len(part)
+            if len(ids) <= LENGTHS[-1] + 1:
+                encoded.append((ids, learned))
+                tokens -= len(ids)
+    return encoded
+
+
+def pack(encoded: list[tuple[list[int], list[bool]]], open_rows: int = 12) -> dict[int, list[Row]]:
+    """Lays whole documents into rows, each where it leaves the least room.
+
+    Args:
+        encoded: Ids and learning flags for each document.
+        open_rows: How many rows of a length are filled at the same time.
+
+    Returns:
+        For each length, the rows; a row holds at most one token more than its length.
+    """
+    done: dict[int, list[Row]] = {length: [] for length in LENGTHS}
+    filling: dict[int, list[Row]] = {length: [] for length in LENGTHS}
+    for ids, learned in encoded:
+        length = next(size for size in LENGTHS if len(ids) <= size + 1)
+        rows = filling[length]
+        # A short document may also fill the end of a longer row.
+        sizes = [size for size in LENGTHS if size >= length]
+        fitting = [row for size in sizes for row in filling[size] if len(row.ids) + len(ids) <= size + 1]
+        if fitting:
+            max(fitting, key=lambda row: len(row.ids)).add(ids, learned)
+            continue
+        row = Row()
+        row.add(ids, learned)
+        rows.append(row)
+        if len(rows) > open_rows:
+            fullest = max(rows, key=lambda one: len(one.ids))
+            rows.remove(fullest)
+            done[length].append(fullest)
+    for length in LENGTHS:
+        done[length] += filling[length]
+    return done
+
+
+def to_batch(rows: list[Row], length: int, pad: int) -> Batch:
+    """Stacks rows and hides the documents of a row from each other.
+
+    Args:
+        rows: The rows.
+        length: Their length.
+        pad: Id that fills the end of short rows.
+
+    Returns:
+        The batch.
+    """
+    size = length + 1
+    ids = torch.tensor([row.ids + [pad] * (size - len(row.ids)) for row in rows])
+    owners = torch.tensor([row.owners + [-1] * (size - len(row.ids)) for row in rows])
+    learned = torch.tensor([row.learned + [False] * (size - len(row.ids)) for row in rows])
+    targets = ids[:, 1:].masked_fill(~learned[:, 1:], -100)
+    seen = owners[:, :-1]
+    same = seen[:, :, None] == seen[:, None, :]
+    mask = same & torch.ones(length, length, dtype=torch.bool).tril()
+    return Batch(ids[:, :-1].contiguous(), targets.contiguous(), mask[:, None])
+
+
+def schedule(packed: dict[int, list[Row]], tokens: int, rng: random.Random) -> list[tuple[int, list[Row]]]:
+    """Sorts the rows into batches of about the same number of tokens, in random order.
+
+    Args:
+        packed: Rows for each length.
+        tokens: Tokens per batch.
+        rng: Source of chance.
+
+    Returns:
+        Length and rows of each batch.
+    """
+    batches: list[tuple[int, list[Row]]] = []
+    for length, rows in packed.items():
+        rng.shuffle(rows)
+        size = max(1, tokens // length)
+        batches += [(length, rows[at : at + size]) for at in range(0, len(rows) - size + 1, size)]
+    rng.shuffle(batches)
+    return batches

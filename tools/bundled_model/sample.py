@@ -1,0 +1,116 @@
+"""Writes with a model folder, to see what the model is like."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+
+from tools.bundled_model.corpus import ASSISTANT, BOS, END, EOS, USER
+from tools.bundled_model.data import id_of
+from tools.bundled_model.model import Shape, SmallLlama
+
+STORIES = ("Once upon a time, a small fox", "Tom found a red kite", "The old sailor")
+QUESTIONS = (
+    "Who are you?",
+    "Where does a fish live?",
+    "What is two plus three?",
+    "Tell me a story about a brave mouse.",
+)
+
+
+def load(folder: Path) -> tuple[SmallLlama, Tokenizer]:
+    """Reads a model folder that ``export.py`` wrote.
+
+    Args:
+        folder: The folder.
+
+    Returns:
+        The model, in float32, and its tokenizer.
+    """
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    shape = Shape(
+        vocab=config["vocab_size"],
+        hidden=config["hidden_size"],
+        layers=config["num_hidden_layers"],
+        heads=config["num_attention_heads"],
+        kv_heads=config["num_key_value_heads"],
+        inner=config["intermediate_size"],
+        positions=config["max_position_embeddings"],
+        theta=config["rope_theta"],
+        eps=config["rms_norm_eps"],
+    )
+    model = SmallLlama(shape)
+    weights = {name: weight.float() for name, weight in load_file(folder / "model.safetensors").items()}
+    model.load_state_dict(weights)
+    return model.eval(), Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def choose(logits: torch.Tensor, temperature: float, top_p: float, chance: torch.Generator) -> int:
+    """Chooses the next token.
+
+    Args:
+        logits: Scores of the tokens.
+        temperature: Sharpness; zero takes the best token.
+        top_p: Share of the probability that is drawn from.
+        chance: Source of chance.
+
+    Returns:
+        The id of the token.
+    """
+    if temperature == 0:
+        return int(logits.argmax())
+    parts, order = torch.softmax(logits / temperature, dim=-1).sort(descending=True)
+    parts = parts.masked_fill(parts.cumsum(0) - parts >= top_p, 0.0)
+    return int(order[torch.multinomial(parts, 1, generator=chance)])
+
+
+@torch.no_grad()
+def write(model: SmallLlama, tokenizer: Tokenizer, prompt: str, temperature: float = 0.0, seed: int = 0) -> str:
+    """Continues a text until the model ends it.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        prompt: The text with its special tokens.
+        temperature: Sharpness of the choice; zero takes the best token.
+        seed: Start of the random numbers.
+
+    Returns:
+        What the model writes, with " [...]" where it does not end by itself.
+    """
+    ids: list[int] = tokenizer.encode(prompt, add_special_tokens=False).ids
+    start, ends = len(ids), {id_of(tokenizer, EOS), id_of(tokenizer, END)}
+    chance = torch.Generator().manual_seed(seed)
+    while len(ids) < min(model.shape.positions, start + 400):
+        logits = model(torch.tensor([ids]))[0, -1]
+        ids.append(choose(logits, temperature, 0.9, chance))
+        if ids[-1] in ends:
+            return str(tokenizer.decode(ids[start:-1]))
+    return str(tokenizer.decode(ids[start:])) + " [...]"
+
+
+def main() -> None:
+    """Prints what the model writes for some prompts."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, default=Path("src/quire/bundled"))
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--story", action="append", default=[], help="beginning of a story")
+    parser.add_argument("--ask", action="append", default=[], help="question to the assistant")
+    options = parser.parse_args()
+    model, tokenizer = load(options.model)
+    plain = not options.story and not options.ask
+    for text in STORIES if plain else options.story:
+        print(f"{text}|{write(model, tokenizer, BOS + text, options.temperature, options.seed)}\n")
+    for text in QUESTIONS if plain else options.ask:
+        prompt = f"{BOS}{USER}{text}{END}{ASSISTANT}"
+        print(f"> {text}\n{write(model, tokenizer, prompt, options.temperature, options.seed)}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""Trains the bundled model from nothing: corpus, tokenizer, weights and files in one command.
+
+Run it from the root of the repository::
+
+    python -m tools.bundled_model.train --out src/quire/bundled
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from torch import nn
+
+from tools.bundled_model.card import Run, write_card
+from tools.bundled_model.corpus import EOS
+from tools.bundled_model.data import Batch, encode, id_of, pack, schedule, to_batch, train_tokenizer
+from tools.bundled_model.export import export
+from tools.bundled_model.model import Shape, SmallLlama
+from tools.bundled_model.sample import load
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The numbers of one training run.
+
+    Attributes:
+        seed: Start of all random numbers.
+        tokens: Tokens of the corpus to train on, each seen once.
+        batch: Tokens per step.
+        rate: Highest learning rate.
+        floor: Last learning rate, as a part of the highest.
+        warm: Steps in which the learning rate rises.
+        decay: Weight decay of the matrices.
+        minutes: Longest time for the training; it ends early, with its learning rate, when that is reached.
+        every: Steps between two measurements on held-out text.
+    """
+
+    seed: int = 7
+    tokens: int = 12_000_000
+    batch: int = 2048
+    rate: float = 2.5e-3
+    floor: float = 0.02
+    warm: int = 150
+    decay: float = 0.05
+    minutes: float = 600.0
+    every: int = 250
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a training run came to.
+
+    Attributes:
+        steps: Number of steps.
+        tokens: Tokens seen, padding not counted.
+        train_loss: Mean loss of the last hundred steps.
+        held_out_loss: Loss on documents of another seed.
+        seconds: Time of the training.
+    """
+
+    steps: int
+    tokens: int
+    train_loss: float
+    held_out_loss: float
+    seconds: float
+
+
+def loss_of(model: SmallLlama, batch: Batch) -> torch.Tensor:
+    """Computes the mean loss over the learned tokens.
+
+    Args:
+        model: The model.
+        batch: The batch.
+
+    Returns:
+        The loss.
+    """
+    # On a processor with AVX512-BF16 this is about 1.6 times as fast as plain float32.
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = model(batch.inputs, batch.mask)
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), batch.targets.flatten(), ignore_index=-100)
+
+
+@torch.no_grad()
+def measure(model: SmallLlama, batches: list[Batch]) -> float:
+    """Computes the loss on held-out batches.
+
+    Args:
+        model: The model.
+        batches: The batches.
+
+    Returns:
+        The mean loss per learned token.
+    """
+    counts = [int((batch.targets >= 0).sum()) for batch in batches]
+    losses = [loss_of(model, batch).item() * count for batch, count in zip(batches, counts, strict=True)]
+    return sum(losses) / sum(counts)
+
+
+def make_optimizer(model: SmallLlama, plan: Plan) -> torch.optim.AdamW:
+    """Makes the optimizer; norms and the embedding do not decay.
+
+    Args:
+        model: The model.
+        plan: Numbers of the run.
+
+    Returns:
+        The optimizer.
+    """
+    named = list(model.named_parameters())
+    kept = [weight for name, weight in named if weight.dim() < 2 or "embed" in name]
+    decayed = [weight for name, weight in named if weight.dim() == 2 and "embed" not in name]
+    groups = [{"params": decayed, "weight_decay": plan.decay}, {"params": kept, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=plan.rate, betas=(0.9, 0.98), fused=True)
+
+
+def rate_at(plan: Plan, step: int, progress: float) -> float:
+    """Gives the learning rate: a short rise, then half a cosine.
+
+    Args:
+        plan: Numbers of the run.
+        step: The step.
+        progress: How much of the run is over, from 0 to 1.
+
+    Returns:
+        The learning rate.
+    """
+    rise = min(1.0, (step + 1) / plan.warm)
+    fall = plan.floor + (1 - plan.floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return plan.rate * rise * fall
+
+
+def held_out(tokenizer: Tokenizer, plan: Plan) -> list[Batch]:
+    """Makes batches of documents that the training does not use.
+
+    Args:
+        tokenizer: The tokenizer.
+        plan: Numbers of the run.
+
+    Returns:
+        The batches.
+    """
+    packed = pack(encode(tokenizer, plan.seed + 2, 120_000))
+    pad = id_of(tokenizer, EOS)
+    rows = schedule(packed, plan.batch, random.Random(plan.seed))
+    return [to_batch(group, length, pad) for length, group in rows]
+
+
+def train(model: SmallLlama, tokenizer: Tokenizer, plan: Plan, checkpoint: Path | None) -> Result:
+    """Trains the model.
+
+    Args:
+        model: The model, changed in place.
+        tokenizer: The tokenizer.
+        plan: Numbers of the run.
+        checkpoint: Folder for the model as it is while the training goes on.
+
+    Returns:
+        Steps, tokens, losses and time.
+    """
+    batches = schedule(pack(encode(tokenizer, plan.seed + 1, plan.tokens)), plan.batch, random.Random(plan.seed))
+    checks, pad = held_out(tokenizer, plan), id_of(tokenizer, EOS)
+    optimizer = make_optimizer(model, plan)
+    recent: list[float] = []
+    seen, begun = 0, time.monotonic()
+    for step, (length, rows) in enumerate(batches):
+        spent = time.monotonic() - begun
+        progress = max(step / len(batches), spent / (60 * plan.minutes))
+        if progress >= 1:
+            break
+        for group in optimizer.param_groups:
+            group["lr"] = rate_at(plan, step, progress)
+        loss = loss_of(model, to_batch(rows, length, pad))
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        recent = [*recent[-99:], loss.item()]
+        seen += sum(len(row.ids) for row in rows)
+        if step % 50 == 49:
+            mean, pace = sum(recent[-50:]) / 50, seen / (time.monotonic() - begun)
+            print(
+                f"step {step + 1}/{len(batches)} loss {mean:.4f} tokens/s {pace:.0f} progress {progress:.3f}",
+                flush=True,
+            )
+        if checkpoint and step % plan.every == plan.every - 1:
+            print(f"held-out loss {measure(model, checks[:8]):.4f}", flush=True)
+            export(model, tokenizer, checkpoint)
+    seconds = time.monotonic() - begun
+    return Result(step + 1, seen, sum(recent) / len(recent), measure(model, checks), seconds)
+
+
+def main() -> None:
+    """Makes the tokenizer, trains the model and writes its folder."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the finished model")
+    parser.add_argument("--checkpoint", type=Path, help="folder of the unfinished model")
+    parser.add_argument("--tokens", type=int, default=Plan.tokens)
+    parser.add_argument("--minutes", type=float, default=Plan.minutes, help="longest time for the training")
+    parser.add_argument("--seed", type=int, default=Plan.seed)
+    parser.add_argument("--rate", type=float, default=Plan.rate, help="highest learning rate")
+    parser.add_argument("--warm", type=int, default=Plan.warm, help="steps in which the learning rate rises")
+    parser.add_argument("--start", type=Path, help="model folder to go on from; without it, all is made anew")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--machine", default="one thread of a 2-core x86 server", help="what the card calls the machine"
+    )
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(options.seed)
+    plan = Plan(seed=options.seed, tokens=options.tokens, minutes=options.minutes, rate=options.rate, warm=options.warm)
+    if options.start:
+        model, tokenizer = load(options.start)
+        model.train()
+    else:
+        model = SmallLlama(Shape())
+        tokenizer = train_tokenizer(plan.seed, 20_000, model.shape.vocab)
+    count = sum(weight.numel() for weight in model.parameters())
+    print(f"{count} parameters", flush=True)
+    result = train(model, tokenizer, plan, options.checkpoint)
+    export(model, tokenizer, options.out)
+    command = (
+        f"python -m tools.bundled_model.train --out {options.out} --tokens {plan.tokens} --minutes {plan.minutes:g}"
+    )
+    write_card(options.out, Run(command=command, machine=options.machine, **asdict(result)))
+    print(json.dumps(asdict(result)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
