@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -71,7 +72,7 @@ class LLM:
         Args:
             prompts: one prompt or several: text, token ids, or `{"prompt_token_ids": [...]}`.
             params: one for all, or one for each; None takes the model's own.
-            use_tqdm: show a progress bar.
+            use_tqdm: show a progress bar on standard error, where that is a terminal.
 
         Returns:
             One output for each prompt, in their order.
@@ -172,7 +173,9 @@ class _Progress:
         self._bar: Any = None
         self._num_tokens = 0
         self._task: Any = None
-        if is_shown:
+        # Standard output is the program's own; and where nobody looks, a bar is noise.
+        if is_shown and sys.stderr.isatty():
+            from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
             self._bar = Progress(
@@ -181,6 +184,7 @@ class _Progress:
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[num_tokens]} tokens"),
                 TimeElapsedColumn(),
+                console=Console(stderr=True),
                 transient=True,
             )
 

@@ -1,0 +1,45 @@
+# make run    a demonstration: conversations with the bundled model, served at once; offline, on any CPU
+# make test   the test suite
+# make lint   formatting, types, layers, sizes        make ci     everything that CI runs
+# make bench  the benchmarks of docs/performance.md   make clean  remove what the above created
+#
+# The environment is made in .venv at the first command and again when pyproject.toml changes.
+#   PYTHON=python3.12   the interpreter it is made with
+#   VENV=path           an environment of your own; a torch in it that is in range is kept
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: run test lint bench ci clean
+.PRECIOUS: $(VENV)/.quire-%
+
+# The bundled model is too small to gain from a second thread, and on a busy machine threads wait for one another.
+run: $(VENV)/.quire-core
+	HF_HUB_OFFLINE=1 $(BIN)/quire generate --demo --num-threads 1
+
+test: $(VENV)/.quire-test
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.quire-test $(VENV)/.quire-lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m tools.check_sizes
+
+bench: $(VENV)/.quire-bench
+	$(BIN)/python -m benchmarks.throughput
+	$(BIN)/python -m benchmarks.scheduler
+	$(BIN)/python -m benchmarks.cold_start
+
+ci:
+	.ci/run
+
+$(VENV)/.quire-%: pyproject.toml tools/setup_env.py
+	$(PYTHON) tools/setup_env.py --venv $(VENV) --extra $*
+	@touch $@
+
+clean:
+	rm -rf .venv .cache .coverage .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,64 @@
+"""The benchmarks' workloads and verdicts: what figures rest on."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import throughput
+from benchmarks.make_model import NUM_LAYERS, shapes
+from benchmarks.workloads import NAMES, workload
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_run_can_be_repeated_and_no_other_run_has_its_tokens(name: str) -> None:
+    assert workload(name, 1) == workload(name, 1)
+    first, second = workload(name, 0).requests, workload(name, 1).requests
+    assert [(len(a.prompt), a.num_new) for a in first] == [(len(b.prompt), b.num_new) for b in second]
+    # Not even the first block is the same, or a prefix cache would find it.
+    assert {tuple(request.prompt[:16]) for request in first}.isdisjoint(tuple(b.prompt[:16]) for b in second)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_requests", "num_prompt", "num_new"),
+    [("W1", 1, 32, 128), ("W2", 1, 1024, 1), ("W4", 4, 16384, 256), ("W5-cold", 16, 8704, 512)],
+)
+def test_workloads_have_the_documented_sizes(name: str, num_requests: int, num_prompt: int, num_new: int) -> None:
+    work = workload(name, 0)
+    assert (len(work.requests), work.num_prompt, work.num_new) == (num_requests, num_prompt, num_new)
+
+
+def test_mixed_lengths_stay_in_their_ranges() -> None:
+    requests = workload("W3", 0).requests
+    assert len(requests) == 16
+    assert all(64 <= len(request.prompt) <= 512 and 32 <= request.num_new <= 128 for request in requests)
+    assert len({len(request.prompt) for request in requests}) > 8
+
+
+def test_only_the_warm_run_is_preceded_by_its_prefix() -> None:
+    warm, cold = workload("W5-warm", 3), workload("W5-cold", 3)
+    prefixes = {tuple(request.prompt[:512]) for request in warm.requests + warm.before}
+    assert len(prefixes) == 1
+    assert len({tuple(request.prompt[512:]) for request in warm.requests + warm.before}) == 17
+    assert cold.before == []
+
+
+def test_the_random_checkpoint_has_the_parameters_of_qwen3_0_6b() -> None:
+    total = 0
+    for shape in shapes().values():
+        count = 1
+        for size in shape:
+            count *= size
+        total += count
+    assert NUM_LAYERS == 28
+    assert total == 596_049_920
+
+
+def test_a_verdict_is_the_ratio_of_medians() -> None:
+    def row(engine: str, wall_s: float) -> throughput.Figures:
+        figures = {"wall_s": wall_s, "tokens_per_s": 1.0, "all_started_s": 0.1, "peak_memory_gib": 1.0}
+        return {"engine": engine, "workload": "W3", **figures}
+
+    rows = [row("quire", wall_s) for wall_s in (2.0, 9.0, 4.0)] + [row("cb", wall_s) for wall_s in (8.0, 16.0, 16.0)]
+    table = throughput.medians(rows)
+    assert table["W3"]["quire"]["wall_s"] == 4.0
+    assert throughput.judge(table) == [{"what": "quire W3 against cb W3", "ratio": 4.0, "at_least": 3.5}]

@@ -1,0 +1,95 @@
+"""What the documents show works: Python examples run, commands and options exist, links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from quire.cli.main import build_parser
+
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+DEFAULT_ADDRESS = "http://127.0.0.1:8000"
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """Return a page's code blocks in one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture
+def server_address() -> Iterator[str]:
+    """A server on the bundled model, and its address."""
+    command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--log-level", "warning", "--num-threads", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        address = re.search(r"http://\S+", process.stdout.readline())
+        assert address is not None
+        yield address[0]
+        process.send_signal(signal.SIGINT)
+
+
+def test_the_offline_example_runs() -> None:
+    code = next(block for block in blocks(README, "python") if "LLM(" in block)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.startswith("Once upon a time ->")
+    assert "A small fox ->" in done.stdout
+
+
+def test_the_client_example_runs_against_a_server(server_address: str) -> None:
+    code = next(block for block in blocks(README, "python") if "OpenAI(" in block)
+    assert DEFAULT_ADDRESS in code
+    code = code.replace(DEFAULT_ADDRESS, server_address)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip()
+
+
+def quire_commands() -> list[str]:
+    """Return every `quire ...` line of the pages' shell blocks."""
+    lines = (line for page in PAGES for block in blocks(page, "sh") for line in block.splitlines())
+    return [line.partition("quire ")[2] for line in lines if line.startswith(("quire ", ".venv/bin/quire "))]
+
+
+@pytest.mark.parametrize("line", quire_commands())
+def test_a_shown_command_is_understood(line: str) -> None:
+    build_parser().parse_args(shlex.split(line, comments=True))
+
+
+def test_every_command_is_in_the_table_of_the_readme() -> None:
+    shown = set(re.findall(r"^\| `quire (\w+)` \|", README.read_text(encoding="utf-8"), re.MULTILINE))
+    listed = set(re.findall(r"^    (\w+) ", build_parser().format_help(), re.MULTILINE))
+    assert shown == listed
+
+
+def test_every_named_option_exists() -> None:
+    known = subprocess.run(
+        [sys.executable, "-m", "quire", "serve", "--help"], capture_output=True, text=True, check=True, cwd=ROOT
+    ).stdout
+    rows = re.findall(r"^\| (`--.*?) \|", README.read_text(encoding="utf-8"), re.MULTILINE)
+    options = [option for row in rows for option in re.findall(r"`(--[\w-]+)`", row)]
+    assert len(options) > 5
+    assert [option for option in options if option not in known] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_files_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8"))
+    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
+    assert missing == []
+
+
+def test_the_makefile_has_the_targets_that_the_documents_name() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    named = {
+        name for page in PAGES for name in re.findall(r"(?:^|`)make ([a-z]+)", page.read_text(encoding="utf-8"), re.M)
+    }
+    assert {"run", "test"} <= named
+    assert [name for name in sorted(named) if f"\n{name}:" not in makefile] == []
