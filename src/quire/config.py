@@ -16,6 +16,8 @@ DEVICES = ("auto", "cpu", "cuda")
 POLICIES = ("fcfs", "priority")
 DEFAULT_MEMORY_FRACTION = 0.5
 GIB = 1 << 30
+# Below so many parameters an operation is over before a second thread has woken up.
+SMALL_MODEL_PARAMETERS = 20_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +34,8 @@ class ModelConfig:
         max_model_len: tokens of prompt and output together; None takes the model's own limit.
         served_model_name: the name that the server shows; None takes `model`.
         seed: where requests without a seed take theirs from.
-        num_threads: threads of the data plane on a CPU; None takes all cores that this process may use.
+        num_threads: threads of the data plane on a CPU; None takes all cores that this process may use, but one for
+            a model so small that threads would wait for each other longer than they work.
     """
 
     model: str = "bundled"
@@ -178,11 +181,13 @@ class ModelFacts:
         max_position: the longest context that the model was made for, in tokens.
         bytes_per_token: KV bytes of one token, all layers.
         vocab_size: rows of the output head.
+        num_parameters: of the whole model.
     """
 
     max_position: int
     bytes_per_token: int
     vocab_size: int
+    num_parameters: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,10 +258,11 @@ def resolve(config: EngineConfig, machine: Machine, facts: ModelFacts) -> Resolv
     needed = -(-max_model_len // cache.block_size)
     if num_blocks < needed:
         raise _too_few_blocks(cache, max_model_len, num_blocks, needed, bytes_per_block, origin)
+    default_threads = 1 if facts.num_parameters < SMALL_MODEL_PARAMETERS else machine.num_threads
     default_budget = 512 if machine.device == "cpu" else 2048
     return ResolvedConfig(
         device=machine.device,
-        num_threads=config.model.num_threads or machine.num_threads,
+        num_threads=config.model.num_threads or default_threads,
         max_model_len=max_model_len,
         block_size=cache.block_size,
         num_blocks=num_blocks,

@@ -25,7 +25,7 @@ from quire.config import (
 from quire.errors import ConfigError
 
 CPU = Machine(device="cpu", available_bytes=1 << 30, num_threads=4)
-FACTS = ModelFacts(max_position=2048, bytes_per_token=1024, vocab_size=500)
+FACTS = ModelFacts(max_position=2048, bytes_per_token=1024, vocab_size=500, num_parameters=10**9)
 
 
 def refused(**options: Any) -> ConfigError:
@@ -242,3 +242,9 @@ def test_the_lines_at_start_show_the_numbers() -> None:
 def test_configuration_is_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         CacheConfig().block_size = 8  # type: ignore[misc]
+
+
+def test_a_small_model_runs_on_one_thread_unless_told_otherwise() -> None:
+    small = dataclasses.replace(FACTS, num_parameters=3_000_000)
+    assert resolve(EngineConfig(), CPU, small).num_threads == 1
+    assert resolve(EngineConfig.from_options(num_threads=3), CPU, small).num_threads == 3

