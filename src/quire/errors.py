@@ -79,9 +79,7 @@ class PromptTooLong(RequestError):
     code = "context_length_exceeded"
 
     def __init__(self, num_tokens: int, limit: int, reason: str) -> None:
-        super().__init__(
-            f"the prompt has {num_tokens} tokens but {reason} allows at most {limit}", field="prompt"
-        )
+        super().__init__(f"the prompt has {num_tokens} tokens but {reason} allows at most {limit}", field="prompt")
         self.num_tokens = num_tokens
         self.limit = limit
 

@@ -163,7 +163,7 @@ def test_seeds_and_the_engines_seed(llm: LLM) -> None:
 
 
 def test_an_engine_without_a_tokenizer_takes_and_gives_token_ids(bare: LLM) -> None:
-    output = bare.generate([[5, 6, 7]], greedy(4), use_tqdm=False)[0]
+    output = bare.generate([[5, 6, 7]], greedy(4, ignore_eos=True), use_tqdm=False)[0]
     assert output.outputs[0].text == ""
     assert len(output.outputs[0].token_ids) == 4
     with pytest.raises(UnsupportedFeature, match="prompt_token_ids"):

@@ -15,7 +15,7 @@ from quire.decoding.strategies import Sampling
 from quire.distributed.executor import InProcessExecutor
 from quire.engine.engine import Engine
 from quire.errors import InvalidParameter
-from quire.execution.heap import keep_freed_memory
+from quire.execution.heap import keep_freed_memory, use_huge_pages
 from quire.execution.machine import pick_device, probe
 from quire.execution.runner import ModelRunner
 from quire.memory.manager import KVCacheManager
@@ -71,6 +71,7 @@ def load(config: EngineConfig) -> LoadedModel:
         tokenizer = Tokenizer.from_folder(folder)
     dtype = choose_dtype(options.dtype, checkpoint)
     torch.set_num_threads(options.num_threads or probe(device).num_threads)
+    use_huge_pages()
     keep_freed_memory()
     decoder = load_decoder(checkpoint, device=device, dtype=dtype)
     groups = _cache_specs(decoder, config.cache.block_size, dtype.itemsize)

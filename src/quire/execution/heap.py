@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 
 # Parameters of glibc's mallopt(3), and the largest threshold that it accepts.
@@ -10,6 +11,17 @@ TRIM_THRESHOLD = -1
 MMAP_THRESHOLD = -3
 LARGEST_MMAP_THRESHOLD = 32 << 20
 KEPT_BYTES = 512 << 20
+
+
+def use_huge_pages() -> None:
+    """Have torch put large tensors on huge pages, where the system leaves that choice to the program.
+
+    Weights are streamed once a step; with small pages the processor looks up a page every 4 KiB. Measured at one row,
+    products with packed weights ran at 1.10 to 1.23 times the bandwidth.
+
+    Torch reads this switch at its first large allocation and offers no other; who has set it keeps what was set.
+    """
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def keep_freed_memory() -> bool:
@@ -26,6 +38,4 @@ def keep_freed_memory() -> bool:
     library = ctypes.CDLL(None)
     if not hasattr(library, "gnu_get_libc_version"):
         return False
-    return bool(
-        library.mallopt(MMAP_THRESHOLD, LARGEST_MMAP_THRESHOLD) and library.mallopt(TRIM_THRESHOLD, KEPT_BYTES)
-    )
+    return bool(library.mallopt(MMAP_THRESHOLD, LARGEST_MMAP_THRESHOLD) and library.mallopt(TRIM_THRESHOLD, KEPT_BYTES))

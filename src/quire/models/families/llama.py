@@ -16,6 +16,4 @@ def llama(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
     """
     # One flag gives all four projections of attention a bias.
     has_bias = config.flag("attention_bias", False)
-    return read_llama_layout(
-        config, qkv_bias=has_bias, output_bias=has_bias, mlp_bias=config.flag("mlp_bias", False)
-    )
+    return read_llama_layout(config, qkv_bias=has_bias, output_bias=has_bias, mlp_bias=config.flag("mlp_bias", False))
