@@ -50,11 +50,13 @@ def version_of(package: str) -> str | None:
 
 
 def commit() -> str | None:
-    """Return the commit, with "+changes" where the working tree differs from it; None outside a repository."""
+    """Return the commit, with "+changes" where the working tree differs in more than results; None without one."""
     shown = _git("rev-parse", "--short", "HEAD")
     if shown is None:
         return None
-    return shown + ("+changes" if _git("status", "--porcelain", "--untracked-files=no") else "")
+    return shown + (
+        "+changes" if _git("status", "--porcelain", "--untracked-files=no", "--", "..", ":!results") else ""
+    )
 
 
 class Probe:

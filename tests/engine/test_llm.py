@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from typing import Any
 
@@ -91,6 +92,23 @@ def test_chat_follows_the_template_and_hits_the_prefix_of_the_last_turn(llm: LLM
     second = llm.chat(messages, greedy(40), use_tqdm=False)[0]
     assert first.outputs[0].finish_reason == second.outputs[0].finish_reason == "stop"
     assert second.num_cached_tokens >= (len(first.prompt_token_ids) - 1) // 16 * 16
+
+
+def test_a_conversation_can_be_continued_without_the_assistants_mark(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "Who are you?"}]
+    marked, bare = llm.render_chat(messages), llm.render_chat(messages, add_generation_prompt=False)
+    assert marked[: len(bare)] == bare
+    assert len(marked) > len(bare)
+    output = llm.chat(messages, greedy(4), use_tqdm=False, add_generation_prompt=False)[0]
+    assert output.prompt_token_ids == bare
+
+
+def test_the_progress_bar_counts_samples_on_a_terminal(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stderr", screen)
+    llm.generate(STORIES[:2], greedy(4, n=2))
+    assert "4/4" in screen.getvalue()
 
 
 def test_stop_strings_cut_inside_tokens(llm: LLM) -> None:
@@ -230,8 +248,10 @@ def test_one_bad_prompt_among_many_runs_nothing(llm: LLM) -> None:
 
 
 def test_parameters_and_priorities_at_the_engines_door(llm: LLM) -> None:
-    with pytest.raises(InvalidParameter, match="params"):
-        llm.generate(STORIES, [greedy()])
+    wrong: tuple[Any, ...] = ([greedy()], {"temperature": 0}, 5, [greedy(), None, greedy(), greedy()])
+    for params in wrong:
+        with pytest.raises(InvalidParameter, match="sampling_params"):
+            llm.generate(STORIES, params)
     for field, value in (("priority", 1.5), ("priority", True), ("cache_salt", ""), ("cache_salt", 7)):
         with pytest.raises(InvalidParameter, match=field):
             llm.engine.add_request("x", STORIES[0], greedy(), **{field: value})

@@ -75,6 +75,8 @@ def run(args: argparse.Namespace) -> int:
         from quire.cli import demo
 
         return demo.run(llm, given)
+    for line in llm.resolved.lines():
+        print(line, file=sys.stderr)
     params = replace(llm.default_sampling_params(), **{"max_tokens": DEFAULT_MAX_TOKENS, **given})
     if args.stream:
         return _print_stream(llm, prompts, params, is_json=args.json)

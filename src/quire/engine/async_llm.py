@@ -157,7 +157,7 @@ class AsyncLLM:
     async def generate(
         self,
         prompt: Prompt,
-        params: SamplingParams,
+        sampling_params: SamplingParams,
         *,
         request_id: str | None = None,
         priority: int = 0,
@@ -172,7 +172,7 @@ class AsyncLLM:
 
         Args:
             prompt: text, token ids, or a mapping with one of them.
-            params: valid sampling parameters.
+            sampling_params: how its tokens are chosen.
             request_id: None makes one.
             priority: lower runs first, under the priority policy.
             place: a reservation to take the request's place from; None reserves here.
@@ -184,7 +184,7 @@ class AsyncLLM:
             WorkerError: the engine is dead.
         """
         with self.reserve(1) if place is None else contextlib.nullcontext(place) as held:
-            stream = self._stream(prompt, params, request_id, priority, add_special_tokens, cache_salt)
+            stream = self._stream(prompt, sampling_params, request_id, priority, add_special_tokens, cache_salt)
             held.take()
             self._commands.put(stream)
         is_finished = False

@@ -130,6 +130,8 @@ class Engine:
             raise InvalidParameter("priority", priority, f"an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}")
         if cache_salt is not None and (type(cache_salt) is not str or not cache_salt):
             raise InvalidParameter("cache_salt", cache_salt, "a non-empty string")
+        if type(params) is not SamplingParams:
+            raise InvalidParameter("sampling_params", params, "SamplingParams")
         params.check_for_model(vocab_size=self.config.vocab_size, max_num_seqs=self.config.max_num_seqs)
         if params.stop and self.tokenizer is None:
             raise UnsupportedFeature("stop", "this engine runs without a tokenizer; use stop_token_ids")

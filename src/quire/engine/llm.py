@@ -65,13 +65,13 @@ class LLM:
         return SamplingParams(**self._default_params)
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: Params = None, *, use_tqdm: bool = True
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *, use_tqdm: bool = True
     ) -> list[RequestOutput]:
         """Generate for all prompts at once.
 
         Args:
             prompts: one prompt or several: text, token ids, or `{"prompt_token_ids": [...]}`.
-            params: one for all, or one for each; None takes the model's own.
+            sampling_params: one for all, or one for each; None takes the model's own.
             use_tqdm: show a progress bar on standard error, where that is a terminal.
 
         Returns:
@@ -82,7 +82,7 @@ class LLM:
         """
         with _Progress(is_shown=use_tqdm) as progress:
             whole: dict[str, RequestOutput] = {}
-            for output in self._run(prompts, params, progress.start):
+            for output in self._run(prompts, sampling_params, progress.start):
                 known = whole.get(output.request_id)
                 if known is None:
                     whole[output.request_id] = output
@@ -94,7 +94,7 @@ class LLM:
     def chat(
         self,
         messages: Messages | Sequence[Messages],
-        params: Params = None,
+        sampling_params: Params = None,
         *,
         use_tqdm: bool = True,
         **template_args: Any,
@@ -103,26 +103,26 @@ class LLM:
 
         Args:
             messages: a list of `{"role": ..., "content": ...}`, or a list of such lists.
-            params: as for `generate`.
+            sampling_params: as for `generate`.
             use_tqdm: show a progress bar.
-            template_args: passed on to the model's chat template.
+            template_args: `add_generation_prompt`, and what else the model's chat template knows.
 
         Raises:
             RequestError: messages that the template refuses, or a model without a template.
         """
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [self.render_chat(conversation, **template_args) for conversation in conversations]  # type: ignore[arg-type]
-        return self.generate(prompts, params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
-    def render_chat(self, messages: Messages, **template_args: Any) -> list[int]:
-        """Return the token ids of a conversation, ready for the assistant's turn."""
+    def render_chat(self, messages: Messages, *, add_generation_prompt: bool = True, **template_args: Any) -> list[int]:
+        """Return the token ids of a conversation, by default ready for the assistant's turn."""
         if self.tokenizer is None:
             raise UnsupportedFeature("messages", "this engine runs without a tokenizer")
         template = require_chat_template(self.tokenizer.chat_template)
-        text = template.render(messages, add_generation_prompt=True, **template_args)
+        text = template.render(messages, add_generation_prompt=add_generation_prompt, **template_args)
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    def stream(self, prompts: Prompt | Sequence[Prompt], params: Params = None) -> Iterator[RequestOutput]:
+    def stream(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> Iterator[RequestOutput]:
         """Generate for all prompts at once, yielding each step's news.
 
         Leaving the iteration early aborts what is unfinished. A delta's `request_id` is the prompt's place as a
@@ -131,7 +131,7 @@ class LLM:
         Raises:
             RequestError: a prompt or parameter that is refused; then nothing runs.
         """
-        return self._run(prompts, params)
+        return self._run(prompts, sampling_params)
 
     def close(self) -> None:
         """Release weights and KV memory."""
@@ -161,8 +161,9 @@ class LLM:
             return [self.default_sampling_params()] * count
         if isinstance(params, SamplingParams):
             return [params] * count
-        if len(params) != count:
-            raise InvalidParameter("params", f"{len(params)} sets", f"one set, or one for each of {count} prompts")
+        if not isinstance(params, list | tuple) or len(params) != count:
+            allowed = f"SamplingParams, or a list of one for each of {count} prompts"
+            raise InvalidParameter("sampling_params", params, allowed)
         return params
 
 

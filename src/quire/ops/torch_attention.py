@@ -13,7 +13,7 @@ from quire.ops.interface import AttentionBatch, PagedKV
 # Query rows of a chunk that are scored at once: as many as keep the scores of a common context in the CPU's cache.
 TILE_ROWS = 64
 # Tokens whose keys a single row scores at once: as many as stay in the CPU's cache.
-TILE_TOKENS = 512
+TILE_TOKENS = 256
 # Scores held at once where contexts are long; 16 MiB.
 TILE_SCORES = 1 << 22
 
