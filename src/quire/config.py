@@ -58,7 +58,7 @@ class ModelConfig:
         _one_of("device", self.device, DEVICES)
         _whole("max_model_len", self.max_model_len, 1, optional=True)
         _whole("num_threads", self.num_threads, 1, optional=True)
-        _whole("seed", self.seed, 0)
+        _whole("seed", self.seed, 0, 2**63 - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

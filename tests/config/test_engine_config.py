@@ -55,7 +55,7 @@ def resolved(machine: Machine = CPU, facts: ModelFacts = FACTS, **options: Any) 
         ("dtype", ["auto", "bfloat16", "float16", "float32"], ["fp8", "", None, 32]),
         ("device", ["auto", "cpu", "cuda"], ["tpu", "CPU", None]),
         ("scheduling_policy", ["fcfs", "priority"], ["lifo", None]),
-        ("seed", [0, 2**63], [-1, None, 1.0, True]),
+        ("seed", [0, 2**63 - 1], [-1, None, 1.0, True]),
         ("max_model_len", [None, 1, 10**6], [0, -1, 1.5, "8", True]),
         ("num_threads", [None, 1], [0, "4", False]),
         ("block_size", [1, 16, 1024], [0, 1025, None, 16.0, True]),

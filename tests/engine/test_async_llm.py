@@ -183,3 +183,59 @@ async def test_metrics_count_what_happened() -> None:
     assert 'vllm:num_requests_running{model_name="bundled"} 0.0' in page
     assert 'finished_reason="abort"' in page
     llm.shutdown()
+
+
+@scenario
+async def test_a_request_that_cannot_even_start_is_its_own_affair(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = asyncio.create_task(text_of(llm, STORIES[1], greedy(30)))
+    for name in (["a"], 7, ""):
+        with pytest.raises(InvalidParameter, match="request_id"):
+            await anext(llm.generate(STORIES[0], greedy(), request_id=name))  # type: ignore[arg-type]
+    with pytest.raises(InvalidParameter, match="sampling_params"):
+        await anext(llm.generate(STORIES[0], {"temperature": 0.0}))  # type: ignore[arg-type]
+    with monkeypatch.context() as patch:
+        patch.setattr(llm._engine, "_seed", lambda number: number // 0)
+        with pytest.raises(ZeroDivisionError):
+            await anext(llm.generate(STORIES[0], greedy()))
+    assert await other
+    assert llm.health().is_alive
+
+
+@scenario
+async def test_cancelling_a_request_with_anothers_name_spares_the_other(llm: AsyncLLM) -> None:
+    owner = llm.generate(STORIES[0], greedy(60, ignore_eos=True), request_id="shared")
+    await anext(owner)
+    double = asyncio.create_task(text_of(llm, STORIES[1], greedy(), request_id="shared"))
+    await asyncio.sleep(0)
+    double.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await double
+    assert [delta async for delta in owner][-1].finished
+
+
+@scenario
+async def test_a_dead_engine_says_so_whatever_its_queue_holds() -> None:
+    llm = load(max_queue_len=2)
+    llm.shutdown()
+    llm._is_draining = False  # as if it had died
+    for _ in range(5):
+        with pytest.raises(WorkerError):
+            await anext(llm.generate(STORIES[0], greedy()))
+    assert llm.health().num_waiting == 0
+
+
+@scenario
+async def test_leaving_clients_are_not_counted_as_waiting() -> None:
+    llm = load(max_queue_len=3)
+    streams = [llm.generate(STORIES[0], greedy(300, ignore_eos=True)) for _ in range(3)]
+    for stream in streams:
+        await anext(stream)
+    for stream in streams:
+        await stream.aclose()  # type: ignore[attr-defined]
+    assert llm.health().num_waiting == 0
+    with llm.reserve(3):
+        pass
+    assert await idle(llm)
+    llm.shutdown()

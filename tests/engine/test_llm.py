@@ -212,6 +212,7 @@ def test_an_engine_without_a_tokenizer_takes_and_gives_token_ids(bare: LLM) -> N
         ([1], {"logit_bias": {10**6: 1.0}}, InvalidParameter),
         ([1], {"allowed_token_ids": [10**6]}, InvalidParameter),
         ([1], {"n": 65}, InvalidParameter),
+        ([1], {"allowed_token_ids": [7], "stop_token_ids": [7], "min_tokens": 1}, InvalidParameter),
     ],
 )
 def test_a_bad_request_is_refused_and_leaves_the_others_alone(

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import queue
+import secrets
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -62,6 +63,12 @@ class _Stream:
     items: asyncio.Queue[RequestOutput | Exception] = field(default_factory=asyncio.Queue)
 
 
+class _Abort(NamedTuple):
+    """Ends a stream's request; it names the stream, since another request may have taken its id."""
+
+    stream: _Stream
+
+
 class Reservation:
     """Places in the waiting queue, held before any work is done for a request; unused ones return on exit."""
 
@@ -106,12 +113,17 @@ class AsyncLLM:
         self.metrics.set_config(self.resolved)
         self._defaults = model.default_params
         self._engine = model.engine
-        self._commands: queue.SimpleQueue[_Stream | str | None] = queue.SimpleQueue()
+        # In the names that requests get here, so that no caller's own name is one of them.
+        self._name = secrets.token_hex(4)
+        self._commands: queue.SimpleQueue[_Stream | _Abort | None] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}
         self._lock = threading.Lock()
         self._num_places_taken = 0
+        # Requests that were put, but neither started nor refused yet.
+        self._num_unstarted = 0
         self._num_requests = 0
         self._is_draining = False
+        self._has_ended = False
         self._failure: Exception | None = None
         self._progress_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
@@ -141,7 +153,10 @@ class AsyncLLM:
 
         Raises:
             QueueFull: fewer places are left; nothing is held.
+            WorkerError: the engine is dead.
         """
+        if self._has_ended and not self._is_draining:
+            raise self._dead()
         limit = self.resolved.max_queue_len
         with self._lock:
             if limit is not None and self._num_waiting() + self._num_places_taken + count > limit:
@@ -186,10 +201,13 @@ class AsyncLLM:
         with self.reserve(1) if place is None else contextlib.nullcontext(place) as held:
             stream = self._stream(prompt, sampling_params, request_id, priority, add_special_tokens, cache_salt)
             held.take()
+            with self._lock:
+                self._num_unstarted += 1
             self._commands.put(stream)
         is_finished = False
         try:
-            if not self._thread.is_alive():
+            # Put before the engine's last look at its commands, it is told; put later, it must see this.
+            if self._has_ended:
                 raise self._dead()
             while not is_finished:
                 item = await stream.items.get()
@@ -199,8 +217,8 @@ class AsyncLLM:
                 is_finished = item.finished
                 yield item
         finally:
-            if not is_finished:
-                self._commands.put(stream.request_id)
+            if not is_finished and not self._has_ended:
+                self._commands.put(_Abort(stream))
 
     def _stream(
         self,
@@ -216,7 +234,7 @@ class AsyncLLM:
             raise RequestError("the engine is shutting down and takes no new requests")
         with self._lock:
             self._num_requests += 1
-            name = request_id or f"request-{self._num_requests}"
+            name = f"request-{self._num_requests}-{self._name}" if request_id is None else request_id
         arrival_s = time.monotonic()
 
         def submit(engine: Engine) -> None:
@@ -241,8 +259,8 @@ class AsyncLLM:
     def health(self) -> Health:
         """Say whether the engine makes progress."""
         scheduler = self._engine.scheduler
-        since = time.monotonic() - self._progress_s
         has_work = bool(self._streams)
+        since = time.monotonic() - self._progress_s if has_work else 0.0
         return Health(
             is_alive=self._thread.is_alive(),
             is_stuck=has_work and since > STUCK_AFTER_S,
@@ -253,11 +271,11 @@ class AsyncLLM:
         )
 
     def usage(self) -> Usage:
-        """Return the memory manager's counts, as of the last step."""
+        """Return the memory manager's counts as they are, maybe in the middle of a step."""
         return self._engine.usage()
 
     def stats(self) -> EngineStats:
-        """Return the engine's totals since the start, as of the last step."""
+        """Return the engine's totals since the start."""
         return self._engine.stats
 
     async def drain(self, timeout_s: float) -> bool:
@@ -268,20 +286,20 @@ class AsyncLLM:
         """
         self._is_draining = True
         deadline = time.monotonic() + timeout_s
-        while self._streams or not self._commands.empty():
+        while self._streams or self._num_unstarted:
             if time.monotonic() > deadline or not self._thread.is_alive():
                 return False
             await asyncio.sleep(0.02)
         return True
 
     def shutdown(self) -> None:
-        """End every request and the engine's thread; may be called twice."""
+        """End every request and the engine's thread, which gets 30 seconds to end its step; may be called twice."""
         self._is_draining = True
         self._commands.put(None)
         self._thread.join(timeout=30)
 
     def _num_waiting(self) -> int:
-        return len(self._engine.scheduler.waiting) + self._commands.qsize()
+        return len(self._engine.scheduler.waiting) + self._num_unstarted
 
     # ---- the engine's thread ----
 
@@ -297,6 +315,7 @@ class AsyncLLM:
             logger.exception("the engine has died")
             error = self._failure = failure
         finally:
+            self._has_ended = True
             for request_id in list(self._streams):
                 self._send(request_id, WorkerError(str(error)))
             self._fail_commands()
@@ -316,25 +335,33 @@ class AsyncLLM:
                 command = self._commands.get(block=is_idle)
             except queue.Empty:
                 return True
+            self._progress_s = time.monotonic()
             if command is None:
                 return False
-            if isinstance(command, str):
-                self._abort(command)
+            if isinstance(command, _Abort):
+                self._abort(command.stream)
             else:
                 self._start(command)
 
     def _start(self, stream: _Stream) -> None:
-        """Hand a request to the engine; a refusal goes back to its task alone."""
+        """Hand a request to the engine; whatever goes wrong goes back to its task alone."""
         try:
             stream.submit(self._engine)
-        except RequestError as refusal:
-            self._call(stream, refusal)
+        except Exception as error:
+            if not isinstance(error, RequestError):
+                logger.exception("request %r could not be started", stream.request_id)
+            self._call(stream, error)
         else:
             self._streams[stream.request_id] = stream
+        finally:
+            self._count_started()
 
-    def _abort(self, request_id: str) -> None:
-        output = self._engine.abort_request(request_id)
-        self._streams.pop(request_id, None)
+    def _abort(self, stream: _Stream) -> None:
+        """End a stream's request, unless it has ended, or was refused because another has its id."""
+        if self._streams.get(stream.request_id) is not stream:
+            return
+        del self._streams[stream.request_id]
+        output = self._engine.abort_request(stream.request_id)
         if output is not None:
             self.metrics.on_step(self._engine.measure())
             self.metrics.on_output(output)
@@ -367,7 +394,12 @@ class AsyncLLM:
             except queue.Empty:
                 return
             if isinstance(command, _Stream):
+                self._count_started()
                 self._call(command, self._dead())
+
+    def _count_started(self) -> None:
+        with self._lock:
+            self._num_unstarted -= 1
 
     def _dead(self) -> WorkerError:
         return WorkerError(f"the engine does not run: {self._failure or 'it was shut down'}")

@@ -124,6 +124,8 @@ class Engine:
         Raises:
             RequestError: naming the field, the value and what is allowed; nothing is queued.
         """
+        if type(request_id) is not str or not request_id:
+            raise InvalidParameter("request_id", request_id, "a non-empty string")
         if request_id in self._transcripts:
             raise InvalidParameter("request_id", request_id, "unique among the requests in progress")
         if type(priority) is not int or abs(priority) > MAX_PRIORITY:
@@ -151,6 +153,8 @@ class Engine:
             priority=priority,
             namespace=Namespace(self._cache_name, None, cache_salt),
         )
+        if params.allowed_token_ids is not None and set(params.allowed_token_ids) <= set(request.suppressed_ids):
+            raise InvalidParameter("min_tokens", params.min_tokens, "0 where all allowed_token_ids end the output")
         self.scheduler.add(request)
         self._num_requests += 1
         metrics = RequestMetrics(arrival_s=self._clock() if arrival_s is None else arrival_s)
@@ -325,7 +329,9 @@ class Engine:
         self._num_failures += 1
         if self._num_failures >= MAX_CONSECUTIVE_FAILURES:
             raise WorkerError(f"{self._num_failures} steps in a row failed; the last one: {error}") from error
-        return [output for item in plan.items for output in self._fail_item(item, str(error))]
+        outputs = [output for item in plan.items for output in self._fail_item(item, str(error))]
+        self.last_step = self.measure()
+        return outputs
 
     def _end_request(self, request_id: str, reason: FinishReason, error: str | None) -> RequestOutput | None:
         """End a request early and return its last output."""

@@ -39,7 +39,6 @@ class LLM:
         self.engine: Engine = loaded.engine
         self.model_name = loaded.name
         self._default_params = loaded.default_params
-        self._num_requests = 0
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -126,7 +125,7 @@ class LLM:
         """Generate for all prompts at once, yielding each step's news.
 
         Leaving the iteration early aborts what is unfinished. A delta's `request_id` is the prompt's place as a
-        decimal number.
+        decimal number. One iteration at a time: end or close one before the next call.
 
         Raises:
             RequestError: a prompt or parameter that is refused; then nothing runs.

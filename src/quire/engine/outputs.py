@@ -73,8 +73,9 @@ class RequestOutput:
     Args:
         request_id: the caller's or the engine's name for the request.
         prompt: the prompt's text, None when it came as token ids.
-        prompt_token_ids: the prompt's token ids.
-        outputs: whole: all `n` sequences by index. Delta: only the sequences with news.
+        prompt_token_ids: the prompt's token ids; one list for all outputs of the request, not to be changed.
+        outputs: whole: the sequences by index, all `n` unless the request failed before it forked. Delta: only
+            those with news.
         finished: True in the last output of the request.
         prompt_logprobs: for each prompt token, None for the first one; only once, in the first delta.
         num_cached_tokens: tokens of the prompt that came from the prefix cache (first admission).

@@ -52,6 +52,8 @@ def to_tokens(
             raise UnsupportedFeature("prompt", "this engine runs without a tokenizer; give prompt_token_ids")
         token_ids = tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
         text: str | None = prompt
+        if max(token_ids, default=0) >= vocab_size:
+            raise InvalidParameter("prompt", max(token_ids), f"text whose token ids lie below {vocab_size}")
     elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
         token_ids, text = list(prompt), None
         for token_id in token_ids:

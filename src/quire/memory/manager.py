@@ -160,7 +160,7 @@ class KVCacheManager:
             idle=idle,
             free=free,
             num_sequences=len(self.sequences),
-            num_tokens=sum(state.num_slots for state in self.sequences.values()),
+            num_tokens=sum(state.num_slots for state in tuple(self.sequences.values())),
             num_evictions=sum(pool.num_evictions for pool in pools),
             num_copies=self._num_copies,
             num_merges=self._num_merges,

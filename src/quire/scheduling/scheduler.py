@@ -21,7 +21,7 @@ from quire.decoding.strategies import Strategy
 from quire.errors import InvalidParameter, InvariantViolation, PromptTooLong
 from quire.memory.manager import KVCacheManager
 from quire.memory.ops import NO_OPS
-from quire.memory.status import Verdict
+from quire.memory.status import HitEnd, PrefixHit, Verdict
 from quire.scheduling.plan import Opening, PlanItem, StepPlan
 from quire.scheduling.policies import ORDER_POLICIES, PREEMPTION_POLICIES
 from quire.sequences.request import Request
@@ -262,7 +262,7 @@ class Scheduler:
                 raise InvariantViolation("S2", f"sequence {sequence.seq_id} was promised memory: {status}")
             spare -= count
             reserved += memory.blocks_missing(sequence.seq_id, num_tokens)
-            self._count_hit(sequence, hit.num_tokens)
+            self._count_hit(sequence, hit)
             sequence.num_computed = hit.num_tokens
             sequence.move_to(SequenceStatus.RUNNING)
             insort(self.running, sequence, key=_KEY)
@@ -270,16 +270,19 @@ class Scheduler:
             num_admitted += 1
         del self.waiting[:num_admitted]
 
-    def _count_hit(self, sequence: Sequence, num_hit: int) -> None:
-        """Count an admission's prefix hit: first-time and resumed apart."""
+    def _count_hit(self, sequence: Sequence, hit: PrefixHit) -> None:
+        """Count an admission's prefix hit: first-time and resumed apart, and only what was looked up."""
         request, stats = sequence.request, self.stats
+        num_queried = len(sequence.tokens)
+        if hit.end in (HitEnd.DISABLED, HitEnd.LIMIT):
+            num_queried = hit.num_tokens
         if request.num_cached_tokens is None:
-            request.num_cached_tokens = num_hit
-            stats.prefix_queries += len(sequence.tokens)
-            stats.prefix_hits += num_hit
+            request.num_cached_tokens = hit.num_tokens
+            stats.prefix_queries += num_queried
+            stats.prefix_hits += hit.num_tokens
         else:
-            stats.resumed_queries += len(sequence.tokens)
-            stats.resumed_hits += num_hit
+            stats.resumed_queries += num_queried
+            stats.resumed_hits += hit.num_tokens
 
     def _item(self, sequence: Sequence, count: int) -> PlanItem:
         """Return a sequence's share of the step: its next `count` tokens."""

@@ -35,7 +35,8 @@ class SamplingParams:
         allowed_token_ids: if given, only these tokens can be sampled.
         seed: makes the request's tokens a function of its own prompt and parameters alone.
         stop: strings that end the output; not included in it unless `include_stop_str_in_output`.
-        stop_token_ids: token ids that end the output; the id is kept in `token_ids`, its text is not.
+        stop_token_ids: token ids that end the output; the id is kept in `token_ids`, its text only with
+            `include_stop_str_in_output`.
         ignore_eos: generate past the model's end-of-sequence tokens.
         max_tokens: new tokens at most; None means up to the context length.
         min_tokens: new tokens at least before an end-of-sequence or stop token may be sampled.

@@ -109,6 +109,8 @@ class Tokenizer:
             ids: list[int] = self._library.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError as error:  # the one string that the library refuses
             raise InvalidParameter("prompt", text, "Unicode text without lone surrogates") from error
+        except Exception as error:  # the library raises nothing narrower for a word that its model cannot express
+            raise InvalidParameter("prompt", text, f"text that the tokenizer can express ({error})") from error
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
