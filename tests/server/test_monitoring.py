@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from quire.engine.async_llm import Health
+from quire.engine.stats import Health
 from quire.server.monitoring import health
 
 

@@ -20,6 +20,7 @@ from quire.engine.loading import LoadedModel, load
 from quire.engine.metrics import Metrics
 from quire.engine.outputs import RequestOutput
 from quire.engine.prompts import Prompt
+from quire.engine.stats import Health
 from quire.errors import QueueFull, RequestError, WorkerError
 from quire.memory.status import Usage
 from quire.sequences.params import SamplingParams
@@ -30,23 +31,6 @@ logger = logging.getLogger(__name__)
 # With work at hand and no step completed for so long, the engine counts as stuck.
 STUCK_AFTER_S = 60.0
 RETRY_AFTER_S = 1
-
-
-class Health(NamedTuple):
-    """Whether the engine makes progress.
-
-    Args:
-        is_alive: its thread runs.
-        is_stuck: it has work, but has completed no step for `STUCK_AFTER_S` seconds.
-        seconds_since_progress: since the last step or idle moment.
-    """
-
-    is_alive: bool
-    is_stuck: bool
-    seconds_since_progress: float
-    num_running: int
-    num_waiting: int
-    num_steps: int
 
 
 @dataclass(slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""What one engine step did, in numbers."""
+"""What an engine did and how it is, in numbers."""
 
 from __future__ import annotations
 
@@ -33,3 +33,20 @@ class StepStats(NamedTuple):
     prompt_tokens: int
     generation_tokens: int
     step_tokens: int
+
+
+class Health(NamedTuple):
+    """Whether the engine makes progress.
+
+    Args:
+        is_alive: its thread runs.
+        is_stuck: it has work, but has completed no step for a minute.
+        seconds_since_progress: since the last step or idle moment.
+    """
+
+    is_alive: bool
+    is_stuck: bool
+    seconds_since_progress: float
+    num_running: int
+    num_waiting: int
+    num_steps: int
