@@ -3,15 +3,17 @@
 # make lint   formatting, types, layers, sizes        make ci     everything that CI runs
 # make bench  the benchmarks of docs/performance.md   make clean  remove what the above created
 #
-# The environment is made in .venv at the first command and again when pyproject.toml changes.
+# The environment is made in .venv at the first command and again when pyproject.toml changes; the native kernels are
+# compiled when their sources or the compiler have changed.
 #   PYTHON=python3.12   the interpreter it is made with
 #   VENV=path           an environment of your own; a torch in it that is in range is kept
+#   CXX=clang++         the compiler of the native kernels
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: run test lint bench ci clean
+.PHONY: run test lint bench ci clean native
 .PRECIOUS: $(VENV)/.quire-%
 
 # The bundled model is too small to gain from a second thread, and on a busy machine threads wait for one another.
@@ -36,10 +38,15 @@ bench: $(VENV)/.quire-bench
 ci:
 	.ci/run
 
-$(VENV)/.quire-%: pyproject.toml tools/setup_env.py
+$(VENV)/.quire-%: pyproject.toml tools/setup_env.py | native
 	$(PYTHON) tools/setup_env.py --venv $(VENV) --extra $*
 	@touch $@
 
+# Before the installation, which would compile them too, but out of sight. It ends at once when nothing has changed.
+native:
+	@$(PYTHON) hatch_build.py
+
 clean:
 	rm -rf .venv .cache .coverage .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist
+	rm -rf src/quire/ops/native/libquire_*.so src/quire/ops/native/.build-*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

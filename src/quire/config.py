@@ -13,6 +13,7 @@ from quire.errors import ConfigError
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DEVICES = ("auto", "cpu", "cuda")
+KERNELS = ("auto", "native", "torch")
 POLICIES = ("fcfs", "priority")
 DEFAULT_MEMORY_FRACTION = 0.5
 GIB = 1 << 30
@@ -36,6 +37,8 @@ class ModelConfig:
         seed: where requests without a seed take theirs from.
         num_threads: threads of the data plane on a CPU; None takes all cores that this process may use, but one for
             a model so small that threads would wait for each other longer than they work.
+        kernels: what computes between the matrix products: "native" kernels, compiled when Quire was installed, or
+            stock "torch" operators; "auto" takes the former on a CPU where there are any.
     """
 
     model: str = "bundled"
@@ -48,6 +51,7 @@ class ModelConfig:
     served_model_name: str | None = None
     seed: int = 0
     num_threads: int | None = None
+    kernels: str = "auto"
 
     def __post_init__(self) -> None:
         _text("model", self.model)
@@ -56,6 +60,7 @@ class ModelConfig:
         _flag("skip_tokenizer_init", self.skip_tokenizer_init)
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("device", self.device, DEVICES)
+        _one_of("kernels", self.kernels, KERNELS)
         _whole("max_model_len", self.max_model_len, 1, optional=True)
         _whole("num_threads", self.num_threads, 1, optional=True)
         _whole("seed", self.seed, 0, 2**63 - 1)

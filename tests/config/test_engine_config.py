@@ -54,6 +54,7 @@ def resolved(machine: Machine = CPU, facts: ModelFacts = FACTS, **options: Any) 
         ("enable_prefix_caching", [True, False], [None, 1, "no"]),
         ("dtype", ["auto", "bfloat16", "float16", "float32"], ["fp8", "", None, 32]),
         ("device", ["auto", "cpu", "cuda"], ["tpu", "CPU", None]),
+        ("kernels", ["auto", "native", "torch"], ["fast", "", None, 1]),
         ("scheduling_policy", ["fcfs", "priority"], ["lifo", None]),
         ("seed", [0, 2**63 - 1], [-1, None, 1.0, True]),
         ("max_model_len", [None, 1, 10**6], [0, -1, 1.5, "8", True]),

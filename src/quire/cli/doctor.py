@@ -59,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
         look_at_python,
         look_at_packages,
         look_at_torch,
+        look_at_kernels,
         look_at_device,
         look_at_machine,
         look_at_bundled_model,
@@ -130,6 +131,19 @@ def look_at_torch() -> Iterator[Finding]:
             yield Finding(
                 name, WARN, "not available: plain weights are used, and decoding is slower", "try another torch"
             )
+
+
+def look_at_kernels() -> Iterator[Finding]:
+    """Look for the native kernels, and for the best that this processor runs."""
+    from quire.ops.native_library import find_library, runnable_libraries
+
+    found = find_library()
+    if isinstance(found, str):
+        yield Finding(
+            "kernels", WARN, f"torch only: {found}", "install a C++ compiler, then Quire again (docs/install.md)"
+        )
+    else:
+        yield Finding("kernels", OK, f"native, {found.level} (of {', '.join(runnable_libraries())})")
 
 
 def look_at_device() -> Iterator[Finding]:

@@ -73,7 +73,7 @@ def load(config: EngineConfig) -> LoadedModel:
     torch.set_num_threads(options.num_threads or probe(device).num_threads)
     use_huge_pages()
     keep_freed_memory()
-    decoder = load_decoder(checkpoint, device=device, dtype=dtype)
+    decoder = load_decoder(checkpoint, device=device, dtype=dtype, kernels=options.kernels)
     groups = _cache_specs(decoder, config.cache.block_size, dtype.itemsize)
     facts = ModelFacts(
         max_position=decoder.spec.max_position,
@@ -85,6 +85,7 @@ def load(config: EngineConfig) -> LoadedModel:
     torch.set_num_threads(resolved.num_threads)
     for line in resolved.lines():
         logger.info(line)
+    logger.info("kernels: %s", decoder.kernels)
     name = options.served_model_name or options.model
     runner = ModelRunner.build(
         decoder, num_blocks=resolved.num_blocks + 1, block_size=resolved.block_size, device=device, dtype=dtype

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.models import spec
-from quire.ops.interface import Linear, Ops, StepAttention
+from quire.ops.interface import HeadNorms, Linear, Ops, Rotation, StepAttention
 
 
 class WeightSlot(NamedTuple):
@@ -80,32 +80,6 @@ class Norm:
         return self._rms_norm(x, self._scale, self._eps)
 
 
-class HeadNorm:
-    """The norms of query heads and of key heads as one operation: a row of scales for each head.
-
-    Attributes:
-        slots: "q_norm.weight" and "k_norm.weight".
-    """
-
-    __slots__ = ("_eps", "_rms_norm", "_scales", "slots")
-
-    def __init__(
-        self, norm: spec.RMSNorm, attention: spec.Attention, ops: Ops, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        num_heads, head_dim = attention.num_heads, attention.head_dim
-        self._eps = norm.eps
-        self._rms_norm = ops.rms_norm
-        self._scales = torch.empty(num_heads + attention.num_kv_heads, head_dim, dtype=dtype, device=device)
-        self.slots: WeightSlots = {
-            "q_norm.weight": WeightSlot((head_dim,), self._scales[:num_heads].copy_),
-            "k_norm.weight": WeightSlot((head_dim,), self._scales[num_heads:].copy_),
-        }
-
-    def __call__(self, qk: Tensor) -> Tensor:
-        """Normalise each head of [T, H + K, D]."""
-        return self._rms_norm(qk, self._scales, self._eps)
-
-
 class AttentionBlock:
     """Grouped-query attention through the paged cache.
 
@@ -128,34 +102,27 @@ class AttentionBlock:
         device: torch.device,
     ) -> None:
         num_heads, num_kv_heads, head_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
-        self._head_dim = head_dim
-        self._parts_of_qkv = (num_heads + num_kv_heads, num_kv_heads)
-        self._parts_of_qk = (num_heads, num_kv_heads)
         self._scale = head_dim**-0.5
         self._layer_idx = layer_idx
-        self._rotary = ops.rotary
-        self._qkv = Projection(width, sum(self._parts_of_qkv) * head_dim, attention.qkv_bias, ops)
+        self._qkv = Projection(width, (num_heads + 2 * num_kv_heads) * head_dim, attention.qkv_bias, ops)
         self._output = Projection(num_heads * head_dim, width, attention.output_bias, ops)
         self.slots = nested(qkv=self._qkv.slots, output=self._output.slots)
-        self._head_norm: HeadNorm | None = None
+        self._norms: HeadNorms | None = None
         if attention.qk_norm is not None:
-            self._head_norm = HeadNorm(attention.qk_norm, attention, ops, dtype, device)
-            self.slots |= self._head_norm.slots
+            scales = torch.empty(num_heads + num_kv_heads, head_dim, dtype=dtype, device=device)
+            self._norms = HeadNorms(scales, attention.qk_norm.eps)
+            self.slots["q_norm.weight"] = WeightSlot((head_dim,), scales[:num_heads].copy_)
+            self.slots["k_norm.weight"] = WeightSlot((head_dim,), scales[num_heads:].copy_)
 
-    def __call__(self, x: Tensor, residual: Tensor, rotation: tuple[Tensor, Tensor], step: StepAttention) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor, rotation: Rotation, step: StepAttention) -> Tensor:
         """Add to `residual` what each row of `x` gathers from its sequence.
 
         Args:
             x, residual: [T, E].
-            rotation: cosines and sines of the rows' positions, [T, 1, D] each.
+            rotation: of the rows' positions.
             step: the step's attention over this block's cache group; this block's keys and values are written to it.
         """
-        qkv = self._qkv.run(x)
-        qk, v = qkv.view(len(qkv), -1, self._head_dim).split_with_sizes(self._parts_of_qkv, 1)
-        if self._head_norm is not None:
-            qk = self._head_norm(qk)
-        q, k = self._rotary(qk, *rotation).split_with_sizes(self._parts_of_qk, 1)
-        step.write(self._layer_idx, k, v)
+        q = step.prepare(self._layer_idx, self._qkv.run(x), self._norms, rotation)
         return self._output.run(step.attend(self._layer_idx, q, self._scale), residual)
 
 

@@ -58,6 +58,11 @@ class Decoder:
         return self.spec.cache_groups
 
     @property
+    def kernels(self) -> str:
+        """What computes, for people."""
+        return self._ops.name
+
+    @property
     def missing_weights(self) -> tuple[str, ...]:
         """Names of the weights that were not loaded yet; the decoder runs when there is none."""
         return tuple(self._missing)

@@ -11,20 +11,22 @@ from quire.models.weights import load_weights
 from quire.ops import make_ops
 
 
-def load_decoder(checkpoint: Checkpoint, *, device: str, dtype: torch.dtype) -> Decoder:
+def load_decoder(checkpoint: Checkpoint, *, device: str, dtype: torch.dtype, kernels: str = "auto") -> Decoder:
     """Build the decoder that a checkpoint describes, and fill it.
 
     Args:
         checkpoint: the model's files.
         device: "cpu" or "cuda".
         dtype: of weights, hidden states and cache, as `choose_dtype` returns it.
+        kernels: what computes; see `quire.ops.make_ops`.
 
     Raises:
+        ConfigError: kernels that cannot be had.
         UnsupportedModel: no family implements the architecture or one of its options.
         CheckpointError: a tensor or a field is missing or wrong.
     """
     spec, weight_map = build(checkpoint.config)
     place = torch.device(device)
-    decoder = Decoder(spec, ops=make_ops(place), dtype=dtype, device=place)
+    decoder = Decoder(spec, ops=make_ops(place, kernels), dtype=dtype, device=place)
     load_weights(checkpoint, weight_map, decoder, dtype=dtype)
     return decoder

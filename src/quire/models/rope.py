@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.models.spec import LinearScaling, Llama3Scaling, Rope, YarnScaling
+from quire.ops.interface import Rotation
 
 
 class RotaryEmbedding:
@@ -28,8 +29,8 @@ class RotaryEmbedding:
         self._dtype = dtype
         self._half = head_dim // 2
 
-    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines, both [T, 1, D]; the first half of the sines is negated, as `Ops.rotary` wants it.
+    def __call__(self, positions: Tensor) -> Rotation:
+        """Return cosines and sines.
 
         Args:
             positions: [T] of int64.
@@ -39,7 +40,7 @@ class RotaryEmbedding:
         if self._scale != 1.0:
             cos, sin = cos * self._scale, sin * self._scale
         sin[..., : self._half].neg_()
-        return cos.to(self._dtype), sin.to(self._dtype)
+        return Rotation(cos.to(self._dtype), sin.to(self._dtype))
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[Tensor, float]:

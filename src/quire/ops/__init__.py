@@ -1,19 +1,32 @@
-"""The kernels, and the row that finds a backend."""
+"""The kernels, and which of them compute."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final
-
 import torch
 
+from quire.errors import ConfigError
 from quire.ops.interface import Ops
+from quire.ops.native_library import find_library
+from quire.ops.native_ops import NativeOps
 from quire.ops.torch_ops import TorchOps
 
-# Type of device -> what computes on it.
-BACKENDS: Final[dict[str, Callable[[torch.device], Ops]]] = {"cpu": TorchOps, "cuda": TorchOps}
 
+def make_ops(device: torch.device, kernels: str = "auto") -> Ops:
+    """Make the backend that computes on a device.
 
-def make_ops(device: torch.device) -> Ops:
-    """Make the backend of a device."""
-    return BACKENDS[device.type](device)
+    Args:
+        device: any that torch has.
+        kernels: "torch" for stock operators, "native" for what the package's own build compiled, "auto" for the
+            latter on a CPU where there is such.
+
+    Raises:
+        ConfigError: native kernels were asked for and cannot be had; the message says why.
+    """
+    if kernels == "torch" or (kernels == "auto" and device.type != "cpu"):
+        return TorchOps(device)
+    found = find_library() if device.type == "cpu" else f"they are for CPUs, not for device {device.type!r}"
+    if not isinstance(found, str):
+        return NativeOps(found)
+    if kernels == "native":
+        raise ConfigError(f"native kernels were asked for, but {found}; use 'torch' or 'auto'", field="kernels")
+    return TorchOps(device, note=f"no native kernels: {found}")

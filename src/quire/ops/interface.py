@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -28,6 +28,7 @@ class AttentionBatch:
         context_lens: S numbers; tokens that the last row of each sequence sees, itself included.
         block_ids: int64; each sequence's blocks, `ceil(context_len / N)` of them, in the order of its tokens.
         block_starts: S + 1 numbers; sequence `s` owns `block_ids[block_starts[s]:block_starts[s + 1]]`.
+        window: tokens that a row sees, itself included; None for all before it. What no row sees is not read.
     """
 
     slot_mapping: Tensor
@@ -35,6 +36,7 @@ class AttentionBatch:
     context_lens: Sequence[int]
     block_ids: Tensor
     block_starts: Sequence[int]
+    window: int | None = None
 
 
 class PagedKV(Protocol):
@@ -56,15 +58,48 @@ class PagedKV(Protocol):
     def slot_rows(self) -> Sequence[Tensor]: ...
 
 
+class HeadNorms(NamedTuple):
+    """The norms of query and key heads.
+
+    Args:
+        scales: a row for each query head, then one for each KV head: [H + K, D], contiguous.
+        eps: added to the mean square.
+    """
+
+    scales: Tensor
+    eps: float
+
+
+class Rotation(NamedTuple):
+    """The angles of a step's rows.
+
+    Args:
+        cos: [T, 1, D], contiguous.
+        sin: [T, 1, D], contiguous, its first half negated.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+
 class StepAttention(Protocol):
     """Attention of one step over one cache group; made once a step, used by every layer of the group."""
 
-    def write(self, layer_idx: int, k: Tensor, v: Tensor) -> None:
-        """Store keys and values [T, K, D] in the step's slots."""
+    def prepare(self, layer_idx: int, qkv: Tensor, norms: HeadNorms | None, rotation: Rotation) -> Tensor:
+        """Norm and rotate queries and keys, and store keys and values in the step's slots.
+
+        Args:
+            qkv: [T, (H + 2 K) * D], contiguous: query heads, key heads, value heads.
+            norms: of the heads, where the model has them.
+            rotation: its halves turn against each other.
+
+        Returns:
+            The queries, [T, H, D].
+        """
         ...
 
     def attend(self, layer_idx: int, q: Tensor, scale: float) -> Tensor:
-        """Let each row see its sequence up to itself, through the block table.
+        """Let each row see its sequence up to itself, or the window that ends there, through the block table.
 
         Args:
             q: queries, [T, H, D].
@@ -87,7 +122,14 @@ class Linear(Protocol):
 
 
 class Ops(Protocol):
-    """What a model needs computed. Nothing here changes its arguments, except the cache that `StepAttention` writes."""
+    """What a model needs computed. Nothing here changes its arguments, except the cache that `StepAttention` writes.
+
+    Attributes:
+        name: what computes, for people.
+    """
+
+    @property
+    def name(self) -> str: ...
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Take a weight [out, in] and bias [out]; whether the plain weight is kept is the backend's affair."""
@@ -98,26 +140,16 @@ class Ops(Protocol):
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Divide the last dimension by its root mean square, in float32, then scale by `weight` in the dtype of `x`.
+        """Divide rows by their root mean square, in float32, then scale them by `weight` in the dtype of `x`.
 
         Args:
-            x: [..., D].
-            weight: [D], or anything that broadcasts against `x`.
-        """
-        ...
-
-    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate the halves of each head against each other.
-
-        Args:
-            x: [T, H, D].
-            cos: [T, 1, D].
-            sin: [T, 1, D], its first half negated.
+            x: [T, E].
+            weight: [E].
         """
         ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """Return `silu(gate) * up` of the two halves: [T, 2 F] to [T, F]."""
+        """Return `silu(gate) * up` of the two halves: [T, 2 F], contiguous, to [T, F]."""
         ...
 
     def step_attention(self, batch: AttentionBatch, kv: PagedKV) -> StepAttention:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.ops.interface import AttentionBatch, PagedKV
+from quire.ops.interface import AttentionBatch, HeadNorms, PagedKV, Rotation
 
 
 class ReferenceOps:
     """The operations as defined; backends are tested against them."""
+
+    name = "reference"
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> ReferenceLinear:
         """Keep the weight as it is."""
@@ -21,15 +23,7 @@ class ReferenceOps:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Normalise in float32, cast, then scale."""
-        wide = x.float()
-        return (wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt()).to(x.dtype) * weight
-
-    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Turn each pair (first half, second half) by its angle."""
-        half = x.shape[-1] // 2
-        first, second = x[..., :half].float(), x[..., half:].float()
-        cosine, sine = cos[..., :half].float(), sin[..., half:].float()
-        return torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1).to(x.dtype)
+        return rms_norm(x, weight, eps)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """Gate in float32."""
@@ -65,13 +59,19 @@ class ReferenceStepAttention:
         self._batch = batch
         self._data = kv.data
 
-    def write(self, layer_idx: int, k: Tensor, v: Tensor) -> None:
-        """Store one slot after the other."""
-        block_size = self._data.shape[4]
+    def prepare(self, layer_idx: int, qkv: Tensor, norms: HeadNorms | None, rotation: Rotation) -> Tensor:
+        """Norm, rotate, then store one slot after the other."""
+        num_kv_heads, block_size, head_dim = self._data.shape[3:]
+        heads = qkv.view(len(qkv), -1, head_dim)
+        qk, v = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
+        if norms is not None:
+            qk = rms_norm(qk, norms.scales, norms.eps)
+        qk = rotary(qk, rotation)
         for row, slot in enumerate(self._batch.slot_mapping.tolist()):
             block_id, offset = divmod(slot, block_size)
-            self._data[block_id, layer_idx, 0, :, offset] = k[row]
+            self._data[block_id, layer_idx, 0, :, offset] = qk[row, -num_kv_heads:]
             self._data[block_id, layer_idx, 1, :, offset] = v[row]
+        return qk[:, :-num_kv_heads]
 
     def attend(self, layer_idx: int, q: Tensor, scale: float) -> Tensor:
         """Let one row after the other collect what it sees."""
@@ -81,16 +81,31 @@ class ReferenceStepAttention:
             table = batch.block_ids[batch.block_starts[seq] : batch.block_starts[seq + 1]].tolist()
             first, last = batch.row_starts[seq], batch.row_starts[seq + 1]
             for row in range(first, last):
-                num_seen = batch.context_lens[seq] - (last - 1 - row)
-                outputs.append(self._attend_row(layer_idx, q[row], table, num_seen, scale))
+                end = batch.context_lens[seq] - (last - 1 - row)
+                begin = 0 if batch.window is None else max(0, end - batch.window)
+                outputs.append(self._attend_row(layer_idx, q[row], table, range(begin, end), scale))
         return torch.stack(outputs).to(q.dtype)
 
-    def _attend_row(self, layer_idx: int, q: Tensor, table: list[int], num_seen: int, scale: float) -> Tensor:
+    def _attend_row(self, layer_idx: int, q: Tensor, table: list[int], seen: range, scale: float) -> Tensor:
         """Attend with one row's queries [H, D]; return [H * D] in float32."""
         num_kv_heads, block_size = self._data.shape[3:5]
         group = q.shape[0] // num_kv_heads
-        places = [(table[position // block_size], position % block_size) for position in range(num_seen)]
+        places = [(table[position // block_size], position % block_size) for position in seen]
         keys_values = torch.stack([self._data[block_id, layer_idx, :, :, offset] for block_id, offset in places])
-        keys, values = keys_values.float().repeat_interleave(group, dim=2).unbind(1)  # [num_seen, H, D] each
+        keys, values = keys_values.float().repeat_interleave(group, dim=2).unbind(1)  # [seen, H, D] each
         scores = torch.einsum("hd,thd->ht", q.float(), keys) * scale
         return torch.einsum("ht,thd->hd", scores.softmax(-1), values).flatten()
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalise the last dimension in float32, cast, then scale."""
+    wide = x.float()
+    return (wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt()).to(x.dtype) * weight
+
+
+def rotary(x: Tensor, rotation: Rotation) -> Tensor:
+    """Turn each pair (first half, second half) of [T, H, D] by its angle."""
+    half = x.shape[-1] // 2
+    first, second = x[..., :half].float(), x[..., half:].float()
+    cosine, sine = rotation.cos[..., :half].float(), rotation.sin[..., half:].float()
+    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1).to(x.dtype)

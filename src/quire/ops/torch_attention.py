@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.ops.interface import AttentionBatch, PagedKV
+from quire.ops import torch_rows
+from quire.ops.interface import AttentionBatch, HeadNorms, PagedKV, Rotation
 
 # Query rows of a chunk that are scored at once: as many as keep the scores of a common context in the CPU's cache.
 TILE_ROWS = 64
@@ -42,7 +43,8 @@ class Gather(NamedTuple):
     Args:
         row_ids: of the layer's block rows, head by head: keys, then, for more than one query row, values.
         gathered: [row ids, N * D].
-        keys: [K, tokens, D], a view of `gathered` without the last block's tail, which may hold anything.
+        keys: [K, tokens, D], a view of `gathered` without what nobody sees: the last block's tail, which may hold
+            anything, and what the window has left of the first block.
         wide_keys: where the keys go as float32; `keys` itself where they are that.
         values: [K, tokens, D] as `keys`, or empty for one query row.
     """
@@ -114,37 +116,51 @@ class TorchStepAttention:
         spans = zip(
             pairwise(batch.row_starts), batch.context_lens, block_rows.split_with_sizes(block_counts, 1), strict=True
         )
+        self._window = batch.window
         for (start, end), context_len, table in spans:
+            # What has left the window of all rows is not looked at.
+            first_seen = 0 if batch.window is None else max(0, context_len - (end - start) + 1 - batch.window)
+            table = table[:, first_seen // block_size :]
+            skipped = first_seen % block_size
+            num_tokens = context_len - first_seen // block_size * block_size
             if end - start == 1:
                 by_block = table[num_kv_heads:, :, None] * block_size + offsets
-                self._seen.append(by_block.flatten(1)[:, :context_len])
+                self._seen.append(by_block.flatten(1)[:, skipped:num_tokens])
                 tiles = table[:num_kv_heads].split_with_sizes(_cut(table.shape[1], tile_blocks), 1)
             else:
                 tiles = (table,)
-            num_tokens = tile_blocks * block_size if len(tiles) > 1 else context_len
-            lengths = _cut(context_len, num_tokens)
-            gathers = [self._gather(tile, length) for tile, length in zip(tiles, lengths, strict=True)]
+            ends = _cut(num_tokens, tile_blocks * block_size if len(tiles) > 1 else num_tokens)
+            starts = [skipped, *[0] * (len(tiles) - 1)]
+            gathers = [self._gather(*part) for part in zip(tiles, starts, ends, strict=True)]
             self._jobs.append(Job(start, end, gathers))
         self._bags: dict[int, Bags] = {}  # by the number of query heads in a group
 
-    def _gather(self, row_ids: Tensor, num_tokens: int) -> Gather:
-        """Place the gather of some block rows, [K or 2 * K, blocks]."""
+    def _gather(self, row_ids: Tensor, first: int, end: int) -> Gather:
+        """Place the gather of some block rows, [K or 2 * K, blocks], of whose tokens `[first, end)` are seen."""
         block_width = self._block_rows[0].shape[1]
         head_dim = self._slot_rows[0].shape[1]
         gathered = self._memory[: row_ids.numel() * block_width].view(-1, block_width)
-        tokens = gathered.view(len(row_ids), -1, head_dim)[:, :num_tokens]
+        tokens = gathered.view(len(row_ids), -1, head_dim)[:, first:end]
         keys, values = tokens[: self._num_kv_heads], tokens[self._num_kv_heads :]
         wide_keys = keys
         if keys.dtype != torch.float32:
             wide_keys = self._wide_memory[: keys.numel()].view(keys.shape)
         return Gather(row_ids.flatten(), gathered, keys, wide_keys, values)
 
-    def write(self, layer_idx: int, k: Tensor, v: Tensor) -> None:
-        """Store keys and values [T, K, D] in the step's slots."""
+    def prepare(self, layer_idx: int, qkv: Tensor, norms: HeadNorms | None, rotation: Rotation) -> Tensor:
+        """Norm and rotate queries and keys, store keys and values; return the queries [T, H, D]."""
         rows = self._slot_rows[layer_idx]
         head_dim = rows.shape[1]
+        heads = qkv.view(len(qkv), -1, head_dim)
+        qk, v = heads.split_with_sizes((heads.shape[1] - self._num_kv_heads, self._num_kv_heads), 1)
+        if norms is not None:
+            qk = torch_rows.rms_norm(qk, *norms)
+        q, k = torch_rows.rotary(qk, *rotation).split_with_sizes(
+            (qk.shape[1] - self._num_kv_heads, self._num_kv_heads), 1
+        )
         rows.index_copy_(0, self._key_slots, k.reshape(-1, head_dim))
         rows.index_copy_(0, self._value_slots, v.reshape(-1, head_dim))
+        return q
 
     def attend(self, layer_idx: int, q: Tensor, scale: float) -> Tensor:
         """Let each row of [T, H, D] see its sequence up to itself; return [T, H * D]."""
@@ -165,7 +181,7 @@ class TorchStepAttention:
                 if end - start == 1:
                     scores.append(torch.bmm(queries[start], wide_keys.mT))
                 else:
-                    chunks.append((start, end, attend_in_tiles(queries[start:end], wide_keys, values)))
+                    chunks.append((start, end, attend_in_tiles(queries[start:end], wide_keys, values, self._window)))
             if scores:
                 torch.softmax(scores[0] if len(scores) == 1 else torch.cat(scores, 2), -1, out=next(weights))
         if not chunks:
@@ -201,7 +217,7 @@ class TorchStepAttention:
         return bags
 
 
-def attend_in_tiles(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def attend_in_tiles(queries: Tensor, keys: Tensor, values: Tensor, window: int | None = None) -> Tensor:
     """Let a sequence's last rows attend, some rows at a time, by plain matrix products.
 
     ```
@@ -216,6 +232,7 @@ def attend_in_tiles(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         queries: [rows, K, G, D] of float32, scaled.
         keys: [K, context, D] of float32; the context ends with the rows.
         values: [K, context, D].
+        window: tokens that a row sees.
 
     Returns:
         [rows, H, D].
@@ -235,6 +252,10 @@ def attend_in_tiles(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         num_seen = context_len - num_rows + end
         scores = torch.bmm(rows[:, start * group : end * group], columns[:, :, :num_seen])
         scores[:, :, num_seen - (end - start) :] += diagonal[: (end - start) * group, : end - start]
+        if window is not None:
+            last_seen = torch.arange(num_seen - (end - start), num_seen, device=rows.device).repeat_interleave(group)
+            left = torch.arange(num_seen, device=rows.device) <= last_seen[:, None] - window
+            scores.masked_fill_(left, float("-inf"))
         outputs.append(torch.bmm(scores.softmax(-1).to(values.dtype), values[:, :num_seen]))
     by_head = torch.cat(outputs, 1).view(num_kv_heads, num_rows, group, head_dim)
     return by_head.transpose(0, 1).flatten(1, 2)

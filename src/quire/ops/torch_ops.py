@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from quire.ops import torch_rows
 from quire.ops.interface import AttentionBatch, Linear, PagedKV
 from quire.ops.torch_attention import Scratch, TorchStepAttention
 
@@ -21,9 +22,11 @@ class TorchOps:
 
     Args:
         device: any that torch has; packed weights are for "cpu" only.
+        note: what to say after the name.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, note: str = "") -> None:
+        self.name = f"torch ({note})" if note else "torch"
         self._device = device
         self._scratch = Scratch(device)
         self._can_pack: dict[torch.dtype, bool] = {}
@@ -40,17 +43,12 @@ class TorchOps:
         return torch.embedding(weight, ids)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Normalise with torch's operator; the scale is apart, for it comes after the cast."""
-        return torch.rms_norm(x, (x.shape[-1],), None, eps).mul_(weight)
-
-    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Add the swapped halves, times the sines."""
-        return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+        """Normalise rows."""
+        return torch_rows.rms_norm(x, weight, eps)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """Gate, then multiply in place."""
-        gate, up = gate_up.chunk(2, -1)
-        return functional.silu(gate).mul_(up)
+        """Gate rows."""
+        return torch_rows.silu_mul(gate_up)
 
     def step_attention(self, batch: AttentionBatch, kv: PagedKV) -> TorchStepAttention:
         """Compute row ids and masks once for all layers."""

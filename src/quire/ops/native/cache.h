@@ -1,0 +1,54 @@
+// What the caller says of a step and of the cache; the structures that it fills in.
+#pragma once
+
+#include <cstdint>
+
+#include "vec.h"
+
+#define QUIRE_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+constexpr int kMaxDim = 256;  // of a head
+
+enum class Type : int64_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
+
+// Calls `body` with a null pointer to the type that `type` names.
+template <typename Body>
+void with_type(Type type, Body body) {
+  switch (type) {
+    case Type::kFloat32: body(static_cast<float*>(nullptr)); break;
+    case Type::kFloat16: body(static_cast<Float16*>(nullptr)); break;
+    case Type::kBFloat16: body(static_cast<BFloat16*>(nullptr)); break;
+  }
+}
+
+// The rows and block tables of a step in one cache group; see AttentionBatch in interface.py.
+struct StepRows {
+  int64_t num_seqs;
+  const int64_t* row_starts;    // [num_seqs + 1]
+  const int64_t* context_lens;  // [num_seqs]
+  const int64_t* block_starts;  // [num_seqs + 1]
+  const int64_t* block_ids;
+  const int64_t* slot_mapping;  // a slot for each row
+};
+
+// The cache of one group: [block, layer, key or value, KV head, offset, head dim]. Strides in elements.
+struct Cache {
+  void* data;
+  Type type;
+  int64_t block_stride;
+  int64_t layer_stride;
+  int64_t num_kv_heads;
+  int64_t block_size;
+  int64_t head_dim;
+
+  // The slot of a token at `offset` of a block, of keys (`kv` 0) or values (`kv` 1).
+  template <typename T>
+  T* slot(int64_t block_id, int64_t layer, int64_t kv, int64_t head, int64_t offset) const {
+    const int64_t row = (kv * num_kv_heads + head) * block_size + offset;
+    return static_cast<T*>(data) + block_id * block_stride + layer * layer_stride + row * head_dim;
+  }
+};
+
+}  // namespace

@@ -1,0 +1,133 @@
+// Products of small matrices that lie in the cache: C = diag(scale) C + A B, with A row by row and B in panels.
+//
+// A product goes step by step: one float each, or a pair of bfloat16 where the instruction set multiplies and adds
+// pairs. All panels of B are [depth, kPanel] steps, the last one too.
+#pragma once
+
+#include <type_traits>
+
+#include "vec.h"
+
+namespace {
+
+// Rows and vectors of C that stay in registers.
+constexpr int kTileRows = 6;
+#if QUIRE_LANES == 16 || defined(__aarch64__)
+constexpr int kTileVectors = 4;
+#else
+constexpr int kTileVectors = 2;
+#endif
+constexpr int kPanel = kTileVectors * kLanes;
+
+constexpr int round_up(int count, int unit) { return (count + unit - 1) / unit * unit; }
+
+struct SingleFloats {
+  using Value = float;
+  static constexpr int kValues = 1;  // of a step
+
+  static QUIRE_INLINE Floats broadcast(const float* step) { return splat(*step); }
+  static QUIRE_INLINE void multiply_add(Floats& sum, Floats a, Floats b) { sum += a * b; }
+};
+
+#if defined(__AVX512BF16__)
+struct BFloat16Pairs {
+  using Value = BFloat16;
+  static constexpr int kValues = 2;
+
+  static QUIRE_INLINE Floats broadcast(const BFloat16* step) {
+    return bit_cast<Floats>(Words{} + load_bits<uint32_t>(step));
+  }
+  static QUIRE_INLINE void multiply_add(Floats& sum, Floats a, Floats b) {
+    sum = (Floats)_mm512_dpbf16_ps((__m512)sum, bit_cast<__m512bh>(a), bit_cast<__m512bh>(b));
+  }
+};
+#endif
+
+// How values of the cache's type are multiplied.
+template <typename T>
+struct StepsOf {
+  using Type = SingleFloats;
+};
+#if defined(__AVX512BF16__)
+template <>
+struct StepsOf<BFloat16> {
+  using Type = BFloat16Pairs;
+};
+#endif
+
+// A tile of C. Without `scale`, C's old values count as zeros and are not read.
+template <typename Steps, int kRows, int kVectors>
+void multiply_tile(const typename Steps::Value* a, int a_stride, const typename Steps::Value* panel, int depth,
+                   float* c, int c_stride, const float* scale) {
+  Floats sums[kRows][kVectors];
+#pragma GCC unroll 6
+  for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 4
+    for (int vector = 0; vector < kVectors; ++vector)
+      sums[row][vector] = scale ? load(c + row * c_stride + vector * kLanes) * scale[row] : Floats{};
+  for (int step = 0; step < depth; ++step) {
+    Floats columns[kVectors];
+#pragma GCC unroll 4
+    for (int vector = 0; vector < kVectors; ++vector)
+      columns[vector] = load_bits<Floats>(panel + (step * kPanel + vector * kLanes) * Steps::kValues);
+#pragma GCC unroll 6
+    for (int row = 0; row < kRows; ++row) {
+      const Floats value = Steps::broadcast(a + row * a_stride + step * Steps::kValues);
+#pragma GCC unroll 4
+      for (int vector = 0; vector < kVectors; ++vector) Steps::multiply_add(sums[row][vector], value, columns[vector]);
+    }
+  }
+#pragma GCC unroll 6
+  for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 4
+    for (int vector = 0; vector < kVectors; ++vector) store(c + row * c_stride + vector * kLanes, sums[row][vector]);
+}
+
+template <typename Steps, int kVectors>
+void multiply_panel(const typename Steps::Value* a, int a_stride, const typename Steps::Value* panel, int depth,
+                    float* c, int c_stride, const float* scale, int num_rows) {
+  int row = 0;
+  const auto tile = [&](auto rows) {
+    multiply_tile<Steps, rows.value, kVectors>(a + row * a_stride, a_stride, panel, depth, c + row * c_stride, c_stride,
+                                               scale ? scale + row : nullptr);
+    row += rows.value;
+  };
+  while (num_rows - row >= kTileRows) tile(std::integral_constant<int, kTileRows>());
+  switch (num_rows - row) {
+    case 5: return tile(std::integral_constant<int, 5>());
+    case 4: return tile(std::integral_constant<int, 4>());
+    case 3: return tile(std::integral_constant<int, 3>());
+    case 2: return tile(std::integral_constant<int, 2>());
+    case 1: return tile(std::integral_constant<int, 1>());
+    default: return;
+  }
+}
+
+// C[num_rows, num_columns] = diag(scale) C + A B.
+//
+// a: [num_rows, depth] steps, `a_stride` values from row to row.
+// b: panels; what they hold past `num_columns` reaches C's padding only.
+// c: [num_rows, c_stride] floats; a row has room for `num_columns` rounded up to whole vectors.
+// scale: [num_rows], or null: C's old values are not read.
+template <typename Steps>
+void multiply(const typename Steps::Value* a, int a_stride, const typename Steps::Value* b, int depth, float* c,
+              int c_stride, const float* scale, int num_rows, int num_columns) {
+  for (int column = 0; column < num_columns; column += kPanel) {
+    const int num_vectors = (num_columns - column + kLanes - 1) / kLanes;
+    if (num_vectors >= kTileVectors) {
+      multiply_panel<Steps, kTileVectors>(a, a_stride, b, depth, c, c_stride, scale, num_rows);
+    } else if (num_vectors == 1) {
+      multiply_panel<Steps, 1>(a, a_stride, b, depth, c, c_stride, scale, num_rows);
+    } else if constexpr (kTileVectors > 2) {
+      if (num_vectors == 2) {
+        multiply_panel<Steps, 2>(a, a_stride, b, depth, c, c_stride, scale, num_rows);
+      } else {
+        multiply_panel<Steps, 3>(a, a_stride, b, depth, c, c_stride, scale, num_rows);
+      }
+    }
+    b += kPanel * depth * Steps::kValues;
+    c += kPanel;
+  }
+}
+
+}  // namespace

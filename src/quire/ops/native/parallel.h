@@ -1,0 +1,46 @@
+// The threads that kernels run on: torch's own, through the function that the loader hands over. A second pool of
+// threads would fight with them for the cores.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+namespace quire {
+
+// `torch_parallel_for` of torch's stable C interface (torch 2.10 and later).
+using ParallelFor = int32_t (*)(int64_t begin, int64_t end, int64_t grain, void (*run)(int64_t, int64_t, void*),
+                                void* context);
+// `torch_get_num_threads` of the same.
+using GetNumThreads = int32_t (*)(uint32_t* count);
+
+extern ParallelFor parallel_for;
+extern GetNumThreads get_num_threads;
+
+// Calls `body(begin, end)` on parts of [0, count), at least `grain` long; in this thread when that leaves one part.
+template <typename Body>
+void in_parallel(int64_t count, int64_t grain, Body body) {
+  if (count <= grain || parallel_for == nullptr) {
+    if (count > 0) body(int64_t(0), count);
+    return;
+  }
+  const auto run = [](int64_t begin, int64_t end, void* context) { (*static_cast<Body*>(context))(begin, end); };
+  parallel_for(0, count, grain, run, &body);
+}
+
+// Calls `body(job)` for each job in [0, count); threads take the next job as they come free, for jobs differ in size.
+template <typename Body>
+void in_turns(int64_t count, Body body) {
+  uint32_t num_threads = 1;
+  if (count > 1 && get_num_threads != nullptr) get_num_threads(&num_threads);
+  if (num_threads <= 1) {
+    for (int64_t job = 0; job < count; ++job) body(job);
+    return;
+  }
+  std::atomic<int64_t> next{0};
+  in_parallel(num_threads < count ? num_threads : count, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t slot = begin; slot < end; ++slot)
+      for (int64_t job = next++; job < count; job = next++) body(job);
+  });
+}
+
+}  // namespace quire

@@ -1,0 +1,161 @@
+// What is done to each row of hidden states between the matrix products: norms, rotations, gates, and the store of
+// keys and values.
+#include "cache.h"
+#include "parallel.h"
+
+namespace {
+
+// Values that are worth a second thread.
+constexpr int64_t kGrain = 1 << 14;
+
+int64_t rows_per_grain(int64_t width) { return kGrain / width + 1; }
+
+// A value as it would come back from memory: operations that are two in a model are rounded twice.
+template <typename T>
+QUIRE_INLINE Floats rounded(Floats values) {
+  T memory[kLanes];
+  store(memory, values);
+  return load(memory);
+}
+
+template <>
+QUIRE_INLINE Floats rounded<float>(Floats values) {
+  return values;
+}
+
+template <typename T>
+QUIRE_INLINE float rounded(float value) {
+  T memory;
+  narrow(&memory, value);
+  return widen(memory);
+}
+
+// The factor that makes the root mean square of a row one.
+template <typename T>
+QUIRE_INLINE float inverse_rms(const T* row, int64_t width, float eps) {
+  Floats squares{};
+  int64_t idx = 0;
+  for (; idx + kLanes <= width; idx += kLanes) {
+    const Floats values = load(row + idx);
+    squares += values * values;
+  }
+  float sum = sum_of(squares)[0];
+  for (; idx < width; ++idx) sum += widen(row[idx]) * widen(row[idx]);
+  return 1.0f / __builtin_sqrtf(sum / float(width) + eps);
+}
+
+template <typename T>
+QUIRE_INLINE void normalise(const T* row, const T* weight, float eps, int64_t width, T* output) {
+  const float inverse = inverse_rms(row, width, eps);
+  int64_t idx = 0;
+  for (; idx + kLanes <= width; idx += kLanes)
+    store(output + idx, rounded<T>(load(row + idx) * inverse) * load(weight + idx));
+  for (; idx < width; ++idx) narrow(output + idx, rounded<T>(widen(row[idx]) * inverse) * widen(weight[idx]));
+}
+
+// Rotates the halves of a head against each other. The first half of `sin` is negated.
+template <typename T>
+QUIRE_INLINE void rotate(const T* head, const T* cos, const T* sin, int64_t half, T* output) {
+  int64_t idx = 0;
+  for (; idx + kLanes <= half; idx += kLanes) {
+    const Floats first = load(head + idx), second = load(head + half + idx);
+    store(output + idx, first * load(cos + idx) + second * load(sin + idx));
+    store(output + half + idx, second * load(cos + half + idx) + first * load(sin + half + idx));
+  }
+  for (; idx < half; ++idx) {
+    const float first = widen(head[idx]), second = widen(head[half + idx]);
+    narrow(output + idx, first * widen(cos[idx]) + second * widen(sin[idx]));
+    narrow(output + half + idx, second * widen(cos[half + idx]) + first * widen(sin[half + idx]));
+  }
+}
+
+template <typename T>
+QUIRE_INLINE void gate(const T* gates, const T* ups, int64_t width, T* output) {
+  int64_t idx = 0;
+  for (; idx + kLanes <= width; idx += kLanes) {
+    const Floats value = load(gates + idx);
+    store(output + idx, rounded<T>(value / (exponential(-value) + 1.0f)) * load(ups + idx));
+  }
+  for (; idx < width; ++idx) {
+    const float value = widen(gates[idx]);
+    narrow(output + idx, rounded<T>(value / (exponential(splat(-value))[0] + 1.0f)) * widen(ups[idx]));
+  }
+}
+
+// What each row's heads go through on their way to the cache.
+struct Heads {
+  const void* qkv;      // [rows, query heads + 2 KV heads, head dim]
+  const void* weights;  // [query heads + KV heads, head dim] of the heads' norms; null: heads are not normed
+  const void* cos;      // [rows, head dim]
+  const void* sin;
+  void* queries;        // [rows, query heads, head dim]
+  int64_t num_heads;
+  float eps;
+};
+
+template <typename T>
+void prepare(const StepRows& rows, const Cache& cache, int64_t layer, const Heads& heads, int64_t row) {
+  const int64_t head_dim = cache.head_dim, num_heads = heads.num_heads, num_kv_heads = cache.num_kv_heads;
+  const T* from = static_cast<const T*>(heads.qkv) + row * (num_heads + 2 * num_kv_heads) * head_dim;
+  const T* weights = static_cast<const T*>(heads.weights);
+  const T* cos = static_cast<const T*>(heads.cos) + row * head_dim;
+  const T* sin = static_cast<const T*>(heads.sin) + row * head_dim;
+  T* queries = static_cast<T*>(heads.queries) + row * num_heads * head_dim;
+  const int64_t block = rows.slot_mapping[row] / cache.block_size, offset = rows.slot_mapping[row] % cache.block_size;
+  alignas(64) T normed[kMaxDim];
+  for (int64_t head = 0; head < num_heads + num_kv_heads; ++head, from += head_dim) {
+    const T* source = from;
+    if (weights != nullptr) {
+      normalise(from, weights + head * head_dim, heads.eps, head_dim, normed);
+      source = normed;
+    }
+    T* to = head < num_heads ? queries + head * head_dim
+                             : cache.slot<T>(block, layer, 0, head - num_heads, offset);
+    rotate(source, cos, sin, head_dim / 2, to);
+  }
+  for (int64_t head = 0; head < num_kv_heads; ++head, from += head_dim)
+    std::memcpy(static_cast<void*>(cache.slot<T>(block, layer, 1, head, offset)), from, head_dim * sizeof(T));
+}
+
+}  // namespace
+
+// Divides each row [width] by its root mean square, then scales it by `weight` [width].
+QUIRE_EXPORT void quire_rms_norm(int64_t type, const void* x, int64_t row_stride, const void* weight, float eps,
+                                 int64_t num_rows, int64_t width, void* output) {
+  with_type(static_cast<Type>(type), [&](auto* as) {
+    using T = std::remove_pointer_t<decltype(as)>;
+    quire::in_parallel(num_rows, rows_per_grain(width), [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row)
+        normalise(static_cast<const T*>(x) + row * row_stride, static_cast<const T*>(weight), eps, width,
+                  static_cast<T*>(output) + row * width);
+    });
+  });
+}
+
+// Multiplies the second half of each row [2 * width] by the sigmoid-weighted first.
+QUIRE_EXPORT void quire_silu_mul(int64_t type, const void* gate_up, int64_t num_rows, int64_t width, void* output) {
+  with_type(static_cast<Type>(type), [&](auto* as) {
+    using T = std::remove_pointer_t<decltype(as)>;
+    quire::in_parallel(num_rows, rows_per_grain(width), [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
+        const T* gates = static_cast<const T*>(gate_up) + row * 2 * width;
+        gate(gates, gates + width, width, static_cast<T*>(output) + row * width);
+      }
+    });
+  });
+}
+
+// Norms and rotates each row's query and key heads; stores its keys and values in its slot of the cache.
+QUIRE_EXPORT void quire_prepare(const StepRows* rows, const Cache* cache, int64_t layer, const void* qkv,
+                                const void* weights, float eps, const void* cos, const void* sin, int64_t num_heads,
+                                void* queries) {
+  const Heads heads{qkv, weights, cos, sin, queries, num_heads, eps};
+  const int64_t num_rows = rows->row_starts[rows->num_seqs];
+  const int64_t width = (num_heads + 2 * cache->num_kv_heads) * cache->head_dim;
+  with_type(cache->type, [&](auto* as) {
+    using T = std::remove_pointer_t<decltype(as)>;
+    quire::in_parallel(num_rows, rows_per_grain(width), [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) prepare<T>(*rows, *cache, layer, heads, row);
+    });
+  });
+}

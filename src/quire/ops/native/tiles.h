@@ -1,0 +1,234 @@
+// What is done with a tile of keys and values: scores, weights and weighted sums.
+//
+// Many query rows are worth packing a tile into panels for `multiply`. For few, that would take longer than the
+// products; their scores and sums are computed from where the keys and values lie.
+#pragma once
+
+#include "gemm.h"
+
+namespace {
+
+constexpr int kFewRows = 4;
+
+// One lane's step of a key, and as many more as there are lanes.
+template <typename Steps, typename T>
+QUIRE_INLINE Words load_steps(const T* key) {
+  if constexpr (Steps::kValues == 2) {
+    return load_bits<Words>(key);
+  } else {
+    return bit_cast<Words>(load(key));
+  }
+}
+
+// Packs keys: a column for each token, a row of the panel for each step.
+//
+// keys: where each token's key lies. What is read next lies `ahead` values behind each, and is fetched meanwhile.
+template <typename Steps, typename T>
+void pack_keys(const T* const* keys, int64_t ahead, int num_tokens, int head_dim, typename Steps::Value* panels) {
+  constexpr int values = Steps::kValues;
+  const int depth = head_dim / values;
+  for (int column = 0; column < num_tokens; column += kLanes) {
+    const T* lanes[kLanes];
+    for (int lane = 0; lane < kLanes; ++lane)  // past the end the last key is repeated: nobody looks at its scores
+      lanes[lane] = keys[column + lane < num_tokens ? column + lane : num_tokens - 1];
+    auto* panel = panels + (column / kPanel * kPanel * depth + column % kPanel) * values;
+    int step = 0;
+    for (; step + kLanes <= depth; step += kLanes) {
+      Words square[kLanes];
+#pragma GCC unroll 16
+      for (int lane = 0; lane < kLanes; ++lane) {
+        square[lane] = load_steps<Steps>(lanes[lane] + step * values);
+        fetch(lanes[lane] + step * values + ahead);
+      }
+      transpose(square);
+#pragma GCC unroll 16
+      for (int lane = 0; lane < kLanes; ++lane) store_bits(panel + (step + lane) * kPanel * values, square[lane]);
+    }
+    for (; step < depth; ++step)
+      for (int lane = 0; lane < kLanes; ++lane)
+        for (int value = 0; value < values; ++value)
+          narrow(panel + (step * kPanel + lane) * values + value, widen(lanes[lane][step * values + value]));
+  }
+}
+
+// Packs values: a column for each dimension, a row of the panel for each token or pair of tokens.
+//
+// values: where each token's value lies. next: where each token of the next tile lies, fetched meanwhile.
+template <typename Steps, typename T>
+void pack_values(const T* const* rows, const T* const* next, int num_tokens, int num_next, int head_dim,
+                 typename Steps::Value* panels) {
+  const int depth = (num_tokens + Steps::kValues - 1) / Steps::kValues;
+  const auto place = [&](int step, int dim) {
+    return panels + (dim / kPanel * kPanel * depth + step * kPanel + dim % kPanel) * Steps::kValues;
+  };
+  for (int step = 0; step < depth; ++step) {
+    for (int token = step * Steps::kValues; token < (step + 1) * Steps::kValues && token < num_next; ++token)
+      for (int dim = 0; dim < head_dim; dim += int(64 / sizeof(T))) fetch(next[token] + dim);
+    int dim = 0;
+    if constexpr (Steps::kValues == 2) {
+      const T* first = rows[2 * step];
+      if (2 * step + 1 < num_tokens) {
+        const T* second = rows[2 * step + 1];
+        for (; dim + 2 * kLanes <= head_dim; dim += 2 * kLanes) {
+          const auto pairs = interleave(load_bits<HalfPairs>(first + dim), load_bits<HalfPairs>(second + dim));
+          store_bits(place(step, dim), pairs.low);
+          store_bits(place(step, dim + kLanes), pairs.high);
+        }
+        for (; dim < head_dim; ++dim) store_bits(place(step, dim), first[dim].bits | uint32_t(second[dim].bits) << 16);
+      } else {
+        // The half without a token must be zero: its weight is, but zero times anything need not be.
+        for (; dim < head_dim; ++dim) store_bits(place(step, dim), uint32_t(first[dim].bits));
+      }
+    } else {
+      const T* row = rows[step];
+      for (; dim + kLanes <= head_dim; dim += kLanes) store(place(step, dim), load(row + dim));
+      for (; dim < head_dim; ++dim) *place(step, dim) = widen(row[dim]);
+    }
+  }
+}
+
+// Turns a row of scores into weights relative to the row's largest score so far; columns outside [begin, end) weigh
+// nothing. Returns what the row's sums so far must be multiplied by.
+template <typename Value>
+QUIRE_INLINE float weigh(float* scores, int begin, int end, int num_columns, float scale, Value* weights,
+                         float& largest, float& total) {
+  const int width = round_up(num_columns, kLanes);
+  if (begin >= end) {
+    std::memset(static_cast<void*>(weights), 0, width * sizeof(Value));
+    return 1.0f;
+  }
+  for (int column = 0; column < begin; ++column) scores[column] = -kInfinity;
+  for (int column = end; column < width; ++column) scores[column] = -kInfinity;
+  Floats highest = load(scores);
+  for (int column = kLanes; column < width; column += kLanes) highest = max(highest, load(scores + column));
+  const float before = largest;
+  const float here = max_of(highest)[0] * scale;
+  largest = here > before ? here : before;
+  Floats sum{};
+  for (int column = 0; column < width; column += kLanes) {
+    const Floats weight = exponential(load(scores + column) * scale - largest);
+    sum += weight;
+    store(weights + column, weight);
+  }
+  const float rescale = before == -kInfinity ? 0.0f : exponential(splat(before - largest))[0];
+  total = total * rescale + sum_of(sum)[0];
+  return rescale;
+}
+
+// Adds up each of as many vectors as there are lanes: lane i of the result is the sum of vector i.
+template <int kCount = kLanes>
+QUIRE_INLINE Floats sums_of(Floats* vectors) {
+  if constexpr (kCount == 1) {
+    return vectors[0];
+  } else {
+    constexpr int step = kLanes / kCount;
+#pragma GCC unroll 16
+    for (int pair = 0; pair < kCount / 2; ++pair) {
+      Words low = bit_cast<Words>(vectors[2 * pair]), high = bit_cast<Words>(vectors[2 * pair + 1]);
+      exchange<step>(low, high, std::make_integer_sequence<int, kLanes>());
+      vectors[pair] = bit_cast<Floats>(low) + bit_cast<Floats>(high);
+    }
+    return sums_of<kCount / 2>(vectors);
+  }
+}
+
+// Computes the scores of few rows: scores[row, token] = queries[row] . key(token).
+//
+// keys: where each token's key lies. What is read next lies `ahead` values behind each, and is fetched meanwhile.
+template <typename Steps, int kRows, typename T>
+void score(const typename Steps::Value* queries, const T* const* keys, int64_t ahead, int num_tokens, int head_dim,
+           float* scores, int stride) {
+  constexpr int width = kLanes * Steps::kValues;
+  for (int column = 0; column < num_tokens; column += kLanes) {
+    Floats sums[kRows][kLanes];
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const T* key = keys[column + lane < num_tokens ? column + lane : num_tokens - 1];
+      Floats products[kRows]{};
+      for (int dim = 0; dim < head_dim; dim += width) {
+        const Floats values = bit_cast<Floats>(load_steps<Steps>(key + dim));
+        fetch(key + dim + ahead);
+#pragma GCC unroll 4
+        for (int row = 0; row < kRows; ++row)
+          Steps::multiply_add(products[row], values, load_bits<Floats>(queries + row * head_dim + dim));
+      }
+#pragma GCC unroll 4
+      for (int row = 0; row < kRows; ++row) sums[row][lane] = products[row];
+    }
+#pragma GCC unroll 4
+    for (int row = 0; row < kRows; ++row) store(scores + row * stride + column, sums_of(sums[row]));
+  }
+}
+
+// Adds values to the sums of few rows: sums[row] = rescale[row] * sums[row] + weights[row, token] * value(token).
+//
+// This does it for the dimensions of `kVectors` vectors from `first_dim` on.
+template <typename Steps, int kRows, int kVectors, typename T>
+void add_columns(const typename Steps::Value* weights, int stride, const T* const* values, const T* const* next,
+                 int num_tokens, int num_next, int first_dim, float* sums, int sums_stride, const float* rescale) {
+  Floats totals[kRows][kVectors];
+#pragma GCC unroll 4
+  for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 4
+    for (int vector = 0; vector < kVectors; ++vector)
+      totals[row][vector] = load(sums + row * sums_stride + first_dim + vector * kLanes) * rescale[row];
+  for (int token = 0; token < num_tokens; token += Steps::kValues) {
+    for (int ahead = token; ahead < token + Steps::kValues && ahead < num_next; ++ahead)
+#pragma GCC unroll 4
+      for (int dim = 0; dim < kVectors * kLanes; dim += int(64 / sizeof(T)))
+        fetch(next[ahead] + first_dim + dim);
+    Floats columns[kVectors];
+    if constexpr (Steps::kValues == 2) {
+      const bool is_pair = token + 1 < num_tokens;
+#pragma GCC unroll 4
+      for (int vector = 0; vector < kVectors; vector += 2) {
+        const T* first = values[token] + first_dim + vector * kLanes;
+        // A pair's second half without a token must be zero: its weight is, but zero times anything need not be.
+        const HalfPairs second =
+            is_pair ? load_bits<HalfPairs>(values[token + 1] + first_dim + vector * kLanes) : HalfPairs{};
+        const Interleaved pairs = interleave(load_bits<HalfPairs>(first), second);
+        columns[vector] = bit_cast<Floats>(pairs.low);
+        columns[vector + 1] = bit_cast<Floats>(pairs.high);
+      }
+    } else {
+#pragma GCC unroll 4
+      for (int vector = 0; vector < kVectors; ++vector)
+        columns[vector] = load(values[token] + first_dim + vector * kLanes);
+    }
+#pragma GCC unroll 4
+    for (int row = 0; row < kRows; ++row) {
+      const Floats weight = Steps::broadcast(weights + row * stride + token);
+#pragma GCC unroll 4
+      for (int vector = 0; vector < kVectors; ++vector) Steps::multiply_add(totals[row][vector], weight, columns[vector]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 4
+    for (int vector = 0; vector < kVectors; ++vector)
+      store(sums + row * sums_stride + first_dim + vector * kLanes, totals[row][vector]);
+}
+
+// values: where each token's value lies. next: where each token of the next tile lies, fetched meanwhile.
+template <typename Steps, int kRows, typename T>
+void add_values(const typename Steps::Value* weights, int stride, const T* const* values, const T* const* next,
+                int num_tokens, int num_next, int head_dim, float* sums, int sums_stride, const float* rescale) {
+  int dim = 0;
+  for (; dim + kPanel <= head_dim; dim += kPanel)
+    add_columns<Steps, kRows, kTileVectors>(weights, stride, values, next, num_tokens, num_next, dim, sums, sums_stride,
+                                            rescale);
+  for (; dim < head_dim; dim += 2 * kLanes)
+    add_columns<Steps, kRows, 2>(weights, stride, values, next, num_tokens, num_next, dim, sums, sums_stride, rescale);
+}
+
+// Calls `body` with the number of rows as a constant.
+template <typename Body>
+QUIRE_INLINE void with_few(int num_rows, Body body) {
+  switch (num_rows) {
+    case 1: return body(std::integral_constant<int, 1>());
+    case 2: return body(std::integral_constant<int, 2>());
+    case 3: return body(std::integral_constant<int, 3>());
+    default: return body(std::integral_constant<int, 4>());
+  }
+}
+
+}  // namespace

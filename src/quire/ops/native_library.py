@@ -1,0 +1,118 @@
+"""The shared libraries that the package's build compiles from `native/`: which one this processor runs, and its calls.
+
+They take raw pointers and link to neither torch nor Python, so one build serves every version of both. Their threads
+are torch's own, through the C interface that torch keeps stable.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+FOLDER: Final = Path(__file__).parent / "native"
+# The number that `quire_interface_version` must return.
+INTERFACE_VERSION: Final = 1
+# The best last; a processor that runs one runs those before it.
+LEVELS: Final = ("portable", "avx2", "avx512", "avx512_bf16")
+MAX_HEAD_DIM: Final = 256
+# Types as the libraries number them.
+TYPES: Final = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+class StepRows(ctypes.Structure):
+    """The rows of a step; `AttentionBatch` in the libraries' words (`StepRows` in cache.h)."""
+
+    _fields_ = (
+        ("num_seqs", _INT),
+        ("row_starts", _POINTER),
+        ("context_lens", _POINTER),
+        ("block_starts", _POINTER),
+        ("block_ids", _POINTER),
+        ("slot_mapping", _POINTER),
+    )
+
+
+class Cache(ctypes.Structure):
+    """The blocks of a cache group; strides in elements (`Cache` in cache.h)."""
+
+    _fields_ = (
+        ("data", _POINTER),
+        ("type", _INT),
+        ("block_stride", _INT),
+        ("layer_stride", _INT),
+        ("num_kv_heads", _INT),
+        ("block_size", _INT),
+        ("head_dim", _INT),
+    )
+
+
+class NativeLibrary:
+    """One library, ready to be called.
+
+    Args:
+        level: the instruction set that it was compiled for, which this processor must have.
+        path: of the library.
+
+    Attributes:
+        attend, prepare, rms_norm, silu_mul: the functions of the same names, with `quire_` before, of the sources.
+
+    Raises:
+        OSError: it cannot be loaded, or was built from other sources than these.
+        AttributeError: this torch has no `torch_parallel_for`.
+    """
+
+    def __init__(self, level: str, path: Path) -> None:
+        self.level = level
+        library = ctypes.CDLL(str(path))
+        if library.quire_interface_version() != INTERFACE_VERSION:
+            raise OSError(f"{path} was built from other sources; run python hatch_build.py, or install Quire again")
+        suffix = "dylib" if sys.platform == "darwin" else "so"
+        threads = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / f"libtorch_cpu.{suffix}"))
+        library.quire_use_threads(
+            ctypes.cast(threads.torch_parallel_for, _POINTER), ctypes.cast(threads.torch_get_num_threads, _POINTER)
+        )
+        rows, kv = ctypes.POINTER(StepRows), ctypes.POINTER(Cache)
+        self.attend = _typed(library.quire_attend, rows, kv, _INT, _POINTER, _INT, _INT, _FLOAT, _INT, _POINTER)
+        self.prepare = _typed(
+            library.quire_prepare, rows, kv, _INT, _POINTER, _POINTER, _FLOAT, _POINTER, _POINTER, _INT, _POINTER
+        )
+        self.rms_norm = _typed(library.quire_rms_norm, _INT, _POINTER, _INT, _POINTER, _FLOAT, _INT, _INT, _POINTER)
+        self.silu_mul = _typed(library.quire_silu_mul, _INT, _POINTER, _INT, _INT, _POINTER)
+
+
+def find_library(folder: Path = FOLDER) -> NativeLibrary | str:
+    """Return the best library that was built and runs here, or why there is none."""
+    paths = runnable_libraries(folder)
+    if not paths:
+        return "none were built when Quire was installed (no C++ compiler?)"
+    level = list(paths)[-1]
+    try:
+        return NativeLibrary(level, paths[level])
+    except (OSError, AttributeError) as error:
+        return str(error)
+
+
+def runnable_libraries(folder: Path = FOLDER) -> dict[str, Path]:
+    """Return the libraries that this processor runs, by their level, the best last."""
+    paths = {level: folder / f"libquire_{level}.so" for level in LEVELS}
+    try:
+        library = ctypes.CDLL(str(paths["portable"]))
+    except OSError:
+        return {}
+    library.quire_best_level.restype = ctypes.c_char_p
+    best = LEVELS.index(library.quire_best_level().decode())
+    return {level: path for level, path in list(paths.items())[: best + 1] if path.exists()}
+
+
+def _typed(function: Any, *types: Any) -> Callable[..., None]:
+    function.argtypes = types
+    function.restype = None
+    checked: Callable[..., None] = function
+    return checked

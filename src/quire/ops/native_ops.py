@@ -1,0 +1,118 @@
+"""The backend of compiled kernels, for CPUs; matrix products are oneDNN's, as in the torch backend."""
+
+from __future__ import annotations
+
+from ctypes import byref
+
+import torch
+from torch import Tensor
+
+from quire.ops.interface import AttentionBatch, HeadNorms, Linear, PagedKV, Rotation, StepAttention
+from quire.ops.native_library import MAX_HEAD_DIM, TYPES, Cache, NativeLibrary, StepRows
+from quire.ops.torch_ops import TorchOps
+
+
+class NativeOps:
+    """Compiled kernels for all but matrix products and look-ups.
+
+    Args:
+        library: that this processor runs.
+    """
+
+    def __init__(self, library: NativeLibrary) -> None:
+        self.name = f"native ({library.level})"
+        self._library = library
+        self._torch = TorchOps(torch.device("cpu"))
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Pack for oneDNN."""
+        return self._torch.pack_linear(weight, bias)
+
+    def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
+        """Look up rows."""
+        return self._torch.embedding(ids, weight)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Normalise rows [T, E], which may lie apart."""
+        num_rows, width = x.shape
+        output = x.new_empty(num_rows, width)
+        self._library.rms_norm(
+            TYPES[x.dtype], x.data_ptr(), x.stride(0), weight.data_ptr(), eps, num_rows, width, output.data_ptr()
+        )
+        return output
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """Gate rows [T, 2 F]."""
+        num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        output = gate_up.new_empty(num_rows, width)
+        self._library.silu_mul(TYPES[gate_up.dtype], gate_up.data_ptr(), num_rows, width, output.data_ptr())
+        return output
+
+    def step_attention(self, batch: AttentionBatch, kv: PagedKV) -> StepAttention:
+        """Attend natively; heads that the kernels do not take (over 256 values, or an odd number) go through torch."""
+        head_dim = kv.data.shape[-1]
+        if head_dim > MAX_HEAD_DIM or head_dim % 2:
+            return self._torch.step_attention(batch, kv)
+        return NativeStepAttention(self._library, batch, kv)
+
+
+class NativeStepAttention:
+    """Attention of one step over one cache group, read straight from its block tables."""
+
+    def __init__(self, library: NativeLibrary, batch: AttentionBatch, kv: PagedKV) -> None:
+        _, _, _, self._num_kv_heads, block_size, self._head_dim = kv.data.shape
+        self._library = library
+        numbers = [torch.tensor(part) for part in (batch.row_starts, batch.context_lens, batch.block_starts)]
+        self._kept = (*numbers, batch, kv)  # what the pointers below point into
+        self._window = batch.window or 0
+        self._num_rows = batch.row_starts[-1]
+        pointers = [tensor.data_ptr() for tensor in (*numbers, batch.block_ids, batch.slot_mapping)]
+        self._rows = byref(StepRows(len(batch.context_lens), *pointers))
+        strides = kv.data.stride()
+        self._cache = byref(
+            Cache(
+                kv.data.data_ptr(),
+                TYPES[kv.data.dtype],
+                strides[0],
+                strides[1],
+                self._num_kv_heads,
+                block_size,
+                self._head_dim,
+            )
+        )
+
+    def prepare(self, layer_idx: int, qkv: Tensor, norms: HeadNorms | None, rotation: Rotation) -> Tensor:
+        """Norm and rotate queries and keys, store keys and values; return the queries [T, H, D]."""
+        num_heads = qkv.shape[1] // self._head_dim - 2 * self._num_kv_heads
+        queries = qkv.new_empty(self._num_rows, num_heads, self._head_dim)
+        scales, eps = (norms.scales.data_ptr(), norms.eps) if norms is not None else (None, 0.0)
+        self._library.prepare(
+            self._rows,
+            self._cache,
+            layer_idx,
+            qkv.data_ptr(),
+            scales,
+            eps,
+            rotation.cos.data_ptr(),
+            rotation.sin.data_ptr(),
+            num_heads,
+            queries.data_ptr(),
+        )
+        return queries
+
+    def attend(self, layer_idx: int, q: Tensor, scale: float) -> Tensor:
+        """Let each row of [T, H, D] see its sequence up to itself; return [T, H * D]."""
+        num_rows, num_heads, head_dim = q.shape
+        output = q.new_empty(num_rows, num_heads * head_dim)
+        self._library.attend(
+            self._rows,
+            self._cache,
+            layer_idx,
+            q.data_ptr(),
+            q.stride(0),
+            num_heads,
+            scale,
+            self._window,
+            output.data_ptr(),
+        )
+        return output

@@ -1,0 +1,42 @@
+"""Every backend that can compute here, for tests that compare each with the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.ops.interface import Ops
+from quire.ops.native_library import LEVELS, NativeLibrary, runnable_libraries
+from quire.ops.native_ops import NativeOps
+from quire.ops.torch_ops import TorchOps
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What computes, and where its tensors lie."""
+
+    device: str
+    make: Callable[[], Ops]
+
+
+def make_native(level: str, path: Path) -> Ops:
+    return NativeOps(NativeLibrary(level, path))
+
+
+LIBRARIES = runnable_libraries()
+NATIVE = [
+    pytest.param(Backend("cpu", partial(make_native, level, LIBRARIES[level])), id=level)
+    if level in LIBRARIES
+    else pytest.param(None, id=level, marks=pytest.mark.skip(reason=f"no {level} kernels were built for this CPU"))
+    for level in LEVELS
+]
+BACKENDS = [
+    pytest.param(Backend("cpu", partial(TorchOps, torch.device("cpu"))), id="torch"),
+    pytest.param(Backend("cuda", partial(TorchOps, torch.device("cuda"))), id="cuda", marks=pytest.mark.gpu),
+    *NATIVE,
+]

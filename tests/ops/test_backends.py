@@ -1,0 +1,179 @@
+"""Every backend against its slow twin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from quire.ops.native_ops import NativeOps
+from tests.ops.backends import BACKENDS, Backend
+from tests.ops.world import RAGGED, REFERENCE, World, assert_near, randn
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def inference() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_rows", [1, 2, 17])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_linear(backend: Backend, dtype: torch.dtype, num_rows: int, has_bias: bool) -> None:
+    device = backend.device
+    weight = randn(80, 48, dtype=dtype, device=device) * 0.1
+    bias = randn(80, dtype=dtype, device=device, seed=1) if has_bias else None
+    x, residual = randn(num_rows, 48, dtype=dtype, device=device), randn(num_rows, 80, dtype=dtype, device=device)
+    linear = backend.make().pack_linear(weight.clone(), bias)
+    twin = REFERENCE.pack_linear(weight, bias)
+    kept = residual.clone()
+    assert_near(linear(x), twin(x))
+    assert_near(linear(x, residual), twin(x, residual), factor=2)
+    assert torch.equal(residual, kept)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [6, 64, 150])
+@pytest.mark.parametrize("num_rows", [1, 400])
+def test_rows(backend: Backend, dtype: torch.dtype, width: int, num_rows: int) -> None:
+    ops = backend.make()
+    x = randn(num_rows, 2 * width, dtype=dtype, device=backend.device) * 8
+    kept, half = x.clone(), x[:, :width]
+    weight = randn(width, dtype=dtype, device=backend.device, seed=1)
+    assert_near(ops.rms_norm(half, weight, 1e-5), REFERENCE.rms_norm(half, weight, 1e-5), factor=2)
+    assert_near(ops.silu_mul(x), REFERENCE.silu_mul(x), factor=2)
+    ids = torch.tensor([num_rows - 1, 0, num_rows - 1], device=backend.device)
+    assert torch.equal(ops.embedding(ids, x), REFERENCE.embedding(ids, x))
+    assert torch.equal(x, kept)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gates_at_the_ends_of_their_range(backend: Backend, dtype: torch.dtype) -> None:
+    gates = torch.tensor([-6e4, -200.0, -88.5, -30.0, 0.0, 30.0, 200.0, 6e4, float("nan")] * 3)
+    gate_up = torch.cat((gates, torch.ones_like(gates)))[None].to(backend.device, dtype)
+    found, expected = backend.make().silu_mul(gate_up), REFERENCE.silu_mul(gate_up)
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-30, equal_nan=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("block_size", [1, 8, 16, 64])
+@pytest.mark.parametrize("has_norms", [False, True])
+def test_attention_by_block_size(backend: Backend, dtype: torch.dtype, block_size: int, has_norms: bool) -> None:
+    world = World(RAGGED, block_size=block_size, has_norms=has_norms, dtype=dtype, device=backend.device)
+    world.check(backend.make())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256, 288])
+def test_attention_by_head_dim(backend: Backend, dtype: torch.dtype, head_dim: int) -> None:
+    World(RAGGED, head_dim=head_dim, has_norms=True, dtype=dtype, device=backend.device).check(backend.make())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("num_kv_heads", "group"), [(1, 1), (4, 1), (3, 2), (1, 3), (2, 4), (1, 7), (1, 8), (2, 16)])
+def test_attention_by_heads(backend: Backend, dtype: torch.dtype, num_kv_heads: int, group: int) -> None:
+    world = World(RAGGED, num_kv_heads=num_kv_heads, group=group, dtype=dtype, device=backend.device)
+    world.check(backend.make())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [(0, 1)],
+        [(511, 1)],
+        [(512, 1)],
+        [(513, 3)],
+        [(1600, 1), (700, 2), (40, 1)],
+        [(0, 150)],
+        [(90, 330)],
+        [(300, 1), (1, 70)],
+    ],
+    ids=str,
+)
+def test_attention_by_length(backend: Backend, dtype: torch.dtype, spans: list[tuple[int, int]]) -> None:
+    World(spans, dtype=dtype, device=backend.device).check(backend.make())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("block_size", [8, 16])
+@pytest.mark.parametrize("window", [1, 7, 16, 33, 1000])
+def test_attention_in_a_window(backend: Backend, dtype: torch.dtype, block_size: int, window: int) -> None:
+    spans = [*RAGGED, (700, 1), (600, 20), (100, 200)]
+    World(spans, block_size=block_size, window=window, dtype=dtype, device=backend.device).check(backend.make())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_a_sequence_gets_does_not_depend_on_the_others(backend: Backend, dtype: torch.dtype) -> None:
+    """To the bit on the native path: how a context is cut into parts depends on the sequence alone."""
+    spans = [(700, 1), (90, 40), (1300, 2)]
+    together = World(spans, dtype=dtype, device=backend.device)
+    ops = backend.make()
+    _, outputs = together.run(ops)
+    for seq, (start, end) in enumerate(zip(together.batch.row_starts, together.batch.row_starts[1:], strict=False)):
+        first, last = together.batch.block_starts[seq : seq + 2]
+        alone = World([spans[seq]], dtype=dtype, device=backend.device)
+        alone.kv, alone.qkv = together.kv, together.qkv[start:end]
+        alone.rotation = type(alone.rotation)(*(part[start:end] for part in together.rotation))
+        alone.batch = type(alone.batch)(
+            together.batch.slot_mapping[start:end],
+            [0, end - start],
+            [together.batch.context_lens[seq]],
+            together.batch.block_ids[first:last],
+            [0, last - first],
+        )
+        _, found = alone.run(ops)
+        if isinstance(ops, NativeOps):
+            assert torch.equal(found, outputs[start:end])
+        assert_near(found, outputs[start:end])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_nan_is_seen_by_whom_it_concerns_only(backend: Backend) -> None:
+    for dtype in DTYPES:
+        world = World([(30, 1), (200, 1), (0, 90), (10, 80)], dtype=dtype, device=backend.device)
+        for seq in (1, 3):
+            world.qkv[world.batch.row_starts[seq]] = float("nan")
+        _, outputs = world.run(backend.make())
+        is_nan = outputs.isnan().any(-1)
+        starts = world.batch.row_starts
+        concerned = {starts[1], *range(starts[3], starts[4])}
+        assert set(is_nan.nonzero().flatten().tolist()) == concerned
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_heads_of_a_group_may_differ_by_layer(backend: Backend) -> None:
+    """Layers with other numbers of query heads share a step, for a cache group knows KV heads only."""
+    world = World([(20, 1), (5, 1), (0, 3)], group=4, device=backend.device)
+    steps = [ops.step_attention(world.batch, world.kv) for ops in (backend.make(), REFERENCE)]
+    queries = steps[1].prepare(0, world.qkv, None, world.rotation)
+    for num_heads in (8, 2, 4, 8):
+        q = queries[:, :num_heads]
+        assert_near(steps[0].attend(0, q, world.scale), steps[1].attend(0, q, world.scale))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_layers_do_not_meet(backend: Backend) -> None:
+    """Layers share a step, and none reads what another one wrote."""
+    world = World([(0, 9), (0, 1)], device=backend.device)
+    step = backend.make().step_attention(world.batch, world.kv)
+    values = world.qkv.view(10, -1, 64)[:, -2:]
+    for layer_idx in range(3):
+        queries = step.prepare(layer_idx, world.qkv, None, world.rotation)
+        values += 1
+    outputs = [step.attend(layer_idx, queries, world.scale) for layer_idx in range(3)]
+    for layer_idx in (1, 2):
+        torch.testing.assert_close(outputs[layer_idx], outputs[0] + layer_idx)
