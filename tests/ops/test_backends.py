@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from quire.ops.native_ops import NativeOps
+from quire.ops.native_ops import NativeLinear, NativeOps
 from tests.ops.backends import BACKENDS, Backend
 from tests.ops.world import RAGGED, REFERENCE, World, assert_near, randn
 
@@ -35,6 +35,23 @@ def test_linear(backend: Backend, dtype: torch.dtype, num_rows: int, has_bias: b
     assert_near(linear(x), twin(x))
     assert_near(linear(x, residual), twin(x, residual), factor=2)
     assert torch.equal(residual, kept)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("width", "num_columns"), [(1100, 130), (514, 64), (96, 1), (33, 70)])
+@pytest.mark.parametrize("num_rows", [1, 6, 16, 17, 200])
+def test_linear_in_pieces(backend: Backend, width: int, num_columns: int, num_rows: int) -> None:
+    """Widths past a piece, columns that do not fill a panel, more rows than a job has, rows that lie apart."""
+    dtype, device = torch.bfloat16, backend.device
+    weight = randn(num_columns, width, dtype=dtype, device=device) * width**-0.5
+    x = randn(num_rows, width + 3, dtype=dtype, device=device, seed=1)[:, :width]
+    residual = randn(num_rows, num_columns, dtype=dtype, device=device, seed=2)
+    ops = backend.make()
+    linear, twin = ops.pack_linear(weight.clone()), REFERENCE.pack_linear(weight)
+    assert_near(linear(x), twin(x))
+    assert_near(linear(x, residual), twin(x, residual))
+    if isinstance(linear, NativeLinear):
+        assert torch.equal(linear(x[num_rows // 2 :]), linear(x)[num_rows // 2 :])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

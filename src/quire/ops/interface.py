@@ -117,7 +117,7 @@ class Linear(Protocol):
     """A linear layer whose weight lies as the backend likes it."""
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Return `x @ weight.T + bias (+ residual)`: [T, in] to [T, out]."""
+        """Return `x @ weight.T + bias (+ residual)`: [T, in] to [T, out]; `residual` is contiguous."""
         ...
 
 

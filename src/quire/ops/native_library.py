@@ -16,7 +16,7 @@ import torch
 
 FOLDER: Final = Path(__file__).parent / "native"
 # The number that `quire_interface_version` must return.
-INTERFACE_VERSION: Final = 1
+INTERFACE_VERSION: Final = 2
 # The best last; a processor that runs one runs those before it.
 LEVELS: Final = ("portable", "avx2", "avx512", "avx512_bf16")
 MAX_HEAD_DIM: Final = 256
@@ -61,7 +61,9 @@ class NativeLibrary:
         path: of the library.
 
     Attributes:
-        attend, prepare, rms_norm, silu_mul: the functions of the same names, with `quire_` before, of the sources.
+        packed_type: the type of weights that it packs and multiplies faster than torch does, if any.
+        attend, prepare, rms_norm, silu_mul, pack, linear, packed_columns: the functions of the same names, with
+            `quire_` before, of the sources.
 
     Raises:
         OSError: it cannot be loaded, or was built from other sources than these.
@@ -85,6 +87,14 @@ class NativeLibrary:
         )
         self.rms_norm = _typed(library.quire_rms_norm, _INT, _POINTER, _INT, _POINTER, _FLOAT, _INT, _INT, _POINTER)
         self.silu_mul = _typed(library.quire_silu_mul, _INT, _POINTER, _INT, _INT, _POINTER)
+        self.pack = _typed(library.quire_pack, _POINTER, _INT, _INT, _POINTER)
+        self.linear = _typed(
+            library.quire_linear, _POINTER, _INT, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER
+        )
+        self.packed_columns = _typed(library.quire_packed_columns, _INT, returns=_INT)
+        self.packed_type = next(
+            (dtype for dtype, number in TYPES.items() if number == library.quire_packed_type()), None
+        )
 
 
 def find_library(folder: Path = FOLDER) -> NativeLibrary | str:
@@ -111,8 +121,8 @@ def runnable_libraries(folder: Path = FOLDER) -> dict[str, Path]:
     return {level: path for level, path in list(paths.items())[: best + 1] if path.exists()}
 
 
-def _typed(function: Any, *types: Any) -> Callable[..., None]:
+def _typed(function: Any, *types: Any, returns: Any = None) -> Callable[..., Any]:
     function.argtypes = types
-    function.restype = None
-    checked: Callable[..., None] = function
+    function.restype = returns
+    checked: Callable[..., Any] = function
     return checked

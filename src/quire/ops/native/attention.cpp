@@ -85,7 +85,6 @@ struct Parts {
       : sums(new float[count * kRows * head_dim]), largest(new float[count * kRows]), total(new float[count * kRows]) {}
 };
 
-
 // Computes a job; its sums, largest scores and totals are left in `scratch`.
 template <typename Steps, typename T>
 void attend(const StepRows& rows, const Cache& cache, const Query& query, int64_t layer, const Job& job,
@@ -119,7 +118,7 @@ void attend(const StepRows& rows, const Cache& cache, const Query& query, int64_
         score<Steps, few.value>(scratch.queries, tile.slots, to_values, num_tokens, head_dim, scratch.scores, kTokens);
       });
     } else {
-      pack_keys<Steps, T>(tile.slots, to_values, num_tokens, head_dim, scratch.keys);
+      pack_columns<Steps, T>(tile.slots, to_values, num_tokens, head_dim, scratch.keys);
       multiply<Steps>(scratch.queries, head_dim, scratch.keys, head_dim / Steps::kValues, scratch.scores, kTokens,
                       nullptr, num_rows, num_tokens);
     }

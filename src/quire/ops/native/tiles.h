@@ -20,17 +20,17 @@ QUIRE_INLINE Words load_steps(const T* key) {
   }
 }
 
-// Packs keys: a column for each token, a row of the panel for each step.
+// Packs vectors of `width` values, such as keys: a column for each vector, a row of the panel for each step.
 //
-// keys: where each token's key lies. What is read next lies `ahead` values behind each, and is fetched meanwhile.
+// vectors: where they lie. What is read next lies `ahead` values behind each, and is fetched meanwhile.
 template <typename Steps, typename T>
-void pack_keys(const T* const* keys, int64_t ahead, int num_tokens, int head_dim, typename Steps::Value* panels) {
+void pack_columns(const T* const* vectors, int64_t ahead, int count, int width, typename Steps::Value* panels) {
   constexpr int values = Steps::kValues;
-  const int depth = head_dim / values;
-  for (int column = 0; column < num_tokens; column += kLanes) {
+  const int depth = width / values;
+  for (int column = 0; column < count; column += kLanes) {
     const T* lanes[kLanes];
-    for (int lane = 0; lane < kLanes; ++lane)  // past the end the last key is repeated: nobody looks at its scores
-      lanes[lane] = keys[column + lane < num_tokens ? column + lane : num_tokens - 1];
+    for (int lane = 0; lane < kLanes; ++lane)  // past the end the last vector is repeated: nobody looks at its sums
+      lanes[lane] = vectors[column + lane < count ? column + lane : count - 1];
     auto* panel = panels + (column / kPanel * kPanel * depth + column % kPanel) * values;
     int step = 0;
     for (; step + kLanes <= depth; step += kLanes) {

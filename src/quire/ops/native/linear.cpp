@@ -1,0 +1,121 @@
+// Linear layers on weights packed once: y = x W^T + bias + residual.
+//
+// A panel of 64 output columns is read from memory front to back, a piece at a time; a piece stays in the first level
+// of the cache while all rows meet it, and the next one is fetched meanwhile. One row is bound by the bytes of the
+// weight, many by arithmetic, and those between by both at once. Each output is the same sum in the same order
+// whatever other rows are there: a row gets the same bits in every batch.
+#include <algorithm>
+
+#include "cache.h"
+#include "parallel.h"
+#include "tiles.h"
+
+namespace {
+
+constexpr int kJobRows = 96;  // rows of a job, at most; whole tiles
+// Steps of a piece of a panel. For few rows it fits the first level of the cache (16 KiB where pairs are multiplied);
+// for many, the second will do, and sums are put down and taken up less often.
+constexpr int kPieceSteps = 64;
+constexpr int kLongPieceSteps = 256;
+constexpr int kFewPieceRows = 16;
+
+template <typename Steps>
+struct Weight {
+  const typename Steps::Value* panels;  // [panels, depth, kPanel] steps
+  int depth;                            // steps
+  int num_columns;
+
+  int num_panels() const { return (num_columns + kPanel - 1) / kPanel; }
+};
+
+struct Operands {
+  const void* x;  // [rows, depth] steps
+  int64_t row_stride;
+  const void* bias;      // [columns], or null
+  const void* residual;  // [rows, columns], or null
+  void* output;          // [rows, columns]
+};
+
+// Rows [first, first + num_rows) and the columns of one panel.
+template <typename T, typename Steps>
+void multiply_rows(const Weight<Steps>& weight, const Operands& operands, int panel, int64_t first, int num_rows) {
+  alignas(64) float sums[kJobRows * kPanel];
+  float ones[kJobRows];
+  std::fill_n(ones, num_rows, 1.0f);
+  const T* x = static_cast<const T*>(operands.x) + first * operands.row_stride;
+  const T* columns = weight.panels + int64_t(panel) * weight.depth * kPanel * Steps::kValues;
+  const int piece = num_rows <= kFewPieceRows ? kPieceSteps : kLongPieceSteps;
+  for (int step = 0; step < weight.depth; step += piece) {
+    const int depth = std::min(piece, weight.depth - step);
+    multiply<Steps, true>(x + step * Steps::kValues, int(operands.row_stride), columns + step * kPanel * Steps::kValues,
+                          depth, sums, kPanel, step > 0 ? ones : nullptr, num_rows, kPanel);
+  }
+  const int begin = panel * kPanel;
+  const int count = std::min(kPanel, weight.num_columns - begin);
+  for (int row = 0; row < num_rows; ++row) {
+    const int64_t place = (first + row) * weight.num_columns + begin;
+    float* sum = sums + row * kPanel;
+    const auto add = [&](const T* addend) {
+      int column = 0;
+      for (; column + kLanes <= count; column += kLanes) store(sum + column, load(sum + column) + load(addend + column));
+      for (; column < count; ++column) sum[column] += widen(addend[column]);
+    };
+    if (operands.bias != nullptr) add(static_cast<const T*>(operands.bias) + begin);
+    if (operands.residual != nullptr) add(static_cast<const T*>(operands.residual) + place);
+    T* to = static_cast<T*>(operands.output) + place;
+    int column = 0;
+    for (; column + kLanes <= count; column += kLanes) store(to + column, load(sum + column));
+    for (; column < count; ++column) narrow(to + column, sum[column]);
+  }
+}
+
+#if defined(__AVX512BF16__)
+using WeightSteps = BFloat16Pairs;
+#else
+using WeightSteps = SingleFloats;  // correct, and no faster than what torch has
+#endif
+
+}  // namespace
+
+// The type of weights that are worth packing here; -1: none.
+QUIRE_EXPORT int64_t quire_packed_type() {
+#if defined(__AVX512BF16__)
+  return static_cast<int64_t>(Type::kBFloat16);
+#else
+  return -1;
+#endif
+}
+
+// The columns that a packed weight has room for.
+QUIRE_EXPORT int64_t quire_packed_columns(int64_t num_columns) { return (num_columns + kPanel - 1) / kPanel * kPanel; }
+
+// Packs a weight [num_columns, width] into [packed columns * width] values; `width` is even.
+QUIRE_EXPORT void quire_pack(const void* weight, int64_t num_columns, int64_t width, void* packed) {
+  using Value = WeightSteps::Value;
+  quire::in_parallel((num_columns + kPanel - 1) / kPanel, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t panel = begin; panel < end; ++panel) {
+      const int count = int(std::min<int64_t>(kPanel, num_columns - panel * kPanel));
+      const Value* columns[kPanel];
+      for (int column = 0; column < count; ++column)
+        columns[column] = static_cast<const Value*>(weight) + (panel * kPanel + column) * width;
+      // The padding is read, and its sums are not: it must exist, and may hold anything.
+      pack_columns<WeightSteps, Value>(columns, 0, count, int(width), static_cast<Value*>(packed) + panel * kPanel * width);
+    }
+  });
+}
+
+// Multiplies rows [num_rows, width] by a packed weight; bias and residual may be null.
+QUIRE_EXPORT void quire_linear(const void* x, int64_t row_stride, int64_t num_rows, const void* packed,
+                               int64_t num_columns, int64_t width, const void* bias, const void* residual,
+                               void* output) {
+  using Steps = WeightSteps;
+  using Value = Steps::Value;
+  const Weight<Steps> weight{static_cast<const Value*>(packed), int(width / Steps::kValues), int(num_columns)};
+  const Operands operands{x, row_stride, bias, residual, output};
+  const int64_t num_blocks = (num_rows + kJobRows - 1) / kJobRows;
+  quire::in_turns(num_blocks * weight.num_panels(), [&](int64_t job) {
+    const int64_t first = job % num_blocks * kJobRows;
+    const int count = int(std::min<int64_t>(kJobRows, num_rows - first));
+    multiply_rows<Value>(weight, operands, int(job / num_blocks), first, count);
+  });
+}
