@@ -12,7 +12,7 @@ from tests.memory.world import NAMESPACES, World, WorldSize
 def colliding_first_blocks(monkeypatch: pytest.MonkeyPatch) -> World:
     """Return a world in which the first blocks of all sequences have one digest, and all others their own."""
     world = World(WorldSize(8, 2), has_twin=False)
-    root = world.manager.chain([], NAMESPACES[0]).root
+    root = world.manager.chain([], NAMESPACES[0]).root[0]
     honest = chain.block_digest
 
     def block_digest(parent: bytes, content: bytes) -> bytes:

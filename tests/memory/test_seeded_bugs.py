@@ -19,6 +19,7 @@ from quire.memory.prefix_index import PrefixIndex
 from quire.memory.sequence_memory import SequenceMemory
 from quire.scheduling import Scheduler, scheduler
 from tests.memory.search import search
+from tests.memory.twin import Kind
 from tests.memory.world import World, WorldSize, random_walk
 from tests.scheduling.rig import Setting, run
 from tests.scheduling.test_random_runs import agrees, random_jobs, undisturbed
@@ -28,11 +29,15 @@ Patch = pytest.MonkeyPatch
 # ---- the nets ----
 
 
+FULL = Kind()
+GROUPS = ((FULL,), (FULL, FULL), (FULL, Kind("window", 3)), (Kind("window", 4),), (Kind("chunk", 4), FULL))
+
+
 def walk(*, has_twin: bool) -> None:
     """Random commands in small pools."""
     for seed in range(30):
         rng = random.Random(seed)
-        size = WorldSize(rng.randrange(2, 9), rng.randrange(1, 4), num_groups=rng.choice((1, 1, 2)))
+        size = WorldSize(rng.randrange(2, 9), rng.randrange(1, 4), kinds=rng.choice(GROUPS))
         random_walk(World(size, has_twin=has_twin), rng, 60)
 
 
@@ -94,7 +99,7 @@ def leak_a_reference_on_fork(patch: Patch) -> None:
 
 def keep_the_digest_of_an_evicted_block(patch: Patch) -> None:
     def remove(index: PrefixIndex, block_id: int) -> None:
-        del index._digests[block_id]
+        del index._links[block_id]
 
     patch.setattr(PrefixIndex, "remove", remove)
 
@@ -198,16 +203,7 @@ def trust_the_digest(patch: Patch) -> None:
     """A hit that compares no tokens; the digests are short enough to collide now and then."""
     shrink_digests(patch)
 
-    def walk_digests(index: PrefixIndex, digests: list[bytes], *rest: Any) -> list[int]:
-        found: list[int] = []
-        for digest in digests[: rest[-1]]:
-            block = index.get(digest)
-            if block is None:
-                break
-            found.append(block.block_id)
-        return found
-
-    patch.setattr(PrefixIndex, "walk", walk_digests)
+    patch.setattr(TokenChain, "recognises", lambda *_: True)
 
 
 def keep_a_preempted_sequence_open(patch: Patch) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 
 from tests.memory.search import Searched, search
+from tests.memory.twin import Kind
 from tests.memory.world import WorldSize
 
 

@@ -4,13 +4,14 @@ from quire.memory.chain import Namespace, TokenChain
 from quire.memory.invariants import check
 from quire.memory.manager import KVCacheManager
 from quire.memory.ops import NO_OPS, BlockCopy, MemoryOps, TableDelta
-from quire.memory.specs import FullAttention, KVCacheSpec
+from quire.memory.specs import ChunkedLocal, FullAttention, KVCacheSpec, SlidingWindow
 from quire.memory.status import AllocStatus, HitEnd, PrefixHit, Usage, Verdict
 
 __all__ = [
     "NO_OPS",
     "AllocStatus",
     "BlockCopy",
+    "ChunkedLocal",
     "FullAttention",
     "HitEnd",
     "KVCacheManager",
@@ -18,6 +19,7 @@ __all__ = [
     "MemoryOps",
     "Namespace",
     "PrefixHit",
+    "SlidingWindow",
     "TableDelta",
     "TokenChain",
     "Usage",

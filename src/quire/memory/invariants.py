@@ -6,7 +6,8 @@ from collections import Counter
 
 from quire.errors import InvariantViolation
 from quire.memory.chain import block_digest
-from quire.memory.manager import CacheGroup, KVCacheManager
+from quire.memory.groups import CacheGroup
+from quire.memory.manager import KVCacheManager
 from quire.memory.pool import NULL_BLOCK
 from quire.memory.sequence_memory import SequenceMemory
 
@@ -18,11 +19,13 @@ def check(manager: KVCacheManager) -> None:
         InvariantViolation: naming the first invariant that does not hold.
     """
     for idx, group in enumerate(manager.groups):
-        holders = Counter(block for state in manager.sequences.values() for block in state.tables[idx])
+        holders = Counter(
+            block for state in manager.sequences.values() for block in state.tables[idx][state.num_dead[idx] :]
+        )
         _check_partition(group, holders)
         _check_index(group)
         for seq_id, state in manager.sequences.items():
-            _check_table(group, seq_id, state, state.tables[idx])
+            _check_table(group, seq_id, state, idx)
 
 
 def snapshot(manager: KVCacheManager) -> tuple[object, ...]:
@@ -32,16 +35,23 @@ def snapshot(manager: KVCacheManager) -> tuple[object, ...]:
             seq_id,
             tuple(state.chain.tokens),
             tuple(map(tuple, state.tables)),
+            tuple(state.num_dead),
             state.num_slots,
             state.num_computed,
             state.num_published,
             state.is_publishing,
+            state.next_event,
             tuple(state.dirty_from),
         )
         for seq_id, state in sorted(manager.sequences.items())
     )
     pools = tuple(
-        (group.pool.free_ids, tuple(group.pool.idle), tuple(group.pool.ref_counts), tuple(group.pool.index.items()))
+        (
+            group.pool.free_ids,
+            tuple(group.pool.idle),
+            tuple(group.pool.ref_counts),
+            tuple((block_id, link[:2]) for block_id, link in group.pool.index.items()),
+        )
         for group in manager.groups
     )
     return sequences, pools, tuple(manager.pending_copies)
@@ -71,27 +81,36 @@ def _check_partition(group: CacheGroup, holders: Counter[int]) -> None:
 def _check_index(group: CacheGroup) -> None:
     """M4: a digest names exactly its parent and tokens, and one block."""
     index = group.pool.index
-    for digest, block in index.items():
-        if block_digest(block.parent, block.content) != digest:
-            raise InvariantViolation("M4", f"block {block.block_id} is published under another block's identity")
-        if index.digest_of(block.block_id) != digest:
-            raise InvariantViolation("M4", f"block {block.block_id} has two identities")
+    for block_id, link in index.items():
+        digest, content, parent = link
+        if parent is None or block_digest(parent[0], content) != digest:
+            raise InvariantViolation("M4", f"block {block_id} is published under another block's identity")
+        if index.link_of(block_id) is not link:
+            raise InvariantViolation("M4", f"block {block_id} has two identities")
     num_published = sum(block_id in index for block_id in range(group.pool.num_blocks + 1))
     if num_published != len(index):
         raise InvariantViolation("M4", f"{num_published} blocks have an identity, {len(index)} identities a block")
 
 
-def _check_table(group: CacheGroup, seq_id: int, state: SequenceMemory, table: list[int]) -> None:
-    """M3: what is written next is private. M5: published blocks hold the sequence's tokens. M6: lengths agree."""
+def _check_table(group: CacheGroup, seq_id: int, state: SequenceMemory, group_idx: int) -> None:
+    """M3: what is written next is private. M5: live blocks hold the sequence's tokens. M6: lengths agree."""
     pool, size, computed = group.pool, group.spec.block_size, state.num_computed
+    table, num_dead = state.tables[group_idx], state.num_dead[group_idx]
     if len(table) != group.spec.num_blocks(state.num_slots):
         raise InvariantViolation("M6", f"sequence {seq_id}: {len(table)} blocks for {state.num_slots} slots")
     if not 0 <= computed <= state.num_slots:
         raise InvariantViolation("M6", f"sequence {seq_id}: {computed} of {state.num_slots} slots computed")
+    if num_dead != group.num_dead(computed):
+        raise InvariantViolation("M5", f"sequence {seq_id}: {num_dead} blocks dead at {computed} tokens")
+    for i, block_id in enumerate(table):
+        if (block_id == NULL_BLOCK) != (i < num_dead):
+            raise InvariantViolation("M5", f"sequence {seq_id}: entry {i} is {block_id}, {num_dead} blocks are dead")
     if computed < state.num_slots:
         for block_id in table[computed // size :]:
             if pool.ref_counts[block_id] > 1 or block_id in pool.index:
                 raise InvariantViolation("M3", f"sequence {seq_id} will write shared or published block {block_id}")
-    for i, (digest, block_id) in enumerate(zip(state.chain.digests(state.num_published), table, strict=False)):
-        if i < state.num_published and pool.index.digest_of(block_id) != digest:
-            raise InvariantViolation("M5", f"sequence {seq_id}: block {block_id} holds other tokens")
+    links = state.chain.links(state.num_published)
+    for i in range(num_dead, state.num_published):
+        link = pool.index.link_of(table[i])
+        if link is None or not state.chain.recognises(i, link):
+            raise InvariantViolation("M5", f"sequence {seq_id}: block {table[i]} holds other tokens than {links[i][1]!r}")

@@ -18,22 +18,12 @@ from collections.abc import Sequence
 
 from quire.memory.chain import Namespace, TokenChain
 from quire.memory.eviction import EVICTION_POLICIES
+from quire.memory.groups import CacheGroup, find_prefix
 from quire.memory.ops import NO_OPS, BlockCopy, MemoryOps, TableDelta
-from quire.memory.pool import BlockPool
-from quire.memory.prefix_index import PublishedBlock
+from quire.memory.pool import NULL_BLOCK, BlockPool
 from quire.memory.sequence_memory import SequenceMemory
-from quire.memory.specs import KVCacheSpec
+from quire.memory.specs import IMMORTAL, KVCacheSpec
 from quire.memory.status import AllocStatus, HitEnd, PrefixHit, Usage, Verdict
-
-
-class CacheGroup:
-    """The layers that share one `KVCacheSpec`, and the pool of their blocks."""
-
-    __slots__ = ("pool", "spec")
-
-    def __init__(self, spec: KVCacheSpec, pool: BlockPool) -> None:
-        self.spec = spec
-        self.pool = pool
 
 
 class KVCacheManager:
@@ -71,6 +61,7 @@ class KVCacheManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.sequences: dict[int, SequenceMemory] = {}
         self._key = key
+        self._mortal = tuple(idx for idx, spec in enumerate(specs) if spec.death(0) < IMMORTAL)
         self.pending_copies: list[BlockCopy] = []
         self._version = 0
         self._num_copies = 0
@@ -89,27 +80,13 @@ class KVCacheManager:
             chain: the sequence's tokens; at least one of them is left to compute.
             max_tokens: reuse at most so many tokens (prompt log probabilities need the logits of the rest).
         """
-        empty: tuple[tuple[int, ...], ...] = ((),) * len(self.groups)
         if not self.enable_prefix_caching:
-            return PrefixHit(0, empty, HitEnd.DISABLED, self._version)
-        most = (len(chain.tokens) - 1) // self.block_size
-        limit = most if max_tokens is None else min(most, max_tokens // self.block_size)
-        digests = chain.digests(limit)
-        contents = chain.contents(limit)
-        found: list[list[int]] = []
-        length = limit
-        for group in self.groups:
-            blocks = group.pool.index.walk(digests, contents, chain.root, length)
-            length = len(blocks)
-            found.append(blocks)
-        if length < limit:
-            end = HitEnd.NOT_PUBLISHED
-        else:
-            end = HitEnd.LAST_TOKEN if limit == most else HitEnd.LIMIT
-        block_ids = tuple(tuple(blocks[:length]) for blocks in found)
-        return PrefixHit(length * self.block_size, block_ids, end, self._version)
+            return PrefixHit(0, ((),) * len(self.groups), HitEnd.DISABLED, None, self._version)
+        return find_prefix(self.groups, chain, max_tokens, self._version)
 
-    def can_allocate(self, num_tokens: int, hit: PrefixHit, reserved: int = 0) -> AllocStatus:
+    def can_allocate(
+        self, num_tokens: int, hit: PrefixHit, step_tokens: int | None = None, reserved: Sequence[int] = ()
+    ) -> AllocStatus:
         """Say whether a new sequence of `num_tokens` tokens can be opened on a hit and grow to that length.
 
         While other sequences live, `watermark` blocks and the `reserved` ones must stay free for their growth;
@@ -118,30 +95,57 @@ class KVCacheManager:
         Args:
             num_tokens: tokens to hold, those of the hit included.
             hit: the prefix to open on.
+            step_tokens: the most tokens that will be appended at once, None for all: what dies between the steps of
+                a prompt makes room for the next.
             reserved: blocks of each group that sequences already let in will still ask for.
         """
-        spare = self.watermark + reserved if self.sequences else 0
         tightest: AllocStatus | None = None
         for idx, (group, shared) in enumerate(zip(self.groups, hit.block_ids, strict=True)):
-            total = group.spec.num_blocks(num_tokens)
-            if total > group.pool.num_blocks:
-                return AllocStatus(Verdict.NEVER, idx, total, group.pool.num_blocks)
-            # Idle blocks of the hit count as available in the pool, but cannot be had twice.
-            ref_counts = group.pool.ref_counts
-            available = group.pool.num_available - sum(ref_counts[block_id] == 0 for block_id in shared)
-            needed = total - len(shared) + spare
+            pool, spec = group.pool, group.spec
+            least = spec.peak_blocks(num_tokens, 1)
+            if least > pool.num_blocks:
+                return AllocStatus(Verdict.NEVER, idx, least, pool.num_blocks)
+            spare = 0
+            if self.sequences:
+                spare = self.watermark + (reserved[idx] if reserved else 0)
+            # Idle blocks of the hit are available in the pool, but cannot be had twice.
+            num_idle = sum(pool.ref_counts[block_id] == 0 for block_id in shared if block_id != NULL_BLOCK)
+            peak = spec.peak_blocks(num_tokens, step_tokens or num_tokens)
+            num_new = min(peak - num_idle, spec.num_blocks(num_tokens) - len(shared))
+            needed, available = num_new + spare, pool.num_available - num_idle
             verdict = Verdict.OK if needed <= available else Verdict.LATER
-            status = AllocStatus(verdict, idx, needed, available)
             if tightest is None or available - needed < tightest.available - tightest.needed:
-                tightest = status
+                tightest = AllocStatus(verdict, idx, needed, available)
         assert tightest is not None
         return tightest
 
-    def blocks_missing(self, seq_id: int, num_tokens: int) -> int:
-        """Return the blocks (of the group that lacks most) that a live sequence needs to hold `num_tokens` tokens."""
-        tables = self.sequences[seq_id].tables
+    def blocks_missing(self, seq_id: int, num_tokens: int, step_tokens: int | None = None) -> tuple[int, ...]:
+        """Return the blocks of each group that a live sequence will still ask for on its way to `num_tokens` tokens.
+
+        Args:
+            seq_id: a live sequence.
+            num_tokens: where it goes.
+            step_tokens: see `can_allocate`.
+        """
+        state = self.sequences[seq_id]
+        missing = []
+        for group, table, num_dead in zip(self.groups, state.tables, state.num_dead, strict=True):
+            peak = group.spec.peak_blocks(num_tokens, step_tokens or num_tokens)
+            fresh = group.spec.num_blocks(num_tokens) - len(table)
+            missing.append(max(0, min(fresh, peak - (len(table) - num_dead))))
+        return tuple(missing)
+
+    def can_ever_hold(self, num_tokens: int) -> bool:
+        """Say whether a sequence of `num_tokens` tokens could be held at all, by itself and in the shortest steps."""
+        nothing = PrefixHit(0, ((),) * len(self.groups), HitEnd.DISABLED, None, self._version)
+        return self.can_allocate(num_tokens, nothing, 1).verdict is not Verdict.NEVER
+
+    def rollback_limit(self, seq_id: int) -> int:
+        """Return the least length to which a live sequence can be truncated: before it, live tokens would be gone."""
+        state = self.sequences[seq_id]
         return max(
-            group.spec.num_blocks(num_tokens) - len(table) for group, table in zip(self.groups, tables, strict=True)
+            (self.groups[idx].spec.death(state.num_dead[idx] - 1) for idx in self._mortal if state.num_dead[idx]),
+            default=0,
         )
 
     def block_table(self, seq_id: int, group_idx: int = 0) -> tuple[int, ...]:
@@ -181,27 +185,35 @@ class KVCacheManager:
         self._version += 1
         state = SequenceMemory(chain, len(self.groups))
         for idx, (group, shared) in enumerate(zip(self.groups, hit.block_ids, strict=True)):
-            group.pool.retain(shared)
+            num_dead = state.num_dead[idx] = group.num_dead(hit.num_tokens)
+            group.pool.retain(shared[num_dead:])
             state.tables[idx] = list(shared)
         state.num_slots = state.num_computed = hit.num_tokens
         state.num_published = hit.num_tokens // self.block_size
+        state.next_event = self._next_event(state)
         self.sequences[seq_id] = state
 
-    def append_slots(self, seq_id: int, num_tokens: int) -> bool:
+    def append_slots(self, seq_id: int, num_tokens: int, lookahead: int = 0) -> bool:
         """Give a sequence slots for `num_tokens` more tokens in every group, or change nothing.
 
         Before the tail block is written (M3), it is copied where it is shared; where this sequence is its last
         holder and it is published (after `truncate`), it leaves the prefix index instead.
 
+        Args:
+            seq_id: a live sequence.
+            num_tokens: tokens that will be computed.
+            lookahead: further tokens, of which verification may reject some; `truncate` takes their slots back.
+
         Returns:
             False when some group lacks the blocks.
 
         Raises:
-            ValueError: fewer than one token.
+            ValueError: fewer than one token, or a negative lookahead.
         """
         state = self.sequences[seq_id]
-        if num_tokens < 1:
-            raise ValueError(f"cannot append {num_tokens} slots")
+        if num_tokens < 1 or lookahead < 0:
+            raise ValueError(f"cannot append {num_tokens} slots and {lookahead} to look ahead")
+        num_tokens += lookahead
         start = state.num_slots
         end = start + num_tokens
         tail, offset = divmod(start, self.block_size)
@@ -255,16 +267,11 @@ class KVCacheManager:
         if parent.num_slots != parent.num_computed:
             raise ValueError(f"sequence {parent_id} has {parent.num_slots - parent.num_computed} unwritten slots")
         self._version += 1
-        child = SequenceMemory(parent.chain.fork(child_tokens), len(self.groups))
-        # The parent's digests may reach past what is computed; the child's tokens part from there.
+        child = parent.fork(parent.chain.fork(child_tokens))
+        # The parent's links may reach past what is computed; the child's tokens part from there.
         child.chain.truncate(parent.num_computed)
-        for idx, group in enumerate(self.groups):
-            group.pool.retain(parent.tables[idx])
-            child.tables[idx] = parent.tables[idx].copy()
-        parent.has_exclusive_tail = child.has_exclusive_tail = False
-        child.num_slots = child.num_computed = parent.num_computed
-        child.num_published = parent.num_published
-        child.is_publishing = parent.is_publishing
+        for group, table, num_dead in zip(self.groups, parent.tables, parent.num_dead, strict=True):
+            group.pool.retain(table[num_dead:])
         self.sequences[child_id] = child
         return child.chain
 
@@ -273,14 +280,15 @@ class KVCacheManager:
 
         Args:
             seq_id: a live sequence.
-            num_tokens: slots to keep, at most those it has.
+            num_tokens: slots to keep, at most those it has, and at least `rollback_limit`: dead blocks are gone.
 
         Raises:
-            ValueError: more slots than there are.
+            ValueError: more slots than there are, or fewer than the dead blocks allow.
         """
         state = self.sequences[seq_id]
-        if not 0 <= num_tokens <= state.num_slots:
-            raise ValueError(f"cannot truncate to {num_tokens} tokens, the sequence has {state.num_slots}")
+        if not self.rollback_limit(seq_id) <= num_tokens <= state.num_slots:
+            least = self.rollback_limit(seq_id)
+            raise ValueError(f"cannot truncate to {num_tokens} tokens, only to [{least}, {state.num_slots}]")
         self._version += 1
         for idx, group in enumerate(self.groups):
             table = state.tables[idx]
@@ -293,13 +301,15 @@ class KVCacheManager:
         state.has_exclusive_tail = False
         state.num_computed = min(state.num_computed, num_tokens)
         state.num_published = min(state.num_published, num_tokens // self.block_size)
+        state.next_event = self._next_event(state)
         state.chain.truncate(num_tokens)
 
     def publish(self, seq_id: int, num_computed: int) -> None:
         """Note that the KV of the first `num_computed` tokens is stored and verified; publish the full blocks.
 
         A block whose identity is published already is a duplicate: the table takes the published one, and the
-        duplicate goes back.
+        duplicate goes back. Blocks that no later token reads are dead: they go back, and the table has null entries
+        in their place.
 
         Raises:
             ValueError: `num_computed` shrinks, or exceeds the slots or the tokens.
@@ -309,17 +319,20 @@ class KVCacheManager:
         if not state.num_computed <= num_computed <= most:
             raise ValueError(f"num_computed {num_computed} is not in [{state.num_computed}, {most}]")
         state.num_computed = num_computed
-        num_full = num_computed // self.block_size
-        if num_full > state.num_published and self.enable_prefix_caching and state.is_publishing:
+        if num_computed >= state.next_event:
             self._version += 1
-            self._publish_blocks(state, num_full)
+            if self.enable_prefix_caching and state.is_publishing:
+                self._publish_blocks(state, num_computed // self.block_size)
+            for idx in self._mortal:
+                self._bury(state, idx)
+            state.next_event = self._next_event(state)
 
     def free(self, seq_id: int) -> None:
         """Release a sequence; of its published blocks the tail becomes evictable before the head."""
         state = self.sequences.pop(seq_id)
         self._version += 1
-        for group, table in zip(self.groups, state.tables, strict=True):
-            group.pool.release(reversed(table))
+        for group, table, num_dead in zip(self.groups, state.tables, state.num_dead, strict=True):
+            group.pool.release(reversed(table[num_dead:]))
 
     def take_ops(self) -> MemoryOps:
         """Hand over the movements that the workers must make before this step's kernels."""
@@ -349,7 +362,7 @@ class KVCacheManager:
         for group, table in zip(self.groups, state.tables, strict=True):
             block_id = table[block_idx]
             if block_id in group.pool.index and group.pool.ref_counts[block_id] == 1:
-                group.pool.withdraw(block_id)
+                group.pool.index.remove(block_id)
                 self._version += 1
 
     def _copy_on_write(self, state: SequenceMemory, group_idx: int, block_idx: int) -> None:
@@ -367,24 +380,42 @@ class KVCacheManager:
 
     def _publish_blocks(self, state: SequenceMemory, num_full: int) -> None:
         """Publish or merge the blocks `[num_published, num_full)` of a sequence."""
-        digests = state.chain.digests(num_full)
-        contents = state.chain.contents(num_full)
+        chain = state.chain
+        links = chain.links(num_full)
         for i in range(state.num_published, num_full):
-            parent = digests[i - 1] if i else state.chain.root
-            for group_idx, group in enumerate(self.groups):
+            found = [group.pool.index.get(links[i][0]) for group in self.groups]
+            if any(entry is not None and not chain.recognises(i, entry[1]) for entry in found):
+                # A collision: identities of later blocks would chain from an ambiguous parent.
+                state.is_publishing = False
+                return
+            link = chain.canonical_link(i)
+            for group_idx, (group, entry) in enumerate(zip(self.groups, found, strict=True)):
                 table = state.tables[group_idx]
-                known = group.pool.index.get(digests[i])
-                if known is None:
-                    group.pool.index.add(digests[i], PublishedBlock(table[i], parent, contents[i]))
-                elif known.content != contents[i] or known.parent != parent:
-                    # A collision: identities of later blocks would chain from an ambiguous parent.
-                    state.is_publishing = False
+                if entry is None:
+                    group.pool.index.add(link, table[i])
                 else:
-                    group.pool.retain((known.block_id,))
+                    group.pool.retain(entry[:1])
                     group.pool.release((table[i],))
-                    table[i] = known.block_id
+                    table[i] = entry[0]
                     state.mark_dirty(group_idx, i)
                     self._num_merges += 1
-            if not state.is_publishing:
-                return
             state.num_published = i + 1
+
+    def _bury(self, state: SequenceMemory, group_idx: int) -> None:
+        """Give the blocks back that have died, and put null entries in their place."""
+        group, table = self.groups[group_idx], state.tables[group_idx]
+        old, new = state.num_dead[group_idx], group.num_dead(state.num_computed)
+        if old < new:
+            group.pool.release(table[old:new])
+            table[old:new] = [NULL_BLOCK] * (new - old)
+            state.num_dead[group_idx] = new
+            state.mark_dirty(group_idx, old)
+
+    def _next_event(self, state: SequenceMemory) -> int:
+        """Return the least number of computed tokens at which `publish` has more to do than to count."""
+        event = IMMORTAL
+        if self.enable_prefix_caching and state.is_publishing:
+            event = (state.num_published + 1) * self.block_size
+        for idx in self._mortal:
+            event = min(event, self.groups[idx].spec.death(state.num_dead[idx]))
+        return event

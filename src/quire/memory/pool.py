@@ -71,18 +71,6 @@ class BlockPool:
             ref_counts[block_id] = 1
         return taken
 
-    def withdraw(self, block_id: int) -> None:
-        """Take a block that is about to be written out of the index, and with it the blocks that continue it.
-
-        Those are idle (whoever held one would hold its parent too) and could be found only through it. They must not
-        stay: if another block came under the same identity by a collision, they would continue the wrong prefix.
-        """
-        for child_id in self.index.children(block_id):
-            self.withdraw(child_id)
-            self.idle.discard(child_id)
-            self._free.append(child_id)
-        self.index.remove(block_id)
-
     def retain(self, block_ids: Iterable[int]) -> None:
         """Add one holder to each block; an idle block becomes used."""
         ref_counts = self.ref_counts

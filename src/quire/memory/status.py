@@ -34,7 +34,7 @@ class HitEnd(Enum):
     """Why a prefix hit ended where it did."""
 
     DISABLED = "prefix caching is off"
-    NOT_PUBLISHED = "the next block is not in the prefix index"
+    NOT_PUBLISHED = "a block that a longer hit needs is not in the prefix index"
     LAST_TOKEN = "at least one token must be computed"
     LIMIT = "the caller asked for no more"
 
@@ -46,14 +46,16 @@ class PrefixHit(NamedTuple):
 
     Args:
         num_tokens: tokens whose KV is reused, a multiple of the block size; less than the chain's tokens.
-        block_ids: for each cache group, the blocks that hold them.
+        block_ids: for each cache group, the blocks that hold them; null where the group needs them no more.
         end: why the hit is not longer.
+        group_idx: the cache group that lacks a block, when that is why; else None.
         version: the manager's count of changes when the question was asked.
     """
 
     num_tokens: int
     block_ids: tuple[tuple[int, ...], ...]
     end: HitEnd
+    group_idx: int | None
     version: int
 
 
