@@ -123,7 +123,7 @@ def _named(world: World, order: tuple[int, ...], flip: int) -> tuple[object, ...
         sequence = world.twin.sequences[seq_id]
         tokens = tuple(token_id ^ flip for token_id in sequence.tokens)
         pages = tuple(
-            tuple(names.setdefault(page, len(names)) if page else None for page in group) for group in sequence.pages
+            tuple(names.setdefault(page, len(names)) if page else -1 for page in group) for group in sequence.pages
         )
         sequences.append((tokens, pages, sequence.num_slots, sequence.num_computed))
     idle = tuple(tuple(names.setdefault(page, len(names)) for page in group.idle) for group in world.twin.groups)

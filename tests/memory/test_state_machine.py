@@ -69,9 +69,7 @@ class MemoryMachine(RuleBasedStateMachine):
         reserved=st.integers(0, 3),
         step=st.none() | st.integers(1, 6),
     )
-    def open(
-        self, prompt: list[int], namespace: Any, max_tokens: int | None, reserved: int, step: int | None
-    ) -> None:
+    def open(self, prompt: list[int], namespace: Any, max_tokens: int | None, reserved: int, step: int | None) -> None:
         """Open on a hit; when memory said OK, the prompt can be computed in steps of that size."""
         self.next_id += 1
         world = self.world

@@ -10,7 +10,7 @@ from __future__ import annotations
 from itertools import product
 from typing import NamedTuple
 
-from quire.memory import Namespace, Verdict
+from quire.memory import Namespace
 
 Prefix = tuple[Namespace, tuple[int, ...]]
 

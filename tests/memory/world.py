@@ -78,9 +78,7 @@ class World:
             watermark=size.watermark,
             enable_prefix_caching=size.caching,
         )
-        self.twin = Twin(
-            size.num_blocks, size.block_size, size.kinds, watermark=size.watermark, caching=size.caching
-        )
+        self.twin = Twin(size.num_blocks, size.block_size, size.kinds, watermark=size.watermark, caching=size.caching)
         self.has_twin = has_twin
         self.tokens: dict[int, list[int]] = {}
         self.chains: dict[int, TokenChain] = {}

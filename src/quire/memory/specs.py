@@ -196,13 +196,12 @@ class ChunkedLocal:
         Chunks lie in blocks in the same way again and again, and of those that `num_tokens` cuts short the first is
         the longest: so a few chunks stand for all.
         """
-        run, size = self.chunk - 1 + step_tokens, self.block_size
+        size = self.block_size
+        run = self.chunk - 1 + step_tokens
         first_cut = max(0, -(-(num_tokens - run) // self.chunk))
         period = size // math.gcd(self.chunk, size)
-        return max(
-            self.num_blocks(min(num_tokens, idx * self.chunk + run)) - idx * self.chunk // size
-            for idx in (*range(min(first_cut, period)), min(first_cut, (num_tokens - 1) // self.chunk))
-        )
+        chunks: list[int] = [*range(min(first_cut, period)), min(first_cut, (num_tokens - 1) // self.chunk)]
+        return max(self.num_blocks(min(num_tokens, i * self.chunk + run)) - i * self.chunk // size for i in chunks)
 
     def longest_hit(self, published: PublishedRun, limit: int) -> int:
         """Return the longest prefix whose last chunk, as far as it goes, is published."""
