@@ -85,13 +85,9 @@ def perform(world: World, command: Command) -> None:
         world.free(seq_id)
     elif verb == "grow":
         is_granted = world.grow(seq_id, 1)
-        # One more slot needs a block at most; alone, a sequence may have every block.
+        # One more slot needs a block of each group at most; alone, a sequence may have every block.
         is_alone = len(world.tokens) == 1
-        state = world.manager.sequences[seq_id]
-        fits = all(
-            len(table) - num_dead < world.size.num_blocks or state.num_slots % world.size.block_size
-            for table, num_dead in zip(state.tables, state.num_dead, strict=True)
-        )
+        fits = world.twin.num_available() >= len(world.size.kinds) or world.num_slots(seq_id) % world.size.block_size
         assert is_granted or not (is_alone and fits), "a sequence that is alone is refused what is there"
     elif verb == "truncate":
         world.truncate(seq_id, args[0])
@@ -126,7 +122,9 @@ def _named(world: World, order: tuple[int, ...], flip: int) -> tuple[object, ...
             tuple(names.setdefault(page, len(names)) if page else -1 for page in group) for group in sequence.pages
         )
         sequences.append((tokens, pages, sequence.num_slots, sequence.num_computed))
-    idle = tuple(tuple(names.setdefault(page, len(names)) for page in group.idle) for group in world.twin.groups)
+    # Which of all idle pages goes first matters, whatever group it is in.
+    by_age = sorted((page.idle_since, idx, page) for idx, group in enumerate(world.twin.groups) for page in group.idle)
+    idle = tuple((idx, names.setdefault(page, len(names))) for _, idx, page in by_age)
     published = tuple(
         () if page.prefix is None else tuple(token_id ^ flip for token_id in page.prefix[1]) for page in names
     )

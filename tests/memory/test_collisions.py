@@ -50,11 +50,9 @@ def test_whatever_is_evicted_first_a_child_is_not_reached_through_another_parent
     world = colliding_first_blocks
     world.enter(1, [0, 0, 1, 1, 0, 0])
     world.free(1)
-    for group in world.manager.groups:  # a policy that evicts the head of a chain before its tail
+    for idx, group in enumerate(world.manager.groups):  # a policy that evicts heads before tails
         (head,) = [block_id for block_id, link in group.pool.index.items() if link[0] == b"the same"]
-        group.pool.idle.discard(head)
-        group.pool.index.remove(head)
-        group.pool._free.append(head)
+        world.evict(idx, head)
     world.enter(2, [0, 1])
     hit = world.manager.match_prefix(world.manager.chain([0, 1, 1, 1, 0, 0, 1], NAMESPACES[0]))
     used = {block_id for blocks in hit.block_ids for block_id in blocks if block_id}

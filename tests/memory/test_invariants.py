@@ -28,22 +28,22 @@ def pool_of(manager: KVCacheManager) -> BlockPool:
 
 
 def lose_a_free_block(manager: KVCacheManager) -> None:
-    pool_of(manager)._free.pop()
+    pool_of(manager).free.pop()
 
 
 def list_a_block_twice(manager: KVCacheManager) -> None:
     pool = pool_of(manager)
-    pool._free.append(pool._free[0])
+    pool.free.append(pool.free[0])
 
 
 def free_a_published_block(manager: KVCacheManager) -> None:
     pool = pool_of(manager)
-    pool._free.append(pool.idle.evict())
+    pool.free.append(pool.idle.evict())
 
 
 def idle_an_unpublished_block(manager: KVCacheManager) -> None:
     pool = pool_of(manager)
-    pool.idle.add(pool._free.pop())
+    pool.idle.add(pool.free.pop())
 
 
 def miscount_holders(manager: KVCacheManager) -> None:

@@ -61,8 +61,7 @@ def test_a_hit_is_as_long_as_the_shortest_group() -> None:
     world = World(WorldSize(4, 1, kinds=(Kind(), Kind())))
     world.enter(1, [0, 1, 1])
     world.free(1)
-    pool = world.manager.groups[1].pool
-    pool.release(pool.take(2))  # evicts group 1's tail only
+    world.evict(1, next(iter(world.manager.groups[1].pool.idle)))
     hit = ask(world.manager, [0, 1, 1, 0])
     assert hit.num_tokens == 2
     assert [len(blocks) for blocks in hit.block_ids] == [2, 2]
@@ -97,10 +96,13 @@ def test_idle_blocks_of_the_hit_are_not_counted_twice() -> None:
     assert world.enter(2, [0, 1, 0, 1])
 
 
-def test_the_tightest_group_limits() -> None:
+def test_groups_take_from_each_other() -> None:
     manager = KVCacheManager([SPEC, SPEC, SPEC], 4)
     manager.groups[1].pool.take(3)
-    assert manager.can_allocate(8, ask(manager, [0] * 8)) == (Verdict.LATER, 1, 2, 1)
+    hit = ask(manager, [0] * 8)
+    assert manager.can_allocate(12, hit) == (Verdict.OK, 0, 3, 3)
+    assert manager.can_allocate(13, hit) == (Verdict.LATER, 0, 4, 1)
+    assert manager.can_allocate(17, hit) == (Verdict.NEVER, 0, 5, 2)
 
 
 def test_blocks_missing() -> None:

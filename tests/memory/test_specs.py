@@ -49,5 +49,5 @@ def test_the_peak_is_that_of_the_worst_way_to_cut_a_prompt_into_steps(
 @pytest.mark.parametrize("kind", [Kind(), Kind("window", 128), Kind("chunk", 8192)], ids=lambda kind: kind.name)
 def test_bytes_of_a_block(kind: Kind) -> None:
     spec = spec_of(kind, 16)
-    assert spec.bytes_per_block == 16 * 1 * 2 * 1 * 1 * 2
+    assert spec.bytes_per_block == 16 * 1 * 2 * 1 * 1 * 1
     assert [spec.num_blocks(tokens) for tokens in (0, 1, 16, 17)] == [0, 1, 1, 2]

@@ -36,6 +36,8 @@ sizes = st.builds(
     watermark=st.integers(0, 2),
     caching=st.sampled_from([True, True, True, False]),
     kinds=st.lists(kinds, min_size=1, max_size=3).map(tuple),
+    layers=st.just(()),
+    num_bytes=st.none(),
 )
 
 

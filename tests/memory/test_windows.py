@@ -25,12 +25,12 @@ def decode(world: World, seq_id: int, tokens: list[int]) -> None:
 def test_blocks_left_of_the_window_are_null_and_go_back_at_once() -> None:
     world = World(WorldSize(20, 2, kinds=(FULL, WINDOW)))
     world.enter(1, list(range(6)))
-    assert world.manager.block_table(1, 1) == (0, 2, 3)
+    assert (world.manager.block_table(1, 0), world.manager.block_table(1, 1)) == ((1, 2, 3), (0, 5, 6))
     decode(world, 1, [6])
-    assert world.manager.block_table(1, 1) == (0, 2, 3, 4), "token 3 is read by the query at 7"
+    assert world.manager.block_table(1, 1) == (0, 5, 6, 8), "token 3 is read by the query at 7"
     decode(world, 1, [7])
-    assert world.manager.block_table(1, 1) == (0, 0, 3, 4)
-    assert world.manager.block_table(1, 0) == (1, 2, 3, 4)
+    assert world.manager.block_table(1, 1) == (0, 0, 6, 8)
+    assert world.manager.block_table(1, 0) == (1, 2, 3, 7)
     usage = world.manager.usage()
     assert (usage.used, usage.idle) == (6, 2)
 
@@ -59,8 +59,8 @@ def test_a_hit_needs_only_the_last_window() -> None:
     world = World(WorldSize(12, 2, kinds=(FULL, WINDOW)))
     world.enter(1, list(range(12)))
     world.free(1)
-    window = world.manager.groups[1].pool
-    window.release(window.take(9))  # evicts the three oldest: the ends that died first
+    for block_id in list(world.manager.groups[1].pool.idle)[:3]:
+        world.evict(1, block_id)
     hit = ask(world, list(range(13)))
     assert (hit.num_tokens, hit.end, hit.group_idx) == (12, HitEnd.LAST_TOKEN, None)
     assert [block_id == 0 for block_id in hit.block_ids[1]] == [True] * 4 + [False] * 2
@@ -81,9 +81,9 @@ def test_a_hit_in_a_chunk_needs_its_blocks_and_one_at_its_end_needs_none() -> No
     world = World(WorldSize(12, 2, kinds=(FULL, CHUNK)))
     world.enter(1, list(range(9)))
     assert ask(world, list(range(9))).block_ids == ((1, 2, 3, 4), (0, 0, 0, 0))
-    assert ask(world, list(range(8))).block_ids == ((1, 2, 3), (1, 2, 3))
-    chunk = world.manager.groups[1].pool
-    chunk.release(chunk.take(10))  # evicts three of the four that died
+    assert ask(world, list(range(8))).block_ids == ((1, 2, 3), (6, 7, 8))
+    for block_id in (6, 7, 8):
+        world.evict(1, block_id)
     assert ask(world, list(range(8))).num_tokens == 0
     assert ask(world, list(range(9))).num_tokens == 8
 

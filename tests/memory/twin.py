@@ -38,10 +38,11 @@ class Kind(NamedTuple):
 class Page:
     """Room for one block's worth of tokens; equal only to itself."""
 
-    __slots__ = ("prefix",)
+    __slots__ = ("idle_since", "prefix")
 
     def __init__(self) -> None:
         self.prefix: Prefix | None = None
+        self.idle_since = 0
 
 
 # A dead page, of which nothing is left, is None.
@@ -69,17 +70,22 @@ class TwinSequence:
 
 
 class Twin:
-    """What a KV cache manager must do, found out the slow way."""
+    """What a KV cache manager must do whose groups share pages of one size, found out the slow way.
+
+    Args:
+        num_pages: for each group, shared by all.
+    """
 
     def __init__(
         self, num_pages: int, page_size: int, kinds: tuple[Kind, ...], *, watermark: int, caching: bool
     ) -> None:
-        self.num_pages = num_pages
+        self.num_pages = num_pages * len(kinds)
         self.page_size = page_size
         self.watermark = watermark
         self.caching = caching
         self.groups = [TwinGroup(kind) for kind in kinds]
         self.sequences: dict[int, TwinSequence] = {}
+        self.clock = 0
         self.num_copies = 0
         self.num_merges = 0
         self.num_evictions = 0
@@ -94,9 +100,9 @@ class Twin:
         """Count the pages of a group that some sequence holds."""
         return len({id(page) for sequence in self.sequences.values() for page in sequence.pages[idx] if page})
 
-    def num_available(self, idx: int) -> int:
-        """Count the pages of a group that could be handed out."""
-        return self.num_pages - self.num_used(idx)
+    def num_available(self) -> int:
+        """Count the pages that could be handed out."""
+        return self.num_pages - sum(map(self.num_used, range(len(self.groups))))
 
     def num_pages_of(self, num_tokens: int) -> int:
         """Count the pages that hold so many tokens."""
@@ -132,11 +138,22 @@ class Twin:
         return pages
 
     def peak(self, idx: int, num_tokens: int, step: int) -> int:
-        """Return the most pages that a sequence holds at once, trying every way to cut it into steps."""
+        """Return the most pages of a group that a sequence holds at once, trying every way to cut it into steps."""
         return max(
             sum(self.is_alive(idx, i, done) for i in range(self.num_pages_of(done + count)))
             for done, count in product(range(num_tokens), range(1, step + 1))
             if done + count <= num_tokens
+        )
+
+    def joint_peak(self, num_tokens: int) -> int:
+        """Return the most pages of all groups that a sequence holds at once when it grows token by token."""
+        return max(
+            sum(
+                self.is_alive(idx, i, done)
+                for idx in range(len(self.groups))
+                for i in range(self.num_pages_of(done + 1))
+            )
+            for done in range(num_tokens)
         )
 
     def least_needed(self, idx: int, num_tokens: int, hit: Pages, step: int) -> int:
@@ -166,17 +183,21 @@ class Twin:
         is_tail_written = sequence.num_slots % self.page_size > 0
         fresh = self.num_pages_of(sequence.num_slots + num_tokens) - len(sequence.pages[0])
         is_copied = [is_tail_written and self.num_holders(pages[-1]) > 1 for pages in sequence.pages]  # type: ignore[arg-type]
-        if any(fresh + is_copied[idx] > self.num_available(idx) for idx in range(len(self.groups))):
+        if fresh * len(self.groups) + sum(is_copied) > self.num_available():
             return False
         sequence.num_slots += num_tokens
         for idx, pages in enumerate(sequence.pages):
-            if is_copied[idx]:
-                pages[-1] = self._take(idx)
-                self.num_copies += 1
-            elif is_tail_written and pages[-1] is not None and pages[-1].prefix is not None:
+            if is_tail_written and not is_copied[idx] and pages[-1] is not None and pages[-1].prefix is not None:
                 self._unpublish(idx, pages[-1])
+        for idx, pages in enumerate(sequence.pages):
+            if is_copied[idx]:
+                old, pages[-1] = pages[-1], self._take()
+                assert old is not None
+                self._rest(idx, old)
+                self.num_copies += 1
+        for pages in sequence.pages:
             for _ in range(fresh):
-                pages.append(self._take(idx))
+                pages.append(self._take())
         return True
 
     def store(self, seq_id: int, num_computed: int) -> None:
@@ -243,11 +264,15 @@ class Twin:
         """Make a page idle that has lost a holder, if it was the last and the page is published."""
         if page.prefix is not None and self.num_holders(page) == 0:
             self.groups[idx].idle.append(page)
+            self.clock += 1
+            page.idle_since = self.clock
 
-    def _take(self, idx: int) -> Page:
-        group = self.groups[idx]
-        if self.num_used(idx) + len(group.idle) == self.num_pages:
-            self._unpublish(idx, group.idle.pop(0))
+    def _take(self) -> Page:
+        """Return a new page, for which the oldest idle one of all groups may have to go."""
+        if self.num_available() == sum(len(group.idle) for group in self.groups):
+            oldest = [(group.idle[0].idle_since, other) for other, group in enumerate(self.groups) if group.idle]
+            _, other = min(oldest)
+            self._unpublish(other, self.groups[other].idle.pop(0))
             self.num_evictions += 1
         return Page()
 

@@ -44,6 +44,8 @@ class WorldSize(NamedTuple):
         watermark: blocks left free at admission.
         caching: whether blocks are published.
         kinds: of the cache groups.
+        layers: of each group, when their blocks are to be of different sizes.
+        num_bytes: of the arena, then; `num_blocks` has no meaning.
     """
 
     num_blocks: int
@@ -51,15 +53,17 @@ class WorldSize(NamedTuple):
     watermark: int = 0
     caching: bool = True
     kinds: tuple[Kind, ...] = (Kind(),)
+    layers: tuple[int, ...] = ()
+    num_bytes: int | None = None
 
 
-def spec_of(kind: Kind, block_size: int) -> KVCacheSpec:
-    """Return the spec of a cache group."""
+def spec_of(kind: Kind, block_size: int, num_layers: int = 1) -> KVCacheSpec:
+    """Return the spec of a cache group, with two bytes for a token in a layer."""
     if kind.name == "window":
-        return SlidingWindow(block_size=block_size, window=kind.extent)
+        return SlidingWindow(block_size=block_size, num_layers=num_layers, element_bytes=1, window=kind.extent)
     if kind.name == "chunk":
-        return ChunkedLocal(block_size=block_size, chunk=kind.extent)
-    return FullAttention(block_size=block_size)
+        return ChunkedLocal(block_size=block_size, num_layers=num_layers, element_bytes=1, chunk=kind.extent)
+    return FullAttention(block_size=block_size, num_layers=num_layers, element_bytes=1)
 
 
 class World:
@@ -73,8 +77,12 @@ class World:
     def __init__(self, size: WorldSize, *, has_twin: bool = True) -> None:
         self.size = size
         self.manager = KVCacheManager(
-            [spec_of(kind, size.block_size) for kind in size.kinds],
-            size.num_blocks,
+            [
+                spec_of(kind, size.block_size, num_layers)
+                for kind, num_layers in zip(size.kinds, size.layers or (1,) * len(size.kinds), strict=True)
+            ],
+            None if size.num_bytes else size.num_blocks,
+            num_bytes=size.num_bytes,
             watermark=size.watermark,
             enable_prefix_caching=size.caching,
         )
@@ -85,7 +93,8 @@ class World:
         self.namespaces: dict[int, Namespace] = {}
         self.worker_tables: dict[int, list[list[int]]] = {}
         self.pending: list[BlockCopy] = []
-        self.stored: dict[tuple[int, int, int], Content] = {}
+        # By byte of the arena: groups see the same bytes.
+        self.stored: dict[int, Content] = {}
         self.block_of: dict[Page, int] = {}
 
     # ---- what a driver may ask ----
@@ -140,24 +149,20 @@ class World:
     ) -> None:
         twin = self.twin
         groups = range(len(self.size.kinds))
-        peaks = [twin.peak(idx, num_tokens, 1) for idx in groups]
-        if max(peaks) > self.size.num_blocks:
-            idx = status.group_idx
-            assert status == (Verdict.NEVER, idx, peaks[idx], self.size.num_blocks), "NEVER was not said, or wrongly"
+        if twin.joint_peak(num_tokens) > twin.num_pages:
+            assert status.verdict is Verdict.NEVER, "NEVER was not said"
+            assert status.needed > status.available
             return
+        assert status.verdict is not Verdict.NEVER, "NEVER was said though it fits"
         spare = self.size.watermark + reserved if twin.sequences else 0
-        margins = []
+        margin, is_exact = twin.num_available(), True
         for idx in groups:
-            available = twin.num_available(idx) - sum(page in twin.groups[idx].idle for page in hit[idx])
-            needed = twin.least_needed(idx, num_tokens, hit[idx], step) + spare
-            margins.append(available - needed)
-            if idx == status.group_idx:
-                assert status.available == available
-                # With a hit of a window the closed form may ask for more than is needed, never for less.
-                assert status.needed >= needed
-                assert status.needed == needed or (hit[idx] and self.size.kinds[idx].name != "full")
-        if not hit[0] or all(kind.name == "full" for kind in self.size.kinds):
-            assert status.available - status.needed == min(margins), "another group is tighter"
+            margin -= twin.least_needed(idx, num_tokens, hit[idx], step) + spare
+            margin -= sum(page in twin.groups[idx].idle for page in hit[idx])
+            is_exact &= not hit[idx] or self.size.kinds[idx].name == "full"
+        # With a hit of a window the closed form may ask for more than is needed, never for less.
+        assert status.available - status.needed <= margin
+        assert status.available - status.needed == margin or not is_exact
         assert (status.verdict is Verdict.OK) == (status.needed <= status.available)
 
     def enter(self, seq_id: int, tokens: list[int], namespace: Namespace = NAMESPACES[0]) -> bool:
@@ -196,7 +201,8 @@ class World:
             for position in range(start, end):
                 block_idx, offset = divmod(position, self.size.block_size)
                 assert table[block_idx] != 0, "the null block is written"
-                self.stored[group_idx, table[block_idx], offset] = prefixes[position]
+                for byte in self._bytes_of(group_idx, table[block_idx], offset):
+                    self.stored[byte] = prefixes[position]
             for position in range(start, end):
                 self._reads_back(group_idx, tuple(table), prefixes, position)
         self.manager.publish(seq_id, end)
@@ -232,6 +238,16 @@ class World:
             self.twin.free(seq_id)
         self.verify()
 
+    def evict(self, group_idx: int, block_id: int) -> None:
+        """Evict an idle block out of turn; the twin does not know."""
+        loan, pool = self.manager.arena.loans[group_idx], self.manager.groups[group_idx].pool
+        assert self.manager.arena.layout.blocks_per_slab[group_idx] == 1
+        if pool.lender is None:
+            pool.evict(block_id)
+        else:
+            loan._evict(block_id)
+            loan._give_back([loan._slab_of(block_id)])
+
     def sync(self, seq_id: int) -> None:
         """Replay table changes on the worker's side; afterwards both sides agree."""
         tables = self.worker_tables[seq_id]
@@ -245,8 +261,9 @@ class World:
         """Make the copies that the manager asked for, in order."""
         for group_idx, src_id, dst_id in self.pending:
             assert 0 not in (src_id, dst_id), "the null block is copied"
-            for offset in range(self.size.block_size):
-                self.stored[group_idx, dst_id, offset] = self.stored.get((group_idx, src_id, offset))
+            size = self.manager.arena.layout.block_bytes[group_idx]
+            for offset in range(size):
+                self.stored[dst_id * size + offset] = self.stored.get(src_id * size + offset)
         self.pending = []
 
     def refuses(self, error: type[Exception], command: Callable[[], object]) -> None:
@@ -316,6 +333,12 @@ class World:
     def _prefixes(self, namespace: Namespace, tokens: list[int], count: int) -> list[Content]:
         return [(namespace, tuple(tokens[: position + 1])) for position in range(count)]
 
+    def _bytes_of(self, group_idx: int, block_id: int, offset: int) -> range:
+        """Return the bytes of a slot."""
+        token_bytes = self.manager.groups[group_idx].spec.bytes_per_block // self.size.block_size
+        start = (block_id * self.size.block_size + offset) * token_bytes
+        return range(start, start + token_bytes)
+
     def _reads_back(self, group_idx: int, table: tuple[int, ...], prefixes: list[Content], query: int) -> None:
         """Assert that the query at a position reads what was stored (M5), as if all copies were made already."""
         kind = self.size.kinds[group_idx]
@@ -327,8 +350,9 @@ class World:
             if kind.reads(query, position):
                 block_idx, offset = divmod(position, self.size.block_size)
                 block_id = table[block_idx]
-                content = self.stored.get((group_idx, sources.get(block_id, block_id), offset))
-                assert content == prefixes[position], f"M5: position {position} of group {group_idx} reads other tokens"
+                for byte in self._bytes_of(group_idx, sources.get(block_id, block_id), offset):
+                    content = self.stored.get(byte)
+                    assert content == prefixes[position], f"M5: group {group_idx} reads other tokens at {position}"
 
 
 def random_walk(world: World, rng: random.Random, num_commands: int, *, max_sequences: int = 4) -> None:

@@ -5,7 +5,8 @@ from quire.memory.invariants import check
 from quire.memory.manager import KVCacheManager
 from quire.memory.ops import NO_OPS, BlockCopy, MemoryOps, TableDelta
 from quire.memory.specs import ChunkedLocal, FullAttention, KVCacheSpec, SlidingWindow
-from quire.memory.status import AllocStatus, HitEnd, PrefixHit, Usage, Verdict
+from quire.memory.status import AllocStatus, HitEnd, PrefixHit, Verdict
+from quire.memory.usage import GroupUsage, Usage
 
 __all__ = [
     "NO_OPS",
@@ -13,6 +14,7 @@ __all__ = [
     "BlockCopy",
     "ChunkedLocal",
     "FullAttention",
+    "GroupUsage",
     "HitEnd",
     "KVCacheManager",
     "KVCacheSpec",

@@ -16,14 +16,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from quire.memory.admission import judge, refuse_for_ever
+from quire.memory.arena import Arena
 from quire.memory.chain import Namespace, TokenChain
 from quire.memory.eviction import EVICTION_POLICIES
 from quire.memory.groups import CacheGroup, find_prefix
 from quire.memory.ops import NO_OPS, BlockCopy, MemoryOps, TableDelta
-from quire.memory.pool import NULL_BLOCK, BlockPool
+from quire.memory.pool import BlockPool
+from quire.memory.progress import bury, next_event, publish_blocks
 from quire.memory.sequence_memory import SequenceMemory
+from quire.memory.slabs import lay_out
 from quire.memory.specs import IMMORTAL, KVCacheSpec
-from quire.memory.status import AllocStatus, HitEnd, PrefixHit, Usage, Verdict
+from quire.memory.status import AllocStatus, HitEnd, PrefixHit
+from quire.memory.usage import Usage, measure
 
 
 class KVCacheManager:
@@ -31,7 +36,9 @@ class KVCacheManager:
 
     Args:
         specs: one for each cache group; all with the same block size.
-        num_blocks: usable blocks of each group.
+        num_blocks: usable blocks, for one group; for several with blocks of the same bytes, so many for each of them,
+            but shared by all. Or:
+        num_bytes: the memory that all groups share, the null block included.
         watermark: blocks of each group that an admission leaves free while other sequences live.
         enable_prefix_caching: publish full blocks and find them again.
         eviction: a name in `EVICTION_POLICIES`.
@@ -43,8 +50,9 @@ class KVCacheManager:
     def __init__(
         self,
         specs: Sequence[KVCacheSpec],
-        num_blocks: int,
+        num_blocks: int | None = None,
         *,
+        num_bytes: int | None = None,
         watermark: int = 0,
         enable_prefix_caching: bool = True,
         eviction: str = "lru",
@@ -54,9 +62,16 @@ class KVCacheManager:
         if len(sizes) != 1:
             raise ValueError(f"cache groups must share one block size, got {sorted(sizes)}")
         self.block_size = sizes.pop()
+        block_bytes = [spec.bytes_per_block for spec in specs]
+        if num_blocks is not None and len(set(block_bytes)) > 1:
+            raise ValueError(f"blocks of {sorted(set(block_bytes))} bytes share an arena: give num_bytes")
+        num_slabs = None if num_blocks is None else num_blocks * len(specs)
+        layout = lay_out(block_bytes, num_bytes=num_bytes, num_slabs=num_slabs)
         policy = EVICTION_POLICIES[eviction]
-        self.groups = tuple(CacheGroup(spec, BlockPool(num_blocks, policy())) for spec in specs)
-        self.num_blocks = num_blocks
+        own = range(layout.num_slabs, 0, -1) if len(specs) == 1 else range(0)
+        pools = [BlockPool(layout.num_ids(idx), policy(), own) for idx in range(len(specs))]
+        self.arena = Arena(layout, pools)
+        self.groups = tuple(CacheGroup(spec, pool) for spec, pool in zip(specs, pools, strict=True))
         self.watermark = watermark
         self.enable_prefix_caching = enable_prefix_caching
         self.sequences: dict[int, SequenceMemory] = {}
@@ -99,25 +114,10 @@ class KVCacheManager:
                 a prompt makes room for the next.
             reserved: blocks of each group that sequences already let in will still ask for.
         """
-        tightest: AllocStatus | None = None
-        for idx, (group, shared) in enumerate(zip(self.groups, hit.block_ids, strict=True)):
-            pool, spec = group.pool, group.spec
-            least = spec.peak_blocks(num_tokens, 1)
-            if least > pool.num_blocks:
-                return AllocStatus(Verdict.NEVER, idx, least, pool.num_blocks)
-            spare = 0
-            if self.sequences:
-                spare = self.watermark + (reserved[idx] if reserved else 0)
-            # Idle blocks of the hit are available in the pool, but cannot be had twice.
-            num_idle = sum(pool.ref_counts[block_id] == 0 for block_id in shared if block_id != NULL_BLOCK)
-            peak = spec.peak_blocks(num_tokens, step_tokens or num_tokens)
-            num_new = min(peak - num_idle, spec.num_blocks(num_tokens) - len(shared))
-            needed, available = num_new + spare, pool.num_available - num_idle
-            verdict = Verdict.OK if needed <= available else Verdict.LATER
-            if tightest is None or available - needed < tightest.available - tightest.needed:
-                tightest = AllocStatus(verdict, idx, needed, available)
-        assert tightest is not None
-        return tightest
+        spare = [0] * len(self.groups)
+        if self.sequences:
+            spare = [self.watermark + count for count in reserved or spare]
+        return judge(self.arena, self.groups, num_tokens, hit, step_tokens or num_tokens, spare)
 
     def blocks_missing(self, seq_id: int, num_tokens: int, step_tokens: int | None = None) -> tuple[int, ...]:
         """Return the blocks of each group that a live sequence will still ask for on its way to `num_tokens` tokens.
@@ -137,8 +137,7 @@ class KVCacheManager:
 
     def can_ever_hold(self, num_tokens: int) -> bool:
         """Say whether a sequence of `num_tokens` tokens could be held at all, by itself and in the shortest steps."""
-        nothing = PrefixHit(0, ((),) * len(self.groups), HitEnd.DISABLED, None, self._version)
-        return self.can_allocate(num_tokens, nothing, 1).verdict is not Verdict.NEVER
+        return refuse_for_ever(self.arena, self.groups, num_tokens) is None
 
     def rollback_limit(self, seq_id: int) -> int:
         """Return the least length to which a live sequence can be truncated: before it, live tokens would be gone."""
@@ -153,22 +152,10 @@ class KVCacheManager:
         return tuple(self.sequences[seq_id].tables[group_idx])
 
     def usage(self) -> Usage:
-        """Return block counts, summed over the groups, and counters since the start."""
-        pools = [group.pool for group in self.groups]
-        num_blocks = sum(pool.num_blocks for pool in pools)
-        idle = sum(len(pool.idle) for pool in pools)
-        free = sum(pool.num_free for pool in pools)
-        return Usage(
-            num_blocks=num_blocks,
-            used=num_blocks - idle - free,
-            idle=idle,
-            free=free,
-            num_sequences=len(self.sequences),
-            num_tokens=sum(state.num_slots for state in tuple(self.sequences.values())),
-            num_evictions=sum(pool.num_evictions for pool in pools),
-            num_copies=self._num_copies,
-            num_merges=self._num_merges,
-        )
+        """Return block counts, of all groups and of each, and counters since the start."""
+        num_sequences = len(self.sequences)
+        num_tokens = sum(state.num_slots for state in tuple(self.sequences.values()))
+        return measure(self.arena, num_sequences, num_tokens, self._num_copies, self._num_merges)
 
     # ---- commands ----
 
@@ -183,14 +170,14 @@ class KVCacheManager:
         if hit.version != self._version:
             raise ValueError("stale prefix hit: another command came between match_prefix and allocate")
         self._version += 1
-        state = SequenceMemory(chain, len(self.groups))
+        state = SequenceMemory(chain, len(self.groups), is_publishing=self.enable_prefix_caching)
         for idx, (group, shared) in enumerate(zip(self.groups, hit.block_ids, strict=True)):
             num_dead = state.num_dead[idx] = group.num_dead(hit.num_tokens)
             group.pool.retain(shared[num_dead:])
             state.tables[idx] = list(shared)
         state.num_slots = state.num_computed = hit.num_tokens
         state.num_published = hit.num_tokens // self.block_size
-        state.next_event = self._next_event(state)
+        state.next_event = next_event(self.groups, self._mortal, state)
         self.sequences[seq_id] = state
 
     def append_slots(self, seq_id: int, num_tokens: int, lookahead: int = 0) -> bool:
@@ -220,30 +207,32 @@ class KVCacheManager:
         if 0 < offset <= self.block_size - num_tokens and state.has_exclusive_tail:
             state.num_slots = end
             return True
-        wanted: list[tuple[int, bool]] = []
-        has_work = False
-        for group, table in zip(self.groups, state.tables, strict=True):
-            pool = group.pool
-            fresh = group.spec.num_blocks(end) - len(table)
-            must_copy = offset > 0 and pool.ref_counts[table[tail]] > 1
-            if fresh or must_copy:
-                has_work = True
-                if fresh + must_copy > pool.num_available:
-                    return False
-            wanted.append((fresh, must_copy))
+        needs = [
+            group.spec.num_blocks(end) - len(table) for group, table in zip(self.groups, state.tables, strict=True)
+        ]
+        copied = []
+        if offset and not state.has_exclusive_tail:
+            copied = [
+                idx for idx, group in enumerate(self.groups) if group.pool.ref_counts[state.tables[idx][tail]] > 1
+            ]
+            for idx in copied:
+                needs[idx] += 1
+        if any(needs) and not self.arena.can_hold(needs):
+            return False
         state.num_slots = end
         if offset and not state.has_exclusive_tail:
             self._withdraw(state, tail)
             state.has_exclusive_tail = True
-        if has_work:
-            self._version += 1
-            for idx, (fresh, must_copy) in enumerate(wanted):
-                if must_copy:
-                    self._copy_on_write(state, idx, tail)
-                if fresh:
-                    table = state.tables[idx]
-                    state.mark_dirty(idx, len(table))
-                    table += self.groups[idx].pool.take(fresh)
+        for idx in copied:
+            self._copy_on_write(state, idx, tail)
+            needs[idx] -= 1
+        for idx, fresh in enumerate(needs):
+            if fresh:
+                block_ids = self._take(idx, fresh)
+                table = state.tables[idx]
+                state.mark_dirty(idx, len(table))
+                table += block_ids
+                self._version += 1
         return True
 
     def fork(self, parent_id: int, child_id: int, child_tokens: list[int]) -> TokenChain:
@@ -301,7 +290,7 @@ class KVCacheManager:
         state.has_exclusive_tail = False
         state.num_computed = min(state.num_computed, num_tokens)
         state.num_published = min(state.num_published, num_tokens // self.block_size)
-        state.next_event = self._next_event(state)
+        state.next_event = next_event(self.groups, self._mortal, state)
         state.chain.truncate(num_tokens)
 
     def publish(self, seq_id: int, num_computed: int) -> None:
@@ -321,11 +310,11 @@ class KVCacheManager:
         state.num_computed = num_computed
         if num_computed >= state.next_event:
             self._version += 1
-            if self.enable_prefix_caching and state.is_publishing:
-                self._publish_blocks(state, num_computed // self.block_size)
+            if state.is_publishing:
+                self._num_merges += publish_blocks(self.groups, state, num_computed // self.block_size)
             for idx in self._mortal:
-                self._bury(state, idx)
-            state.next_event = self._next_event(state)
+                bury(self.groups[idx], state, idx)
+            state.next_event = next_event(self.groups, self._mortal, state)
 
     def free(self, seq_id: int) -> None:
         """Release a sequence; of its published blocks the tail becomes evictable before the head."""
@@ -367,55 +356,26 @@ class KVCacheManager:
 
     def _copy_on_write(self, state: SequenceMemory, group_idx: int, block_idx: int) -> None:
         """Replace a table entry by a private copy of its block."""
-        pool = self.groups[group_idx].pool
-        table = state.tables[group_idx]
-        old = table[block_idx]
         # Take before release: the copy must not be made onto its own source.
-        (new,) = pool.take(1)
-        table[block_idx] = new
-        pool.release((old,))
+        (new,) = self._take(group_idx, 1)
+        table = state.tables[group_idx]
+        old, table[block_idx] = table[block_idx], new
+        self.groups[group_idx].pool.release((old,))
         state.mark_dirty(group_idx, block_idx)
         self.pending_copies.append(BlockCopy(group_idx, old, new))
         self._num_copies += 1
+        self._version += 1
 
-    def _publish_blocks(self, state: SequenceMemory, num_full: int) -> None:
-        """Publish or merge the blocks `[num_published, num_full)` of a sequence."""
-        chain = state.chain
-        links = chain.links(num_full)
-        for i in range(state.num_published, num_full):
-            found = [group.pool.index.get(links[i][0]) for group in self.groups]
-            if any(entry is not None and not chain.recognises(i, entry[1]) for entry in found):
-                # A collision: identities of later blocks would chain from an ambiguous parent.
-                state.is_publishing = False
-                return
-            link = chain.canonical_link(i)
-            for group_idx, (group, entry) in enumerate(zip(self.groups, found, strict=True)):
-                table = state.tables[group_idx]
-                if entry is None:
-                    group.pool.index.add(link, table[i])
-                else:
-                    group.pool.retain(entry[:1])
-                    group.pool.release((table[i],))
-                    table[i] = entry[0]
-                    state.mark_dirty(group_idx, i)
-                    self._num_merges += 1
-            state.num_published = i + 1
-
-    def _bury(self, state: SequenceMemory, group_idx: int) -> None:
-        """Give the blocks back that have died, and put null entries in their place."""
-        group, table = self.groups[group_idx], state.tables[group_idx]
-        old, new = state.num_dead[group_idx], group.num_dead(state.num_computed)
-        if old < new:
-            group.pool.release(table[old:new])
-            table[old:new] = [NULL_BLOCK] * (new - old)
-            state.num_dead[group_idx] = new
-            state.mark_dirty(group_idx, old)
-
-    def _next_event(self, state: SequenceMemory) -> int:
-        """Return the least number of computed tokens at which `publish` has more to do than to count."""
-        event = IMMORTAL
-        if self.enable_prefix_caching and state.is_publishing:
-            event = (state.num_published + 1) * self.block_size
-        for idx in self._mortal:
-            event = min(event, self.groups[idx].spec.death(state.num_dead[idx]))
-        return event
+    def _take(self, group_idx: int, count: int) -> list[int]:
+        """Take blocks of a group; where others had to move for that, their tables follow."""
+        block_ids = self.groups[group_idx].pool.take(count)
+        moves, self.arena.moves = self.arena.moves, []
+        for move in moves:
+            self.pending_copies.append(move)
+            for state in self.sequences.values():
+                table = state.tables[move.group_idx]
+                if move.src_id in table:
+                    block_idx = table.index(move.src_id)
+                    table[block_idx] = move.dst_id
+                    state.mark_dirty(move.group_idx, block_idx)
+        return block_ids

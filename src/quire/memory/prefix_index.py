@@ -40,6 +40,12 @@ class PrefixIndex:
         """Take a published block out of the index."""
         del self._entries[self._links.pop(block_id)[0]]
 
+    def move(self, src_id: int, dst_id: int) -> None:
+        """Publish another block in place of one, if that is published at all."""
+        link = self._links.pop(src_id, None)
+        if link is not None:
+            self.add(link, dst_id)
+
     def items(self) -> list[tuple[int, Link]]:
         """Return all published blocks and their links, in the order of publication."""
         return list(self._entries.values())

@@ -57,6 +57,11 @@ class KVCacheSpec(Protocol):
         """Return how many tokens must be computed for a block to be dead; `IMMORTAL` when none suffice."""
         ...
 
+    @property
+    def period(self) -> int:
+        """Blocks after which the way in which live tokens lie in blocks repeats."""
+        ...
+
     def peak_blocks(self, num_tokens: int, step_tokens: int) -> int:
         """Return the most blocks held at once on the way to `num_tokens` tokens, `step_tokens` a step at most."""
         ...
@@ -96,6 +101,11 @@ class FullAttention:
     def first_live_token(self, num_tokens: int) -> int:  # noqa: ARG002
         """Return 0: every token is read."""
         return 0
+
+    @property
+    def period(self) -> int:
+        """Return 1: each block is like the one before."""
+        return 1
 
     def death(self, block_idx: int) -> int:  # noqa: ARG002
         """Return `IMMORTAL`."""
@@ -138,6 +148,11 @@ class SlidingWindow:
     def first_live_token(self, num_tokens: int) -> int:
         """Return the first token of the next query's window."""
         return max(0, num_tokens - self.window + 1)
+
+    @property
+    def period(self) -> int:
+        """Return 1: a block later, the window lies one block further."""
+        return 1
 
     def death(self, block_idx: int) -> int:
         """Return the length at which the next query's window lies right of the block."""
@@ -186,6 +201,11 @@ class ChunkedLocal:
         """Return the first token of the next query's chunk."""
         return num_tokens // self.chunk * self.chunk
 
+    @property
+    def period(self) -> int:
+        """Return the blocks up to the next chunk that starts with a block."""
+        return math.lcm(self.chunk, self.block_size) // self.block_size
+
     def death(self, block_idx: int) -> int:
         """Return the first start of a chunk that lies right of the block."""
         return -(-(block_idx + 1) * self.block_size // self.chunk) * self.chunk
@@ -199,8 +219,8 @@ class ChunkedLocal:
         size = self.block_size
         run = self.chunk - 1 + step_tokens
         first_cut = max(0, -(-(num_tokens - run) // self.chunk))
-        period = size // math.gcd(self.chunk, size)
-        chunks: list[int] = [*range(min(first_cut, period)), min(first_cut, (num_tokens - 1) // self.chunk)]
+        num_different = size // math.gcd(self.chunk, size)
+        chunks: list[int] = [*range(min(first_cut, num_different)), min(first_cut, (num_tokens - 1) // self.chunk)]
         return max(self.num_blocks(min(num_tokens, i * self.chunk + run)) - i * self.chunk // size for i in chunks)
 
     def longest_hit(self, published: PublishedRun, limit: int) -> int:

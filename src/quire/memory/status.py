@@ -57,34 +57,3 @@ class PrefixHit(NamedTuple):
     end: HitEnd
     group_idx: int | None
     version: int
-
-
-class Usage(NamedTuple):
-    """Block counts of the device tier: `used + idle + free == num_blocks` (M1); and counters since the start.
-
-    Args:
-        num_blocks: usable blocks, the null block not counted.
-        used: blocks with holders.
-        idle: blocks without holders that are still published: free to reuse and free to evict.
-        free: blocks that hold nothing.
-        num_sequences: live sequences.
-        num_tokens: tokens with slots, a shared block's tokens counted for each holder.
-        num_evictions: published blocks taken back for reuse.
-        num_copies: blocks copied on write.
-        num_merges: duplicate blocks given back when they filled.
-    """
-
-    num_blocks: int
-    used: int
-    idle: int
-    free: int
-    num_sequences: int
-    num_tokens: int
-    num_evictions: int
-    num_copies: int
-    num_merges: int
-
-    @property
-    def used_fraction(self) -> float:
-        """Share of the blocks that have holders."""
-        return self.used / self.num_blocks

@@ -149,28 +149,31 @@ class Scheduler:
             len(sequence.tokens) - sequence.num_computed == 1 for sequence in self.running
         )
         preemptions_before = self.stats.num_preemptions
-        items: list[PlanItem] = []
+        granted: list[tuple[Sequence, int]] = []
         position = 0
         while position < len(self.running):
             sequence = self.running[position]
             pending = len(sequence.tokens) - sequence.num_computed
             count = pending if pending == 1 else min(pending, spare)
-            granted = self._grow(sequence, count, position) if count > 0 else 0
-            if granted:
+            if count > 0:
+                count = self._grow(sequence, count, position)
+            if count > 0:
                 if pending > 1:
-                    spare -= granted
-                items.append(self._item(sequence, granted))
+                    spare -= count
+                granted.append((sequence, count))
             position += 1
         if self.waiting and spare > 0 and self.stats.num_preemptions == preemptions_before:
-            self._admit(items, spare)
-        if not items:
+            self._admit(granted, spare)
+        if not granted:
             if self.running:
                 raise InvariantViolation("S3", "no running sequence can grow")
             # Nothing will be executed: closings and copies wait for a plan that is.
             return StepPlan(tick, (), NO_OPS, ())
+        # Only now do all tables stand: what is granted later may move blocks of who was served before.
+        items = tuple([self._item(sequence, count) for sequence, count in granted])
         closed = tuple(self._closed)
         self._closed = []
-        return StepPlan(tick, tuple(items), self.memory.take_ops(), closed)
+        return StepPlan(tick, items, self.memory.take_ops(), closed)
 
     def advance(self, item: PlanItem, token_ids: Tokens[int]) -> list[tuple[Sequence, Append | Finish]]:
         """Take in what a step gave one of its items: publish, fork, append, finish.
@@ -241,7 +244,7 @@ class Scheduler:
         victim.move_to(SequenceStatus.WAITING)
         insort(self.waiting, victim, key=_KEY)
 
-    def _admit(self, items: list[PlanItem], spare: int) -> None:
+    def _admit(self, granted: list[tuple[Sequence, int]], spare: int) -> None:
         """Let waiting sequences in, in order, until tokens, seats or memory say stop."""
         memory = self.memory
         seats = self.max_num_seqs - sum(map(_seats, self.running))
@@ -279,7 +282,7 @@ class Scheduler:
             sequence.num_computed = hit.num_tokens
             sequence.move_to(SequenceStatus.RUNNING)
             insort(self.running, sequence, key=_KEY)
-            items.append(self._item(sequence, count))
+            granted.append((sequence, count))
             num_admitted += 1
         del self.waiting[:num_admitted]
 
