@@ -72,7 +72,7 @@ class Tiny:
         self.decoder = load_decoder(Checkpoint.open(str(folder)), device="cpu", dtype=torch.float32)
 
     def runner(self) -> ModelRunner:
-        return ModelRunner.build(self.decoder, num_blocks=40, block_size=N, device="cpu", dtype=torch.float32)
+        return ModelRunner.build(self.decoder, num_blocks=[40], block_size=N, device="cpu", dtype=torch.float32)
 
     def greedy(self, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
         ids = torch.tensor([prompt])

@@ -63,7 +63,7 @@ def commands(world: World, max_prompt: int, max_slots: int) -> Iterator[Command]
         yield "free", seq_id, ()
         if num_slots < max_slots:
             yield "grow", seq_id, ()
-        for length in range(num_slots):
+        for length in range(world.manager.rollback_limit(seq_id), num_slots):
             yield "truncate", seq_id, (length,)
         if num_computed < num_slots:
             for token_id in VOCABULARY if num_computed == len(tokens) else tokens[num_computed : num_computed + 1]:
@@ -85,9 +85,9 @@ def perform(world: World, command: Command) -> None:
         world.free(seq_id)
     elif verb == "grow":
         is_granted = world.grow(seq_id, 1)
-        # One more slot needs a block at most; alone, a sequence may have every block.
+        # One more slot needs a block of each group at most; alone, a sequence may have every block.
         is_alone = len(world.tokens) == 1
-        fits = world.num_slots(seq_id) < world.size.num_blocks * world.size.block_size
+        fits = world.twin.num_available() >= len(world.size.kinds) or world.num_slots(seq_id) % world.size.block_size
         assert is_granted or not (is_alone and fits), "a sequence that is alone is refused what is there"
     elif verb == "truncate":
         world.truncate(seq_id, args[0])
@@ -118,9 +118,13 @@ def _named(world: World, order: tuple[int, ...], flip: int) -> tuple[object, ...
     for seq_id in order:
         sequence = world.twin.sequences[seq_id]
         tokens = tuple(token_id ^ flip for token_id in sequence.tokens)
-        pages = tuple(names.setdefault(page, len(names)) for page in sequence.pages)
+        pages = tuple(
+            tuple(names.setdefault(page, len(names)) if page else -1 for page in group) for group in sequence.pages
+        )
         sequences.append((tokens, pages, sequence.num_slots, sequence.num_computed))
-    idle = tuple(names.setdefault(page, len(names)) for page in world.twin.idle)
+    # Which of all idle pages goes first matters, whatever group it is in.
+    by_age = sorted((page.idle_since, idx, page) for idx, group in enumerate(world.twin.groups) for page in group.idle)
+    idle = tuple((idx, names.setdefault(page, len(names))) for _, idx, page in by_age)
     published = tuple(
         () if page.prefix is None else tuple(token_id ^ flip for token_id in page.prefix[1]) for page in names
     )

@@ -5,14 +5,17 @@ from __future__ import annotations
 import pytest
 
 from quire.memory import chain, invariants
+from tests.memory.twin import Kind
 from tests.memory.world import NAMESPACES, World, WorldSize
 
+KINDS = [(Kind(),), (Kind("window", 3),), (Kind("chunk", 6),), (Kind(), Kind("window", 3))]
 
-@pytest.fixture
-def colliding_first_blocks(monkeypatch: pytest.MonkeyPatch) -> World:
+
+@pytest.fixture(params=KINDS, ids=lambda kinds: " and ".join(kind.name for kind in kinds))
+def colliding_first_blocks(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> World:
     """Return a world in which the first blocks of all sequences have one digest, and all others their own."""
-    world = World(WorldSize(8, 2), has_twin=False)
-    root = world.manager.chain([], NAMESPACES[0]).root
+    world = World(WorldSize(8, 2, kinds=request.param), has_twin=False)
+    root = world.manager.chain([], NAMESPACES[0]).root[0]
     honest = chain.block_digest
 
     def block_digest(parent: bytes, content: bytes) -> bytes:
@@ -34,6 +37,28 @@ def test_a_collision_is_a_miss(colliding_first_blocks: World) -> None:
     assert hit_length(world, [0, 1, 1, 1, 0]) == 0
 
 
+def test_a_collision_is_a_miss_where_the_blocks_before_are_gone(colliding_first_blocks: World) -> None:
+    """The last block's digest is the same for both prompts; in a window it is found without the first."""
+    world = colliding_first_blocks
+    world.enter(1, [0, 0, 1, 1, 0, 0, 1, 1])
+    assert hit_length(world, [0, 0, 1, 1, 0, 0, 1, 1, 0]) == 8
+    hit = world.manager.match_prefix(world.manager.chain([0, 1, 1, 1, 0, 0, 1, 1, 0], NAMESPACES[0]))
+    assert not any(map(any, hit.block_ids)), "only what needs no block at all may be skipped"
+
+
+def test_whatever_is_evicted_first_a_child_is_not_reached_through_another_parent(colliding_first_blocks: World) -> None:
+    world = colliding_first_blocks
+    world.enter(1, [0, 0, 1, 1, 0, 0])
+    world.free(1)
+    for idx, group in enumerate(world.manager.groups):  # a policy that evicts heads before tails
+        (head,) = [block_id for block_id, link in group.pool.index.items() if link[0] == b"the same"]
+        world.evict(idx, head)
+    world.enter(2, [0, 1])
+    hit = world.manager.match_prefix(world.manager.chain([0, 1, 1, 1, 0, 0, 1], NAMESPACES[0]))
+    used = {block_id for blocks in hit.block_ids for block_id in blocks if block_id}
+    assert used <= {block_id for idx in range(len(world.size.kinds)) for block_id in world.manager.block_table(2, idx)}
+
+
 def test_after_a_collision_a_sequence_publishes_no_more(colliding_first_blocks: World) -> None:
     world = colliding_first_blocks
     world.enter(1, [0, 0, 1, 1])
@@ -43,11 +68,14 @@ def test_after_a_collision_a_sequence_publishes_no_more(colliding_first_blocks: 
     world.store(3, 2)
     for seq_id in (2, 3):
         world.free(seq_id)
-    assert world.manager.usage().idle == 0
+    num_groups = len(world.size.kinds)
+    published = [len(group.pool.index) for group in world.manager.groups]
+    assert published == [2] * num_groups
     world.free(1)
-    assert world.manager.usage().idle == 2
+    assert world.manager.usage().idle == 2 * num_groups
 
 
+@pytest.mark.parametrize("colliding_first_blocks", [KINDS[0], KINDS[2]], indirect=True)
 def test_what_continued_a_rewritten_block_does_not_continue_another(colliding_first_blocks: World) -> None:
     world = colliding_first_blocks
     world.enter(1, [0, 0, 1, 1])

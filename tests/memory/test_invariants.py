@@ -9,7 +9,6 @@ import pytest
 from quire.errors import InvariantViolation
 from quire.memory import KVCacheManager, check
 from quire.memory.pool import BlockPool
-from quire.memory.prefix_index import PublishedBlock
 from tests.memory.world import World, WorldSize
 
 
@@ -29,22 +28,22 @@ def pool_of(manager: KVCacheManager) -> BlockPool:
 
 
 def lose_a_free_block(manager: KVCacheManager) -> None:
-    pool_of(manager)._free.pop()
+    pool_of(manager).free.pop()
 
 
 def list_a_block_twice(manager: KVCacheManager) -> None:
     pool = pool_of(manager)
-    pool._free.append(pool._free[0])
+    pool.free.append(pool.free[0])
 
 
 def free_a_published_block(manager: KVCacheManager) -> None:
     pool = pool_of(manager)
-    pool._free.append(pool.idle.evict())
+    pool.free.append(pool.idle.evict())
 
 
 def idle_an_unpublished_block(manager: KVCacheManager) -> None:
     pool = pool_of(manager)
-    pool.idle.add(pool._free.pop())
+    pool.idle.add(pool.free.pop())
 
 
 def miscount_holders(manager: KVCacheManager) -> None:
@@ -57,10 +56,9 @@ def name_the_null_block(manager: KVCacheManager) -> None:
 
 def publish_what_is_written_next(manager: KVCacheManager) -> None:
     sequence = manager.sequences[2]
-    digest, content = sequence.chain.digests(2)[1], sequence.chain.contents(2)[1]
     index = pool_of(manager).index
     index.remove(manager.block_table(2)[1])
-    index.add(digest, PublishedBlock(manager.block_table(2)[-1], sequence.chain.digests(1)[0], content))
+    index.add(sequence.chain.links(2)[1], manager.block_table(2)[-1])
 
 
 def share_what_is_written_next(manager: KVCacheManager) -> None:
@@ -72,25 +70,31 @@ def share_what_is_written_next(manager: KVCacheManager) -> None:
 
 def change_a_published_block(manager: KVCacheManager) -> None:
     index = pool_of(manager).index
-    digest, block = index.items()[0]
-    index.add(digest, block._replace(content=b"other"))
+    block_id, (digest, _, parent) = index.items()[0]
+    index.add((digest, b"other", parent), block_id)
 
 
 def publish_under_two_identities(manager: KVCacheManager) -> None:
     index = pool_of(manager).index
-    (first, block), (second, other) = index.items()[:2]
-    index.add(second, other._replace(block_id=block.block_id))
-    index._digests[block.block_id] = first
+    (block_id, first), (_, second) = index.items()[:2]
+    index.add(second, block_id)
+    index._links[block_id] = first
 
 
 def forget_half_of_an_entry(manager: KVCacheManager) -> None:
     index = pool_of(manager).index
-    del index._blocks[index.items()[-1][0]]
+    del index._entries[index.items()[-1][1][0]]
 
 
 def hold_other_tokens(manager: KVCacheManager) -> None:
     tables = [state.tables[0] for state in manager.sequences.values()]
     tables[0][1], tables[1][1] = tables[1][1], tables[0][1]
+
+
+def bury_a_live_block(manager: KVCacheManager) -> None:
+    state = manager.sequences[1]
+    pool_of(manager).release(state.tables[0][:1])
+    state.tables[0][0], state.num_dead[0] = 0, 1
 
 
 def lose_a_table_entry(manager: KVCacheManager) -> None:
@@ -116,6 +120,7 @@ def compute_without_slots(manager: KVCacheManager) -> None:
         ("M4", publish_under_two_identities),
         ("M4", forget_half_of_an_entry),
         ("M5", hold_other_tokens),
+        ("M5", bury_a_live_block),
         ("M6", lose_a_table_entry),
         ("M6", compute_without_slots),
     ],

@@ -17,19 +17,27 @@ from hypothesis.stateful import (
 )
 
 from quire.memory import Verdict, chain, invariants
+from tests.memory.twin import Kind
 from tests.memory.world import NAMESPACES, World, WorldSize
 
 MAX_SEQUENCES = 5
 
 tokens = st.lists(st.integers(0, 1), max_size=4)
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=12)
+kinds = (
+    st.just(Kind())
+    | st.builds(Kind, st.just("window"), st.integers(1, 9))
+    | st.builds(Kind, st.just("chunk"), st.integers(1, 9))
+)
 sizes = st.builds(
     WorldSize,
     num_blocks=st.integers(1, 12),
     block_size=st.integers(1, 4),
     watermark=st.integers(0, 2),
     caching=st.sampled_from([True, True, True, False]),
-    num_groups=st.sampled_from([1, 1, 2]),
+    kinds=st.lists(kinds, min_size=1, max_size=3).map(tuple),
+    layers=st.just(()),
+    num_bytes=st.none(),
 )
 
 
@@ -61,13 +69,17 @@ class MemoryMachine(RuleBasedStateMachine):
         namespace=st.sampled_from(NAMESPACES),
         max_tokens=st.none() | st.integers(0, 12),
         reserved=st.integers(0, 3),
+        step=st.none() | st.integers(1, 6),
     )
-    def open(self, prompt: list[int], namespace: Any, max_tokens: int | None, reserved: int) -> None:
-        """Open on a hit; when memory said OK, all slots of the prompt can be had at once."""
+    def open(self, prompt: list[int], namespace: Any, max_tokens: int | None, reserved: int, step: int | None) -> None:
+        """Open on a hit; when memory said OK, the prompt can be computed in steps of that size."""
         self.next_id += 1
-        status = self.world.open(self.next_id, prompt, namespace, max_tokens=max_tokens, reserved=reserved)
+        world = self.world
+        status = world.open(self.next_id, prompt, namespace, max_tokens=max_tokens, reserved=reserved, step=step)
         if status.verdict is Verdict.OK:
-            assert self.world.grow(self.next_id, len(prompt) - self.world.num_slots(self.next_id))
+            while missing := len(prompt) - world.num_slots(self.next_id):
+                assert world.grow(self.next_id, min(missing, step or missing)), "can_allocate promised too much"
+                world.store(self.next_id, world.num_slots(self.next_id) - world.num_computed(self.next_id))
 
     @precondition(has_room)
     @rule(prompt=prompts, namespace=st.sampled_from(NAMESPACES))
@@ -121,7 +133,8 @@ class MemoryMachine(RuleBasedStateMachine):
         """Roll back to any length."""
         seq_id = self.pick(data)
         world = self.world
-        length = data.draw(st.integers(0, world.num_slots(seq_id)), label="length")
+        limit = world.manager.rollback_limit(seq_id)
+        length = data.draw(st.integers(limit, world.num_slots(seq_id)), label="length")
         world.truncate(seq_id, length, keep_tokens=keep_tokens)
 
     @precondition(is_alive)
@@ -149,7 +162,7 @@ class MemoryMachine(RuleBasedStateMachine):
         world.refuses(ValueError, lambda: manager.publish(seq_id, most + excess))
         world.refuses(ValueError, lambda: manager.publish(seq_id, computed - excess))
         world.refuses(ValueError, lambda: manager.truncate(seq_id, world.num_slots(seq_id) + excess))
-        world.refuses(ValueError, lambda: manager.truncate(seq_id, -excess))
+        world.refuses(ValueError, lambda: manager.truncate(seq_id, manager.rollback_limit(seq_id) - excess))
         world.refuses(ValueError, lambda: manager.append_slots(seq_id, 1 - excess))
         world.refuses(ValueError, lambda: manager.fork(seq_id, seq_id, []))
         world.refuses(KeyError, lambda: manager.free(-1))

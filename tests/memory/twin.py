@@ -7,24 +7,61 @@ eviction, and which sequences share which pages.
 
 from __future__ import annotations
 
-from quire.memory import Namespace, Verdict
+from itertools import product
+from typing import NamedTuple
+
+from quire.memory import Namespace
 
 Prefix = tuple[Namespace, tuple[int, ...]]
+
+
+class Kind(NamedTuple):
+    """What the queries of a cache group read.
+
+    Args:
+        name: "full", "window" or "chunk".
+        extent: tokens of the window or of a chunk.
+    """
+
+    name: str = "full"
+    extent: int = 0
+
+    def reads(self, query: int, token: int) -> bool:
+        """Tell whether the query at one position reads the token at another, not later, one."""
+        if self.name == "window":
+            return query - token < self.extent
+        if self.name == "chunk":
+            return query // self.extent == token // self.extent
+        return True
 
 
 class Page:
     """Room for one block's worth of tokens; equal only to itself."""
 
-    __slots__ = ("prefix",)
+    __slots__ = ("idle_since", "prefix")
 
     def __init__(self) -> None:
         self.prefix: Prefix | None = None
+        self.idle_since = 0
+
+
+# A dead page, of which nothing is left, is None.
+Pages = list[Page | None]
+
+
+class TwinGroup:
+    """The pages of one cache group that are published, and those of them that nobody holds, the oldest first."""
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
+        self.published: dict[Prefix, Page] = {}
+        self.idle: list[Page] = []
 
 
 class TwinSequence:
-    """A sequence as its owner sees it, and its pages."""
+    """A sequence as its owner sees it, and its pages in each group."""
 
-    def __init__(self, namespace: Namespace, tokens: list[int], pages: list[Page], num_slots: int) -> None:
+    def __init__(self, namespace: Namespace, tokens: list[int], pages: list[Pages], num_slots: int) -> None:
         self.namespace = namespace
         self.tokens = tokens
         self.pages = pages
@@ -33,16 +70,22 @@ class TwinSequence:
 
 
 class Twin:
-    """What a KV cache manager of one cache group must do, found out the slow way."""
+    """What a KV cache manager must do whose groups share pages of one size, found out the slow way.
 
-    def __init__(self, num_pages: int, page_size: int, *, watermark: int, caching: bool) -> None:
-        self.num_pages = num_pages
+    Args:
+        num_pages: for each group, shared by all.
+    """
+
+    def __init__(
+        self, num_pages: int, page_size: int, kinds: tuple[Kind, ...], *, watermark: int, caching: bool
+    ) -> None:
+        self.num_pages = num_pages * len(kinds)
         self.page_size = page_size
         self.watermark = watermark
         self.caching = caching
+        self.groups = [TwinGroup(kind) for kind in kinds]
         self.sequences: dict[int, TwinSequence] = {}
-        self.published: dict[Prefix, Page] = {}
-        self.idle: list[Page] = []
+        self.clock = 0
         self.num_copies = 0
         self.num_merges = 0
         self.num_evictions = 0
@@ -51,95 +94,157 @@ class Twin:
 
     def num_holders(self, page: Page) -> int:
         """Count the places that name a page."""
-        return sum(held is page for sequence in self.sequences.values() for held in sequence.pages)
+        return sum(held is page for sequence in self.sequences.values() for pages in sequence.pages for held in pages)
 
-    def num_used(self) -> int:
-        """Count the pages that some sequence holds."""
-        return len({id(page) for sequence in self.sequences.values() for page in sequence.pages})
+    def num_used(self, idx: int) -> int:
+        """Count the pages of a group that some sequence holds."""
+        return len({id(page) for sequence in self.sequences.values() for page in sequence.pages[idx] if page})
 
     def num_available(self) -> int:
         """Count the pages that could be handed out."""
-        return self.num_pages - self.num_used()
+        return self.num_pages - sum(map(self.num_used, range(len(self.groups))))
 
     def num_pages_of(self, num_tokens: int) -> int:
         """Count the pages that hold so many tokens."""
         return (num_tokens + self.page_size - 1) // self.page_size
 
-    def match(self, namespace: Namespace, tokens: list[int], max_tokens: int | None) -> list[Page]:
-        """Return the pages of the longest published prefix that leaves a token to compute."""
-        pages: list[Page] = []
-        end = self.page_size
-        while self.caching and end < len(tokens) and (max_tokens is None or end <= max_tokens):
-            page = self.published.get((namespace, tuple(tokens[:end])))
-            if page is None:
-                break
-            pages.append(page)
-            end += self.page_size
+    def is_alive(self, idx: int, page_idx: int, num_computed: int) -> bool:
+        """Tell whether a token of a page is read by the next query, or is not computed yet."""
+        first = page_idx * self.page_size
+        return any(
+            token >= num_computed or self.groups[idx].kind.reads(num_computed, token)
+            for token in range(first, first + self.page_size)
+        )
+
+    def match(self, namespace: Namespace, tokens: list[int], max_tokens: int | None) -> list[Pages]:
+        """Return the pages of the longest prefix that leaves a token to compute and whose live pages are published."""
+        most = (len(tokens) - 1 if max_tokens is None else min(len(tokens) - 1, max_tokens)) // self.page_size
+        for length in range(most if self.caching else 0, 0, -1):
+            hit = [self._hit(namespace, tokens, idx, length) for idx in range(len(self.groups))]
+            if all(page_idx is not None for page_idx in hit):
+                return [pages for pages in hit if pages is not None]
+        return [[] for _ in self.groups]
+
+    def _hit(self, namespace: Namespace, tokens: list[int], idx: int, length: int) -> Pages | None:
+        pages: Pages = []
+        for i in range(length):
+            if self.is_alive(idx, i, length * self.page_size):
+                page = self.groups[idx].published.get((namespace, tuple(tokens[: (i + 1) * self.page_size])))
+                if page is None:
+                    return None
+                pages.append(page)
+            else:
+                pages.append(None)
         return pages
 
-    def verdict(self, num_tokens: int, hit: list[Page], reserved: int) -> tuple[Verdict, int, int]:
-        """Return verdict, pages needed and pages available for a new sequence."""
-        total = self.num_pages_of(num_tokens)
-        if total > self.num_pages:
-            return Verdict.NEVER, total, self.num_pages
-        spare = self.watermark + reserved if self.sequences else 0
-        needed = total - len(hit) + spare
-        available = self.num_available() - sum(page in self.idle for page in hit)
-        return (Verdict.OK if needed <= available else Verdict.LATER), needed, available
+    def peak(self, idx: int, num_tokens: int, step: int) -> int:
+        """Return the most pages of a group that a sequence holds at once, trying every way to cut it into steps."""
+        return max(
+            sum(self.is_alive(idx, i, done) for i in range(self.num_pages_of(done + count)))
+            for done, count in product(range(num_tokens), range(1, step + 1))
+            if done + count <= num_tokens
+        )
+
+    def joint_peak(self, num_tokens: int) -> int:
+        """Return the most pages of all groups that a sequence holds at once when it grows token by token."""
+        return max(
+            sum(
+                self.is_alive(idx, i, done)
+                for idx in range(len(self.groups))
+                for i in range(self.num_pages_of(done + 1))
+            )
+            for done in range(num_tokens)
+        )
+
+    def least_needed(self, idx: int, num_tokens: int, hit: Pages, step: int) -> int:
+        """Return the pages that a sequence needs beyond the idle ones of its hit, at the worst moment."""
+        start = len(hit) * self.page_size
+        idle = self.groups[idx].idle
+        num_idle = sum(page in idle for page in hit)
+        most = 0
+        for done, count in product(range(start, num_tokens), range(1, step + 1)):
+            if done + count <= num_tokens:
+                alive = [i for i in range(self.num_pages_of(done + count)) if self.is_alive(idx, i, done)]
+                most = max(most, sum(i >= len(hit) or hit[i] in idle for i in alive))
+        return most - num_idle
 
     # ---- commands ----
 
-    def open(self, seq_id: int, namespace: Namespace, tokens: list[int], hit: list[Page]) -> None:
+    def open(self, seq_id: int, namespace: Namespace, tokens: list[int], hit: list[Pages]) -> None:
         """Open a sequence on a hit."""
-        self.idle = [page for page in self.idle if page not in hit]
-        self.sequences[seq_id] = TwinSequence(namespace, tokens, list(hit), len(hit) * self.page_size)
+        for group, pages in zip(self.groups, hit, strict=True):
+            group.idle = [page for page in group.idle if page not in pages]
+        num_slots = len(hit[0]) * self.page_size
+        self.sequences[seq_id] = TwinSequence(namespace, tokens, [list(pages) for pages in hit], num_slots)
 
     def append(self, seq_id: int, num_tokens: int) -> bool:
         """Give slots, or change nothing and return False."""
         sequence = self.sequences[seq_id]
-        fresh = self.num_pages_of(sequence.num_slots + num_tokens) - len(sequence.pages)
         is_tail_written = sequence.num_slots % self.page_size > 0
-        is_copied = is_tail_written and self.num_holders(sequence.pages[-1]) > 1
-        if fresh + is_copied > self.num_available():
+        fresh = self.num_pages_of(sequence.num_slots + num_tokens) - len(sequence.pages[0])
+        is_copied = [is_tail_written and self.num_holders(pages[-1]) > 1 for pages in sequence.pages]  # type: ignore[arg-type]
+        if fresh * len(self.groups) + sum(is_copied) > self.num_available():
             return False
         sequence.num_slots += num_tokens
-        if is_copied:
-            sequence.pages[-1] = self._take()
-            self.num_copies += 1
-        elif is_tail_written and sequence.pages[-1].prefix is not None:
-            self._withdraw(sequence.pages[-1])
-        for _ in range(fresh):
-            sequence.pages.append(self._take())
+        for idx, pages in enumerate(sequence.pages):
+            if is_tail_written and not is_copied[idx] and pages[-1] is not None and pages[-1].prefix is not None:
+                self._unpublish(idx, pages[-1])
+        for idx, pages in enumerate(sequence.pages):
+            if is_copied[idx]:
+                old, pages[-1] = pages[-1], self._take()
+                assert old is not None
+                self._rest(idx, old)
+                self.num_copies += 1
+        for pages in sequence.pages:
+            for _ in range(fresh):
+                pages.append(self._take())
         return True
 
     def store(self, seq_id: int, num_computed: int) -> None:
-        """Note that tokens are stored; full pages are published, or replaced by those that are."""
+        """Note that tokens are stored; full pages are published, or replaced by those that are; dead ones go."""
         sequence = self.sequences[seq_id]
         sequence.num_computed = num_computed
         for i in range(num_computed // self.page_size if self.caching else 0):
             prefix = (sequence.namespace, tuple(sequence.tokens[: (i + 1) * self.page_size]))
-            page, known = sequence.pages[i], self.published.get(prefix)
-            if known is None:
-                page.prefix = prefix
-                self.published[prefix] = page
-            elif known is not page:
-                if known in self.idle:
-                    self.idle.remove(known)
-                sequence.pages[i] = known
-                self.num_merges += 1
+            for group, pages in zip(self.groups, sequence.pages, strict=True):
+                page, known = pages[i], group.published.get(prefix)
+                if page is None:
+                    continue
+                if known is None:
+                    page.prefix = prefix
+                    group.published[prefix] = page
+                elif known is not page:
+                    if known in group.idle:
+                        group.idle.remove(known)
+                    pages[i] = known
+                    self.num_merges += 1
+        for idx, pages in enumerate(sequence.pages):
+            for i, page in enumerate(pages):
+                if page is not None and not self.is_alive(idx, i, num_computed):
+                    pages[i] = None
+                    self._rest(idx, page)
 
     def fork(self, parent_id: int, child_id: int, tokens: list[int]) -> None:
         """Open a child on all of its parent's pages."""
         parent = self.sequences[parent_id]
-        self.sequences[child_id] = TwinSequence(parent.namespace, tokens, list(parent.pages), parent.num_slots)
+        pages = [list(pages) for pages in parent.pages]
+        self.sequences[child_id] = TwinSequence(parent.namespace, tokens, pages, parent.num_slots)
+
+    def can_truncate(self, seq_id: int, num_tokens: int) -> bool:
+        """Tell whether all that the next query would read is still there."""
+        sequence = self.sequences[seq_id]
+        return all(
+            page is not None or not self.is_alive(idx, i, min(num_tokens, sequence.num_computed))
+            for idx, pages in enumerate(sequence.pages)
+            for i, page in enumerate(pages)
+        )
 
     def truncate(self, seq_id: int, num_tokens: int) -> None:
         """Take slots back."""
         sequence = self.sequences[seq_id]
         sequence.num_slots = num_tokens
         sequence.num_computed = min(sequence.num_computed, num_tokens)
-        keep = self.num_pages_of(num_tokens)
-        self._give_back(sequence, keep)
+        self._give_back(sequence, self.num_pages_of(num_tokens))
 
     def free(self, seq_id: int) -> None:
         """Release a sequence, its tail first."""
@@ -149,28 +254,29 @@ class Twin:
     # ---- steps of commands ----
 
     def _give_back(self, sequence: TwinSequence, keep: int) -> None:
-        while len(sequence.pages) > keep:
-            page = sequence.pages.pop()
-            if page.prefix is not None and self.num_holders(page) == 0:
-                self.idle.append(page)
+        for idx, pages in enumerate(sequence.pages):
+            while len(pages) > keep:
+                page = pages.pop()
+                if page is not None:
+                    self._rest(idx, page)
+
+    def _rest(self, idx: int, page: Page) -> None:
+        """Make a page idle that has lost a holder, if it was the last and the page is published."""
+        if page.prefix is not None and self.num_holders(page) == 0:
+            self.groups[idx].idle.append(page)
+            self.clock += 1
+            page.idle_since = self.clock
 
     def _take(self) -> Page:
-        if self.num_used() + len(self.idle) == self.num_pages:
-            self._unpublish(self.idle.pop(0))
+        """Return a new page, for which the oldest idle one of all groups may have to go."""
+        if self.num_available() == sum(len(group.idle) for group in self.groups):
+            oldest = [(group.idle[0].idle_since, other) for other, group in enumerate(self.groups) if group.idle]
+            _, other = min(oldest)
+            self._unpublish(other, self.groups[other].idle.pop(0))
             self.num_evictions += 1
         return Page()
 
-    def _withdraw(self, page: Page) -> None:
-        """Unpublish a page and all that continue it; nobody holds those."""
+    def _unpublish(self, idx: int, page: Page) -> None:
         assert page.prefix is not None
-        namespace, tokens = page.prefix
-        for (other, longer), orphan in list(self.published.items()):
-            if other == namespace and longer[: len(tokens)] == tokens:
-                self._unpublish(orphan)
-                if orphan is not page:
-                    self.idle.remove(orphan)
-
-    def _unpublish(self, page: Page) -> None:
-        assert page.prefix is not None
-        del self.published[page.prefix]
+        del self.groups[idx].published[page.prefix]
         page.prefix = None

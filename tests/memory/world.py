@@ -13,9 +13,21 @@ from typing import NamedTuple
 
 import pytest
 
-from quire.memory import AllocStatus, BlockCopy, FullAttention, KVCacheManager, Namespace, TokenChain, Verdict, check
+from quire.memory import (
+    AllocStatus,
+    BlockCopy,
+    ChunkedLocal,
+    FullAttention,
+    KVCacheManager,
+    KVCacheSpec,
+    Namespace,
+    SlidingWindow,
+    TokenChain,
+    Verdict,
+    check,
+)
 from quire.memory.invariants import snapshot
-from tests.memory.twin import Page, Twin
+from tests.memory.twin import Kind, Page, Pages, Twin
 
 # What a slot's KV depends on: the namespace and all tokens up to its own; None before anything is written.
 Content = tuple[Namespace, tuple[int, ...]] | None
@@ -31,14 +43,27 @@ class WorldSize(NamedTuple):
         block_size: tokens of a block.
         watermark: blocks left free at admission.
         caching: whether blocks are published.
-        num_groups: cache groups, all alike.
+        kinds: of the cache groups.
+        layers: of each group, when their blocks are to be of different sizes.
+        num_bytes: of the arena, then; `num_blocks` has no meaning.
     """
 
     num_blocks: int
     block_size: int
     watermark: int = 0
     caching: bool = True
-    num_groups: int = 1
+    kinds: tuple[Kind, ...] = (Kind(),)
+    layers: tuple[int, ...] = ()
+    num_bytes: int | None = None
+
+
+def spec_of(kind: Kind, block_size: int, num_layers: int = 1) -> KVCacheSpec:
+    """Return the spec of a cache group, with two bytes for a token in a layer."""
+    if kind.name == "window":
+        return SlidingWindow(block_size=block_size, num_layers=num_layers, element_bytes=1, window=kind.extent)
+    if kind.name == "chunk":
+        return ChunkedLocal(block_size=block_size, num_layers=num_layers, element_bytes=1, chunk=kind.extent)
+    return FullAttention(block_size=block_size, num_layers=num_layers, element_bytes=1)
 
 
 class World:
@@ -50,19 +75,26 @@ class World:
     """
 
     def __init__(self, size: WorldSize, *, has_twin: bool = True) -> None:
-        spec = FullAttention(block_size=size.block_size)
         self.size = size
         self.manager = KVCacheManager(
-            [spec] * size.num_groups, size.num_blocks, watermark=size.watermark, enable_prefix_caching=size.caching
+            [
+                spec_of(kind, size.block_size, num_layers)
+                for kind, num_layers in zip(size.kinds, size.layers or (1,) * len(size.kinds), strict=True)
+            ],
+            None if size.num_bytes else size.num_blocks,
+            num_bytes=size.num_bytes,
+            watermark=size.watermark,
+            enable_prefix_caching=size.caching,
         )
-        self.twin = Twin(size.num_blocks, size.block_size, watermark=size.watermark, caching=size.caching)
+        self.twin = Twin(size.num_blocks, size.block_size, size.kinds, watermark=size.watermark, caching=size.caching)
         self.has_twin = has_twin
         self.tokens: dict[int, list[int]] = {}
         self.chains: dict[int, TokenChain] = {}
         self.namespaces: dict[int, Namespace] = {}
         self.worker_tables: dict[int, list[list[int]]] = {}
         self.pending: list[BlockCopy] = []
-        self.stored: dict[tuple[int, int, int], Content] = {}
+        # By byte of the arena: groups see the same bytes.
+        self.stored: dict[int, Content] = {}
         self.block_of: dict[Page, int] = {}
 
     # ---- what a driver may ask ----
@@ -85,22 +117,25 @@ class World:
         *,
         max_tokens: int | None = None,
         reserved: int = 0,
+        step: int | None = None,
     ) -> AllocStatus:
         """Ask for a hit and for room, compare the answers, and open the sequence unless it can never fit."""
         manager, twin = self.manager, self.twin
         before = snapshot(manager)
         chain = manager.chain(tokens, namespace)
         hit = manager.match_prefix(chain, max_tokens)
-        status = manager.can_allocate(len(tokens), hit, reserved)
+        status = manager.can_allocate(len(tokens), hit, step, (reserved,) * len(self.size.kinds))
         assert snapshot(manager) == before, "a question changed the manager"
         assert hit.num_tokens < len(tokens), "a hit covers the whole prompt"
         assert max_tokens is None or hit.num_tokens <= max_tokens
+        prefixes = self._prefixes(namespace, tokens, hit.num_tokens)
         for group_idx, blocks in enumerate(hit.block_ids):
-            assert self._read(group_idx, blocks, hit.num_tokens) == self._prefixes(namespace, tokens, hit.num_tokens)
+            self._reads_back(group_idx, blocks, prefixes, hit.num_tokens)
         if self.has_twin:
             pages = twin.match(namespace, tokens, max_tokens)
-            assert [self.block_of[page] for page in pages] == list(hit.block_ids[0]), "the twin found another hit"
-            assert status[0:1] + status[2:] == twin.verdict(len(tokens), pages, reserved)
+            found = tuple(tuple(self.block_of[page] if page else 0 for page in group) for group in pages)
+            assert found == hit.block_ids, "the twin found another hit"
+            self._compare_verdict(status, len(tokens), pages, step or len(tokens), reserved)
         if status.verdict is not Verdict.NEVER:
             manager.allocate(seq_id, chain, hit)
             self._adopt(seq_id, chain, namespace)
@@ -108,6 +143,27 @@ class World:
                 twin.open(seq_id, namespace, tokens, pages)
         self.verify()
         return status
+
+    def _compare_verdict(
+        self, status: AllocStatus, num_tokens: int, hit: list[Pages], step: int, reserved: int
+    ) -> None:
+        twin = self.twin
+        groups = range(len(self.size.kinds))
+        if twin.joint_peak(num_tokens) > twin.num_pages:
+            assert status.verdict is Verdict.NEVER, "NEVER was not said"
+            assert status.needed > status.available
+            return
+        assert status.verdict is not Verdict.NEVER, "NEVER was said though it fits"
+        spare = self.size.watermark + reserved if twin.sequences else 0
+        margin, is_exact = twin.num_available(), True
+        for idx in groups:
+            margin -= twin.least_needed(idx, num_tokens, hit[idx], step) + spare
+            margin -= sum(page in twin.groups[idx].idle for page in hit[idx])
+            is_exact &= not hit[idx] or self.size.kinds[idx].name == "full"
+        # With a hit of a window the closed form may ask for more than is needed, never for less.
+        assert status.available - status.needed <= margin
+        assert status.available - status.needed == margin or not is_exact
+        assert (status.verdict is Verdict.OK) == (status.needed <= status.available)
 
     def enter(self, seq_id: int, tokens: list[int], namespace: Namespace = NAMESPACES[0]) -> bool:
         """Open, get slots for and store a whole prompt; False, and nothing changed, when memory says no."""
@@ -145,7 +201,10 @@ class World:
             for position in range(start, end):
                 block_idx, offset = divmod(position, self.size.block_size)
                 assert table[block_idx] != 0, "the null block is written"
-                self.stored[group_idx, table[block_idx], offset] = prefixes[position]
+                for byte in self._bytes_of(group_idx, table[block_idx], offset):
+                    self.stored[byte] = prefixes[position]
+            for position in range(start, end):
+                self._reads_back(group_idx, tuple(table), prefixes, position)
         self.manager.publish(seq_id, end)
         if self.has_twin:
             self.twin.store(seq_id, end)
@@ -163,6 +222,7 @@ class World:
 
     def truncate(self, seq_id: int, num_tokens: int, *, keep_tokens: bool = False) -> None:
         """Roll a sequence back; its tokens stay known where they are only to be computed again."""
+        assert not self.has_twin or self.twin.can_truncate(seq_id, num_tokens)
         self.manager.truncate(seq_id, num_tokens)
         if not keep_tokens:
             del self.tokens[seq_id][num_tokens:]
@@ -178,6 +238,16 @@ class World:
             self.twin.free(seq_id)
         self.verify()
 
+    def evict(self, group_idx: int, block_id: int) -> None:
+        """Evict an idle block out of turn; the twin does not know."""
+        loan, pool = self.manager.arena.loans[group_idx], self.manager.groups[group_idx].pool
+        assert self.manager.arena.layout.blocks_per_slab[group_idx] == 1
+        if pool.lender is None:
+            pool.evict(block_id)
+        else:
+            loan._evict(block_id)
+            loan._give_back([loan._slab_of(block_id)])
+
     def sync(self, seq_id: int) -> None:
         """Replay table changes on the worker's side; afterwards both sides agree."""
         tables = self.worker_tables[seq_id]
@@ -191,8 +261,9 @@ class World:
         """Make the copies that the manager asked for, in order."""
         for group_idx, src_id, dst_id in self.pending:
             assert 0 not in (src_id, dst_id), "the null block is copied"
-            for offset in range(self.size.block_size):
-                self.stored[group_idx, dst_id, offset] = self.stored.get((group_idx, src_id, offset))
+            size = self.manager.arena.layout.block_bytes[group_idx]
+            for offset in range(size):
+                self.stored[dst_id * size + offset] = self.stored.get(src_id * size + offset)
         self.pending = []
 
     def refuses(self, error: type[Exception], command: Callable[[], object]) -> None:
@@ -210,37 +281,43 @@ class World:
         check(self.manager)
         for seq_id, tokens in self.tokens.items():
             count = self.num_computed(seq_id)
-            expected = self._prefixes(self.namespaces[seq_id], tokens, count)
-            for group_idx in range(self.size.num_groups):
-                table = self.manager.block_table(seq_id, group_idx)
-                assert self._read(group_idx, table, count) == expected, f"M5: sequence {seq_id} reads other tokens"
+            prefixes = self._prefixes(self.namespaces[seq_id], tokens, count)
+            for group_idx in range(len(self.size.kinds)):
+                self._reads_back(group_idx, self.manager.block_table(seq_id, group_idx), prefixes, count)
         if self.has_twin:
             self._compare_with_twin()
 
     def _compare_with_twin(self) -> None:
         manager, twin = self.manager, self.twin
         usage = manager.usage()
-        num_groups = self.size.num_groups
-        num_free = twin.num_available() - len(twin.idle)
-        counts = (twin.num_used(), len(twin.idle), num_free, twin.num_copies, twin.num_merges, twin.num_evictions)
+        groups = range(len(self.size.kinds))
+        num_idle = sum(len(group.idle) for group in twin.groups)
+        num_used = sum(map(twin.num_used, groups))
+        num_free = len(groups) * self.size.num_blocks - num_used - num_idle
         real = (usage.used, usage.idle, usage.free, usage.num_copies, usage.num_merges, usage.num_evictions)
-        assert real == tuple(count * num_groups for count in counts), "the twin counts otherwise"
+        counts = (num_used, num_idle, num_free, twin.num_copies, twin.num_merges, twin.num_evictions)
+        assert real == counts, "the twin counts otherwise"
         assert manager.sequences.keys() == twin.sequences.keys()
         block_of: dict[Page, int] = {}
         for seq_id, sequence in twin.sequences.items():
             state = manager.sequences[seq_id]
             assert (state.num_slots, state.num_computed) == (sequence.num_slots, sequence.num_computed)
-            for group_idx in range(num_groups):
+            limit = manager.rollback_limit(seq_id)
+            assert limit == 0 or not twin.can_truncate(seq_id, limit - 1), "it could be rolled back further"
+            for group_idx, pages in enumerate(sequence.pages):
                 table = manager.block_table(seq_id, group_idx)
-                assert len(table) == len(sequence.pages)
-                for page, block_id in zip(sequence.pages, table, strict=True):
-                    assert block_of.setdefault(page, block_id) == block_id, "shared otherwise than in the twin"
-        for group in manager.groups:
-            for page, block_id in zip(twin.idle, group.pool.idle, strict=True):
+                assert len(table) == len(pages)
+                for page, block_id in zip(pages, table, strict=True):
+                    assert (page is None) == (block_id == 0), "the twin thinks otherwise of what is dead"
+                    if page is not None:
+                        assert block_of.setdefault(page, block_id) == block_id, "shared otherwise than in the twin"
+        for group, theirs in zip(manager.groups, twin.groups, strict=True):
+            for page, block_id in zip(theirs.idle, group.pool.idle, strict=True):
                 assert block_of.setdefault(page, block_id) == block_id, "evicted in another order than in the twin"
-            published = {block.block_id for _, block in group.pool.index.items()}
-            assert published == {block_of[page] for page in twin.published.values()}
-        assert len(set(block_of.values())) == len(block_of), "two pages of the twin are one block"
+            published = {block_id for block_id, _ in group.pool.index.items()}
+            assert published == {block_of[page] for page in theirs.published.values()}
+            mine = [block_of[page] for page in block_of if page in theirs.idle or page in theirs.published.values()]
+            assert len(set(mine)) == len(mine), "two pages of the twin are one block"
         for page, block_id in block_of.items():
             assert self.block_of.get(page, block_id) == block_id, "a page of the twin moved"
         self.block_of = block_of
@@ -251,23 +328,31 @@ class World:
         self.tokens[seq_id] = chain.tokens
         self.chains[seq_id] = chain
         self.namespaces[seq_id] = namespace
-        self.worker_tables[seq_id] = [[] for _ in range(self.size.num_groups)]
+        self.worker_tables[seq_id] = [[] for _ in self.size.kinds]
 
     def _prefixes(self, namespace: Namespace, tokens: list[int], count: int) -> list[Content]:
         return [(namespace, tuple(tokens[: position + 1])) for position in range(count)]
 
-    def _read(self, group_idx: int, table: tuple[int, ...], count: int) -> list[Content]:
-        """Read through a table, as if the copies that are still to be made were made."""
+    def _bytes_of(self, group_idx: int, block_id: int, offset: int) -> range:
+        """Return the bytes of a slot."""
+        token_bytes = self.manager.groups[group_idx].spec.bytes_per_block // self.size.block_size
+        start = (block_id * self.size.block_size + offset) * token_bytes
+        return range(start, start + token_bytes)
+
+    def _reads_back(self, group_idx: int, table: tuple[int, ...], prefixes: list[Content], query: int) -> None:
+        """Assert that the query at a position reads what was stored (M5), as if all copies were made already."""
+        kind = self.size.kinds[group_idx]
         sources: dict[int, int] = {}
         for copy in self.pending:
             if copy.group_idx == group_idx:
                 sources[copy.dst_id] = sources.get(copy.src_id, copy.src_id)
-        size = self.size.block_size
-        return [
-            self.stored.get((group_idx, sources.get(block_id, block_id), position % size))
-            for position in range(count)
-            for block_id in (table[position // size],)
-        ]
+        for position in range(query):
+            if kind.reads(query, position):
+                block_idx, offset = divmod(position, self.size.block_size)
+                block_id = table[block_idx]
+                for byte in self._bytes_of(group_idx, sources.get(block_id, block_id), offset):
+                    content = self.stored.get(byte)
+                    assert content == prefixes[position], f"M5: group {group_idx} reads other tokens at {position}"
 
 
 def random_walk(world: World, rng: random.Random, num_commands: int, *, max_sequences: int = 4) -> None:
@@ -300,7 +385,7 @@ def random_walk(world: World, rng: random.Random, num_commands: int, *, max_sequ
             next_id += 1
             world.fork(seq_id, next_id, [])
         elif verb == "truncate":
-            world.truncate(seq_id, rng.randrange(world.num_slots(seq_id) + 1))
+            world.truncate(seq_id, rng.randrange(world.manager.rollback_limit(seq_id), world.num_slots(seq_id) + 1))
         elif verb == "free":
             world.free(seq_id)
     for seq_id in sorted(world.tokens):

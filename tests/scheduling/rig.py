@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from quire.decoding import Sampling
-from quire.memory import FullAttention, KVCacheManager, Namespace, check
+from quire.memory import FullAttention, KVCacheManager, KVCacheSpec, Namespace, check
 from quire.scheduling import Scheduler, StepPlan
 from quire.sequences import Request, SamplingParams, Sequence
 from quire.simulation.executor import SimulatedExecutor
@@ -50,6 +50,7 @@ class Setting:
     watermark: int = 0
     caching: bool = True
     policy: str = "fcfs"
+    specs: tuple[KVCacheSpec, ...] = ()
 
     @property
     def room(self) -> int:
@@ -86,8 +87,9 @@ class Rig:
 
     def __post_init__(self) -> None:
         setting = self.setting
+        specs = setting.specs or (FullAttention(block_size=setting.block_size),)
         self.memory = KVCacheManager(
-            [FullAttention(block_size=setting.block_size)],
+            specs,
             setting.num_blocks,
             watermark=setting.watermark,
             enable_prefix_caching=setting.caching,
@@ -99,7 +101,7 @@ class Rig:
             max_num_batched_tokens=setting.budget,
             policy=setting.policy,
         )
-        self.executor = SimulatedExecutor(setting.block_size, VOCAB_SIZE)
+        self.executor = SimulatedExecutor(setting.block_size, VOCAB_SIZE, specs)
         self.auditor = Auditor(self.scheduler)
 
     def add(self, job: Job, seed: int) -> Request:

@@ -9,7 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.memory import ChunkedLocal, FullAttention, KVCacheSpec, SlidingWindow
 from tests.scheduling.rig import NEVER, VOCAB_SIZE, Job, Setting, run
+
+FULL = (FullAttention(block_size=4),)
+WINDOW = SlidingWindow(block_size=4, window=9)
 
 jobs = st.builds(
     Job,
@@ -27,13 +31,25 @@ jobs = st.builds(
 )
 
 
+def kinds_of(block_size: int) -> list[KVCacheSpec]:
+    """Return cache groups of each kind, full attention the likeliest."""
+    return [
+        FullAttention(block_size=block_size),
+        FullAttention(block_size=block_size),
+        SlidingWindow(block_size=block_size, window=5),
+        ChunkedLocal(block_size=block_size, chunk=6),
+    ]
+
+
 @st.composite
 def narrow_settings(draw: st.DrawFn) -> Setting:
     """Settings in which everything is scarce, but every job (of at most 23 tokens, 3 samples) can end."""
     block_size = draw(st.integers(1, 5))
     max_num_seqs = draw(st.integers(3, 8))
     least = -(-23 // block_size)
+    specs = draw(st.lists(st.sampled_from(kinds_of(block_size)), min_size=1, max_size=2).map(tuple))
     return Setting(
+        specs=specs,
         num_blocks=draw(st.integers(least, 2 * least + 4)),
         block_size=block_size,
         budget=draw(st.integers(max_num_seqs, 24)),
@@ -93,8 +109,20 @@ def random_jobs(rng: random.Random, count: int) -> list[Job]:
         Setting(num_blocks=40, budget=8, max_num_seqs=8, watermark=2, policy="priority"),
         Setting(num_blocks=75, block_size=1, budget=64, max_num_seqs=16),
         Setting(num_blocks=9, block_size=16, budget=7, max_num_seqs=6, watermark=1, policy="priority"),
+        Setting(num_blocks=19, budget=16, max_num_seqs=8, watermark=1, specs=(*FULL, WINDOW)),
+        Setting(num_blocks=6, budget=32, max_num_seqs=8, specs=(WINDOW,)),
+        Setting(num_blocks=9, budget=64, max_num_seqs=8, specs=(ChunkedLocal(block_size=4, chunk=10), WINDOW)),
     ],
-    ids=["tight", "tight, no caching", "priority", "blocks of one token", "tiny budget"],
+    ids=[
+        "tight",
+        "tight, no caching",
+        "priority",
+        "blocks of one token",
+        "tiny budget",
+        "full and window",
+        "a pool smaller than a chunk",
+        "chunks and windows",
+    ],
 )
 def test_long_runs(seed: int, setting: Setting) -> None:
     jobs = random_jobs(random.Random(seed), 40)

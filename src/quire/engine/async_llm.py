@@ -22,7 +22,7 @@ from quire.engine.outputs import RequestOutput
 from quire.engine.prompts import Prompt
 from quire.engine.stats import Health
 from quire.errors import QueueFull, RequestError, WorkerError
-from quire.memory.status import Usage
+from quire.memory.usage import Usage
 from quire.sequences.params import SamplingParams
 from quire.text.tokenizer import Tokenizer
 

@@ -16,7 +16,7 @@ from quire.engine.stats import StepStats
 from quire.engine.transcript import RequestTranscript
 from quire.errors import InvalidParameter, PromptTooLong, UnsupportedFeature, WorkerError
 from quire.memory.chain import Namespace
-from quire.memory.status import Usage
+from quire.memory.usage import Usage
 from quire.scheduling.plan import ItemResult, PlanItem, StepPlan
 from quire.scheduling.scheduler import Scheduler
 from quire.sequences.params import SamplingParams

@@ -12,7 +12,7 @@ from quire.engine.loading import load
 from quire.engine.outputs import RequestOutput
 from quire.engine.prompts import Prompt
 from quire.errors import InvalidParameter, UnsupportedFeature
-from quire.memory.status import Usage
+from quire.memory.usage import Usage
 from quire.sequences.params import SamplingParams
 from quire.text.chat import require_chat_template
 from quire.text.tokenizer import Tokenizer

@@ -87,12 +87,17 @@ def load(config: EngineConfig) -> LoadedModel:
         logger.info(line)
     logger.info("kernels: %s", decoder.kernels)
     name = options.served_model_name or options.model
+    memory = _memory(resolved, groups)
     runner = ModelRunner.build(
-        decoder, num_blocks=resolved.num_blocks + 1, block_size=resolved.block_size, device=device, dtype=dtype
+        decoder,
+        num_blocks=[len(group.pool.ref_counts) for group in memory.groups],
+        block_size=resolved.block_size,
+        device=device,
+        dtype=dtype,
     )
     engine = Engine(
         resolved,
-        _scheduler(resolved, groups),
+        _scheduler(resolved, memory),
         InProcessExecutor(runner),
         tokenizer,
         end_token_ids=_end_token_ids(checkpoint, tokenizer),
@@ -115,14 +120,18 @@ def _cache_specs(decoder: Decoder, block_size: int, element_bytes: int) -> list[
     ]
 
 
-def _scheduler(resolved: ResolvedConfig, groups: list[FullAttention]) -> Scheduler:
-    memory = KVCacheManager(
+def _memory(resolved: ResolvedConfig, groups: list[FullAttention]) -> KVCacheManager:
+    """Return the manager of as many bytes as `num_blocks` blocks of every group have, the null blocks besides."""
+    return KVCacheManager(
         groups,
-        resolved.num_blocks,
+        num_bytes=(resolved.num_blocks + 1) * sum(group.bytes_per_block for group in groups),
         watermark=resolved.watermark_blocks,
         enable_prefix_caching=resolved.enable_prefix_caching,
         key=os.urandom(32),
     )
+
+
+def _scheduler(resolved: ResolvedConfig, memory: KVCacheManager) -> Scheduler:
     return Scheduler(
         memory,
         Sampling(),

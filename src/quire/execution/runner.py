@@ -36,21 +36,21 @@ class ModelRunner:
 
     @classmethod
     def build(
-        cls, decoder: Decoder, *, num_blocks: int, block_size: int, device: str, dtype: torch.dtype
+        cls, decoder: Decoder, *, num_blocks: Sequence[int], block_size: int, device: str, dtype: torch.dtype
     ) -> ModelRunner:
         """Give a loaded decoder its KV memory, and all else that a step takes.
 
         Args:
             decoder: with all its weights.
-            num_blocks: B of each cache group, the null block included.
+            num_blocks: B for each cache group, the null block included.
             block_size: N.
             device: the decoder's.
             dtype: of the cache; the decoder's.
         """
         place = torch.device(device)
         storages = [
-            KVStorage(num_blocks, group.num_layers, block_size, group.num_kv_heads, group.head_dim, dtype, place)
-            for group in decoder.spec.cache_groups
+            KVStorage(count, group.num_layers, block_size, group.num_kv_heads, group.head_dim, dtype, place)
+            for count, group in zip(num_blocks, decoder.spec.cache_groups, strict=True)
         ]
         return cls(decoder, storages, BatchBuilder(block_size, place, len(storages)), Sampler(place))
 

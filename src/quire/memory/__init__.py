@@ -4,20 +4,24 @@ from quire.memory.chain import Namespace, TokenChain
 from quire.memory.invariants import check
 from quire.memory.manager import KVCacheManager
 from quire.memory.ops import NO_OPS, BlockCopy, MemoryOps, TableDelta
-from quire.memory.specs import FullAttention, KVCacheSpec
-from quire.memory.status import AllocStatus, HitEnd, PrefixHit, Usage, Verdict
+from quire.memory.specs import ChunkedLocal, FullAttention, KVCacheSpec, SlidingWindow
+from quire.memory.status import AllocStatus, HitEnd, PrefixHit, Verdict
+from quire.memory.usage import GroupUsage, Usage
 
 __all__ = [
     "NO_OPS",
     "AllocStatus",
     "BlockCopy",
+    "ChunkedLocal",
     "FullAttention",
+    "GroupUsage",
     "HitEnd",
     "KVCacheManager",
     "KVCacheSpec",
     "MemoryOps",
     "Namespace",
     "PrefixHit",
+    "SlidingWindow",
     "TableDelta",
     "TokenChain",
     "Usage",

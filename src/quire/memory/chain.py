@@ -1,11 +1,14 @@
-"""A block's identity: a chained, keyed digest of everything that its KV depends on.
+"""A block's identity: a chained, keyed digest of everything that its KV depends on, and the tokens to prove it.
 
 ```
- namespace --root--> [block 0] --digest 0--> [block 1] --digest 1--> [block 2] ...
+ namespace <--root-- [block 0] <--link 0-- [block 1] <--link 1-- [block 2] ...
 ```
 
 Each digest covers the parent's digest and the block's tokens, so equal digests mean equal prefixes, namespaces
-included, unless the hash collides; the index compares tokens too, so that a collision is a miss.
+included, unless the hash collides. A *link* therefore keeps the tokens as well, and its parent's link: two links are
+the same only if all tokens up to the namespace are. Equal links are made one object when they meet, so that
+comparing them mostly ends at the first step. Links outlive blocks: a block is proved by its link even when the blocks
+before it are gone.
 """
 
 from __future__ import annotations
@@ -15,6 +18,10 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 DIGEST_BYTES = 16
+
+# (digest, tokens as bytes, parent). The root's content is the namespace, and it has no parent. A plain tuple: a long
+# prompt makes thousands, and the garbage collector soon stops to look at plain tuples of bytes.
+Link = tuple[bytes, bytes, "Link | None"]
 
 
 class Namespace(NamedTuple):
@@ -43,7 +50,7 @@ class Namespace(NamedTuple):
 
 
 class TokenChain:
-    """The tokens of one sequence and the digests of its full blocks, each computed once.
+    """The tokens of one sequence and the links of its full blocks, each digest computed once.
 
     Args:
         tokens: the sequence's tokens. The chain keeps the reference: the owner appends to the list, and after
@@ -53,53 +60,81 @@ class TokenChain:
         key: a secret of at most 64 bytes, so that nobody outside can construct a collision.
     """
 
-    __slots__ = ("_block_size", "_contents", "_digests", "root", "tokens")
+    __slots__ = ("_block_size", "_links", "root", "tokens")
 
     def __init__(self, tokens: list[int], namespace: Namespace, block_size: int, key: bytes) -> None:
         self.tokens = tokens
-        self.root = blake2b(namespace.serialise(), digest_size=DIGEST_BYTES, key=key).digest()
+        content = namespace.serialise()
+        self.root: Link = (blake2b(content, digest_size=DIGEST_BYTES, key=key).digest(), content, None)
         self._block_size = block_size
-        self._digests: list[bytes] = []
-        self._contents: list[bytes] = []
+        self._links: list[Link] = []
 
-    def digests(self, num_blocks: int) -> list[bytes]:
-        """Return the digests of the first blocks, at least `num_blocks` of them; do not change the list.
+    def links(self, num_blocks: int) -> list[Link]:
+        """Return the links of the first blocks, at least `num_blocks` of them; do not change the list.
 
         Args:
             num_blocks: full blocks wanted, at most `len(tokens) // block_size`.
         """
-        known = len(self._digests)
+        links = self._links
+        known = len(links)
         if known < num_blocks:
             size = self._block_size
             data = array("I", self.tokens[known * size : num_blocks * size]).tobytes()
             stride = len(data) // (num_blocks - known)
-            parent = self._digests[-1] if known else self.root
+            parent = links[-1] if known else self.root
             for start in range(0, len(data), stride):
                 content = data[start : start + stride]
-                parent = block_digest(parent, content)
-                self._digests.append(parent)
-                self._contents.append(content)
-        return self._digests
+                parent = (block_digest(parent[0], content), content, parent)
+                links.append(parent)
+        return links
 
-    def contents(self, num_blocks: int) -> list[bytes]:
-        """Return the tokens of the first blocks as bytes, at least `num_blocks` of them; do not change the list."""
-        self.digests(num_blocks)
-        return self._contents
+    def recognises(self, block_idx: int, link: Link) -> bool:
+        """Say whether a link stands for exactly this chain's tokens up to the end of a block.
+
+        If so, the chain adopts it in place of its own equal one: whoever compares next is done sooner.
+
+        Args:
+            block_idx: a block whose own link is known.
+            link: found under the same digest.
+        """
+        links = self._links
+        idx, theirs = block_idx, link
+        while idx >= 0 and links[idx] is not theirs:
+            parent = theirs[2]
+            if theirs[1] != links[idx][1] or parent is None:
+                return False
+            idx, theirs = idx - 1, parent
+        if idx < 0:
+            if theirs[1] != self.root[1] or theirs[2] is not None:
+                return False
+            self.root = theirs
+        theirs = link
+        for adopted in range(block_idx, idx, -1):
+            links[adopted] = theirs
+            assert theirs[2] is not None
+            theirs = theirs[2]
+        return True
+
+    def canonical_link(self, block_idx: int) -> Link:
+        """Return a block's link to publish, with the link before it that is adopted by now as its parent."""
+        links = self._links
+        digest, content, parent = link = links[block_idx]
+        adopted = links[block_idx - 1] if block_idx else self.root
+        if parent is not adopted:
+            link = links[block_idx] = (digest, content, adopted)
+        return link
 
     def truncate(self, num_tokens: int) -> None:
-        """Forget the digests of blocks that are not full at `num_tokens` tokens; the owner then shortens `tokens`."""
-        num_blocks = num_tokens // self._block_size
-        del self._digests[num_blocks:]
-        del self._contents[num_blocks:]
+        """Forget the links of blocks that are not full at `num_tokens` tokens; the owner then shortens `tokens`."""
+        del self._links[num_tokens // self._block_size :]
 
     def fork(self, tokens: list[int]) -> TokenChain:
-        """Return a chain over `tokens`, a copy of this chain's tokens, with the digests known so far."""
+        """Return a chain over `tokens`, a copy of this chain's tokens, with the links known so far."""
         child = TokenChain.__new__(TokenChain)
         child.tokens = tokens
         child.root = self.root
         child._block_size = self._block_size
-        child._digests = self._digests.copy()
-        child._contents = self._contents.copy()
+        child._links = self._links.copy()
         return child
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 from quire.errors import InvariantViolation
+from quire.memory.arena import Arena
 from quire.memory.chain import block_digest
-from quire.memory.manager import CacheGroup, KVCacheManager
+from quire.memory.groups import CacheGroup
+from quire.memory.manager import KVCacheManager
 from quire.memory.pool import NULL_BLOCK
 from quire.memory.sequence_memory import SequenceMemory
 
@@ -17,12 +19,17 @@ def check(manager: KVCacheManager) -> None:
     Raises:
         InvariantViolation: naming the first invariant that does not hold.
     """
+    _check_slabs(manager.arena)
     for idx, group in enumerate(manager.groups):
-        holders = Counter(block for state in manager.sequences.values() for block in state.tables[idx])
-        _check_partition(group, holders)
+        holders = Counter(
+            block for state in manager.sequences.values() for block in state.tables[idx][state.num_dead[idx] :]
+        )
+        _check_partition(group, holders, _lent_blocks(manager.arena, idx))
         _check_index(group)
         for seq_id, state in manager.sequences.items():
-            _check_table(group, seq_id, state, state.tables[idx])
+            _check_table(group, seq_id, state, idx)
+    if manager.arena.moves:
+        raise InvariantViolation("M5", f"tables still name blocks that moved: {manager.arena.moves}")
 
 
 def snapshot(manager: KVCacheManager) -> tuple[object, ...]:
@@ -32,29 +39,67 @@ def snapshot(manager: KVCacheManager) -> tuple[object, ...]:
             seq_id,
             tuple(state.chain.tokens),
             tuple(map(tuple, state.tables)),
+            tuple(state.num_dead),
             state.num_slots,
             state.num_computed,
             state.num_published,
             state.is_publishing,
+            state.next_event,
             tuple(state.dirty_from),
         )
         for seq_id, state in sorted(manager.sequences.items())
     )
     pools = tuple(
-        (group.pool.free_ids, tuple(group.pool.idle), tuple(group.pool.ref_counts), tuple(group.pool.index.items()))
+        (
+            tuple(group.pool.free),
+            tuple(group.pool.idle),
+            tuple(group.pool.ref_counts),
+            tuple((block_id, link[:2]) for block_id, link in group.pool.index.items()),
+        )
         for group in manager.groups
     )
-    return sequences, pools, tuple(manager.pending_copies)
+    slabs = (
+        tuple(manager.arena.free_slabs),
+        tuple((tuple(loan.used.items()), tuple(loan.resting.items())) for loan in manager.arena.loans),
+    )
+    return sequences, pools, slabs, tuple(manager.pending_copies)
 
 
-def _check_partition(group: CacheGroup, holders: Counter[int]) -> None:
+def _lent_blocks(arena: Arena, group_idx: int) -> list[int]:
+    """Return the blocks that a group has."""
+    if len(arena.pools) == 1:
+        return list(range(1, arena.layout.num_slabs + 1))
+    return sorted(block for slab in arena.loans[group_idx].used for block in arena.layout.blocks_of(group_idx, slab))
+
+
+def _check_slabs(arena: Arena) -> None:
+    """M1: a slab is free or lent to one group, which uses some of it; what is counted of it is so."""
+    if len(arena.pools) == 1:
+        return
+    slabs = sorted([*arena.free_slabs, *(slab for loan in arena.loans for slab in loan.used)])
+    if slabs != list(range(arena.layout.num_slabs)):
+        raise InvariantViolation("M1", f"free and lent slabs are {slabs}, not {arena.layout.num_slabs} of them")
+    for loan in arena.loans:
+        idle = Counter(arena.layout.slab_of(loan.group_idx, block_id) for block_id in loan.pool.idle)
+        for slab, num_used in loan.used.items():
+            blocks = arena.layout.blocks_of(loan.group_idx, slab)
+            if num_used != sum(loan.pool.ref_counts[block_id] > 0 for block_id in blocks):
+                raise InvariantViolation("M1", f"slab {slab} counts {num_used} used blocks")
+            if not num_used and not idle[slab]:
+                raise InvariantViolation("M1", f"slab {slab} is lent to group {loan.group_idx} for nothing")
+            if (slab in loan.resting) != (not num_used):
+                raise InvariantViolation("M1", f"slab {slab} of {num_used} used blocks is at rest, or is not")
+
+
+def _check_partition(group: CacheGroup, holders: Counter[int], lent: list[int]) -> None:
     """M1: free, idle, used and null are disjoint and complete. M2: reference counts equal table entries."""
     pool = group.pool
-    free, idle = list(pool.free_ids), list(pool.idle)
-    used = [block_id for block_id in range(pool.num_blocks + 1) if pool.ref_counts[block_id] > 0]
-    every = sorted([NULL_BLOCK, *free, *idle, *used])
-    if every != list(range(pool.num_blocks + 1)):
-        raise InvariantViolation("M1", f"free {free}, idle {idle} and used {used} do not partition the pool")
+    free, idle = list(pool.free), list(pool.idle)
+    used = [block_id for block_id, count in enumerate(pool.ref_counts) if count > 0]
+    if sorted([*free, *idle, *used]) != lent:
+        raise InvariantViolation("M1", f"free {free}, idle {idle} and used {used} are not what the group has: {lent}")
+    if pool.num_used != len(used):
+        raise InvariantViolation("M1", f"{pool.num_used} blocks count as used, {len(used)} are")
     for block_id, count in enumerate(pool.ref_counts):
         if count != holders[block_id]:
             raise InvariantViolation(
@@ -71,27 +116,36 @@ def _check_partition(group: CacheGroup, holders: Counter[int]) -> None:
 def _check_index(group: CacheGroup) -> None:
     """M4: a digest names exactly its parent and tokens, and one block."""
     index = group.pool.index
-    for digest, block in index.items():
-        if block_digest(block.parent, block.content) != digest:
-            raise InvariantViolation("M4", f"block {block.block_id} is published under another block's identity")
-        if index.digest_of(block.block_id) != digest:
-            raise InvariantViolation("M4", f"block {block.block_id} has two identities")
-    num_published = sum(block_id in index for block_id in range(group.pool.num_blocks + 1))
+    for block_id, link in index.items():
+        digest, content, parent = link
+        if parent is None or block_digest(parent[0], content) != digest:
+            raise InvariantViolation("M4", f"block {block_id} is published under another block's identity")
+        if index.link_of(block_id) is not link:
+            raise InvariantViolation("M4", f"block {block_id} has two identities")
+    num_published = sum(block_id in index for block_id in range(len(group.pool.ref_counts)))
     if num_published != len(index):
         raise InvariantViolation("M4", f"{num_published} blocks have an identity, {len(index)} identities a block")
 
 
-def _check_table(group: CacheGroup, seq_id: int, state: SequenceMemory, table: list[int]) -> None:
-    """M3: what is written next is private. M5: published blocks hold the sequence's tokens. M6: lengths agree."""
+def _check_table(group: CacheGroup, seq_id: int, state: SequenceMemory, group_idx: int) -> None:
+    """M3: what is written next is private. M5: live blocks hold the sequence's tokens. M6: lengths agree."""
     pool, size, computed = group.pool, group.spec.block_size, state.num_computed
+    table, num_dead = state.tables[group_idx], state.num_dead[group_idx]
     if len(table) != group.spec.num_blocks(state.num_slots):
         raise InvariantViolation("M6", f"sequence {seq_id}: {len(table)} blocks for {state.num_slots} slots")
     if not 0 <= computed <= state.num_slots:
         raise InvariantViolation("M6", f"sequence {seq_id}: {computed} of {state.num_slots} slots computed")
+    if num_dead != group.num_dead(computed):
+        raise InvariantViolation("M5", f"sequence {seq_id}: {num_dead} blocks dead at {computed} tokens")
+    for i, block_id in enumerate(table):
+        if (block_id == NULL_BLOCK) != (i < num_dead):
+            raise InvariantViolation("M5", f"sequence {seq_id}: entry {i} is {block_id}, {num_dead} blocks are dead")
     if computed < state.num_slots:
         for block_id in table[computed // size :]:
             if pool.ref_counts[block_id] > 1 or block_id in pool.index:
                 raise InvariantViolation("M3", f"sequence {seq_id} will write shared or published block {block_id}")
-    for i, (digest, block_id) in enumerate(zip(state.chain.digests(state.num_published), table, strict=False)):
-        if i < state.num_published and pool.index.digest_of(block_id) != digest:
-            raise InvariantViolation("M5", f"sequence {seq_id}: block {block_id} holds other tokens")
+    state.chain.links(state.num_published)
+    for i in range(num_dead, state.num_published):
+        link = pool.index.link_of(table[i])
+        if link is None or not state.chain.recognises(i, link):
+            raise InvariantViolation("M5", f"sequence {seq_id}: block {table[i]} holds other tokens")

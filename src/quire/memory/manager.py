@@ -16,24 +16,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from quire.memory.admission import judge, refuse_for_ever
+from quire.memory.arena import Arena
 from quire.memory.chain import Namespace, TokenChain
 from quire.memory.eviction import EVICTION_POLICIES
+from quire.memory.groups import CacheGroup, find_prefix
 from quire.memory.ops import NO_OPS, BlockCopy, MemoryOps, TableDelta
 from quire.memory.pool import BlockPool
-from quire.memory.prefix_index import PublishedBlock
+from quire.memory.progress import bury, next_event, publish_blocks
 from quire.memory.sequence_memory import SequenceMemory
-from quire.memory.specs import KVCacheSpec
-from quire.memory.status import AllocStatus, HitEnd, PrefixHit, Usage, Verdict
-
-
-class CacheGroup:
-    """The layers that share one `KVCacheSpec`, and the pool of their blocks."""
-
-    __slots__ = ("pool", "spec")
-
-    def __init__(self, spec: KVCacheSpec, pool: BlockPool) -> None:
-        self.spec = spec
-        self.pool = pool
+from quire.memory.slabs import lay_out
+from quire.memory.specs import IMMORTAL, KVCacheSpec
+from quire.memory.status import AllocStatus, HitEnd, PrefixHit
+from quire.memory.usage import Usage, measure
 
 
 class KVCacheManager:
@@ -41,7 +36,9 @@ class KVCacheManager:
 
     Args:
         specs: one for each cache group; all with the same block size.
-        num_blocks: usable blocks of each group.
+        num_blocks: usable blocks, for one group; for several with blocks of the same bytes, so many for each of them,
+            but shared by all. Or:
+        num_bytes: the memory that all groups share, the null block included.
         watermark: blocks of each group that an admission leaves free while other sequences live.
         enable_prefix_caching: publish full blocks and find them again.
         eviction: a name in `EVICTION_POLICIES`.
@@ -53,8 +50,9 @@ class KVCacheManager:
     def __init__(
         self,
         specs: Sequence[KVCacheSpec],
-        num_blocks: int,
+        num_blocks: int | None = None,
         *,
+        num_bytes: int | None = None,
         watermark: int = 0,
         enable_prefix_caching: bool = True,
         eviction: str = "lru",
@@ -64,13 +62,21 @@ class KVCacheManager:
         if len(sizes) != 1:
             raise ValueError(f"cache groups must share one block size, got {sorted(sizes)}")
         self.block_size = sizes.pop()
+        block_bytes = [spec.bytes_per_block for spec in specs]
+        if num_blocks is not None and len(set(block_bytes)) > 1:
+            raise ValueError(f"blocks of {sorted(set(block_bytes))} bytes share an arena: give num_bytes")
+        num_slabs = None if num_blocks is None else num_blocks * len(specs)
+        layout = lay_out(block_bytes, num_bytes=num_bytes, num_slabs=num_slabs)
         policy = EVICTION_POLICIES[eviction]
-        self.groups = tuple(CacheGroup(spec, BlockPool(num_blocks, policy())) for spec in specs)
-        self.num_blocks = num_blocks
+        own = range(layout.num_slabs, 0, -1) if len(specs) == 1 else range(0)
+        pools = [BlockPool(layout.num_ids(idx), policy(), own) for idx in range(len(specs))]
+        self.arena = Arena(layout, pools)
+        self.groups = tuple(CacheGroup(spec, pool) for spec, pool in zip(specs, pools, strict=True))
         self.watermark = watermark
         self.enable_prefix_caching = enable_prefix_caching
         self.sequences: dict[int, SequenceMemory] = {}
         self._key = key
+        self._mortal = tuple(idx for idx, spec in enumerate(specs) if spec.death(0) < IMMORTAL)
         self.pending_copies: list[BlockCopy] = []
         self._version = 0
         self._num_copies = 0
@@ -89,27 +95,13 @@ class KVCacheManager:
             chain: the sequence's tokens; at least one of them is left to compute.
             max_tokens: reuse at most so many tokens (prompt log probabilities need the logits of the rest).
         """
-        empty: tuple[tuple[int, ...], ...] = ((),) * len(self.groups)
         if not self.enable_prefix_caching:
-            return PrefixHit(0, empty, HitEnd.DISABLED, self._version)
-        most = (len(chain.tokens) - 1) // self.block_size
-        limit = most if max_tokens is None else min(most, max_tokens // self.block_size)
-        digests = chain.digests(limit)
-        contents = chain.contents(limit)
-        found: list[list[int]] = []
-        length = limit
-        for group in self.groups:
-            blocks = group.pool.index.walk(digests, contents, chain.root, length)
-            length = len(blocks)
-            found.append(blocks)
-        if length < limit:
-            end = HitEnd.NOT_PUBLISHED
-        else:
-            end = HitEnd.LAST_TOKEN if limit == most else HitEnd.LIMIT
-        block_ids = tuple(tuple(blocks[:length]) for blocks in found)
-        return PrefixHit(length * self.block_size, block_ids, end, self._version)
+            return PrefixHit(0, ((),) * len(self.groups), HitEnd.DISABLED, None, self._version)
+        return find_prefix(self.groups, chain, max_tokens, self._version)
 
-    def can_allocate(self, num_tokens: int, hit: PrefixHit, reserved: int = 0) -> AllocStatus:
+    def can_allocate(
+        self, num_tokens: int, hit: PrefixHit, step_tokens: int | None = None, reserved: Sequence[int] = ()
+    ) -> AllocStatus:
         """Say whether a new sequence of `num_tokens` tokens can be opened on a hit and grow to that length.
 
         While other sequences live, `watermark` blocks and the `reserved` ones must stay free for their growth;
@@ -118,30 +110,41 @@ class KVCacheManager:
         Args:
             num_tokens: tokens to hold, those of the hit included.
             hit: the prefix to open on.
+            step_tokens: the most tokens that will be appended at once, None for all: what dies between the steps of
+                a prompt makes room for the next.
             reserved: blocks of each group that sequences already let in will still ask for.
         """
-        spare = self.watermark + reserved if self.sequences else 0
-        tightest: AllocStatus | None = None
-        for idx, (group, shared) in enumerate(zip(self.groups, hit.block_ids, strict=True)):
-            total = group.spec.num_blocks(num_tokens)
-            if total > group.pool.num_blocks:
-                return AllocStatus(Verdict.NEVER, idx, total, group.pool.num_blocks)
-            # Idle blocks of the hit count as available in the pool, but cannot be had twice.
-            ref_counts = group.pool.ref_counts
-            available = group.pool.num_available - sum(ref_counts[block_id] == 0 for block_id in shared)
-            needed = total - len(shared) + spare
-            verdict = Verdict.OK if needed <= available else Verdict.LATER
-            status = AllocStatus(verdict, idx, needed, available)
-            if tightest is None or available - needed < tightest.available - tightest.needed:
-                tightest = status
-        assert tightest is not None
-        return tightest
+        spare = [0] * len(self.groups)
+        if self.sequences:
+            spare = [self.watermark + count for count in reserved or spare]
+        return judge(self.arena, self.groups, num_tokens, hit, step_tokens or num_tokens, spare)
 
-    def blocks_missing(self, seq_id: int, num_tokens: int) -> int:
-        """Return the blocks (of the group that lacks most) that a live sequence needs to hold `num_tokens` tokens."""
-        tables = self.sequences[seq_id].tables
+    def blocks_missing(self, seq_id: int, num_tokens: int, step_tokens: int | None = None) -> tuple[int, ...]:
+        """Return the blocks of each group that a live sequence will still ask for on its way to `num_tokens` tokens.
+
+        Args:
+            seq_id: a live sequence.
+            num_tokens: where it goes.
+            step_tokens: see `can_allocate`.
+        """
+        state = self.sequences[seq_id]
+        missing = []
+        for group, table, num_dead in zip(self.groups, state.tables, state.num_dead, strict=True):
+            peak = group.spec.peak_blocks(num_tokens, step_tokens or num_tokens)
+            fresh = group.spec.num_blocks(num_tokens) - len(table)
+            missing.append(max(0, min(fresh, peak - (len(table) - num_dead))))
+        return tuple(missing)
+
+    def can_ever_hold(self, num_tokens: int) -> bool:
+        """Say whether a sequence of `num_tokens` tokens could be held at all, by itself and in the shortest steps."""
+        return refuse_for_ever(self.arena, self.groups, num_tokens) is None
+
+    def rollback_limit(self, seq_id: int) -> int:
+        """Return the least length to which a live sequence can be truncated: before it, live tokens would be gone."""
+        state = self.sequences[seq_id]
         return max(
-            group.spec.num_blocks(num_tokens) - len(table) for group, table in zip(self.groups, tables, strict=True)
+            (self.groups[idx].spec.death(state.num_dead[idx] - 1) for idx in self._mortal if state.num_dead[idx]),
+            default=0,
         )
 
     def block_table(self, seq_id: int, group_idx: int = 0) -> tuple[int, ...]:
@@ -149,22 +152,10 @@ class KVCacheManager:
         return tuple(self.sequences[seq_id].tables[group_idx])
 
     def usage(self) -> Usage:
-        """Return block counts, summed over the groups, and counters since the start."""
-        pools = [group.pool for group in self.groups]
-        num_blocks = sum(pool.num_blocks for pool in pools)
-        idle = sum(len(pool.idle) for pool in pools)
-        free = sum(pool.num_free for pool in pools)
-        return Usage(
-            num_blocks=num_blocks,
-            used=num_blocks - idle - free,
-            idle=idle,
-            free=free,
-            num_sequences=len(self.sequences),
-            num_tokens=sum(state.num_slots for state in tuple(self.sequences.values())),
-            num_evictions=sum(pool.num_evictions for pool in pools),
-            num_copies=self._num_copies,
-            num_merges=self._num_merges,
-        )
+        """Return block counts, of all groups and of each, and counters since the start."""
+        num_sequences = len(self.sequences)
+        num_tokens = sum(state.num_slots for state in tuple(self.sequences.values()))
+        return measure(self.arena, num_sequences, num_tokens, self._num_copies, self._num_merges)
 
     # ---- commands ----
 
@@ -179,59 +170,69 @@ class KVCacheManager:
         if hit.version != self._version:
             raise ValueError("stale prefix hit: another command came between match_prefix and allocate")
         self._version += 1
-        state = SequenceMemory(chain, len(self.groups))
+        state = SequenceMemory(chain, len(self.groups), is_publishing=self.enable_prefix_caching)
         for idx, (group, shared) in enumerate(zip(self.groups, hit.block_ids, strict=True)):
-            group.pool.retain(shared)
+            num_dead = state.num_dead[idx] = group.num_dead(hit.num_tokens)
+            group.pool.retain(shared[num_dead:])
             state.tables[idx] = list(shared)
         state.num_slots = state.num_computed = hit.num_tokens
         state.num_published = hit.num_tokens // self.block_size
+        state.next_event = next_event(self.groups, self._mortal, state)
         self.sequences[seq_id] = state
 
-    def append_slots(self, seq_id: int, num_tokens: int) -> bool:
+    def append_slots(self, seq_id: int, num_tokens: int, lookahead: int = 0) -> bool:
         """Give a sequence slots for `num_tokens` more tokens in every group, or change nothing.
 
         Before the tail block is written (M3), it is copied where it is shared; where this sequence is its last
         holder and it is published (after `truncate`), it leaves the prefix index instead.
 
+        Args:
+            seq_id: a live sequence.
+            num_tokens: tokens that will be computed.
+            lookahead: further tokens, of which verification may reject some; `truncate` takes their slots back.
+
         Returns:
             False when some group lacks the blocks.
 
         Raises:
-            ValueError: fewer than one token.
+            ValueError: fewer than one token, or a negative lookahead.
         """
         state = self.sequences[seq_id]
-        if num_tokens < 1:
-            raise ValueError(f"cannot append {num_tokens} slots")
+        if num_tokens < 1 or lookahead < 0:
+            raise ValueError(f"cannot append {num_tokens} slots and {lookahead} to look ahead")
+        num_tokens += lookahead
         start = state.num_slots
         end = start + num_tokens
         tail, offset = divmod(start, self.block_size)
         if 0 < offset <= self.block_size - num_tokens and state.has_exclusive_tail:
             state.num_slots = end
             return True
-        wanted: list[tuple[int, bool]] = []
-        has_work = False
-        for group, table in zip(self.groups, state.tables, strict=True):
-            pool = group.pool
-            fresh = group.spec.num_blocks(end) - len(table)
-            must_copy = offset > 0 and pool.ref_counts[table[tail]] > 1
-            if fresh or must_copy:
-                has_work = True
-                if fresh + must_copy > pool.num_available:
-                    return False
-            wanted.append((fresh, must_copy))
+        needs = [
+            group.spec.num_blocks(end) - len(table) for group, table in zip(self.groups, state.tables, strict=True)
+        ]
+        copied = []
+        if offset and not state.has_exclusive_tail:
+            copied = [
+                idx for idx, group in enumerate(self.groups) if group.pool.ref_counts[state.tables[idx][tail]] > 1
+            ]
+            for idx in copied:
+                needs[idx] += 1
+        if any(needs) and not self.arena.can_hold(needs):
+            return False
         state.num_slots = end
         if offset and not state.has_exclusive_tail:
             self._withdraw(state, tail)
             state.has_exclusive_tail = True
-        if has_work:
-            self._version += 1
-            for idx, (fresh, must_copy) in enumerate(wanted):
-                if must_copy:
-                    self._copy_on_write(state, idx, tail)
-                if fresh:
-                    table = state.tables[idx]
-                    state.mark_dirty(idx, len(table))
-                    table += self.groups[idx].pool.take(fresh)
+        for idx in copied:
+            self._copy_on_write(state, idx, tail)
+            needs[idx] -= 1
+        for idx, fresh in enumerate(needs):
+            if fresh:
+                block_ids = self._take(idx, fresh)
+                table = state.tables[idx]
+                state.mark_dirty(idx, len(table))
+                table += block_ids
+                self._version += 1
         return True
 
     def fork(self, parent_id: int, child_id: int, child_tokens: list[int]) -> TokenChain:
@@ -255,16 +256,11 @@ class KVCacheManager:
         if parent.num_slots != parent.num_computed:
             raise ValueError(f"sequence {parent_id} has {parent.num_slots - parent.num_computed} unwritten slots")
         self._version += 1
-        child = SequenceMemory(parent.chain.fork(child_tokens), len(self.groups))
-        # The parent's digests may reach past what is computed; the child's tokens part from there.
+        child = parent.fork(parent.chain.fork(child_tokens))
+        # The parent's links may reach past what is computed; the child's tokens part from there.
         child.chain.truncate(parent.num_computed)
-        for idx, group in enumerate(self.groups):
-            group.pool.retain(parent.tables[idx])
-            child.tables[idx] = parent.tables[idx].copy()
-        parent.has_exclusive_tail = child.has_exclusive_tail = False
-        child.num_slots = child.num_computed = parent.num_computed
-        child.num_published = parent.num_published
-        child.is_publishing = parent.is_publishing
+        for group, table, num_dead in zip(self.groups, parent.tables, parent.num_dead, strict=True):
+            group.pool.retain(table[num_dead:])
         self.sequences[child_id] = child
         return child.chain
 
@@ -273,14 +269,15 @@ class KVCacheManager:
 
         Args:
             seq_id: a live sequence.
-            num_tokens: slots to keep, at most those it has.
+            num_tokens: slots to keep, at most those it has, and at least `rollback_limit`: dead blocks are gone.
 
         Raises:
-            ValueError: more slots than there are.
+            ValueError: more slots than there are, or fewer than the dead blocks allow.
         """
         state = self.sequences[seq_id]
-        if not 0 <= num_tokens <= state.num_slots:
-            raise ValueError(f"cannot truncate to {num_tokens} tokens, the sequence has {state.num_slots}")
+        if not self.rollback_limit(seq_id) <= num_tokens <= state.num_slots:
+            least = self.rollback_limit(seq_id)
+            raise ValueError(f"cannot truncate to {num_tokens} tokens, only to [{least}, {state.num_slots}]")
         self._version += 1
         for idx, group in enumerate(self.groups):
             table = state.tables[idx]
@@ -293,13 +290,15 @@ class KVCacheManager:
         state.has_exclusive_tail = False
         state.num_computed = min(state.num_computed, num_tokens)
         state.num_published = min(state.num_published, num_tokens // self.block_size)
+        state.next_event = next_event(self.groups, self._mortal, state)
         state.chain.truncate(num_tokens)
 
     def publish(self, seq_id: int, num_computed: int) -> None:
         """Note that the KV of the first `num_computed` tokens is stored and verified; publish the full blocks.
 
         A block whose identity is published already is a duplicate: the table takes the published one, and the
-        duplicate goes back.
+        duplicate goes back. Blocks that no later token reads are dead: they go back, and the table has null entries
+        in their place.
 
         Raises:
             ValueError: `num_computed` shrinks, or exceeds the slots or the tokens.
@@ -309,17 +308,20 @@ class KVCacheManager:
         if not state.num_computed <= num_computed <= most:
             raise ValueError(f"num_computed {num_computed} is not in [{state.num_computed}, {most}]")
         state.num_computed = num_computed
-        num_full = num_computed // self.block_size
-        if num_full > state.num_published and self.enable_prefix_caching and state.is_publishing:
+        if num_computed >= state.next_event:
             self._version += 1
-            self._publish_blocks(state, num_full)
+            if state.is_publishing:
+                self._num_merges += publish_blocks(self.groups, state, num_computed // self.block_size)
+            for idx in self._mortal:
+                bury(self.groups[idx], state, idx)
+            state.next_event = next_event(self.groups, self._mortal, state)
 
     def free(self, seq_id: int) -> None:
         """Release a sequence; of its published blocks the tail becomes evictable before the head."""
         state = self.sequences.pop(seq_id)
         self._version += 1
-        for group, table in zip(self.groups, state.tables, strict=True):
-            group.pool.release(reversed(table))
+        for group, table, num_dead in zip(self.groups, state.tables, state.num_dead, strict=True):
+            group.pool.release(reversed(table[num_dead:]))
 
     def take_ops(self) -> MemoryOps:
         """Hand over the movements that the workers must make before this step's kernels."""
@@ -349,42 +351,31 @@ class KVCacheManager:
         for group, table in zip(self.groups, state.tables, strict=True):
             block_id = table[block_idx]
             if block_id in group.pool.index and group.pool.ref_counts[block_id] == 1:
-                group.pool.withdraw(block_id)
+                group.pool.index.remove(block_id)
                 self._version += 1
 
     def _copy_on_write(self, state: SequenceMemory, group_idx: int, block_idx: int) -> None:
         """Replace a table entry by a private copy of its block."""
-        pool = self.groups[group_idx].pool
-        table = state.tables[group_idx]
-        old = table[block_idx]
         # Take before release: the copy must not be made onto its own source.
-        (new,) = pool.take(1)
-        table[block_idx] = new
-        pool.release((old,))
+        (new,) = self._take(group_idx, 1)
+        table = state.tables[group_idx]
+        old, table[block_idx] = table[block_idx], new
+        self.groups[group_idx].pool.release((old,))
         state.mark_dirty(group_idx, block_idx)
         self.pending_copies.append(BlockCopy(group_idx, old, new))
         self._num_copies += 1
+        self._version += 1
 
-    def _publish_blocks(self, state: SequenceMemory, num_full: int) -> None:
-        """Publish or merge the blocks `[num_published, num_full)` of a sequence."""
-        digests = state.chain.digests(num_full)
-        contents = state.chain.contents(num_full)
-        for i in range(state.num_published, num_full):
-            parent = digests[i - 1] if i else state.chain.root
-            for group_idx, group in enumerate(self.groups):
-                table = state.tables[group_idx]
-                known = group.pool.index.get(digests[i])
-                if known is None:
-                    group.pool.index.add(digests[i], PublishedBlock(table[i], parent, contents[i]))
-                elif known.content != contents[i] or known.parent != parent:
-                    # A collision: identities of later blocks would chain from an ambiguous parent.
-                    state.is_publishing = False
-                else:
-                    group.pool.retain((known.block_id,))
-                    group.pool.release((table[i],))
-                    table[i] = known.block_id
-                    state.mark_dirty(group_idx, i)
-                    self._num_merges += 1
-            if not state.is_publishing:
-                return
-            state.num_published = i + 1
+    def _take(self, group_idx: int, count: int) -> list[int]:
+        """Take blocks of a group; where others had to move for that, their tables follow."""
+        block_ids = self.groups[group_idx].pool.take(count)
+        moves, self.arena.moves = self.arena.moves, []
+        for move in moves:
+            self.pending_copies.append(move)
+            for state in self.sequences.values():
+                table = state.tables[move.group_idx]
+                if move.src_id in table:
+                    block_idx = table.index(move.src_id)
+                    table[block_idx] = move.dst_id
+                    state.mark_dirty(move.group_idx, block_idx)
+        return block_ids

@@ -2,21 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-
-class PublishedBlock(NamedTuple):
-    """A published block.
-
-    Args:
-        block_id: the block.
-        parent: the identity of the block before it, or the namespace's root.
-        content: its tokens as bytes.
-    """
-
-    block_id: int
-    parent: bytes
-    content: bytes
+from quire.memory.chain import Link, TokenChain
 
 
 class PrefixIndex:
@@ -25,63 +11,92 @@ class PrefixIndex:
     Invariants: M4.
     """
 
-    __slots__ = ("_blocks", "_digests")
+    __slots__ = ("_entries", "_links")
 
     def __init__(self) -> None:
-        self._blocks: dict[bytes, PublishedBlock] = {}
-        self._digests: dict[int, bytes] = {}
+        self._entries: dict[bytes, tuple[int, Link]] = {}
+        self._links: dict[int, Link] = {}
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return len(self._entries)
 
     def __contains__(self, block_id: int) -> bool:
-        return block_id in self._digests
+        return block_id in self._links
 
-    def get(self, digest: bytes) -> PublishedBlock | None:
-        """Return the block published under an identity; the caller compares parent and content."""
-        return self._blocks.get(digest)
+    def get(self, digest: bytes) -> tuple[int, Link] | None:
+        """Return the block published under an identity, and its link, which the caller compares."""
+        return self._entries.get(digest)
 
-    def digest_of(self, block_id: int) -> bytes | None:
-        """Return the identity of a block, None when it is not published."""
-        return self._digests.get(block_id)
+    def link_of(self, block_id: int) -> Link | None:
+        """Return the link of a block, None when it is not published."""
+        return self._links.get(block_id)
 
-    def add(self, digest: bytes, block: PublishedBlock) -> None:
+    def add(self, link: Link, block_id: int) -> None:
         """Publish a block under an identity that no block has."""
-        self._blocks[digest] = block
-        self._digests[block.block_id] = digest
+        self._entries[link[0]] = block_id, link
+        self._links[block_id] = link
 
     def remove(self, block_id: int) -> None:
         """Take a published block out of the index."""
-        del self._blocks[self._digests.pop(block_id)]
+        del self._entries[self._links.pop(block_id)[0]]
 
-    def children(self, block_id: int) -> list[int]:
-        """Return the published blocks that continue a published one; looks at every block."""
-        parent = self._digests[block_id]
-        return [block.block_id for block in self._blocks.values() if block.parent == parent]
+    def move(self, src_id: int, dst_id: int) -> None:
+        """Publish another block in place of one, if that is published at all."""
+        link = self._links.pop(src_id, None)
+        if link is not None:
+            self.add(link, dst_id)
 
-    def items(self) -> list[tuple[bytes, PublishedBlock]]:
-        """Return all identities and their blocks, in the order of publication."""
-        return list(self._blocks.items())
+    def items(self) -> list[tuple[int, Link]]:
+        """Return all published blocks and their links, in the order of publication."""
+        return list(self._entries.values())
 
-    def walk(self, digests: list[bytes], contents: list[bytes], root: bytes, limit: int) -> list[int]:
-        """Return the blocks of the longest published prefix of a chain.
+    def view(self, chain: TokenChain, num_blocks: int) -> ChainView:
+        """Return what this index holds of a chain's first blocks."""
+        return ChainView(self._entries, chain, num_blocks)
 
-        Tokens and parents are compared, so a colliding digest ends the prefix.
 
-        Args:
-            digests: identities of the chain's blocks.
-            contents: their tokens as bytes.
-            root: the namespace's root.
-            limit: blocks to look at, at most.
-        """
-        found: list[int] = []
-        parent = root
-        blocks = self._blocks
-        for i in range(limit):
-            digest = digests[i]
-            block = blocks.get(digest)
-            if block is None or block[2] != contents[i] or block[1] != parent:
-                break
-            found.append(block[0])
-            parent = digest
-        return found
+class ChainView:
+    """One chain's published blocks in one index: what `quire.memory.specs.PublishedRun` asks for.
+
+    Links are compared down to the namespace, so a colliding digest is a block that is not published (M4).
+
+    Args:
+        entries: of the index.
+        chain: whose blocks.
+        num_blocks: full blocks of the chain that may be asked about.
+    """
+
+    __slots__ = ("_chain", "_entries", "_leading", "_links")
+
+    def __init__(self, entries: dict[bytes, tuple[int, Link]], chain: TokenChain, num_blocks: int) -> None:
+        self._entries = entries
+        self._chain = chain
+        self._links = chain.links(num_blocks)
+        self._leading: int | None = None
+
+    def leading(self, limit: int) -> int:
+        """Return how many of the first `limit` blocks are published without a gap; the first call has the largest."""
+        if self._leading is None:
+            entries, links, recognises = self._entries, self._links, self._chain.recognises
+            count = 0
+            while count < limit:
+                own = links[count]
+                entry = entries.get(own[0])
+                if entry is None or (entry[1] is not own and not recognises(count, entry[1])):
+                    break
+                count += 1
+            self._leading = count
+        return min(self._leading, limit)
+
+    def last_gap(self, start: int, end: int) -> int:
+        """Return the last block in `[start, end)` that is not published, or -1."""
+        for idx in range(end - 1, start - 1, -1):
+            entry = self._entries.get(self._links[idx][0])
+            if entry is None or not self._chain.recognises(idx, entry[1]):
+                return idx
+        return -1
+
+    def block_ids(self, start: int, end: int) -> tuple[int, ...]:
+        """Return the blocks of `[start, end)`, all known to be published."""
+        entries = self._entries
+        return tuple([entries[link[0]][0] for link in self._links[start:end]])

@@ -11,13 +11,16 @@ class SequenceMemory:
     Args:
         chain: its tokens and their identities.
         num_groups: cache groups.
+        is_publishing: False when full blocks are not to enter the prefix index.
 
     Attributes:
-        tables: per group, the block ids.
+        tables: per group, the block ids; dead blocks are null entries.
+        num_dead: per group, the leading null entries.
         num_slots: tokens with a slot.
         num_computed: tokens whose KV is stored.
         num_published: leading blocks that are in the prefix index, or were when they filled.
-        is_publishing: False once a digest of the chain was found to collide; nothing after it is published.
+        is_publishing: becomes False once a digest of the chain is found to collide; nothing after it is published.
+        next_event: the least `num_computed` at which a block fills that is to be published, or a block dies.
         has_exclusive_tail: True when the partly filled last block is known to be held by this sequence alone and not
             published; `fork` and `truncate` are all that can change it.
         dirty_from: per group, the first table entry that the data plane does not know.
@@ -30,19 +33,23 @@ class SequenceMemory:
         "has_exclusive_tail",
         "is_dirty",
         "is_publishing",
+        "next_event",
         "num_computed",
+        "num_dead",
         "num_published",
         "num_slots",
         "tables",
     )
 
-    def __init__(self, chain: TokenChain, num_groups: int) -> None:
+    def __init__(self, chain: TokenChain, num_groups: int, *, is_publishing: bool) -> None:
         self.chain = chain
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]
+        self.num_dead = [0] * num_groups
         self.num_slots = 0
         self.num_computed = 0
         self.num_published = 0
-        self.is_publishing = True
+        self.is_publishing = is_publishing
+        self.next_event = 0
         self.has_exclusive_tail = True
         self.dirty_from = [0] * num_groups
         self.is_dirty = True
@@ -51,3 +58,15 @@ class SequenceMemory:
         """Note that table entries from `start` on changed."""
         self.dirty_from[group_idx] = min(self.dirty_from[group_idx], start)
         self.is_dirty = True
+
+    def fork(self, chain: TokenChain) -> SequenceMemory:
+        """Return what memory keeps of a child that has all that this sequence has; holders are not counted here."""
+        child = SequenceMemory(chain, len(self.tables), is_publishing=self.is_publishing)
+        child.tables = [table.copy() for table in self.tables]
+        child.num_dead = self.num_dead.copy()
+        child.num_slots = self.num_slots
+        child.num_computed = self.num_computed
+        child.num_published = self.num_published
+        child.next_event = self.next_event
+        self.has_exclusive_tail = child.has_exclusive_tail = False
+        return child

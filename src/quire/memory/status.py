@@ -34,7 +34,7 @@ class HitEnd(Enum):
     """Why a prefix hit ended where it did."""
 
     DISABLED = "prefix caching is off"
-    NOT_PUBLISHED = "the next block is not in the prefix index"
+    NOT_PUBLISHED = "a block that a longer hit needs is not in the prefix index"
     LAST_TOKEN = "at least one token must be computed"
     LIMIT = "the caller asked for no more"
 
@@ -46,43 +46,14 @@ class PrefixHit(NamedTuple):
 
     Args:
         num_tokens: tokens whose KV is reused, a multiple of the block size; less than the chain's tokens.
-        block_ids: for each cache group, the blocks that hold them.
+        block_ids: for each cache group, the blocks that hold them; null where the group needs them no more.
         end: why the hit is not longer.
+        group_idx: the cache group that lacks a block, when that is why; else None.
         version: the manager's count of changes when the question was asked.
     """
 
     num_tokens: int
     block_ids: tuple[tuple[int, ...], ...]
     end: HitEnd
+    group_idx: int | None
     version: int
-
-
-class Usage(NamedTuple):
-    """Block counts of the device tier: `used + idle + free == num_blocks` (M1); and counters since the start.
-
-    Args:
-        num_blocks: usable blocks, the null block not counted.
-        used: blocks with holders.
-        idle: blocks without holders that are still published: free to reuse and free to evict.
-        free: blocks that hold nothing.
-        num_sequences: live sequences.
-        num_tokens: tokens with slots, a shared block's tokens counted for each holder.
-        num_evictions: published blocks taken back for reuse.
-        num_copies: blocks copied on write.
-        num_merges: duplicate blocks given back when they filled.
-    """
-
-    num_blocks: int
-    used: int
-    idle: int
-    free: int
-    num_sequences: int
-    num_tokens: int
-    num_evictions: int
-    num_copies: int
-    num_merges: int
-
-    @property
-    def used_fraction(self) -> float:
-        """Share of the blocks that have holders."""
-        return self.used / self.num_blocks

@@ -11,7 +11,7 @@ Invariants: S1 to S6.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 from operator import attrgetter
@@ -106,8 +106,10 @@ class Scheduler:
             raise ValueError(f"{request.num_prompt} prompt tokens leave no room within {request.max_total_tokens}")
         if request.params.n > self.max_num_seqs:
             raise InvalidParameter("n", request.params.n, f"at most max_num_seqs ({self.max_num_seqs})")
-        room = self.memory.num_blocks * self.memory.block_size
-        if request.max_total_tokens > room:
+        if not self.memory.can_ever_hold(request.max_total_tokens):
+            # Lengths that fit come before those that do not.
+            lengths = range(1, request.max_total_tokens)
+            room = bisect_left(lengths, True, key=lambda length: not self.memory.can_ever_hold(length))
             limit = max(0, room - (request.max_total_tokens - request.num_prompt))
             raise PromptTooLong(request.num_prompt, limit, "the KV cache (with room for the output asked for)")
         tokens = list(request.prompt_token_ids)
@@ -147,27 +149,31 @@ class Scheduler:
             len(sequence.tokens) - sequence.num_computed == 1 for sequence in self.running
         )
         preemptions_before = self.stats.num_preemptions
-        items: list[PlanItem] = []
+        granted: list[tuple[Sequence, int]] = []
         position = 0
         while position < len(self.running):
             sequence = self.running[position]
             pending = len(sequence.tokens) - sequence.num_computed
             count = pending if pending == 1 else min(pending, spare)
-            if count > 0 and self._grow(sequence, count, position):
+            if count > 0:
+                count = self._grow(sequence, count, position)
+            if count > 0:
                 if pending > 1:
                     spare -= count
-                items.append(self._item(sequence, count))
+                granted.append((sequence, count))
             position += 1
         if self.waiting and spare > 0 and self.stats.num_preemptions == preemptions_before:
-            self._admit(items, spare)
-        if not items:
+            self._admit(granted, spare)
+        if not granted:
             if self.running:
                 raise InvariantViolation("S3", "no running sequence can grow")
             # Nothing will be executed: closings and copies wait for a plan that is.
             return StepPlan(tick, (), NO_OPS, ())
+        # Only now do all tables stand: what is granted later may move blocks of who was served before.
+        items = tuple([self._item(sequence, count) for sequence, count in granted])
         closed = tuple(self._closed)
         self._closed = []
-        return StepPlan(tick, tuple(items), self.memory.take_ops(), closed)
+        return StepPlan(tick, items, self.memory.take_ops(), closed)
 
     def advance(self, item: PlanItem, token_ids: Tokens[int]) -> list[tuple[Sequence, Append | Finish]]:
         """Take in what a step gave one of its items: publish, fork, append, finish.
@@ -209,19 +215,23 @@ class Scheduler:
 
     # ---- parts of a plan ----
 
-    def _grow(self, sequence: Sequence, count: int, position: int) -> bool:
+    def _grow(self, sequence: Sequence, count: int, position: int) -> int:
         """Get slots for `count` tokens, taking memory from the unplanned tail if it must be.
 
         Returns:
-            False when there is nobody left to take from: the sequence keeps its blocks and yields this step. That
-            cannot happen to the first in order, so some sequence always advances.
+            The tokens that have slots: 0 when there is nobody left to take from, and the sequence keeps its blocks
+            and yields this step. The first in order never does: a chunk that is too long for a window's pool is cut
+            until it fits. So some sequence always advances.
         """
         while not self.memory.append_slots(sequence.seq_id, count):
             unplanned = self.running[position + 1 :]
-            if not unplanned:
-                return False
-            self._preempt(self._choose_victim(unplanned))
-        return True
+            if unplanned:
+                self._preempt(self._choose_victim(unplanned))
+            elif position == 0 and count > 1:
+                count //= 2
+            else:
+                return 0
+        return count
 
     def _preempt(self, victim: Sequence) -> None:
         """Take a running sequence's memory; it waits in its old place and computes its tokens again."""
@@ -234,16 +244,15 @@ class Scheduler:
         victim.move_to(SequenceStatus.WAITING)
         insort(self.waiting, victim, key=_KEY)
 
-    def _admit(self, items: list[PlanItem], spare: int) -> None:
+    def _admit(self, granted: list[tuple[Sequence, int]], spare: int) -> None:
         """Let waiting sequences in, in order, until tokens, seats or memory say stop."""
         memory = self.memory
         seats = self.max_num_seqs - sum(map(_seats, self.running))
         # Sequences already in will ask for the rest of their prompts.
-        reserved = sum(
-            memory.blocks_missing(sequence.seq_id, len(sequence.tokens))
-            for sequence in self.running
-            if sequence.num_pending > 1
-        )
+        reserved = [0] * len(memory.groups)
+        for sequence in self.running:
+            if sequence.num_pending > 1:
+                self._reserve(reserved, sequence)
         num_admitted = 0
         for sequence in self.waiting:
             seats -= _seats(sequence)
@@ -251,24 +260,37 @@ class Scheduler:
                 break
             num_tokens = len(sequence.tokens)
             hit = memory.match_prefix(sequence.chain, sequence.request.hit_limit)
-            status = memory.can_allocate(num_tokens, hit, reserved)
+            step = self.max_num_batched_tokens
+            status = memory.can_allocate(num_tokens, hit, step, reserved)
+            if status.verdict is Verdict.LATER and not self.running:
+                # Alone, it need not wait for more room than its shortest steps take.
+                step = 1
+                status = memory.can_allocate(num_tokens, hit, step)
             if status.verdict is Verdict.LATER:
                 break
             if status.verdict is Verdict.NEVER:
                 raise InvariantViolation("S3", f"sequence {sequence.seq_id} can never fit: {status}")
             count = min(num_tokens - hit.num_tokens, spare)
             memory.allocate(sequence.seq_id, sequence.chain, hit)
-            if not memory.append_slots(sequence.seq_id, count):
-                raise InvariantViolation("S2", f"sequence {sequence.seq_id} was promised memory: {status}")
+            while not memory.append_slots(sequence.seq_id, count):
+                if count <= step:
+                    raise InvariantViolation("S2", f"sequence {sequence.seq_id} was promised memory: {status}")
+                count //= 2
             spare -= count
-            reserved += memory.blocks_missing(sequence.seq_id, num_tokens)
+            self._reserve(reserved, sequence)
             self._count_hit(sequence, hit)
             sequence.num_computed = hit.num_tokens
             sequence.move_to(SequenceStatus.RUNNING)
             insort(self.running, sequence, key=_KEY)
-            items.append(self._item(sequence, count))
+            granted.append((sequence, count))
             num_admitted += 1
         del self.waiting[:num_admitted]
+
+    def _reserve(self, reserved: list[int], sequence: Sequence) -> None:
+        """Add the blocks of each group that a sequence will still ask for to hold all the tokens it has."""
+        missing = self.memory.blocks_missing(sequence.seq_id, len(sequence.tokens), self.max_num_batched_tokens)
+        for idx, count in enumerate(missing):
+            reserved[idx] += count
 
     def _count_hit(self, sequence: Sequence, hit: PrefixHit) -> None:
         """Count an admission's prefix hit: first-time and resumed apart, and only what was looked up."""

@@ -7,40 +7,45 @@ is caught at the moment it is read.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import blake2b
 
 from quire.errors import InvariantViolation
+from quire.memory.specs import FullAttention, KVCacheSpec
 from quire.scheduling.plan import ItemResult, Opening, PlanItem, StepPlan, StepResult
 
 
 class _OpenSequence:
     """What the data plane keeps of a sequence between plans."""
 
-    __slots__ = ("opening", "table", "tokens")
+    __slots__ = ("opening", "tables", "tokens")
 
-    def __init__(self, opening: Opening) -> None:
+    def __init__(self, opening: Opening, num_groups: int) -> None:
         self.opening = opening
-        self.table: list[int] = []
+        self.tables: list[list[int]] = [[] for _ in range(num_groups)]
         self.tokens = list(opening.token_ids)
 
 
 class SimulatedExecutor:
-    """Executes plans for one cache group over slots that hold `(position, token)`.
+    """Executes plans over slots that hold `(position, token)`.
 
     Args:
         block_size: tokens of a block.
         vocab_size: tokens are drawn from `[0, vocab_size)`.
+        specs: of the cache groups, which say what a query reads; one of full attention unless given.
 
     Raises:
         InvariantViolation: M3, a plan writes to a slot through two tables at once; M5, a table does not read back as
             its sequence; S1, a plan opens a sequence that is open, or names one that is not.
     """
 
-    def __init__(self, block_size: int, vocab_size: int) -> None:
+    def __init__(self, block_size: int, vocab_size: int, specs: Sequence[KVCacheSpec] = ()) -> None:
         self.block_size = block_size
         self.vocab_size = vocab_size
+        self.specs = tuple(specs) or (FullAttention(block_size=block_size),)
         self.num_computed_tokens = 0
-        self._slots: dict[int, tuple[int, int]] = {}
+        # By group and slot.
+        self._slots: dict[tuple[int, int], tuple[int, int]] = {}
         self._open: dict[int, _OpenSequence] = {}
 
     @property
@@ -53,10 +58,12 @@ class SimulatedExecutor:
         for seq_id in plan.closed:
             del self._open[seq_id]
         for copy in plan.ops.copies:
-            self._copy_block(copy.src_id, copy.dst_id)
-        written: dict[int, int] = {}
+            self._copy_block(*copy)
+        written: dict[tuple[int, int], int] = {}
         for item in plan.items:
             self._write(item, written)
+        for item in plan.items:
+            self._read(item)
         return StepResult(plan.tick, tuple(self._draw(item) for item in plan.items))
 
     def close(self) -> None:
@@ -64,29 +71,30 @@ class SimulatedExecutor:
         self._slots.clear()
         self._open.clear()
 
-    def _copy_block(self, src_id: int, dst_id: int) -> None:
+    def _copy_block(self, group_idx: int, src_id: int, dst_id: int) -> None:
         for offset in range(self.block_size):
-            content = self._slots.get(src_id * self.block_size + offset)
+            content = self._slots.get((group_idx, src_id * self.block_size + offset))
             if content is None:
-                self._slots.pop(dst_id * self.block_size + offset, None)
+                self._slots.pop((group_idx, dst_id * self.block_size + offset), None)
             else:
-                self._slots[dst_id * self.block_size + offset] = content
+                self._slots[group_idx, dst_id * self.block_size + offset] = content
 
-    def _write(self, item: PlanItem, written: dict[int, int]) -> None:
+    def _write(self, item: PlanItem, written: dict[tuple[int, int], int]) -> None:
         """Bring the item's table up to date and store its tokens."""
         if (item.opening is None) != (item.seq_id in self._open):
             raise InvariantViolation("S1", f"sequence {item.seq_id} is opened twice, or was never opened")
         if item.opening is not None:
-            self._open[item.seq_id] = _OpenSequence(item.opening)
+            self._open[item.seq_id] = _OpenSequence(item.opening, len(self.specs))
         sequence = self._open[item.seq_id]
         sequence.tokens[item.start :] = item.token_ids
         for delta in item.table_deltas:
-            sequence.table[delta.start :] = delta.block_ids
-        for position, token_id in enumerate(item.token_ids, item.start):
-            slot = self._slot(sequence.table, position)
-            if written.setdefault(slot, item.seq_id) != item.seq_id:
-                raise InvariantViolation("M3", f"sequences {written[slot]} and {item.seq_id} both write slot {slot}")
-            self._slots[slot] = (position, token_id)
+            sequence.tables[delta.group_idx][delta.start :] = delta.block_ids
+        for group_idx, table in enumerate(sequence.tables):
+            for position, token_id in enumerate(item.token_ids, item.start):
+                slot = group_idx, self._slot(table, position)
+                if written.setdefault(slot, item.seq_id) != item.seq_id:
+                    raise InvariantViolation("M3", f"{written[slot]} and {item.seq_id} both write slot {slot}")
+                self._slots[slot] = (position, token_id)
         self.num_computed_tokens += len(item.token_ids)
 
     def _slot(self, table: list[int], position: int) -> int:
@@ -95,16 +103,21 @@ class SimulatedExecutor:
             raise InvariantViolation("M3", "the null block is never read or written")
         return block_id * self.block_size + position % self.block_size
 
-    def _draw(self, item: PlanItem) -> ItemResult:
-        """Read the whole context through the table, and draw tokens that depend on all of it."""
+    def _read(self, item: PlanItem) -> None:
+        """Read through the tables all that the item's queries read."""
         sequence = self._open[item.seq_id]
         end = item.start + len(item.token_ids)
-        context: list[int] = []
-        for position in range(end):
-            content = self._slots.get(self._slot(sequence.table, position))
-            if content != (position, sequence.tokens[position]):
-                raise InvariantViolation("M5", f"sequence {item.seq_id} reads {content} at position {position}")
-            context.append(content[1])
+        for group_idx, (spec, table) in enumerate(zip(self.specs, sequence.tables, strict=True)):
+            # What the first query reads and what lies behind it is all that the later ones read.
+            for position in range(spec.first_live_token(item.start), end):
+                content = self._slots.get((group_idx, self._slot(table, position)))
+                if content != (position, sequence.tokens[position]):
+                    raise InvariantViolation("M5", f"sequence {item.seq_id} reads {content} at position {position}")
+
+    def _draw(self, item: PlanItem) -> ItemResult:
+        """Draw tokens that depend on the whole context."""
+        sequence = self._open[item.seq_id]
+        context = sequence.tokens[: item.start + len(item.token_ids)]
         return ItemResult(
             item.seq_id, tuple(self._next_token(sequence.opening, context, i) for i in range(item.num_samples))
         )

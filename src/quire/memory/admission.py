@@ -1,0 +1,74 @@
+"""Whether a new sequence can be let in: what it needs of every group at the worst moment, against what there is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import lcm
+
+from quire.memory.arena import Arena
+from quire.memory.groups import CacheGroup
+from quire.memory.pool import NULL_BLOCK
+from quire.memory.status import AllocStatus, PrefixHit, Verdict
+
+
+def judge(
+    arena: Arena,
+    groups: Sequence[CacheGroup],
+    num_tokens: int,
+    hit: PrefixHit,
+    step_tokens: int,
+    spare: Sequence[int],
+) -> AllocStatus:
+    """Say whether a new sequence can be opened on a hit and grow to a length.
+
+    Args:
+        arena: with what is held now.
+        groups: the cache groups.
+        num_tokens: tokens to hold, those of the hit included.
+        hit: the prefix to open on.
+        step_tokens: the most tokens that will be appended at once.
+        spare: blocks of each group that must stay free.
+    """
+    refusal = refuse_for_ever(arena, groups, num_tokens)
+    if refusal is not None:
+        return refusal
+    # Idle blocks of the hit count twice: they are not available any more, and nothing new is needed for them.
+    woken, needs = [], []
+    for group, shared, spared in zip(groups, hit.block_ids, spare, strict=True):
+        ref_counts, spec = group.pool.ref_counts, group.spec
+        num_woken = sum(ref_counts[block_id] == 0 for block_id in shared if block_id != NULL_BLOCK)
+        peak = spec.peak_blocks(num_tokens, step_tokens)
+        num_new = min(peak - num_woken, spec.num_blocks(num_tokens) - len(shared))
+        woken.append(num_woken)
+        needs.append(num_woken + num_new + spared)
+    rooms = [arena.room(idx, needs) for idx in range(len(groups))]
+    idx = min(range(len(groups)), key=lambda idx: rooms[idx] - needs[idx])
+    verdict = Verdict.OK if needs[idx] <= rooms[idx] else Verdict.LATER
+    return AllocStatus(verdict, idx, needs[idx] - woken[idx], rooms[idx] - woken[idx])
+
+
+def refuse_for_ever(arena: Arena, groups: Sequence[CacheGroup], num_tokens: int) -> AllocStatus | None:
+    """Return NEVER with its numbers when a sequence alone, in steps of one token, could not reach a length.
+
+    Groups need most when a block has just begun. What is full only grows, what slides repeats: so the last moments of
+    that kind, one period of them, are all that need be looked at, and none when the peaks together fit.
+    """
+    peaks = [group.spec.peak_blocks(num_tokens, 1) for group in groups]
+    if sum(arena.num_slabs_for(idx, peak) for idx, peak in enumerate(peaks)) <= arena.layout.num_slabs:
+        return None
+    last = (num_tokens - 1) // groups[0].spec.block_size
+    period = lcm(*(group.spec.period for group in groups))
+    moments = [_live_blocks(groups, block_idx) for block_idx in range(max(0, last - period + 1), last + 1)]
+    filled = [[arena.num_slabs_for(idx, count) for idx, count in enumerate(live)] for live in moments]
+    worst = max(range(len(moments)), key=lambda moment: sum(filled[moment]))
+    excess = sum(filled[worst]) - arena.layout.num_slabs
+    if excess <= 0:
+        return None
+    idx = max(range(len(groups)), key=lambda idx: filled[worst][idx])
+    could_have = max(0, filled[worst][idx] - excess)
+    return AllocStatus(Verdict.NEVER, idx, moments[worst][idx], could_have * arena.layout.blocks_per_slab[idx])
+
+
+def _live_blocks(groups: Sequence[CacheGroup], block_idx: int) -> list[int]:
+    """Return the blocks that each group holds when the first token of a block is computed."""
+    return [block_idx + 1 - group.num_dead(block_idx * group.spec.block_size) for group in groups]

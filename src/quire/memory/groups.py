@@ -1,0 +1,56 @@
+"""Cache groups, and the longest published prefix that all of them can serve."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.memory.chain import TokenChain
+from quire.memory.pool import NULL_BLOCK, BlockPool
+from quire.memory.specs import KVCacheSpec
+from quire.memory.status import HitEnd, PrefixHit
+
+
+class CacheGroup:
+    """The layers that share one `KVCacheSpec`, and the pool of their blocks."""
+
+    __slots__ = ("pool", "spec")
+
+    def __init__(self, spec: KVCacheSpec, pool: BlockPool) -> None:
+        self.spec = spec
+        self.pool = pool
+
+    def num_dead(self, num_tokens: int) -> int:
+        """Return the leading blocks of a table that are dead when so many tokens are computed."""
+        return self.spec.first_live_token(num_tokens) // self.spec.block_size
+
+
+def find_prefix(groups: Sequence[CacheGroup], chain: TokenChain, max_tokens: int | None, version: int) -> PrefixHit:
+    """Find the longest prefix whose live blocks are published in every group.
+
+    Each group in turn shortens the prefix to the longest that it can serve, until all agree: a shorter prefix may
+    need blocks of a window that a longer one does not.
+
+    Args:
+        groups: with one block size.
+        chain: at least one of its tokens is left to compute.
+        max_tokens: of the hit, None for all.
+        version: see `PrefixHit`.
+    """
+    size = groups[0].spec.block_size
+    most = max(0, len(chain.tokens) - 1) // size
+    limit = most if max_tokens is None else min(most, max_tokens // size)
+    views = [group.pool.index.view(chain, limit) for group in groups]
+    end, ended_by = (HitEnd.LAST_TOKEN if limit == most else HitEnd.LIMIT), None
+    length, idx, num_agreed = limit, 0, 0
+    while num_agreed < len(groups):
+        reach = groups[idx].spec.longest_hit(views[idx], length)
+        num_agreed += 1
+        if reach < length:
+            length, num_agreed = reach, 1
+            end, ended_by = HitEnd.NOT_PUBLISHED, idx
+        idx = (idx + 1) % len(groups)
+    block_ids = []
+    for group, view in zip(groups, views, strict=True):
+        num_dead = group.num_dead(length * size)
+        block_ids.append((NULL_BLOCK,) * num_dead + view.block_ids(num_dead, length))
+    return PrefixHit(length * size, tuple(block_ids), end, ended_by, version)

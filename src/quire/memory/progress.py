@@ -1,0 +1,67 @@
+"""What happens as a sequence is computed: blocks fill and are published, and blocks die."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.memory.groups import CacheGroup
+from quire.memory.pool import NULL_BLOCK
+from quire.memory.sequence_memory import SequenceMemory
+from quire.memory.specs import IMMORTAL
+
+
+def next_event(groups: Sequence[CacheGroup], mortal: Sequence[int], state: SequenceMemory) -> int:
+    """Return the least number of computed tokens at which there is more to do than to count.
+
+    Args:
+        groups: all cache groups, with one block size.
+        mortal: which of them have blocks that die.
+        state: of the sequence.
+    """
+    event = IMMORTAL
+    if state.is_publishing:
+        event = (state.num_published + 1) * groups[0].spec.block_size
+    for idx in mortal:
+        event = min(event, groups[idx].spec.death(state.num_dead[idx]))
+    return event
+
+
+def publish_blocks(groups: Sequence[CacheGroup], state: SequenceMemory, num_full: int) -> int:
+    """Publish the blocks `[num_published, num_full)` of a sequence in every group, or merge them with their equals.
+
+    Returns:
+        The duplicates that were given back.
+    """
+    chain = state.chain
+    links = chain.links(num_full)
+    num_merges = 0
+    for i in range(state.num_published, num_full):
+        found = [group.pool.index.get(links[i][0]) for group in groups]
+        if any(entry is not None and not chain.recognises(i, entry[1]) for entry in found):
+            # A collision: identities of later blocks would chain from an ambiguous parent.
+            state.is_publishing = False
+            break
+        link = chain.canonical_link(i)
+        for group_idx, (group, entry) in enumerate(zip(groups, found, strict=True)):
+            table = state.tables[group_idx]
+            if entry is None:
+                group.pool.index.add(link, table[i])
+            else:
+                group.pool.retain(entry[:1])
+                group.pool.release((table[i],))
+                table[i] = entry[0]
+                state.mark_dirty(group_idx, i)
+                num_merges += 1
+        state.num_published = i + 1
+    return num_merges
+
+
+def bury(group: CacheGroup, state: SequenceMemory, group_idx: int) -> None:
+    """Give the blocks of a group back that have died, and put null entries in their place."""
+    table = state.tables[group_idx]
+    old, new = state.num_dead[group_idx], group.num_dead(state.num_computed)
+    if old < new:
+        group.pool.release(table[old:new])
+        table[old:new] = [NULL_BLOCK] * (new - old)
+        state.num_dead[group_idx] = new
+        state.mark_dirty(group_idx, old)

@@ -1,0 +1,115 @@
+"""Where slabs and blocks lie in the one byte range that all cache groups share: arithmetic, nothing else.
+
+```
+ bytes      | null |<----- slab 0 ----->|<----- slab 1 ----->|<----- slab 2 ----->| rest |
+ group 0    [  0   ][ 1 ][ 2 ][ 3 ][ 4 ][ 5 ][ 6 ][ 7 ][ 8 ][ 9 ][ 10 ][ 11 ][ 12 ]
+ group 1    [ 0 ][ 1 ][ 2 ][ 3 ][ 4 ].. a view of the same bytes, cut differently ..
+```
+
+Each group sees the whole range as an array of its own blocks: block `i` is the bytes `[i * b, (i + 1) * b)`. A slab is
+lent to one group at a time, and its blocks are those of the group's view that lie wholly inside it. So ids need no
+table, no group is padded to another's block, and what a group gives back another can use whatever its block size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+from math import gcd
+from typing import NamedTuple
+
+# Of a slab: what blocks that do not fit may cost at most.
+MOST_ALIGNMENT_LOSS = 0.01
+
+
+class SlabLayout(NamedTuple):
+    """Slabs in a byte range, and the blocks of each group in a slab.
+
+    Args:
+        block_bytes: of each group.
+        slab_bytes: a multiple of the largest block.
+        first_byte: where slab 0 starts; the null block of every group lies before it.
+        num_slabs: slabs in all.
+        blocks_per_slab: of each group, the same in every slab.
+    """
+
+    block_bytes: tuple[int, ...]
+    slab_bytes: int
+    first_byte: int
+    num_slabs: int
+    blocks_per_slab: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes from the null block to the end of the last slab."""
+        return self.first_byte + self.num_slabs * self.slab_bytes
+
+    def num_ids(self, group_idx: int) -> int:
+        """Return the blocks of a group's view, usable or not: the ids are `[0, num_ids)`."""
+        return self.num_bytes // self.block_bytes[group_idx]
+
+    def first_block(self, group_idx: int, slab: int) -> int:
+        """Return the first block of a group inside a slab."""
+        return -(-(self.first_byte + slab * self.slab_bytes) // self.block_bytes[group_idx])
+
+    def blocks_of(self, group_idx: int, slab: int) -> range:
+        """Return the blocks of a group inside a slab."""
+        first = self.first_block(group_idx, slab)
+        return range(first, first + self.blocks_per_slab[group_idx])
+
+    def slab_of(self, group_idx: int, block_id: int) -> int:
+        """Return the slab that a block of a group lies in."""
+        return (block_id * self.block_bytes[group_idx] - self.first_byte) // self.slab_bytes
+
+    def alignment_loss(self, group_idx: int) -> float:
+        """Return the share of a slab that a group's blocks leave over."""
+        return 1 - self.blocks_per_slab[group_idx] * self.block_bytes[group_idx] / self.slab_bytes
+
+
+def lay_out(block_bytes: Sequence[int], *, num_bytes: int | None = None, num_slabs: int | None = None) -> SlabLayout:
+    """Choose the smallest slab in which every group's blocks fit nearly without loss.
+
+    Args:
+        block_bytes: of each group.
+        num_bytes: the range; or
+        num_slabs: as many slabs as are wanted.
+
+    Raises:
+        ValueError: both or neither are given, or there is no room for a slab.
+    """
+    slab_bytes, first_byte = _smallest_slab(block_bytes)
+    if (num_bytes is None) == (num_slabs is None):
+        raise ValueError("give either the bytes or the slabs of an arena")
+    if num_slabs is None:
+        assert num_bytes is not None
+        num_slabs = (num_bytes - first_byte) // slab_bytes
+    if num_slabs < 1:
+        raise ValueError(f"{num_bytes} bytes hold no slab of {slab_bytes} bytes behind the first {first_byte}")
+    per_slab = tuple((slab_bytes - slab_loss(slab_bytes, first_byte, size)) // size for size in block_bytes)
+    return SlabLayout(tuple(block_bytes), slab_bytes, first_byte, num_slabs, per_slab)
+
+
+def _smallest_slab(block_bytes: Sequence[int]) -> tuple[int, int]:
+    """Return the bytes of the smallest slab that loses little, and where slab 0 then best starts.
+
+    Both are multiples of the largest block. A slab loses less than two blocks of a group, so 200 of the largest are
+    always enough.
+    """
+    largest = max(block_bytes)
+    for multiple in count(1):
+        slab_bytes = largest * multiple
+        for first_byte in range(largest, slab_bytes + 1, largest):
+            losses = [slab_loss(slab_bytes, first_byte, size) for size in block_bytes]
+            if max(losses) <= MOST_ALIGNMENT_LOSS * slab_bytes:
+                return slab_bytes, first_byte
+    raise AssertionError("count has no end")
+
+
+def slab_loss(slab_bytes: int, first_byte: int, block_bytes: int) -> int:
+    """Return the bytes of a slab that blocks of a size leave over, at most: before the first and behind the last."""
+    if slab_bytes % block_bytes == 0 and first_byte % block_bytes == 0:
+        return 0
+    # Slabs start at multiples of this many bytes off a block's start.
+    grain = gcd(slab_bytes, first_byte, block_bytes)
+    usable = (slab_bytes - (block_bytes - grain)) // block_bytes * block_bytes
+    return slab_bytes - usable

@@ -1,0 +1,71 @@
+"""The nets that must catch what goes wrong with memory: drivers that check everything, and pass on honest code."""
+
+from __future__ import annotations
+
+import random
+
+from quire.memory import FullAttention
+from tests.memory.search import search
+from tests.memory.twin import Kind
+from tests.memory.world import World, WorldSize, random_walk
+from tests.scheduling.rig import Setting, run
+from tests.scheduling.test_random_runs import WINDOW, agrees, random_jobs, undisturbed
+
+FULL = Kind()
+GROUPS = ((FULL,), (FULL, FULL), (FULL, Kind("window", 3)), (Kind("window", 4),), (Kind("chunk", 4), FULL))
+
+
+def walk(*, has_twin: bool) -> None:
+    """Random commands in small pools, and where the twin need not follow, in groups with blocks of different sizes."""
+    for seed in range(12 if not has_twin else 0):
+        size = WorldSize(0, 1, kinds=(FULL, Kind("window", 3)), layers=(1, 4), num_bytes=72)
+        random_walk(World(size, has_twin=False), random.Random(seed), 60)
+    for seed in range(30):
+        rng = random.Random(seed)
+        size = WorldSize(rng.randrange(2, 9), rng.randrange(1, 4), kinds=rng.choice(GROUPS))
+        random_walk(World(size, has_twin=has_twin), rng, 60)
+
+
+def invariants_and_reading_back() -> None:
+    """`check()` and reading through tables, after random commands."""
+    walk(has_twin=False)
+
+
+def slow_twin() -> None:
+    """The same, compared with the twin."""
+    walk(has_twin=True)
+
+
+def small_world() -> None:
+    """A complete search of the smallest world in which sharing, copying and eviction all happen."""
+    search(WorldSize(2, 2), max_prompt=2, max_slots=2)
+
+
+def window_world() -> None:
+    """The same, of a window."""
+    search(WorldSize(1, 1, kinds=(FULL, Kind("window", 1))), max_prompt=1, max_slots=2)
+    search(WorldSize(2, 1, kinds=(Kind("window", 2),)), max_prompt=1, max_slots=3)
+
+
+SETTINGS = (
+    Setting(num_blocks=19, budget=16, max_num_seqs=8, watermark=1),
+    Setting(num_blocks=19, budget=16, max_num_seqs=8, specs=(FullAttention(block_size=4), WINDOW)),
+)
+
+
+def long_run() -> None:
+    """The real scheduler on simulated slots; without the audits, only what a worker or a client could notice."""
+    jobs = random_jobs(random.Random(2), 30)
+    for setting in SETTINGS:
+        outcome = run(jobs, setting, is_audited=False)
+        assert all(map(agrees, jobs, outcome.outputs, undisturbed(jobs)))
+
+
+def audited_run() -> None:
+    """The same, with the invariants of memory and scheduler checked after each step."""
+    for setting in SETTINGS:
+        run(random_jobs(random.Random(2), 30), setting)
+
+
+NETS = (invariants_and_reading_back, slow_twin, small_world, long_run, audited_run)
+HONEST_NETS = (*NETS, window_world)
