@@ -96,7 +96,7 @@ class QuireMemory:
         """Compute the identities of all full blocks of the requests."""
         for request in self._requests:
             request.chain = self._memory.chain(request.tokens, Namespace())
-            request.chain.digests(len(request.tokens) // BLOCK_SIZE)
+            request.chain.links(len(request.tokens) // BLOCK_SIZE)
 
     def look_up(self) -> int:
         """Return how many tokens of the requests are found."""

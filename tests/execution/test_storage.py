@@ -1,4 +1,4 @@
-"""A cache group's bytes."""
+"""The bytes of cache groups."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.execution.storage import KVStorage
+from quire.execution.storage import KVStorage, apply_copies
 from quire.memory.ops import BlockCopy
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -33,12 +33,28 @@ def test_copies_are_made_in_order(device: str) -> None:
     """A chain of copies hands the first block down; a swap through a third block swaps."""
     storage = numbered(device)
     before = storage.data.clone()
-    storage.apply([BlockCopy(0, 1, 2), BlockCopy(0, 2, 3), BlockCopy(0, 4, 2)])
+    apply_copies([storage], [BlockCopy(0, 1, 2), BlockCopy(0, 2, 3), BlockCopy(0, 4, 2)])
     assert torch.equal(storage.data, before[[0, 1, 4, 1, 4]])
-    storage.apply([BlockCopy(0, 1, 3), BlockCopy(0, 2, 1), BlockCopy(0, 3, 2)])
+    apply_copies([storage], [BlockCopy(0, 1, 3), BlockCopy(0, 2, 1), BlockCopy(0, 3, 2)])
     assert torch.equal(storage.data, before[[0, 4, 1, 1, 4]])
-    storage.apply(())
+    apply_copies([storage], ())
     assert torch.equal(storage.data, before[[0, 4, 1, 1, 4]])
+
+
+def test_groups_share_bytes_and_their_copies_keep_one_order() -> None:
+    """What one group gave up, another takes: its copy must come after the move that made room."""
+    memory = torch.zeros(6 * 64, dtype=torch.uint8)
+    large = KVStorage(3, 1, 4, 1, 4, torch.float32, "cpu", memory)  # blocks of 128 bytes
+    small = KVStorage(6, 1, 4, 1, 2, torch.float32, "cpu", memory)  # blocks of 64 bytes
+    assert large.data.data_ptr() == small.data.data_ptr() == memory.data_ptr()
+    small.data[2].fill_(1.0)
+    small.data[4].fill_(2.0)
+    large.data[0].fill_(3.0)
+    # The small group moves block 4 away; the large one then takes bytes 256 to 384, which were blocks 4 and 5.
+    apply_copies([large, small], [BlockCopy(1, 4, 3), BlockCopy(0, 0, 2)])
+    assert small.data[3].eq(2.0).all()
+    assert large.data[2].eq(3.0).all()
+    assert small.data[2].eq(1.0).all()
 
 
 def test_views_name_the_rows_they_say() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from quire.execution.batch import BatchBuilder
 from quire.execution.logprobs import measure, rows_per_tile
 from quire.execution.sampler import BAD_LOGITS, Sampler
-from quire.execution.storage import KVStorage
+from quire.execution.storage import KVStorage, apply_copies
 from quire.models.decoder import Decoder
 from quire.scheduling.plan import ItemResult, PlanItem, StepPlan, StepResult, TokenLogprobs
 
@@ -42,16 +43,19 @@ class ModelRunner:
 
         Args:
             decoder: with all its weights.
-            num_blocks: B for each cache group, the null block included.
+            num_blocks: B for each cache group, the null block included: all that its view of the shared memory has.
             block_size: N.
             device: the decoder's.
             dtype: of the cache; the decoder's.
         """
         place = torch.device(device)
-        storages = [
-            KVStorage(count, group.num_layers, block_size, group.num_kv_heads, group.head_dim, dtype, place)
+        shapes = [
+            (count, group.num_layers, block_size, group.num_kv_heads, group.head_dim)
             for count, group in zip(num_blocks, decoder.spec.cache_groups, strict=True)
         ]
+        num_bytes = max(2 * math.prod(shape) * dtype.itemsize for shape in shapes)
+        memory = torch.empty(num_bytes, dtype=torch.uint8, device=place)
+        storages = [KVStorage(*shape, dtype, place, memory) for shape in shapes]
         return cls(decoder, storages, BatchBuilder(block_size, place, len(storages)), Sampler(place))
 
     @torch.inference_mode()
@@ -64,8 +68,7 @@ class ModelRunner:
         Returns:
             One result for each item, in the plan's order.
         """
-        for group_idx, storage in enumerate(self._storages):
-            storage.apply([copy for copy in plan.ops.copies if copy.group_idx == group_idx])
+        apply_copies(self._storages, plan.ops.copies)
         self._sampler.follow(plan)
         batch = self._builder.build(plan)
         hidden = self._decoder(batch.input_ids, batch.positions, batch.attention, self._storages)

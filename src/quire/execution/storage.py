@@ -1,7 +1,8 @@
-"""The bytes of a cache group's blocks."""
+"""The bytes that all cache groups share, and each group's view of them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -22,6 +23,7 @@ class KVStorage:
         block_size: N, tokens of a block.
         num_kv_heads: K.
         head_dim: D.
+        memory: bytes to lie in, from the first on: what the groups of an arena share. None takes memory of its own.
 
     Attributes:
         data: [B, L, 2, K, N, D].
@@ -40,10 +42,12 @@ class KVStorage:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        memory: Tensor | None = None,
     ) -> None:
-        self.data = torch.empty(
-            num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim, dtype=dtype, device=device
-        )
+        shape = (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim)
+        if memory is None:
+            memory = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8, device=device)
+        self.data = memory[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
         rows = self.data.view(-1, block_size * head_dim)
         slots = self.data.view(-1, head_dim)
         # A layer is an offset: with it in the view, the row ids of a step serve all layers.
@@ -53,7 +57,14 @@ class KVStorage:
             slots[layer * layer_rows * block_size :] for layer in range(num_layers)
         )
 
-    def apply(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy whole blocks, in order: a later copy may read what an earlier one wrote."""
-        for _, src_id, dst_id in copies:
-            self.data[dst_id].copy_(self.data[src_id])
+
+def apply_copies(storages: Sequence[KVStorage], copies: Sequence[BlockCopy]) -> None:
+    """Copy whole blocks, in order: a later copy may read what an earlier one wrote, or take bytes that it gave up.
+
+    Args:
+        storages: one for each cache group.
+        copies: of all groups.
+    """
+    for group_idx, src_id, dst_id in copies:
+        data = storages[group_idx].data
+        data[dst_id].copy_(data[src_id])
