@@ -102,7 +102,10 @@ def load(config: EngineConfig) -> LoadedModel:
 
 
 def _cache_specs(decoder: Decoder, block_size: int, element_bytes: int) -> list[FullAttention]:
-    """Return one cache spec for each of the model's cache groups."""
+    """Return one cache spec for each of the model's cache groups.
+
+    Layers with a window keep every token too: the kernels do not read what has left the window, but its blocks stay.
+    """
     return [
         FullAttention(
             block_size=block_size,

@@ -48,11 +48,13 @@ class ModelRunner:
             dtype: of the cache; the decoder's.
         """
         place = torch.device(device)
+        groups = decoder.spec.cache_groups
         storages = [
             KVStorage(num_blocks, group.num_layers, block_size, group.num_kv_heads, group.head_dim, dtype, place)
-            for group in decoder.spec.cache_groups
+            for group in groups
         ]
-        return cls(decoder, storages, BatchBuilder(block_size, place, len(storages)), Sampler(place))
+        builder = BatchBuilder(block_size, place, [group.window for group in groups])
+        return cls(decoder, storages, builder, Sampler(place))
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
