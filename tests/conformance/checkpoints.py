@@ -42,19 +42,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {**_SMALL, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {**_SMALL, "head_dim": 24, "num_key_value_heads": 1}),
     "mistral": ("Mistral", {**_SMALL, "sliding_window": None}),
+    # Windows shorter than the prompts, of full layers too and of some layers only.
+    "mistral-window": ("Mistral", {**_SMALL, "sliding_window": 11}),
+    "qwen2-window": ("Qwen2", {**_SMALL, "use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}),
+    "gemma3": (
+        "Gemma3",
+        {**_SMALL, "num_hidden_layers": 7, "head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 24},
+    ),
 }
 
 
 def save_checkpoint(family: str, folder: Path) -> Path:
     """Write a family's random checkpoint to a folder."""
     name, options = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(**options)
+    model_class = getattr(transformers, f"{name}ForCausalLM")
     torch.manual_seed(20)
-    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    model = model_class(model_class.config_class(**options))
     with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if parameter_name.endswith("bias"):
-                parameter.normal_(0.0, 0.2)
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # biases and norms
+                parameter.add_(torch.randn_like(parameter) * 0.2)
     model.save_pretrained(folder)
     return folder
 

@@ -12,6 +12,7 @@ from quire.memory.ops import NO_OPS
 from quire.scheduling.plan import Opening, PlanItem, StepPlan, TableDelta
 from quire.sequences.params import SamplingParams
 
+WINDOWS = (None, 7)
 OPENING = Opening(SamplingParams(), 0, 0, 1, (1,), ())
 
 
@@ -33,6 +34,7 @@ def expect(builder: BatchBuilder, step: StepPlan, tables: dict[int, list[list[in
     assert batch.positions.tolist() == [position for _, position in places]
     assert batch.row_starts == starts
     for group_idx, attention in enumerate(batch.attention):
+        assert attention.window == WINDOWS[group_idx]
         assert list(attention.row_starts) == starts
         ends = [each.start + len(each.token_ids) for each in step.items]
         assert list(attention.context_lens) == ends
@@ -60,6 +62,15 @@ def test_prompt_then_tokens_then_a_copied_block() -> None:
     expect(builder, plan(item(7, 7, [6, 7], TableDelta(0, 2, (4,)))), {7: [[9, 5, 4]]}, 4)
 
 
+def test_null_blocks_where_a_window_has_passed() -> None:
+    builder = BatchBuilder(4, "cpu", WINDOWS)
+    first = item(7, 0, [1] * 9, TableDelta(0, 0, (9, 3, 8)), TableDelta(1, 0, (5, 2, 6)), is_new=True)
+    expect(builder, plan(first), {7: [[9, 3, 8], [5, 2, 6]]}, 4)
+    passed = item(7, 9, [1] * 4, TableDelta(0, 3, (4,)), TableDelta(1, 0, (0, 2, 6, 1)))
+    expect(builder, plan(passed), {7: [[9, 3, 8, 4], [0, 2, 6, 1]]}, 4)
+    expect(builder, plan(item(7, 13, [1], TableDelta(1, 1, (0, 6, 1)))), {7: [[9, 3, 8, 4], [0, 0, 6, 1]]}, 4)
+
+
 def test_a_sequence_that_was_closed_starts_over() -> None:
     builder = BatchBuilder(4, "cpu")
     builder.build(plan(item(7, 0, [1], TableDelta(0, 0, (9, 3)), is_new=True)))
@@ -71,7 +82,7 @@ def test_a_sequence_that_was_closed_starts_over() -> None:
 
 
 def test_a_plan_without_items_is_an_empty_batch() -> None:
-    batch = BatchBuilder(4, "cpu", 2).build(plan())
+    batch = BatchBuilder(4, "cpu", (None, 7)).build(plan())
     assert batch.row_starts == [0]
     assert batch.input_ids.tolist() == batch.positions.tolist() == []
     assert [attention.block_ids.tolist() for attention in batch.attention] == [[], []]
@@ -94,7 +105,7 @@ def test_a_table_too_short_is_noticed() -> None:
 def test_long_random_histories(seed: int, block_size: int, num_groups: int) -> None:
     """Sequences open, grow, are cut, get blocks replaced and close, in every mix."""
     rng = random.Random(seed)
-    builder = BatchBuilder(block_size, "cpu", num_groups)
+    builder = BatchBuilder(block_size, "cpu", WINDOWS[:num_groups])
     tables: dict[int, list[list[int]]] = {}
     lengths: dict[int, int] = {}
     for _ in range(60):

@@ -50,6 +50,13 @@ def test_layers_of_one_shape_share_a_cache_group() -> None:
     assert decoder_of(spec).cache_groups == spec.cache_groups
 
 
+def test_layers_with_another_window_are_another_cache_group() -> None:
+    near, far = replace(SMALL, window=8), replace(SMALL, window=32)
+    spec = spec_of(near, SMALL, near, far, near)
+    assert spec.cache_groups == (CacheGroup(3, 2, 16, 8), CacheGroup(1, 2, 16), CacheGroup(1, 2, 16, 32))
+    assert spec.cache_places == ((0, 0), (1, 0), (0, 1), (2, 0), (0, 2))
+
+
 def test_a_tied_head_is_no_weight_of_its_own() -> None:
     assert "head.weight" in decoder_of(spec_of(SMALL)).weight_shapes()
     assert "head.weight" not in decoder_of(spec_of(SMALL, tied_head=True)).weight_shapes()

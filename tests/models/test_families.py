@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import Gemma3TextConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from quire.errors import CheckpointError, UnsupportedModel
 from quire.models.families import FAMILIES, build
 from quire.models.rope import inverse_frequencies
-from quire.models.spec import Llama3Scaling, ModelSpec, Rope
+from quire.models.spec import LinearScaling, Llama3Scaling, ModelSpec, Rope
 from tests.models.tiny import LLAMA3_ROPE, YARN_ROPE
 
 LLAMA: dict[str, Any] = {
@@ -27,6 +27,11 @@ LLAMA: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "hidden_act": "silu",
 }
+# Changes that make it another family's.
+MISTRAL: dict[str, Any] = {"architectures": ["MistralForCausalLM"]}
+QWEN: dict[str, Any] = {"architectures": ["Qwen2ForCausalLM"]}
+GEMMA: dict[str, Any] = {"architectures": ["Gemma3ForCausalLM"], "hidden_act": ...}
+GEMMA_PARTS: dict[str, Any] = {"architectures": ["Gemma3ForConditionalGeneration"]}
 
 
 def read(**changes: Any) -> ModelSpec:
@@ -80,10 +85,6 @@ def test_longest_context() -> None:
     assert read().max_position == 512
     # A YaRN checkpoint may state the length of the original model only.
     assert read(rope_parameters=YARN_ROPE, max_position_embeddings=64).max_position == 256
-    # Windowed attention is full attention up to the window, and we go no further.
-    mistral = {"architectures": ["MistralForCausalLM"]}
-    assert read(**mistral, sliding_window=100).max_position == 100
-    assert read(**mistral, sliding_window=None).max_position == 512
 
 
 def test_head_dim_is_divided_out_or_given() -> None:
@@ -105,21 +106,23 @@ def test_unknown_architecture_lists_the_known_ones() -> None:
     ("field", "changes"),
     [
         ("hidden_act", {"hidden_act": "gelu"}),
+        ("hidden_activation", GEMMA | {"hidden_activation": "gelu"}),
+        ("attn_logit_softcapping", GEMMA | {"attn_logit_softcapping": 50.0}),
+        ("final_logit_softcapping", {"final_logit_softcapping": 30.0}),
+        ("use_bidirectional_attention", GEMMA | {"use_bidirectional_attention": True}),
+        ("rope_type", GEMMA | {"rope_parameters": {"rope_type": "linear", "factor": 8.0}}),
+        ("attn_logit_softcapping", GEMMA_PARTS | {"text_config": {"attn_logit_softcapping": 50.0}}),
+        ("tie_word_embeddings", GEMMA_PARTS | {"tie_word_embeddings": False}),
         ("quantization_config", {"quantization_config": {"quant_method": "gptq"}}),
         ("partial_rotary_factor", {"partial_rotary_factor": 0.5}),
         ("partial_rotary_factor", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
         ("rope_type", {"rope_parameters": {"rope_type": "longrope"}}),
         ("rope_type", {"rope_scaling": {"type": "su", "factor": 2.0}}),
         ("layer_types", {"layer_types": ["full_attention", "sliding_attention"]}),
-        (
-            "use_sliding_window",
-            {
-                "architectures": ["Qwen2ForCausalLM"],
-                "use_sliding_window": True,
-                "sliding_window": 64,
-                "max_window_layers": 1,
-            },
-        ),
+        ("layer_types", QWEN | {"layer_types": ["full_attention", "chunked_attention"], "use_sliding_window": True}),
+        ("layer_types", QWEN | {"layer_types": ["full_attention", "sliding_attention"]}),
+        ("layer_types", MISTRAL | {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}),
+        ("layer_types", MISTRAL | {"layer_types": ["sliding_attention"] * 2, "sliding_window": None}),
         ("attention_bias", {"architectures": ["MistralForCausalLM"], "attention_bias": True}),
         ("mlp_bias", {"architectures": ["Qwen3ForCausalLM"], "mlp_bias": True}),
     ],
@@ -130,10 +133,68 @@ def test_what_is_not_implemented_is_refused_by_name(field: str, changes: dict[st
     assert caught.value.field == field
 
 
-def test_a_window_that_reaches_no_layer_is_no_window() -> None:
-    qwen = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 64}
-    read(**qwen, use_sliding_window=False, max_window_layers=1)
-    read(**qwen, use_sliding_window=True, max_window_layers=2)
+def windows(**changes: Any) -> list[int | None]:
+    return [layer.mixer.window for layer in read(**changes).layers]
+
+
+def test_windows_of_mistral() -> None:
+    assert windows(**MISTRAL, sliding_window=100) == [100, 100]
+    assert windows(**MISTRAL, sliding_window=None) == [None, None]
+    assert windows(**MISTRAL) == [4096, 4096]
+    assert read(**MISTRAL, sliding_window=100).max_position == 512
+
+
+@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+def test_windows_of_qwen(architecture: str) -> None:
+    qwen = {"architectures": [architecture], "sliding_window": 64}
+    assert windows(**qwen, use_sliding_window=False, max_window_layers=1) == [None, None]
+    assert windows(**qwen, max_window_layers=1) == [None, None]
+    assert windows(**qwen, use_sliding_window=True, max_window_layers=2) == [None, None]
+    assert windows(**qwen, use_sliding_window=True, max_window_layers=1) == [None, 64]
+    assert windows(**qwen, use_sliding_window=True, max_window_layers=0) == [64, 64]
+    kinds = ["sliding_attention", "full_attention"]
+    assert windows(**qwen, use_sliding_window=True, layer_types=kinds) == [64, None]
+    assert windows(**qwen | {"sliding_window": None}, use_sliding_window=True, max_window_layers=0) == [None, None]
+    assert windows(**qwen | {"sliding_window": ...}, use_sliding_window=True, max_window_layers=0) == [4096, 4096]
+
+
+def test_windows_and_rotations_of_gemma3() -> None:
+    """In the older dialect and with what it leaves out, in the newer one, and layer by layer."""
+    older = read(**GEMMA, num_hidden_layers=7, sliding_window=8, rope_scaling={"rope_type": "linear", "factor": 8.0})
+    assert [layer.mixer.window for layer in older.layers] == [8, 8, 8, 8, 8, None, 8]
+    assert older.layers[5].mixer.rope == Rope(1e6, LinearScaling(8.0))
+    assert older.layers[6].mixer.rope == Rope(1e4)
+    assert older.layers[0].mixer.score_scale == 256**-0.5
+    parameters = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    kinds = ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"]
+    newer = read(**GEMMA, num_hidden_layers=7, sliding_window=8, rope_parameters=parameters, layer_types=kinds)
+    assert newer == older
+    assert windows(**GEMMA, sliding_window_pattern=2) == [4096, None]
+
+
+def test_gemma3_leaves_out_what_is_its_default() -> None:
+    """The text part of the 4B model's configuration, as released."""
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    spec, weight_map = build({**GEMMA_PARTS, "text_config": text})
+    config = Gemma3TextConfig(**text)
+    attention = spec.layers[0].mixer
+    assert (attention.num_heads, attention.num_kv_heads) == (config.num_attention_heads, config.num_key_value_heads)
+    assert (attention.head_dim, spec.vocab_size) == (config.head_dim, config.vocab_size)
+    assert spec.max_position == config.max_position_embeddings
+    assert spec.embedding_scale == 2560**0.5
+    kinds = ["full_attention" if layer.mixer.window is None else "sliding_attention" for layer in spec.layers]
+    assert kinds == config.layer_types
+    assert spec.tied_head
+    assert weight_map["norm.weight"] == ("language_model.model.norm.weight",)
 
 
 @pytest.mark.parametrize(
@@ -153,13 +214,20 @@ def test_a_window_that_reaches_no_layer_is_no_window() -> None:
         ("rope_parameters", [1]),
         ("rope_theta", float("nan")),
         ("layer_types", "full_attention"),
+        ("max_window_layers", -1),
+        ("sliding_window", 0),
         ("hidden_size", 66),
     ],
 )
 def test_a_wrong_field_is_named(field: str, value: Any) -> None:
     named = "head_dim" if (field, value) == ("hidden_size", 66) else field
     with pytest.raises(CheckpointError, match=named):
-        read(**{field: value})
+        read(**QWEN | {"use_sliding_window": True, "head_dim": ...} | {field: value})
+
+
+def test_layer_types_are_as_many_as_layers() -> None:
+    with pytest.raises(CheckpointError, match="each of 2 layers, got 3"):
+        read(**GEMMA, layer_types=["full_attention"] * 3)
 
 
 @pytest.mark.parametrize("field", ["factor", "low_freq_factor", "high_freq_factor"])

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -48,7 +50,8 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
-# Name -> classes and what differs from SHAPE. Groups of 1, 2 and 4 query heads; tied and not; every option of a family.
+# Name -> classes and what differs from SHAPE. Groups of 1, 2 and 4 query heads; tied and not; every option of a family;
+# windows shorter than the prompts of the tests, some of them no multiple of a block.
 CASES: dict[str, tuple[type, type, dict[str, Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM, {"num_attention_heads": 4, "num_key_value_heads": 4}),
     "llama3-rope": (
@@ -75,9 +78,26 @@ CASES: dict[str, tuple[type, type, dict[str, Any]]] = {
     "mistral-head-dim": (
         MistralConfig,
         MistralForCausalLM,
-        {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24, "sliding_window": 128},
+        {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24, "sliding_window": None},
+    ),
+    "mistral-window": (
+        MistralConfig,
+        MistralForCausalLM,
+        {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 13},
     ),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"num_attention_heads": 4, "num_key_value_heads": 1}),
+    "qwen2-window": (
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "num_hidden_layers": 3,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "max_window_layers": 1,
+        },
+    ),
     "qwen3": (
         Qwen3Config,
         Qwen3ForCausalLM,
@@ -87,6 +107,50 @@ CASES: dict[str, tuple[type, type, dict[str, Any]]] = {
         Qwen3Config,
         Qwen3ForCausalLM,
         {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "rope_parameters": YARN_ROPE},
+    ),
+    "qwen3-window": (
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "use_sliding_window": True,
+            "sliding_window": 3,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ),
+    "gemma3": (
+        Gemma3TextConfig,
+        Gemma3ForCausalLM,
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "num_hidden_layers": 7,
+            "sliding_window": 9,
+        },
+    ),
+    "gemma3-options": (
+        Gemma3TextConfig,
+        Gemma3ForCausalLM,
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "sliding_window": 16,
+            "query_pre_attn_scalar": 20,
+            "attention_bias": True,
+            "final_logit_softcapping": 6.0,
+            "tie_word_embeddings": False,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+            },
+        },
     ),
 }
 
@@ -127,7 +191,10 @@ def fill(decoder: Decoder, weight_map: WeightMap, tensors: dict[str, torch.Tenso
 
 
 class PagedRun:
-    """Runs token lists through a decoder, on shuffled blocks of poisoned memory."""
+    """Runs token lists through a decoder, on shuffled blocks of poisoned memory.
+
+    Blocks that have left a window are poisoned again, and the tables name the null block in their place.
+    """
 
     def __init__(self, decoder: Decoder, *, block_size: int = 4, num_blocks: int = 256, device: str = "cpu") -> None:
         self._decoder = decoder
@@ -140,11 +207,12 @@ class PagedRun:
         ]
         for storage in self._storages:
             storage.data.fill_(float("nan"))
-        self._builder = BatchBuilder(block_size, device, len(self._storages))
+        self._windows = [group.window for group in decoder.cache_groups]
+        self._builder = BatchBuilder(block_size, device, self._windows)
         self._free = list(range(1, num_blocks))
         random.Random(7).shuffle(self._free)
         self._lengths: dict[int, int] = {}
-        self._num_blocks: dict[int, int] = {}
+        self._tables: dict[int, list[list[int]]] = {}
         self._tick = 0
 
     @torch.inference_mode()
@@ -161,16 +229,29 @@ class PagedRun:
     def _item(self, seq_id: int, token_ids: list[int]) -> PlanItem:
         start = self._lengths.get(seq_id, 0)
         self._lengths[seq_id] = start + len(token_ids)
-        had = self._num_blocks.get(seq_id, 0)
         # One block more than needed now and then, as lookahead slots would have it.
-        needed = max(had, -(-(start + len(token_ids)) // self._block_size) + seq_id % 2)
-        self._num_blocks[seq_id] = needed
-        new = tuple(self._free.pop() for _ in range(needed - had))
+        needed = -(-(start + len(token_ids)) // self._block_size) + seq_id % 2
         opening = None
         if start == 0:
             opening = Opening(SamplingParams(), 0, 0, len(token_ids), tuple(token_ids), ())
-        deltas = (TableDelta(0, had, new),) if new else ()
-        return PlanItem(seq_id, start, token_ids, deltas, 1, opening)
+        tables = self._tables.setdefault(seq_id, [[] for _ in self._windows])
+        deltas = []
+        for group_idx, table in enumerate(tables):
+            before = table.copy()
+            self._drop_what_left_the_window(group_idx, table, start)
+            table += [self._free.pop() for _ in range(needed - len(table))]
+            if table != before:
+                first = next((idx for idx, old in enumerate(before) if table[idx] != old), len(before))
+                deltas.append(TableDelta(group_idx, first, tuple(table[first:])))
+        return PlanItem(seq_id, start, token_ids, tuple(deltas), 1, opening)
+
+    def _drop_what_left_the_window(self, group_idx: int, table: list[int], start: int) -> None:
+        """Null and poison the blocks of which no row from position `start` on sees a token."""
+        window = self._windows[group_idx]
+        if window is not None:
+            for block_idx in range(max(0, start + 1 - window) // self._block_size):
+                self._storages[group_idx].data[table[block_idx]] = float("nan")
+                table[block_idx] = 0
 
 
 @torch.inference_mode()

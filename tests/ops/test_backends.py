@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import get_args
 
 import pytest
 import torch
 
+from quire.ops.interface import Activation, HeadNorms, Rotation
 from quire.ops.native_ops import NativeLinear, NativeOps
 from tests.ops.backends import BACKENDS, Backend
 from tests.ops.world import RAGGED, REFERENCE, World, assert_near, randn
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ACTIVATIONS = get_args(Activation)
 
 
 @pytest.fixture(autouse=True)
@@ -62,20 +65,47 @@ def test_rows(backend: Backend, dtype: torch.dtype, width: int, num_rows: int) -
     ops = backend.make()
     x = randn(num_rows, 2 * width, dtype=dtype, device=backend.device) * 8
     kept, half = x.clone(), x[:, :width]
-    weight = randn(width, dtype=dtype, device=backend.device, seed=1)
-    assert_near(ops.rms_norm(half, weight, 1e-5), REFERENCE.rms_norm(half, weight, 1e-5), factor=2)
-    assert_near(ops.silu_mul(x), REFERENCE.silu_mul(x), factor=2)
+    for scale_dtype in (dtype, torch.float32):
+        weight = randn(width, dtype=scale_dtype, device=backend.device, seed=1)
+        assert_near(ops.rms_norm(half, weight, 1e-5), REFERENCE.rms_norm(half, weight, 1e-5), factor=2)
+    for activation in ACTIVATIONS:
+        assert_near(ops.gate(x, activation), REFERENCE.gate(x, activation), factor=2)
     ids = torch.tensor([num_rows - 1, 0, num_rows - 1], device=backend.device)
     assert torch.equal(ops.embedding(ids, x), REFERENCE.embedding(ids, x))
     assert torch.equal(x, kept)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_scale_of_float32_costs_one_rounding(backend: Backend, dtype: torch.dtype) -> None:
+    """Of rows and of heads; a scale of the rows' dtype costs up to three: its own, the norm's and the product's."""
+    x = randn(200, 64, dtype=dtype, device=backend.device)
+    scale = 1.0 + randn(64, device=backend.device, seed=1) / 8
+    wide = x.double()
+    exact = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * scale.double()
+    one_rounding = torch.finfo(dtype).eps / 2 * 1.001
+
+    def errors(found: torch.Tensor) -> torch.Tensor:
+        return (found.double() - exact).abs() / exact.abs()
+
+    ops = backend.make()
+    assert errors(ops.rms_norm(x, scale, 1e-5)).max() < one_rounding
+    assert errors(ops.rms_norm(x, scale.to(dtype), 1e-5)).max() > 1.5 * one_rounding
+    # Heads that do not turn: each row holds one query head, its key head and its value head.
+    world = World([(0, 200)], num_kv_heads=1, group=1, dtype=dtype, device=backend.device)
+    step = ops.step_attention(world.batch, world.kv)
+    still = Rotation(torch.ones_like(world.rotation.cos), torch.zeros_like(world.rotation.sin))
+    queries = step.prepare(0, x.repeat(1, 3), HeadNorms(scale.repeat(2, 1), 1e-5), still)
+    assert errors(queries[:, 0]).max() < one_rounding
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gates_at_the_ends_of_their_range(backend: Backend, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gates_at_the_ends_of_their_range(backend: Backend, dtype: torch.dtype, activation: Activation) -> None:
     gates = torch.tensor([-6e4, -200.0, -88.5, -30.0, 0.0, 30.0, 200.0, 6e4, float("nan")] * 3)
     gate_up = torch.cat((gates, torch.ones_like(gates)))[None].to(backend.device, dtype)
-    found, expected = backend.make().silu_mul(gate_up), REFERENCE.silu_mul(gate_up)
+    found, expected = backend.make().gate(gate_up, activation), REFERENCE.gate(gate_up, activation)
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-30, equal_nan=True)
 
 

@@ -19,7 +19,7 @@ from quire.execution.heap import keep_freed_memory, use_huge_pages
 from quire.execution.machine import pick_device, probe
 from quire.execution.runner import ModelRunner
 from quire.memory.manager import KVCacheManager
-from quire.memory.specs import FullAttention
+from quire.memory.specs import FullAttention, KVCacheSpec, SlidingWindow
 from quire.models.checkpoint import Checkpoint, locate
 from quire.models.decoder import Decoder
 from quire.models.loading import load_decoder
@@ -106,21 +106,22 @@ def load(config: EngineConfig) -> LoadedModel:
     return LoadedModel(name, engine, _default_params(checkpoint))
 
 
-def _cache_specs(decoder: Decoder, block_size: int, element_bytes: int) -> list[FullAttention]:
+def _cache_specs(decoder: Decoder, block_size: int, element_bytes: int) -> list[KVCacheSpec]:
     """Return one cache spec for each of the model's cache groups."""
-    return [
-        FullAttention(
-            block_size=block_size,
-            num_layers=group.num_layers,
-            num_kv_heads=group.num_kv_heads,
-            head_dim=group.head_dim,
-            element_bytes=element_bytes,
-        )
-        for group in decoder.spec.cache_groups
-    ]
+    specs: list[KVCacheSpec] = []
+    for group in decoder.spec.cache_groups:
+        shape = {
+            "block_size": block_size,
+            "num_layers": group.num_layers,
+            "num_kv_heads": group.num_kv_heads,
+            "head_dim": group.head_dim,
+            "element_bytes": element_bytes,
+        }
+        specs.append(FullAttention(**shape) if group.window is None else SlidingWindow(window=group.window, **shape))
+    return specs
 
 
-def _memory(resolved: ResolvedConfig, groups: list[FullAttention]) -> KVCacheManager:
+def _memory(resolved: ResolvedConfig, groups: list[KVCacheSpec]) -> KVCacheManager:
     """Return the manager of as many bytes as `num_blocks` blocks of every group have, the null blocks besides."""
     return KVCacheManager(
         groups,

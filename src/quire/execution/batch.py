@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
@@ -64,13 +65,14 @@ class BatchBuilder:
     Args:
         block_size: N.
         device: where the tensors go; they are made on the CPU.
-        num_groups: cache groups.
+        windows: of each cache group, the tokens that a row sees; None for all before it. What has left the window of
+            every row is not read, so the table may name any block there: the null block, say.
     """
 
-    def __init__(self, block_size: int, device: torch.device | str, num_groups: int = 1) -> None:
+    def __init__(self, block_size: int, device: torch.device | str, windows: Sequence[int | None] = (None,)) -> None:
         self._block_size = block_size
         self._device = torch.device(device)
-        self._num_groups = num_groups
+        self._windows = tuple(windows)
         self._tables: dict[int, tuple[BlockTable, ...]] = {}
 
     def build(self, plan: StepPlan) -> Batch:
@@ -97,13 +99,13 @@ class BatchBuilder:
             positions = torch.arange(row_starts[-1]) + (starts - firsts)[owners]
         attention = tuple(
             self._attention(group_idx, items, row_starts, context_lens, positions, owners)
-            for group_idx in range(self._num_groups)
+            for group_idx in range(len(self._windows))
         )
         return Batch(self._placed(input_ids), self._placed(positions), attention, row_starts)
 
     def _change_tables(self, item: PlanItem) -> None:
         if item.opening is not None:
-            self._tables[item.seq_id] = tuple(BlockTable() for _ in range(self._num_groups))
+            self._tables[item.seq_id] = tuple(BlockTable() for _ in self._windows)
         if item.table_deltas:
             tables = self._tables[item.seq_id]
             for delta in item.table_deltas:
@@ -129,7 +131,12 @@ class BatchBuilder:
         blocks = block_ids[table_starts + positions // block_size]
         slot_mapping = blocks * block_size + positions % block_size
         return AttentionBatch(
-            self._placed(slot_mapping), row_starts, context_lens, self._placed(block_ids), block_starts
+            self._placed(slot_mapping),
+            row_starts,
+            context_lens,
+            self._placed(block_ids),
+            block_starts,
+            self._windows[group_idx],
         )
 
     def _placed(self, tensor: Tensor) -> Tensor:

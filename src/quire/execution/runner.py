@@ -49,14 +49,16 @@ class ModelRunner:
             dtype: of the cache; the decoder's.
         """
         place = torch.device(device)
+        groups = decoder.spec.cache_groups
         shapes = [
             (count, group.num_layers, block_size, group.num_kv_heads, group.head_dim)
-            for count, group in zip(num_blocks, decoder.spec.cache_groups, strict=True)
+            for count, group in zip(num_blocks, groups, strict=True)
         ]
         num_bytes = max(2 * math.prod(shape) * dtype.itemsize for shape in shapes)
         memory = torch.empty(num_bytes, dtype=torch.uint8, device=place)
         storages = [KVStorage(*shape, dtype, place, memory) for shape in shapes]
-        return cls(decoder, storages, BatchBuilder(block_size, place, len(storages)), Sampler(place))
+        builder = BatchBuilder(block_size, place, [group.window for group in groups])
+        return cls(decoder, storages, builder, Sampler(place))
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:

@@ -72,12 +72,43 @@ class Norm:
     def __init__(self, norm: spec.RMSNorm, width: int, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
         self._eps = norm.eps
         self._rms_norm = ops.rms_norm
-        self._scale = torch.empty(width, dtype=dtype, device=device)
-        self.slots: WeightSlots = {"weight": WeightSlot((width,), self._scale.copy_)}
+        self._scale = empty_scale(norm, (width,), dtype, device)
+        self.slots: WeightSlots = {"weight": scale_slot(norm, self._scale, (width,))}
 
     def __call__(self, x: Tensor) -> Tensor:
         """Normalise [T, E]."""
         return self._rms_norm(x, self._scale, self._eps)
+
+
+def empty_scale(norm: spec.RMSNorm, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Make room for a norm's scale: of float32 where it is a sum with 1, else of the model's dtype."""
+    return torch.empty(shape, dtype=torch.float32 if norm.zero_centred else dtype, device=device)
+
+
+def scale_slot(norm: spec.RMSNorm, scale: Tensor, shape: tuple[int, ...]) -> WeightSlot:
+    """Say how a norm's weight of `shape` becomes its scale."""
+    return WeightSlot(shape, lambda weight: scale.copy_(weight).add_(1.0) if norm.zero_centred else scale.copy_(weight))
+
+
+class ResidualProjection:
+    """The last projection of a mixer or an FFN, then the norm that follows it, if one does, and the residual.
+
+    Attributes:
+        slots: those of the projection and, with a norm, "norm".
+    """
+
+    __slots__ = ("_norm", "_projection", "slots")
+
+    def __init__(self, in_width: int, out_width: int, has_bias: bool, norm: Norm | None, ops: Ops) -> None:
+        self._projection = Projection(in_width, out_width, has_bias, ops)
+        self._norm = norm
+        self.slots: WeightSlots = self._projection.slots | (nested(norm=norm.slots) if norm is not None else {})
+
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Add to `residual` [T, out] what `x` [T, in] is projected to."""
+        if self._norm is None:
+            return self._projection.run(x, residual)
+        return self._norm(self._projection.run(x)).add_(residual)
 
 
 class AttentionBlock:
@@ -87,6 +118,7 @@ class AttentionBlock:
         attention: heads and what is done to them.
         width: E.
         layer_idx: the layer's place in its cache group.
+        post_norm: of what is added to the residual, if any.
 
     Attributes:
         slots: "qkv", "output" and, where heads are normed, "q_norm" and "k_norm".
@@ -97,22 +129,24 @@ class AttentionBlock:
         attention: spec.Attention,
         width: int,
         layer_idx: int,
+        post_norm: Norm | None,
         ops: Ops,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         num_heads, num_kv_heads, head_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
-        self._scale = head_dim**-0.5
+        self._score_scale = head_dim**-0.5 if attention.score_scale is None else attention.score_scale
         self._layer_idx = layer_idx
         self._qkv = Projection(width, (num_heads + 2 * num_kv_heads) * head_dim, attention.qkv_bias, ops)
-        self._output = Projection(num_heads * head_dim, width, attention.output_bias, ops)
+        self._output = ResidualProjection(num_heads * head_dim, width, attention.output_bias, post_norm, ops)
         self.slots = nested(qkv=self._qkv.slots, output=self._output.slots)
         self._norms: HeadNorms | None = None
         if attention.qk_norm is not None:
-            scales = torch.empty(num_heads + num_kv_heads, head_dim, dtype=dtype, device=device)
-            self._norms = HeadNorms(scales, attention.qk_norm.eps)
-            self.slots["q_norm.weight"] = WeightSlot((head_dim,), scales[:num_heads].copy_)
-            self.slots["k_norm.weight"] = WeightSlot((head_dim,), scales[num_heads:].copy_)
+            norm = attention.qk_norm
+            scales = empty_scale(norm, (num_heads + num_kv_heads, head_dim), dtype, device)
+            self._norms = HeadNorms(scales, norm.eps)
+            self.slots["q_norm.weight"] = scale_slot(norm, scales[:num_heads], (head_dim,))
+            self.slots["k_norm.weight"] = scale_slot(norm, scales[num_heads:], (head_dim,))
 
     def __call__(self, x: Tensor, residual: Tensor, rotation: Rotation, step: StepAttention) -> Tensor:
         """Add to `residual` what each row of `x` gathers from its sequence.
@@ -123,22 +157,28 @@ class AttentionBlock:
             step: the step's attention over this block's cache group; this block's keys and values are written to it.
         """
         q = step.prepare(self._layer_idx, self._qkv.run(x), self._norms, rotation)
-        return self._output.run(step.attend(self._layer_idx, q, self._scale), residual)
+        return self._output(step.attend(self._layer_idx, q, self._score_scale), residual)
 
 
 class GatedMLPBlock:
     """A gated two-layer perceptron.
 
+    Args:
+        mlp: its width and activation.
+        width: E.
+        post_norm: of what is added to the residual, if any.
+
     Attributes:
         slots: "gate_up" and "down".
     """
 
-    def __init__(self, mlp: spec.GatedMLP, width: int, ops: Ops) -> None:
+    def __init__(self, mlp: spec.GatedMLP, width: int, post_norm: Norm | None, ops: Ops) -> None:
         self._gate_up = Projection(width, 2 * mlp.width, mlp.bias, ops)
-        self._down = Projection(mlp.width, width, mlp.bias, ops)
-        self._silu_mul = ops.silu_mul
+        self._down = ResidualProjection(mlp.width, width, mlp.bias, post_norm, ops)
+        self._gate = ops.gate
+        self._activation = mlp.activation
         self.slots = nested(gate_up=self._gate_up.slots, down=self._down.slots)
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
         """Add to `residual` [T, E] what the perceptron makes of `x` [T, E]."""
-        return self._down.run(self._silu_mul(self._gate_up.run(x)), residual)
+        return self._down(self._gate(self._gate_up.run(x), self._activation), residual)

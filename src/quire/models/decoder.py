@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -31,17 +32,19 @@ class Decoder:
         self.dtype = dtype
         self._device = device
         self._embedding = torch.empty(0)
+        self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
         self._head = Projection(spec.width, spec.vocab_size, False, ops)
-        self._norm = Norm(spec.norm, spec.width, ops, dtype, device)
+        new_norm = partial(Norm, width=spec.width, ops=ops, dtype=dtype, device=device)
+        self._norm = new_norm(spec.norm)
         kinds = list(dict.fromkeys((layer.mixer.rope, layer.mixer.head_dim) for layer in spec.layers))
         self._rotations = [RotaryEmbedding(rope, head_dim, dtype, device) for rope, head_dim in kinds]
         slots = {"embedding.weight": WeightSlot((spec.vocab_size, spec.width), self._fill_embedding)}
         self._layers = []
         for idx, (layer, (group_idx, place)) in enumerate(zip(spec.layers, spec.cache_places, strict=True)):
-            mixer_norm = Norm(layer.norm, spec.width, ops, dtype, device)
-            mixer = AttentionBlock(layer.mixer, spec.width, place, ops, dtype, device)
-            ffn_norm = Norm(layer.norm, spec.width, ops, dtype, device)
-            ffn = GatedMLPBlock(layer.ffn, spec.width, ops)
+            mixer_norm, ffn_norm = new_norm(layer.norm), new_norm(layer.norm)
+            post_norms = [None if layer.post_norm is None else new_norm(layer.post_norm) for _ in range(2)]
+            mixer = AttentionBlock(layer.mixer, spec.width, place, post_norms[0], ops, dtype, device)
+            ffn = GatedMLPBlock(layer.ffn, spec.width, post_norms[1], ops)
             parts = nested(mixer_norm=mixer_norm.slots, mixer=mixer.slots, ffn_norm=ffn_norm.slots, ffn=ffn.slots)
             slots |= nested(**{f"layers.{idx}": parts})
             rotation_idx = kinds.index((layer.mixer.rope, layer.mixer.head_dim))
@@ -112,6 +115,8 @@ class Decoder:
         steps = [ops.step_attention(batch, kv) for batch, kv in zip(attention, storages, strict=True)]
         rotations = [rotation(positions) for rotation in self._rotations]
         x = ops.embedding(input_ids, self._embedding)
+        if self._embedding_scale != 1.0:
+            x = x * self._embedding_scale
         for mixer_norm, mixer, ffn_norm, ffn, rotation_idx, group_idx in self._layers:
             x = mixer(mixer_norm(x), x, rotations[rotation_idx], steps[group_idx])
             x = ffn(ffn_norm(x), x)
@@ -119,7 +124,9 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [R, V], float32, of hidden states [R, E]."""
-        return self._head.run(self._norm(hidden)).float()
+        logits = self._head.run(self._norm(hidden)).float()
+        cap = self.spec.logit_cap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def _fill_embedding(self, tensor: Tensor) -> None:
         """Keep the matrix for look-ups; a tied head takes it too.

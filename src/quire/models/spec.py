@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from quire.ops.interface import Activation
+
 
 @dataclass(frozen=True, slots=True)
 class LinearScaling:
@@ -58,18 +60,27 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class RMSNorm:
-    """Division by the root mean square, then a learned scale."""
+    """Division by the root mean square, then a learned scale.
+
+    Args:
+        eps: added to the mean square.
+        zero_centred: the weight is what the scale has more than 1. Their sum, which bfloat16 does not hold, is kept
+            and applied in float32.
+    """
 
     eps: float
+    zero_centred: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Causal attention over all earlier tokens, query heads in groups that share a KV head.
+    """Causal attention, query heads in groups that share a KV head.
 
     Args:
         qk_norm: norm of each query and key head before the rotation, or None.
         qkv_bias, output_bias: whether the projections add a learned bias.
+        window: tokens that a token sees, itself included; None for all before it.
+        score_scale: what scores are multiplied by before the softmax; None for `head_dim ** -0.5`.
     """
 
     num_heads: int
@@ -79,41 +90,54 @@ class Attention:
     qk_norm: RMSNorm | None = None
     qkv_bias: bool = False
     output_bias: bool = False
+    window: int | None = None
+    score_scale: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class GatedMLP:
-    """`down(silu(gate(x)) * up(x))`.
+    """`down(activation(gate(x)) * up(x))`.
 
     Args:
         width: columns of gate and up.
         bias: whether all three projections add a learned bias.
+        activation: of the gate.
     """
 
     width: int
     bias: bool = False
+    activation: Activation = "silu"
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One layer: `x += mixer(norm(x))`, then `x += ffn(norm(x))`."""
+    """One layer: `x += post_norm(mixer(norm(x)))`, then `x += post_norm(ffn(norm(x)))`.
+
+    Args:
+        norm: before the mixer, and before the FFN.
+        mixer, ffn: the two halves.
+        post_norm: of what the mixer gives, and of what the FFN gives; None adds it as it is.
+    """
 
     norm: RMSNorm
     mixer: Attention
     ffn: GatedMLP
+    post_norm: RMSNorm | None = None
 
 
 class CacheGroup(NamedTuple):
-    """Layers that share one KV shape, and so one block table.
+    """Layers that share one KV shape and one window, and so one block table.
 
     Args:
         num_layers: layers of the group; a block holds all of them.
         num_kv_heads, head_dim: the shape of one token's keys in one layer.
+        window: tokens that a token sees in these layers, itself included; None for all before it.
     """
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    window: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +151,8 @@ class ModelSpec:
         norm: before the head.
         tied_head: the head is the embedding.
         max_position: the longest context that the model was made for, in tokens.
+        embedding_scale: what embeddings are multiplied by, rounded to their dtype first; the head is not.
+        logit_cap: logits become `logit_cap * tanh(logits / logit_cap)`; None leaves them.
     """
 
     vocab_size: int
@@ -135,12 +161,14 @@ class ModelSpec:
     norm: RMSNorm
     tied_head: bool
     max_position: int
+    embedding_scale: float = 1.0
+    logit_cap: float | None = None
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
         """The cache groups, in the order of their first layers."""
-        shapes = [(layer.mixer.num_kv_heads, layer.mixer.head_dim) for layer in self.layers]
-        return tuple(CacheGroup(shapes.count(shape), *shape) for shape in dict.fromkeys(shapes))
+        kinds = [_cache_kind(layer.mixer) for layer in self.layers]
+        return tuple(CacheGroup(kinds.count(kind), *kind) for kind in dict.fromkeys(kinds))
 
     @property
     def cache_places(self) -> tuple[tuple[int, int], ...]:
@@ -149,10 +177,15 @@ class ModelSpec:
         filled = [0] * len(groups)
         places = []
         for layer in self.layers:
-            group_idx = groups.index((layer.mixer.num_kv_heads, layer.mixer.head_dim))
+            group_idx = groups.index(_cache_kind(layer.mixer))
             places.append((group_idx, filled[group_idx]))
             filled[group_idx] += 1
         return tuple(places)
+
+
+def _cache_kind(mixer: Attention) -> tuple[int, int, int | None]:
+    """Return what layers of one cache group have in common."""
+    return mixer.num_kv_heads, mixer.head_dim, mixer.window
 
 
 # Decoder weight name -> names of the checkpoint's tensors that make it up, concatenated on dimension 0.

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
+
+# What a gate goes through: x * sigmoid(x); gelu (arXiv 1606.08415) with tanh in place of the error function.
+Activation = Literal["silu", "gelu_tanh"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,8 @@ class HeadNorms(NamedTuple):
     """The norms of query and key heads.
 
     Args:
-        scales: a row for each query head, then one for each KV head: [H + K, D], contiguous.
+        scales: a row for each query head, then one for each KV head: [H + K, D], contiguous; of a dtype as
+            `Ops.rms_norm` takes it.
         eps: added to the mean square.
     """
 
@@ -140,16 +144,19 @@ class Ops(Protocol):
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Divide rows by their root mean square, in float32, then scale them by `weight` in the dtype of `x`.
+        """Divide rows by their root mean square, in float32, then scale them in the dtype of `weight`.
 
         Args:
             x: [T, E].
-            weight: [E].
+            weight: [E], of the dtype of `x`, or of float32: then the result is rounded once.
+
+        Returns:
+            [T, E], of the dtype of `x`.
         """
         ...
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """Return `silu(gate) * up` of the two halves: [T, 2 F], contiguous, to [T, F]."""
+    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """Return `activation(gate) * up` of the two halves: [T, 2 F], contiguous, to [T, F]."""
         ...
 
     def step_attention(self, batch: AttentionBatch, kv: PagedKV) -> StepAttention:

@@ -14,14 +14,17 @@ from typing import Any, Final
 
 import torch
 
+from quire.ops.interface import Activation
+
 FOLDER: Final = Path(__file__).parent / "native"
 # The number that `quire_interface_version` must return.
-INTERFACE_VERSION: Final = 2
+INTERFACE_VERSION: Final = 3
 # The best last; a processor that runs one runs those before it.
 LEVELS: Final = ("portable", "avx2", "avx512", "avx512_bf16")
 MAX_HEAD_DIM: Final = 256
-# Types as the libraries number them.
+# Types and activations as the libraries number them.
 TYPES: Final = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+ACTIVATIONS: Final[dict[Activation, int]] = {"silu": 0, "gelu_tanh": 1}
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -62,8 +65,8 @@ class NativeLibrary:
 
     Attributes:
         packed_type: the type of weights that it packs and multiplies faster than torch does, if any.
-        attend, prepare, rms_norm, silu_mul, pack, linear, packed_columns: the functions of the same names, with
-            `quire_` before, of the sources.
+        attend, gate, prepare, rms_norm, pack, linear, packed_columns: the functions of the same names, with `quire_`
+            before, of the sources.
 
     Raises:
         OSError: it cannot be loaded, or was built from other sources than these.
@@ -82,11 +85,13 @@ class NativeLibrary:
         )
         rows, kv = ctypes.POINTER(StepRows), ctypes.POINTER(Cache)
         self.attend = _typed(library.quire_attend, rows, kv, _INT, _POINTER, _INT, _INT, _FLOAT, _INT, _POINTER)
+        self.gate = _typed(library.quire_gate, _INT, _INT, _POINTER, _INT, _INT, _POINTER)
         self.prepare = _typed(
-            library.quire_prepare, rows, kv, _INT, _POINTER, _POINTER, _FLOAT, _POINTER, _POINTER, _INT, _POINTER
+            library.quire_prepare, rows, kv, _INT, _POINTER, _INT, _POINTER, _FLOAT, _POINTER, _POINTER, _INT, _POINTER
         )
-        self.rms_norm = _typed(library.quire_rms_norm, _INT, _POINTER, _INT, _POINTER, _FLOAT, _INT, _INT, _POINTER)
-        self.silu_mul = _typed(library.quire_silu_mul, _INT, _POINTER, _INT, _INT, _POINTER)
+        self.rms_norm = _typed(
+            library.quire_rms_norm, _INT, _POINTER, _INT, _INT, _POINTER, _FLOAT, _INT, _INT, _POINTER
+        )
         self.pack = _typed(library.quire_pack, _POINTER, _INT, _INT, _POINTER)
         self.linear = _typed(
             library.quire_linear, _POINTER, _INT, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER

@@ -7,8 +7,8 @@ from ctypes import byref
 import torch
 from torch import Tensor
 
-from quire.ops.interface import AttentionBatch, HeadNorms, Linear, PagedKV, Rotation, StepAttention
-from quire.ops.native_library import MAX_HEAD_DIM, TYPES, Cache, NativeLibrary, StepRows
+from quire.ops.interface import Activation, AttentionBatch, HeadNorms, Linear, PagedKV, Rotation, StepAttention
+from quire.ops.native_library import ACTIVATIONS, MAX_HEAD_DIM, TYPES, Cache, NativeLibrary, StepRows
 from quire.ops.torch_ops import TorchOps
 
 
@@ -39,15 +39,25 @@ class NativeOps:
         num_rows, width = x.shape
         output = x.new_empty(num_rows, width)
         self._library.rms_norm(
-            TYPES[x.dtype], x.data_ptr(), x.stride(0), weight.data_ptr(), eps, num_rows, width, output.data_ptr()
+            TYPES[x.dtype],
+            x.data_ptr(),
+            x.stride(0),
+            TYPES[weight.dtype],
+            weight.data_ptr(),
+            eps,
+            num_rows,
+            width,
+            output.data_ptr(),
         )
         return output
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """Gate rows [T, 2 F]."""
         num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         output = gate_up.new_empty(num_rows, width)
-        self._library.silu_mul(TYPES[gate_up.dtype], gate_up.data_ptr(), num_rows, width, output.data_ptr())
+        self._library.gate(
+            TYPES[gate_up.dtype], ACTIVATIONS[activation], gate_up.data_ptr(), num_rows, width, output.data_ptr()
+        )
         return output
 
     def step_attention(self, batch: AttentionBatch, kv: PagedKV) -> StepAttention:
@@ -121,12 +131,15 @@ class NativeStepAttention:
         """Norm and rotate queries and keys, store keys and values; return the queries [T, H, D]."""
         num_heads = qkv.shape[1] // self._head_dim - 2 * self._num_kv_heads
         queries = qkv.new_empty(self._num_rows, num_heads, self._head_dim)
-        scales, eps = (norms.scales.data_ptr(), norms.eps) if norms is not None else (None, 0.0)
+        scale_type, scales, eps = TYPES[qkv.dtype], None, 0.0
+        if norms is not None:
+            scale_type, scales, eps = TYPES[norms.scales.dtype], norms.scales.data_ptr(), norms.eps
         self._library.prepare(
             self._rows,
             self._cache,
             layer_idx,
             qkv.data_ptr(),
+            scale_type,
             scales,
             eps,
             rotation.cos.data_ptr(),

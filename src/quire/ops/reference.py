@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from quire.ops.interface import AttentionBatch, HeadNorms, PagedKV, Rotation
+from quire.ops.interface import Activation, AttentionBatch, HeadNorms, PagedKV, Rotation
 
 
 class ReferenceOps:
@@ -22,13 +24,17 @@ class ReferenceOps:
         return torch.stack([weight[token_id] for token_id in ids.tolist()])
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Normalise in float32, cast, then scale."""
+        """Normalise in float32, cast to the weight's dtype, scale."""
         return rms_norm(x, weight, eps)
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """Gate in float32."""
-        gate, up = gate_up.float().chunk(2, -1)
-        return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)
+        gates, ups = gate_up.float().chunk(2, -1)
+        if activation == "silu":
+            factor = torch.sigmoid(gates)
+        else:
+            factor = 0.5 * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (gates + 0.044715 * gates**3)))
+        return (gates * factor * ups).to(gate_up.dtype)
 
     def step_attention(self, batch: AttentionBatch, kv: PagedKV) -> ReferenceStepAttention:
         """Keep the batch as it is."""
@@ -98,9 +104,9 @@ class ReferenceStepAttention:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalise the last dimension in float32, cast, then scale."""
+    """Normalise the last dimension in float32, cast to the weight's dtype, scale, cast to the dtype of `x`."""
     wide = x.float()
-    return (wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt()).to(x.dtype) * weight
+    return ((wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt()).to(weight.dtype) * weight).to(x.dtype)
 
 
 def rotary(x: Tensor, rotation: Rotation) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from quire.ops import torch_rows
-from quire.ops.interface import AttentionBatch, Linear, PagedKV
+from quire.ops.interface import Activation, AttentionBatch, Linear, PagedKV
 from quire.ops.torch_attention import Scratch, TorchStepAttention
 
 # Rows that the packed layout is chosen for. It matters little: layouts for 1 and for 512 rows are equally fast in
@@ -46,9 +46,9 @@ class TorchOps:
         """Normalise rows."""
         return torch_rows.rms_norm(x, weight, eps)
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """Gate rows."""
-        return torch_rows.silu_mul(gate_up)
+        return torch_rows.gate(gate_up, activation)
 
     def step_attention(self, batch: AttentionBatch, kv: PagedKV) -> TorchStepAttention:
         """Compute row ids and masks once for all layers."""

@@ -6,14 +6,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from quire.ops.interface import Activation
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalise the last dimension of [..., D]; the scale is apart, for it comes after the cast.
+    """Normalise the last dimension of [..., D]; the scale is apart, for it comes after the cast to its dtype.
 
     Args:
         weight: anything that broadcasts against `x`.
     """
-    return torch.rms_norm(x, (x.shape[-1],), None, eps).mul_(weight)
+    return torch.rms_norm(x.to(weight.dtype), (x.shape[-1],), None, eps).mul_(weight).to(x.dtype)
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -21,7 +23,8 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """Gate, then multiply in place."""
-    gate, up = gate_up.chunk(2, -1)
-    return functional.silu(gate).mul_(up)
+def gate(gate_up: Tensor, activation: Activation) -> Tensor:
+    """Activate the gates, then multiply in place."""
+    gates, ups = gate_up.chunk(2, -1)
+    activated = functional.silu(gates) if activation == "silu" else functional.gelu(gates, approximate="tanh")
+    return activated.mul_(ups)

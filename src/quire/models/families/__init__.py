@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from quire.errors import CheckpointError, UnsupportedModel
+from quire.models.families.gemma3 import gemma3, gemma3_of_text_and_images
 from quire.models.families.hf_config import HFConfig
 from quire.models.families.llama import llama
 from quire.models.families.mistral import mistral
@@ -15,6 +16,8 @@ from quire.models.spec import ModelSpec, WeightMap
 
 # The name that a checkpoint's config.json lists under "architectures" -> how such a configuration is read.
 FAMILIES: Final[dict[str, Callable[[HFConfig], tuple[ModelSpec, WeightMap]]]] = {
+    "Gemma3ForCausalLM": gemma3,
+    "Gemma3ForConditionalGeneration": gemma3_of_text_and_images,
     "LlamaForCausalLM": llama,
     "MistralForCausalLM": mistral,
     "Qwen2ForCausalLM": qwen2,

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from quire.errors import CheckpointError, UnsupportedModel
 from quire.models.spec import LinearScaling, Llama3Scaling, Rope, RopeScaling, YarnScaling
+from quire.ops.interface import Activation
 
-# Fields that change what a model computes, and the only values of them that are implemented.
+# Fields that change what a model computes, and the only values of them that are implemented; in every part.
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "quantization_config": (None,),
     "compression_config": (None,),
-    "hidden_act": ("silu", "swish"),
     "partial_rotary_factor": (None, 1.0),
     "attn_logit_softcapping": (None,),
-    "final_logit_softcapping": (None,),
     "is_encoder_decoder": (None, False),
     "add_cross_attention": (None, False),
 }
+# The name of an activation -> ours.
+ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+# What `layer_types` calls a layer that sees all earlier tokens, and one that sees a window.
+FULL, WINDOWED = "full_attention", "sliding_attention"
 ROPE_TYPES = "default, linear, dynamic, llama3, yarn"
 _MISSING = object()
 
@@ -34,9 +37,8 @@ class HFConfig:
     def __init__(self, fields: Mapping[str, Any], prefix: str = "") -> None:
         self._fields = fields
         self._prefix = prefix
-        if not prefix:
-            for name, allowed in NEUTRAL.items():
-                self.require(name, *allowed)
+        for name, allowed in NEUTRAL.items():
+            self.require(name, *allowed)
 
     def require(self, name: str, *allowed: object) -> None:
         """Refuse a field whose value is none of `allowed`; a missing field passes."""
@@ -48,12 +50,21 @@ class HFConfig:
                 field=name,
             )
 
-    def integer(self, name: str, default: int | None = None) -> int:
-        """Read a positive integer; null counts as missing."""
+    def filled(self, defaults: Mapping[str, Any]) -> HFConfig:
+        """Return the same configuration with a family's defaults in place of what is missing or null."""
+        given = {name: value for name, value in self._fields.items() if value is not None}
+        return HFConfig({**defaults, **given}, self._prefix)
+
+    def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
+        """Read an integer, at least `least`; null counts as missing."""
         value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self._wrong(name, value, "a positive integer")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise self._wrong(name, value, "a positive integer" if least == 1 else f"an integer from {least} on")
         return value
+
+    def integer_or_none(self, name: str, missing: int) -> int | None:
+        """Read a positive integer or null; `missing` where the field is not there."""
+        return None if self._fields.get(name, missing) is None else self.integer(name, missing)
 
     def number(self, name: str, default: float | None = None) -> float:
         """Read a positive number; null counts as missing."""
@@ -111,25 +122,60 @@ class HFConfig:
 def read_rope(config: HFConfig, default_theta: float = 10_000.0) -> Rope:
     """Read the rotation from `rope_parameters`, or from the older `rope_theta` and `rope_scaling`."""
     part = config.part("rope_parameters") or config.part("rope_scaling")
+    return read_rope_part(config, part, config.number("rope_theta", default_theta))
+
+
+def read_rope_part(config: HFConfig, part: HFConfig | None, default_theta: float) -> Rope:
+    """Read a rotation from one of the configuration's objects, or as the plain one where there is none."""
     if part is None:
-        return Rope(config.number("rope_theta", default_theta))
-    part.require("partial_rotary_factor", None, 1.0)
-    theta = part.number("rope_theta", config.number("rope_theta", default_theta))
-    return Rope(theta, _read_scaling(config, part))
+        return Rope(default_theta)
+    return Rope(part.number("rope_theta", default_theta), _read_scaling(config, part))
 
 
-def refuse_layer_types(config: HFConfig) -> None:
-    """Refuse layers whose attention is not full: windows and chunks that some of the families allow.
+def read_activation(config: HFConfig, name: str = "hidden_act") -> Activation:
+    """Read what the gates of the FFNs go through."""
+    value = config.text(name, "silu")
+    if value not in ACTIVATIONS:
+        raise UnsupportedModel(
+            f"config.json: {name} is {value!r}, but only {', '.join(map(repr, ACTIVATIONS))} are implemented",
+            field=name,
+        )
+    return ACTIVATIONS[value]
+
+
+def refuse_layer_types(config: HFConfig, *allowed: str) -> None:
+    """Refuse layers whose attention is of another kind than those of `allowed`.
 
     Raises:
         UnsupportedModel: naming the field.
     """
     for kind in config.texts("layer_types"):
-        if kind != "full_attention":
+        if kind not in allowed:
             raise UnsupportedModel(
-                f"config.json: layer_types names {kind!r}, but only 'full_attention' is implemented",
+                f"config.json: layer_types names {kind!r}, but only {' and '.join(map(repr, allowed))} can be here",
                 field="layer_types",
             )
+
+
+def read_windows(config: HFConfig, has_window: Callable[[int], bool]) -> tuple[int | None, ...]:
+    """Read the window of every layer, None for those that see all earlier tokens.
+
+    Args:
+        has_window: whether the layer of an index has the window, where `layer_types` does not say.
+
+    Raises:
+        CheckpointError: `layer_types` is not of one entry for each layer, or `sliding_window` is missing.
+        UnsupportedModel: `layer_types` names another kind.
+    """
+    num_layers = config.integer("num_hidden_layers")
+    refuse_layer_types(config, FULL, WINDOWED)
+    kinds = config.texts("layer_types") or tuple(WINDOWED if has_window(idx) else FULL for idx in range(num_layers))
+    if len(kinds) != num_layers:
+        raise CheckpointError(
+            f"config.json: layer_types must have one entry for each of {num_layers} layers, got {len(kinds)}",
+            field="layer_types",
+        )
+    return tuple(config.integer("sliding_window") if kind == WINDOWED else None for kind in kinds)
 
 
 def read_max_position(config: HFConfig, rope: Rope) -> int:

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
 from quire.errors import CheckpointError
-from quire.models.families.hf_config import HFConfig, read_max_position, read_rope, refuse_layer_types
-from quire.models.spec import Attention, GatedMLP, LayerSpec, ModelSpec, RMSNorm, WeightMap
+from quire.models.families.hf_config import (
+    FULL,
+    HFConfig,
+    read_activation,
+    read_max_position,
+    read_rope,
+    refuse_layer_types,
+)
+from quire.models.spec import Attention, GatedMLP, LayerSpec, ModelSpec, RMSNorm, Rope, WeightMap
+
+# A layer's norms: our name -> the checkpoint's.
+NORMS: Mapping[str, str] = {"mixer_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 
 
 def read_llama_layout(
@@ -15,40 +28,55 @@ def read_llama_layout(
     mlp_bias: bool = False,
     qk_norm: bool = False,
     head_dim: int | None = None,
+    windows: Sequence[int | None] | None = None,
 ) -> tuple[ModelSpec, WeightMap]:
-    """Read a decoder of equal layers, each attention and gated MLP behind a norm.
+    """Read a decoder of layers that differ in their windows at most, each attention and gated MLP behind a norm.
 
     Args:
         qkv_bias, output_bias, mlp_bias, qk_norm: what the family adds to Llama.
         head_dim: where the configuration gives none; None divides the width among the heads.
+        windows: of every layer; None where the family has no windows.
 
     Raises:
         CheckpointError: a field is missing or of the wrong type, or the heads do not divide.
         UnsupportedModel: a field asks for something that is not implemented.
     """
-    refuse_layer_types(config)
+    if windows is None:
+        refuse_layer_types(config, FULL)
+        windows = (None,) * config.integer("num_hidden_layers")
     # These fields are Llama's; where another family's checkpoint sets them, we would not know what it means.
     config.require("attention_bias", None, qkv_bias and output_bias)
     config.require("mlp_bias", None, mlp_bias)
     norm = RMSNorm(config.number("rms_norm_eps", 1e-6))
-    attention = _read_attention(
-        config, qkv_bias=qkv_bias, output_bias=output_bias, qk_norm=norm if qk_norm else None, head_dim=head_dim
+    config.require("final_logit_softcapping", None)
+    attention = replace(
+        read_attention(config, read_rope(config), head_dim),
+        qk_norm=norm if qk_norm else None,
+        qkv_bias=qkv_bias,
+        output_bias=output_bias,
     )
-    mlp = GatedMLP(config.integer("intermediate_size"), bias=mlp_bias)
+    mlp = GatedMLP(config.integer("intermediate_size"), mlp_bias, read_activation(config))
     spec = ModelSpec(
         vocab_size=config.integer("vocab_size"),
         width=config.integer("hidden_size"),
-        layers=(LayerSpec(norm, attention, mlp),) * config.integer("num_hidden_layers"),
+        layers=tuple(LayerSpec(norm, replace(attention, window=window), mlp) for window in windows),
         norm=norm,
         tied_head=config.flag("tie_word_embeddings", False),
         max_position=read_max_position(config, attention.rope),
     )
-    return spec, _weight_map(spec)
+    return spec, map_weights(spec)
 
 
-def _read_attention(
-    config: HFConfig, *, qkv_bias: bool, output_bias: bool, qk_norm: RMSNorm | None, head_dim: int | None
-) -> Attention:
+def read_attention(config: HFConfig, rope: Rope, head_dim: int | None = None) -> Attention:
+    """Read the heads.
+
+    Args:
+        rope: of the layer.
+        head_dim: where the configuration gives none; None divides the width among the heads.
+
+    Raises:
+        CheckpointError: a field is missing or of the wrong type, or the heads do not divide.
+    """
     num_heads = config.integer("num_attention_heads")
     num_kv_heads = config.integer("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
@@ -67,18 +95,26 @@ def _read_attention(
             )
     if head_dim % 2:
         raise CheckpointError(f"config.json: head_dim must be even, got {head_dim}", field="head_dim")
-    return Attention(num_heads, num_kv_heads, head_dim, read_rope(config), qk_norm, qkv_bias, output_bias)
+    return Attention(num_heads, num_kv_heads, head_dim, rope)
 
 
-def _weight_map(spec: ModelSpec) -> WeightMap:
-    names: WeightMap = {"embedding.weight": ("model.embed_tokens.weight",), "norm.weight": ("model.norm.weight",)}
+def map_weights(spec: ModelSpec, norms: Mapping[str, str] = NORMS, prefix: str = "model") -> WeightMap:
+    """Name the checkpoint's tensors.
+
+    Args:
+        norms: of a layer, our name -> the checkpoint's.
+        prefix: of all tensors but the head's.
+    """
+    names: WeightMap = {
+        "embedding.weight": (f"{prefix}.embed_tokens.weight",),
+        "norm.weight": (f"{prefix}.norm.weight",),
+    }
     if not spec.tied_head:
         names["head.weight"] = ("lm_head.weight",)
     for idx, layer in enumerate(spec.layers):
         attention, mlp_bias = layer.mixer, layer.ffn.bias
-        ours, theirs = f"layers.{idx}", f"model.layers.{idx}"
-        names[f"{ours}.mixer_norm.weight"] = (f"{theirs}.input_layernorm.weight",)
-        names[f"{ours}.ffn_norm.weight"] = (f"{theirs}.post_attention_layernorm.weight",)
+        ours, theirs = f"layers.{idx}", f"{prefix}.layers.{idx}"
+        names |= {f"{ours}.{name}.weight": (f"{theirs}.{norm}.weight",) for name, norm in norms.items()}
         projections = (
             ("mixer.qkv", "self_attn", ("q_proj", "k_proj", "v_proj"), attention.qkv_bias),
             ("mixer.output", "self_attn", ("o_proj",), attention.output_bias),

@@ -1,9 +1,8 @@
-"""Qwen2 and Qwen2.5: Llama with biases on queries, keys and values."""
+"""Qwen2 and Qwen2.5: Llama with biases on queries, keys and values, and with windows where a checkpoint uses them."""
 
 from __future__ import annotations
 
-from quire.errors import UnsupportedModel
-from quire.models.families.hf_config import HFConfig
+from quire.models.families.hf_config import FULL, HFConfig, read_windows, refuse_layer_types
 from quire.models.families.llama_layout import read_llama_layout
 from quire.models.spec import ModelSpec, WeightMap
 
@@ -15,19 +14,19 @@ def qwen2(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
         CheckpointError: a field of the configuration is missing or of the wrong type.
         UnsupportedModel: the configuration asks for something that is not implemented.
     """
-    refuse_sliding_window(config)
-    return read_llama_layout(config, qkv_bias=True)
+    return read_llama_layout(config, qkv_bias=True, windows=read_qwen_windows(config))
 
 
-def refuse_sliding_window(config: HFConfig) -> None:
-    """Refuse a checkpoint in which some layer attends to a window only.
+def read_qwen_windows(config: HFConfig) -> tuple[int | None, ...]:
+    """Read the windows of Qwen's layers: where `use_sliding_window` is set, those from `max_window_layers` on.
 
     Raises:
-        UnsupportedModel: `use_sliding_window` reaches a layer.
+        CheckpointError: a field of the configuration is missing or of the wrong type.
+        UnsupportedModel: a layer is to attend in another way than to all earlier tokens or to a window.
     """
-    in_force = config.flag("use_sliding_window", False) and config.has("sliding_window")
-    if in_force and config.integer("max_window_layers", 28) < config.integer("num_hidden_layers"):
-        raise UnsupportedModel(
-            "config.json: use_sliding_window is true, but sliding windows are not implemented for this family",
-            field="use_sliding_window",
-        )
+    window = config.integer_or_none("sliding_window", 4096) if config.flag("use_sliding_window", False) else None
+    if window is None:
+        refuse_layer_types(config, FULL)
+        return (None,) * config.integer("num_hidden_layers")
+    first = config.integer("max_window_layers", 28, least=0)
+    return read_windows(config.filled({"sliding_window": window}), lambda idx: idx >= first)

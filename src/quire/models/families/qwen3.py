@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quire.models.families.hf_config import HFConfig
 from quire.models.families.llama_layout import read_llama_layout
-from quire.models.families.qwen2 import refuse_sliding_window
+from quire.models.families.qwen2 import read_qwen_windows
 from quire.models.spec import ModelSpec, WeightMap
 
 
@@ -15,6 +15,12 @@ def qwen3(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
         CheckpointError: a field of the configuration is missing or of the wrong type.
         UnsupportedModel: the configuration asks for something that is not implemented.
     """
-    refuse_sliding_window(config)
     has_bias = config.flag("attention_bias", False)
-    return read_llama_layout(config, qkv_bias=has_bias, output_bias=has_bias, qk_norm=True, head_dim=128)
+    return read_llama_layout(
+        config,
+        qkv_bias=has_bias,
+        output_bias=has_bias,
+        qk_norm=True,
+        head_dim=128,
+        windows=read_qwen_windows(config),
+    )

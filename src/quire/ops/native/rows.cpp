@@ -44,13 +44,25 @@ QUIRE_INLINE float inverse_rms(const T* row, int64_t width, float eps) {
   return 1.0f / __builtin_sqrtf(sum / float(width) + eps);
 }
 
-template <typename T>
-QUIRE_INLINE void normalise(const T* row, const T* weight, float eps, int64_t width, T* output) {
+// Scales in the type of the weights: in float nothing is rounded before the store.
+template <typename T, typename W>
+QUIRE_INLINE void normalise(const T* row, const W* weight, float eps, int64_t width, T* output) {
   const float inverse = inverse_rms(row, width, eps);
   int64_t idx = 0;
   for (; idx + kLanes <= width; idx += kLanes)
-    store(output + idx, rounded<T>(load(row + idx) * inverse) * load(weight + idx));
-  for (; idx < width; ++idx) narrow(output + idx, rounded<T>(widen(row[idx]) * inverse) * widen(weight[idx]));
+    store(output + idx, rounded<W>(load(row + idx) * inverse) * load(weight + idx));
+  for (; idx < width; ++idx) narrow(output + idx, rounded<W>(widen(row[idx]) * inverse) * widen(weight[idx]));
+}
+
+// Calls `body` with null pointers of the rows' type and of the weights', which is the same or float.
+template <typename Body>
+void with_types(Type type, Type weight_type, Body body) {
+  with_type(type, [&](auto* as) {
+    if (weight_type == type)
+      body(as, as);
+    else
+      body(as, static_cast<float*>(nullptr));
+  });
 }
 
 // Rotates the halves of a head against each other. The first half of `sin` is negated.
@@ -69,17 +81,41 @@ QUIRE_INLINE void rotate(const T* head, const T* cos, const T* sin, int64_t half
   }
 }
 
-template <typename T>
+// The activations, each as the z of x / (1 + e^-z).
+struct Silu {
+  static QUIRE_INLINE Floats exponent(Floats x) { return x; }
+};
+
+// x (1 + tanh(y)) / 2 = x / (1 + e^-2y), with y = sqrt(2 / pi) (x + 0.044715 x^3).
+struct GeluTanh {
+  static QUIRE_INLINE Floats exponent(Floats x) { return x * (x * x * 0.0713548162726f + 1.5957691216057308f); }
+};
+
+template <typename Activation>
+QUIRE_INLINE Floats activated(Floats x) {
+  return x / (exponential(-Activation::exponent(x)) + 1.0f);
+}
+
+template <typename Activation, typename T>
 QUIRE_INLINE void gate(const T* gates, const T* ups, int64_t width, T* output) {
   int64_t idx = 0;
-  for (; idx + kLanes <= width; idx += kLanes) {
-    const Floats value = load(gates + idx);
-    store(output + idx, rounded<T>(value / (exponential(-value) + 1.0f)) * load(ups + idx));
-  }
-  for (; idx < width; ++idx) {
-    const float value = widen(gates[idx]);
-    narrow(output + idx, rounded<T>(value / (exponential(splat(-value))[0] + 1.0f)) * widen(ups[idx]));
-  }
+  for (; idx + kLanes <= width; idx += kLanes)
+    store(output + idx, rounded<T>(activated<Activation>(load(gates + idx))) * load(ups + idx));
+  for (; idx < width; ++idx)
+    narrow(output + idx, rounded<T>(activated<Activation>(splat(widen(gates[idx])))[0]) * widen(ups[idx]));
+}
+
+template <typename Activation>
+void gate_rows(int64_t type, const void* gate_up, int64_t num_rows, int64_t width, void* output) {
+  with_type(static_cast<Type>(type), [&](auto* as) {
+    using T = std::remove_pointer_t<decltype(as)>;
+    quire::in_parallel(num_rows, rows_per_grain(width), [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
+        const T* gates = static_cast<const T*>(gate_up) + row * 2 * width;
+        gate<Activation>(gates, gates + width, width, static_cast<T*>(output) + row * width);
+      }
+    });
+  });
 }
 
 // What each row's heads go through on their way to the cache.
@@ -93,11 +129,11 @@ struct Heads {
   float eps;
 };
 
-template <typename T>
+template <typename T, typename W>
 void prepare(const StepRows& rows, const Cache& cache, int64_t layer, const Heads& heads, int64_t row) {
   const int64_t head_dim = cache.head_dim, num_heads = heads.num_heads, num_kv_heads = cache.num_kv_heads;
   const T* from = static_cast<const T*>(heads.qkv) + row * (num_heads + 2 * num_kv_heads) * head_dim;
-  const T* weights = static_cast<const T*>(heads.weights);
+  const W* weights = static_cast<const W*>(heads.weights);
   const T* cos = static_cast<const T*>(heads.cos) + row * head_dim;
   const T* sin = static_cast<const T*>(heads.sin) + row * head_dim;
   T* queries = static_cast<T*>(heads.queries) + row * num_heads * head_dim;
@@ -119,43 +155,38 @@ void prepare(const StepRows& rows, const Cache& cache, int64_t layer, const Head
 
 }  // namespace
 
-// Divides each row [width] by its root mean square, then scales it by `weight` [width].
-QUIRE_EXPORT void quire_rms_norm(int64_t type, const void* x, int64_t row_stride, const void* weight, float eps,
-                                 int64_t num_rows, int64_t width, void* output) {
-  with_type(static_cast<Type>(type), [&](auto* as) {
+// Divides each row [width] by its root mean square, then scales it by `weight` [width] of the same type or of float.
+QUIRE_EXPORT void quire_rms_norm(int64_t type, const void* x, int64_t row_stride, int64_t weight_type,
+                                 const void* weight, float eps, int64_t num_rows, int64_t width, void* output) {
+  with_types(static_cast<Type>(type), static_cast<Type>(weight_type), [&](auto* as, auto* weight_as) {
     using T = std::remove_pointer_t<decltype(as)>;
+    using W = std::remove_pointer_t<decltype(weight_as)>;
     quire::in_parallel(num_rows, rows_per_grain(width), [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row)
-        normalise(static_cast<const T*>(x) + row * row_stride, static_cast<const T*>(weight), eps, width,
+        normalise(static_cast<const T*>(x) + row * row_stride, static_cast<const W*>(weight), eps, width,
                   static_cast<T*>(output) + row * width);
     });
   });
 }
 
-// Multiplies the second half of each row [2 * width] by the sigmoid-weighted first.
-QUIRE_EXPORT void quire_silu_mul(int64_t type, const void* gate_up, int64_t num_rows, int64_t width, void* output) {
-  with_type(static_cast<Type>(type), [&](auto* as) {
-    using T = std::remove_pointer_t<decltype(as)>;
-    quire::in_parallel(num_rows, rows_per_grain(width), [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; ++row) {
-        const T* gates = static_cast<const T*>(gate_up) + row * 2 * width;
-        gate(gates, gates + width, width, static_cast<T*>(output) + row * width);
-      }
-    });
-  });
+// Multiplies the second half of each row [2 * width] by the activation of the first: 0 for silu, 1 for gelu's tanh form.
+QUIRE_EXPORT void quire_gate(int64_t type, int64_t activation, const void* gate_up, int64_t num_rows, int64_t width,
+                             void* output) {
+  (activation == 0 ? gate_rows<Silu> : gate_rows<GeluTanh>)(type, gate_up, num_rows, width, output);
 }
 
 // Norms and rotates each row's query and key heads; stores its keys and values in its slot of the cache.
 QUIRE_EXPORT void quire_prepare(const StepRows* rows, const Cache* cache, int64_t layer, const void* qkv,
-                                const void* weights, float eps, const void* cos, const void* sin, int64_t num_heads,
-                                void* queries) {
+                                int64_t weight_type, const void* weights, float eps, const void* cos, const void* sin,
+                                int64_t num_heads, void* queries) {
   const Heads heads{qkv, weights, cos, sin, queries, num_heads, eps};
   const int64_t num_rows = rows->row_starts[rows->num_seqs];
   const int64_t width = (num_heads + 2 * cache->num_kv_heads) * cache->head_dim;
-  with_type(cache->type, [&](auto* as) {
+  with_types(cache->type, static_cast<Type>(weight_type), [&](auto* as, auto* weight_as) {
     using T = std::remove_pointer_t<decltype(as)>;
+    using W = std::remove_pointer_t<decltype(weight_as)>;
     quire::in_parallel(num_rows, rows_per_grain(width), [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; ++row) prepare<T>(*rows, *cache, layer, heads, row);
+      for (int64_t row = begin; row < end; ++row) prepare<T, W>(*rows, *cache, layer, heads, row);
     });
   });
 }
