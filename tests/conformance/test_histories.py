@@ -99,3 +99,19 @@ def test_sampled_tokens_do_not_depend_on_the_history(reference: Reference) -> No
     scarce = load(reference, num_kv_blocks=12, max_model_len=96)
     assert samples(scarce, reference.prompts) == expected
     assert scarce.stats.num_preemptions > 0
+
+
+def test_an_output_says_why_its_hit_ended(reference: Reference) -> None:
+    llm = load(reference)
+    prompt = max(reference.prompts, key=len)
+    first, again = (llm.generate([prompt], GREEDY, use_tqdm=False)[0] for _ in range(2))
+    assert (first.num_cached_tokens, first.cache_hit_end) == (
+        0,
+        "a block that a longer hit needs is not in the prefix index",
+    )
+    assert (again.num_cached_tokens, again.cache_hit_end) == (
+        (len(prompt) - 1) // 8 * 8,
+        "at least one token must be computed",
+    )
+    (off,) = load(reference, enable_prefix_caching=False).generate([prompt], GREEDY, use_tqdm=False)
+    assert (off.num_cached_tokens, off.cache_hit_end) == (0, "prefix caching is off")

@@ -56,7 +56,7 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_back(narrow_server: Server
     assert (too_many.status_code, check_form(too_many.text, 400)["param"]) == (400, "prompt")
 
 
-@pytest.mark.parametrize("path", ["/", "/v1/models", "/metrics", "/status", "/version", "/v1/nothing"])
+@pytest.mark.parametrize("path", ["/", "/v1/models", "/metrics", "/status", "/kv", "/version", "/v1/nothing"])
 @pytest.mark.parametrize("key", [None, "wrong"])
 def test_the_key_is_wanted_everywhere_but_for_health(narrow_server: ServerProcess, path: str, key: str | None) -> None:
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}

@@ -11,6 +11,7 @@ import pytest
 
 from quire.engine.stats import Health
 from quire.server.monitoring import health
+from tests.server.process import ServerProcess
 
 
 @pytest.mark.parametrize(
@@ -37,3 +38,23 @@ def test_health_is_200_only_while_the_engine_makes_progress(
         "num_waiting": 2,
         "num_steps": 3,
     }
+
+
+def test_kv_explains_the_blocks_of_each_group(server: ServerProcess) -> None:
+    prompt = list(range(10, 60))
+    before = server.http.get("/kv").json()
+    for _ in range(2):
+        assert server.post("/v1/completions", {"prompt": prompt, "max_tokens": 4}).status_code == 200
+    server.wait_until_idle()
+    after = server.http.get("/kv").json()
+    (group,) = after["groups"]
+    assert group["used"] == 0
+    assert group["idle"] > before["groups"][0]["idle"]
+    assert (group["used"] + group["idle"] + group["free"]) * group["bytes_per_block"] == after["num_bytes"]
+    first, first_before = after["first_time"], before["first_time"]
+    assert first["queried_tokens"] - first_before["queried_tokens"] == 2 * len(prompt)
+    assert (
+        first["hit_tokens"] - first_before["hit_tokens"]
+        == (len(prompt) - 1) // after["block_size"] * after["block_size"]
+    )
+    assert after["resumed"] == before["resumed"]

@@ -34,6 +34,9 @@ class EngineStats(NamedTuple):
     Args:
         prefix_queries: prompt tokens looked up in the prefix index, at first admission.
         prefix_hits: of those, tokens found.
+        resumed_queries: tokens looked up when preempted sequences came back.
+        resumed_hits: of those, tokens found.
+        wasted_tokens: computed tokens that preempted sequences lost.
         prompt_tokens: prompt tokens of the requests that were let in.
         generation_tokens: tokens generated.
         computed_tokens: tokens that went through the model.
@@ -43,6 +46,9 @@ class EngineStats(NamedTuple):
     num_preemptions: int
     prefix_queries: int
     prefix_hits: int
+    resumed_queries: int
+    resumed_hits: int
+    wasted_tokens: int
     prompt_tokens: int
     generation_tokens: int
     computed_tokens: int
@@ -219,6 +225,9 @@ class Engine:
             num_preemptions=stats.num_preemptions,
             prefix_queries=stats.prefix_queries,
             prefix_hits=stats.prefix_hits,
+            resumed_queries=stats.resumed_queries,
+            resumed_hits=stats.resumed_hits,
+            wasted_tokens=stats.wasted_tokens,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             computed_tokens=self._computed_tokens,

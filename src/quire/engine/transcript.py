@@ -136,6 +136,7 @@ class RequestTranscript:
             finished=is_finished,
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=request.num_cached_tokens or 0,
+            cache_hit_end=None if request.hit_end is None else request.hit_end.value,
             error=error,
             metrics=self.metrics,
         )

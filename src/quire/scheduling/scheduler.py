@@ -300,6 +300,7 @@ class Scheduler:
             num_queried = hit.num_tokens
         if request.num_cached_tokens is None:
             request.num_cached_tokens = hit.num_tokens
+            request.hit_end = hit.end
             stats.prefix_queries += num_queried
             stats.prefix_hits += hit.num_tokens
         else:

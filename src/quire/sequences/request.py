@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from quire.memory.chain import Namespace
+from quire.memory.status import HitEnd
 from quire.sequences.params import SamplingParams
 from quire.sequences.sequence import Sequence
 
@@ -25,6 +26,8 @@ class Request:
         seed: seed of its draws.
         sequences: the prompt's sequence first; after the fork one for each sample.
         num_known_prompt_logprobs: prompt positions whose log probabilities came back already.
+        num_cached_tokens: of the prompt, found in the prefix cache at the first admission; None before it.
+        hit_end: why no more of them were found; None before.
     """
 
     request_id: str
@@ -39,6 +42,7 @@ class Request:
     sequences: list[Sequence] = field(default_factory=list)
     num_known_prompt_logprobs: int = 0
     num_cached_tokens: int | None = None
+    hit_end: HitEnd | None = None
     num_preemptions: int = 0
 
     @property

@@ -30,6 +30,7 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/health", monitoring.health),
     ("GET", "/metrics", monitoring.metrics),
     ("GET", "/status", monitoring.status),
+    ("GET", "/kv", monitoring.kv),
     ("GET", "/version", monitoring.version),
     ("GET", "/v1/models", models.list_models),
     ("GET", "/v1/models/{model_id:path}", models.show_model),

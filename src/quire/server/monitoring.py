@@ -67,7 +67,7 @@ async def status(state: ServerState, request: Request) -> Response:  # noqa: ARG
             "bytes_per_block": resolved.bytes_per_block,
             "has_chat": state.llm.tokenizer is not None and state.llm.tokenizer.chat_template is not None,
             "engine": engine._asdict(),
-            "memory": usage._asdict(),
+            "memory": usage._asdict() | {"groups": [group._asdict() for group in usage.groups]},
             "requests": [
                 {
                     "id": flight.answer_id,
@@ -77,6 +77,29 @@ async def status(state: ServerState, request: Request) -> Response:  # noqa: ARG
                 }
                 for flight in state.flights.values()
             ],
+        }
+    )
+
+
+async def kv(state: ServerState, request: Request) -> Response:  # noqa: ARG001 - a route's signature
+    """Answer `GET /kv`: the blocks of each cache group by state, and what happened to them since the start."""
+    usage, stats = state.llm.usage(), state.llm.stats()
+    return json_response(
+        {
+            "block_size": state.llm.resolved.block_size,
+            "num_bytes": usage.num_bytes,
+            "used_bytes": usage.used_bytes,
+            "lost_bytes": usage.lost_bytes,
+            "groups": [group._asdict() for group in usage.groups],
+            "num_sequences": usage.num_sequences,
+            "num_tokens": usage.num_tokens,
+            "first_time": {"queried_tokens": stats.prefix_queries, "hit_tokens": stats.prefix_hits},
+            "resumed": {"queried_tokens": stats.resumed_queries, "hit_tokens": stats.resumed_hits},
+            "evictions": usage.num_evictions,
+            "copies": usage.num_copies,
+            "merges": usage.num_merges,
+            "preemptions": stats.num_preemptions,
+            "wasted_tokens": stats.wasted_tokens,
         }
     )
 
