@@ -58,3 +58,21 @@ def test_kv_explains_the_blocks_of_each_group(server: ServerProcess) -> None:
         == (len(prompt) - 1) // after["block_size"] * after["block_size"]
     )
     assert after["resumed"] == before["resumed"]
+
+
+def test_a_reset_empties_the_prefix_cache_while_others_run(server: ServerProcess) -> None:
+    prompt = list(range(70, 120))
+
+    def num_cached() -> int:
+        answer = server.post("/v1/completions", {"prompt": prompt, "max_tokens": 2}).json()
+        return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert (num_cached(), num_cached()) == (0, 48)
+    long = {"prompt": prompt, "max_tokens": 60, "ignore_eos": True, "stream": True}
+    with server.http.stream("POST", "/v1/completions", json=long) as running:
+        lines = running.iter_lines()
+        next(lines)
+        assert server.http.post("/reset_prefix_cache").json() == {}
+        assert num_cached() == 0
+        assert "[DONE]" in list(lines)[-2]
+    assert num_cached() == 48

@@ -53,6 +53,10 @@ class _Abort(NamedTuple):
     stream: _Stream
 
 
+class _Reset:
+    """Empties the prefix cache."""
+
+
 class Reservation:
     """Places in the waiting queue, held before any work is done for a request; unused ones return on exit."""
 
@@ -99,7 +103,7 @@ class AsyncLLM:
         self._engine = model.engine
         # In the names that requests get here, so that no caller's own name is one of them.
         self._name = secrets.token_hex(4)
-        self._commands: queue.SimpleQueue[_Stream | _Abort | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[_Stream | _Abort | _Reset | None] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}
         self._lock = threading.Lock()
         self._num_places_taken = 0
@@ -234,6 +238,10 @@ class AsyncLLM:
 
         return _Stream(name, submit, asyncio.get_running_loop())
 
+    def reset_prefix_cache(self) -> None:
+        """Let no request that is made after this call find what was computed before it."""
+        self._commands.put(_Reset())
+
     # ---- state ----
 
     def default_sampling_params(self) -> dict[str, Any]:
@@ -324,6 +332,8 @@ class AsyncLLM:
                 return False
             if isinstance(command, _Abort):
                 self._abort(command.stream)
+            elif isinstance(command, _Reset):
+                self._engine.reset_prefix_cache()
             else:
                 self._start(command)
 

@@ -216,6 +216,10 @@ class Engine:
         """Return the memory manager's counts."""
         return self.scheduler.memory.usage()
 
+    def reset_prefix_cache(self) -> None:
+        """Let no request find what was computed before this call; who runs goes on with what it has."""
+        self.scheduler.memory.reset_prefix_cache()
+
     @property
     def stats(self) -> EngineStats:
         """Totals since the start."""

@@ -59,6 +59,10 @@ class LLM:
         """Return the memory manager's counts."""
         return self.engine.usage()
 
+    def reset_prefix_cache(self) -> None:
+        """Let no request find what was computed before this call."""
+        self.engine.reset_prefix_cache()
+
     def default_sampling_params(self) -> SamplingParams:
         """Return sampling parameters as the model's generation config sets them."""
         return SamplingParams(**self._default_params)

@@ -104,6 +104,12 @@ async def kv(state: ServerState, request: Request) -> Response:  # noqa: ARG001 
     )
 
 
+async def reset_prefix_cache(state: ServerState, request: Request) -> Response:  # noqa: ARG001 - a route's signature
+    """Answer `POST /reset_prefix_cache`: requests that come later find nothing of what was computed before."""
+    state.llm.reset_prefix_cache()
+    return json_response({})
+
+
 async def page(state: ServerState, request: Request) -> Response:  # noqa: ARG001 - a route's signature
     """Answer `GET /`: a page to look at the server and talk to the model."""
     text = files("quire.server").joinpath("page.html").read_bytes()
