@@ -96,6 +96,22 @@ class HFConfig:
             raise self._wrong(name, value, "a list of strings")
         return tuple(value)
 
+    def count(self, name: str, default: int) -> int:
+        """Read an integer of at least 0; null counts as missing."""
+        value = self._get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise self._wrong(name, value, "an integer of at least 0")
+        return value
+
+    def indices(self, name: str) -> frozenset[int]:
+        """Read a list of indices; missing or null is empty."""
+        value = self._fields.get(name)
+        if value is None:
+            return frozenset()
+        if not isinstance(value, list) or not all(type(each) is int and each >= 0 for each in value):
+            raise self._wrong(name, value, "a list of indices")
+        return frozenset(value)
+
     def _get(self, name: str, default: object) -> object:
         value = self._fields.get(name)
         if value is None:
