@@ -7,7 +7,8 @@ import random
 from quire.memory import FullAttention
 from tests.memory.search import search
 from tests.memory.twin import Kind
-from tests.memory.world import World, WorldSize, random_walk
+from tests.memory.walk import random_walk
+from tests.memory.world import World, WorldSize
 from tests.scheduling.rig import Setting, run
 from tests.scheduling.test_random_runs import WINDOW, agrees, random_jobs, undisturbed
 

@@ -25,13 +25,14 @@ class Searched(NamedTuple):
     num_transitions: int
 
 
-def search(size: WorldSize, *, max_prompt: int, max_slots: int) -> Searched:
+def search(size: WorldSize, *, max_prompt: int, max_slots: int, has_resets: bool = False) -> Searched:
     """Visit every state of a world breadth first, and check everything after every command.
 
     Args:
         size: of the world.
         max_prompt: tokens of a prompt at most.
         max_slots: slots of a sequence at most.
+        has_resets: the prefix cache may be reset in any state.
     """
     start = World(size)
     seen = {canonical(start)}
@@ -40,7 +41,8 @@ def search(size: WorldSize, *, max_prompt: int, max_slots: int) -> Searched:
     while frontier:
         state = frontier.popleft()
         world: World = pickle.loads(state)
-        for command in list(commands(world, max_prompt, max_slots)):
+        resets: list[Command] = [("reset", 0, ())] if has_resets else []
+        for command in [*commands(world, max_prompt, max_slots), *resets]:
             perform(world, command)
             num_transitions += 1
             key = canonical(world)
@@ -83,6 +85,8 @@ def perform(world: World, command: Command) -> None:
             assert copy.grow(seq_id, len(args) - copy.num_slots(seq_id)), "can_allocate promised too much"
     elif verb == "free":
         world.free(seq_id)
+    elif verb == "reset":
+        world.reset()
     elif verb == "grow":
         is_granted = world.grow(seq_id, 1)
         # One more slot needs a block of each group at most; alone, a sequence may have every block.
@@ -121,7 +125,7 @@ def _named(world: World, order: tuple[int, ...], flip: int) -> tuple[object, ...
         pages = tuple(
             tuple(names.setdefault(page, len(names)) if page else -1 for page in group) for group in sequence.pages
         )
-        sequences.append((tokens, pages, sequence.num_slots, sequence.num_computed))
+        sequences.append((tokens, pages, sequence.num_slots, sequence.num_computed, sequence.is_publishing))
     # Which of all idle pages goes first matters, whatever group it is in.
     by_age = sorted((page.idle_since, idx, page) for idx, group in enumerate(world.twin.groups) for page in group.idle)
     idle = tuple((idx, names.setdefault(page, len(names))) for _, idx, page in by_age)

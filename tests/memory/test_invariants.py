@@ -38,7 +38,8 @@ def list_a_block_twice(manager: KVCacheManager) -> None:
 
 def free_a_published_block(manager: KVCacheManager) -> None:
     pool = pool_of(manager)
-    pool.free.append(pool.idle.evict())
+    pool.free.append(pool.idle.peek())
+    pool.idle.discard(pool.idle.peek())
 
 
 def idle_an_unpublished_block(manager: KVCacheManager) -> None:

@@ -12,7 +12,8 @@ from quire.memory import FullAttention, HitEnd, KVCacheManager, Namespace, Prefi
 from quire.memory.invariants import snapshot
 from quire.memory.pool import NULL_BLOCK
 from tests.memory.twin import Kind
-from tests.memory.world import NAMESPACES, World, WorldSize, random_walk
+from tests.memory.walk import random_walk
+from tests.memory.world import NAMESPACES, World, WorldSize
 
 SPEC = FullAttention(block_size=4)
 

@@ -15,7 +15,8 @@ from quire.memory.eviction import LeastRecentlyUsed
 from quire.memory.pool import BlockPool
 from quire.memory.slabs import MOST_ALIGNMENT_LOSS, SlabLayout, lay_out
 from tests.memory.twin import Kind
-from tests.memory.world import NAMESPACES, World, WorldSize, random_walk
+from tests.memory.walk import random_walk
+from tests.memory.world import NAMESPACES, World, WorldSize
 
 KIB, GIB = 1 << 10, 1 << 30
 N = 16
@@ -89,7 +90,7 @@ def test_an_arena_needs_a_size() -> None:
 def test_the_arena_promises_exactly_what_it_can_hold(counts: list[int], needs: list[int]) -> None:
     """It can hold what lies in slabs of one group each, however slabs are given to groups."""
     layout = lay_out([2, 6], num_slabs=4)
-    arena = Arena(layout, [BlockPool(layout.num_ids(idx), LeastRecentlyUsed()) for idx in (0, 1)])
+    arena = Arena(layout, [BlockPool(layout.num_ids(idx), LeastRecentlyUsed) for idx in (0, 1)])
     totals = [count + need for count, need in zip(counts, needs, strict=False)]
 
     def fits(totals: list[int]) -> bool:
@@ -112,7 +113,7 @@ def test_the_arena_promises_exactly_what_it_can_hold(counts: list[int], needs: l
 
 def test_what_lies_scattered_is_moved_together() -> None:
     layout = lay_out([2, 6], num_slabs=3)
-    arena = Arena(layout, [BlockPool(layout.num_ids(idx), LeastRecentlyUsed()) for idx in (0, 1)])
+    arena = Arena(layout, [BlockPool(layout.num_ids(idx), LeastRecentlyUsed) for idx in (0, 1)])
     small, large = arena.pools
     blocks = small.take(9)
     small.release([block_id for i, block_id in enumerate(blocks) if i % 3])

@@ -38,6 +38,7 @@ sizes = st.builds(
     kinds=st.lists(kinds, min_size=1, max_size=3).map(tuple),
     layers=st.just(()),
     num_bytes=st.none(),
+    eviction=st.just("lru"),
 )
 
 
@@ -148,6 +149,11 @@ class MemoryMachine(RuleBasedStateMachine):
     def free(self, data: st.DataObject) -> None:
         """End a sequence."""
         self.world.free(self.pick(data))
+
+    @rule()
+    def reset(self) -> None:
+        """Forget what is published, at any time."""
+        self.world.reset()
 
     # ---- mistakes ----
 

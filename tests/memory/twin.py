@@ -67,6 +67,7 @@ class TwinSequence:
         self.pages = pages
         self.num_slots = num_slots
         self.num_computed = num_slots
+        self.is_publishing = True
 
 
 class Twin:
@@ -204,7 +205,7 @@ class Twin:
         """Note that tokens are stored; full pages are published, or replaced by those that are; dead ones go."""
         sequence = self.sequences[seq_id]
         sequence.num_computed = num_computed
-        for i in range(num_computed // self.page_size if self.caching else 0):
+        for i in range(num_computed // self.page_size if self.caching and sequence.is_publishing else 0):
             prefix = (sequence.namespace, tuple(sequence.tokens[: (i + 1) * self.page_size]))
             for group, pages in zip(self.groups, sequence.pages, strict=True):
                 page, known = pages[i], group.published.get(prefix)
@@ -229,6 +230,7 @@ class Twin:
         parent = self.sequences[parent_id]
         pages = [list(pages) for pages in parent.pages]
         self.sequences[child_id] = TwinSequence(parent.namespace, tokens, pages, parent.num_slots)
+        self.sequences[child_id].is_publishing = parent.is_publishing
 
     def can_truncate(self, seq_id: int, num_tokens: int) -> bool:
         """Tell whether all that the next query would read is still there."""
@@ -250,6 +252,15 @@ class Twin:
         """Release a sequence, its tail first."""
         self._give_back(self.sequences[seq_id], 0)
         del self.sequences[seq_id]
+
+    def reset(self) -> None:
+        """Forget what is published; whoever lives publishes no more."""
+        for idx, group in enumerate(self.groups):
+            for page in list(group.published.values()):
+                self._unpublish(idx, page)
+            group.idle = []
+        for sequence in self.sequences.values():
+            sequence.is_publishing = False
 
     # ---- steps of commands ----
 

@@ -7,7 +7,6 @@ copied, merged, evicted or reused wrongly cannot read back right by luck.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -46,6 +45,7 @@ class WorldSize(NamedTuple):
         kinds: of the cache groups.
         layers: of each group, when their blocks are to be of different sizes.
         num_bytes: of the arena, then; `num_blocks` has no meaning.
+        eviction: the policy; the twin knows the first only.
     """
 
     num_blocks: int
@@ -55,6 +55,7 @@ class WorldSize(NamedTuple):
     kinds: tuple[Kind, ...] = (Kind(),)
     layers: tuple[int, ...] = ()
     num_bytes: int | None = None
+    eviction: str = "lru"
 
 
 def spec_of(kind: Kind, block_size: int, num_layers: int = 1) -> KVCacheSpec:
@@ -85,6 +86,7 @@ class World:
             num_bytes=size.num_bytes,
             watermark=size.watermark,
             enable_prefix_caching=size.caching,
+            eviction=size.eviction,
         )
         self.twin = Twin(size.num_blocks, size.block_size, size.kinds, watermark=size.watermark, caching=size.caching)
         self.has_twin = has_twin
@@ -243,10 +245,17 @@ class World:
         loan, pool = self.manager.arena.loans[group_idx], self.manager.groups[group_idx].pool
         assert self.manager.arena.layout.blocks_per_slab[group_idx] == 1
         if pool.lender is None:
-            pool.evict(block_id)
+            pool.free.append(pool.evict(block_id))
         else:
             loan._evict(block_id)
             loan._give_back([loan._slab_of(block_id)])
+
+    def reset(self) -> None:
+        """Forget all that is published."""
+        self.manager.reset_prefix_cache()
+        if self.has_twin:
+            self.twin.reset()
+        self.verify()
 
     def sync(self, seq_id: int) -> None:
         """Replay table changes on the worker's side; afterwards both sides agree."""
@@ -353,41 +362,3 @@ class World:
                 for byte in self._bytes_of(group_idx, sources.get(block_id, block_id), offset):
                     content = self.stored.get(byte)
                     assert content == prefixes[position], f"M5: group {group_idx} reads other tokens at {position}"
-
-
-def random_walk(world: World, rng: random.Random, num_commands: int, *, max_sequences: int = 4) -> None:
-    """Issue random commands; each is one that a careful owner may issue."""
-    next_id = 0
-    for _ in range(num_commands):
-        live = sorted(world.tokens)
-        verb = rng.choice(("enter", "enter", "decode", "decode", "decode", "look ahead", "fork", "truncate", "free"))
-        if verb == "enter" and len(live) < max_sequences:
-            prompt = [rng.randrange(2) for _ in range(rng.randrange(1, 3 * world.size.block_size + 2))]
-            next_id += 1
-            world.enter(next_id, prompt, rng.choice(NAMESPACES))
-            continue
-        if not live:
-            continue
-        seq_id = rng.choice(live)
-        settled = world.num_slots(seq_id) == world.num_computed(seq_id) == len(world.tokens[seq_id])
-        if verb == "decode" and settled:
-            if world.grow(seq_id, 1):
-                world.tokens[seq_id].append(rng.randrange(2))
-                world.store(seq_id, 1)
-        elif verb == "look ahead" and settled:
-            num_drafts = rng.randrange(1, 4)
-            if world.grow(seq_id, num_drafts):
-                world.tokens[seq_id].extend(rng.randrange(2) for _ in range(num_drafts))
-                num_accepted = rng.randrange(num_drafts + 1)
-                world.store(seq_id, num_accepted)
-                world.truncate(seq_id, world.num_computed(seq_id))
-        elif verb == "fork" and settled and len(live) < max_sequences:
-            next_id += 1
-            world.fork(seq_id, next_id, [])
-        elif verb == "truncate":
-            world.truncate(seq_id, rng.randrange(world.manager.rollback_limit(seq_id), world.num_slots(seq_id) + 1))
-        elif verb == "free":
-            world.free(seq_id)
-    for seq_id in sorted(world.tokens):
-        world.free(seq_id)
-    assert world.manager.usage().used == 0, "M11: nobody lives, but blocks are used"

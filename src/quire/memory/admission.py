@@ -18,6 +18,7 @@ def judge(
     hit: PrefixHit,
     step_tokens: int,
     spare: Sequence[int],
+    num_slabs: int,
 ) -> AllocStatus:
     """Say whether a new sequence can be opened on a hit and grow to a length.
 
@@ -28,8 +29,9 @@ def judge(
         hit: the prefix to open on.
         step_tokens: the most tokens that will be appended at once.
         spare: blocks of each group that must stay free.
+        num_slabs: slabs that a sequence alone can count on.
     """
-    refusal = refuse_for_ever(arena, groups, num_tokens)
+    refusal = refuse_for_ever(arena, groups, num_tokens, num_slabs)
     if refusal is not None:
         return refusal
     # Idle blocks of the hit count twice: they are not available any more, and nothing new is needed for them.
@@ -47,21 +49,21 @@ def judge(
     return AllocStatus(verdict, idx, needs[idx] - woken[idx], rooms[idx] - woken[idx])
 
 
-def refuse_for_ever(arena: Arena, groups: Sequence[CacheGroup], num_tokens: int) -> AllocStatus | None:
+def refuse_for_ever(arena: Arena, groups: Sequence[CacheGroup], num_tokens: int, num_slabs: int) -> AllocStatus | None:
     """Return NEVER with its numbers when a sequence alone, in steps of one token, could not reach a length.
 
     Groups need most when a block has just begun. What is full only grows, what slides repeats: so the last moments of
     that kind, one period of them, are all that need be looked at, and none when the peaks together fit.
     """
     peaks = [group.spec.peak_blocks(num_tokens, 1) for group in groups]
-    if sum(arena.num_slabs_for(idx, peak) for idx, peak in enumerate(peaks)) <= arena.layout.num_slabs:
+    if sum(arena.num_slabs_for(idx, peak) for idx, peak in enumerate(peaks)) <= num_slabs:
         return None
     last = (num_tokens - 1) // groups[0].spec.block_size
     period = lcm(*(group.spec.period for group in groups))
     moments = [_live_blocks(groups, block_idx) for block_idx in range(max(0, last - period + 1), last + 1)]
     filled = [[arena.num_slabs_for(idx, count) for idx, count in enumerate(live)] for live in moments]
     worst = max(range(len(moments)), key=lambda moment: sum(filled[moment]))
-    excess = sum(filled[worst]) - arena.layout.num_slabs
+    excess = sum(filled[worst]) - num_slabs
     if excess <= 0:
         return None
     idx = max(range(len(groups)), key=lambda idx: filled[worst][idx])

@@ -9,11 +9,12 @@ they lie close, and that is what `can_hold` adds up: its answer is exact.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from quire.memory.eviction import EvictionPolicy
 from quire.memory.ops import BlockCopy
 from quire.memory.pool import BlockPool
-from quire.memory.slabs import SlabLayout
+from quire.memory.slabs import SlabLayout, lay_out
 
 
 class Arena:
@@ -87,6 +88,28 @@ class Arena:
                 loan.vacate_a_slab()
                 return True
         raise AssertionError("more blocks are taken than can_hold allows")
+
+
+def build_arena(
+    block_bytes: Sequence[int], num_blocks: int | None, num_bytes: int | None, policy: Callable[[], EvictionPolicy]
+) -> Arena:
+    """Return an arena with nothing in it.
+
+    Args:
+        block_bytes: of each group.
+        num_blocks: for each group, when all blocks are of the same bytes; or
+        num_bytes: the whole range.
+        policy: makes the eviction policy of a group.
+
+    Raises:
+        ValueError: the groups' blocks differ and no bytes are given; and what `lay_out` raises.
+    """
+    if num_blocks is not None and len(set(block_bytes)) > 1:
+        raise ValueError(f"blocks of {sorted(set(block_bytes))} bytes share an arena: give num_bytes")
+    num_slabs = None if num_blocks is None else num_blocks * len(block_bytes)
+    layout = lay_out(block_bytes, num_bytes=num_bytes, num_slabs=num_slabs)
+    own = range(layout.num_slabs, 0, -1) if len(block_bytes) == 1 else range(0)
+    return Arena(layout, [BlockPool(layout.num_ids(idx), policy, own) for idx in range(len(block_bytes))])
 
 
 class Loan:
@@ -174,8 +197,7 @@ class Loan:
 
     def oldest_idle(self) -> int | None:
         """Return since when the pool's next victim is idle, None without one."""
-        victim = next(iter(self.pool.idle), None)
-        return None if victim is None else self._idle_since[victim]
+        return self._idle_since[self.pool.next_victim()] if self._idle_since else None
 
     def oldest_resting(self) -> int:
         """Return since when the slab is at rest that has been for longest."""
@@ -210,10 +232,10 @@ class Loan:
         return self._arena.layout.blocks_of(self.group_idx, slab)
 
     def _evict_next(self) -> None:
-        self._evict(next(iter(self.pool.idle)))
+        self._evict(self.pool.next_victim())
 
     def _evict(self, block_id: int) -> None:
-        self.pool.evict(block_id)
+        self.pool.free.append(self.pool.evict(block_id))
         del self._idle_since[block_id]
         slab = self._slab_of(block_id)
         self._idle[slab] -= 1

@@ -1,9 +1,14 @@
-"""Which idle block is taken back first. A policy holds the idle blocks in its own order."""
+"""Which idle block is taken back first. A policy holds the idle blocks in its own order.
+
+Sequences give their blocks back tail first, so wherever a policy goes by the time at which blocks became idle, the
+tail of a chain goes before its head.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from heapq import heappop, heappush
 from typing import Protocol
 
 
@@ -15,11 +20,15 @@ class EvictionPolicy(Protocol):
         ...
 
     def discard(self, block_id: int) -> None:
-        """Let go of a block that is used again."""
+        """Let go of a block that was hit."""
         ...
 
-    def evict(self) -> int:
-        """Remove the next victim and return it."""
+    def forget(self, block_id: int) -> None:
+        """Forget all about a block: it is no longer published."""
+        ...
+
+    def peek(self) -> int:
+        """Return the next victim."""
         ...
 
     def __len__(self) -> int: ...
@@ -28,7 +37,7 @@ class EvictionPolicy(Protocol):
 
 
 class LeastRecentlyUsed:
-    """Evicts the block that has been idle for longest; sequences give back tails before heads."""
+    """Evicts the block that has been idle for longest."""
 
     __slots__ = ("_order",)
 
@@ -40,12 +49,16 @@ class LeastRecentlyUsed:
         self._order[block_id] = None
 
     def discard(self, block_id: int) -> None:
-        """Let go of a block that is used again."""
+        """Let go of a block that was hit."""
         del self._order[block_id]
 
-    def evict(self) -> int:
-        """Remove the next victim and return it."""
-        return self._order.popitem(last=False)[0]
+    def forget(self, block_id: int) -> None:
+        """Forget all about a block."""
+        self._order.pop(block_id, None)
+
+    def peek(self) -> int:
+        """Return the next victim."""
+        return next(iter(self._order))
 
     def __len__(self) -> int:
         return len(self._order)
@@ -54,4 +67,113 @@ class LeastRecentlyUsed:
         return iter(self._order)
 
 
-EVICTION_POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": LeastRecentlyUsed}
+Rank = tuple[int, int]
+
+
+class LowestRank:
+    """Evicts the block of the lowest rank, which is given to it each time it becomes idle.
+
+    Args:
+        rank: from (when it first became idle, how often it was hit, now) to its rank.
+    """
+
+    __slots__ = ("_clock", "_first", "_heap", "_hits", "_idle", "_rank")
+
+    def __init__(self, rank: Callable[[int, int, int], Rank]) -> None:
+        self._rank = rank
+        self._clock = 0
+        self._first: dict[int, int] = {}
+        self._hits: dict[int, int] = {}
+        self._idle: dict[int, Rank] = {}
+        # Ranks that are no longer so stay in the heap until they come up.
+        self._heap: list[tuple[Rank, int]] = []
+
+    def add(self, block_id: int) -> None:
+        """Take in a block that has just become idle."""
+        self._clock += 1
+        first = self._first.setdefault(block_id, self._clock)
+        rank = self._idle[block_id] = self._rank(first, self._hits.get(block_id, 0), self._clock)
+        heappush(self._heap, (rank, block_id))
+
+    def discard(self, block_id: int) -> None:
+        """Let go of a block that was hit."""
+        del self._idle[block_id]
+        self._hits[block_id] = self._hits.get(block_id, 0) + 1
+
+    def forget(self, block_id: int) -> None:
+        """Forget all about a block."""
+        for known in (self._first, self._hits, self._idle):
+            known.pop(block_id, None)
+
+    def peek(self) -> int:
+        """Return the next victim."""
+        while self._idle.get(self._heap[0][1]) != self._heap[0][0]:
+            heappop(self._heap)
+        return self._heap[0][1]
+
+    def __len__(self) -> int:
+        return len(self._idle)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(sorted(self._idle, key=self._idle.__getitem__))
+
+
+class SegmentedLru:
+    """Evicts blocks that were never hit before those that were; at most `PROTECTED_SHARE` of all are protected so."""
+
+    __slots__ = ("_probation", "_protected", "_was_hit")
+
+    PROTECTED_SHARE = 0.8
+
+    def __init__(self) -> None:
+        self._probation: OrderedDict[int, None] = OrderedDict()
+        self._protected: OrderedDict[int, None] = OrderedDict()
+        self._was_hit: set[int] = set()
+
+    def add(self, block_id: int) -> None:
+        """Take in a block that has just become idle; the oldest of too many protected ones is one no more."""
+        (self._protected if block_id in self._was_hit else self._probation)[block_id] = None
+        if len(self._protected) > self.PROTECTED_SHARE * len(self):
+            oldest, _ = self._protected.popitem(last=False)
+            self._was_hit.discard(oldest)
+            self._probation[oldest] = None
+
+    def discard(self, block_id: int) -> None:
+        """Let go of a block that was hit."""
+        del (self._protected if block_id in self._protected else self._probation)[block_id]
+        self._was_hit.add(block_id)
+
+    def forget(self, block_id: int) -> None:
+        """Forget all about a block."""
+        self._protected.pop(block_id, None)
+        self._probation.pop(block_id, None)
+        self._was_hit.discard(block_id)
+
+    def peek(self) -> int:
+        """Return the next victim."""
+        return next(iter(self))
+
+    def __len__(self) -> int:
+        return len(self._probation) + len(self._protected)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self._probation
+        yield from self._protected
+
+
+def first_in_first_out() -> EvictionPolicy:
+    """Evict the block that first became idle longest ago, however often it was hit since."""
+    return LowestRank(lambda first, _hits, _now: (first, 0))
+
+
+def least_frequently_used() -> EvictionPolicy:
+    """Evict the block with the fewest hits, of those the one that has been idle for longest."""
+    return LowestRank(lambda _first, hits, now: (hits, now))
+
+
+EVICTION_POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
+    "lru": LeastRecentlyUsed,
+    "fifo": first_in_first_out,
+    "lfu": least_frequently_used,
+    "slru": SegmentedLru,
+}

@@ -24,7 +24,9 @@ class CacheGroup:
         return self.spec.first_live_token(num_tokens) // self.spec.block_size
 
 
-def find_prefix(groups: Sequence[CacheGroup], chain: TokenChain, max_tokens: int | None, version: int) -> PrefixHit:
+def find_prefix(
+    groups: Sequence[CacheGroup], chain: TokenChain, max_tokens: int | None, version: int, num_left: int = 1
+) -> PrefixHit:
     """Find the longest prefix whose live blocks are published in every group.
 
     Each group in turn shortens the prefix to the longest that it can serve, until all agree: a shorter prefix may
@@ -32,12 +34,13 @@ def find_prefix(groups: Sequence[CacheGroup], chain: TokenChain, max_tokens: int
 
     Args:
         groups: with one block size.
-        chain: at least one of its tokens is left to compute.
+        chain: of the tokens.
         max_tokens: of the hit, None for all.
         version: see `PrefixHit`.
+        num_left: tokens at the end that are left to compute.
     """
     size = groups[0].spec.block_size
-    most = max(0, len(chain.tokens) - 1) // size
+    most = max(0, len(chain.tokens) - num_left) // size
     limit = most if max_tokens is None else min(most, max_tokens // size)
     views = [group.pool.index.view(chain, limit) for group in groups]
     end, ended_by = (HitEnd.LAST_TOKEN if limit == most else HitEnd.LIMIT), None

@@ -9,7 +9,7 @@ from quire.memory.arena import Arena
 from quire.memory.chain import block_digest
 from quire.memory.groups import CacheGroup
 from quire.memory.manager import KVCacheManager
-from quire.memory.pool import NULL_BLOCK
+from quire.memory.pool import NULL_BLOCK, BlockPool
 from quire.memory.sequence_memory import SequenceMemory
 
 
@@ -24,10 +24,12 @@ def check(manager: KVCacheManager) -> None:
         holders = Counter(
             block for state in manager.sequences.values() for block in state.tables[idx][state.num_dead[idx] :]
         )
+        holders += manager.pins.counts(idx)
         _check_partition(group, holders, _lent_blocks(manager.arena, idx))
         _check_index(group)
         for seq_id, state in manager.sequences.items():
-            _check_table(group, seq_id, state, idx)
+            is_published = state.num_resets == manager.num_resets
+            _check_table(group, seq_id, state, idx, state.num_published if is_published else 0)
     if manager.arena.moves:
         raise InvariantViolation("M5", f"tables still name blocks that moved: {manager.arena.moves}")
 
@@ -40,6 +42,7 @@ def snapshot(manager: KVCacheManager) -> tuple[object, ...]:
             tuple(state.chain.tokens),
             tuple(map(tuple, state.tables)),
             tuple(state.num_dead),
+            state.num_resets,
             state.num_slots,
             state.num_computed,
             state.num_published,
@@ -53,6 +56,7 @@ def snapshot(manager: KVCacheManager) -> tuple[object, ...]:
         (
             tuple(group.pool.free),
             tuple(group.pool.idle),
+            tuple(tuple(retired.idle) for retired in group.pool.retired),
             tuple(group.pool.ref_counts),
             tuple((block_id, link[:2]) for block_id, link in group.pool.index.items()),
         )
@@ -62,7 +66,7 @@ def snapshot(manager: KVCacheManager) -> tuple[object, ...]:
         tuple(manager.arena.free_slabs),
         tuple((tuple(loan.used.items()), tuple(loan.resting.items())) for loan in manager.arena.loans),
     )
-    return sequences, pools, slabs, tuple(manager.pending_copies)
+    return sequences, pools, slabs, manager.pins.snapshot(), tuple(manager.pending_copies)
 
 
 def _lent_blocks(arena: Arena, group_idx: int) -> list[int]:
@@ -80,7 +84,7 @@ def _check_slabs(arena: Arena) -> None:
     if slabs != list(range(arena.layout.num_slabs)):
         raise InvariantViolation("M1", f"free and lent slabs are {slabs}, not {arena.layout.num_slabs} of them")
     for loan in arena.loans:
-        idle = Counter(arena.layout.slab_of(loan.group_idx, block_id) for block_id in loan.pool.idle)
+        idle = Counter(arena.layout.slab_of(loan.group_idx, block_id) for block_id in _resting_blocks(loan.pool))
         for slab, num_used in loan.used.items():
             blocks = arena.layout.blocks_of(loan.group_idx, slab)
             if num_used != sum(loan.pool.ref_counts[block_id] > 0 for block_id in blocks):
@@ -91,10 +95,15 @@ def _check_slabs(arena: Arena) -> None:
                 raise InvariantViolation("M1", f"slab {slab} of {num_used} used blocks is at rest, or is not")
 
 
+def _resting_blocks(pool: BlockPool) -> list[int]:
+    """Return the blocks without holders that are published, or were before a reset."""
+    return [*(block_id for retired in pool.retired for block_id in retired.idle), *pool.idle]
+
+
 def _check_partition(group: CacheGroup, holders: Counter[int], lent: list[int]) -> None:
     """M1: free, idle, used and null are disjoint and complete. M2: reference counts equal table entries."""
     pool = group.pool
-    free, idle = list(pool.free), list(pool.idle)
+    free, idle = list(pool.free), _resting_blocks(pool)
     used = [block_id for block_id, count in enumerate(pool.ref_counts) if count > 0]
     if sorted([*free, *idle, *used]) != lent:
         raise InvariantViolation("M1", f"free {free}, idle {idle} and used {used} are not what the group has: {lent}")
@@ -105,7 +114,7 @@ def _check_partition(group: CacheGroup, holders: Counter[int], lent: list[int]) 
             raise InvariantViolation(
                 "M2", f"block {block_id} counts {count} holders, tables name it {holders[block_id]}"
             )
-    for block_id in idle:
+    for block_id in pool.idle:
         if block_id not in pool.index:
             raise InvariantViolation("M1", f"idle block {block_id} is not published")
     for block_id in free:
@@ -127,7 +136,7 @@ def _check_index(group: CacheGroup) -> None:
         raise InvariantViolation("M4", f"{num_published} blocks have an identity, {len(index)} identities a block")
 
 
-def _check_table(group: CacheGroup, seq_id: int, state: SequenceMemory, group_idx: int) -> None:
+def _check_table(group: CacheGroup, seq_id: int, state: SequenceMemory, group_idx: int, num_published: int) -> None:
     """M3: what is written next is private. M5: live blocks hold the sequence's tokens. M6: lengths agree."""
     pool, size, computed = group.pool, group.spec.block_size, state.num_computed
     table, num_dead = state.tables[group_idx], state.num_dead[group_idx]
@@ -144,8 +153,8 @@ def _check_table(group: CacheGroup, seq_id: int, state: SequenceMemory, group_id
         for block_id in table[computed // size :]:
             if pool.ref_counts[block_id] > 1 or block_id in pool.index:
                 raise InvariantViolation("M3", f"sequence {seq_id} will write shared or published block {block_id}")
-    state.chain.links(state.num_published)
-    for i in range(num_dead, state.num_published):
+    state.chain.links(num_published)
+    for i in range(num_dead, num_published):
         link = pool.index.link_of(table[i])
         if link is None or not state.chain.recognises(i, link):
             raise InvariantViolation("M5", f"sequence {seq_id}: block {table[i]} holds other tokens")

@@ -17,15 +17,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.memory.admission import judge, refuse_for_ever
-from quire.memory.arena import Arena
+from quire.memory.arena import build_arena
 from quire.memory.chain import Namespace, TokenChain
 from quire.memory.eviction import EVICTION_POLICIES
 from quire.memory.groups import CacheGroup, find_prefix
 from quire.memory.ops import NO_OPS, BlockCopy, MemoryOps, TableDelta
-from quire.memory.pool import BlockPool
+from quire.memory.pins import Pins
 from quire.memory.progress import bury, next_event, publish_blocks
 from quire.memory.sequence_memory import SequenceMemory
-from quire.memory.slabs import lay_out
 from quire.memory.specs import IMMORTAL, KVCacheSpec
 from quire.memory.status import AllocStatus, HitEnd, PrefixHit
 from quire.memory.usage import Usage, measure
@@ -42,6 +41,7 @@ class KVCacheManager:
         watermark: blocks of each group that an admission leaves free while other sequences live.
         enable_prefix_caching: publish full blocks and find them again.
         eviction: a name in `EVICTION_POLICIES`.
+        pin_limit: slabs (with one group: blocks) that pinned prefixes may fill; nothing may count on those.
         key: a secret for the digests, at most 64 bytes.
 
     Invariants: M1 to M11, checked by `quire.memory.invariants.check`.
@@ -56,6 +56,7 @@ class KVCacheManager:
         watermark: int = 0,
         enable_prefix_caching: bool = True,
         eviction: str = "lru",
+        pin_limit: int = 0,
         key: bytes = b"",
     ) -> None:
         sizes = {spec.block_size for spec in specs}
@@ -63,22 +64,18 @@ class KVCacheManager:
             raise ValueError(f"cache groups must share one block size, got {sorted(sizes)}")
         self.block_size = sizes.pop()
         block_bytes = [spec.bytes_per_block for spec in specs]
-        if num_blocks is not None and len(set(block_bytes)) > 1:
-            raise ValueError(f"blocks of {sorted(set(block_bytes))} bytes share an arena: give num_bytes")
-        num_slabs = None if num_blocks is None else num_blocks * len(specs)
-        layout = lay_out(block_bytes, num_bytes=num_bytes, num_slabs=num_slabs)
-        policy = EVICTION_POLICIES[eviction]
-        own = range(layout.num_slabs, 0, -1) if len(specs) == 1 else range(0)
-        pools = [BlockPool(layout.num_ids(idx), policy(), own) for idx in range(len(specs))]
-        self.arena = Arena(layout, pools)
-        self.groups = tuple(CacheGroup(spec, pool) for spec, pool in zip(specs, pools, strict=True))
+        self.arena = build_arena(block_bytes, num_blocks, num_bytes, EVICTION_POLICIES[eviction])
+        self.pins = Pins(self.arena, pin_limit)
+        self.groups = tuple(CacheGroup(spec, pool) for spec, pool in zip(specs, self.arena.pools, strict=True))
         self.watermark = watermark
         self.enable_prefix_caching = enable_prefix_caching
         self.sequences: dict[int, SequenceMemory] = {}
         self._key = key
+        self._num_slabs = self.arena.layout.num_slabs - pin_limit
         self._mortal = tuple(idx for idx, spec in enumerate(specs) if spec.death(0) < IMMORTAL)
         self.pending_copies: list[BlockCopy] = []
         self._version = 0
+        self.num_resets = 0
         self._num_copies = 0
         self._num_merges = 0
 
@@ -117,7 +114,7 @@ class KVCacheManager:
         spare = [0] * len(self.groups)
         if self.sequences:
             spare = [self.watermark + count for count in reserved or spare]
-        return judge(self.arena, self.groups, num_tokens, hit, step_tokens or num_tokens, spare)
+        return judge(self.arena, self.groups, num_tokens, hit, step_tokens or num_tokens, spare, self._num_slabs)
 
     def blocks_missing(self, seq_id: int, num_tokens: int, step_tokens: int | None = None) -> tuple[int, ...]:
         """Return the blocks of each group that a live sequence will still ask for on its way to `num_tokens` tokens.
@@ -130,22 +127,19 @@ class KVCacheManager:
         state = self.sequences[seq_id]
         missing = []
         for group, table, num_dead in zip(self.groups, state.tables, state.num_dead, strict=True):
-            peak = group.spec.peak_blocks(num_tokens, step_tokens or num_tokens)
-            fresh = group.spec.num_blocks(num_tokens) - len(table)
-            missing.append(max(0, min(fresh, peak - (len(table) - num_dead))))
+            more = group.spec.peak_blocks(num_tokens, step_tokens or num_tokens) - (len(table) - num_dead)
+            missing.append(max(0, min(more, group.spec.num_blocks(num_tokens) - len(table))))
         return tuple(missing)
 
     def can_ever_hold(self, num_tokens: int) -> bool:
         """Say whether a sequence of `num_tokens` tokens could be held at all, by itself and in the shortest steps."""
-        return refuse_for_ever(self.arena, self.groups, num_tokens) is None
+        return refuse_for_ever(self.arena, self.groups, num_tokens, self._num_slabs) is None
 
     def rollback_limit(self, seq_id: int) -> int:
         """Return the least length to which a live sequence can be truncated: before it, live tokens would be gone."""
-        state = self.sequences[seq_id]
-        return max(
-            (self.groups[idx].spec.death(state.num_dead[idx] - 1) for idx in self._mortal if state.num_dead[idx]),
-            default=0,
-        )
+        num_dead = self.sequences[seq_id].num_dead
+        deaths = (self.groups[idx].spec.death(num_dead[idx] - 1) for idx in self._mortal if num_dead[idx])
+        return max(deaths, default=0)
 
     def block_table(self, seq_id: int, group_idx: int = 0) -> tuple[int, ...]:
         """Return a live sequence's block ids in one cache group."""
@@ -153,9 +147,8 @@ class KVCacheManager:
 
     def usage(self) -> Usage:
         """Return block counts, of all groups and of each, and counters since the start."""
-        num_sequences = len(self.sequences)
-        num_tokens = sum(state.num_slots for state in tuple(self.sequences.values()))
-        return measure(self.arena, num_sequences, num_tokens, self._num_copies, self._num_merges)
+        num_slots = [state.num_slots for state in tuple(self.sequences.values())]
+        return measure(self.arena, len(num_slots), sum(num_slots), self._num_copies, self._num_merges)
 
     # ---- commands ----
 
@@ -170,7 +163,7 @@ class KVCacheManager:
         if hit.version != self._version:
             raise ValueError("stale prefix hit: another command came between match_prefix and allocate")
         self._version += 1
-        state = SequenceMemory(chain, len(self.groups), is_publishing=self.enable_prefix_caching)
+        state = SequenceMemory(chain, len(self.groups), self.num_resets, is_publishing=self.enable_prefix_caching)
         for idx, (group, shared) in enumerate(zip(self.groups, hit.block_ids, strict=True)):
             num_dead = state.num_dead[idx] = group.num_dead(hit.num_tokens)
             group.pool.retain(shared[num_dead:])
@@ -297,8 +290,7 @@ class KVCacheManager:
         """Note that the KV of the first `num_computed` tokens is stored and verified; publish the full blocks.
 
         A block whose identity is published already is a duplicate: the table takes the published one, and the
-        duplicate goes back. Blocks that no later token reads are dead: they go back, and the table has null entries
-        in their place.
+        duplicate goes back. Dead blocks, which no later token reads, go back too: null entries take their place.
 
         Raises:
             ValueError: `num_computed` shrinks, or exceeds the slots or the tokens.
@@ -310,6 +302,7 @@ class KVCacheManager:
         state.num_computed = num_computed
         if num_computed >= state.next_event:
             self._version += 1
+            state.is_publishing &= state.num_resets == self.num_resets
             if state.is_publishing:
                 self._num_merges += publish_blocks(self.groups, state, num_computed // self.block_size)
             for idx in self._mortal:
@@ -323,6 +316,39 @@ class KVCacheManager:
         for group, table, num_dead in zip(self.groups, state.tables, state.num_dead, strict=True):
             group.pool.release(reversed(table[num_dead:]))
 
+    def reset_prefix_cache(self) -> None:
+        """Make nothing that is published now be hit again, in constant time and whoever runs.
+
+        Live sequences keep their blocks and publish no more: what they go on to compute rests on what they have.
+        """
+        self._version += 1
+        self.num_resets += 1
+        for group in self.groups:
+            group.pool.reset()
+
+    def pin(self, name: str, chain: TokenChain) -> int:
+        """Hold the longest published prefix of a chain until `unpin`; its last token may be part of it.
+
+        Returns:
+            The tokens that are pinned; 0, and nothing changed, when there are none or `pin_limit` allows no more.
+
+        Raises:
+            ValueError: the name is in use.
+        """
+        if name in self.pins:
+            raise ValueError(f"{name!r} is pinned already")
+        hit = find_prefix(self.groups, chain, None, self._version, num_left=0)
+        if not hit.num_tokens or not self.pins.can_add(hit.block_ids):
+            return 0
+        self._version += 1
+        self.pins.add(name, hit.block_ids)
+        return hit.num_tokens
+
+    def unpin(self, name: str) -> None:
+        """Let go of a pinned prefix: its blocks are idle again when no sequence holds them."""
+        self.pins.remove(name)
+        self._version += 1
+
     def take_ops(self) -> MemoryOps:
         """Hand over the movements that the workers must make before this step's kernels."""
         if not self.pending_copies:
@@ -334,15 +360,7 @@ class KVCacheManager:
     def take_table_deltas(self, seq_id: int) -> tuple[TableDelta, ...]:
         """Hand over the table entries that changed since the last call for this sequence."""
         state = self.sequences[seq_id]
-        if not state.is_dirty:
-            return ()
-        deltas = tuple(
-            TableDelta(idx, start, tuple(table[start:]))
-            for idx, (start, table) in enumerate(zip(state.dirty_from, state.tables, strict=True))
-        )
-        state.dirty_from = [len(table) for table in state.tables]
-        state.is_dirty = False
-        return deltas
+        return state.take_deltas() if state.is_dirty else ()
 
     # ---- steps of commands ----
 
@@ -351,7 +369,7 @@ class KVCacheManager:
         for group, table in zip(self.groups, state.tables, strict=True):
             block_id = table[block_idx]
             if block_id in group.pool.index and group.pool.ref_counts[block_id] == 1:
-                group.pool.index.remove(block_id)
+                group.pool.withdraw(block_id)
                 self._version += 1
 
     def _copy_on_write(self, state: SequenceMemory, group_idx: int, block_idx: int) -> None:
@@ -372,6 +390,7 @@ class KVCacheManager:
         moves, self.arena.moves = self.arena.moves, []
         for move in moves:
             self.pending_copies.append(move)
+            self.pins.follow(move)
             for state in self.sequences.values():
                 table = state.tables[move.group_idx]
                 if move.src_id in table:

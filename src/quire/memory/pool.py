@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Protocol
 
 from quire.memory.eviction import EvictionPolicy
 from quire.memory.prefix_index import PrefixIndex
@@ -35,6 +35,13 @@ class Lender(Protocol):
         ...
 
 
+class Retired(NamedTuple):
+    """Blocks that were idle when the prefix cache was reset: free in all but name, until they are wanted."""
+
+    idle: EvictionPolicy
+    published: PrefixIndex
+
+
 class BlockPool:
     """The blocks of one group; block 0 is the null block, never handed out.
 
@@ -43,20 +50,25 @@ class BlockPool:
 
     Args:
         num_ids: blocks of the group's view of the memory, the null block included.
-        idle: the eviction policy, which holds the idle blocks.
+        policy: makes an eviction policy, which holds the idle blocks.
         free: blocks to start with.
 
     Attributes:
+        idle: the policy.
+        index: of the published blocks.
+        retired: what was idle at each reset since, the oldest reset first.
         lender: set when the pool shares its bytes.
 
     Invariants: M1, M2 (with the tables of the manager), M10.
     """
 
-    __slots__ = ("free", "idle", "index", "lender", "num_evictions", "num_used", "ref_counts")
+    __slots__ = ("_policy", "free", "idle", "index", "lender", "num_evictions", "num_used", "ref_counts", "retired")
 
-    def __init__(self, num_ids: int, idle: EvictionPolicy, free: Iterable[int] = ()) -> None:
-        self.idle = idle
+    def __init__(self, num_ids: int, policy: Callable[[], EvictionPolicy], free: Iterable[int] = ()) -> None:
+        self._policy = policy
+        self.idle = policy()
         self.index = PrefixIndex()
+        self.retired: list[Retired] = []
         self.ref_counts = [0] * num_ids
         self.num_evictions = 0
         self.num_used = 0
@@ -83,11 +95,7 @@ class BlockPool:
             if self.lender is not None:
                 self.lender.took(taken)
         if from_free < count:
-            victims = [self.idle.evict() for _ in range(count - from_free)]
-            for victim in victims:
-                self.index.remove(victim)
-            self.num_evictions += len(victims)
-            taken += victims
+            taken += [self.evict(self.next_victim()) for _ in range(count - from_free)]
         for block_id in taken:
             ref_counts[block_id] = 1
         self.num_used += count
@@ -124,12 +132,39 @@ class BlockPool:
             self.lender.rested(rested)
             self.lender.freed(freed)
 
-    def evict(self, block_id: int) -> None:
-        """Make one idle block free, out of turn."""
-        self.idle.discard(block_id)
+    @property
+    def num_retired(self) -> int:
+        """Blocks that hold only what was published before a reset."""
+        return sum(len(retired.idle) for retired in self.retired)
+
+    def next_victim(self) -> int:
+        """Return the block without holders that is to be evicted first; those from before a reset come first."""
+        return self.retired[0].idle.peek() if self.retired else self.idle.peek()
+
+    def evict(self, block_id: int) -> int:
+        """Take a block without holders out of the index and the policy that know it, and return it."""
+        if not self.retired or block_id in self.index:
+            self.num_evictions += 1
+            self.idle.forget(block_id)
+            self.index.remove(block_id)
+        else:
+            # A block that was still used at an earlier reset may have left its name there: the latest knows it.
+            idle, index = next(known for known in reversed(self.retired) if block_id in known.published)
+            idle.forget(block_id)
+            index.remove(block_id)
+            self.retired = [known for known in self.retired if known.idle]
+        return block_id
+
+    def withdraw(self, block_id: int) -> None:
+        """Take a used block that is about to be written out of the index."""
         self.index.remove(block_id)
-        self.num_evictions += 1
-        self.free.append(block_id)
+        self.idle.forget(block_id)
+
+    def reset(self) -> None:
+        """Make nothing published be found again, in constant time: what is idle is evicted as it is wanted."""
+        if self.idle:
+            self.retired.append(Retired(self.idle, self.index))
+        self.idle, self.index = self._policy(), PrefixIndex()
 
     def move(self, src_id: int, dst_id: int) -> None:
         """Let a free block take the place of a used one: holders and identity."""
@@ -137,4 +172,5 @@ class BlockPool:
         self.ref_counts[dst_id] = self.ref_counts[src_id]
         self.ref_counts[src_id] = 0
         self.index.move(src_id, dst_id)
+        self.idle.forget(src_id)
         self.free.append(src_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from quire.memory.chain import TokenChain
+from quire.memory.ops import TableDelta
 
 
 class SequenceMemory:
@@ -11,6 +12,7 @@ class SequenceMemory:
     Args:
         chain: its tokens and their identities.
         num_groups: cache groups.
+        num_resets: resets of the prefix cache before it was opened; after a further one it publishes no more.
         is_publishing: False when full blocks are not to enter the prefix index.
 
     Attributes:
@@ -37,14 +39,16 @@ class SequenceMemory:
         "num_computed",
         "num_dead",
         "num_published",
+        "num_resets",
         "num_slots",
         "tables",
     )
 
-    def __init__(self, chain: TokenChain, num_groups: int, *, is_publishing: bool) -> None:
+    def __init__(self, chain: TokenChain, num_groups: int, num_resets: int, *, is_publishing: bool) -> None:
         self.chain = chain
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]
         self.num_dead = [0] * num_groups
+        self.num_resets = num_resets
         self.num_slots = 0
         self.num_computed = 0
         self.num_published = 0
@@ -59,9 +63,19 @@ class SequenceMemory:
         self.dirty_from[group_idx] = min(self.dirty_from[group_idx], start)
         self.is_dirty = True
 
+    def take_deltas(self) -> tuple[TableDelta, ...]:
+        """Hand over the table entries that changed since the last call."""
+        deltas = tuple(
+            TableDelta(idx, start, tuple(table[start:]))
+            for idx, (start, table) in enumerate(zip(self.dirty_from, self.tables, strict=True))
+        )
+        self.dirty_from = [len(table) for table in self.tables]
+        self.is_dirty = False
+        return deltas
+
     def fork(self, chain: TokenChain) -> SequenceMemory:
         """Return what memory keeps of a child that has all that this sequence has; holders are not counted here."""
-        child = SequenceMemory(chain, len(self.tables), is_publishing=self.is_publishing)
+        child = SequenceMemory(chain, len(self.tables), self.num_resets, is_publishing=self.is_publishing)
         child.tables = [table.copy() for table in self.tables]
         child.num_dead = self.num_dead.copy()
         child.num_slots = self.num_slots

@@ -13,7 +13,7 @@ class GroupUsage(NamedTuple):
     Args:
         used: blocks with holders.
         idle: blocks without holders that are still published.
-        free: blocks that hold nothing, in slabs that the group has.
+        free: blocks that hold nothing that can be hit, in slabs that the group has.
         num_slabs: slabs that the group has.
         bytes_per_block: bytes of a block.
     """
@@ -73,7 +73,7 @@ def measure(arena: Arena, num_sequences: int, num_tokens: int, num_copies: int, 
         GroupUsage(
             pool.num_used,
             len(pool.idle),
-            len(pool.free),
+            len(pool.free) + pool.num_retired,
             len(loan.used) if len(arena.pools) > 1 else layout.num_slabs,
             layout.block_bytes[idx],
         )

@@ -149,13 +149,14 @@ class Scheduler:
             len(sequence.tokens) - sequence.num_computed == 1 for sequence in self.running
         )
         preemptions_before = self.stats.num_preemptions
+        append_slots = self.memory.append_slots
         granted: list[tuple[Sequence, int]] = []
         position = 0
         while position < len(self.running):
             sequence = self.running[position]
             pending = len(sequence.tokens) - sequence.num_computed
             count = pending if pending == 1 else min(pending, spare)
-            if count > 0:
+            if count > 0 and not append_slots(sequence.seq_id, count):
                 count = self._grow(sequence, count, position)
             if count > 0:
                 if pending > 1:
@@ -216,14 +217,14 @@ class Scheduler:
     # ---- parts of a plan ----
 
     def _grow(self, sequence: Sequence, count: int, position: int) -> int:
-        """Get slots for `count` tokens, taking memory from the unplanned tail if it must be.
+        """Get slots for `count` tokens that were just refused, by taking memory from the unplanned tail.
 
         Returns:
             The tokens that have slots: 0 when there is nobody left to take from, and the sequence keeps its blocks
             and yields this step. The first in order never does: a chunk that is too long for a window's pool is cut
             until it fits. So some sequence always advances.
         """
-        while not self.memory.append_slots(sequence.seq_id, count):
+        while True:
             unplanned = self.running[position + 1 :]
             if unplanned:
                 self._preempt(self._choose_victim(unplanned))
@@ -231,7 +232,8 @@ class Scheduler:
                 count //= 2
             else:
                 return 0
-        return count
+            if self.memory.append_slots(sequence.seq_id, count):
+                return count
 
     def _preempt(self, victim: Sequence) -> None:
         """Take a running sequence's memory; it waits in its old place and computes its tokens again."""

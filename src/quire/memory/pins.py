@@ -1,0 +1,72 @@
+"""Pinned prefixes: published blocks that are held by name, so that they are not evicted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from quire.memory.arena import Arena
+from quire.memory.ops import BlockCopy
+from quire.memory.pool import NULL_BLOCK
+
+
+class Pins:
+    """Who holds which prefix, within a limit.
+
+    Args:
+        arena: of the blocks.
+        limit: slabs (with one group: blocks) that all pinned blocks may fill, lying close. What could never be held
+            beside so many is refused from the start, so that pins never keep anything waiting for ever.
+
+    Invariants: M2 counts pins.
+    """
+
+    __slots__ = ("_arena", "_tables", "limit")
+
+    def __init__(self, arena: Arena, limit: int) -> None:
+        self._arena = arena
+        self.limit = limit
+        self._tables: dict[str, list[list[int]]] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tables
+
+    def blocks(self, group_idx: int) -> Iterator[int]:
+        """Yield the blocks of a group, each as often as it is pinned."""
+        for tables in self._tables.values():
+            yield from tables[group_idx]
+
+    def can_add(self, block_ids: Sequence[Sequence[int]]) -> bool:
+        """Say whether the limit allows further blocks, given for each group."""
+        filled = sum(
+            self._arena.num_slabs_for(idx, len({*self.blocks(idx), *blocks} - {NULL_BLOCK}))
+            for idx, blocks in enumerate(block_ids)
+        )
+        return filled <= self.limit
+
+    def add(self, name: str, block_ids: Sequence[Sequence[int]]) -> None:
+        """Hold blocks, given for each group; null entries are left out."""
+        tables = [[block_id for block_id in blocks if block_id != NULL_BLOCK] for blocks in block_ids]
+        for pool, table in zip(self._arena.pools, tables, strict=True):
+            pool.retain(table)
+        self._tables[name] = tables
+
+    def remove(self, name: str) -> None:
+        """Let go of a name's blocks, the tail first."""
+        for pool, table in zip(self._arena.pools, self._tables.pop(name), strict=True):
+            pool.release(reversed(table))
+
+    def follow(self, move: BlockCopy) -> None:
+        """Name a block that moved by its new id."""
+        for tables in self._tables.values():
+            table = tables[move.group_idx]
+            if move.src_id in table:
+                table[table.index(move.src_id)] = move.dst_id
+
+    def snapshot(self) -> tuple[object, ...]:
+        """Return what is pinned as a comparable value."""
+        return tuple((name, tuple(map(tuple, tables))) for name, tables in sorted(self._tables.items()))
+
+    def counts(self, group_idx: int) -> Counter[int]:
+        """Return how often each block of a group is pinned."""
+        return Counter(self.blocks(group_idx))

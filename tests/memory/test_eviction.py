@@ -1,0 +1,134 @@
+"""Who is evicted first, by each policy; and a reset of the prefix cache."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from quire.memory import KVCacheManager
+from quire.memory.eviction import EVICTION_POLICIES, SegmentedLru
+from tests.memory.twin import Kind
+from tests.memory.walk import random_walk
+from tests.memory.world import NAMESPACES, World, WorldSize, spec_of
+
+
+def hit_length(world: World, tokens: list[int]) -> int:
+    return world.manager.match_prefix(world.manager.chain(tokens, NAMESPACES[0])).num_tokens
+
+
+def lived_in(eviction: str) -> World:
+    """Return a world in which 0 was stored first, then 1, then 2; 1 was hit once and 0 twice, and 1 last."""
+    world = World(WorldSize(8, 1, eviction=eviction), has_twin=False)
+    for seq_id, token in enumerate((0, 1, 2, 0, 0, 1)):
+        world.enter(seq_id, [token, token])
+        world.free(seq_id)
+    return world
+
+
+@pytest.mark.parametrize(
+    ("eviction", "order"), [("lru", [2, 0, 1]), ("fifo", [0, 1, 2]), ("lfu", [2, 1, 0]), ("slru", [2, 0, 1])]
+)
+def test_each_policy_has_its_order_and_tails_go_before_heads(eviction: str, order: list[int]) -> None:
+    world = lived_in(eviction)
+    # A hit covers the first block only, so only heads were hit; the tails were stored anew and merged, as hits are.
+    links = dict(world.manager.groups[0].pool.index.items())
+    victims = [links[block_id] for block_id in world.manager.groups[0].pool.idle]
+    heads = [link[1][0] for link in victims if link[2] is not None and link[2][2] is None]
+    assert heads == order
+    for token in order:
+        tail, _ = [i for i, link in enumerate(victims) if link[1][0] == token]
+        assert victims[tail][2] is not None
+        assert victims[tail][2][2] is not None, "the tail goes before its head"
+
+
+@pytest.mark.parametrize("eviction", EVICTION_POLICIES)
+@pytest.mark.parametrize("kinds", [(Kind(),), (Kind(), Kind("window", 3))])
+@pytest.mark.parametrize("seed", range(4))
+def test_random_commands_under_every_policy(eviction: str, kinds: tuple[Kind, ...], seed: int) -> None:
+    world = World(WorldSize(6, 2, kinds=kinds, eviction=eviction), has_twin=False)
+    random_walk(world, random.Random(seed), 80)
+
+
+@pytest.mark.parametrize("eviction", EVICTION_POLICIES)
+def test_a_policy_forgets_what_is_evicted(eviction: str) -> None:
+    policy = EVICTION_POLICIES[eviction]()
+    for block_id in (1, 2):
+        policy.add(block_id)
+        policy.discard(block_id)
+        policy.add(block_id)
+    policy.forget(1)
+    assert (len(policy), list(policy), policy.peek()) == (1, [2], 2)
+    policy.add(1)
+    assert sorted(policy) == [1, 2]
+    policy.forget(3)
+
+
+def test_protection_is_for_a_share_of_the_idle_blocks() -> None:
+    policy = SegmentedLru()
+    for block_id in range(5):
+        policy.add(block_id)
+    for block_id in range(5):
+        policy.discard(block_id)
+        policy.add(block_id)
+    assert list(policy) == [0, 1, 2, 3, 4]
+    policy.add(5)
+    assert policy.peek() == 0, "0 is protected no more, and older than 5"
+
+
+# ---- reset ----
+
+
+def test_after_a_reset_nothing_is_hit_and_everything_can_be_had() -> None:
+    world = World(WorldSize(6, 2))
+    world.enter(1, [0] * 8)
+    world.free(1)
+    world.reset()
+    usage = world.manager.usage()
+    assert (usage.idle, usage.free, hit_length(world, [0] * 9)) == (0, 6, 0)
+    world.enter(2, [1] * 12)
+    assert world.manager.usage().num_evictions == 0
+    assert hit_length(world, [1] * 13) == 12
+
+
+def test_live_sequences_keep_their_blocks_and_publish_no_more() -> None:
+    world = World(WorldSize(8, 2))
+    world.enter(1, [0] * 4)
+    table = world.manager.block_table(1)
+    world.reset()
+    assert world.manager.block_table(1) == table
+    world.fork(1, 2, [0, 0])
+    assert world.grow(2, 2)
+    world.store(2, 2)
+    assert hit_length(world, [0] * 7) == 0
+    world.enter(3, [0] * 4)
+    assert hit_length(world, [0] * 5) == 4
+
+
+def test_a_reset_looks_at_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It makes new parts and looks at no block: whatever is there may not even be counted through."""
+    manager = KVCacheManager([spec_of(Kind(), 2)], 4)
+    pool = manager.groups[0].pool
+    pool.idle.add(4)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a block was looked at")
+
+    for name in ("discard", "forget", "peek", "__iter__"):
+        monkeypatch.setattr(type(pool.idle), name, refuse)
+    monkeypatch.setattr(type(pool.index), "remove", refuse)
+    monkeypatch.setattr(type(pool.index), "items", refuse)
+    manager.reset_prefix_cache()
+    assert (len(pool.idle), pool.num_retired) == (0, 1)
+
+
+def test_resets_pile_up_and_are_worked_off_oldest_first() -> None:
+    world = World(WorldSize(4, 1))
+    for token in (0, 1):
+        world.enter(token, [token, token])
+        world.free(token)
+        world.reset()
+    pool = world.manager.groups[0].pool
+    assert [len(retired.idle) for retired in pool.retired] == [2, 2]
+    world.enter(2, [2, 2, 2])
+    assert [len(retired.idle) for retired in pool.retired] == [1]
