@@ -251,15 +251,9 @@ def resolve(config: EngineConfig, machine: Machine, facts: ModelFacts) -> Resolv
             `max_model_len` tokens; the message says which number to change, and to what.
     """
     cache, scheduler = config.cache, config.scheduler
-    max_model_len = config.model.max_model_len or facts.max_position
-    if max_model_len > facts.max_position:
-        raise ConfigError(
-            f"max_model_len ({max_model_len}) is more than the model's limit of {facts.max_position} tokens; "
-            f"use at most {facts.max_position}",
-            field="max_model_len",
-        )
+    max_model_len = context_length(config.model.max_model_len, facts.max_position)
     bytes_per_block = facts.bytes_per_token * cache.block_size
-    num_blocks, origin = _num_blocks(cache, machine, bytes_per_block, max_model_len, scheduler.max_num_seqs)
+    num_blocks, origin = pool_blocks(cache, machine, bytes_per_block, max_model_len, scheduler.max_num_seqs)
     needed = -(-max_model_len // cache.block_size)
     if num_blocks < needed:
         raise _too_few_blocks(cache, max_model_len, num_blocks, needed, bytes_per_block, origin)
@@ -283,10 +277,39 @@ def resolve(config: EngineConfig, machine: Machine, facts: ModelFacts) -> Resolv
     )
 
 
-def _num_blocks(
+def context_length(max_model_len: int | None, max_position: int) -> int:
+    """Return the tokens that a sequence may have.
+
+    Args:
+        max_model_len: the option; None takes the model's limit.
+        max_position: the model's limit.
+
+    Raises:
+        ConfigError: the option is past the model's limit.
+    """
+    if max_model_len is not None and max_model_len > max_position:
+        raise ConfigError(
+            f"max_model_len ({max_model_len}) is more than the model's limit of {max_position} tokens; "
+            f"use at most {max_position}",
+            field="max_model_len",
+        )
+    return max_model_len or max_position
+
+
+def pool_blocks(
     cache: CacheConfig, machine: Machine, bytes_per_block: int, max_model_len: int, max_num_seqs: int
 ) -> tuple[int, str]:
-    """Return the pool's size in blocks and the words for where it comes from."""
+    """Return the pool's size in blocks, at most 0 where there is room for none, and the words for where it comes from.
+
+    Args:
+        cache: what was asked for.
+        machine: what there is.
+        bytes_per_block: KV bytes of one block of every cache group.
+        max_model_len, max_num_seqs: what can ever be used.
+
+    Raises:
+        ConfigError: more bytes are asked for than there are.
+    """
     if cache.num_kv_blocks is not None:
         return cache.num_kv_blocks, f"num_kv_blocks={cache.num_kv_blocks}"
     if cache.kv_cache_memory_bytes is not None:

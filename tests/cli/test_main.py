@@ -13,7 +13,9 @@ from quire.cli.main import build_parser, main
 HEAVY = ("torch", "numpy", "quire.engine", "quire.text", "tokenizers", "jinja2", "starlette", "uvicorn", "rich")
 
 
-@pytest.mark.parametrize("flags", [["--help"], ["--version"], ["generate", "--help"], ["serve", "--help"]])
+@pytest.mark.parametrize(
+    "flags", [["--help"], ["--version"], ["generate", "--help"], ["serve", "--help"], ["plan", "--help"]]
+)
 def test_help_and_version_import_nothing_heavy(flags: list[str]) -> None:
     script = (
         "import sys\nfrom quire.cli.main import main\n"
@@ -30,7 +32,7 @@ def test_the_package_is_the_command() -> None:
 
 
 def test_every_command_is_there() -> None:
-    for command in ("generate", "chat", "serve", "bench", "doctor"):
+    for command in ("generate", "chat", "serve", "bench", "plan", "doctor"):
         with pytest.raises(SystemExit) as exit_:
             build_parser().parse_args([command, "--help"])
         assert exit_.value.code == 0

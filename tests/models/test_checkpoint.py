@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from quire.errors import CheckpointError, UnsupportedModel
-from quire.models.checkpoint import BUNDLED, Checkpoint, locate
+from quire.models.checkpoint import BUNDLED, Checkpoint, locate, read_config
 from quire.models.loading import load_decoder
 
 TENSORS = {"a.weight": torch.arange(6.0).view(2, 3), "b.weight": torch.ones(4, dtype=torch.bfloat16)}
@@ -245,6 +245,27 @@ def test_a_hub_model_is_found_in_the_local_cache(
     assert Checkpoint.open("some/model", "main").folder == snapshot
     with pytest.raises(CheckpointError, match="could not be fetched"):
         Checkpoint.open("some/model", "elsewhere")
+
+
+def test_of_a_hub_model_the_configuration_alone_is_fetched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def snapshot_download(_model: str, *, allow_patterns: list[str], **_: object) -> str:
+        asked.append(allow_patterns)
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert read_config("some/model") == json.loads((folder / "config.json").read_text())
+    Checkpoint.open("some/model")
+    assert asked[0] == ["config.json"]
+    assert "*.safetensors" in asked[1]
+
+
+def test_a_configuration_is_read_without_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"hidden_size": 3}')
+    assert read_config(str(tmp_path)) == read_config(str(tmp_path / "config.json")) == {"hidden_size": 3}
+    with pytest.raises(CheckpointError, match="no-such"):
+        read_config(str(tmp_path / "no-such"))
 
 
 def test_code_in_a_checkpoint_is_never_run(folder: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias, get_args, get_type_hints
 
@@ -41,15 +41,20 @@ class Flag:
     help: str
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Add the model as the positional argument, and a flag for every other field of the configuration."""
+def add_engine_options(parser: argparse.ArgumentParser, names: Collection[str] | None = None) -> None:
+    """Add the model as the positional argument, and a flag for every other field of the configuration.
+
+    Args:
+        parser: of a command.
+        names: of the fields, where not all of them mean something to the command.
+    """
     parser.add_argument(
         "model", nargs="?", default=ModelConfig().model, metavar="MODEL", help=_help_of(ModelConfig)["model"]
     )
     for config, title in GROUPS.items():
         group = parser.add_argument_group(f"{title} options")
         for flag in _flags(config):
-            if flag.field != "model":
+            if flag.field != "model" and (names is None or flag.field in names):
                 _add(group, flag)
 
 
@@ -78,6 +83,11 @@ def parse_size(text: str) -> int:
             f"{text!r} is not a size; write bytes, or a number with K, M, G, KiB, MiB, GiB"
         )
     return int(float(match[1]) * UNITS[match[2].upper()])
+
+
+def integers(text: str) -> tuple[int, ...]:
+    """Read whole numbers with commas between them."""
+    return tuple(_integer(part) for part in text.split(","))
 
 
 def _given(args: argparse.Namespace, cls: type) -> dict[str, Any]:
@@ -119,7 +129,7 @@ def _reader(flag: Flag) -> tuple[Callable[[str], Any], str]:
     if flag.hint is str:
         return str, "NAME"
     if flag.hint == tuple[int, ...]:
-        return _integers, "ID,ID"
+        return integers, "ID,ID"
     if flag.hint == Mapping[int, float]:
         return _bias, "ID=X,ID=X"
     raise TypeError(f"no flag can be made for {flag.field}: {flag.hint}")
@@ -141,10 +151,6 @@ def _number(text: str) -> float:
         return float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-
-
-def _integers(text: str) -> tuple[int, ...]:
-    return tuple(_integer(part) for part in text.split(","))
 
 
 def _bias(text: str) -> dict[int, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +20,10 @@ from quire.execution.heap import keep_freed_memory, use_huge_pages
 from quire.execution.machine import pick_device, probe
 from quire.execution.runner import ModelRunner
 from quire.memory.manager import KVCacheManager
-from quire.memory.specs import FullAttention, KVCacheSpec, SlidingWindow
+from quire.memory.sizing import CacheDtype, arena_bytes
+from quire.memory.specs import KVCacheSpec
+from quire.models.cache_layout import layout_of
 from quire.models.checkpoint import Checkpoint, locate
-from quire.models.decoder import Decoder
 from quire.models.loading import load_decoder
 from quire.models.weights import choose_dtype
 from quire.scheduling.scheduler import Scheduler
@@ -74,7 +76,7 @@ def load(config: EngineConfig) -> LoadedModel:
     use_huge_pages()
     keep_freed_memory()
     decoder = load_decoder(checkpoint, device=device, dtype=dtype, kernels=options.kernels)
-    groups = _cache_specs(decoder, config.cache.block_size, dtype.itemsize)
+    groups = layout_of(decoder.spec).specs(config.cache.block_size, CacheDtype(dtype.itemsize))
     facts = ModelFacts(
         max_position=decoder.spec.max_position,
         bytes_per_token=sum(group.bytes_per_block for group in groups) // config.cache.block_size,
@@ -106,26 +108,11 @@ def load(config: EngineConfig) -> LoadedModel:
     return LoadedModel(name, engine, _default_params(checkpoint))
 
 
-def _cache_specs(decoder: Decoder, block_size: int, element_bytes: int) -> list[KVCacheSpec]:
-    """Return one cache spec for each of the model's cache groups."""
-    specs: list[KVCacheSpec] = []
-    for group in decoder.spec.cache_groups:
-        shape = {
-            "block_size": block_size,
-            "num_layers": group.num_layers,
-            "num_kv_heads": group.num_kv_heads,
-            "head_dim": group.head_dim,
-            "element_bytes": element_bytes,
-        }
-        specs.append(FullAttention(**shape) if group.window is None else SlidingWindow(window=group.window, **shape))
-    return specs
-
-
-def _memory(resolved: ResolvedConfig, groups: list[KVCacheSpec]) -> KVCacheManager:
+def _memory(resolved: ResolvedConfig, groups: Sequence[KVCacheSpec]) -> KVCacheManager:
     """Return the manager of as many bytes as `num_blocks` blocks of every group have, the null blocks besides."""
     return KVCacheManager(
         groups,
-        num_bytes=(resolved.num_blocks + 1) * sum(group.bytes_per_block for group in groups),
+        num_bytes=arena_bytes(groups, resolved.num_blocks),
         watermark=resolved.watermark_blocks,
         enable_prefix_caching=resolved.enable_prefix_caching,
         key=os.urandom(32),

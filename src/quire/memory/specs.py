@@ -81,6 +81,7 @@ class FullAttention:
         num_kv_heads: KV heads of a layer (the real ones of a grouped-query model).
         head_dim: values of a head.
         element_bytes: bytes of one value.
+        scale_bytes: bytes of the scale beside each token's keys, and beside its values, of a head; 0 without one.
     """
 
     block_size: int
@@ -88,11 +89,13 @@ class FullAttention:
     num_kv_heads: int = 1
     head_dim: int = 1
     element_bytes: int = 2
+    scale_bytes: int = 0
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of a block: tokens x layers x (K and V) x KV heads x head dim x element bytes."""
-        return self.block_size * self.num_layers * 2 * self.num_kv_heads * self.head_dim * self.element_bytes
+        """Bytes of a block: tokens x layers x (K and V) x KV heads x (head dim x element bytes, and a scale)."""
+        head_bytes = self.head_dim * self.element_bytes + self.scale_bytes
+        return self.block_size * self.num_layers * 2 * self.num_kv_heads * head_bytes
 
     def num_blocks(self, num_tokens: int) -> int:
         """Return the length of the block table that holds `num_tokens` tokens."""
@@ -135,11 +138,13 @@ class SlidingWindow:
     num_kv_heads: int = 1
     head_dim: int = 1
     element_bytes: int = 2
+    scale_bytes: int = 0
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of a block: tokens x layers x (K and V) x KV heads x head dim x element bytes."""
-        return self.block_size * self.num_layers * 2 * self.num_kv_heads * self.head_dim * self.element_bytes
+        """Bytes of a block: tokens x layers x (K and V) x KV heads x (head dim x element bytes, and a scale)."""
+        head_bytes = self.head_dim * self.element_bytes + self.scale_bytes
+        return self.block_size * self.num_layers * 2 * self.num_kv_heads * head_bytes
 
     def num_blocks(self, num_tokens: int) -> int:
         """Return the length of the block table that holds `num_tokens` tokens."""
@@ -187,11 +192,13 @@ class ChunkedLocal:
     num_kv_heads: int = 1
     head_dim: int = 1
     element_bytes: int = 2
+    scale_bytes: int = 0
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of a block: tokens x layers x (K and V) x KV heads x head dim x element bytes."""
-        return self.block_size * self.num_layers * 2 * self.num_kv_heads * self.head_dim * self.element_bytes
+        """Bytes of a block: tokens x layers x (K and V) x KV heads x (head dim x element bytes, and a scale)."""
+        head_bytes = self.head_dim * self.element_bytes + self.scale_bytes
+        return self.block_size * self.num_layers * 2 * self.num_kv_heads * head_bytes
 
     def num_blocks(self, num_tokens: int) -> int:
         """Return the length of the block table that holds `num_tokens` tokens."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -97,12 +97,34 @@ class Checkpoint:
         return ()
 
 
-def locate(model: str, revision: str | None = None) -> Path:
+def read_config(model: str, revision: str | None = None) -> Mapping[str, Any]:
+    """Read a model's `config.json` and nothing else; of a hub id, that one file is fetched.
+
+    Args:
+        model: a local folder, a `config.json`, "bundled", or a Hugging Face hub id.
+        revision: a branch, tag or commit of a hub id.
+
+    Raises:
+        CheckpointError: nothing there, or a file that is missing or damaged; the message names it.
+    """
+    path = Path(model).expanduser()
+    if model == BUNDLED or not path.is_file():
+        return _read_object(locate(model, revision, only="config.json") / "config.json")
+    if revision is not None:
+        raise CheckpointError(
+            f"revision {revision!r} cannot be honoured: model {model!r} is a local file, which has none",
+            field="revision",
+        )
+    return _read_object(path)
+
+
+def locate(model: str, revision: str | None = None, only: str | None = None) -> Path:
     """Return the folder that holds a model's files, fetching it from the hub where it is a hub id.
 
     Args:
         model: a local folder, "bundled", or a Hugging Face hub id.
         revision: a branch, tag or commit; for hub ids only.
+        only: the one file to fetch of a hub id; None for all that a model is read from.
 
     Raises:
         CheckpointError: there is no such folder or model, or a revision of something that has none.
@@ -116,7 +138,7 @@ def locate(model: str, revision: str | None = None) -> Path:
     else:
         folder = Path(model).expanduser()
         if not folder.exists() and _HUB_ID.fullmatch(model):
-            return _download(model, revision)
+            return _download(model, revision, HUB_FILES if only is None else (only,))
         if not folder.is_dir():
             reason = "is a file, not a folder" if folder.exists() else "does not exist and is no hub id either"
             raise CheckpointError(f"model {model!r} {reason}; a folder with config.json is needed", field="model")
@@ -128,7 +150,7 @@ def locate(model: str, revision: str | None = None) -> Path:
     return folder
 
 
-def _download(model: str, revision: str | None) -> Path:
+def _download(model: str, revision: str | None, patterns: Sequence[str]) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
@@ -139,7 +161,7 @@ def _download(model: str, revision: str | None) -> Path:
         ) from error
     try:
         folder = snapshot_download(
-            model, revision=revision, allow_patterns=list(HUB_FILES), ignore_patterns=list(HUB_IGNORED)
+            model, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(HUB_IGNORED)
         )
     # The hub client lets errors of its HTTP and cache layers through; whichever it was, the model is not here.
     except Exception as error:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from quire.ops.interface import Activation
+if TYPE_CHECKING:  # planning reads configurations without torch
+    from quire.ops.interface import Activation
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.errors import CheckpointError, UnsupportedModel
 from quire.models.spec import LinearScaling, Llama3Scaling, Rope, RopeScaling, YarnScaling
-from quire.ops.interface import Activation
+
+if TYPE_CHECKING:  # planning reads configurations without torch
+    from quire.ops.interface import Activation
 
 # Fields that change what a model computes, and the only values of them that are implemented; in every part.
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
@@ -106,6 +108,22 @@ class HFConfig:
         if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
             raise self._wrong(name, value, "a list of strings")
         return tuple(value)
+
+    def count(self, name: str, default: int) -> int:
+        """Read an integer of at least 0; null counts as missing."""
+        value = self._get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise self._wrong(name, value, "an integer of at least 0")
+        return value
+
+    def indices(self, name: str) -> frozenset[int]:
+        """Read a list of indices; missing or null is empty."""
+        value = self._fields.get(name)
+        if value is None:
+            return frozenset()
+        if not isinstance(value, list) or not all(type(each) is int and each >= 0 for each in value):
+            raise self._wrong(name, value, "a list of indices")
+        return frozenset(value)
 
     def _get(self, name: str, default: object) -> object:
         value = self._fields.get(name)

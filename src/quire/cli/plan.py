@@ -1,0 +1,163 @@
+"""`quire plan`: from a model's configuration alone, how much KV memory it takes and what fits into it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import textwrap
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from quire.cli.options import add_engine_options, engine_options, integers, parse_size
+from quire.config import GIB, EngineConfig
+
+if TYPE_CHECKING:
+    from quire.cli.options import Subparsers
+    from quire.engine.memory_plan import Alternative, GroupPlan, MemoryPlan
+
+EXIT_DOES_NOT_FIT = 1
+# The engine's options that change a size.
+OPTIONS = (
+    "revision",
+    "dtype",
+    "max_model_len",
+    "block_size",
+    "num_kv_blocks",
+    "kv_cache_memory_bytes",
+    "kv_cache_memory_fraction",
+    "max_num_seqs",
+)
+WIDTH = 100
+TABLE_MARGIN = "  "
+UNITS = ((GIB, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+
+
+def register(subparsers: Subparsers) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="say what fits into how much memory, from a model's config.json alone",
+        description="Say what a model's KV cache takes and what fits into it, from its config.json alone: no weights "
+        "are read. The exit code is 1 when one sequence of max_model_len tokens does not fit.",
+    )
+    add_engine_options(parser, OPTIONS)
+    group = parser.add_argument_group("plan options")
+    group.add_argument(
+        "--memory", type=parse_size, metavar="SIZE", help="of the whole machine, or of its GPU; the weights come off it"
+    )
+    group.add_argument(
+        "--weights-bytes", type=parse_size, metavar="SIZE", help="what the weights take of --memory; else an estimate"
+    )
+    group.add_argument(
+        "--kv-cache-dtype",
+        default="auto",
+        metavar="NAME",
+        help="bfloat16, float16, float32, fp8 or int8; the weights' dtype by default",
+    )
+    group.add_argument("--lengths", type=integers, default=(), metavar="N,N", help="tokens of the sequences to look at")
+    group.add_argument("--json", action="store_true", help="print the plan as JSON, sizes in bytes")
+    parser.set_defaults(handler=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command."""
+    from quire.engine.memory_plan import PlanRequest
+    from quire.engine.planning import plan_memory
+
+    plan = plan_memory(
+        PlanRequest(
+            config=EngineConfig.from_options(**engine_options(args)),
+            kv_cache_dtype=args.kv_cache_dtype,
+            memory_bytes=args.memory,
+            weights_bytes=args.weights_bytes,
+            lengths=args.lengths,
+        )
+    )
+    if args.json:
+        print(json.dumps({"fits": plan.fits, **asdict(plan)}, indent=2))
+    else:
+        for line in _lines(plan):
+            print(line if line.startswith(TABLE_MARGIN) else textwrap.fill(line, WIDTH))
+    return 0 if plan.fits else EXIT_DOES_NOT_FIT
+
+
+def _lines(plan: MemoryPlan) -> Iterator[str]:
+    yield f"{plan.architecture} ({plan.model}): KV cache in {plan.kv_cache_dtype}, blocks of {plan.block_size} tokens"
+    yield from (f"Note: {note}" for note in plan.notes)
+    yield ""
+    yield from _table(("group", "layers", "a token", "a block", "a sequence", "blocks"), map(_group_row, plan.groups))
+    if plan.arena_bytes is not None and len(plan.groups) > 1:
+        yield "The groups share one arena; the blocks of each are what it could have by itself."
+    if plan.full_bytes > plan.sequence_bytes:
+        yield f"A token takes {_size(plan.bytes_per_token)}, until it has left windows and chunks."
+    if plan.weights_bytes is not None:
+        said = "an estimate: parameters x dtype" if plan.is_weights_estimate else "as given"
+        yield f"Weights: {_size(plan.weights_bytes)} ({said})."
+    if plan.arena_bytes is None:
+        yield "Give --memory or --kv-cache-memory-bytes to see how many sequences fit."
+    else:
+        yield f"KV cache: {_size(plan.arena_bytes)} ({plan.arena_bytes:,} bytes), null blocks included."
+    yield ""
+    rows = ((f"{each.num_tokens:,}", _size(each.sequence_bytes), _count(each.concurrency)) for each in plan.lengths)
+    yield from _table(("tokens", "a sequence", "at once"), rows)
+    if plan.never is not None:
+        yield plan.never
+    yield from _savings(plan)
+    yield ""
+    title = ("with", "a token", "tokens", "a sequence", "at once", "longest")
+    yield from _table(title, map(_alternative_row, plan.alternatives))
+
+
+def _savings(plan: MemoryPlan) -> Iterator[str]:
+    held = plan.sequence_bytes
+    if plan.full_bytes > held:
+        yield (
+            f"Windows and chunks: {_size(held)} instead of {_size(plan.full_bytes)} for {plan.max_model_len:,} tokens, "
+            f"{1 - held / plan.full_bytes:.1%} less."
+        )
+    if len(plan.groups) > 1:
+        yield (
+            f"Slabs: blocks leave at most {plan.alignment_loss:.2%} of one over; in pages of one size for all groups "
+            f"that sequence would take {_size(plan.paged_bytes)}, {plan.paged_bytes / held - 1:.1%} more."
+        )
+
+
+def _group_row(group: GroupPlan) -> tuple[str, ...]:
+    sizes = (group.bytes_per_token, group.bytes_per_block, group.bytes_per_sequence)
+    shown = ("" if size is None else _size(size) for size in sizes)
+    return (group.kind, str(group.num_layers), *shown, _count(group.num_blocks))
+
+
+def _alternative_row(other: Alternative) -> tuple[str, ...]:
+    sequence = other.sequence
+    return (
+        other.option,
+        _size(other.bytes_per_token),
+        f"{sequence.num_tokens:,}",
+        _size(sequence.sequence_bytes),
+        _count(sequence.concurrency),
+        _count(other.longest),
+    )
+
+
+def _table(title: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
+    """Yield rows in columns, the first flush left; a column that is empty throughout is left out."""
+    cells = list(rows)
+    kept = [idx for idx in range(len(title)) if any(row[idx] for row in cells)]
+    widths = {idx: max(len(row[idx]) for row in (title, *cells)) for idx in kept}
+    for row in (title, *cells):
+        first, *others = kept
+        columns = [f"{row[first]:<{widths[first]}}", *(f"{row[idx]:>{widths[idx]}}" for idx in others)]
+        yield TABLE_MARGIN + "   ".join(columns).rstrip()
+
+
+def _count(count: int | None) -> str:
+    return "" if count is None else f"{count:,}"
+
+
+def _size(num_bytes: int) -> str:
+    for unit, name in UNITS:
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:,.2f} {name}"
+    return f"{num_bytes} B"

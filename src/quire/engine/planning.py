@@ -1,0 +1,281 @@
+"""From a configuration alone to the KV memory that an engine would have: no weights, no tensors.
+
+Options, families, specs and slabs are the engine's own; only what was found on the machine is stated instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from quire.config import DTYPES, Machine, context_length, pool_blocks
+from quire.engine.memory_plan import Alternative, GroupPlan, LengthPlan, MemoryPlan, PlanRequest
+from quire.errors import CheckpointError, ConfigError, UnsupportedModel
+from quire.memory.sizing import CACHE_DTYPES, ArenaSizing, arena_bytes, paged_bytes, sequence_bytes
+from quire.memory.specs import KVCacheSpec
+from quire.models.cache_layout import AttentionLayer, CacheLayout, layout_of, read_layout
+from quire.models.checkpoint import read_config
+from quire.models.families import FAMILIES, build
+from quire.models.parameter_estimate import estimate_parameters
+
+# Sequence lengths that are looked at when none are asked for; those below `max_model_len`, and that itself.
+LENGTHS = (512, 2048, 8192, 32768, 131072)
+GENEROUS_FRACTION = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """What the configuration says: the layers; the dtype of the weights, and their bytes where they count."""
+
+    layout: CacheLayout
+    dtype: str
+    weights_bytes: int | None
+
+
+def plan_memory(request: PlanRequest) -> MemoryPlan:
+    """Size the KV memory of a model from its `config.json`.
+
+    Raises:
+        ConfigError: an option that cannot be honoured, or a configuration that cannot be read; the message says which
+            field, and what is allowed.
+    """
+    options = request.config.model
+    raw = read_config(options.model, options.revision)
+    layout, origin, notes = _read_layout(raw)
+    dtype = _dtype(options.dtype, raw, notes)
+    kv_cache_dtype = dtype if request.kv_cache_dtype == "auto" else request.kv_cache_dtype
+    if kv_cache_dtype != dtype:
+        notes.append(f"The engine keeps the cache in the dtype of the weights; {kv_cache_dtype} is a size only.")
+    weights_bytes = _weights_bytes(request, raw, dtype, notes)
+    model = _Model(layout, dtype, weights_bytes)
+    max_model_len = context_length(options.max_model_len, layout.max_position)
+    sizing = _size(request, model)
+    specs, states = sizing.specs, sizing.states
+    longest = sizing.longest(max_model_len) if request.has_budget else None
+    return MemoryPlan(
+        model=options.model,
+        architecture=_architecture(raw),
+        origin=origin,
+        dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
+        block_size=request.config.cache.block_size,
+        max_model_len=max_model_len,
+        groups=tuple(_group_plans(request, layout, sizing)),
+        bytes_per_token=_bytes_per_token(sizing),
+        weights_bytes=weights_bytes,
+        is_weights_estimate=weights_bytes is not None and request.weights_bytes is None,
+        arena_bytes=sizing.num_bytes if request.has_budget else None,
+        longest=longest,
+        never=None if longest is None else _never(sizing, layout, longest, max_model_len),
+        lengths=tuple(_length_plan(request, sizing, length) for length in _lengths(request.lengths, max_model_len)),
+        sequence_bytes=sequence_bytes(specs, states, max_model_len),
+        full_bytes=sequence_bytes(_all_full(request, model), states, max_model_len),
+        paged_bytes=paged_bytes(specs, states, max_model_len),
+        alignment_loss=sizing.alignment_loss,
+        alternatives=tuple(_alternatives(request, model, max_model_len)),
+        notes=tuple(notes),
+    )
+
+
+# ---- what the configuration says ----
+
+
+def _read_layout(raw: Mapping[str, Any]) -> tuple[CacheLayout, str, list[str]]:
+    """Read the layers as the engine does, or where no family can, from the generic fields; and say so."""
+    names = raw.get("architectures")
+    if isinstance(names, list) and not FAMILIES.keys().isdisjoint(map(str, names)):
+        try:
+            return layout_of(build(raw)[0]), "family", []
+        except UnsupportedModel as error:
+            refusal = str(error)
+    else:
+        refusal = f"no family implements {_architecture(raw)}"
+    note = f"The engine does not run this model ({refusal}): its sizes are read from the generic fields of config.json."
+    return read_layout(raw), "generic fields", [note]
+
+
+def _architecture(raw: Mapping[str, Any]) -> str:
+    names = raw.get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else str(raw.get("model_type", "unknown"))
+
+
+def _dtype(option: str, raw: Mapping[str, Any], notes: list[str]) -> str:
+    """Return the dtype of the weights, as the engine chooses it as far as that is possible without them."""
+    if option != "auto":
+        return option
+    part = raw.get("text_config")
+    homes = [raw, part] if isinstance(part, Mapping) else [raw]
+    stated = next((home[name] for home in homes for name in ("dtype", "torch_dtype") if home.get(name)), None)
+    if stated is None:
+        notes.append("config.json states no dtype: bfloat16 is assumed; set --dtype where it is another.")
+        return "bfloat16"
+    if stated not in DTYPES[1:]:
+        raise CheckpointError(
+            f"config.json states the dtype {stated!r}, and auto keeps it: set dtype to one of {', '.join(DTYPES[1:])}",
+            field="dtype",
+        )
+    return str(stated)
+
+
+def _weights_bytes(request: PlanRequest, raw: Mapping[str, Any], dtype: str, notes: list[str]) -> int | None:
+    """Return what the weights take of the machine's memory; None where nobody asks."""
+    if request.memory_bytes is None:
+        return None
+    weights_bytes = request.weights_bytes
+    if weights_bytes is None:
+        weights_bytes = estimate_parameters(raw) * CACHE_DTYPES[dtype].element_bytes
+        if raw.get("quantization_config"):
+            notes.append(f"The weights are quantised, and are counted in {dtype}: set --weights-bytes to their size.")
+    if weights_bytes >= request.memory_bytes:
+        raise ConfigError(
+            f"memory ({request.memory_bytes:,} bytes) does not hold the weights ({weights_bytes:,} bytes): give more, "
+            "or state with weights_bytes what they really take",
+            field="memory",
+        )
+    return weights_bytes
+
+
+# ---- how large everything is ----
+
+
+def _size(request: PlanRequest, model: _Model) -> ArenaSizing:
+    """Return the arena that an engine with these options would have; of no bytes without a budget."""
+    config = request.config
+    specs, states = _specs(request, model), model.layout.state_groups(CACHE_DTYPES[model.dtype].element_bytes)
+    if not request.has_budget:
+        return ArenaSizing.of(specs, states, 0)
+    cache = config.cache
+    if request.memory_bytes is None:
+        available_bytes = cache.kv_cache_memory_bytes or 0
+    else:
+        available_bytes = request.memory_bytes - (model.weights_bytes or 0)
+        if states and cache.num_kv_blocks is None and cache.kv_cache_memory_bytes is None:
+            # Blocks alone are not all that the sequences can use, so what they can use is no limit.
+            cache = replace(cache, kv_cache_memory_bytes=int(available_bytes * cache.kv_cache_memory_fraction))
+    num_blocks, _ = pool_blocks(
+        cache,
+        Machine(device="cpu", available_bytes=available_bytes, num_threads=1),
+        sum(spec.bytes_per_block for spec in specs),
+        context_length(config.model.max_model_len, model.layout.max_position),
+        config.scheduler.max_num_seqs,
+    )
+    return ArenaSizing.of(specs, states, arena_bytes(specs, num_blocks))
+
+
+def _specs(request: PlanRequest, model: _Model) -> tuple[KVCacheSpec, ...]:
+    name = model.dtype if request.kv_cache_dtype == "auto" else request.kv_cache_dtype
+    return model.layout.specs(request.config.cache.block_size, CACHE_DTYPES[name])
+
+
+def _all_full(request: PlanRequest, model: _Model) -> tuple[KVCacheSpec, ...]:
+    """Return the specs that the layers would have without windows and chunks."""
+    attention = tuple((layer._replace(window=None, chunk=None), count) for layer, count in model.layout.attention)
+    return _specs(request, replace(model, layout=replace(model.layout, attention=attention)))
+
+
+def _bytes_per_token(sizing: ArenaSizing) -> int:
+    return sum(spec.bytes_per_block // spec.block_size for spec in sizing.specs)
+
+
+def _group_plans(request: PlanRequest, layout: CacheLayout, sizing: ArenaSizing) -> Iterator[GroupPlan]:
+    counts: Sequence[int | None] = sizing.num_blocks if request.has_budget else (None,) * len(sizing.num_blocks)
+    for (layer, num_layers), spec, count in zip(layout.attention, sizing.specs, counts, strict=False):
+        yield GroupPlan(
+            kind=_kind(layer),
+            num_layers=num_layers,
+            bytes_per_token=spec.bytes_per_block // spec.block_size,
+            bytes_per_block=spec.bytes_per_block,
+            bytes_per_sequence=None,
+            num_blocks=count,
+        )
+    for state, count in zip(sizing.states, counts[len(sizing.specs) :], strict=True):
+        yield GroupPlan(
+            kind="recurrent state",
+            num_layers=state.num_layers,
+            bytes_per_token=None,
+            bytes_per_block=None,
+            bytes_per_sequence=state.state_bytes,
+            num_blocks=count,
+        )
+
+
+def _kind(layer: AttentionLayer) -> str:
+    if layer.window is not None:
+        return f"window of {layer.window} tokens"
+    return "all tokens" if layer.chunk is None else f"chunks of {layer.chunk} tokens"
+
+
+def _lengths(asked: tuple[int, ...], max_model_len: int) -> Iterator[int]:
+    for length in asked:
+        if not 0 < length <= max_model_len:
+            raise ConfigError(
+                f"lengths must be from 1 to max_model_len ({max_model_len}), got {length}", field="lengths"
+            )
+    yield from asked or (*(length for length in LENGTHS if length < max_model_len), max_model_len)
+
+
+def _length_plan(request: PlanRequest, sizing: ArenaSizing, num_tokens: int) -> LengthPlan:
+    return LengthPlan(
+        num_tokens=num_tokens,
+        sequence_bytes=sequence_bytes(sizing.specs, sizing.states, num_tokens),
+        concurrency=sizing.concurrency(num_tokens) if request.has_budget else None,
+    )
+
+
+def _never(sizing: ArenaSizing, layout: CacheLayout, longest: int, max_model_len: int) -> str:
+    """Say which prompts never fit, and why."""
+    if longest == max_model_len:
+        return f"Prompts of {max_model_len:,} tokens and more never fit: max_model_len leaves no room for a new token."
+    shortage = sizing.shortage(longest + 1)
+    assert shortage is not None
+    of_all = sum(spec.bytes_per_block for spec in sizing.specs)
+    # What the engine gives the cache is whole blocks of every group.
+    least = -(-sizing.bytes_for(max_model_len) // of_all) * of_all
+    is_alone = len(sizing.specs) + len(sizing.states) == 1
+    most = "" if is_alone else f", most of them for {_kind(layout.attention[shortage.group_idx][0])!r}"
+    text = (
+        f"Sequences of more than {longest:,} tokens, prompt and output together, never fit: {longest + 1:,} would need "
+        f"{shortage.needed:,} {'blocks' if is_alone else 'slabs'} of {sizing.layout.slab_bytes:,} bytes{most}; there "
+        f"are {shortage.available:,}. max_model_len={max_model_len} needs kv_cache_memory_bytes of at least {least}"
+    )
+    return text + (f", or lower max_model_len to {longest}." if longest else ".")
+
+
+def _alternatives(request: PlanRequest, model: _Model, max_model_len: int) -> Iterator[Alternative]:
+    """Yield what other values of one option would change."""
+    for option, other in _other_requests(request, model, max_model_len):
+        sizing = _size(other, model)
+        limit = context_length(other.config.model.max_model_len, model.layout.max_position)
+        yield Alternative(
+            option=option,
+            bytes_per_token=_bytes_per_token(sizing),
+            sequence=_length_plan(other, sizing, limit),
+            longest=sizing.longest(limit) if other.has_budget else None,
+        )
+
+
+def _other_requests(request: PlanRequest, model: _Model, max_model_len: int) -> Iterator[tuple[str, PlanRequest]]:
+    config = request.config
+    cache = config.cache
+
+    def with_cache(**changes: Any) -> PlanRequest:
+        return replace(request, config=replace(config, cache=replace(cache, **changes)))
+
+    for block_size in (cache.block_size // 2, cache.block_size * 2):
+        if 1 <= block_size <= 1024:
+            yield f"--block-size {block_size}", with_cache(block_size=block_size)
+    now = sum(spec.bytes_per_block for spec in _specs(request, model))
+    for name in CACHE_DTYPES:
+        other = replace(request, kv_cache_dtype=name)
+        if sum(spec.bytes_per_block for spec in _specs(other, model)) < now:
+            yield f"--kv-cache-dtype {name}", other
+    if max_model_len > 1:
+        shorter = replace(config.model, max_model_len=max_model_len // 2)
+        yield f"--max-model-len {max_model_len // 2}", replace(request, config=replace(config, model=shorter))
+    is_share = request.memory_bytes is not None and cache.num_kv_blocks is None and cache.kv_cache_memory_bytes is None
+    if is_share and cache.kv_cache_memory_fraction < GENEROUS_FRACTION:
+        yield (
+            f"--kv-cache-memory-fraction {GENEROUS_FRACTION}",
+            with_cache(kv_cache_memory_fraction=GENEROUS_FRACTION),
+        )

@@ -1,0 +1,204 @@
+"""How many sequences of which lengths a byte range holds, before there is an engine: arithmetic, nothing else.
+
+The same specs and slabs as the manager's, so that a plan and the engine that follows it agree to the byte:
+
+```
+ budget  ->  arena_bytes  ->  SlabLayout  ->  blocks of each group  ->  sequences at once, the longest sequence
+```
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import lcm
+from typing import Final, NamedTuple
+
+from quire.memory.slabs import SlabLayout, lay_out
+from quire.memory.specs import KVCacheSpec
+
+
+class CacheDtype(NamedTuple):
+    """What a cached value costs.
+
+    Args:
+        element_bytes: bytes of one value.
+        scale_bytes: bytes of the scale beside each token's keys, and beside its values, of a head.
+    """
+
+    element_bytes: int
+    scale_bytes: int = 0
+
+
+# int8 has a float32 scale for each token and head: eight bits without an exponent need one that follows the values.
+# fp8 has none in its blocks: its exponent covers the range, and a scale of a whole layer belongs to the weights.
+CACHE_DTYPES: Final[Mapping[str, CacheDtype]] = {
+    "bfloat16": CacheDtype(2),
+    "float16": CacheDtype(2),
+    "float32": CacheDtype(4),
+    "fp8": CacheDtype(1),
+    "int8": CacheDtype(1, 4),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateGroup:
+    """Recurrent layers of one kind: one slot for each sequence, however long it is.
+
+    Args:
+        num_layers: layers of the group; a slot holds all of them.
+        layer_bytes: bytes of one layer's state.
+    """
+
+    num_layers: int
+    layer_bytes: int
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a sequence's state."""
+        return self.num_layers * self.layer_bytes
+
+
+class Shortage(NamedTuple):
+    """Why a sequence never fits.
+
+    Args:
+        group_idx: the cache group that takes most of the memory.
+        needed: slabs that all groups together need at the worst moment.
+        available: slabs that there are.
+    """
+
+    group_idx: int
+    needed: int
+    available: int
+
+
+def arena_bytes(specs: Sequence[KVCacheSpec], num_blocks: int) -> int:
+    """Return the bytes that all groups share: `num_blocks` blocks of each, the null blocks besides."""
+    return (num_blocks + 1) * sum(spec.bytes_per_block for spec in specs)
+
+
+def sequence_bytes(specs: Sequence[KVCacheSpec], states: Sequence[StateGroup], num_tokens: int) -> int:
+    """Return the most bytes that a sequence holds on its way to `num_tokens` tokens, one token a step."""
+    blocks = sum(spec.peak_blocks(num_tokens, 1) * spec.bytes_per_block for spec in specs)
+    return blocks + sum(state.state_bytes for state in states)
+
+
+def paged_bytes(specs: Sequence[KVCacheSpec], states: Sequence[StateGroup], num_tokens: int) -> int:
+    """Return the same if all groups shared pages of one size instead of slabs.
+
+    The page is the largest block or state. The other groups put as many whole blocks into a page as go in, and what is
+    left of it is padding; a sequence has whole pages.
+    """
+    page = max(_unit_bytes(specs, states))
+    num_pages = len(states)
+    for spec in specs:
+        num_pages += -(-spec.peak_blocks(num_tokens, 1) // (page // spec.bytes_per_block))
+    return num_pages * page
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaSizing:
+    """The cache groups of a model in an arena of a given size.
+
+    A state counts as one block of its group. Sequences are counted as they decode, one token a step; while a prompt is
+    computed in larger steps, a group of windows holds more for it.
+
+    Args:
+        specs: of the groups that keep tokens, with one block size; at least one.
+        states: of the groups that keep a state.
+        layout: of the arena; of no slab where the bytes hold none.
+    """
+
+    specs: tuple[KVCacheSpec, ...]
+    states: tuple[StateGroup, ...]
+    layout: SlabLayout
+
+    @classmethod
+    def of(cls, specs: Sequence[KVCacheSpec], states: Sequence[StateGroup], num_bytes: int) -> ArenaSizing:
+        """Lay out an arena of `num_bytes` bytes, null blocks included."""
+        units = _unit_bytes(specs, states)
+        layout = lay_out(units, num_slabs=1)
+        if num_bytes < layout.num_bytes:
+            layout = layout._replace(num_slabs=0)
+        else:
+            layout = lay_out(units, num_bytes=num_bytes)
+        return cls(tuple(specs), tuple(states), layout)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the null blocks and all slabs; 0 without a slab."""
+        return self.layout.num_bytes if self.layout.num_slabs else 0
+
+    @property
+    def num_blocks(self) -> tuple[int, ...]:
+        """Blocks of each group, then states of each, if it had every slab to itself."""
+        return tuple(count * self.layout.num_slabs for count in self.layout.blocks_per_slab)
+
+    @property
+    def alignment_loss(self) -> float:
+        """Share of a slab that the blocks of the group that fits worst leave over."""
+        return max(map(self.layout.alignment_loss, range(len(self.layout.block_bytes))))
+
+    def concurrency(self, num_tokens: int) -> int:
+        """Return how many sequences of `num_tokens` tokens fit at once, none of them sharing a block."""
+        if self.shortage(num_tokens) is not None:
+            return 0
+        needs = [*(spec.peak_blocks(num_tokens, 1) for spec in self.specs), *(1 for _ in self.states)]
+        most = min(count // need for count, need in zip(self.num_blocks, needs, strict=True))
+        at_once = bisect_left(
+            range(1, most + 1),
+            True,
+            key=lambda count: _num_slabs(self.layout, [count * need for need in needs]) > self.layout.num_slabs,
+        )
+        # One alone fits even where its groups' peaks, which come at different moments, do not fit together.
+        return max(1, at_once)
+
+    def shortage(self, num_tokens: int) -> Shortage | None:
+        """Say why a sequence alone, in steps of one token, could not reach a length; None where it can.
+
+        The rule of `KVCacheManager.can_ever_hold`: groups need most when a block has just begun, and of all blocks the
+        last ones, one period of what slides, need most.
+        """
+        if self._num_slabs([spec.peak_blocks(num_tokens, 1) for spec in self.specs]) <= self.layout.num_slabs:
+            return None
+        size = self.specs[0].block_size
+        last = (num_tokens - 1) // size
+        period = lcm(*(spec.period for spec in self.specs))
+        moments = [
+            [block_idx + 1 - spec.first_live_token(block_idx * size) // size for spec in self.specs]
+            for block_idx in range(max(0, last - period + 1), last + 1)
+        ]
+        worst = max(moments, key=self._num_slabs)
+        needed = self._num_slabs(worst)
+        if needed <= self.layout.num_slabs:
+            return None
+        held = [count * spec.bytes_per_block for count, spec in zip(worst, self.specs, strict=True)]
+        return Shortage(held.index(max(held)), needed, self.layout.num_slabs)
+
+    def longest(self, limit: int) -> int:
+        """Return the longest sequence, of at most `limit` tokens, that fits alone; 0 when none does."""
+        return bisect_left(range(1, limit + 1), True, key=lambda length: self.shortage(length) is not None)
+
+    def bytes_for(self, num_tokens: int) -> int:
+        """Return the bytes of the smallest arena that holds a sequence of `num_tokens` tokens."""
+        most = self._num_slabs([spec.peak_blocks(num_tokens, 1) for spec in self.specs])
+        num_slabs = 1 + bisect_left(
+            range(1, most),
+            True,
+            key=lambda count: replace(self, layout=self.layout._replace(num_slabs=count)).shortage(num_tokens) is None,
+        )
+        return self.layout._replace(num_slabs=num_slabs).num_bytes
+
+    def _num_slabs(self, blocks: Sequence[int]) -> int:
+        """Return the slabs of a sequence with so many blocks of each group, its states included."""
+        return _num_slabs(self.layout, [*blocks, *(1 for _ in self.states)])
+
+
+def _unit_bytes(specs: Sequence[KVCacheSpec], states: Sequence[StateGroup]) -> list[int]:
+    return [*(spec.bytes_per_block for spec in specs), *(state.state_bytes for state in states)]
+
+
+def _num_slabs(layout: SlabLayout, needs: Sequence[int]) -> int:
+    return sum(-(-need // count) for need, count in zip(needs, layout.blocks_per_slab, strict=True))

@@ -1,0 +1,92 @@
+"""How many parameters a model has, as its `config.json` lets one guess: matrices counted, norms and biases left out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from quire.models.cache_layout import RECURRENT, SHORT_CONV, read_head_dim, read_kinds, text_fields
+from quire.models.families.hf_config import HFConfig
+
+# What configurations call the number of experts, and the width of the expert that every token goes through.
+EXPERT_COUNTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
+SHARED_WIDTHS: Final = ("shared_expert_intermediate_size", "shared_intermediate_size")
+
+
+def estimate_parameters(config: Mapping[str, Any]) -> int:
+    """Estimate the parameters of the language model; what sees images or hears is not counted.
+
+    Args:
+        config: the content of `config.json`.
+
+    Raises:
+        CheckpointError: a field that the estimate needs is missing or of the wrong type; the message names it.
+        UnsupportedModel: the layers are of a kind that is not known.
+    """
+    fields = text_fields(config)
+    width, vocab_size = fields.integer("hidden_size"), fields.integer("vocab_size")
+    is_tied = fields.flag("tie_word_embeddings", config.get("tie_word_embeddings") is True)
+    embeddings = vocab_size * width * (1 if is_tied else 2)
+    kinds = read_kinds(config)
+    mixers = {kind: _mixer(kind, fields, width) for kind in set(kinds)}
+    return embeddings + sum(mixers[kind] + _ffn(idx, fields, width) for idx, kind in enumerate(kinds))
+
+
+def _mixer(kind: str, fields: HFConfig, width: int) -> int:
+    if kind == SHORT_CONV:
+        return 4 * width * width
+    if kind == RECURRENT:
+        return _mamba(fields, width) if fields.has("mamba_d_state") else _delta_net(fields, width)
+    num_heads = fields.integer("num_attention_heads")
+    num_kv_heads = fields.integer("num_key_value_heads", num_heads)
+    # An output gate is as large as the queries.
+    num_query_parts = 2 if fields.flag("attn_output_gate", fields.has("full_attention_interval")) else 1
+    return width * read_head_dim(fields) * ((1 + num_query_parts) * num_heads + 2 * num_kv_heads)
+
+
+def _delta_net(fields: HFConfig, width: int) -> int:
+    keys = fields.integer("linear_num_key_heads") * fields.integer("linear_key_head_dim")
+    num_values = fields.integer("linear_num_value_heads")
+    values = num_values * fields.integer("linear_value_head_dim")
+    # Queries, keys, values and an output gate; two gates of each head; the output.
+    return width * (2 * keys + 2 * values + 2 * num_values) + values * width
+
+
+def _mamba(fields: HFConfig, width: int) -> int:
+    inner, state = width * fields.integer("mamba_expand"), fields.integer("mamba_d_state")
+    if fields.has("mamba_n_heads"):
+        projections = 2 * fields.integer("mamba_n_groups") * state
+        return width * (2 * inner + projections + fields.integer("mamba_n_heads")) + inner * width
+    rank = -(-width // 16)
+    return width * 2 * inner + inner * (rank + 2 * state) + rank * inner + inner * state + inner * width
+
+
+def _ffn(idx: int, fields: HFConfig, width: int) -> int:
+    """Return the parameters of a layer's gated MLP, or of its experts, their router and the shared expert."""
+    num_experts, shared = _first_of(EXPERT_COUNTS, fields), _first_of(SHARED_WIDTHS, fields)
+    if num_experts == 0 or not _has_experts(idx, fields):
+        return 3 * width * ((shared if num_experts == 0 else 0) or _mlp_width(fields))
+    expert = fields.integer("moe_intermediate_size") if fields.has("moe_intermediate_size") else _mlp_width(fields)
+    return num_experts * (3 * width * expert + width) + 3 * width * shared
+
+
+def _first_of(names: tuple[str, ...], fields: HFConfig) -> int:
+    return next((fields.count(name, 0) for name in names if fields.has(name)), 0)
+
+
+def _has_experts(idx: int, fields: HFConfig) -> bool:
+    if idx in fields.indices("mlp_only_layers") or idx < fields.count("first_k_dense_replace", 0):
+        return False
+    if fields.has("expert_layer_period"):
+        return idx % fields.integer("expert_layer_period") == fields.count("expert_layer_offset", 0)
+    return (idx + 1) % fields.integer("decoder_sparse_step", 1) == 0
+
+
+def _mlp_width(fields: HFConfig) -> int:
+    """Return the columns of a gate; `block_ff_dim` is the width of an MLP without one, and two thirds cost the same."""
+    if not fields.has("block_ff_dim"):
+        return fields.integer("intermediate_size")
+    if not fields.flag("block_auto_adjust_ff_dim", True):
+        return fields.integer("block_ff_dim")
+    step = fields.integer("block_multiple_of", 256)
+    return -(-2 * fields.integer("block_ff_dim") // 3 // step) * step

@@ -1,0 +1,242 @@
+"""`quire plan` says what an engine would have, to the byte, and why something does not fit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.cli.main import main
+from quire.engine.llm import LLM
+from tests.models.published import CONFIGS
+
+MIB = 1 << 20
+
+
+def planned(capsys: pytest.CaptureFixture[str], *flags: str, code: int = 0) -> dict[str, Any]:
+    """Run the command with --json and return what it printed."""
+    assert main(["plan", *flags, "--json"]) == code
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert result["fits"] is (code == 0)
+    return result
+
+
+def written(folder: Path, name: str, **changes: Any) -> str:
+    """Write a published configuration, and return the file's name."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(CONFIGS[name] | changes))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kv_cache_memory_bytes": 16_000_000},
+        {"kv_cache_memory_bytes": 9 * MIB + 1, "block_size": 5, "dtype": "float32"},
+        {"num_kv_blocks": 77, "max_model_len": 300},
+        {"kv_cache_memory_bytes": 3 * MIB, "block_size": 64, "dtype": "float16"},
+    ],
+    ids=str,
+)
+def test_the_engine_allocates_what_was_planned(options: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    plan = planned(capsys, "bundled", *flags)
+    with closing(LLM("bundled", num_threads=1, **options)) as llm:
+        engine = llm.engine
+        storages = engine.executor._runner._storages  # type: ignore[attr-defined]
+        assert [storage.data.nbytes for storage in storages] == [plan["arena_bytes"]]
+        assert [group["bytes_per_block"] for group in plan["groups"]] == [storages[0].data[0].nbytes]
+        assert [group["num_blocks"] for group in plan["groups"]] == [engine.config.num_blocks]
+        assert plan["max_model_len"] == engine.config.max_model_len
+        at_once = {each["num_tokens"]: each["concurrency"] for each in plan["lengths"]}
+        assert at_once[engine.config.max_model_len] == int(engine.config.max_concurrency)
+
+
+def test_too_small_a_budget_is_what_the_engine_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the least that the plan names, and only with it, an engine starts."""
+    plan = planned(capsys, "bundled", "--kv-cache-memory-bytes", "1M", code=1)
+    assert plan["longest"] == 464
+    assert "464 tokens, prompt and output together, never fit" in plan["never"]
+    assert (
+        "max_model_len=1024 needs kv_cache_memory_bytes of at least 2129920, or lower max_model_len to 464"
+        in plan["never"]
+    )
+    assert main(["generate", "--prompt", "a", "--max-tokens", "1", "--kv-cache-memory-bytes", "2129919"]) == 2
+    assert "2129920" in capsys.readouterr().err
+    assert planned(capsys, "bundled", "--kv-cache-memory-bytes", "2129920")["longest"] == 1024
+
+
+def test_the_weights_come_off_the_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = written(tmp_path, "Llama 3.1 8B")
+    plan = planned(capsys, model, "--memory", "80G", "--max-model-len", "8192")
+    assert plan["origin"] == "family"
+    assert plan["is_weights_estimate"] is True
+    assert plan["weights_bytes"] == pytest.approx(16.06e9, rel=0.01)
+    # Half of the rest, in blocks of 2 MiB, one of which is the null block.
+    blocks = (80 * 10**9 - plan["weights_bytes"]) // 2 // (2 * MIB)
+    assert plan["arena_bytes"] == blocks * 2 * MIB
+    assert plan["groups"][0]["num_blocks"] == blocks - 1
+    given = planned(capsys, model, "--memory", "80G", "--weights-bytes", "16G", "--kv-cache-memory-fraction", "1")
+    assert (given["is_weights_estimate"], given["arena_bytes"]) == (False, 64 * 10**9 // (2 * MIB) * 2 * MIB)
+
+
+def test_what_each_option_would_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = written(tmp_path, "Llama 3.1 8B")
+    plan = planned(capsys, model, "--memory", "64G", "--max-model-len", "32768")
+    others = {other["option"]: other for other in plan["alternatives"]}
+    assert list(others) == [
+        "--block-size 8",
+        "--block-size 32",
+        "--kv-cache-dtype fp8",
+        "--kv-cache-dtype int8",
+        "--max-model-len 16384",
+        "--kv-cache-memory-fraction 0.9",
+    ]
+    assert plan["lengths"][-1]["concurrency"] == 5
+    assert others["--kv-cache-dtype fp8"]["bytes_per_token"] * 2 == plan["bytes_per_token"] == 128 << 10
+    for option, other in others.items():
+        again = planned(capsys, model, "--memory", "64G", "--max-model-len", "32768", *option.split())
+        assert again["bytes_per_token"] == other["bytes_per_token"]
+        assert again["lengths"][-1] == other["sequence"]
+        assert again["longest"] == other["longest"]
+
+
+def test_windows_and_slabs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = written(tmp_path, "gpt-oss 20B")
+    plan = planned(capsys, model, "--memory", "48G", "--kv-cache-memory-fraction", "0.9")
+    assert any("GptOssForCausalLM" in note for note in plan["notes"])
+    assert any("quantised" in note for note in plan["notes"])
+    plan = planned(capsys, model, "--kv-cache-memory-bytes", "8G")
+    assert plan["origin"] == "generic fields"
+    assert [group["kind"] for group in plan["groups"]] == ["window of 128 tokens", "all tokens"]
+    # 127 tokens before a query and its own touch nine blocks; both groups' blocks have 384 KiB.
+    assert plan["sequence_bytes"] == (8192 + 9) * 384 << 10
+    assert plan["full_bytes"] == 2 * 8192 * 384 << 10
+    assert plan["paged_bytes"] == plan["sequence_bytes"]
+    assert plan["alignment_loss"] == 0.0
+    assert main(["plan", model, "--kv-cache-memory-bytes", "8G"]) == 0
+    shown = capsys.readouterr().out
+    assert "3.00 GiB instead of 6.00 GiB for 131,072 tokens, 49.9% less" in shown
+
+
+def test_states_have_a_row_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = written(tmp_path, "LFM2 1.2B")
+    plan = planned(capsys, model, "--kv-cache-memory-bytes", "1G", "--lengths", "1000,4096")
+    assert [each["num_tokens"] for each in plan["lengths"]] == [1000, 4096]
+    tokens, state = plan["groups"]
+    assert (tokens["bytes_per_token"], tokens["bytes_per_sequence"]) == (12 << 10, None)
+    assert (state["kind"], state["bytes_per_sequence"]) == ("recurrent state", 80 << 10)
+    assert plan["sequence_bytes"] == (4096 * 12 + 80) << 10
+    assert main(["plan", model, "--memory", "16G"]) == 0
+    shown = capsys.readouterr().out
+    assert "80.00 KiB" in shown
+    assert "Weights: 2.18 GiB (an estimate: parameters x dtype)" in shown
+
+
+def test_states_are_no_less_than_the_seats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An engine of blocks alone takes no more memory than its seats can fill; states would have no room in that."""
+    few = ("--memory", "16G", "--max-num-seqs", "4", "--max-model-len", "64")
+    # Four sequences of four blocks, and the null block.
+    blocks = planned(capsys, written(tmp_path, "Qwen3 0.6B"), *few)
+    assert blocks["arena_bytes"] == (4 * 4 + 1) * 16 * 112 << 10
+    hybrid = planned(capsys, written(tmp_path, "LFM2 1.2B"), *few)
+    assert hybrid["arena_bytes"] == pytest.approx((16e9 - hybrid["weights_bytes"]) / 2, rel=1e-3)
+    assert hybrid["lengths"][-1]["concurrency"] > 4
+
+
+def test_without_a_budget_sizes_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = planned(capsys, "bundled")
+    assert [plan[name] for name in ("arena_bytes", "weights_bytes", "longest", "never")] == [None] * 4
+    assert main(["plan"]) == 0
+    shown = capsys.readouterr().out
+    assert "Give --memory or --kv-cache-memory-bytes" in shown
+    assert "at once" not in shown
+
+
+def test_a_dtype_that_is_not_stated_is_assumed_aloud(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = written(tmp_path, "Llama 2 7B", torch_dtype=None)
+    assert "states no dtype" in planned(capsys, model)["notes"][0]
+    assert planned(capsys, model, "--dtype", "float32")["notes"] == []
+    assert "a size only" in planned(capsys, model, "--dtype", "float32", "--kv-cache-dtype", "fp8")["notes"][0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["./no-such-folder"], "no-such-folder"),
+        (["--kv-cache-dtype", "int3"], "kv_cache_dtype must be one of auto, bfloat16, float16, float32, fp8, int8"),
+        (["--max-model-len", "1025"], "max_model_len (1025) is more than the model's limit of 1024"),
+        (["--lengths", "5,1025"], "lengths must be from 1 to max_model_len (1024), got 1025"),
+        (["--memory", "1M"], "memory (1,000,000 bytes) does not hold the weights (6,9"),
+        (["--memory", "0"], "memory_bytes must be at least 1, got 0"),
+        (["--memory", "1G", "--kv-cache-memory-bytes", "2G"], "kv_cache_memory_bytes (2,000,000,000) is more than"),
+        (["--weights-bytes", "1G"], "weights_bytes is taken off memory, which is not given"),
+        (["--block-size", "0"], "block_size must be an integer of at least 1"),
+    ],
+)
+def test_a_mistake_is_one_line_and_code_2(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *flags]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert words in shown.err
+    assert shown.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["OddForCausalLM"], "num_key_value_heads": None}, "lacks num_key_value_heads"),
+        ({"kv_lora_rank": 512, "architectures": ["OddForCausalLM"]}, "kv_lora_rank"),
+        ({"torch_dtype": "float8_e4m3fn"}, "'float8_e4m3fn'"),
+        ({"num_hidden_layers": "many"}, "num_hidden_layers must be a positive integer"),
+    ],
+)
+def test_a_configuration_that_cannot_be_read_names_the_field(
+    changes: dict[str, Any], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", written(tmp_path, "Llama 2 7B", **changes)]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_an_option_that_the_family_refuses_is_planned_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = written(tmp_path, "Llama 3.1 8B", quantization_config={"quant_method": "gptq"})
+    plan = planned(capsys, model)
+    assert plan["origin"] == "generic fields"
+    assert "quantization_config" in plan["notes"][0]
+    assert plan["bytes_per_token"] == 128 << 10
+
+
+def test_a_revision_is_for_the_hub_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for model in (written(tmp_path, "Llama 2 7B"), str(tmp_path)):
+        assert main(["plan", model]) == 0
+        assert main(["plan", model, "--revision", "main"]) == 2
+        assert "revision 'main' cannot be honoured" in capsys.readouterr().err
+
+
+def test_a_plan_takes_no_tensors() -> None:
+    script = (
+        "import sys\nfrom quire.cli.main import main\nassert main(['plan', '--memory', '4G', '--json']) == 0\n"
+        "print([name for name in ('torch', 'numpy', 'safetensors.torch') if name in sys.modules], file=sys.stderr)"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert ran.stderr == "[]\n"
+
+
+def test_the_transcript_of_the_documents_is_what_the_command_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "memory.md").read_text(encoding="utf-8")
+    transcript = next(block for block in page.split("```") if block.startswith("\n$ quire plan "))
+    command, _, shown = transcript.removeprefix("\n$ ").partition("\n")
+    (tmp_path / "gpt-oss-20b").mkdir()
+    written(tmp_path / "gpt-oss-20b", "gpt-oss 20B")
+    monkeypatch.chdir(tmp_path)
+    main(command.split()[1:])
+    assert capsys.readouterr().out == shown

@@ -1,0 +1,116 @@
+"""The fields of well-known models' configurations that say what they keep of a sequence, and how large they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def llama(width: int, layers: int, heads: int, kv_heads: int, mlp: int, vocab: int, **more: Any) -> dict[str, Any]:
+    """Return the configuration of a model of Llama's layout."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": mlp,
+        "vocab_size": vocab,
+        "max_position_embeddings": 4096,
+        "torch_dtype": "bfloat16",
+    } | more
+
+
+QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128}
+DELTA_NET = {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "Llama 2 7B": llama(4096, 32, 32, 32, 11008, 32000),
+    "Llama 3.1 8B": llama(4096, 32, 32, 8, 14336, 128256, max_position_embeddings=131072),
+    "Llama 3.1 70B": llama(8192, 80, 64, 8, 28672, 128256, max_position_embeddings=131072),
+    "Qwen2.5 7B": llama(
+        3584, 28, 28, 4, 18944, 152064, **QWEN2, sliding_window=131072, use_sliding_window=False, max_window_layers=28
+    ),
+    "Qwen3 0.6B": llama(1024, 28, 16, 8, 3072, 151936, **QWEN3, tie_word_embeddings=True, sliding_window=None),
+    "Qwen3 8B": llama(4096, 36, 32, 8, 12288, 151936, **QWEN3),
+    "Qwen3 32B": llama(5120, 64, 64, 8, 25600, 151936, **QWEN3),
+    "Mistral 7B v0.1": llama(
+        4096, 32, 32, 8, 14336, 32000, architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=4096
+    ),
+    "Gemma 2 9B": llama(
+        3584, 42, 16, 8, 14336, 256000, architectures=["Gemma2ForCausalLM"], model_type="gemma2", head_dim=256,
+        sliding_window=4096,
+    ),
+    "Gemma 3 4B": {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "torch_dtype": "bfloat16",
+        "text_config": {
+            "model_type": "gemma3_text",
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "num_hidden_layers": 34,
+            "sliding_window": 1024,
+        },
+    },
+    "Gemma 3 27B": {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "torch_dtype": "bfloat16",
+        "text_config": {
+            "model_type": "gemma3_text",
+            "hidden_size": 5376,
+            "intermediate_size": 21504,
+            "num_hidden_layers": 62,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 16,
+            "head_dim": 128,
+            "sliding_window": 1024,
+        },
+    },
+    "gpt-oss 20B": llama(
+        2880, 24, 64, 8, 2880, 201088, architectures=["GptOssForCausalLM"], model_type="gpt_oss", head_dim=64,
+        sliding_window=128, layer_types=["sliding_attention", "full_attention"] * 12, num_local_experts=32,
+        quantization_config={"quant_method": "mxfp4"}, max_position_embeddings=131072,
+    ),
+    "Llama 4 Scout": {
+        "architectures": ["Llama4ForConditionalGeneration"],
+        "text_config": llama(
+            5120, 48, 40, 8, 8192, 202048, model_type="llama4_text", head_dim=128, attention_chunk_size=8192,
+            num_local_experts=16,
+        ),
+    },
+    "LFM2 1.2B": llama(
+        2048, 16, 32, 8, 0, 65536, architectures=["Lfm2ForCausalLM"], model_type="lfm2", conv_L_cache=3,
+        full_attn_idxs=[2, 5, 8, 10, 12, 14], block_ff_dim=12288, block_auto_adjust_ff_dim=True, block_multiple_of=256,
+    ),
+    "Granite 4.0 H-Tiny": llama(
+        1536, 40, 12, 4, 512, 100352, architectures=["GraniteMoeHybridForCausalLM"], model_type="granitemoehybrid",
+        layer_types=["attention" if idx % 10 == 5 else "mamba" for idx in range(40)], num_local_experts=64,
+        shared_intermediate_size=1024, tie_word_embeddings=True, mamba_n_heads=48, mamba_n_groups=1, mamba_d_state=128,
+        mamba_d_conv=4, mamba_expand=2,
+    ),
+    "Bamba 9B": llama(
+        4096, 32, 32, 8, 14336, 128256, architectures=["BambaForCausalLM"], model_type="bamba",
+        attn_layer_indices=[9, 18, 27], mamba_n_heads=128, mamba_n_groups=1, mamba_d_state=128, mamba_d_conv=4,
+        mamba_expand=2,
+    ),
+    "Jamba 52B": llama(
+        4096, 32, 32, 8, 14336, 65536, architectures=["JambaForCausalLM"], model_type="jamba", attn_layer_period=8,
+        attn_layer_offset=4, expert_layer_period=2, expert_layer_offset=1, num_experts=16, mamba_d_state=16,
+        mamba_d_conv=4, mamba_expand=2, mamba_dt_rank=256,
+    ),
+    "Qwen3-Next 80B": llama(
+        2048, 48, 16, 2, 5120, 151936, architectures=["Qwen3NextForCausalLM"], model_type="qwen3_next", head_dim=256,
+        full_attention_interval=4, **DELTA_NET, linear_num_key_heads=16, linear_num_value_heads=32, num_experts=512,
+        moe_intermediate_size=512, shared_expert_intermediate_size=512, decoder_sparse_step=1, mlp_only_layers=[],
+    ),
+    "Qwen3.5 of 24 layers": {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "tie_word_embeddings": True,
+        "text_config": llama(
+            1024, 24, 8, 2, 3584, 248320, model_type="qwen3_5_text", head_dim=256, **DELTA_NET,
+            linear_num_key_heads=16, linear_num_value_heads=16, mamba_ssm_dtype="float32", attn_output_gate=True,
+            layer_types=(["linear_attention"] * 3 + ["full_attention"]) * 6,
+        ),
+    },
+}  # fmt: skip

@@ -1,0 +1,73 @@
+"""The estimate of parameters, beside published counts and beside a model that is there."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from quire.errors import CheckpointError
+from quire.models.checkpoint import read_config
+from quire.models.parameter_estimate import estimate_parameters
+from tests.models.published import CONFIGS, llama
+from tests.models.tiny import CASES, make_tiny
+
+BILLION = 10**9
+PUBLISHED = {
+    "Llama 2 7B": 6.74,
+    "Llama 3.1 8B": 8.03,
+    "Llama 3.1 70B": 70.6,
+    "Qwen2.5 7B": 7.62,
+    "Qwen3 0.6B": 0.596,
+    "Qwen3 8B": 8.19,
+    "Qwen3 32B": 32.8,
+    "Mistral 7B v0.1": 7.24,
+    "Gemma 2 9B": 9.24,
+    "Gemma 3 4B": 3.88,
+    "Gemma 3 27B": 27.0,
+    "gpt-oss 20B": 20.9,
+    "LFM2 1.2B": 1.17,
+    "Granite 4.0 H-Tiny": 6.94,
+    "Bamba 9B": 9.78,
+    "Jamba 52B": 51.6,
+    "Qwen3-Next 80B": 79.7,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_counts(name: str) -> None:
+    assert estimate_parameters(CONFIGS[name]) == pytest.approx(PUBLISHED[name] * BILLION, rel=0.02)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_families(name: str) -> None:
+    tiny = make_tiny(name)
+    matrices = [shape for shape in tiny.decoder.weight_shapes().values() if len(shape) > 1]
+    assert estimate_parameters(tiny.config) == sum(map(math.prod, matrices))
+
+
+def test_the_bundled_model() -> None:
+    assert 3_400_000 < estimate_parameters(read_config("bundled")) < 3_600_000
+
+
+def test_what_is_missing_is_named() -> None:
+    config = llama(64, 2, 4, 2, 96, 100)
+    del config["intermediate_size"]
+    with pytest.raises(CheckpointError, match="intermediate_size"):
+        estimate_parameters(config)
+
+
+def test_layers_without_experts() -> None:
+    config = llama(64, 4, 4, 2, 96, 100, num_experts=8, moe_intermediate_size=32)
+    experts, mlp = 8 * (3 * 64 * 32 + 64), 3 * 64 * 96
+    all_experts = estimate_parameters(config)
+    assert all_experts - estimate_parameters(config | {"mlp_only_layers": [0, 3]}) == 2 * (experts - mlp)
+    assert all_experts - estimate_parameters(config | {"decoder_sparse_step": 2}) == 2 * (experts - mlp)
+    assert all_experts - estimate_parameters(config | {"first_k_dense_replace": 1}) == experts - mlp
+    assert all_experts - estimate_parameters(config | {"num_experts": 0}) == 4 * (experts - mlp)
+
+
+def test_an_output_gate_is_as_large_as_the_queries() -> None:
+    config = llama(64, 4, 4, 2, 96, 100)
+    more = estimate_parameters(config | {"attn_output_gate": True}) - estimate_parameters(config)
+    assert more == 4 * 64 * 64
