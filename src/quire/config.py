@@ -14,6 +14,7 @@ from quire.errors import ConfigError
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DEVICES = ("auto", "cpu", "cuda")
 KERNELS = ("auto", "native", "torch")
+EVICTION_POLICIES = ("lru", "fifo", "lfu", "slru")
 POLICIES = ("fcfs", "priority")
 DEFAULT_MEMORY_FRACTION = 0.5
 GIB = 1 << 30
@@ -76,6 +77,8 @@ class CacheConfig:
         kv_cache_memory_bytes: the pool's size in bytes.
         kv_cache_memory_fraction: else, this share of the memory available once the weights are loaded.
         enable_prefix_caching: find and reuse published blocks.
+        eviction_policy: which idle block is taken back first: "lru" (idle for longest), "fifo" (published first), "lfu"
+            (used least often) or "slru" (first those that were never used again).
         watermark: share of the blocks kept free for growth when a sequence is admitted.
     """
 
@@ -84,6 +87,7 @@ class CacheConfig:
     kv_cache_memory_bytes: int | None = None
     kv_cache_memory_fraction: float = DEFAULT_MEMORY_FRACTION
     enable_prefix_caching: bool = True
+    eviction_policy: str = "lru"
     watermark: float = 0.01
 
     def __post_init__(self) -> None:
@@ -91,6 +95,7 @@ class CacheConfig:
         _whole("num_kv_blocks", self.num_kv_blocks, 1, optional=True)
         _whole("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, optional=True)
         _flag("enable_prefix_caching", self.enable_prefix_caching)
+        _one_of("eviction_policy", self.eviction_policy, EVICTION_POLICIES)
         _share("kv_cache_memory_fraction", self.kv_cache_memory_fraction, 1.0, positive=True)
         _share("watermark", self.watermark, 0.5)
 
@@ -187,12 +192,14 @@ class ModelFacts:
         bytes_per_token: KV bytes of one token, all layers.
         vocab_size: rows of the output head.
         num_parameters: of the whole model.
+        kernels: what computes it, in words.
     """
 
     max_position: int
     bytes_per_token: int
     vocab_size: int
     num_parameters: int
+    kernels: str = "torch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,6 +218,7 @@ class ResolvedConfig:
     num_blocks: int
     bytes_per_block: int
     enable_prefix_caching: bool
+    eviction_policy: str
     watermark_blocks: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -218,6 +226,7 @@ class ResolvedConfig:
     max_queue_len: int | None
     vocab_size: int
     seed: int
+    kernels: str
 
     @property
     def kv_tokens(self) -> int:
@@ -239,7 +248,8 @@ class ResolvedConfig:
             f"per request: {self.max_concurrency:.2f}x",
             f"Scheduler: {self.scheduling_policy}, at most {self.max_num_seqs} sequences and "
             f"{self.max_num_batched_tokens} tokens a step; prefix caching "
-            f"{'on' if self.enable_prefix_caching else 'off'}; device {self.device}, {self.num_threads} threads",
+            f"{'on' if self.enable_prefix_caching else 'off'}; device {self.device}, {self.num_threads} threads, "
+            f"kernels: {self.kernels}",
         )
 
 
@@ -267,6 +277,7 @@ def resolve(config: EngineConfig, machine: Machine, facts: ModelFacts) -> Resolv
         num_blocks=num_blocks,
         bytes_per_block=bytes_per_block,
         enable_prefix_caching=cache.enable_prefix_caching,
+        eviction_policy=cache.eviction_policy,
         watermark_blocks=int(num_blocks * cache.watermark),
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=scheduler.max_num_batched_tokens or max(default_budget, scheduler.max_num_seqs),
@@ -274,6 +285,7 @@ def resolve(config: EngineConfig, machine: Machine, facts: ModelFacts) -> Resolv
         max_queue_len=scheduler.max_queue_len,
         vocab_size=facts.vocab_size,
         seed=config.model.seed,
+        kernels=facts.kernels,
     )
 
 

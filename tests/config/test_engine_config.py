@@ -11,6 +11,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from quire import config as config_module
 from quire.config import (
     CacheConfig,
     EngineConfig,
@@ -23,6 +24,7 @@ from quire.config import (
     resolve,
 )
 from quire.errors import ConfigError
+from quire.memory import eviction as memory_eviction
 
 CPU = Machine(device="cpu", available_bytes=1 << 30, num_threads=4)
 FACTS = ModelFacts(max_position=2048, bytes_per_token=1024, vocab_size=500, num_parameters=10**9)
@@ -40,6 +42,11 @@ def resolved(machine: Machine = CPU, facts: ModelFacts = FACTS, **options: Any) 
     return resolve(EngineConfig.from_options(**options), machine, facts)
 
 
+def test_the_eviction_policies_are_those_of_memory() -> None:
+    """The configuration lies below memory, and so cannot ask it."""
+    assert tuple(memory_eviction.EVICTION_POLICIES) == config_module.EVICTION_POLICIES
+
+
 # ---- options one by one ----
 
 
@@ -55,6 +62,7 @@ def resolved(machine: Machine = CPU, facts: ModelFacts = FACTS, **options: Any) 
         ("dtype", ["auto", "bfloat16", "float16", "float32"], ["fp8", "", None, 32]),
         ("device", ["auto", "cpu", "cuda"], ["tpu", "CPU", None]),
         ("kernels", ["auto", "native", "torch"], ["fast", "", None, 1]),
+        ("eviction_policy", ["lru", "fifo", "lfu", "slru"], ["mru", "", None]),
         ("scheduling_policy", ["fcfs", "priority"], ["lifo", None]),
         ("seed", [0, 2**63 - 1], [-1, None, 1.0, True]),
         ("max_model_len", [None, 1, 10**6], [0, -1, 1.5, "8", True]),
@@ -140,6 +148,8 @@ def test_resolve_takes_what_was_found() -> None:
         max_queue_len=None,
         vocab_size=500,
         seed=0,
+        eviction_policy="lru",
+        kernels="torch",
     )
     assert (config.kv_tokens, config.max_concurrency) == (16383 * 16, 16383 / 128)
 
@@ -151,6 +161,7 @@ def test_resolve_keeps_what_was_asked_for() -> None:
         block_size=32,
         num_kv_blocks=40,
         enable_prefix_caching=False,
+        eviction_policy="slru",
         watermark=0.1,
         max_num_seqs=6,
         max_num_batched_tokens=7,
@@ -158,7 +169,9 @@ def test_resolve_keeps_what_was_asked_for() -> None:
         max_queue_len=9,
         seed=11,
     )
-    assert dataclasses.astuple(config) == ("cpu", 2, 100, 32, 40, 32768, False, 4, 6, 7, "priority", 9, 500, 11)
+    assert dataclasses.astuple(config) == (
+        *("cpu", 2, 100, 32, 40, 32768, False, "slru", 4, 6, 7, "priority", 9, 500, 11, "torch"),
+    )
     assert config.max_concurrency == 10.0
 
 

@@ -115,3 +115,12 @@ def test_an_output_says_why_its_hit_ended(reference: Reference) -> None:
     )
     (off,) = load(reference, enable_prefix_caching=False).generate([prompt], GREEDY, use_tqdm=False)
     assert (off.num_cached_tokens, off.cache_hit_end) == (0, "prefix caching is off")
+
+
+@pytest.mark.parametrize("eviction_policy", ["fifo", "lfu", "slru"])
+def test_every_eviction_policy(reference: Reference, eviction_policy: str) -> None:
+    """A pool that evicts all the time, with repeated prompts: what is found again is what was computed."""
+    llm = load(reference, eviction_policy=eviction_policy, num_kv_blocks=16, max_num_seqs=2)
+    for _ in range(2):
+        assert outputs_of(llm, reference.prompts) == reference.outputs
+    assert llm.usage().num_evictions > 0

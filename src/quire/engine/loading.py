@@ -82,12 +82,12 @@ def load(config: EngineConfig) -> LoadedModel:
         bytes_per_token=sum(group.bytes_per_block for group in groups) // config.cache.block_size,
         vocab_size=decoder.spec.vocab_size,
         num_parameters=sum(math.prod(shape) for shape in decoder.weight_shapes().values()),
+        kernels=decoder.kernels,
     )
     resolved = resolve(config, probe(device), facts)
     torch.set_num_threads(resolved.num_threads)
     for line in resolved.lines():
         logger.info(line)
-    logger.info("kernels: %s", decoder.kernels)
     name = options.served_model_name or options.model
     memory = _memory(resolved, groups)
     runner = ModelRunner.build(
@@ -115,6 +115,7 @@ def _memory(resolved: ResolvedConfig, groups: Sequence[KVCacheSpec]) -> KVCacheM
         num_bytes=arena_bytes(groups, resolved.num_blocks),
         watermark=resolved.watermark_blocks,
         enable_prefix_caching=resolved.enable_prefix_caching,
+        eviction=resolved.eviction_policy,
         key=os.urandom(32),
     )
 
