@@ -193,6 +193,8 @@ class ModelFacts:
         vocab_size: rows of the output head.
         num_parameters: of the whole model.
         kernels: what computes it, in words.
+        longest_bytes: KV bytes of the smallest pool, null blocks included, that holds a sequence of the longest context
+            that is asked for; None where every layer keeps every token.
     """
 
     max_position: int
@@ -200,6 +202,7 @@ class ModelFacts:
     vocab_size: int
     num_parameters: int
     kernels: str = "torch"
+    longest_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,7 +211,8 @@ class ResolvedConfig:
 
     Args:
         num_blocks: blocks of the pool, without the null block.
-        bytes_per_block: KV bytes of one block.
+        bytes_per_block: KV bytes of one block of every cache group.
+        longest_blocks: blocks that hold a sequence of `max_model_len` tokens.
     """
 
     device: str
@@ -217,6 +221,7 @@ class ResolvedConfig:
     block_size: int
     num_blocks: int
     bytes_per_block: int
+    longest_blocks: int
     enable_prefix_caching: bool
     eviction_policy: str
     watermark_blocks: int
@@ -236,7 +241,7 @@ class ResolvedConfig:
     @property
     def max_concurrency(self) -> float:
         """Sequences of `max_model_len` tokens that fit at once."""
-        return self.num_blocks / -(-self.max_model_len // self.block_size)
+        return self.num_blocks / self.longest_blocks
 
     def lines(self) -> tuple[str, ...]:
         """Return the lines that people look for at start."""
@@ -265,6 +270,8 @@ def resolve(config: EngineConfig, machine: Machine, facts: ModelFacts) -> Resolv
     bytes_per_block = facts.bytes_per_token * cache.block_size
     num_blocks, origin = pool_blocks(cache, machine, bytes_per_block, max_model_len, scheduler.max_num_seqs)
     needed = -(-max_model_len // cache.block_size)
+    if facts.longest_bytes is not None:
+        needed = -(-facts.longest_bytes // bytes_per_block) - 1
     if num_blocks < needed:
         raise _too_few_blocks(cache, max_model_len, num_blocks, needed, bytes_per_block, origin)
     default_threads = 1 if facts.num_parameters < SMALL_MODEL_PARAMETERS else machine.num_threads
@@ -276,6 +283,7 @@ def resolve(config: EngineConfig, machine: Machine, facts: ModelFacts) -> Resolv
         block_size=cache.block_size,
         num_blocks=num_blocks,
         bytes_per_block=bytes_per_block,
+        longest_blocks=needed,
         enable_prefix_caching=cache.enable_prefix_caching,
         eviction_policy=cache.eviction_policy,
         watermark_blocks=int(num_blocks * cache.watermark),

@@ -150,6 +150,7 @@ def test_resolve_takes_what_was_found() -> None:
         seed=0,
         eviction_policy="lru",
         kernels="torch",
+        longest_blocks=128,
     )
     assert (config.kv_tokens, config.max_concurrency) == (16383 * 16, 16383 / 128)
 
@@ -170,7 +171,7 @@ def test_resolve_keeps_what_was_asked_for() -> None:
         seed=11,
     )
     assert dataclasses.astuple(config) == (
-        *("cpu", 2, 100, 32, 40, 32768, False, "slru", 4, 6, 7, "priority", 9, 500, 11, "torch"),
+        *("cpu", 2, 100, 32, 40, 32768, 4, False, "slru", 4, 6, 7, "priority", 9, 500, 11, "torch"),
     )
     assert config.max_concurrency == 10.0
 

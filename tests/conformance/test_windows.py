@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.errors import ConfigError
 from quire.memory.specs import SlidingWindow
 from tests.conformance.checkpoints import ragged_prompts, save_checkpoint
 
@@ -43,3 +45,26 @@ def test_what_left_the_window_is_given_back_in_the_same_step(family: str, budget
             assert count < -(-num_tokens // BLOCK_SIZE) / 2
         else:
             assert count == -(-num_tokens // BLOCK_SIZE)
+
+
+def test_the_smallest_pool_is_that_of_the_windows(tmp_path: Path) -> None:
+    """The budget that the refusal names starts an engine, which serves the longest sequence; a byte less is refused."""
+    folder = save_checkpoint("gemma3", tmp_path)
+    options = {"skip_tokenizer_init": True, "dtype": "float32", "num_threads": 1, "block_size": BLOCK_SIZE}
+    options |= {"max_model_len": 400, "max_num_seqs": 4, "max_num_batched_tokens": 16}
+    with pytest.raises(ConfigError) as refused:
+        LLM(str(folder), **options, kv_cache_memory_bytes=100_000)
+    words = re.search(r"set kv_cache_memory_bytes to at least (\d+)", str(refused.value))
+    assert words is not None
+    least = int(words[1])
+    with pytest.raises(ConfigError):
+        LLM(str(folder), **options, kv_cache_memory_bytes=least - 1)
+    llm = LLM(str(folder), **options, kv_cache_memory_bytes=least)
+    blocks = -(-400 // BLOCK_SIZE)
+    assert least < blocks * llm.resolved.bytes_per_block / 2
+    prompt = [10 + idx % 180 for idx in range(340)]
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    (output,) = llm.generate([prompt], params, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 60
+    roomy = LLM(str(folder), **options, num_kv_blocks=200)
+    assert roomy.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids == output.outputs[0].token_ids

@@ -16,6 +16,7 @@ CONFIG = ResolvedConfig(
     scheduling_policy="fcfs", max_queue_len=None, vocab_size=100, seed=0,
     eviction_policy="lru",
     kernels="torch",
+    longest_blocks=19,
 )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from quire.config import EngineConfig, ModelFacts, ResolvedConfig, resolve
+from quire.config import EngineConfig, ModelFacts, ResolvedConfig, context_length, resolve
 from quire.decoding.strategies import Sampling
 from quire.distributed.executor import InProcessExecutor
 from quire.engine.engine import Engine
@@ -20,7 +20,7 @@ from quire.execution.heap import keep_freed_memory, use_huge_pages
 from quire.execution.machine import pick_device, probe
 from quire.execution.runner import ModelRunner
 from quire.memory.manager import KVCacheManager
-from quire.memory.sizing import CacheDtype, arena_bytes
+from quire.memory.sizing import ArenaSizing, CacheDtype, arena_bytes
 from quire.memory.specs import KVCacheSpec
 from quire.models.cache_layout import layout_of
 from quire.models.checkpoint import Checkpoint, locate
@@ -83,6 +83,7 @@ def load(config: EngineConfig) -> LoadedModel:
         vocab_size=decoder.spec.vocab_size,
         num_parameters=sum(math.prod(shape) for shape in decoder.weight_shapes().values()),
         kernels=decoder.kernels,
+        longest_bytes=_longest_bytes(groups, context_length(options.max_model_len, decoder.spec.max_position)),
     )
     resolved = resolve(config, probe(device), facts)
     torch.set_num_threads(resolved.num_threads)
@@ -106,6 +107,11 @@ def load(config: EngineConfig) -> LoadedModel:
         cache_name=f"{name}:{dtype}",
     )
     return LoadedModel(name, engine, _default_params(checkpoint))
+
+
+def _longest_bytes(groups: Sequence[KVCacheSpec], max_model_len: int) -> int:
+    """Return the bytes of the smallest pool that holds one sequence of `max_model_len` tokens."""
+    return ArenaSizing.of(groups, (), 0).bytes_for(max_model_len)
 
 
 def _memory(resolved: ResolvedConfig, groups: Sequence[KVCacheSpec]) -> KVCacheManager:
