@@ -94,8 +94,7 @@ class FullAttention:
     @property
     def bytes_per_block(self) -> int:
         """Bytes of a block: tokens x layers x (K and V) x KV heads x (head dim x element bytes, and a scale)."""
-        head_bytes = self.head_dim * self.element_bytes + self.scale_bytes
-        return self.block_size * self.num_layers * 2 * self.num_kv_heads * head_bytes
+        return _block_bytes(self)
 
     def num_blocks(self, num_tokens: int) -> int:
         """Return the length of the block table that holds `num_tokens` tokens."""
@@ -143,8 +142,7 @@ class SlidingWindow:
     @property
     def bytes_per_block(self) -> int:
         """Bytes of a block: tokens x layers x (K and V) x KV heads x (head dim x element bytes, and a scale)."""
-        head_bytes = self.head_dim * self.element_bytes + self.scale_bytes
-        return self.block_size * self.num_layers * 2 * self.num_kv_heads * head_bytes
+        return _block_bytes(self)
 
     def num_blocks(self, num_tokens: int) -> int:
         """Return the length of the block table that holds `num_tokens` tokens."""
@@ -197,8 +195,7 @@ class ChunkedLocal:
     @property
     def bytes_per_block(self) -> int:
         """Bytes of a block: tokens x layers x (K and V) x KV heads x (head dim x element bytes, and a scale)."""
-        head_bytes = self.head_dim * self.element_bytes + self.scale_bytes
-        return self.block_size * self.num_layers * 2 * self.num_kv_heads * head_bytes
+        return _block_bytes(self)
 
     def num_blocks(self, num_tokens: int) -> int:
         """Return the length of the block table that holds `num_tokens` tokens."""
@@ -233,6 +230,11 @@ class ChunkedLocal:
     def longest_hit(self, published: PublishedRun, limit: int) -> int:
         """Return the longest prefix whose last chunk, as far as it goes, is published."""
         return _longest_live_hit(self, published, limit)
+
+
+def _block_bytes(spec: FullAttention | SlidingWindow | ChunkedLocal) -> int:
+    head_bytes = spec.head_dim * spec.element_bytes + spec.scale_bytes
+    return spec.block_size * spec.num_layers * 2 * spec.num_kv_heads * head_bytes
 
 
 def _longest_live_hit(spec: KVCacheSpec, published: PublishedRun, limit: int) -> int:
