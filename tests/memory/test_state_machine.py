@@ -220,8 +220,8 @@ TestMemoryMachine.settings = settings(max_examples=120, stateful_step_count=40, 
 def test_a_collision_is_a_miss_and_never_a_wrong_block(monkeypatch: pytest.MonkeyPatch, num_digests: int) -> None:
     honest = chain.block_digest
 
-    def colliding(parent: bytes, content: bytes) -> bytes:
-        return bytes([honest(parent, content)[0] % num_digests])
+    def colliding(parent: int, content: bytes) -> int:
+        return honest(parent, content) % num_digests
 
     monkeypatch.setattr(chain, "block_digest", colliding)
     monkeypatch.setattr(invariants, "block_digest", colliding)
