@@ -8,6 +8,7 @@ from quire.memory import chain, invariants
 from tests.memory.twin import Kind
 from tests.memory.world import NAMESPACES, World, WorldSize
 
+THE_SAME = b"the same"
 KINDS = [(Kind(),), (Kind("window", 3),), (Kind("chunk", 6),), (Kind(), Kind("window", 3))]
 
 
@@ -19,7 +20,7 @@ def colliding_first_blocks(monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
     honest = chain.block_digest
 
     def block_digest(parent: bytes, content: bytes) -> bytes:
-        return b"the same" if parent == root else honest(parent, content)
+        return THE_SAME if parent == root else honest(parent, content)
 
     monkeypatch.setattr(chain, "block_digest", block_digest)
     monkeypatch.setattr(invariants, "block_digest", block_digest)
@@ -51,7 +52,7 @@ def test_whatever_is_evicted_first_a_child_is_not_reached_through_another_parent
     world.enter(1, [0, 0, 1, 1, 0, 0])
     world.free(1)
     for idx, group in enumerate(world.manager.groups):  # a policy that evicts heads before tails
-        (head,) = [block_id for block_id, link in group.pool.index.items() if link[0] == b"the same"]
+        (head,) = [block_id for block_id, link in group.pool.index.items() if link[0] == THE_SAME]
         world.evict(idx, head)
     world.enter(2, [0, 1])
     hit = world.manager.match_prefix(world.manager.chain([0, 1, 1, 1, 0, 0, 1], NAMESPACES[0]))

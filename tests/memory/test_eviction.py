@@ -54,26 +54,39 @@ def test_random_commands_under_every_policy(eviction: str, kinds: tuple[Kind, ..
 def test_a_policy_forgets_what_is_evicted(eviction: str) -> None:
     policy = EVICTION_POLICIES[eviction]()
     for block_id in (1, 2):
-        policy.add(block_id)
-        policy.discard(block_id)
-        policy.add(block_id)
-    policy.forget(1)
-    assert (len(policy), list(policy), policy.peek()) == (1, [2], 2)
-    policy.add(1)
+        policy.add([block_id])
+        policy.discard([block_id])
+        policy.add([block_id])
+    policy.forget([1])
+    assert (len(policy), list(policy), policy.victims(1)) == (1, [2], [2])
+    policy.add([1])
     assert sorted(policy) == [1, 2]
-    policy.forget(3)
+    policy.forget([3])
+
+
+@pytest.mark.parametrize("eviction", EVICTION_POLICIES)
+@pytest.mark.parametrize("seed", range(5))
+def test_victims_are_the_next_in_order_and_choosing_them_changes_nothing(eviction: str, seed: int) -> None:
+    policy, rng = EVICTION_POLICIES[eviction](), random.Random(seed)
+    policy.add(range(8))
+    for _ in range(20):
+        hit = rng.sample(range(8), 3)
+        policy.discard(hit)
+        policy.add(hit)
+        order, count = list(policy), rng.randrange(9)
+        assert policy.victims(count) == order[:count]
+        assert list(policy) == order
 
 
 def test_protection_is_for_a_share_of_the_idle_blocks() -> None:
     policy = SegmentedLru()
+    policy.add(range(5))
     for block_id in range(5):
-        policy.add(block_id)
-    for block_id in range(5):
-        policy.discard(block_id)
-        policy.add(block_id)
+        policy.discard([block_id])
+        policy.add([block_id])
     assert list(policy) == [0, 1, 2, 3, 4]
-    policy.add(5)
-    assert policy.peek() == 0, "0 is protected no more, and older than 5"
+    policy.add([5])
+    assert policy.victims(1) == [0], "0 is protected no more, and older than 5"
 
 
 # ---- reset ----
@@ -109,12 +122,12 @@ def test_a_reset_looks_at_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """It makes new parts and looks at no block: whatever is there may not even be counted through."""
     manager = KVCacheManager([spec_of(Kind(), 2)], 4)
     pool = manager.groups[0].pool
-    pool.idle.add(4)
+    pool.idle.add([4])
 
     def refuse(*_: object) -> None:
         raise AssertionError("a block was looked at")
 
-    for name in ("discard", "forget", "peek", "__iter__"):
+    for name in ("discard", "forget", "victims", "__iter__"):
         monkeypatch.setattr(type(pool.idle), name, refuse)
     monkeypatch.setattr(type(pool.index), "remove", refuse)
     monkeypatch.setattr(type(pool.index), "items", refuse)

@@ -38,13 +38,14 @@ def list_a_block_twice(manager: KVCacheManager) -> None:
 
 def free_a_published_block(manager: KVCacheManager) -> None:
     pool = pool_of(manager)
-    pool.free.append(pool.idle.peek())
-    pool.idle.discard(pool.idle.peek())
+    (victim,) = pool.idle.victims(1)
+    pool.free.append(victim)
+    pool.idle.discard([victim])
 
 
 def idle_an_unpublished_block(manager: KVCacheManager) -> None:
     pool = pool_of(manager)
-    pool.idle.add(pool.free.pop())
+    pool.idle.add([pool.free.pop()])
 
 
 def miscount_holders(manager: KVCacheManager) -> None:
@@ -58,7 +59,7 @@ def name_the_null_block(manager: KVCacheManager) -> None:
 def publish_what_is_written_next(manager: KVCacheManager) -> None:
     sequence = manager.sequences[2]
     index = pool_of(manager).index
-    index.remove(manager.block_table(2)[1])
+    index.remove(manager.block_table(2)[1:2])
     index.add(sequence.chain.links(2)[1], manager.block_table(2)[-1])
 
 
@@ -84,7 +85,7 @@ def publish_under_two_identities(manager: KVCacheManager) -> None:
 
 def forget_half_of_an_entry(manager: KVCacheManager) -> None:
     index = pool_of(manager).index
-    del index._entries[index.items()[-1][1][0]]
+    del index._block_ids[index.items()[-1][1][0]]
 
 
 def hold_other_tokens(manager: KVCacheManager) -> None:

@@ -6,7 +6,7 @@ claims it, and the net must tear: by a numbered invariant, by disagreement with 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -69,8 +69,9 @@ def leak_a_reference_on_fork(patch: Patch) -> None:
 
 
 def keep_the_digest_of_an_evicted_block(patch: Patch) -> None:
-    def remove(index: PrefixIndex, block_id: int) -> None:
-        del index._links[block_id]
+    def remove(index: PrefixIndex, block_ids: Iterable[int]) -> None:
+        for block_id in block_ids:
+            del index._links[block_id]
 
     patch.setattr(PrefixIndex, "remove", remove)
 
@@ -306,6 +307,7 @@ def trust_the_digest(patch: Patch) -> None:
     shrink_digests(patch)
 
     patch.setattr(TokenChain, "recognises", lambda *_: True)
+    patch.setattr(TokenChain, "recognise_run", lambda _, run: len(run))
 
 
 def keep_a_preempted_sequence_open(patch: Patch) -> None:

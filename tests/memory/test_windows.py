@@ -72,7 +72,7 @@ def test_a_hit_says_which_group_ended_it() -> None:
     world.enter(1, list(range(12)))
     hit = ask(world, [*range(10), 99, 99, 99])
     assert (hit.num_tokens, hit.end, hit.group_idx) == (10, HitEnd.NOT_PUBLISHED, 0)
-    world.manager.groups[1].pool.index.remove(hit.block_ids[1][-1])
+    world.manager.groups[1].pool.index.remove(hit.block_ids[1][-1:])
     hit = ask(world, [*range(10), 99, 99, 99])
     assert (hit.num_tokens, hit.end, hit.group_idx) == (8, HitEnd.NOT_PUBLISHED, 1)
 

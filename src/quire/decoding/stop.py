@@ -18,13 +18,14 @@ def end_of_tokens(sequence: Sequence, token_id: int) -> tuple[FinishReason, int 
         The reason and, for one of the request's own stop tokens, that token; None when it goes on.
     """
     request = sequence.request
-    num_output = sequence.num_output + 1
-    if num_output > request.params.min_tokens:
+    params = request.params
+    num_tokens = len(sequence.tokens) + 1
+    if num_tokens - sequence.num_prompt > params.min_tokens:
         if token_id in request.end_token_ids:
             return FinishReason.STOP, None
-        if token_id in request.params.stop_token_ids:
+        if token_id in params.stop_token_ids:
             return FinishReason.STOP, token_id
-    if sequence.num_prompt + num_output >= request.max_total_tokens:
+    if num_tokens >= request.max_total_tokens:
         return FinishReason.LENGTH, None
     return None
 

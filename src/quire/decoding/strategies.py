@@ -27,11 +27,18 @@ class Sampling:
 
     def num_draws(self, sequence: Sequence) -> int:
         """Return `n` for a prompt that has not forked, else 1."""
-        return 1 if sequence.num_output else sequence.request.params.n - len(sequence.request.sequences) + 1
+        if len(sequence.tokens) > sequence.num_prompt:
+            return 1
+        return sequence.request.params.n - len(sequence.request.sequences) + 1
 
     def advance(self, sequence: Sequence, token_ids: Tokens[int]) -> list[Edit]:
         """Return one append per token; before it, one fork for each sample after the first; finishes last."""
         first = sequence.sample_idx
+        if len(token_ids) == 1:
+            (token_id,) = token_ids
+            append = Append(first, token_id, 0)
+            end = end_of_tokens(sequence, token_id)
+            return [append] if end is None else [append, Finish(first, *end)]
         # Forks come first: a child starts from the prompt, before its parent grows.
         edits: list[Edit] = [Fork(first + draw_idx) for draw_idx in range(1, len(token_ids))]
         finishes: list[Finish] = []

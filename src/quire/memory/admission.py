@@ -38,7 +38,7 @@ def judge(
     woken, needs = [], []
     for group, shared, spared in zip(groups, hit.block_ids, spare, strict=True):
         ref_counts, spec = group.pool.ref_counts, group.spec
-        num_woken = sum(ref_counts[block_id] == 0 for block_id in shared if block_id != NULL_BLOCK)
+        num_woken = [ref_counts[block_id] for block_id in shared].count(0) - shared.count(NULL_BLOCK)
         peak = spec.peak_blocks(num_tokens, step_tokens)
         num_new = min(peak - num_woken, spec.num_blocks(num_tokens) - len(shared))
         woken.append(num_woken)

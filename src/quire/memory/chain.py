@@ -13,10 +13,12 @@ before it are gone.
 
 from __future__ import annotations
 
-from array import array
+from collections.abc import Sequence
 from hashlib import blake2b
+from struct import pack, unpack
 from typing import NamedTuple
 
+TOKEN_BYTES = 4
 DIGEST_BYTES = 16
 
 # (digest, tokens as bytes, parent). The root's content is the namespace, and it has no parent. A plain tuple: a long
@@ -79,11 +81,10 @@ class TokenChain:
         known = len(links)
         if known < num_blocks:
             size = self._block_size
-            data = array("I", self.tokens[known * size : num_blocks * size]).tobytes()
-            stride = len(data) // (num_blocks - known)
+            tokens = self.tokens[known * size : num_blocks * size]
+            contents = unpack(f"{TOKEN_BYTES * size}s" * (num_blocks - known), pack(f"={len(tokens)}I", *tokens))
             parent = links[-1] if known else self.root
-            for start in range(0, len(data), stride):
-                content = data[start : start + stride]
+            for content in contents:
                 parent = (block_digest(parent[0], content), content, parent)
                 links.append(parent)
         return links
@@ -115,14 +116,33 @@ class TokenChain:
             theirs = theirs[2]
         return True
 
-    def canonical_link(self, block_idx: int) -> Link:
-        """Return a block's link to publish, with the link before it that is adopted by now as its parent."""
+    def recognise_run(self, run: Sequence[Link]) -> int:
+        """Return how many of the first links stand for exactly this chain's tokens, and adopt those.
+
+        Args:
+            run: links found under the digests of the first blocks.
+        """
+        links, count, parent = self._links, 0, self.root
+        for own, link in zip(links, run, strict=False):
+            if link is not own:
+                if link[2] is parent and link[1] == own[1]:
+                    links[count] = link
+                elif not self.recognises(count, link):
+                    break
+            parent = link
+            count += 1
+        return count
+
+    def canonical_links(self, start: int, end: int) -> list[Link]:
+        """Return the links of `[start, end)` to publish: each has the one before it, adopted or own, as its parent."""
         links = self._links
-        digest, content, parent = link = links[block_idx]
-        adopted = links[block_idx - 1] if block_idx else self.root
-        if parent is not adopted:
-            link = links[block_idx] = (digest, content, adopted)
-        return link
+        parent = links[start - 1] if start else self.root
+        for idx in range(start, end):
+            link = links[idx]
+            if link[2] is not parent:
+                link = links[idx] = (link[0], link[1], parent)
+            parent = link
+        return links[start:end]
 
     def truncate(self, num_tokens: int) -> None:
         """Forget the links of blocks that are not full at `num_tokens` tokens; the owner then shortens `tokens`."""
@@ -139,5 +159,5 @@ class TokenChain:
 
 
 def block_digest(parent: bytes, content: bytes) -> bytes:
-    """Return the identity of the block with these tokens after this parent."""
+    """Return the digest of the block with these tokens after the one with this digest."""
     return blake2b(parent + content, digest_size=DIGEST_BYTES).digest()

@@ -7,28 +7,29 @@ tail of a chain goes before its head.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from heapq import heappop, heappush
+from itertools import islice
 from typing import Protocol
 
 
 class EvictionPolicy(Protocol):
     """The idle blocks of one pool, in the order in which they would be evicted."""
 
-    def add(self, block_id: int) -> None:
-        """Take in a block that has just become idle."""
+    def add(self, block_ids: Iterable[int]) -> None:
+        """Take in blocks that have just become idle, one after the other."""
         ...
 
-    def discard(self, block_id: int) -> None:
-        """Let go of a block that was hit."""
+    def discard(self, block_ids: Iterable[int]) -> None:
+        """Let go of blocks that were hit."""
         ...
 
-    def forget(self, block_id: int) -> None:
-        """Forget all about a block: it is no longer published."""
+    def forget(self, block_ids: Iterable[int]) -> None:
+        """Forget all about blocks: they are no longer published."""
         ...
 
-    def peek(self) -> int:
-        """Return the next victim."""
+    def victims(self, count: int) -> list[int]:
+        """Return the blocks that are next, in order; at most as many as are idle."""
         ...
 
     def __len__(self) -> int: ...
@@ -44,21 +45,27 @@ class LeastRecentlyUsed:
     def __init__(self) -> None:
         self._order: OrderedDict[int, None] = OrderedDict()
 
-    def add(self, block_id: int) -> None:
-        """Take in a block that has just become idle."""
-        self._order[block_id] = None
+    def add(self, block_ids: Iterable[int]) -> None:
+        """Take in blocks that have just become idle."""
+        order = self._order
+        for block_id in block_ids:
+            order[block_id] = None
 
-    def discard(self, block_id: int) -> None:
-        """Let go of a block that was hit."""
-        del self._order[block_id]
+    def discard(self, block_ids: Iterable[int]) -> None:
+        """Let go of blocks that were hit."""
+        order = self._order
+        for block_id in block_ids:
+            del order[block_id]
 
-    def forget(self, block_id: int) -> None:
-        """Forget all about a block."""
-        self._order.pop(block_id, None)
+    def forget(self, block_ids: Iterable[int]) -> None:
+        """Forget all about blocks."""
+        forget = self._order.pop
+        for block_id in block_ids:
+            forget(block_id, None)
 
-    def peek(self) -> int:
-        """Return the next victim."""
-        return next(iter(self._order))
+    def victims(self, count: int) -> list[int]:
+        """Return the blocks that are next."""
+        return list(islice(self._order, count))
 
     def __len__(self) -> int:
         return len(self._order)
@@ -88,28 +95,38 @@ class LowestRank:
         # Ranks that are no longer so stay in the heap until they come up.
         self._heap: list[tuple[Rank, int]] = []
 
-    def add(self, block_id: int) -> None:
-        """Take in a block that has just become idle."""
-        self._clock += 1
-        first = self._first.setdefault(block_id, self._clock)
-        rank = self._idle[block_id] = self._rank(first, self._hits.get(block_id, 0), self._clock)
-        heappush(self._heap, (rank, block_id))
+    def add(self, block_ids: Iterable[int]) -> None:
+        """Take in blocks that have just become idle."""
+        for block_id in block_ids:
+            self._clock += 1
+            first = self._first.setdefault(block_id, self._clock)
+            rank = self._idle[block_id] = self._rank(first, self._hits.get(block_id, 0), self._clock)
+            heappush(self._heap, (rank, block_id))
 
-    def discard(self, block_id: int) -> None:
-        """Let go of a block that was hit."""
-        del self._idle[block_id]
-        self._hits[block_id] = self._hits.get(block_id, 0) + 1
+    def discard(self, block_ids: Iterable[int]) -> None:
+        """Let go of blocks that were hit."""
+        for block_id in block_ids:
+            del self._idle[block_id]
+            self._hits[block_id] = self._hits.get(block_id, 0) + 1
 
-    def forget(self, block_id: int) -> None:
-        """Forget all about a block."""
-        for known in (self._first, self._hits, self._idle):
-            known.pop(block_id, None)
+    def forget(self, block_ids: Iterable[int]) -> None:
+        """Forget all about blocks."""
+        for block_id in block_ids:
+            for known in (self._first, self._hits, self._idle):
+                known.pop(block_id, None)
 
-    def peek(self) -> int:
-        """Return the next victim."""
-        while self._idle.get(self._heap[0][1]) != self._heap[0][0]:
-            heappop(self._heap)
-        return self._heap[0][1]
+    def victims(self, count: int) -> list[int]:
+        """Return the blocks that are next."""
+        idle, heap = self._idle, self._heap
+        chosen: list[tuple[Rank, int]] = []
+        while len(chosen) < count:
+            entry = heappop(heap)
+            # The same rank may be there twice: a block that was hit may come to rest as it did before.
+            if idle.get(entry[1]) == entry[0] and entry not in chosen[-1:]:
+                chosen.append(entry)
+        for entry in chosen:
+            heappush(heap, entry)
+        return [block_id for _, block_id in chosen]
 
     def __len__(self) -> int:
         return len(self._idle)
@@ -130,28 +147,31 @@ class SegmentedLru:
         self._protected: OrderedDict[int, None] = OrderedDict()
         self._was_hit: set[int] = set()
 
-    def add(self, block_id: int) -> None:
-        """Take in a block that has just become idle; the oldest of too many protected ones is one no more."""
-        (self._protected if block_id in self._was_hit else self._probation)[block_id] = None
-        if len(self._protected) > self.PROTECTED_SHARE * len(self):
-            oldest, _ = self._protected.popitem(last=False)
-            self._was_hit.discard(oldest)
-            self._probation[oldest] = None
+    def add(self, block_ids: Iterable[int]) -> None:
+        """Take in blocks that have just become idle; the oldest of too many protected ones is one no more."""
+        for block_id in block_ids:
+            (self._protected if block_id in self._was_hit else self._probation)[block_id] = None
+            if len(self._protected) > self.PROTECTED_SHARE * len(self):
+                oldest, _ = self._protected.popitem(last=False)
+                self._was_hit.discard(oldest)
+                self._probation[oldest] = None
 
-    def discard(self, block_id: int) -> None:
-        """Let go of a block that was hit."""
-        del (self._protected if block_id in self._protected else self._probation)[block_id]
-        self._was_hit.add(block_id)
+    def discard(self, block_ids: Iterable[int]) -> None:
+        """Let go of blocks that were hit."""
+        for block_id in block_ids:
+            del (self._protected if block_id in self._protected else self._probation)[block_id]
+            self._was_hit.add(block_id)
 
-    def forget(self, block_id: int) -> None:
-        """Forget all about a block."""
-        self._protected.pop(block_id, None)
-        self._probation.pop(block_id, None)
-        self._was_hit.discard(block_id)
+    def forget(self, block_ids: Iterable[int]) -> None:
+        """Forget all about blocks."""
+        for block_id in block_ids:
+            self._protected.pop(block_id, None)
+            self._probation.pop(block_id, None)
+            self._was_hit.discard(block_id)
 
-    def peek(self) -> int:
-        """Return the next victim."""
-        return next(iter(self))
+    def victims(self, count: int) -> list[int]:
+        """Return the blocks that are next."""
+        return list(islice(self, count))
 
     def __len__(self) -> int:
         return len(self._probation) + len(self._protected)

@@ -125,13 +125,18 @@ def _check_partition(group: CacheGroup, holders: Counter[int], lent: list[int]) 
 def _check_index(group: CacheGroup) -> None:
     """M4: a digest names exactly its parent and tokens, and one block."""
     index = group.pool.index
-    for block_id, link in index.items():
+    num_published = 0
+    for block_id in range(len(group.pool.ref_counts)):
+        link = index.link_of(block_id)
+        if link is None:
+            continue
         digest, content, parent = link
         if parent is None or block_digest(parent[0], content) != digest:
             raise InvariantViolation("M4", f"block {block_id} is published under another block's identity")
-        if index.link_of(block_id) is not link:
-            raise InvariantViolation("M4", f"block {block_id} has two identities")
-    num_published = sum(block_id in index for block_id in range(len(group.pool.ref_counts)))
+        found = index.get(digest)
+        if found is None or found[0] != block_id:
+            raise InvariantViolation("M4", f"block {block_id} is not the one that its identity leads to")
+        num_published += 1
     if num_published != len(index):
         raise InvariantViolation("M4", f"{num_published} blocks have an identity, {len(index)} identities a block")
 

@@ -196,13 +196,14 @@ class KVCacheManager:
         num_tokens += lookahead
         start = state.num_slots
         end = start + num_tokens
-        tail, offset = divmod(start, self.block_size)
+        offset = start % self.block_size
         if 0 < offset <= self.block_size - num_tokens and state.has_exclusive_tail:
             state.num_slots = end
             return True
         needs = [
             group.spec.num_blocks(end) - len(table) for group, table in zip(self.groups, state.tables, strict=True)
         ]
+        tail = start // self.block_size
         copied = []
         if offset and not state.has_exclusive_tail:
             copied = [
@@ -296,8 +297,8 @@ class KVCacheManager:
             ValueError: `num_computed` shrinks, or exceeds the slots or the tokens.
         """
         state = self.sequences[seq_id]
-        most = min(state.num_slots, len(state.chain.tokens))
-        if not state.num_computed <= num_computed <= most:
+        if not state.num_computed <= num_computed <= state.num_slots or num_computed > len(state.chain.tokens):
+            most = min(state.num_slots, len(state.chain.tokens))
             raise ValueError(f"num_computed {num_computed} is not in [{state.num_computed}, {most}]")
         state.num_computed = num_computed
         if num_computed >= state.next_event:

@@ -95,38 +95,35 @@ class BlockPool:
             if self.lender is not None:
                 self.lender.took(taken)
         if from_free < count:
-            taken += [self.evict(self.next_victim()) for _ in range(count - from_free)]
+            taken += self._evict_next(count - from_free)
         for block_id in taken:
             ref_counts[block_id] = 1
         self.num_used += count
         return taken
 
-    def retain(self, block_ids: Iterable[int]) -> None:
-        """Add one holder to each block; an idle block becomes used."""
+    def retain(self, block_ids: Sequence[int]) -> None:
+        """Add one holder to each block, all different; an idle block becomes used."""
         ref_counts = self.ref_counts
-        woken = []
+        woken = [block_id for block_id in block_ids if not ref_counts[block_id]]
         for block_id in block_ids:
-            if ref_counts[block_id] == 0:
-                self.idle.discard(block_id)
-                woken.append(block_id)
             ref_counts[block_id] += 1
         if woken:
+            self.idle.discard(woken)
             self.num_used += len(woken)
             if self.lender is not None:
                 self.lender.woke(woken)
 
     def release(self, block_ids: Iterable[int]) -> None:
         """Remove one holder from each block; without holders a block becomes idle if published, else free."""
-        ref_counts, index = self.ref_counts, self.index
-        rested: list[int] = []
-        freed: list[int] = []
+        ref_counts = self.ref_counts
+        released = []
         for block_id in block_ids:
-            ref_counts[block_id] -= 1
-            if ref_counts[block_id] == 0:
-                (rested if block_id in index else freed).append(block_id)
-        self.num_used -= len(rested) + len(freed)
-        for block_id in rested:
-            self.idle.add(block_id)
+            count = ref_counts[block_id] = ref_counts[block_id] - 1
+            if not count:
+                released.append(block_id)
+        self.num_used -= len(released)
+        rested, freed = self.index.split(released)
+        self.idle.add(rested)
         self.free += freed
         if self.lender is not None:
             self.lender.rested(rested)
@@ -139,26 +136,36 @@ class BlockPool:
 
     def next_victim(self) -> int:
         """Return the block without holders that is to be evicted first; those from before a reset come first."""
-        return self.retired[0].idle.peek() if self.retired else self.idle.peek()
+        return (self.retired[0].idle if self.retired else self.idle).victims(1)[0]
 
     def evict(self, block_id: int) -> int:
         """Take a block without holders out of the index and the policy that know it, and return it."""
         if not self.retired or block_id in self.index:
             self.num_evictions += 1
-            self.idle.forget(block_id)
-            self.index.remove(block_id)
+            self.idle.forget((block_id,))
+            self.index.remove((block_id,))
         else:
             # A block that was still used at an earlier reset may have left its name there: the latest knows it.
             idle, index = next(known for known in reversed(self.retired) if block_id in known.published)
-            idle.forget(block_id)
-            index.remove(block_id)
+            idle.forget((block_id,))
+            index.remove((block_id,))
             self.retired = [known for known in self.retired if known.idle]
         return block_id
 
+    def _evict_next(self, count: int) -> list[int]:
+        """Evict the next victims; those from before a reset one by one, as each may end what is left of it."""
+        from_retired = min(count, self.num_retired)
+        victims = [self.evict(self.next_victim()) for _ in range(from_retired)]
+        chosen = self.idle.victims(count - from_retired)
+        self.num_evictions += len(chosen)
+        self.idle.forget(chosen)
+        self.index.remove(chosen)
+        return victims + chosen
+
     def withdraw(self, block_id: int) -> None:
         """Take a used block that is about to be written out of the index."""
-        self.index.remove(block_id)
-        self.idle.forget(block_id)
+        self.index.remove((block_id,))
+        self.idle.forget((block_id,))
 
     def reset(self) -> None:
         """Make nothing published be found again, in constant time: what is idle is evicted as it is wanted."""
@@ -172,5 +179,5 @@ class BlockPool:
         self.ref_counts[dst_id] = self.ref_counts[src_id]
         self.ref_counts[src_id] = 0
         self.index.move(src_id, dst_id)
-        self.idle.forget(src_id)
+        self.idle.forget((src_id,))
         self.free.append(src_id)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from quire.memory.chain import Link, TokenChain
 
 
@@ -11,34 +13,52 @@ class PrefixIndex:
     Invariants: M4.
     """
 
-    __slots__ = ("_entries", "_links")
+    __slots__ = ("_block_ids", "_links")
 
     def __init__(self) -> None:
-        self._entries: dict[bytes, tuple[int, Link]] = {}
+        self._block_ids: dict[bytes, int] = {}
         self._links: dict[int, Link] = {}
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._block_ids)
 
     def __contains__(self, block_id: int) -> bool:
         return block_id in self._links
 
     def get(self, digest: bytes) -> tuple[int, Link] | None:
-        """Return the block published under an identity, and its link, which the caller compares."""
-        return self._entries.get(digest)
+        """Return the block published under a digest, and its link, which the caller compares."""
+        block_id = self._block_ids.get(digest)
+        return None if block_id is None else (block_id, self._links[block_id])
+
+    def num_new(self, links: Sequence[Link]) -> int:
+        """Return how many of the first links have digests under which no block is published."""
+        known = self._block_ids
+        return next((count for count, link in enumerate(links) if link[0] in known), len(links))
 
     def link_of(self, block_id: int) -> Link | None:
         """Return the link of a block, None when it is not published."""
         return self._links.get(block_id)
 
     def add(self, link: Link, block_id: int) -> None:
-        """Publish a block under an identity that no block has."""
-        self._entries[link[0]] = block_id, link
+        """Publish a block under a digest that no block has."""
+        self._block_ids[link[0]] = block_id
         self._links[block_id] = link
 
-    def remove(self, block_id: int) -> None:
-        """Take a published block out of the index."""
-        del self._entries[self._links.pop(block_id)[0]]
+    def add_run(self, links: Sequence[Link], block_ids: Sequence[int]) -> int:
+        """Publish blocks up to the first under whose digest there is one, and return how many that are."""
+        known, link_of = self._block_ids, self._links
+        for count, (link, block_id) in enumerate(zip(links, block_ids, strict=True)):
+            if link[0] in known:
+                return count
+            known[link[0]] = block_id
+            link_of[block_id] = link
+        return len(links)
+
+    def remove(self, block_ids: Iterable[int]) -> None:
+        """Take published blocks out of the index."""
+        known, pop = self._block_ids, self._links.pop
+        for block_id in block_ids:
+            del known[pop(block_id)[0]]
 
     def move(self, src_id: int, dst_id: int) -> None:
         """Publish another block in place of one, if that is published at all."""
@@ -48,55 +68,78 @@ class PrefixIndex:
 
     def items(self) -> list[tuple[int, Link]]:
         """Return all published blocks and their links, in the order of publication."""
-        return list(self._entries.values())
+        return [(block_id, self._links[block_id]) for block_id in self._block_ids.values()]
+
+    def split(self, block_ids: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Return the blocks that are published, and those that are not."""
+        links = self._links
+        published = [block_id for block_id in block_ids if block_id in links]
+        if len(published) == len(block_ids):
+            return published, []
+        return published, [block_id for block_id in block_ids if block_id not in links]
 
     def view(self, chain: TokenChain, num_blocks: int) -> ChainView:
         """Return what this index holds of a chain's first blocks."""
-        return ChainView(self._entries, chain, num_blocks)
+        return ChainView(self, chain, num_blocks)
+
+    def leading(self, chain: TokenChain, num_blocks: int) -> list[int]:
+        """Return the blocks that hold a chain's first blocks without a gap.
+
+        Links are compared, so a colliding digest is a block that is not published (M4).
+
+        Args:
+            chain: whose blocks.
+            num_blocks: full blocks of the chain, the most to return.
+        """
+        get, found = self._block_ids.get, []
+        for link in chain.links(num_blocks)[:num_blocks]:
+            block_id = get(link[0])
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found[: chain.recognise_run([self._links[block_id] for block_id in found])]
+
+    def holds(self, chain: TokenChain, block_idx: int) -> bool:
+        """Say whether a chain's block is published, whatever is before it; links are compared (M4)."""
+        entry = self.get(chain.links(block_idx + 1)[block_idx][0])
+        return entry is not None and chain.recognises(block_idx, entry[1])
+
+    def block_ids(self, chain: TokenChain, start: int, end: int) -> list[int]:
+        """Return the blocks that hold a chain's blocks `[start, end)`, all known to be published."""
+        block_ids = self._block_ids
+        return [block_ids[link[0]] for link in chain.links(end)[start:end]]
 
 
 class ChainView:
     """One chain's published blocks in one index: what `quire.memory.specs.PublishedRun` asks for.
 
-    Links are compared down to the namespace, so a colliding digest is a block that is not published (M4).
-
     Args:
-        entries: of the index.
+        index: the index.
         chain: whose blocks.
         num_blocks: full blocks of the chain that may be asked about.
     """
 
-    __slots__ = ("_chain", "_entries", "_leading", "_links")
+    __slots__ = ("_chain", "_index", "_leading", "_num_blocks")
 
-    def __init__(self, entries: dict[bytes, tuple[int, Link]], chain: TokenChain, num_blocks: int) -> None:
-        self._entries = entries
+    def __init__(self, index: PrefixIndex, chain: TokenChain, num_blocks: int) -> None:
+        self._index = index
         self._chain = chain
-        self._links = chain.links(num_blocks)
-        self._leading: int | None = None
+        self._num_blocks = num_blocks
+        self._leading: list[int] | None = None
 
     def leading(self, limit: int) -> int:
-        """Return how many of the first `limit` blocks are published without a gap; the first call has the largest."""
+        """Return how many of the first `limit` blocks are published without a gap."""
         if self._leading is None:
-            entries, links, recognises = self._entries, self._links, self._chain.recognises
-            count = 0
-            while count < limit:
-                own = links[count]
-                entry = entries.get(own[0])
-                if entry is None or (entry[1] is not own and not recognises(count, entry[1])):
-                    break
-                count += 1
-            self._leading = count
-        return min(self._leading, limit)
+            self._leading = self._index.leading(self._chain, self._num_blocks)
+        return min(len(self._leading), limit)
 
     def last_gap(self, start: int, end: int) -> int:
         """Return the last block in `[start, end)` that is not published, or -1."""
-        for idx in range(end - 1, start - 1, -1):
-            entry = self._entries.get(self._links[idx][0])
-            if entry is None or not self._chain.recognises(idx, entry[1]):
-                return idx
-        return -1
+        holds, chain = self._index.holds, self._chain
+        return next((idx for idx in range(end - 1, start - 1, -1) if not holds(chain, idx)), -1)
 
     def block_ids(self, start: int, end: int) -> tuple[int, ...]:
         """Return the blocks of `[start, end)`, all known to be published."""
-        entries = self._entries
-        return tuple([entries[link[0]][0] for link in self._links[start:end]])
+        if self._leading is not None and end <= len(self._leading):
+            return tuple(self._leading[start:end])
+        return tuple(self._index.block_ids(self._chain, start, end))

@@ -32,6 +32,21 @@ def publish_blocks(groups: Sequence[CacheGroup], state: SequenceMemory, num_full
     Returns:
         The duplicates that were given back.
     """
+    start, chain = state.num_published, state.chain
+    chain.links(num_full)
+    run = chain.canonical_links(start, num_full)
+    if len(groups) > 1:
+        # What is new must be so in every group: all groups publish the same blocks.
+        run = run[: min(group.pool.index.num_new(run) for group in groups)]
+    num_new = 0
+    for group, table in zip(groups, state.tables, strict=True):
+        num_new = group.pool.index.add_run(run, table[start : start + len(run)])
+    state.num_published = end = start + num_new
+    return _publish_or_merge(groups, state, num_full) if end < num_full else 0
+
+
+def _publish_or_merge(groups: Sequence[CacheGroup], state: SequenceMemory, num_full: int) -> int:
+    """Publish block by block, where some digests are taken: by equal blocks, or by a collision."""
     chain = state.chain
     links = chain.links(num_full)
     num_merges = 0
@@ -41,7 +56,7 @@ def publish_blocks(groups: Sequence[CacheGroup], state: SequenceMemory, num_full
             # A collision: identities of later blocks would chain from an ambiguous parent.
             state.is_publishing = False
             break
-        link = chain.canonical_link(i)
+        (link,) = chain.canonical_links(i, i + 1)
         for group_idx, (group, entry) in enumerate(zip(groups, found, strict=True)):
             table = state.tables[group_idx]
             if entry is None:

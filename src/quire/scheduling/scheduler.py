@@ -28,6 +28,8 @@ from quire.sequences.request import Request
 from quire.sequences.sequence import FinishReason, Sequence, SequenceStatus
 
 _KEY = attrgetter("key")
+# Looking a member up in its enumeration takes as long as a call.
+_RUNNING = SequenceStatus.RUNNING
 
 
 @dataclass(slots=True)
@@ -145,15 +147,13 @@ class Scheduler:
 
     def plan(self, tick: int) -> StepPlan:
         """Decide the next step. Every running sequence that can grow is in it, in policy order."""
-        spare = self.max_num_batched_tokens - sum(
-            len(sequence.tokens) - sequence.num_computed == 1 for sequence in self.running
-        )
+        running, append_slots = self.running, self.memory.append_slots
+        pending_counts = [len(sequence.tokens) - sequence.num_computed for sequence in running]
+        spare = self.max_num_batched_tokens - pending_counts.count(1)
         preemptions_before = self.stats.num_preemptions
-        append_slots = self.memory.append_slots
         granted: list[tuple[Sequence, int]] = []
-        position = 0
-        while position < len(self.running):
-            sequence = self.running[position]
+        # Whoever is preempted on the way stands behind the position.
+        for position, sequence in enumerate(running):
             pending = len(sequence.tokens) - sequence.num_computed
             count = pending if pending == 1 else min(pending, spare)
             if count > 0 and not append_slots(sequence.seq_id, count):
@@ -162,7 +162,6 @@ class Scheduler:
                 if pending > 1:
                     spare -= count
                 granted.append((sequence, count))
-            position += 1
         if self.waiting and spare > 0 and self.stats.num_preemptions == preemptions_before:
             self._admit(granted, spare)
         if not granted:
@@ -187,7 +186,7 @@ class Scheduler:
             What happened to which sequence, in order; nothing when the item's sequence ended while the step ran.
         """
         sequence = self.sequences.get(item.seq_id)
-        if sequence is None or sequence.status is not SequenceStatus.RUNNING:
+        if sequence is None or sequence.status is not _RUNNING:
             return []
         sequence.num_computed += len(item.token_ids)
         self.memory.publish(item.seq_id, sequence.num_computed)
@@ -197,8 +196,9 @@ class Scheduler:
         samples = sequence.request.sequences
         for edit in self.strategy.advance(sequence, token_ids):
             if isinstance(edit, Append):
-                target = samples[edit.sample_idx]
-                target.tokens.append(edit.token_id)
+                sample_idx, token_id, _ = edit
+                target = samples[sample_idx]
+                target.tokens.append(token_id)
                 news.append((target, edit))
             elif isinstance(edit, Fork):
                 self._fork(sequence, edit.sample_idx)
@@ -311,13 +311,12 @@ class Scheduler:
 
     def _item(self, sequence: Sequence, count: int) -> PlanItem:
         """Return a sequence's share of the step: its next `count` tokens."""
-        start = sequence.num_computed
+        seq_id, start, tokens = sequence.seq_id, sequence.num_computed, sequence.tokens
         end = start + count
-        tokens = sequence.tokens
         opening = None if sequence.is_open else self._opening(sequence)
         num_samples = self.strategy.num_draws(sequence) if end == len(tokens) else 0
-        deltas = self.memory.take_table_deltas(sequence.seq_id)
-        return PlanItem(sequence.seq_id, start, tuple(tokens[start:end]), deltas, num_samples, opening)
+        deltas = self.memory.take_table_deltas(seq_id)
+        return PlanItem(seq_id, start, tuple(tokens[start:end]), deltas, num_samples, opening)
 
     def _opening(self, sequence: Sequence) -> Opening:
         """Return what the data plane must know of a sequence, and note that it will."""
