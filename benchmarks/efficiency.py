@@ -1,13 +1,13 @@
 """How full the blocks are: `python -m benchmarks.efficiency`; its chart: `python -m benchmarks.efficiency_chart`.
 
 Requests with the mean lengths of two datasets queue for a pool that is too small for them. After every step, what the
-block tables hold is compared with the bytes of the blocks that the memory manager has given out, and with what contiguous
-reservations would have taken for the same sequences at the same moment. Averages are over the steps in which memory was full:
-somebody waited, and seats and token budget are so large that only memory could keep them out.
+block tables hold is compared with the bytes of the blocks that the memory manager has given out, and with what
+contiguous reservations would have taken for the same sequences at the same moment. Averages are over the steps in which
+memory was full: somebody waited, and seats and token budget are so large that only memory could keep them out.
 
-Two engines are measured. `simulated` is the engine with a data plane of plain dictionaries, for models of 2048 tokens: the
-real scheduler and the real memory manager, and what they plan is read back token by token. `bundled` is the whole engine with
-the model that ships with Quire, of 1024 tokens.
+Two engines are measured. `simulated` is the engine with a data plane of plain dictionaries, for models of 2048 tokens:
+the real scheduler and the real memory manager, and what they plan is read back token by token. `bundled` is the whole
+engine with the model that ships with Quire, of 1024 tokens.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ BLOCK_SIZES = (16, 8)
 SAMPLES = (2, 4, 6)
 # PagedAttention (SOSP 2023), in percent: of KV bytes that hold tokens, and of blocks saved by sharing.
 PUBLISHED_SHARES = {"maximum": 20.4, "power of two": 26.8, "oracle": 38.2, "paged": 96.3}
-PUBLISHED_SAVINGS = {"Alpaca": {2: 6.1, 4: 8.5, 6: 9.8}}
+PUBLISHED_SAVINGS = {"Alpaca": {"2": 6.1, "4": 8.5, "6": 9.8}}
 
 
 class Run(NamedTuple):
@@ -176,7 +176,7 @@ def runs() -> list[Run]:
     """Return all runs: how full blocks are, for both sizes of blocks; then what samples of one prompt share."""
     filling = itertools.product(ENGINES, DATASETS, BLOCK_SIZES)
     sharing = itertools.product(ENGINES, DATASETS, SAMPLES)
-    count = {"ShareGPT": 600, "Alpaca": 1200}
+    count = {"ShareGPT": 360, "Alpaca": 1200}
     return [Run(engine, dataset, size, 1, count[dataset]) for engine, dataset, size in filling] + [
         Run(engine, dataset, 16, num_samples, count[dataset] // num_samples) for engine, dataset, num_samples in sharing
     ]
@@ -186,7 +186,7 @@ def describe(row: dict[str, Any]) -> str:
     """Return a run's figures in one line."""
     what = f"{row['dataset']:8} {row['engine']:9} blocks of {row['block_size']:2}, n={row['num_samples']}"
     if row["num_samples"] > 1:
-        published = PUBLISHED_SAVINGS.get(row["dataset"], {}).get(row["num_samples"])
+        published = PUBLISHED_SAVINGS.get(row["dataset"], {}).get(str(row["num_samples"]))
         beside = "" if published is None else f" (published: {published} %)"
         return f"{what}: sharing saves {100 * row['saved_by_sharing']:.1f} %{beside}"
     shares = ", ".join(f"{name} {100 * share:.1f}" for name, share in row["shares"].items())

@@ -73,7 +73,7 @@ def exact_length(held: Held, _: int) -> int:
 
 
 def doubling(held: Held, max_model_len: int) -> int:
-    """Reserve the next power of two of what is stored; the sequence moves to a bucket of twice the size when it fills."""
+    """Reserve the next power of two of what is stored; who fills a bucket moves to one of twice its size."""
     return min(max_model_len, power_of_two(held.num_stored))
 
 
@@ -87,7 +87,7 @@ RESERVES: dict[str, Reserve] = {
 
 
 def reserved_share(reserve: Reserve, moment: Moment, max_model_len: int) -> float:
-    """Return the share of the reserved bytes that hold tokens; nothing is shared, and nothing lost between reservations."""
+    """Return the share of the reserved bytes that hold tokens; nothing is shared, nothing lost between reservations."""
     stored = sum(held.num_stored for held in moment.sequences)
     return stored / sum(reserve(held, max_model_len) for held in moment.sequences)
 
@@ -126,6 +126,6 @@ def bound(num_stored: Sequence[int], block_size: int) -> float:
 
 
 def saved_by_sharing(moment: Moment) -> float:
-    """Return the share of blocks that sharing saves: those of all tables less the distinct ones, by those of all tables."""
+    """Return the share of all tables' entries that needed no block of their own."""
     num_named = sum(len(held.block_ids) for held in moment.sequences)
     return 1 - moment.num_used / num_named

@@ -5,8 +5,8 @@
 | ShareGPT | 161 | 338 |
 | Alpaca | 19 | 58 |
 
-Only the means are published. The shape is an assumption: log-normal, prompts and outputs independent, each at most half of
-the model's length, so that a request always fits.
+Only the means are published. The shape is an assumption: log-normal, prompts and outputs independent, each at most half
+of the model's length, so that a request always fits.
 
 Source: Kwon et al., PagedAttention (SOSP 2023), for the means.
 """
@@ -18,7 +18,7 @@ import random
 from statistics import NormalDist, fmean
 from typing import NamedTuple
 
-# Standard deviation of a length's logarithm: the largest twentieth of the lengths is at least five times the median.
+# Standard deviation of a length's logarithm: one length in twenty is more than five times the median.
 SPREAD = 1.0
 
 
