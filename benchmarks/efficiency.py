@@ -176,9 +176,9 @@ def runs() -> list[Run]:
     """Return all runs: how full blocks are, for both sizes of blocks; then what samples of one prompt share."""
     filling = itertools.product(ENGINES, DATASETS, BLOCK_SIZES)
     sharing = itertools.product(ENGINES, DATASETS, SAMPLES)
-    count = {"ShareGPT": 360, "Alpaca": 1200}
-    return [Run(engine, dataset, size, 1, count[dataset]) for engine, dataset, size in filling] + [
-        Run(engine, dataset, 16, num_samples, count[dataset] // num_samples) for engine, dataset, num_samples in sharing
+    alone, shared = {"ShareGPT": 300, "Alpaca": 1200}, {"ShareGPT": 90, "Alpaca": 400}
+    return [Run(engine, dataset, size, 1, alone[dataset]) for engine, dataset, size in filling] + [
+        Run(engine, dataset, 16, num_samples, shared[dataset]) for engine, dataset, num_samples in sharing
     ]
 
 
