@@ -22,7 +22,7 @@ from quire.sequences.request import Request
 from quire.simulation.executor import CountingExecutor
 
 BLOCK_SIZE, NUM_PROMPT, VOCAB = 16, 1024, 150000
-MARKS_MS = {256: 0.5, 1000: 2.0}
+MARKS_MS = {256: 1.0}
 
 
 def scheduler_in_decode(num_seqs: int, num_steps: int, *, caching: bool) -> Scheduler:

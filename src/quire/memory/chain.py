@@ -59,7 +59,7 @@ class TokenChain:
             `truncate` shortens it; it never changes a token in place.
         namespace: where the sequence's blocks may be shared.
         block_size: tokens of a block.
-        key: a secret of at most 64 bytes for the digests of namespaces.
+        key: a secret of at most 64 bytes, so that nobody outside can construct a collision.
     """
 
     __slots__ = ("_block_size", "_links", "root", "tokens")
