@@ -360,7 +360,8 @@ class KVCacheManager:
 
     def take_table_deltas(self, seq_id: int) -> tuple[TableDelta, ...]:
         """Hand over the table entries that changed since the last call for this sequence."""
-        return self.sequences[seq_id].take_deltas()
+        state = self.sequences[seq_id]
+        return state.take_deltas() if state.is_dirty else ()
 
     # ---- steps of commands ----
 
