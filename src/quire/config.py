@@ -77,6 +77,7 @@ class CacheConfig:
         kv_cache_memory_fraction: else, this share of the memory available once the weights are loaded.
         enable_prefix_caching: find and reuse published blocks.
         watermark: share of the blocks kept free for growth when a sequence is admitted.
+        record_memory: a file, not there yet, for a log of every memory command; `quire replay` runs it again.
     """
 
     block_size: int = 16
@@ -85,6 +86,7 @@ class CacheConfig:
     kv_cache_memory_fraction: float = DEFAULT_MEMORY_FRACTION
     enable_prefix_caching: bool = True
     watermark: float = 0.01
+    record_memory: str | None = None
 
     def __post_init__(self) -> None:
         _whole("block_size", self.block_size, 1, 1024)
@@ -93,6 +95,7 @@ class CacheConfig:
         _flag("enable_prefix_caching", self.enable_prefix_caching)
         _share("kv_cache_memory_fraction", self.kv_cache_memory_fraction, 1.0, positive=True)
         _share("watermark", self.watermark, 0.5)
+        _text("record_memory", self.record_memory, optional=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -14,11 +14,13 @@ from quire.config import EngineConfig, ModelFacts, ResolvedConfig, resolve
 from quire.decoding.strategies import Sampling
 from quire.distributed.executor import InProcessExecutor
 from quire.engine.engine import Engine
-from quire.errors import InvalidParameter
+from quire.errors import ConfigError, InvalidParameter
 from quire.execution.heap import keep_freed_memory, use_huge_pages
 from quire.execution.machine import pick_device, probe
 from quire.execution.runner import ModelRunner
 from quire.memory.manager import KVCacheManager
+from quire.memory.recorder import RecordedMemory
+from quire.memory.settings import MemorySettings
 from quire.memory.specs import FullAttention, KVCacheSpec, SlidingWindow
 from quire.models.checkpoint import Checkpoint, locate
 from quire.models.decoder import Decoder
@@ -87,7 +89,8 @@ def load(config: EngineConfig) -> LoadedModel:
         logger.info(line)
     logger.info("kernels: %s", decoder.kernels)
     name = options.served_model_name or options.model
-    memory = _memory(resolved, groups)
+    memory_log = _open_log(config.cache.record_memory)
+    memory = _memory(resolved, groups, memory_log)
     runner = ModelRunner.build(
         decoder,
         num_blocks=[len(group.pool.ref_counts) for group in memory.groups],
@@ -102,6 +105,7 @@ def load(config: EngineConfig) -> LoadedModel:
         tokenizer,
         end_token_ids=_end_token_ids(checkpoint, tokenizer),
         cache_name=f"{name}:{dtype}",
+        memory_log=memory_log,
     )
     return LoadedModel(name, engine, _default_params(checkpoint))
 
@@ -121,18 +125,37 @@ def _cache_specs(decoder: Decoder, block_size: int, element_bytes: int) -> list[
     return specs
 
 
-def _memory(resolved: ResolvedConfig, groups: list[KVCacheSpec]) -> KVCacheManager:
+def _open_log(path: str | None) -> TextIO | None:
+    """Open the file that memory commands are to be recorded in, if they are.
+
+    Raises:
+        ConfigError: it is there already, and may be what is left of a crash; or it cannot be written.
+    """
+    if path is None:
+        return None
+    try:
+        log = open(path, "x", encoding="utf-8", newline="\n")  # noqa: SIM115  the engine closes it
+    except OSError as error:
+        raise ConfigError(
+            f"record_memory must be a file that can be made anew: {path}: {error.strerror}", field="record_memory"
+        ) from error
+    logger.info("Memory commands are recorded in %s", path)
+    return log
+
+
+def _memory(resolved: ResolvedConfig, groups: list[KVCacheSpec], log: TextIO | None) -> KVCacheManager | RecordedMemory:
     """Return the manager of as many bytes as `num_blocks` blocks of every group have, the null blocks besides."""
-    return KVCacheManager(
-        groups,
+    settings = MemorySettings(
+        specs=tuple(groups),
         num_bytes=(resolved.num_blocks + 1) * sum(group.bytes_per_block for group in groups),
         watermark=resolved.watermark_blocks,
         enable_prefix_caching=resolved.enable_prefix_caching,
-        key=os.urandom(32),
     )
+    manager = settings.build(os.urandom(32))
+    return manager if log is None else RecordedMemory(manager, settings, log)
 
 
-def _scheduler(resolved: ResolvedConfig, memory: KVCacheManager) -> Scheduler:
+def _scheduler(resolved: ResolvedConfig, memory: KVCacheManager | RecordedMemory) -> Scheduler:
     return Scheduler(
         memory,
         Sampling(),
