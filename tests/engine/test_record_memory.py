@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quire import LLM, SamplingParams
+from quire import LLM, AsyncLLM, SamplingParams
 from quire.errors import ConfigError
 from quire.memory.invariants import check
 from quire.memory.manager import KVCacheManager
@@ -97,6 +98,19 @@ def test_the_log_is_whole_after_each_step(tmp_path: Path) -> None:
     assert report.usage.num_sequences == 1
     llm.close()
     assert replayed(path).usage.used == 0, "who was unfinished was ended"
+
+
+def test_the_engine_of_a_server_closes_its_log(tmp_path: Path) -> None:
+    path = tmp_path / "memory.log"
+
+    async def serve() -> None:
+        llm = AsyncLLM.from_options(num_threads=1, num_kv_blocks=40, max_model_len=160, record_memory=str(path))
+        async for _ in llm.generate(STORY, SamplingParams(max_tokens=8)):
+            pass
+        llm.shutdown()
+
+    asyncio.run(serve())
+    assert replayed(path).usage.num_sequences == 0
 
 
 def test_without_the_option_the_scheduler_has_the_bare_manager() -> None:

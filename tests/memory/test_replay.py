@@ -184,26 +184,26 @@ def last_of(lines: list[str], letter: str, pattern: str = "") -> int:
     return max(i for i, line in enumerate(lines) if line.startswith(letter) and re.search(pattern, line))
 
 
-def test_a_changed_line_is_named(sound: list[str]) -> None:
-    for letter, pattern in (
-        ("a", r" 8 \w+\n"),
-        ("s", ""),
-        ("k", ""),
-        ("p", r" \w{16}"),
-        ("f", ""),
-        ("d", r":\d"),
-        ("=", ""),
-    ):
-        idx = last_of(sound, letter, pattern)
-        # The last digit of the line becomes another one.
-        changed = re.sub(r"\w(\W*)$", lambda end: ("1" if end[0][0] != "1" else "2") + end[1], sound[idx])
-        assert changed != sound[idx]
-        fault = play([*sound[:idx], changed, *sound[idx + 1 :]]).fault
-        if letter == "p":  # a name is free to choose; that it stood for another block shows when it is met again
-            assert fault is None or fault.line > idx + 1
-        else:
-            assert fault is not None
-            assert fault.line == idx + 1
+def spoilt(line: str) -> str:
+    """Return a line whose last word ends differently."""
+    return re.sub(r"\w(\W*)$", lambda end: ("1" if end[0][0] != "1" else "2") + end[1], line)
+
+
+@pytest.mark.parametrize("letter", "askfd=")
+def test_a_changed_line_is_named(sound: list[str], letter: str) -> None:
+    idx = last_of(sound, letter, r"\d\n")
+    fault = play([*sound[:idx], spoilt(sound[idx]), *sound[idx + 1 :]]).fault
+    assert fault is not None
+    assert fault.line == idx + 1
+
+
+def test_a_changed_name_is_found_where_the_block_is_met_again(sound: list[str]) -> None:
+    # A hit on one block, and who published it last.
+    met = last_of(sound, "a", r"^a \d+ 4 \w+\n")
+    idx = last_of(sound[:met], "p", rf" {sound[met].split()[3]}\n")
+    fault = play([*sound[:idx], spoilt(sound[idx]), *sound[idx + 1 :]]).fault
+    assert fault is not None
+    assert idx + 1 < fault.line <= met + COUNT_EVERY
 
 
 def test_a_missing_line_is_found(sound: list[str]) -> None:
