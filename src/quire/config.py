@@ -80,6 +80,7 @@ class CacheConfig:
         eviction_policy: which idle block is taken back first: "lru" (idle for longest), "fifo" (published first), "lfu"
             (used least often) or "slru" (first those that were never used again).
         watermark: share of the blocks kept free for growth when a sequence is admitted.
+        record_memory: a file, not there yet, for a log of every memory command; `quire replay` runs it again.
     """
 
     block_size: int = 16
@@ -89,6 +90,7 @@ class CacheConfig:
     enable_prefix_caching: bool = True
     eviction_policy: str = "lru"
     watermark: float = 0.01
+    record_memory: str | None = None
 
     def __post_init__(self) -> None:
         _whole("block_size", self.block_size, 1, 1024)
@@ -98,6 +100,7 @@ class CacheConfig:
         _one_of("eviction_policy", self.eviction_policy, EVICTION_POLICIES)
         _share("kv_cache_memory_fraction", self.kv_cache_memory_fraction, 1.0, positive=True)
         _share("watermark", self.watermark, 0.5)
+        _text("record_memory", self.record_memory, optional=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,10 @@ class UnsupportedModel(ConfigError):
     """A model architecture that no family implements; the message lists the supported ones."""
 
 
+class LogError(QuireError):
+    """A file that is not a log of memory commands, or one of a version that cannot be replayed."""
+
+
 class RequestError(QuireError):
     """A request that is refused. It never touches another request.
 

@@ -32,7 +32,7 @@ def test_the_package_is_the_command() -> None:
 
 
 def test_every_command_is_there() -> None:
-    for command in ("generate", "chat", "serve", "bench", "plan", "doctor"):
+    for command in ("generate", "chat", "serve", "bench", "plan", "doctor", "replay"):
         with pytest.raises(SystemExit) as exit_:
             build_parser().parse_args([command, "--help"])
         assert exit_.value.code == 0

@@ -57,6 +57,7 @@ def test_the_eviction_policies_are_those_of_memory() -> None:
         ("tokenizer", [None, "folder"], ["", 3]),
         ("revision", [None, "main"], ["", 3]),
         ("served_model_name", [None, "name"], ["", 3]),
+        ("record_memory", [None, "memory.log"], ["", 3]),
         ("skip_tokenizer_init", [True, False], [None, 0, "false"]),
         ("enable_prefix_caching", [True, False], [None, 1, "no"]),
         ("dtype", ["auto", "bfloat16", "float16", "float32"], ["fp8", "", None, 32]),

@@ -12,6 +12,7 @@ from quire.errors import (
     ConfigError,
     InvalidParameter,
     InvariantViolation,
+    LogError,
     OutOfMemory,
     PromptTooLong,
     QueueFull,
@@ -29,6 +30,7 @@ from quire.errors import (
         (ConfigError("too small", field="x"), QuireError, "too small"),
         (CheckpointError("no file"), ConfigError, "no file"),
         (UnsupportedModel("no family"), ConfigError, "no family"),
+        (LogError("no log"), QuireError, "no log"),
         (RequestError("no"), QuireError, "no"),
         (InvalidParameter("n", 0, "an integer from 1"), RequestError, "n must be an integer from 1, got 0"),
         (

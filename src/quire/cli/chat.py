@@ -50,14 +50,19 @@ def run(args: argparse.Namespace) -> int:
 
     from quire.engine.llm import LLM
 
-    llm = LLM(**engine_options(args))
-    params = replace(llm.default_sampling_params(), **{"max_tokens": None, **given})
-    conversation = Conversation(llm, params, args.system)
-    if not sys.stdin.isatty():
-        for line in sys.stdin:
-            if line.strip():
-                conversation.take(line.strip())
-        return 0
+    with contextlib.closing(LLM(**engine_options(args))) as llm:
+        params = replace(llm.default_sampling_params(), **{"max_tokens": None, **given})
+        conversation = Conversation(llm, params, args.system)
+        if sys.stdin.isatty():
+            _talk(llm, conversation)
+        else:
+            for line in filter(None, map(str.strip, sys.stdin)):
+                conversation.take(line)
+    return 0
+
+
+def _talk(llm: LLM, conversation: Conversation) -> None:
+    """Read lines from a person until there are no more."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - gives input() a line editor
     for resolved in llm.resolved.lines():
@@ -68,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
             line = input("\n> ").strip()
         except EOFError:
             print()
-            return 0
+            return
         except KeyboardInterrupt:
             continue
         try:

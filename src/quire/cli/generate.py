@@ -8,6 +8,7 @@ import math
 import os
 import stat
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,17 +71,17 @@ def run(args: argparse.Namespace) -> int:
 
     from quire.engine.llm import LLM
 
-    llm = LLM(**engine_options(args))
-    if not prompts:
-        from quire.cli import demo
+    with closing(LLM(**engine_options(args))) as llm:
+        if not prompts:
+            from quire.cli import demo
 
-        return demo.run(llm, given)
-    for line in llm.resolved.lines():
-        print(line, file=sys.stderr)
-    params = replace(llm.default_sampling_params(), **{"max_tokens": DEFAULT_MAX_TOKENS, **given})
-    if args.stream:
-        return _print_stream(llm, prompts, params, is_json=args.json)
-    outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty() and not args.json)
+            return demo.run(llm, given)
+        for line in llm.resolved.lines():
+            print(line, file=sys.stderr)
+        params = replace(llm.default_sampling_params(), **{"max_tokens": DEFAULT_MAX_TOKENS, **given})
+        if args.stream:
+            return _print_stream(llm, prompts, params, is_json=args.json)
+        outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty() and not args.json)
     for place, output in enumerate(outputs):
         if args.json:
             print(json.dumps(as_json(output), ensure_ascii=False))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 from quire.config import ResolvedConfig
 from quire.decoding.edits import Append, Finish
@@ -68,6 +68,7 @@ class Engine:
         end_token_ids: the model's own end-of-sequence tokens.
         cache_name: what, of the model, the prefix cache depends on.
         clock: seconds, monotonic.
+        memory_log: what memory commands are recorded in; closed with the engine.
 
     Attributes:
         last_step: the numbers of the last step, None where it did nothing.
@@ -83,6 +84,7 @@ class Engine:
         end_token_ids: frozenset[int],
         cache_name: str,
         clock: Callable[[], float] = time.monotonic,
+        memory_log: TextIO | None = None,
     ) -> None:
         self.config = config
         self.scheduler = scheduler
@@ -93,6 +95,7 @@ class Engine:
         self._end_token_ids = end_token_ids
         self._cache_name = cache_name
         self._clock = clock
+        self._memory_log = memory_log
         self._transcripts: dict[str, RequestTranscript] = {}
         self._news: dict[str, RequestTranscript] = {}
         self._num_requests = 0
@@ -268,8 +271,14 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Release the data plane."""
-        self.executor.close()
+        """End what is unfinished, and release the data plane."""
+        try:
+            for request_id in tuple(self._transcripts):
+                self.abort_request(request_id)
+        finally:
+            self.executor.close()
+            if self._memory_log is not None:
+                self._memory_log.close()
 
     # ---- parts of a step ----
 

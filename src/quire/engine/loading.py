@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -15,11 +15,13 @@ from quire.config import EngineConfig, ModelFacts, ResolvedConfig, context_lengt
 from quire.decoding.strategies import Sampling
 from quire.distributed.executor import InProcessExecutor
 from quire.engine.engine import Engine
-from quire.errors import InvalidParameter
+from quire.errors import ConfigError, InvalidParameter
 from quire.execution.heap import keep_freed_memory, use_huge_pages
 from quire.execution.machine import pick_device, probe
 from quire.execution.runner import ModelRunner
 from quire.memory.manager import KVCacheManager
+from quire.memory.recorder import RecordedMemory
+from quire.memory.settings import MemorySettings
 from quire.memory.sizing import ArenaSizing, CacheDtype, arena_bytes
 from quire.memory.specs import KVCacheSpec
 from quire.models.cache_layout import layout_of
@@ -90,7 +92,8 @@ def load(config: EngineConfig) -> LoadedModel:
     for line in resolved.lines():
         logger.info(line)
     name = options.served_model_name or options.model
-    memory = _memory(resolved, groups)
+    memory_log = _open_log(config.cache.record_memory)
+    memory = _memory(resolved, groups, memory_log)
     runner = ModelRunner.build(
         decoder,
         num_blocks=[len(group.pool.ref_counts) for group in memory.groups],
@@ -105,6 +108,7 @@ def load(config: EngineConfig) -> LoadedModel:
         tokenizer,
         end_token_ids=_end_token_ids(checkpoint, tokenizer),
         cache_name=f"{name}:{dtype}",
+        memory_log=memory_log,
     )
     return LoadedModel(name, engine, _default_params(checkpoint))
 
@@ -114,19 +118,40 @@ def _longest_bytes(groups: Sequence[KVCacheSpec], max_model_len: int) -> int:
     return ArenaSizing.of(groups, (), 0).bytes_for(max_model_len)
 
 
-def _memory(resolved: ResolvedConfig, groups: Sequence[KVCacheSpec]) -> KVCacheManager:
+def _open_log(path: str | None) -> TextIO | None:
+    """Open the file that memory commands are to be recorded in, if they are.
+
+    Raises:
+        ConfigError: it is there already, and may be what is left of a crash; or it cannot be written.
+    """
+    if path is None:
+        return None
+    try:
+        log = open(path, "x", encoding="utf-8", newline="\n")  # noqa: SIM115  the engine closes it
+    except OSError as error:
+        raise ConfigError(
+            f"record_memory must be a file that can be made anew: {path}: {error.strerror}", field="record_memory"
+        ) from error
+    logger.info("Memory commands are recorded in %s", path)
+    return log
+
+
+def _memory(
+    resolved: ResolvedConfig, groups: Sequence[KVCacheSpec], log: TextIO | None
+) -> KVCacheManager | RecordedMemory:
     """Return the manager of as many bytes as `num_blocks` blocks of every group have, the null blocks besides."""
-    return KVCacheManager(
-        groups,
+    settings = MemorySettings(
+        specs=tuple(groups),
         num_bytes=arena_bytes(groups, resolved.num_blocks),
         watermark=resolved.watermark_blocks,
         enable_prefix_caching=resolved.enable_prefix_caching,
         eviction=resolved.eviction_policy,
-        key=os.urandom(32),
     )
+    manager = settings.build(os.urandom(32))
+    return manager if log is None else RecordedMemory(manager, settings, log)
 
 
-def _scheduler(resolved: ResolvedConfig, memory: KVCacheManager) -> Scheduler:
+def _scheduler(resolved: ResolvedConfig, memory: KVCacheManager | RecordedMemory) -> Scheduler:
     return Scheduler(
         memory,
         Sampling(),

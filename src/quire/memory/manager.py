@@ -360,8 +360,7 @@ class KVCacheManager:
 
     def take_table_deltas(self, seq_id: int) -> tuple[TableDelta, ...]:
         """Hand over the table entries that changed since the last call for this sequence."""
-        state = self.sequences[seq_id]
-        return state.take_deltas() if state.is_dirty else ()
+        return self.sequences[seq_id].take_deltas()
 
     # ---- steps of commands ----
 

@@ -65,6 +65,8 @@ class SequenceMemory:
 
     def take_deltas(self) -> tuple[TableDelta, ...]:
         """Hand over the table entries that changed since the last call."""
+        if not self.is_dirty:
+            return ()
         deltas = tuple(
             TableDelta(idx, start, tuple(table[start:]))
             for idx, (start, table) in enumerate(zip(self.dirty_from, self.tables, strict=True))

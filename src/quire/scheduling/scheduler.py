@@ -21,6 +21,7 @@ from quire.decoding.strategies import Strategy
 from quire.errors import InvalidParameter, InvariantViolation, PromptTooLong
 from quire.memory.manager import KVCacheManager
 from quire.memory.ops import NO_OPS
+from quire.memory.recorder import RecordedMemory
 from quire.memory.status import HitEnd, PrefixHit, Verdict
 from quire.scheduling.plan import Opening, PlanItem, StepPlan
 from quire.scheduling.policies import ORDER_POLICIES, PREEMPTION_POLICIES
@@ -68,7 +69,7 @@ class Scheduler:
 
     def __init__(
         self,
-        memory: KVCacheManager,
+        memory: KVCacheManager | RecordedMemory,
         strategy: Strategy,
         *,
         max_num_seqs: int,

@@ -1,0 +1,179 @@
+"""A log of every command that memory is given, one short line each, from which all block ids follow again (M10).
+
+A line has what the command needs to be run again, and what came of it:
+
+```
+ a SEQ HIT [NAME ...]        allocate: on a hit of HIT tokens, whose last block has this name (all their blocks
+                             have these names, where the hit ends with a window or chunk and needs no block)
+ s SEQ N LOOKAHEAD SLOTS     append_slots: the sequence has SLOTS slots now, as before if it was refused
+ k PARENT CHILD SLOTS        fork
+ t SEQ SLOTS                 truncate
+ p SEQ COMPUTED [NAME ...]   publish: names of the blocks that were published, or merged, by this
+ f SEQ SLOTS COMPUTED        free: how long the sequence was
+ r                           reset_prefix_cache
+ + PIN TOKENS NAME ...       pin: of so many tokens, with names like a hit; pins are numbered
+ - PIN                       unpin
+ d SEQ [GROUP:START:ID,ID]   take_table_deltas: the block ids that the data plane is told
+ o [GROUP:SRC>DST ...]       take_ops: the copies that it is told to make
+ = COUNT ...                 no command: how many there were, and the counts of `Usage`; every 256 commands and when
+                             the last sequence is freed
+```
+
+Tokens are not in it. To share a prefix, memory asks of blocks only whether they and all before them are equal; so a
+block's name, half of its keyed digest, stands for its tokens. A refused pin, an empty delta, and a command that raised
+changed nothing (M7), and are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TextIO
+
+from quire.memory.chain import DIGEST_BYTES, Link, TokenChain
+from quire.memory.manager import KVCacheManager
+from quire.memory.ops import MemoryOps, TableDelta
+from quire.memory.settings import MemorySettings
+from quire.memory.status import PrefixHit
+
+TITLE = "quire memory log"
+VERSION = 1
+COUNT_EVERY = 256
+# The first fields of `Usage` count blocks, sequences, tokens and events; the others follow from them.
+NUM_COUNTS = 9
+
+
+def keyed_name(link: Link) -> str:
+    """Return half of a block's digest: nobody without the manager's key can tell the tokens, or guess and compare."""
+    return link[0][: DIGEST_BYTES // 2].hex()
+
+
+class RecordedMemory:
+    """A manager whose commands are written down; it has the verbs that a scheduler and an engine use.
+
+    Args:
+        manager: new, made of the settings, and commanded by nobody else.
+        settings: go to the first line.
+        log: written to, and flushed once for each `take_ops`: with each step.
+        name: what stands for a published block; equal for equal links only.
+    """
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        settings: MemorySettings,
+        log: TextIO,
+        name: Callable[[Link], str] = keyed_name,
+    ) -> None:
+        self.manager = manager
+        self.block_size = manager.block_size
+        self.groups = manager.groups
+        # Questions change nothing: they go straight to the manager.
+        self.chain = manager.chain
+        self.match_prefix = manager.match_prefix
+        self.can_allocate = manager.can_allocate
+        self.blocks_missing = manager.blocks_missing
+        self.can_ever_hold = manager.can_ever_hold
+        self.rollback_limit = manager.rollback_limit
+        self.block_table = manager.block_table
+        self.usage = manager.usage
+        self._log = log
+        self._name = name
+        self._num_commands = 0
+        self._pins: dict[str, int] = {}
+        self._num_pins = 0
+        log.write(f"{TITLE} {VERSION} {settings.to_json()}\n")
+        log.flush()
+
+    def allocate(self, seq_id: int, chain: TokenChain, hit: PrefixHit) -> None:
+        """See `KVCacheManager.allocate`."""
+        self.manager.allocate(seq_id, chain, hit)
+        self._write(f"a {seq_id} {hit.num_tokens}{self._names(chain, hit.num_tokens)}")
+
+    def append_slots(self, seq_id: int, num_tokens: int, lookahead: int = 0) -> bool:
+        """See `KVCacheManager.append_slots`."""
+        is_granted = self.manager.append_slots(seq_id, num_tokens, lookahead)
+        self._write(f"s {seq_id} {num_tokens} {lookahead} {self.manager.sequences[seq_id].num_slots}")
+        return is_granted
+
+    def fork(self, parent_id: int, child_id: int, child_tokens: list[int]) -> TokenChain:
+        """See `KVCacheManager.fork`."""
+        chain = self.manager.fork(parent_id, child_id, child_tokens)
+        self._write(f"k {parent_id} {child_id} {self.manager.sequences[child_id].num_slots}")
+        return chain
+
+    def truncate(self, seq_id: int, num_tokens: int) -> None:
+        """See `KVCacheManager.truncate`."""
+        self.manager.truncate(seq_id, num_tokens)
+        self._write(f"t {seq_id} {num_tokens}")
+
+    def publish(self, seq_id: int, num_computed: int) -> None:
+        """See `KVCacheManager.publish`."""
+        state = self.manager.sequences[seq_id]
+        num_before = state.num_published
+        self.manager.publish(seq_id, num_computed)
+        words = [f"p {seq_id} {num_computed}"]
+        if state.num_published > num_before:
+            links = state.chain.links(state.num_published)
+            words += map(self._name, links[num_before : state.num_published])
+        self._write(" ".join(words))
+
+    def free(self, seq_id: int) -> None:
+        """See `KVCacheManager.free`."""
+        state = self.manager.sequences[seq_id]
+        self.manager.free(seq_id)
+        self._write(f"f {seq_id} {state.num_slots} {state.num_computed}")
+        if not self.manager.sequences:
+            self._write_counts()
+
+    def reset_prefix_cache(self) -> None:
+        """See `KVCacheManager.reset_prefix_cache`."""
+        self.manager.reset_prefix_cache()
+        self._write("r")
+
+    def pin(self, name: str, chain: TokenChain) -> int:
+        """See `KVCacheManager.pin`."""
+        num_tokens = self.manager.pin(name, chain)
+        if num_tokens:
+            self._pins[name] = self._num_pins
+            self._write(f"+ {self._num_pins} {num_tokens}{self._names(chain, num_tokens)}")
+            self._num_pins += 1
+        return num_tokens
+
+    def unpin(self, name: str) -> None:
+        """See `KVCacheManager.unpin`."""
+        self.manager.unpin(name)
+        self._write(f"- {self._pins.pop(name)}")
+
+    def take_ops(self) -> MemoryOps:
+        """See `KVCacheManager.take_ops`."""
+        ops = self.manager.take_ops()
+        self._write("".join(["o", *(f" {idx}:{src_id}>{dst_id}" for idx, src_id, dst_id in ops.copies)]))
+        self._log.flush()
+        return ops
+
+    def take_table_deltas(self, seq_id: int) -> tuple[TableDelta, ...]:
+        """See `KVCacheManager.take_table_deltas`."""
+        deltas = self.manager.take_table_deltas(seq_id)
+        if deltas:
+            parts = (f" {idx}:{start}:{','.join(map(str, block_ids))}" for idx, start, block_ids in deltas)
+            self._write("".join([f"d {seq_id}", *parts]))
+        return deltas
+
+    def _names(self, chain: TokenChain, num_tokens: int) -> str:
+        """Return the name of a prefix' last block, which is enough: who published it has named those before."""
+        num_blocks = num_tokens // self.block_size
+        links = chain.links(num_blocks)[:num_blocks]
+        if any(group.num_dead(num_tokens) < num_blocks for group in self.groups):
+            links = links[-1:]
+        # Else the hit needs no block, and so nobody need have published one.
+        return "".join(f" {self._name(link)}" for link in links)
+
+    def _write(self, line: str) -> None:
+        self._log.write(line + "\n")
+        self._num_commands += 1
+        if self._num_commands % COUNT_EVERY == 0:
+            self._write_counts()
+
+    def _write_counts(self) -> None:
+        counts = (self._num_commands, *self.manager.usage()[:NUM_COUNTS])
+        self._log.write(" ".join(["=", *map(str, counts)]) + "\n")

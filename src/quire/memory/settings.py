@@ -1,0 +1,67 @@
+"""What a manager is made of, as a value that can be written down and read again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from quire.memory.manager import KVCacheManager
+from quire.memory.specs import ChunkedLocal, FullAttention, KVCacheSpec, SlidingWindow
+
+SPECS: dict[str, type[FullAttention | SlidingWindow | ChunkedLocal]] = {
+    "full": FullAttention,
+    "window": SlidingWindow,
+    "chunked": ChunkedLocal,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySettings:
+    """Every argument of `KVCacheManager` but the secret key; see there."""
+
+    specs: tuple[KVCacheSpec, ...]
+    num_blocks: int | None = None
+    num_bytes: int | None = None
+    watermark: int = 0
+    enable_prefix_caching: bool = True
+    eviction: str = "lru"
+    pin_limit: int = 0
+
+    def build(self, key: bytes = b"") -> KVCacheManager:
+        """Return a new manager.
+
+        Args:
+            key: see `KVCacheManager`.
+        """
+        return KVCacheManager(**{field.name: getattr(self, field.name) for field in fields(self)}, key=key)
+
+    def to_json(self) -> str:
+        """Return the settings on one line.
+
+        Raises:
+            ValueError: a spec of a kind that has no name in `SPECS`.
+        """
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return json.dumps({**values, "specs": [_spec_to_dict(spec) for spec in self.specs]})
+
+    @classmethod
+    def from_json(cls, text: str) -> MemorySettings:
+        """Return the settings that `to_json` wrote.
+
+        Raises:
+            ValueError: the text is something else.
+        """
+        try:
+            values: dict[str, Any] = json.loads(text)
+            specs = tuple(SPECS[spec.pop("kind")](**spec) for spec in values.pop("specs"))
+            return cls(specs=specs, **values)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"these are no settings of a memory manager ({error!r})") from error
+
+
+def _spec_to_dict(spec: KVCacheSpec) -> dict[str, Any]:
+    for kind, spec_class in SPECS.items():
+        if isinstance(spec, spec_class):
+            return {"kind": kind, **asdict(spec)}
+    raise ValueError(f"{spec!r} is none of {', '.join(SPECS)}")

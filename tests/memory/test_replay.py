@@ -1,0 +1,309 @@
+"""A log runs again to the same ids, and any damage to it is found at its line."""
+
+from __future__ import annotations
+
+import io
+import random
+import re
+
+import pytest
+
+from quire.decoding import Sampling
+from quire.errors import LogError
+from quire.memory import ChunkedLocal, FullAttention, KVCacheManager, KVCacheSpec, Namespace, SlidingWindow, Verdict
+from quire.memory.invariants import snapshot
+from quire.memory.recorder import COUNT_EVERY, TITLE, RecordedMemory
+from quire.memory.replay import Report, replay
+from quire.memory.settings import MemorySettings
+from quire.scheduling import Scheduler
+from quire.sequences import Request, SamplingParams
+from quire.simulation.executor import SimulatedExecutor
+
+SIZE = 4
+FULL = FullAttention(block_size=SIZE)
+WINDOW = SlidingWindow(block_size=SIZE, window=7)
+CHUNKED = ChunkedLocal(block_size=SIZE, chunk=8, num_layers=3)
+GROUPS = [(FULL,), (WINDOW,), (CHUNKED,), (FULL, WINDOW), (CHUNKED, FULL, WINDOW)]
+
+
+def open_memory(settings: MemorySettings, key: bytes = b"secret") -> tuple[RecordedMemory, io.StringIO]:
+    log = io.StringIO()
+    return RecordedMemory(settings.build(key), settings, log), log
+
+
+def play(log: str | list[str], check_every: int = 1) -> Report:
+    return replay(io.StringIO(log) if isinstance(log, str) else log, check_every)
+
+
+def walk(memory: RecordedMemory, rng: random.Random, num_commands: int) -> None:
+    """Issue random commands of every verb, as a careful owner may."""
+    manager, next_id = memory.manager, 0
+    for _ in range(num_commands):
+        live = sorted(manager.sequences)
+        verb = rng.choice(("enter", "enter", "grow", "grow", "grow", "grow", "fork", "truncate", "free", "pin", "tell"))
+        if verb == "enter" and len(live) < 5:
+            tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 5 * SIZE))]
+            chain = memory.chain(tokens, Namespace(cache_salt=rng.choice((None, "tenant"))))
+            memory.allocate(next_id, chain, memory.match_prefix(chain, rng.choice((None, None, 2 * SIZE))))
+            next_id += 1
+        elif verb == "pin":
+            name = rng.choice("ab")
+            if name in manager.pins:
+                memory.unpin(name)
+            elif live:
+                memory.pin(name, manager.sequences[rng.choice(live)].chain)
+        elif verb == "tell":
+            memory.take_ops()
+            if rng.random() < 0.05:
+                memory.reset_prefix_cache()
+        elif live:
+            seq_id = rng.choice(live)
+            state = manager.sequences[seq_id]
+            tokens = state.chain.tokens
+            if verb == "grow":
+                lookahead = rng.randrange(3)
+                tokens += [rng.randrange(2) for _ in range(max(0, state.num_slots + 1 - len(tokens)))]
+                if memory.append_slots(seq_id, rng.randrange(1, len(tokens) - state.num_slots + 1), lookahead):
+                    memory.publish(seq_id, rng.randrange(state.num_computed, min(len(tokens), state.num_slots) + 1))
+                    memory.take_table_deltas(seq_id)
+            elif verb == "fork" and state.num_slots == state.num_computed:
+                memory.fork(seq_id, next_id, tokens[: state.num_computed])
+                next_id += 1
+            elif verb == "truncate":
+                length = rng.randrange(memory.rollback_limit(seq_id), state.num_slots + 1)
+                memory.truncate(seq_id, length)
+                del tokens[length:]
+            elif verb == "free":
+                memory.free(seq_id)
+
+
+def ids_of(manager: KVCacheManager) -> object:
+    """Return all block ids of the state, in their order: a snapshot without tokens, names and digests."""
+    sequences, pools, slabs, pins, copies = snapshot(manager)
+    return (
+        [(seq_id, *rest) for seq_id, _, *rest in sequences],  # type: ignore[attr-defined]
+        [(*lists, [block_id for block_id, _ in index]) for *lists, index in pools],  # type: ignore[attr-defined]
+        slabs,
+        sorted(tables for _, tables in pins),  # type: ignore[attr-defined]
+        copies,
+    )
+
+
+@pytest.mark.parametrize("specs", GROUPS, ids=str)
+@pytest.mark.parametrize("eviction", ["lru", "slru"])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_random_walk_runs_again_to_the_same_state(
+    specs: tuple[KVCacheSpec, ...], eviction: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[KVCacheManager] = []
+    build = MemorySettings.build
+
+    def keep(self: MemorySettings, key: bytes = b"") -> KVCacheManager:
+        built.append(build(self, key))
+        return built[-1]
+
+    monkeypatch.setattr(MemorySettings, "build", keep)
+    num_bytes = 14 * sum(spec.bytes_per_block for spec in specs)
+    settings = MemorySettings(
+        specs=specs, num_bytes=num_bytes, eviction=eviction, pin_limit=3, enable_prefix_caching=seed > 0
+    )
+    memory, log = open_memory(settings)
+    walk(memory, random.Random(seed), 1200)
+    memory.take_ops()
+    report = play(log.getvalue())
+    assert report.fault is None
+    assert report.usage == memory.usage()
+    assert report.num_checks == sum(report.num_commands.values()) > COUNT_EVERY
+    recorded, replayed = built
+    assert ids_of(replayed) == ids_of(recorded)
+    if seed > 0:
+        verbs = {"allocate", "append_slots", "fork", "truncate", "publish", "free", "reset_prefix_cache"}
+        assert report.num_commands.keys() >= verbs | {"take_table_deltas", "take_ops"}
+        assert report.usage.num_copies > 0
+
+
+@pytest.mark.parametrize("specs", GROUPS, ids=str)
+def test_a_scheduler_under_pressure_is_recorded(specs: tuple[KVCacheSpec, ...]) -> None:
+    num_bytes = 17 * sum(spec.bytes_per_block for spec in specs)
+    settings = MemorySettings(specs=specs, num_bytes=num_bytes, watermark=1)
+    memory, log = open_memory(settings)
+    scheduler = Scheduler(memory, Sampling(), max_num_seqs=8, max_num_batched_tokens=24)
+    executor = SimulatedExecutor(SIZE, 13, specs)
+    rng = random.Random(3)
+    for i in range(40):
+        prompt = [7] * rng.randrange(1, 20) + [rng.randrange(2) for _ in range(rng.randrange(1, 6))]
+        params = SamplingParams(n=rng.choice((1, 1, 3)), max_tokens=12)
+        scheduler.add(Request(f"{i}", prompt, params, len(prompt) + 12, frozenset(), i, seed=i))
+    tick = 0
+    while scheduler.has_unfinished:
+        plan = scheduler.plan(tick)
+        for item, out in zip(plan.items, executor.execute(plan).items, strict=True):
+            scheduler.advance(item, out.token_ids)
+        tick += 1
+    report = play(log.getvalue())
+    assert report.fault is None
+    assert report.usage == memory.usage()
+    assert report.hit_tokens == scheduler.stats.prefix_hits + scheduler.stats.resumed_hits > 0
+    if FULL in specs:
+        assert scheduler.stats.num_preemptions > 0
+    assert report.num_commands["fork"] > 0
+
+
+def test_the_log_says_nothing_of_the_tokens() -> None:
+    logs = []
+    for key, tokens in ((b"one", list(range(700, 740))), (b"one", list(range(700, 740))), (b"two", [*range(700, 740)])):
+        memory, log = open_memory(MemorySettings(specs=(FULL,), num_blocks=20), key)
+        chain = memory.chain(tokens, Namespace(cache_salt="tenant"))
+        memory.allocate(0, chain, memory.match_prefix(chain))
+        memory.append_slots(0, 40)
+        memory.publish(0, 40)
+        logs.append(log.getvalue())
+    assert "tenant" not in logs[0]
+    assert not re.search(r"\b7[0-3]\d\b", logs[0])
+    assert logs[0] == logs[1]
+    names = [set(re.findall(r"\b[0-9a-f]{16}\b", log)) for log in logs]
+    assert len(names[0]) == 10
+    assert not names[0] & names[2], "without the key, equal tokens cannot be recognised"
+
+
+# ---- damage ----
+
+
+@pytest.fixture(scope="module")
+def sound() -> list[str]:
+    memory, log = open_memory(MemorySettings(specs=(FULL, WINDOW), num_blocks=14))
+    walk(memory, random.Random(11), 500)
+    for seq_id in sorted(memory.manager.sequences):
+        memory.free(seq_id)
+    lines = log.getvalue().splitlines(keepends=True)
+    assert play(lines).fault is None
+    return lines
+
+
+def last_of(lines: list[str], letter: str, pattern: str = "") -> int:
+    return max(i for i, line in enumerate(lines) if line.startswith(letter) and re.search(pattern, line))
+
+
+def spoilt(line: str) -> str:
+    """Return a line whose last word ends differently."""
+    return re.sub(r"\w(\W*)$", lambda end: ("1" if end[0][0] != "1" else "2") + end[1], line)
+
+
+@pytest.mark.parametrize("letter", "askfd=")
+def test_a_changed_line_is_named(sound: list[str], letter: str) -> None:
+    idx = last_of(sound, letter, r"\d\n")
+    fault = play([*sound[:idx], spoilt(sound[idx]), *sound[idx + 1 :]]).fault
+    assert fault is not None
+    assert fault.line == idx + 1
+
+
+def test_a_changed_name_is_found_where_the_block_is_met_again(sound: list[str]) -> None:
+    # A hit on one block, and who published it last.
+    met = last_of(sound, "a", r"^a \d+ 4 \w+\n")
+    idx = last_of(sound[:met], "p", rf" {sound[met].split()[3]}\n")
+    fault = play([*sound[:idx], spoilt(sound[idx]), *sound[idx + 1 :]]).fault
+    assert fault is not None
+    assert idx + 1 < fault.line <= met + COUNT_EVERY
+
+
+def test_a_missing_line_is_found(sound: list[str]) -> None:
+    for letter in "aksfd=":
+        idx = last_of(sound, letter)
+        fault = play([*sound[:idx], *sound[idx + 1 :]]).fault
+        if letter == "=" and idx == len(sound) - 1:
+            assert fault is None, "a log may end between a command and its counts"
+        else:
+            assert fault is not None, letter
+            assert fault.line > idx
+
+
+def test_a_free_that_is_missing_is_found_where_its_blocks_are(sound: list[str]) -> None:
+    idx = next(i for i, line in enumerate(sound) if line.startswith("f"))
+    fault = play([*sound[:idx], *sound[idx + 1 :]]).fault
+    assert fault is not None
+    assert idx < fault.line
+    assert "invariant M10: the log says" in fault.detail
+
+
+def test_lines_that_are_no_commands_are_named(sound: list[str]) -> None:
+    for rubbish in ("z 1\n", "\n", "s\n", "s x 1 0 1\n", "f 999 1 1\n", "a 999 4 0123456789abcdef\n", "\ufffd\ufffd\n"):
+        fault = play([*sound[:9], rubbish, *sound[9:]]).fault
+        assert fault is not None
+        assert fault.line == 10
+
+
+def test_a_command_that_memory_could_never_have_granted_is_named(sound: list[str]) -> None:
+    idx = max(i for i, line in enumerate(sound) if line.startswith("s") and sound[i + 1].startswith("p"))
+    words = sound[idx].split()
+    words[2] = "1000000000000"
+    fault = play([*sound[:idx], " ".join(words) + "\n", *sound[idx + 1 :]]).fault
+    assert fault is not None
+    assert fault.line == idx + 1
+
+
+def test_a_broken_invariant_is_named(sound: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    free = KVCacheManager.free
+
+    def forgetful(self: KVCacheManager, seq_id: int) -> None:
+        self.groups[0].pool.num_used += 1
+        free(self, seq_id)
+
+    monkeypatch.setattr(KVCacheManager, "free", forgetful)
+    idx = next(i for i, line in enumerate(sound) if line.startswith("f"))
+    fault = play(sound[: idx + 1]).fault
+    assert fault is not None
+    assert (fault.line, fault.detail[:13]) == (idx + 1, "invariant M1:")
+
+
+def test_a_last_line_that_is_cut_off_is_not_run(sound: list[str]) -> None:
+    text = "".join(sound)
+    whole = play(text)
+    for length in range(len(sound[-2]) + len(sound[-1])):
+        report = play(text[: len(text) - length])
+        assert report.fault is None
+        assert report.is_truncated == (not text[: len(text) - length].endswith("\n"))
+    assert not whole.is_truncated
+
+
+def test_checks_are_as_many_as_asked_for(sound: list[str]) -> None:
+    num_commands = sum(play(sound).num_commands.values())
+    assert play(sound).num_checks == num_commands
+    assert play(sound, 7).num_checks == -(-num_commands // 7)
+    assert play(sound, 10**9).num_checks == 1
+
+
+@pytest.mark.parametrize(
+    ("header", "words"),
+    [
+        ("", "does not start with 'quire memory log'"),
+        ("\x7fELF\ufffd\n", "does not start with"),
+        (f"{TITLE} 2 {{}}\n", "version 2, and only 1"),
+        (f"{TITLE} 1 {{}}\n", "damaged"),
+        (f"{TITLE} 1 []\n", "damaged"),
+        (f"{TITLE} 1\n", "damaged"),
+        (f'{TITLE} 1 {{"specs": [{{"kind": "none"}}]}}\n', "damaged"),
+        (f'{TITLE} 1 {{"specs": [], "num_blocks": 4}}\n', "damaged"),
+        (f'{TITLE} 1 {{"specs": [{{"kind": "full", "block_size": 4}}], "eviction": "x"}}\n', "damaged"),
+    ],
+)
+def test_what_is_no_log_is_refused(header: str, words: str) -> None:
+    with pytest.raises(LogError, match=re.escape(words)):
+        play(header)
+
+
+def test_settings_survive_being_written() -> None:
+    settings = MemorySettings(
+        specs=(FULL, WINDOW, CHUNKED), num_bytes=1 << 20, watermark=3, eviction="fifo", pin_limit=2
+    )
+    assert MemorySettings.from_json(settings.to_json()) == settings
+
+
+def test_a_refused_command_is_recorded_as_such() -> None:
+    memory, log = open_memory(MemorySettings(specs=(FULL,), num_blocks=2))
+    chain = memory.chain(list(range(20)), Namespace())
+    hit = memory.match_prefix(chain)
+    assert memory.can_allocate(20, hit).verdict is Verdict.NEVER
+    memory.allocate(0, chain, hit)
+    assert not memory.append_slots(0, 20)
+    assert log.getvalue().splitlines()[1:] == ["a 0 0", "s 0 20 0 0"]
+    assert play(log.getvalue()).fault is None
