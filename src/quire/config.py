@@ -7,7 +7,7 @@ a `ResolvedConfig` without looking at the world, so that the same inputs always 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, cast
 
 from quire.errors import ConfigError
 
@@ -196,8 +196,8 @@ class ModelFacts:
         vocab_size: rows of the output head.
         num_parameters: of the whole model.
         kernels: what computes it, in words.
-        longest_bytes: KV bytes of the smallest pool, null blocks included, that holds a sequence of the longest context
-            that is asked for; None where every layer keeps every token.
+        longest_bytes: KV bytes of the smallest pool that holds a sequence of the context asked for, null blocks
+            included; None where every layer keeps every token.
     """
 
     max_position: int
@@ -391,12 +391,8 @@ def _whole(name: str, value: object, low: int, high: int | None = None, *, optio
 
 
 def _share(name: str, value: object, high: float, *, positive: bool = False) -> None:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not 0.0 <= value <= high
-        or (positive and value == 0.0)
-    ):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0.0 <= cast("float", value) <= high or (positive and value == 0.0):
         allowed = f"above 0 and at most {high:g}" if positive else f"from 0 to {high:g}"
         raise ConfigError(f"{name} must be a number {allowed}, got {value!r}", field=name)
 
