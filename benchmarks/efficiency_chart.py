@@ -84,10 +84,10 @@ def draw_panel(axes: Any, title: str, bars: list[Bar], limit: float) -> None:
     """Draw one panel of horizontal bars from 0 to `limit` percent, each with its figure in a column at the right."""
     places = range(len(bars))
     axes.barh(places, [bar.value for bar in bars], height=0.62, color=[bar.color for bar in bars], zorder=2)
-    axes.scatter([bar.bundled for bar in bars], places, s=34, facecolor="white", edgecolor=INK, linewidth=1.1, zorder=3)
+    axes.scatter([bar.bundled for bar in bars], places, s=34, facecolor="white", edgecolor=INK, linewidth=1.1, zorder=4)
     known = [(bar.published, place) for place, bar in enumerate(bars) if bar.published is not None]
     if known:
-        axes.scatter(*zip(*known, strict=True), s=38, marker="D", color=PAPER, zorder=4)
+        axes.scatter(*zip(*known, strict=True), s=46, marker="D", color=PAPER, zorder=3)
     for place, bar in enumerate(bars):
         axes.text(limit * 1.015, place, f"{bar.value:.1f} %", va="center", ha="left", fontsize=9, color=INK)
     axes.set_yticks(places, [bar.label for bar in bars], fontsize=9)
@@ -110,7 +110,7 @@ def draw(figures: dict[str, Any], image: Path) -> None:
     mpl.rcParams.update({"svg.hashsalt": "quire", "svg.fonttype": "none", "font.family": "sans-serif"})
     figure = Figure(figsize=(8.2, 8.4), layout="constrained")
     panels = figure.subplots(3, 1, height_ratios=(6, 6, 6))
-    share = "share of given-out KV bytes that hold tokens, %"
+    share = "KV bytes given out that hold tokens, %"
     draw_panel(panels[0], f"ShareGPT-like lengths: {share}", share_bars(figures, "ShareGPT"), 100)
     draw_panel(panels[1], f"Alpaca-like lengths: {share}", share_bars(figures, "Alpaca"), 100)
     draw_panel(panels[2], "Parallel samples of a prompt: blocks saved by sharing, %", saving_bars(figures), 40)
