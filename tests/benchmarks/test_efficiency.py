@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 from pathlib import Path
 from statistics import fmean, median
 
@@ -163,3 +164,10 @@ def test_the_chart_is_drawn_from_the_saved_results(tmp_path: Path) -> None:
     drawn = (tmp_path / "drawn.svg").read_text(encoding="utf-8")
     for bar in efficiency_chart.share_bars(figures, "ShareGPT") + efficiency_chart.saving_bars(figures):
         assert f">{bar.value:.1f} %<" in drawn
+
+
+def test_the_documents_chart_shows_the_saved_results() -> None:
+    figures = json.loads((machine.RESULTS / "efficiency.json").read_text(encoding="utf-8"))
+    shown = re.findall(r">(\d+\.\d) %<", efficiency_chart.IMAGE.read_text(encoding="utf-8"))
+    bars = [efficiency_chart.share_bars(figures, name) for name in DATASETS] + [efficiency_chart.saving_bars(figures)]
+    assert shown == [f"{bar.value:.1f}" for bar in itertools.chain.from_iterable(bars)]
