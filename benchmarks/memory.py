@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import statistics
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import machine
 from benchmarks.memory_managers import MANAGERS
 from benchmarks.memory_work import WORK
-from benchmarks.throughput import ROOT, Worker
+from benchmarks.throughput import ROOT, Worker, running
 
 OWN = "quire"
 Times = dict[str, dict[str, list[float]]]
@@ -52,18 +49,10 @@ SHOWN = {
 }
 
 
-@contextmanager
-def worker(manager: str, python: str) -> Iterator[Worker]:
+def worker(manager: str, python: str) -> AbstractContextManager[Worker]:
     """Start a manager's process; it is ended on leaving."""
     command = [python, "-m", "benchmarks.memory_work", manager]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "PYTHONPATH": str(ROOT / "src")}
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=env, cwd=ROOT)
-    try:
-        yield Worker(process)
-    finally:
-        process.kill()
-        process.communicate()
+    return running(command, {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "PYTHONPATH": str(ROOT / "src")})
 
 
 def measure(pythons: dict[str, str], num_runs: int, names: list[str]) -> tuple[Times, dict[str, str]]:

@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,18 +67,23 @@ class Worker:
 
 
 @contextmanager
-def worker(engine: str, model: Path, num_threads: int, *, caching: bool) -> Iterator[Worker]:
-    """Start an engine's process; it is ended on leaving."""
-    command = [sys.executable, "-m", "benchmarks.engines", engine, str(model), "--threads", str(num_threads)]
-    command += [] if caching else ["--no-caching"]
-    env = os.environ | {"OMP_NUM_THREADS": str(num_threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+def running(command: list[str], env: dict[str, str]) -> Iterator[Worker]:
+    """Start a worker's process, with some variables of its own; it is ended on leaving."""
     pipe = subprocess.PIPE
-    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=env, cwd=ROOT)
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=os.environ | env, cwd=ROOT)
     try:
         yield Worker(process)
     finally:
         process.kill()
-        process.wait()
+        process.communicate()
+
+
+def worker(engine: str, model: Path, num_threads: int, *, caching: bool) -> AbstractContextManager[Worker]:
+    """Start an engine's process; it is ended on leaving."""
+    command = [sys.executable, "-m", "benchmarks.engines", engine, str(model), "--threads", str(num_threads)]
+    command += [] if caching else ["--no-caching"]
+    env = {"OMP_NUM_THREADS": str(num_threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return running(command, env)
 
 
 def measure(names: list[str], engines: list[str], options: argparse.Namespace) -> list[Figures]:
