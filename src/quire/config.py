@@ -7,7 +7,7 @@ a `ResolvedConfig` without looking at the world, so that the same inputs always 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any, cast
+from typing import Any
 
 from quire.errors import ConfigError
 
@@ -391,8 +391,12 @@ def _whole(name: str, value: object, low: int, high: int | None = None, *, optio
 
 
 def _share(name: str, value: object, high: float, *, positive: bool = False) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0.0 <= cast("float", value) <= high or (positive and value == 0.0):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not 0.0 <= value <= high
+        or (positive and value == 0.0)
+    ):
         allowed = f"above 0 and at most {high:g}" if positive else f"from 0 to {high:g}"
         raise ConfigError(f"{name} must be a number {allowed}, got {value!r}", field=name)
 

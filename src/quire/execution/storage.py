@@ -45,9 +45,10 @@ class KVStorage:
         memory: Tensor | None = None,
     ) -> None:
         shape = (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim)
+        num_bytes = math.prod(shape) * dtype.itemsize
         if memory is None:
-            memory = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8, device=device)
-        self.data = memory[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self.data = memory[:num_bytes].view(dtype).view(shape)
         rows = self.data.view(-1, block_size * head_dim)
         slots = self.data.view(-1, head_dim)
         # A layer is an offset: with it in the view, the row ids of a step serve all layers.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import lcm
 
 from quire.memory.arena import Arena
 from quire.memory.groups import CacheGroup
 from quire.memory.pool import NULL_BLOCK
+from quire.memory.sizing import worst_moment
 from quire.memory.status import AllocStatus, PrefixHit, Verdict
 
 
@@ -50,27 +50,15 @@ def judge(
 
 
 def refuse_for_ever(arena: Arena, groups: Sequence[CacheGroup], num_tokens: int, num_slabs: int) -> AllocStatus | None:
-    """Return NEVER with its numbers when a sequence alone, in steps of one token, could not reach a length.
+    """Return NEVER with its numbers when a sequence alone, in steps of one token, could not reach a length."""
 
-    Groups need most when a block has just begun. What is full only grows, what slides repeats: so the last moments of
-    that kind, one period of them, are all that need be looked at, and none when the peaks together fit.
-    """
-    peaks = [group.spec.peak_blocks(num_tokens, 1) for group in groups]
-    if sum(arena.num_slabs_for(idx, peak) for idx, peak in enumerate(peaks)) <= num_slabs:
+    def slabs_of(blocks: Sequence[int]) -> int:
+        return sum(arena.num_slabs_for(idx, count) for idx, count in enumerate(blocks))
+
+    worst = worst_moment([group.spec for group in groups], num_tokens, slabs_of, num_slabs)
+    if worst is None:
         return None
-    last = (num_tokens - 1) // groups[0].spec.block_size
-    period = lcm(*(group.spec.period for group in groups))
-    moments = [_live_blocks(groups, block_idx) for block_idx in range(max(0, last - period + 1), last + 1)]
-    filled = [[arena.num_slabs_for(idx, count) for idx, count in enumerate(live)] for live in moments]
-    worst = max(range(len(moments)), key=lambda moment: sum(filled[moment]))
-    excess = sum(filled[worst]) - num_slabs
-    if excess <= 0:
-        return None
-    idx = max(range(len(groups)), key=lambda idx: filled[worst][idx])
-    could_have = max(0, filled[worst][idx] - excess)
-    return AllocStatus(Verdict.NEVER, idx, moments[worst][idx], could_have * arena.layout.blocks_per_slab[idx])
-
-
-def _live_blocks(groups: Sequence[CacheGroup], block_idx: int) -> list[int]:
-    """Return the blocks that each group holds when the first token of a block is computed."""
-    return [block_idx + 1 - group.num_dead(block_idx * group.spec.block_size) for group in groups]
+    filled = [arena.num_slabs_for(idx, count) for idx, count in enumerate(worst)]
+    idx = filled.index(max(filled))
+    could_have = max(0, filled[idx] - (sum(filled) - num_slabs))
+    return AllocStatus(Verdict.NEVER, idx, worst[idx], could_have * arena.layout.blocks_per_slab[idx])

@@ -10,7 +10,7 @@ The same specs and slabs as the manager's, so that a plan and the engine that fo
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import lcm
 from typing import Final, NamedTuple
@@ -77,6 +77,33 @@ class Shortage(NamedTuple):
 def arena_bytes(specs: Sequence[KVCacheSpec], num_blocks: int) -> int:
     """Return the bytes that all groups share: `num_blocks` blocks of each, the null blocks besides."""
     return (num_blocks + 1) * sum(spec.bytes_per_block for spec in specs)
+
+
+def worst_moment(
+    specs: Sequence[KVCacheSpec], num_tokens: int, slabs_of: Callable[[Sequence[int]], int], num_slabs: int
+) -> list[int] | None:
+    """Return the blocks of each group at the worst moment of a sequence alone, in steps of one token; None if it fits.
+
+    Groups need most when a block has just begun. What is full only grows, what slides repeats: so the last moments of
+    that kind, one period of them, are all that need be looked at, and none when the peaks together fit.
+
+    Args:
+        specs: of the groups, with one block size.
+        num_tokens: the length that the sequence would reach.
+        slabs_of: the slabs that so many blocks of each group fill.
+        num_slabs: slabs that there are.
+    """
+    if slabs_of([spec.peak_blocks(num_tokens, 1) for spec in specs]) <= num_slabs:
+        return None
+    size = specs[0].block_size
+    last = (num_tokens - 1) // size
+    period = lcm(*(spec.period for spec in specs))
+    moments = [
+        [block_idx + 1 - spec.first_live_token(block_idx * size) // size for spec in specs]
+        for block_idx in range(max(0, last - period + 1), last + 1)
+    ]
+    worst = max(moments, key=slabs_of)
+    return worst if slabs_of(worst) > num_slabs else None
 
 
 def sequence_bytes(specs: Sequence[KVCacheSpec], states: Sequence[StateGroup], num_tokens: int) -> int:
@@ -156,26 +183,12 @@ class ArenaSizing:
         return max(1, at_once)
 
     def shortage(self, num_tokens: int) -> Shortage | None:
-        """Say why a sequence alone, in steps of one token, could not reach a length; None where it can.
-
-        The rule of `KVCacheManager.can_ever_hold`: groups need most when a block has just begun, and of all blocks the
-        last ones, one period of what slides, need most.
-        """
-        if self._num_slabs([spec.peak_blocks(num_tokens, 1) for spec in self.specs]) <= self.layout.num_slabs:
-            return None
-        size = self.specs[0].block_size
-        last = (num_tokens - 1) // size
-        period = lcm(*(spec.period for spec in self.specs))
-        moments = [
-            [block_idx + 1 - spec.first_live_token(block_idx * size) // size for spec in self.specs]
-            for block_idx in range(max(0, last - period + 1), last + 1)
-        ]
-        worst = max(moments, key=self._num_slabs)
-        needed = self._num_slabs(worst)
-        if needed <= self.layout.num_slabs:
+        """Say why a sequence alone, in steps of one token, could not reach a length; None where it can."""
+        worst = worst_moment(self.specs, num_tokens, self._num_slabs, self.layout.num_slabs)
+        if worst is None:
             return None
         held = [count * spec.bytes_per_block for count, spec in zip(worst, self.specs, strict=True)]
-        return Shortage(held.index(max(held)), needed, self.layout.num_slabs)
+        return Shortage(held.index(max(held)), self._num_slabs(worst), self.layout.num_slabs)
 
     def longest(self, limit: int) -> int:
         """Return the longest sequence, of at most `limit` tokens, that fits alone; 0 when none does."""

@@ -1,7 +1,6 @@
 // What the loader asks before it uses a library, and hands to it.
+#include "cache.h"
 #include "parallel.h"
-
-#define QUIRE_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace quire {
 ParallelFor parallel_for = nullptr;
