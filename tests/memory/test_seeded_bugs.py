@@ -29,6 +29,7 @@ from quire.memory.pool import NULL_BLOCK, BlockPool
 from quire.memory.prefix_index import ChainView, PrefixIndex
 from quire.memory.sequence_memory import SequenceMemory
 from quire.memory.slabs import SlabLayout
+from quire.memory.tables import BlockTables
 from quire.scheduling import Scheduler, scheduler
 from tests.memory.nets import (
     HONEST_NETS,
@@ -45,12 +46,12 @@ Patch = pytest.MonkeyPatch
 
 
 def skip_copy_on_write(patch: Patch) -> None:
-    patch.setattr(KVCacheManager, "_copy_on_write", lambda *_: None)
+    patch.setattr(BlockTables, "_copy_on_write", lambda *_: None)
 
 
 def lose_the_copies(patch: Patch) -> None:
     def take_ops(manager: KVCacheManager) -> Any:
-        manager.pending_copies = []
+        manager.tables.pending_copies = []
         return NO_OPS
 
     patch.setattr(KVCacheManager, "take_ops", take_ops)
@@ -131,7 +132,7 @@ def forget_the_dirty_mark(patch: Patch) -> None:
 
 
 def leave_a_rewritten_block_published(patch: Patch) -> None:
-    patch.setattr(KVCacheManager, "_withdraw", lambda *_: None)
+    patch.setattr(BlockTables, "_withdraw", lambda *_: None)
 
 
 def ignore_the_namespace(patch: Patch) -> None:
@@ -229,25 +230,25 @@ def keep_empty_slabs(patch: Patch) -> None:
 
 
 def move_blocks_without_copying(patch: Patch) -> None:
-    honest = KVCacheManager._take
+    honest = BlockTables.take
 
-    def take(manager: KVCacheManager, group_idx: int, count: int) -> list[int]:
-        before = list(manager.pending_copies)
-        block_ids = honest(manager, group_idx, count)
-        manager.pending_copies = before
+    def take(tables: BlockTables, group_idx: int, count: int) -> list[int]:
+        before = list(tables.pending_copies)
+        block_ids = honest(tables, group_idx, count)
+        tables.pending_copies = before
         return block_ids
 
-    patch.setattr(KVCacheManager, "_take", take)
+    patch.setattr(BlockTables, "take", take)
 
 
 def move_blocks_without_telling_the_tables(patch: Patch) -> None:
-    def take(manager: KVCacheManager, group_idx: int, count: int) -> list[int]:
-        block_ids = manager.groups[group_idx].pool.take(count)
-        manager.pending_copies += manager.arena.moves
-        manager.arena.moves = []
+    def take(tables: BlockTables, group_idx: int, count: int) -> list[int]:
+        block_ids = tables.groups[group_idx].pool.take(count)
+        tables.pending_copies += tables.arena.moves
+        tables.arena.moves = []
         return block_ids
 
-    patch.setattr(KVCacheManager, "_take", take)
+    patch.setattr(BlockTables, "take", take)
 
 
 def overlap_the_views(patch: Patch) -> None:

@@ -66,7 +66,7 @@ def snapshot(manager: KVCacheManager) -> tuple[object, ...]:
         tuple(manager.arena.free_slabs),
         tuple((tuple(loan.used.items()), tuple(loan.resting.items())) for loan in manager.arena.loans),
     )
-    return sequences, pools, slabs, manager.pins.snapshot(), tuple(manager.pending_copies)
+    return sequences, pools, slabs, manager.pins.snapshot(), tuple(manager.tables.pending_copies)
 
 
 def _lent_blocks(arena: Arena, group_idx: int) -> list[int]:

@@ -21,12 +21,13 @@ from quire.memory.arena import build_arena
 from quire.memory.chain import Namespace, TokenChain
 from quire.memory.eviction import EVICTION_POLICIES
 from quire.memory.groups import CacheGroup, find_prefix
-from quire.memory.ops import NO_OPS, BlockCopy, MemoryOps, TableDelta
+from quire.memory.ops import NO_OPS, MemoryOps, TableDelta
 from quire.memory.pins import Pins
 from quire.memory.progress import bury, next_event, publish_blocks
 from quire.memory.sequence_memory import SequenceMemory
 from quire.memory.specs import IMMORTAL, KVCacheSpec
 from quire.memory.status import AllocStatus, HitEnd, PrefixHit
+from quire.memory.tables import BlockTables
 from quire.memory.usage import Usage, measure
 
 
@@ -67,16 +68,14 @@ class KVCacheManager:
         self.arena = build_arena(block_bytes, num_blocks, num_bytes, EVICTION_POLICIES[eviction])
         self.pins = Pins(self.arena, pin_limit)
         self.groups = tuple(CacheGroup(spec, pool) for spec, pool in zip(specs, self.arena.pools, strict=True))
+        self.tables = BlockTables(self.arena, self.groups, self.pins)
         self.watermark = watermark
         self.enable_prefix_caching = enable_prefix_caching
-        self.sequences: dict[int, SequenceMemory] = {}
+        self.sequences = self.tables.sequences
         self._key = key
         self._num_slabs = self.arena.layout.num_slabs - pin_limit
         self._mortal = tuple(idx for idx, spec in enumerate(specs) if spec.death(0) < IMMORTAL)
-        self.pending_copies: list[BlockCopy] = []
-        self._version = 0
         self.num_resets = 0
-        self._num_copies = 0
         self._num_merges = 0
 
     # ---- questions ----
@@ -93,8 +92,8 @@ class KVCacheManager:
             max_tokens: reuse at most so many tokens (prompt log probabilities need the logits of the rest).
         """
         if not self.enable_prefix_caching:
-            return PrefixHit(0, ((),) * len(self.groups), HitEnd.DISABLED, None, self._version)
-        return find_prefix(self.groups, chain, max_tokens, self._version)
+            return PrefixHit(0, ((),) * len(self.groups), HitEnd.DISABLED, None, self.tables.version)
+        return find_prefix(self.groups, chain, max_tokens, self.tables.version)
 
     def can_allocate(
         self, num_tokens: int, hit: PrefixHit, step_tokens: int | None = None, reserved: Sequence[int] = ()
@@ -148,7 +147,7 @@ class KVCacheManager:
     def usage(self) -> Usage:
         """Return block counts, of all groups and of each, and counters since the start."""
         num_slots = [state.num_slots for state in tuple(self.sequences.values())]
-        return measure(self.arena, len(num_slots), sum(num_slots), self._num_copies, self._num_merges)
+        return measure(self.arena, len(num_slots), sum(num_slots), self.tables.num_copies, self._num_merges)
 
     # ---- commands ----
 
@@ -160,9 +159,9 @@ class KVCacheManager:
         """
         if seq_id in self.sequences:
             raise ValueError(f"sequence {seq_id} is live already")
-        if hit.version != self._version:
+        if hit.version != self.tables.version:
             raise ValueError("stale prefix hit: another command came between match_prefix and allocate")
-        self._version += 1
+        self.tables.version += 1
         state = SequenceMemory(chain, len(self.groups), self.num_resets, is_publishing=self.enable_prefix_caching)
         for idx, (group, shared) in enumerate(zip(self.groups, hit.block_ids, strict=True)):
             num_dead = state.num_dead[idx] = group.num_dead(hit.num_tokens)
@@ -193,41 +192,12 @@ class KVCacheManager:
         state = self.sequences[seq_id]
         if num_tokens < 1 or lookahead < 0:
             raise ValueError(f"cannot append {num_tokens} slots and {lookahead} to look ahead")
-        num_tokens += lookahead
-        start = state.num_slots
-        end = start + num_tokens
-        offset = start % self.block_size
-        if 0 < offset <= self.block_size - num_tokens and state.has_exclusive_tail:
+        end = state.num_slots + num_tokens + lookahead
+        offset = state.num_slots % self.block_size
+        if offset and state.has_exclusive_tail and end - state.num_slots <= self.block_size - offset:
             state.num_slots = end
             return True
-        needs = [
-            group.spec.num_blocks(end) - len(table) for group, table in zip(self.groups, state.tables, strict=True)
-        ]
-        tail = start // self.block_size
-        copied = []
-        if offset and not state.has_exclusive_tail:
-            copied = [
-                idx for idx, group in enumerate(self.groups) if group.pool.ref_counts[state.tables[idx][tail]] > 1
-            ]
-            for idx in copied:
-                needs[idx] += 1
-        if any(needs) and not self.arena.can_hold(needs):
-            return False
-        state.num_slots = end
-        if offset and not state.has_exclusive_tail:
-            self._withdraw(state, tail)
-            state.has_exclusive_tail = True
-        for idx in copied:
-            self._copy_on_write(state, idx, tail)
-            needs[idx] -= 1
-        for idx, fresh in enumerate(needs):
-            if fresh:
-                block_ids = self._take(idx, fresh)
-                table = state.tables[idx]
-                state.mark_dirty(idx, len(table))
-                table += block_ids
-                self._version += 1
-        return True
+        return self.tables.grow(state, end)
 
     def fork(self, parent_id: int, child_id: int, child_tokens: list[int]) -> TokenChain:
         """Open a child that shares all of its parent's blocks; only reference counts change.
@@ -249,7 +219,7 @@ class KVCacheManager:
             raise ValueError(f"sequence {child_id} is live already")
         if parent.num_slots != parent.num_computed:
             raise ValueError(f"sequence {parent_id} has {parent.num_slots - parent.num_computed} unwritten slots")
-        self._version += 1
+        self.tables.version += 1
         child = parent.fork(parent.chain.fork(child_tokens))
         # The parent's links may reach past what is computed; the child's tokens part from there.
         child.chain.truncate(parent.num_computed)
@@ -272,16 +242,8 @@ class KVCacheManager:
         if not self.rollback_limit(seq_id) <= num_tokens <= state.num_slots:
             least = self.rollback_limit(seq_id)
             raise ValueError(f"cannot truncate to {num_tokens} tokens, only to [{least}, {state.num_slots}]")
-        self._version += 1
-        for idx, group in enumerate(self.groups):
-            table = state.tables[idx]
-            keep = group.spec.num_blocks(num_tokens)
-            if keep < len(table):
-                group.pool.release(reversed(table[keep:]))
-                del table[keep:]
-                state.mark_dirty(idx, keep)
-        state.num_slots = num_tokens
-        state.has_exclusive_tail = False
+        self.tables.version += 1
+        self.tables.shrink(state, num_tokens)
         state.num_computed = min(state.num_computed, num_tokens)
         state.num_published = min(state.num_published, num_tokens // self.block_size)
         state.next_event = next_event(self.groups, self._mortal, state)
@@ -302,7 +264,7 @@ class KVCacheManager:
             raise ValueError(f"num_computed {num_computed} is not in [{state.num_computed}, {most}]")
         state.num_computed = num_computed
         if num_computed >= state.next_event:
-            self._version += 1
+            self.tables.version += 1
             state.is_publishing &= state.num_resets == self.num_resets
             if state.is_publishing:
                 self._num_merges += publish_blocks(self.groups, state, num_computed // self.block_size)
@@ -313,7 +275,7 @@ class KVCacheManager:
     def free(self, seq_id: int) -> None:
         """Release a sequence; of its published blocks the tail becomes evictable before the head."""
         state = self.sequences.pop(seq_id)
-        self._version += 1
+        self.tables.version += 1
         for group, table, num_dead in zip(self.groups, state.tables, state.num_dead, strict=True):
             group.pool.release(reversed(table[num_dead:]))
 
@@ -322,7 +284,7 @@ class KVCacheManager:
 
         Live sequences keep their blocks and publish no more: what they go on to compute rests on what they have.
         """
-        self._version += 1
+        self.tables.version += 1
         self.num_resets += 1
         for group in self.groups:
             group.pool.reset()
@@ -338,63 +300,26 @@ class KVCacheManager:
         """
         if name in self.pins:
             raise ValueError(f"{name!r} is pinned already")
-        hit = find_prefix(self.groups, chain, None, self._version, num_left=0)
+        hit = find_prefix(self.groups, chain, None, self.tables.version, num_left=0)
         if not hit.num_tokens or not self.pins.can_add(hit.block_ids):
             return 0
-        self._version += 1
+        self.tables.version += 1
         self.pins.add(name, hit.block_ids)
         return hit.num_tokens
 
     def unpin(self, name: str) -> None:
         """Let go of a pinned prefix: its blocks are idle again when no sequence holds them."""
         self.pins.remove(name)
-        self._version += 1
+        self.tables.version += 1
 
     def take_ops(self) -> MemoryOps:
         """Hand over the movements that the workers must make before this step's kernels."""
-        if not self.pending_copies:
+        if not self.tables.pending_copies:
             return NO_OPS
-        ops = MemoryOps(tuple(self.pending_copies))
-        self.pending_copies = []
+        ops = MemoryOps(tuple(self.tables.pending_copies))
+        self.tables.pending_copies = []
         return ops
 
     def take_table_deltas(self, seq_id: int) -> tuple[TableDelta, ...]:
         """Hand over the table entries that changed since the last call for this sequence."""
         return self.sequences[seq_id].take_deltas()
-
-    # ---- steps of commands ----
-
-    def _withdraw(self, state: SequenceMemory, block_idx: int) -> None:
-        """Take a block that is about to be written in place out of the prefix index."""
-        for group, table in zip(self.groups, state.tables, strict=True):
-            block_id = table[block_idx]
-            if block_id in group.pool.index and group.pool.ref_counts[block_id] == 1:
-                group.pool.withdraw(block_id)
-                self._version += 1
-
-    def _copy_on_write(self, state: SequenceMemory, group_idx: int, block_idx: int) -> None:
-        """Replace a table entry by a private copy of its block."""
-        # Take before release: the copy must not be made onto its own source.
-        (new,) = self._take(group_idx, 1)
-        table = state.tables[group_idx]
-        old, table[block_idx] = table[block_idx], new
-        self.groups[group_idx].pool.release((old,))
-        state.mark_dirty(group_idx, block_idx)
-        self.pending_copies.append(BlockCopy(group_idx, old, new))
-        self._num_copies += 1
-        self._version += 1
-
-    def _take(self, group_idx: int, count: int) -> list[int]:
-        """Take blocks of a group; where others had to move for that, their tables follow."""
-        block_ids = self.groups[group_idx].pool.take(count)
-        moves, self.arena.moves = self.arena.moves, []
-        for move in moves:
-            self.pending_copies.append(move)
-            self.pins.follow(move)
-            for state in self.sequences.values():
-                table = state.tables[move.group_idx]
-                if move.src_id in table:
-                    block_idx = table.index(move.src_id)
-                    table[block_idx] = move.dst_id
-                    state.mark_dirty(move.group_idx, block_idx)
-        return block_ids
