@@ -268,7 +268,7 @@ class World:
 
     def perform_copies(self) -> None:
         """Make the copies that the manager asked for, in order."""
-        for group_idx, src_id, dst_id in self.pending:
+        for group_idx, src_id, dst_id, *_ in self.pending:
             assert 0 not in (src_id, dst_id), "the null block is copied"
             size = self.manager.arena.layout.block_bytes[group_idx]
             for offset in range(size):

@@ -66,6 +66,6 @@ def apply_copies(storages: Sequence[KVStorage], copies: Sequence[BlockCopy]) -> 
         storages: one for each cache group.
         copies: of all groups.
     """
-    for group_idx, src_id, dst_id in copies:
-        data = storages[group_idx].data
-        data[dst_id].copy_(data[src_id])
+    for copy in copies:
+        data = storages[copy.group_idx].data
+        data[copy.dst_id].copy_(data[copy.src_id])

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import NamedTuple
 
 
+class Tier(IntEnum):
+    """Where blocks lie."""
+
+    DEVICE = 0
+    HOST = 1
+
+
 class BlockCopy(NamedTuple):
-    """Copy a whole block (all layers of the group, K and V) from `src_id` to `dst_id` of one cache group."""
+    """Copy a whole block of one cache group (all layers, K and V, or their states).
+
+    Args:
+        group_idx: the group.
+        src_id, dst_id: block ids, each of its own tier.
+        src_tier, dst_tier: where the blocks lie.
+    """
 
     group_idx: int
     src_id: int
     dst_id: int
+    src_tier: Tier = Tier.DEVICE
+    dst_tier: Tier = Tier.DEVICE
 
 
 class MemoryOps(NamedTuple):

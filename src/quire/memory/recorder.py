@@ -147,7 +147,7 @@ class RecordedMemory:
     def take_ops(self) -> MemoryOps:
         """See `KVCacheManager.take_ops`."""
         ops = self.manager.take_ops()
-        self._write("".join(["o", *(f" {idx}:{src_id}>{dst_id}" for idx, src_id, dst_id in ops.copies)]))
+        self._write("".join(["o", *(f" {copy.group_idx}:{copy.src_id}>{copy.dst_id}" for copy in ops.copies)]))
         self._log.flush()
         return ops
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from quire.errors import InvariantViolation
+from quire.memory.ops import BlockCopy
 from quire.memory.specs import FullAttention, KVCacheSpec
 from quire.scheduling.plan import ItemResult, Opening, PlanItem, StepPlan, StepResult
 
@@ -58,7 +59,7 @@ class SimulatedExecutor:
         for seq_id in plan.closed:
             del self._open[seq_id]
         for copy in plan.ops.copies:
-            self._copy_block(*copy)
+            self._copy_block(copy)
         written: dict[tuple[int, int], int] = {}
         for item in plan.items:
             self._write(item, written)
@@ -71,13 +72,13 @@ class SimulatedExecutor:
         self._slots.clear()
         self._open.clear()
 
-    def _copy_block(self, group_idx: int, src_id: int, dst_id: int) -> None:
+    def _copy_block(self, copy: BlockCopy) -> None:
         for offset in range(self.block_size):
-            content = self._slots.get((group_idx, src_id * self.block_size + offset))
+            content = self._slots.get((copy.group_idx, copy.src_id * self.block_size + offset))
             if content is None:
-                self._slots.pop((group_idx, dst_id * self.block_size + offset), None)
+                self._slots.pop((copy.group_idx, copy.dst_id * self.block_size + offset), None)
             else:
-                self._slots[group_idx, dst_id * self.block_size + offset] = content
+                self._slots[copy.group_idx, copy.dst_id * self.block_size + offset] = content
 
     def _write(self, item: PlanItem, written: dict[tuple[int, int], int]) -> None:
         """Bring the item's table up to date and store its tokens."""
