@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from quire.memory.chain import TokenChain
-from quire.memory.ops import BlockCopy, TableDelta
+from quire.memory.ops import BlockCopy, TableDelta, Tier
 
 
 class Checkpoint(NamedTuple):
@@ -30,7 +30,9 @@ class SequenceMemory:
         is_publishing: False when full blocks are not to enter the prefix index.
 
     Attributes:
-        tables: per group, the block ids; dead blocks are null entries, as is all but the last of a state's.
+        tables: per group, the block ids; dead blocks are null entries, as is all but the last of a state's. Empty while
+            the sequence is swapped out.
+        host_tables: the same with ids of the host tier while it is swapped out, else None.
         num_dead: per group, the leading null entries.
         num_slots: tokens with a slot.
         num_computed: tokens whose KV is stored.
@@ -50,6 +52,7 @@ class SequenceMemory:
         "checkpoint",
         "dirty_from",
         "has_exclusive_tail",
+        "host_tables",
         "is_dirty",
         "is_publishing",
         "next_event",
@@ -65,6 +68,7 @@ class SequenceMemory:
     def __init__(self, chain: TokenChain, num_groups: int, num_resets: int, *, is_publishing: bool) -> None:
         self.chain = chain
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]
+        self.host_tables: list[list[int]] | None = None
         self.num_dead = [0] * num_groups
         self.num_resets = num_resets
         self.num_slots = 0
@@ -78,19 +82,31 @@ class SequenceMemory:
         self.dirty_from = [0] * num_groups
         self.is_dirty = True
 
+    @property
+    def is_swapped(self) -> bool:
+        """Say whether its blocks are on the host."""
+        return self.host_tables is not None
+
+    def tables_on(self, tier: Tier) -> list[list[int]]:
+        """Return the block tables with ids of a tier; without entries where it has nothing there."""
+        if tier is Tier.DEVICE:
+            return self.tables
+        return [[] for _ in self.tables] if self.host_tables is None else self.host_tables
+
     def mark_dirty(self, group_idx: int, start: int) -> None:
         """Note that table entries from `start` on changed."""
         self.dirty_from[group_idx] = min(self.dirty_from[group_idx], start)
         self.is_dirty = True
 
     def follow(self, move: BlockCopy) -> None:
-        """Name a block that moved by its new id."""
-        table = self.tables[move.group_idx]
+        """Name a block that moved within its tier by its new id."""
+        table = self.tables_on(move.src_tier)[move.group_idx]
         if move.src_id in table:
             block_idx = table.index(move.src_id)
             table[block_idx] = move.dst_id
-            self.mark_dirty(move.group_idx, block_idx)
-        held = self.checkpoint.block_ids if self.checkpoint else {}
+            if move.src_tier is Tier.DEVICE:
+                self.mark_dirty(move.group_idx, block_idx)
+        held = self.checkpoint.block_ids if self.checkpoint and move.src_tier is Tier.DEVICE else {}
         if held.get(move.group_idx) == move.src_id:
             held[move.group_idx] = move.dst_id
 

@@ -29,6 +29,7 @@ class MemorySettings:
     eviction: str = "lru"
     pin_limit: int = 0
     snapshot_interval: int | None = None
+    host_bytes: int = 0
 
     def build(self, key: bytes = b"") -> KVCacheManager:
         """Return a new manager.
