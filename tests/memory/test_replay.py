@@ -12,7 +12,7 @@ from quire.decoding import Sampling
 from quire.errors import LogError
 from quire.memory import ChunkedLocal, FullAttention, KVCacheManager, KVCacheSpec, Namespace, SlidingWindow, Verdict
 from quire.memory.invariants import snapshot
-from quire.memory.recorder import COUNT_EVERY, TITLE, RecordedMemory
+from quire.memory.recorder import COUNT_EVERY, TITLE, VERSION, RecordedMemory
 from quire.memory.replay import Report, replay
 from quire.memory.settings import MemorySettings
 from quire.scheduling import Scheduler
@@ -74,7 +74,7 @@ def walk(memory: RecordedMemory, rng: random.Random, num_commands: int) -> None:
                 memory.truncate(seq_id, length)
                 del tokens[length:]
             elif verb == "free":
-                memory.free(seq_id)
+                memory.free(seq_id, retain=rng.random() < 0.5)
 
 
 def ids_of(manager: KVCacheManager) -> object:
@@ -105,7 +105,12 @@ def test_a_random_walk_runs_again_to_the_same_state(
     monkeypatch.setattr(MemorySettings, "build", keep)
     num_bytes = 14 * sum(spec.bytes_per_block for spec in specs)
     settings = MemorySettings(
-        specs=specs, num_bytes=num_bytes, eviction=eviction, pin_limit=3, enable_prefix_caching=seed > 0
+        specs=specs,
+        num_bytes=num_bytes,
+        eviction=eviction,
+        pin_limit=3,
+        retention_limit=seed,
+        enable_prefix_caching=seed > 0,
     )
     memory, log = open_memory(settings)
     walk(memory, random.Random(seed), 1200)
@@ -244,9 +249,9 @@ def test_a_command_that_memory_could_never_have_granted_is_named(sound: list[str
 def test_a_broken_invariant_is_named(sound: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     free = KVCacheManager.free
 
-    def forgetful(self: KVCacheManager, seq_id: int) -> None:
+    def forgetful(self: KVCacheManager, seq_id: int, *, retain: bool = False) -> None:
         self.groups[0].pool.num_used += 1
-        free(self, seq_id)
+        free(self, seq_id, retain=retain)
 
     monkeypatch.setattr(KVCacheManager, "free", forgetful)
     idx = next(i for i, line in enumerate(sound) if line.startswith("f"))
@@ -277,13 +282,13 @@ def test_checks_are_as_many_as_asked_for(sound: list[str]) -> None:
     [
         ("", "does not start with 'quire memory log'"),
         ("\x7fELF\ufffd\n", "does not start with"),
-        (f"{TITLE} 2 {{}}\n", "version 2, and only 1"),
-        (f"{TITLE} 1 {{}}\n", "damaged"),
-        (f"{TITLE} 1 []\n", "damaged"),
-        (f"{TITLE} 1\n", "damaged"),
-        (f'{TITLE} 1 {{"specs": [{{"kind": "none"}}]}}\n', "damaged"),
-        (f'{TITLE} 1 {{"specs": [], "num_blocks": 4}}\n', "damaged"),
-        (f'{TITLE} 1 {{"specs": [{{"kind": "full", "block_size": 4}}], "eviction": "x"}}\n', "damaged"),
+        (f"{TITLE} {VERSION + 1} {{}}\n", f"version {VERSION + 1}, and only {VERSION}"),
+        (f"{TITLE} {VERSION} {{}}\n", "damaged"),
+        (f"{TITLE} {VERSION} []\n", "damaged"),
+        (f"{TITLE} {VERSION}\n", "damaged"),
+        (f'{TITLE} {VERSION} {{"specs": [{{"kind": "none"}}]}}\n', "damaged"),
+        (f'{TITLE} {VERSION} {{"specs": [], "num_blocks": 4}}\n', "damaged"),
+        (f'{TITLE} {VERSION} {{"specs": [{{"kind": "full", "block_size": 4}}], "eviction": "x"}}\n', "damaged"),
     ],
 )
 def test_what_is_no_log_is_refused(header: str, words: str) -> None:
@@ -293,7 +298,7 @@ def test_what_is_no_log_is_refused(header: str, words: str) -> None:
 
 def test_settings_survive_being_written() -> None:
     settings = MemorySettings(
-        specs=(FULL, WINDOW, CHUNKED), num_bytes=1 << 20, watermark=3, eviction="fifo", pin_limit=2
+        specs=(FULL, WINDOW, CHUNKED), num_bytes=1 << 20, watermark=3, eviction="fifo", pin_limit=2, retention_limit=1
     )
     assert MemorySettings.from_json(settings.to_json()) == settings
 

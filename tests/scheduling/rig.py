@@ -51,6 +51,7 @@ class Setting:
     caching: bool = True
     policy: str = "fcfs"
     specs: tuple[KVCacheSpec, ...] = ()
+    retention: int = 0
 
     @property
     def room(self) -> int:
@@ -93,6 +94,7 @@ class Rig:
             setting.num_blocks,
             watermark=setting.watermark,
             enable_prefix_caching=setting.caching,
+            retention_limit=setting.retention,
         )
         self.scheduler = Scheduler(
             self.memory,
@@ -124,6 +126,7 @@ class Rig:
             seed=seed,
             priority=job.priority,
             namespace=Namespace(cache_salt=job.cache_salt),
+            retain_cache=seed % 2 == 1,
         )
         self.scheduler.add(request)
         self.requests.append(request)

@@ -43,6 +43,7 @@ class KVCacheManager:
         enable_prefix_caching: publish full blocks and find them again.
         eviction: a name in `EVICTION_POLICIES`.
         pin_limit: slabs (with one group: blocks) that pinned prefixes may fill; nothing may count on those.
+        retention_limit: slabs (with one group: blocks) whose bytes blocks with the hint to evict them last may fill.
         key: a secret for the digests, at most 64 bytes.
 
     Invariants: M1 to M11, checked by `quire.memory.invariants.check`.
@@ -58,6 +59,7 @@ class KVCacheManager:
         enable_prefix_caching: bool = True,
         eviction: str = "lru",
         pin_limit: int = 0,
+        retention_limit: int = 0,
         key: bytes = b"",
     ) -> None:
         sizes = {spec.block_size for spec in specs}
@@ -65,7 +67,8 @@ class KVCacheManager:
             raise ValueError(f"cache groups must share one block size, got {sorted(sizes)}")
         self.block_size = sizes.pop()
         block_bytes = [spec.bytes_per_block for spec in specs]
-        self.arena = build_arena(block_bytes, num_blocks, num_bytes, EVICTION_POLICIES[eviction])
+        policy = EVICTION_POLICIES[eviction]
+        self.arena = build_arena(block_bytes, num_blocks, num_bytes, policy, retention_limit)
         self.pins = Pins(self.arena, pin_limit)
         self.groups = tuple(CacheGroup(spec, pool) for spec, pool in zip(specs, self.arena.pools, strict=True))
         self.tables = BlockTables(self.arena, self.groups, self.pins)
@@ -272,22 +275,32 @@ class KVCacheManager:
                 bury(self.groups[idx], state, idx)
             state.next_event = next_event(self.groups, self._mortal, state)
 
-    def free(self, seq_id: int) -> None:
-        """Release a sequence; of its published blocks the tail becomes evictable before the head."""
+    def free(self, seq_id: int, *, retain: bool = False) -> None:
+        """Release a sequence; of its published blocks the tail becomes evictable before the head.
+
+        Args:
+            seq_id: a live sequence.
+            retain: have its published blocks evicted after those without this hint, within `retention_limit`.
+        """
         state = self.sequences.pop(seq_id)
         self.tables.version += 1
+        if retain:
+            self.arena.evict_last(state.tables)
         for group, table, num_dead in zip(self.groups, state.tables, state.num_dead, strict=True):
             group.pool.release(reversed(table[num_dead:]))
 
     def reset_prefix_cache(self) -> None:
-        """Make nothing that is published now be hit again, in constant time and whoever runs.
+        """Make nothing that is published now be hit again, whoever runs; in constant time but for what is pinned.
 
         Live sequences keep their blocks and publish no more: what they go on to compute rests on what they have.
+        Pins, which nothing could hit, go too.
         """
         self.tables.version += 1
         self.num_resets += 1
+        self.arena.retention.clear()
         for group in self.groups:
             group.pool.reset()
+        self.pins.clear()
 
     def pin(self, name: str, chain: TokenChain) -> int:
         """Hold the longest published prefix of a chain until `unpin`; its last token may be part of it.

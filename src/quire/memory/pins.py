@@ -31,6 +31,14 @@ class Pins:
     def __contains__(self, name: str) -> bool:
         return name in self._tables
 
+    def names(self) -> tuple[str, ...]:
+        """Return the names of all pins."""
+        return tuple(self._tables)
+
+    def blocks_of(self, name: str, group_idx: int) -> tuple[int, ...]:
+        """Return the blocks of a group that a name holds, in order."""
+        return tuple(self._tables[name][group_idx])
+
     def blocks(self, group_idx: int) -> Iterator[int]:
         """Yield the blocks of a group, each as often as it is pinned."""
         for tables in self._tables.values():
@@ -55,6 +63,11 @@ class Pins:
         """Let go of a name's blocks, the tail first."""
         for pool, table in zip(self._arena.pools, self._tables.pop(name), strict=True):
             pool.release(reversed(table))
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        for name in tuple(self._tables):
+            self.remove(name)
 
     def follow(self, move: BlockCopy) -> None:
         """Name a block that moved by its new id."""

@@ -30,6 +30,10 @@ class Lender(Protocol):
         """Note that blocks have no holders any more, but are published."""
         ...
 
+    def rested_anew(self, block_id: int) -> None:
+        """Note that an idle block counts as if it had just become idle."""
+        ...
+
     def freed(self, block_ids: Sequence[int]) -> None:
         """Note that blocks have no holders any more and hold nothing."""
         ...
@@ -128,6 +132,14 @@ class BlockPool:
         if self.lender is not None:
             self.lender.rested(rested)
             self.lender.freed(freed)
+
+    def rest_anew(self, block_id: int) -> None:
+        """Let a block that lost the hint, if it is idle, count as if it had just become so."""
+        if not self.ref_counts[block_id]:
+            self.idle.forget((block_id,))
+            self.idle.add((block_id,))
+            if self.lender is not None:
+                self.lender.rested_anew(block_id)
 
     @property
     def num_retired(self) -> int:

@@ -9,7 +9,7 @@ A line has what the command needs to be run again, and what came of it:
  k PARENT CHILD SLOTS        fork
  t SEQ SLOTS                 truncate
  p SEQ COMPUTED [NAME ...]   publish: names of the blocks that were published, or merged, by this
- f SEQ SLOTS COMPUTED        free: how long the sequence was
+ f SEQ SLOTS COMPUTED [last] free: how long the sequence was, and that its blocks are to be evicted last
  r                           reset_prefix_cache
  + PIN TOKENS NAME ...       pin: of so many tokens, with names like a hit; pins are numbered
  - PIN                       unpin
@@ -36,7 +36,7 @@ from quire.memory.settings import MemorySettings
 from quire.memory.status import PrefixHit
 
 TITLE = "quire memory log"
-VERSION = 1
+VERSION = 2
 COUNT_EVERY = 256
 # The first fields of `Usage` count blocks, sequences, tokens and events; the others follow from them.
 NUM_COUNTS = 9
@@ -67,6 +67,8 @@ class RecordedMemory:
         self.manager = manager
         self.block_size = manager.block_size
         self.groups = manager.groups
+        self.arena = manager.arena
+        self.pins = manager.pins
         # Questions change nothing: they go straight to the manager.
         self.chain = manager.chain
         self.match_prefix = manager.match_prefix
@@ -117,17 +119,18 @@ class RecordedMemory:
             words += map(self._name, links[num_before : state.num_published])
         self._write(" ".join(words))
 
-    def free(self, seq_id: int) -> None:
+    def free(self, seq_id: int, *, retain: bool = False) -> None:
         """See `KVCacheManager.free`."""
         state = self.manager.sequences[seq_id]
-        self.manager.free(seq_id)
-        self._write(f"f {seq_id} {state.num_slots} {state.num_computed}")
+        self.manager.free(seq_id, retain=retain)
+        self._write(f"f {seq_id} {state.num_slots} {state.num_computed}{' last' if retain else ''}")
         if not self.manager.sequences:
             self._write_counts()
 
     def reset_prefix_cache(self) -> None:
         """See `KVCacheManager.reset_prefix_cache`."""
         self.manager.reset_prefix_cache()
+        self._pins.clear()
         self._write("r")
 
     def pin(self, name: str, chain: TokenChain) -> int:

@@ -166,7 +166,7 @@ class _Replay:
             "k": self._fork,
             "t": self._truncate,
             "p": self._publish,
-            "f": lambda words: self.memory.free(int(words[0])),
+            "f": lambda words: self.memory.free(int(words[0]), retain=len(words) > 3),
             "r": lambda _: self.memory.reset_prefix_cache(),
             "+": self._pin,
             "-": lambda words: self.memory.unpin(words[0]),
