@@ -21,11 +21,11 @@ def walk(*, has_twin: bool) -> None:
     for seed in range(12 if not has_twin else 0):
         size = WorldSize(0, 1, kinds=(FULL, Kind("window", 3)), layers=(1, 4), num_bytes=72)
         random_walk(World(size, has_twin=False), random.Random(seed), 60)
-    for seed in range(10):
+    for seed in range(16):
         rng = random.Random(seed)
         num_blocks, kinds = rng.randrange(3, 8), rng.choice(GROUPS)
         size = WorldSize(num_blocks, 2, kinds=kinds, pins=seed % 3, retention=rng.randrange(1, num_blocks))
-        random_walk(World(size, has_twin=has_twin), rng, 60)
+        random_walk(World(size, has_twin=has_twin), rng, 100)
     for seed in range(30):
         rng = random.Random(seed)
         size = WorldSize(rng.randrange(2, 9), rng.randrange(1, 4), kinds=rng.choice(GROUPS))
@@ -55,7 +55,7 @@ def window_world() -> None:
 
 def hinted_world() -> None:
     """The same, of blocks that are evicted last, and of pins."""
-    search(WorldSize(2, 1, pins=1, retention=1), max_prompt=1, max_slots=1)
+    search(WorldSize(2, 1, pins=1, retention=1), max_prompt=1, max_slots=1, has_resets=True)
 
 
 SETTINGS = (

@@ -317,7 +317,7 @@ class KVCacheManager:
         if not hit.num_tokens or not self.pins.can_add(hit.block_ids):
             return 0
         self.tables.version += 1
-        self.pins.add(name, hit.block_ids)
+        self.pins.add(name, hit.block_ids, hit.num_tokens)
         return hit.num_tokens
 
     def unpin(self, name: str) -> None:
