@@ -112,6 +112,25 @@ class QueueFull(RequestError):
         self.retry_after_s = retry_after_s
 
 
+class PinLimitReached(RequestError):
+    """A prefix that would pin more memory than may be pinned.
+
+    Args:
+        needed: slabs (with one cache group: blocks) that all pins would fill.
+        limit: slabs that they may fill.
+    """
+
+    code = "pin_limit_reached"
+
+    def __init__(self, needed: int, limit: int) -> None:
+        super().__init__(
+            f"all pins together would fill {needed} blocks, and pin_limit allows {limit}; unpin another prefix",
+            field="prompt",
+        )
+        self.needed = needed
+        self.limit = limit
+
+
 class OutOfMemory(QuireError):
     """Memory that was promised could not be had."""
 

@@ -21,6 +21,11 @@ def walk(*, has_twin: bool) -> None:
     for seed in range(12 if not has_twin else 0):
         size = WorldSize(0, 1, kinds=(FULL, Kind("window", 3)), layers=(1, 4), num_bytes=72)
         random_walk(World(size, has_twin=False), random.Random(seed), 60)
+    for seed in range(16):
+        rng = random.Random(seed)
+        num_blocks, kinds = rng.randrange(3, 8), rng.choice(GROUPS)
+        size = WorldSize(num_blocks, 2, kinds=kinds, pins=seed % 3, retention=rng.randrange(1, num_blocks))
+        random_walk(World(size, has_twin=has_twin), rng, 100)
     for seed in range(30):
         rng = random.Random(seed)
         size = WorldSize(rng.randrange(2, 9), rng.randrange(1, 4), kinds=rng.choice(GROUPS))
@@ -48,6 +53,11 @@ def window_world() -> None:
     search(WorldSize(2, 1, kinds=(Kind("window", 2),)), max_prompt=1, max_slots=3)
 
 
+def hinted_world() -> None:
+    """The same, of blocks that are evicted last, and of pins."""
+    search(WorldSize(2, 1, pins=1, retention=1), max_prompt=1, max_slots=1, has_resets=True)
+
+
 SETTINGS = (
     Setting(num_blocks=19, budget=16, max_num_seqs=8, watermark=1),
     Setting(num_blocks=19, budget=16, max_num_seqs=8, specs=(FullAttention(block_size=4), WINDOW)),
@@ -69,4 +79,4 @@ def audited_run() -> None:
 
 
 NETS = (invariants_and_reading_back, slow_twin, small_world, long_run, audited_run)
-HONEST_NETS = (*NETS, window_world)
+HONEST_NETS = (*NETS, window_world, hinted_world)

@@ -60,9 +60,17 @@ def commands(world: World, max_prompt: int, max_slots: int) -> Iterator[Command]
         for length in range(1, max_prompt + 1):
             for prompt in product(VOCABULARY, repeat=length):
                 yield "open", seq_id, prompt
+    if world.twin.pins:
+        yield "unpin", 0, ()
+    elif world.size.pins:
+        for page in (page for group in world.twin.groups for page in group.published.values()):
+            assert page.prefix is not None
+            yield "pin", 0, page.prefix[1]
     for seq_id, tokens in world.tokens.items():
         num_slots, num_computed = world.num_slots(seq_id), world.num_computed(seq_id)
         yield "free", seq_id, ()
+        if world.size.retention:
+            yield "free last", seq_id, ()
         if num_slots < max_slots:
             yield "grow", seq_id, ()
         for length in range(world.manager.rollback_limit(seq_id), num_slots):
@@ -85,6 +93,12 @@ def perform(world: World, command: Command) -> None:
             assert copy.grow(seq_id, len(args) - copy.num_slots(seq_id)), "can_allocate promised too much"
     elif verb == "free":
         world.free(seq_id)
+    elif verb == "free last":
+        world.free(seq_id, retain=True)
+    elif verb == "pin":
+        world.pin("pin", list(args))
+    elif verb == "unpin":
+        world.unpin("pin")
     elif verb == "reset":
         world.reset()
     elif verb == "grow":
@@ -126,10 +140,16 @@ def _named(world: World, order: tuple[int, ...], flip: int) -> tuple[object, ...
             tuple(names.setdefault(page, len(names)) if page else -1 for page in group) for group in sequence.pages
         )
         sequences.append((tokens, pages, sequence.num_slots, sequence.num_computed, sequence.is_publishing))
+    pins = tuple(
+        tuple(names.setdefault(page, len(names)) if page else -1 for page in group)
+        for pages in world.twin.pins.values()
+        for group in pages
+    )
     # Which of all idle pages goes first matters, whatever group it is in.
     by_age = sorted((page.idle_since, idx, page) for idx, group in enumerate(world.twin.groups) for page in group.idle)
     idle = tuple((idx, names.setdefault(page, len(names))) for _, idx, page in by_age)
+    hints = tuple(names.setdefault(page, len(names)) for _, page in world.twin.hints)
     published = tuple(
         () if page.prefix is None else tuple(token_id ^ flip for token_id in page.prefix[1]) for page in names
     )
-    return tuple(sequences), idle, published
+    return tuple(sequences), pins, idle, hints, published

@@ -87,7 +87,7 @@ def walk(memory: RecordedMemory, rng: random.Random, num_commands: int) -> None:
                 memory.truncate(seq_id, length)
                 del tokens[length:]
             elif verb == "free":
-                memory.free(seq_id)
+                memory.free(seq_id, retain=rng.random() < 0.5)
 
 
 def is_settled(state: SequenceMemory) -> bool:
@@ -126,6 +126,7 @@ def test_a_random_walk_runs_again_to_the_same_state(
         num_bytes=num_bytes,
         eviction=eviction,
         pin_limit=3,
+        retention_limit=seed,
         enable_prefix_caching=seed > 0,
         host_bytes=num_bytes if seed % 2 == 0 else 0,
     )
@@ -270,9 +271,9 @@ def test_a_command_that_memory_could_never_have_granted_is_named(sound: list[str
 def test_a_broken_invariant_is_named(sound: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     free = KVCacheManager.free
 
-    def forgetful(self: KVCacheManager, seq_id: int) -> None:
+    def forgetful(self: KVCacheManager, seq_id: int, *, retain: bool = False) -> None:
         self.groups[0].pool.num_used += 1
-        free(self, seq_id)
+        free(self, seq_id, retain=retain)
 
     monkeypatch.setattr(KVCacheManager, "free", forgetful)
     idx = next(i for i, line in enumerate(sound) if line.startswith("f"))
@@ -319,7 +320,13 @@ def test_what_is_no_log_is_refused(header: str, words: str) -> None:
 
 def test_settings_survive_being_written() -> None:
     settings = MemorySettings(
-        specs=(FULL, WINDOW, CHUNKED), num_bytes=1 << 20, watermark=3, eviction="fifo", pin_limit=2, host_bytes=9
+        specs=(FULL, WINDOW, CHUNKED),
+        num_bytes=1 << 20,
+        watermark=3,
+        eviction="fifo",
+        pin_limit=2,
+        retention_limit=1,
+        host_bytes=9,
     )
     assert MemorySettings.from_json(settings.to_json()) == settings
 

@@ -39,6 +39,8 @@ sizes = st.builds(
     layers=st.just(()),
     num_bytes=st.none(),
     eviction=st.just("lru"),
+    pins=st.integers(0, 2),
+    retention=st.integers(0, 6),
 )
 
 
@@ -145,10 +147,21 @@ class MemoryMachine(RuleBasedStateMachine):
         self.world.sync(self.pick(data))
 
     @precondition(is_alive)
-    @rule(data=st.data())
-    def free(self, data: st.DataObject) -> None:
-        """End a sequence."""
-        self.world.free(self.pick(data))
+    @rule(data=st.data(), retain=st.booleans())
+    def free(self, data: st.DataObject, retain: bool) -> None:
+        """End a sequence, with or without the hint to evict its blocks last."""
+        self.world.free(self.pick(data), retain=retain)
+
+    @rule(name=st.sampled_from("ab"), prompt=prompts, namespace=st.sampled_from(NAMESPACES))
+    def pin_or_unpin(self, name: str, prompt: list[int], namespace: Any) -> None:
+        """Hold a prefix, where it is published and the limit allows, or let go of it."""
+        world = self.world
+        if name in world.manager.pins:
+            world.refuses(ValueError, lambda: world.manager.pin(name, world.manager.chain(prompt, namespace)))
+            world.unpin(name)
+        else:
+            world.refuses(KeyError, lambda: world.manager.unpin(name))
+            world.pin(name, prompt, namespace)
 
     @rule()
     def reset(self) -> None:
@@ -202,6 +215,8 @@ class MemoryMachine(RuleBasedStateMachine):
         if hasattr(self, "world"):
             for seq_id in sorted(self.world.tokens):
                 self.world.free(seq_id)
+            for name in self.world.manager.pins.names():
+                self.world.unpin(name)
             usage = self.world.manager.usage()
             assert (usage.used, usage.num_sequences, usage.num_tokens) == (0, 0, 0), "M11"
 

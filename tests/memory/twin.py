@@ -41,11 +41,17 @@ class Kind(NamedTuple):
 class Page:
     """Room for one block's worth of tokens; equal only to itself."""
 
-    __slots__ = ("idle_since", "prefix")
+    __slots__ = ("goes_last", "idle_since", "prefix")
 
     def __init__(self) -> None:
         self.prefix: Prefix | None = None
         self.idle_since = 0
+        self.goes_last = False
+
+    @property
+    def turn(self) -> tuple[bool, int]:
+        """When an idle page is evicted: lower is sooner."""
+        return self.goes_last, self.idle_since
 
 
 # A dead page, of which nothing is left, is None.
@@ -53,12 +59,17 @@ Pages = list[Page | None]
 
 
 class TwinGroup:
-    """The pages of one cache group that are published, and those of them that nobody holds, the oldest first."""
+    """The pages of one cache group that are published, and those of them that nobody holds."""
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
         self.published: dict[Prefix, Page] = {}
         self.idle: list[Page] = []
+
+    @property
+    def by_turn(self) -> list[Page]:
+        """The idle pages in the order of their eviction."""
+        return sorted(self.idle, key=lambda page: page.turn)
 
 
 class TwinSequence:
@@ -78,12 +89,26 @@ class Twin:
 
     Args:
         num_pages: for each group, shared by all.
+        pin_limit, retention_limit: pages of all groups.
     """
 
     def __init__(
-        self, num_pages: int, page_size: int, kinds: tuple[Kind, ...], *, watermark: int, caching: bool
+        self,
+        num_pages: int,
+        page_size: int,
+        kinds: tuple[Kind, ...],
+        *,
+        watermark: int,
+        caching: bool,
+        pin_limit: int = 0,
+        retention_limit: int = 0,
     ) -> None:
         self.num_pages = num_pages * len(kinds)
+        self.pin_limit = pin_limit
+        self.retention_limit = retention_limit
+        self.pins: dict[str, list[Pages]] = {}
+        # The pages that are to be evicted last, the oldest hint first.
+        self.hints: list[tuple[int, Page]] = []
         self.page_size = page_size
         self.watermark = watermark
         self.caching = caching
@@ -99,11 +124,14 @@ class Twin:
 
     def num_holders(self, page: Page) -> int:
         """Count the places that name a page."""
-        return sum(held is page for sequence in self.sequences.values() for pages in sequence.pages for held in pages)
+        return sum(held is page for holder in self._holders() for pages in holder for held in pages)
 
     def num_used(self, idx: int) -> int:
-        """Count the pages of a group that some sequence holds."""
-        return len({id(page) for sequence in self.sequences.values() for page in sequence.pages[idx] if page})
+        """Count the pages of a group that some sequence or pin holds."""
+        return len({id(page) for holder in self._holders() for page in holder[idx] if page})
+
+    def _holders(self) -> list[list[Pages]]:
+        return [*(sequence.pages for sequence in self.sequences.values()), *self.pins.values()]
 
     def num_available(self) -> int:
         """Count the pages that could be handed out."""
@@ -121,9 +149,10 @@ class Twin:
             for token in range(first, first + self.page_size)
         )
 
-    def match(self, namespace: Namespace, tokens: list[int], max_tokens: int | None) -> list[Pages]:
+    def match(self, namespace: Namespace, tokens: list[int], max_tokens: int | None, num_left: int = 1) -> list[Pages]:
         """Return the pages of the longest prefix that leaves a token to compute and whose live pages are published."""
-        most = (len(tokens) - 1 if max_tokens is None else min(len(tokens) - 1, max_tokens)) // self.page_size
+        most = len(tokens) - num_left
+        most = (most if max_tokens is None else min(most, max_tokens)) // self.page_size
         for length in range(most if self.caching else 0, 0, -1):
             hit = [self._hit(namespace, tokens, idx, length) for idx in range(len(self.groups))]
             if all(page_idx is not None for page_idx in hit):
@@ -252,8 +281,10 @@ class Twin:
         sequence.num_computed = min(sequence.num_computed, num_tokens)
         self._give_back(sequence, self.num_pages_of(num_tokens))
 
-    def free(self, seq_id: int) -> None:
+    def free(self, seq_id: int, *, retain: bool = False) -> None:
         """Release a sequence, its tail first."""
+        if retain and self.retention_limit:
+            self._evict_last(self.sequences[seq_id].pages)
         self._give_back(self.sequences[seq_id], 0)
         del self.sequences[seq_id]
         if self.host is not None and seq_id in self.host.tables:
@@ -269,8 +300,44 @@ class Twin:
             sequence.is_publishing = False
         if self.host is not None:
             self.host.reset()
+        self.pins = {}
+
+    def pin(self, name: str, namespace: Namespace, tokens: list[int]) -> int:
+        """Hold the longest published prefix, unless that is too much; return its tokens."""
+        pages = self.match(namespace, tokens, None, num_left=0)
+        held = {page for table in [*pages, *(table for pin in self.pins.values() for table in pin)] for page in table}
+        if not pages[0] or len(held - {None}) > self.pin_limit:
+            return 0
+        for group, table in zip(self.groups, pages, strict=True):
+            group.idle = [page for page in group.idle if page not in table]
+        self.pins[name] = pages
+        return len(pages[0]) * self.page_size
+
+    def unpin(self, name: str) -> None:
+        """Let go of a pin, its tail first."""
+        pages = self.pins.pop(name)
+        for idx, table in enumerate(pages):
+            for page in reversed(table):
+                if page is not None:
+                    self._rest(idx, page)
 
     # ---- steps of commands ----
+
+    def _evict_last(self, tables: list[Pages]) -> None:
+        """Give a sequence's published pages the hint, from its tail on; the oldest hints go where they are too many."""
+        for i in reversed(range(len(tables[0]))):
+            for idx, pages in enumerate(tables):
+                page = pages[i]
+                if page is None or page.prefix is None:
+                    continue
+                self.hints = [hint for hint in self.hints if hint[1] is not page] + [(idx, page)]
+                page.goes_last = True
+                if len(self.hints) > self.retention_limit:
+                    other, oldest = self.hints.pop(0)
+                    oldest.goes_last = False
+                    if oldest in self.groups[other].idle:
+                        self.groups[other].idle.remove(oldest)
+                        self._rest(other, oldest)
 
     def _give_back(self, sequence: TwinSequence, keep: int) -> None:
         for idx, pages in enumerate(sequence.pages):
@@ -289,9 +356,9 @@ class Twin:
     def _take(self) -> Page:
         """Return a new page, for which the oldest idle one of all groups may have to go."""
         if self.num_available() == sum(len(group.idle) for group in self.groups):
-            oldest = [(group.idle[0].idle_since, other) for other, group in enumerate(self.groups) if group.idle]
-            _, other = min(oldest)
-            victim = self.groups[other].idle.pop(0)
+            _, other = min((page.turn, other) for other, group in enumerate(self.groups) for page in group.idle)
+            victim = self.groups[other].by_turn[0]
+            self.groups[other].idle.remove(victim)
             if self.host is not None and victim.prefix is not None:
                 self.host.keep(other, victim.prefix)
             self._unpublish(other, victim)
@@ -302,3 +369,5 @@ class Twin:
         assert page.prefix is not None
         del self.groups[idx].published[page.prefix]
         page.prefix = None
+        page.goes_last = False
+        self.hints = [hint for hint in self.hints if hint[1] is not page]

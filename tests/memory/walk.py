@@ -44,6 +44,8 @@ def random_walk(world: World, rng: random.Random, num_commands: int, *, max_sequ
         verb = rng.choice(VERBS + SWAPS * world.has_host)
         if rng.random() < 0.02:
             world.reset()
+        if world.size.pins and rng.random() < 0.1:
+            pin_or_unpin(world, rng)
         if verb == "enter" and len(live) < max_sequences:
             prompt = [rng.randrange(2) for _ in range(rng.randrange(1, 3 * world.size.block_size + 2))]
             next_id += 1
@@ -75,8 +77,19 @@ def random_walk(world: World, rng: random.Random, num_commands: int, *, max_sequ
         elif verb == "truncate":
             world.truncate(seq_id, rng.randrange(world.manager.rollback_limit(seq_id), world.num_slots(seq_id) + 1))
         elif verb == "free":
-            world.free(seq_id)
+            world.free(seq_id, retain=world.size.retention > 0 and rng.random() < 0.5)
     for seq_id in sorted(world.tokens):
         world.free(seq_id)
     num_pinned = sum(len(world.manager.pins.counts(idx)) for idx in range(len(world.size.kinds)))
     assert world.manager.usage().used == num_pinned, "M11: nobody lives, but blocks are used"
+
+
+def pin_or_unpin(world: World, rng: random.Random) -> None:
+    """Pin the beginning of a live sequence, or let go of a pin."""
+    names = sorted(world.manager.pins.names())
+    if names and rng.random() < 0.5:
+        world.unpin(rng.choice(names))
+    elif world.tokens:
+        seq_id = rng.choice(sorted(world.tokens))
+        name = next(str(i) for i in range(len(names) + 1) if str(i) not in names)
+        world.pin(name, list(world.tokens[seq_id]), world.namespaces[seq_id])

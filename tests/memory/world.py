@@ -52,6 +52,8 @@ class WorldSize(NamedTuple):
         eviction: the policy; the twin knows the first only.
         host_blocks: of the host tier, shared by the groups, when their blocks are of one size; or
         host_bytes: of the host tier.
+        pins: blocks of all groups that may be pinned.
+        retention: blocks of all groups that may be retained.
     """
 
     num_blocks: int
@@ -64,6 +66,8 @@ class WorldSize(NamedTuple):
     eviction: str = "lru"
     host_blocks: int = 0
     host_bytes: int = 0
+    pins: int = 0
+    retention: int = 0
 
 
 def spec_of(kind: Kind, block_size: int, num_layers: int = 1) -> KVCacheSpec:
@@ -97,8 +101,18 @@ class World:
             enable_prefix_caching=size.caching,
             eviction=size.eviction,
             host_bytes=size.host_bytes or (size.host_blocks and (size.host_blocks + 1) * specs[0].bytes_per_block),
+            pin_limit=size.pins,
+            retention_limit=size.retention,
         )
-        self.twin = Twin(size.num_blocks, size.block_size, size.kinds, watermark=size.watermark, caching=size.caching)
+        self.twin = Twin(
+            size.num_blocks,
+            size.block_size,
+            size.kinds,
+            watermark=size.watermark,
+            caching=size.caching,
+            pin_limit=size.pins,
+            retention_limit=size.retention,
+        )
         if size.host_blocks:
             self.twin.host = HostTwin(self.twin, size.host_blocks)
         self.has_twin = has_twin
@@ -164,7 +178,7 @@ class World:
     ) -> None:
         twin = self.twin
         groups = range(len(self.size.kinds))
-        if twin.joint_peak(num_tokens) > twin.num_pages:
+        if twin.joint_peak(num_tokens) > twin.num_pages - twin.pin_limit:
             assert status.verdict is Verdict.NEVER, "NEVER was not said"
             assert status.needed > status.available
             return
@@ -246,12 +260,29 @@ class World:
             self.twin.truncate(seq_id, num_tokens)
         self.verify()
 
-    def free(self, seq_id: int) -> None:
+    def free(self, seq_id: int, *, retain: bool = False) -> None:
         """Release a sequence."""
-        self.manager.free(seq_id)
+        self.manager.free(seq_id, retain=retain)
         del self.tokens[seq_id], self.chains[seq_id], self.namespaces[seq_id], self.worker_tables[seq_id]
         if self.has_twin:
-            self.twin.free(seq_id)
+            self.twin.free(seq_id, retain=retain)
+        self.verify()
+
+    def pin(self, name: str, tokens: list[int], namespace: Namespace = NAMESPACES[0]) -> int:
+        """Pin a prefix under a name that is not in use; refused, nothing changes."""
+        before = snapshot(self.manager)
+        num_tokens = self.manager.pin(name, self.manager.chain(tokens, namespace))
+        assert num_tokens or snapshot(self.manager) == before, "a refused pin changed the manager"
+        if self.has_twin:
+            assert num_tokens == self.twin.pin(name, namespace, tokens), "the twin pins otherwise"
+        self.verify()
+        return num_tokens
+
+    def unpin(self, name: str) -> None:
+        """Let go of a pin."""
+        self.manager.unpin(name)
+        if self.has_twin:
+            self.twin.unpin(name)
         self.verify()
 
     def swap_out(self, seq_ids: list[int]) -> Verdict:
@@ -427,8 +458,12 @@ class World:
                     assert (page is None) == (block_id == 0), "the twin thinks otherwise of what is dead"
                     if page is not None:
                         assert block_of.setdefault(page, block_id) == block_id, "shared otherwise than in the twin"
-        for group, theirs in zip(manager.groups, twin.groups, strict=True):
-            for page, block_id in zip(theirs.idle, group.pool.idle, strict=True):
+        for idx, (group, theirs) in enumerate(zip(manager.groups, twin.groups, strict=True)):
+            for name, pages in twin.pins.items():
+                held = [page for page in pages[idx] if page is not None]
+                for page, block_id in zip(held, manager.pins.blocks_of(name, idx), strict=True):
+                    assert block_of.setdefault(page, block_id) == block_id, "pinned otherwise than in the twin"
+            for page, block_id in zip(theirs.by_turn, group.pool.idle, strict=True):
                 assert block_of.setdefault(page, block_id) == block_id, "evicted in another order than in the twin"
             published = {block_id for block_id, _ in group.pool.index.items()}
             assert published == {block_of[page] for page in theirs.published.values()}
@@ -436,6 +471,8 @@ class World:
             assert len(set(mine)) == len(mine), "two pages of the twin are one block"
         if twin.host is not None:
             self._compare_hosts(twin.host, block_of)
+        hints = [(idx, block_of[page]) for idx, page in twin.hints]
+        assert list(manager.arena.retention.hints()) == hints, "the twin retains other blocks"
         for page, block_id in block_of.items():
             assert self.block_of.get(page, block_id) == block_id, "a page of the twin moved"
         self.block_of = block_of

@@ -52,6 +52,7 @@ class Setting:
     policy: str = "fcfs"
     specs: tuple[KVCacheSpec, ...] = ()
     snapshot_interval: int | None = None
+    retention: int = 0
 
     @property
     def room(self) -> int:
@@ -95,6 +96,7 @@ class Rig:
             watermark=setting.watermark,
             enable_prefix_caching=setting.caching,
             snapshot_interval=setting.snapshot_interval,
+            retention_limit=setting.retention,
         )
         self.scheduler = Scheduler(
             self.memory,
@@ -126,6 +128,7 @@ class Rig:
             seed=seed,
             priority=job.priority,
             namespace=Namespace(cache_salt=job.cache_salt),
+            retain_cache=seed % 2 == 1,
         )
         self.scheduler.add(request)
         self.requests.append(request)

@@ -77,6 +77,10 @@ class CacheConfig:
         eviction_policy: which idle block is taken back first: "lru" (idle for longest), "fifo" (published first), "lfu"
             (used least often) or "slru" (first those that were never used again).
         watermark: share of the blocks kept free for growth when a sequence is admitted.
+        pin_limit: share of the KV memory that pinned prefixes may fill, and that no sequence may count on.
+        retention_limit: share of the KV memory that the blocks of requests with `retain_cache` may fill and be evicted
+            after all others; 0 ignores `retain_cache`.
+        kv_cache_metrics_sample: share of the blocks whose lifetime, idle time and reuse are measured; 0 measures none.
         record_memory: a file, not there yet, for a log of every memory command; `quire replay` runs it again.
     """
 
@@ -88,6 +92,9 @@ class CacheConfig:
     enable_prefix_caching: bool = True
     eviction_policy: str = "lru"
     watermark: float = 0.01
+    pin_limit: float = 0.0
+    retention_limit: float = 0.25
+    kv_cache_metrics_sample: float = 0.01
     record_memory: str | None = None
 
     def __post_init__(self) -> None:
@@ -99,6 +106,9 @@ class CacheConfig:
         check_share("kv_cache_memory_fraction", self.kv_cache_memory_fraction, 1.0, positive=True)
         check_share("gpu_memory_utilization", self.gpu_memory_utilization, 1.0, positive=True)
         check_share("watermark", self.watermark, 0.5)
+        check_share("pin_limit", self.pin_limit, 0.9)
+        check_share("retention_limit", self.retention_limit, 0.9)
+        check_share("kv_cache_metrics_sample", self.kv_cache_metrics_sample, 1.0)
         check_text("record_memory", self.record_memory, optional=True)
 
 

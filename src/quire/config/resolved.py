@@ -78,6 +78,8 @@ class ResolvedConfig:
         num_blocks: blocks of the pool, without the null block.
         bytes_per_block: KV bytes of one block of every cache group.
         longest_blocks: blocks that hold a sequence of `max_model_len` tokens.
+        pin_limit, retention_limit: shares of the KV memory.
+        kv_cache_metrics_sample: share of the blocks.
     """
 
     device: str
@@ -97,6 +99,9 @@ class ResolvedConfig:
     vocab_size: int
     seed: int
     kernels: str
+    pin_limit: float = 0.0
+    retention_limit: float = 0.0
+    kv_cache_metrics_sample: float = 0.0
 
     @property
     def kv_tokens(self) -> int:
@@ -158,6 +163,9 @@ def resolve(config: EngineConfig, machine: Machine, facts: ModelFacts) -> Resolv
         vocab_size=facts.vocab_size,
         seed=config.model.seed,
         kernels=facts.kernels,
+        pin_limit=cache.pin_limit,
+        retention_limit=cache.retention_limit,
+        kv_cache_metrics_sample=cache.kv_cache_metrics_sample,
     )
 
 

@@ -9,17 +9,19 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
+from typing import Any
 
 from quire.config import EngineConfig, ResolvedConfig
+from quire.engine.commands import Abort, Call, Stream
 from quire.engine.engine import Engine, EngineStats
 from quire.engine.loading import LoadedModel, load
 from quire.engine.metrics import Metrics
 from quire.engine.outputs import RequestOutput
+from quire.engine.pinning import ONE_TOKEN, PinReport
 from quire.engine.prompts import Prompt
+from quire.engine.reservation import Reservation
 from quire.engine.stats import Health
 from quire.errors import QueueFull, RequestError, WorkerError
 from quire.memory.usage import Usage
@@ -31,58 +33,6 @@ logger = logging.getLogger(__name__)
 # With work at hand and no step completed for so long, the engine counts as stuck.
 STUCK_AFTER_S = 60.0
 RETRY_AFTER_S = 1
-
-
-@dataclass(slots=True, eq=False)
-class _Stream:
-    """One request on its way through the engine's thread.
-
-    Args:
-        items: outputs, or the error that ends the stream.
-    """
-
-    request_id: str
-    submit: Callable[[Engine], None]
-    loop: asyncio.AbstractEventLoop
-    items: asyncio.Queue[RequestOutput | Exception] = field(default_factory=asyncio.Queue)
-
-
-class _Abort(NamedTuple):
-    """Ends a stream's request; it names the stream, since another request may have taken its id."""
-
-    stream: _Stream
-
-
-class _Reset:
-    """Empties the prefix cache."""
-
-
-class Reservation:
-    """Places in the waiting queue, held before any work is done for a request; unused ones return on exit."""
-
-    def __init__(self, owner: AsyncLLM, count: int) -> None:
-        self._owner = owner
-        self._count = count
-
-    def take(self) -> None:
-        """Use one place; from now on the request itself counts as waiting.
-
-        Raises:
-            ValueError: none is left.
-        """
-        if not self._count:
-            raise ValueError("more requests than reserved places")
-        self._count -= 1
-        self._owner.return_places(1)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._owner.return_places(self._count)
-        self._count = 0
 
 
 class AsyncLLM:
@@ -103,8 +53,8 @@ class AsyncLLM:
         self._engine = model.engine
         # In the names that requests get here, so that no caller's own name is one of them.
         self._name = secrets.token_hex(4)
-        self._commands: queue.SimpleQueue[_Stream | _Abort | _Reset | None] = queue.SimpleQueue()
-        self._streams: dict[str, _Stream] = {}
+        self._commands: queue.SimpleQueue[Stream | Abort | Call | None] = queue.SimpleQueue()
+        self._streams: dict[str, Stream] = {}
         self._lock = threading.Lock()
         self._num_places_taken = 0
         # Requests that were put, but neither started nor refused yet.
@@ -150,14 +100,14 @@ class AsyncLLM:
             if limit is not None and self._num_waiting() + self._num_places_taken + count > limit:
                 raise QueueFull(limit, RETRY_AFTER_S)
             self._num_places_taken += count
-        return Reservation(self, count)
+        return Reservation(self.return_places, count)
 
     def return_places(self, count: int) -> None:
         """Give back reserved places."""
         with self._lock:
             self._num_places_taken -= count
 
-    async def generate(
+    def generate(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams,
@@ -167,6 +117,7 @@ class AsyncLLM:
         place: Reservation | None = None,
         add_special_tokens: bool = True,
         cache_salt: str | None = None,
+        retain_cache: bool = False,
     ) -> AsyncIterator[RequestOutput]:
         """Generate, as a stream of deltas.
 
@@ -181,13 +132,26 @@ class AsyncLLM:
             place: a reservation to take the request's place from; None reserves here.
             add_special_tokens: for text prompts.
             cache_salt: only requests with the same salt share cached prefixes.
+            retain_cache: have the blocks that it leaves in the prefix cache evicted last, within `retention_limit`.
 
         Raises:
             RequestError: at the first item: the request was refused. `QueueFull` where no place is left.
             WorkerError: the engine is dead.
         """
+        options = {
+            "priority": priority,
+            "add_special_tokens": add_special_tokens,
+            "cache_salt": cache_salt,
+            "retain_cache": retain_cache,
+        }
+        return self._follow(partial(self._stream, prompt, sampling_params, request_id, options), place)
+
+    async def _follow(
+        self, make_stream: Callable[[], Stream], place: Reservation | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """Put a request and yield its outputs; see `generate`."""
         with self.reserve(1) if place is None else contextlib.nullcontext(place) as held:
-            stream = self._stream(prompt, sampling_params, request_id, priority, add_special_tokens, cache_salt)
+            stream = make_stream()
             held.take()
             with self._lock:
                 self._num_unstarted += 1
@@ -206,18 +170,17 @@ class AsyncLLM:
                 yield item
         finally:
             if not is_finished and not self._has_ended:
-                self._commands.put(_Abort(stream))
+                self._commands.put(Abort(stream))
 
     def _stream(
         self,
         prompt: Prompt,
         params: SamplingParams,
         request_id: str | None,
-        priority: int,
-        add_special_tokens: bool,
-        cache_salt: str | None,
-    ) -> _Stream:
-        """Return what the engine's thread needs to start a request."""
+        options: Mapping[str, Any],
+        then: Callable[[Engine], None] | None = None,
+    ) -> Stream:
+        """Return what the engine's thread needs to start a request; see `Engine.add_request` for the options."""
         if self._is_draining:
             raise RequestError("the engine is shutting down and takes no new requests")
         with self._lock:
@@ -226,21 +189,54 @@ class AsyncLLM:
         arrival_s = time.monotonic()
 
         def submit(engine: Engine) -> None:
-            engine.add_request(
-                name,
-                prompt,
-                params,
-                priority=priority,
-                cache_salt=cache_salt,
-                add_special_tokens=add_special_tokens,
-                arrival_s=arrival_s,
-            )
+            engine.add_request(name, prompt, params, arrival_s=arrival_s, **options)
 
-        return _Stream(name, submit, asyncio.get_running_loop())
+        return Stream(name, submit, asyncio.get_running_loop(), then)
 
     def reset_prefix_cache(self) -> None:
-        """Let no request that is made after this call find what was computed before it."""
-        self._commands.put(_Reset())
+        """Let no request that is made after this call find what was computed before it; pins go too."""
+        self._commands.put(Call(Engine.reset_prefix_cache))
+
+    async def pin_prefix(
+        self, name: str, prompt: Prompt, cache_salt: str | None = None, *, add_special_tokens: bool = True
+    ) -> int:
+        """Keep a prompt's whole blocks in the prefix cache until `unpin_prefix`; compute them first if need be.
+
+        Arguments, result and errors are those of `LLM.pin_prefix`; a prompt that must be computed needs a place in the
+        queue, as any request does.
+        """
+        options: dict[str, Any] = {"cache_salt": cache_salt, "add_special_tokens": add_special_tokens}
+        num_tokens = await self._call(lambda engine: engine.pins.pin(name, prompt, **options))
+
+        def pin(engine: Engine) -> None:
+            nonlocal num_tokens
+            num_tokens = engine.pins.pin(name, prompt, **options)
+
+        if not num_tokens:
+            async for _ in self._follow(partial(self._stream, prompt, ONE_TOKEN, None, options, pin)):
+                pass
+        if not num_tokens:
+            raise WorkerError(f"the prefix {name!r} could not be computed")
+        return int(num_tokens)
+
+    async def unpin_prefix(self, name: str) -> None:
+        """Let go of a pinned prefix.
+
+        Raises:
+            RequestError: there is none of that name.
+            WorkerError: the engine is dead.
+        """
+        await self._call(lambda engine: engine.pins.unpin(name))
+
+    async def _call(self, run: Callable[[Engine], Any]) -> Any:
+        """Have the engine's thread do something between two steps, and return what comes of it."""
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._commands.put(Call(run, answer))
+        # Put before the engine's last look at its commands, it is told; put later, it must see this.
+        if self._has_ended:
+            answer.cancel()
+            raise self._dead()
+        return await answer
 
     # ---- state ----
 
@@ -269,6 +265,10 @@ class AsyncLLM:
     def stats(self) -> EngineStats:
         """Return the engine's totals since the start."""
         return self._engine.stats
+
+    def pins(self) -> PinReport:
+        """Return what is pinned."""
+        return self._engine.pins.report()
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests and wait for those in progress.
@@ -330,27 +330,27 @@ class AsyncLLM:
             self._progress_s = time.monotonic()
             if command is None:
                 return False
-            if isinstance(command, _Abort):
+            if isinstance(command, Abort):
                 self._abort(command.stream)
-            elif isinstance(command, _Reset):
-                self._engine.reset_prefix_cache()
+            elif isinstance(command, Call):
+                command.obey(self._engine)
             else:
                 self._start(command)
 
-    def _start(self, stream: _Stream) -> None:
+    def _start(self, stream: Stream) -> None:
         """Hand a request to the engine; whatever goes wrong goes back to its task alone."""
         try:
             stream.submit(self._engine)
         except Exception as error:
             if not isinstance(error, RequestError):
                 logger.exception("request %r could not be started", stream.request_id)
-            self._call(stream, error)
+            stream.send(error)
         else:
             self._streams[stream.request_id] = stream
         finally:
             self._count_started()
 
-    def _abort(self, stream: _Stream) -> None:
+    def _abort(self, stream: Stream) -> None:
         """End a stream's request, unless it has ended, or was refused because another has its id."""
         if self._streams.get(stream.request_id) is not stream:
             return
@@ -372,13 +372,14 @@ class AsyncLLM:
     def _send(self, request_id: str, item: RequestOutput | Exception) -> None:
         is_last = isinstance(item, Exception) or item.finished
         stream = self._streams.pop(request_id, None) if is_last else self._streams.get(request_id)
-        if stream is not None:
-            self._call(stream, item)
-
-    def _call(self, stream: _Stream, item: RequestOutput | Exception) -> None:
-        # The loop may have closed under a task that is being torn down; there is nobody left to tell.
-        with contextlib.suppress(RuntimeError):
-            stream.loop.call_soon_threadsafe(stream.items.put_nowait, item)
+        if stream is None:
+            return
+        if stream.then is not None and not isinstance(item, Exception) and item.finished:
+            try:
+                stream.then(self._engine)
+            except RequestError as error:
+                item = error
+        stream.send(item)
 
     def _fail_commands(self) -> None:
         """Tell the tasks whose requests never started."""
@@ -387,9 +388,11 @@ class AsyncLLM:
                 command = self._commands.get(block=False)
             except queue.Empty:
                 return
-            if isinstance(command, _Stream):
+            if isinstance(command, Stream):
                 self._count_started()
-                self._call(command, self._dead())
+                command.send(self._dead())
+            elif isinstance(command, Call):
+                command.fail(self._dead())
 
     def _count_started(self) -> None:
         with self._lock:

@@ -11,7 +11,9 @@ from quire.config import ResolvedConfig
 from quire.decoding.edits import Append, Finish
 from quire.distributed.executor import Executor
 from quire.engine.outputs import RequestMetrics, RequestOutput
+from quire.engine.pinning import PrefixPins
 from quire.engine.prompts import Prompt, to_tokens
+from quire.engine.residency import Residency
 from quire.engine.stats import StepStats
 from quire.engine.transcript import RequestTranscript
 from quire.errors import InvalidParameter, PromptTooLong, UnsupportedFeature, WorkerError
@@ -72,6 +74,8 @@ class Engine:
 
     Attributes:
         last_step: the numbers of the last step, None where it did nothing.
+        pins: the prefixes that are held by name.
+        residency: how long blocks live; None where no share of them is measured.
     """
 
     def __init__(
@@ -92,6 +96,10 @@ class Engine:
         self.tokenizer = tokenizer
         self.num_steps = 0
         self.last_step: StepStats | None = None
+        self.pins = PrefixPins(config, scheduler.memory, tokenizer, cache_name)
+        share = config.kv_cache_metrics_sample
+        pools = [group.pool for group in scheduler.memory.groups]
+        self.residency = Residency(pools, share, clock) if share else None
         self._end_token_ids = end_token_ids
         self._cache_name = cache_name
         self._clock = clock
@@ -116,6 +124,7 @@ class Engine:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        retain_cache: bool = False,
         add_special_tokens: bool = True,
         arrival_s: float | None = None,
     ) -> None:
@@ -127,6 +136,7 @@ class Engine:
             params: valid sampling parameters.
             priority: lower runs first, under the priority policy.
             cache_salt: only requests with the same salt share cached prefixes.
+            retain_cache: have the blocks that it leaves in the prefix cache evicted last, within `retention_limit`.
             add_special_tokens: for text prompts.
             arrival_s: when the request came, on the engine's clock; None is now.
 
@@ -141,6 +151,8 @@ class Engine:
             raise InvalidParameter("priority", priority, f"an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}")
         if cache_salt is not None and (type(cache_salt) is not str or not cache_salt):
             raise InvalidParameter("cache_salt", cache_salt, "a non-empty string")
+        if type(retain_cache) is not bool:
+            raise InvalidParameter("retain_cache", retain_cache, "true or false")
         if type(params) is not SamplingParams:
             raise InvalidParameter("sampling_params", params, "SamplingParams")
         params.check_for_model(vocab_size=self.config.vocab_size, max_num_seqs=self.config.max_num_seqs)
@@ -161,6 +173,7 @@ class Engine:
             seed=self._seed(self._num_requests) if params.seed is None else params.seed,
             priority=priority,
             namespace=Namespace(self._cache_name, None, cache_salt),
+            retain_cache=retain_cache,
         )
         if params.allowed_token_ids is not None and set(params.allowed_token_ids) <= set(request.suppressed_ids):
             raise InvalidParameter("min_tokens", params.min_tokens, "0 where all allowed_token_ids end the output")
@@ -220,7 +233,7 @@ class Engine:
         return self.scheduler.memory.usage()
 
     def reset_prefix_cache(self) -> None:
-        """Let no request find what was computed before this call; who runs goes on with what it has."""
+        """Let no request find what was computed before this call; who runs goes on with what it has, pins are gone."""
         self.scheduler.memory.reset_prefix_cache()
 
     @property

@@ -10,8 +10,9 @@ from quire.config import EngineConfig, ResolvedConfig
 from quire.engine.engine import Engine, EngineStats
 from quire.engine.loading import load
 from quire.engine.outputs import RequestOutput
+from quire.engine.pinning import ONE_TOKEN
 from quire.engine.prompts import Prompt
-from quire.errors import InvalidParameter, UnsupportedFeature
+from quire.errors import InvalidParameter, UnsupportedFeature, WorkerError
 from quire.memory.usage import Usage
 from quire.sequences.params import SamplingParams
 from quire.text.chat import require_chat_template
@@ -60,15 +61,54 @@ class LLM:
         return self.engine.usage()
 
     def reset_prefix_cache(self) -> None:
-        """Let no request find what was computed before this call."""
+        """Let no request find what was computed before this call; pins go too."""
         self.engine.reset_prefix_cache()
+
+    def pin_prefix(self, name: str, prompt: Prompt, cache_salt: str | None = None) -> int:
+        """Keep a prompt's whole blocks in the prefix cache until `unpin_prefix`; compute them first if need be.
+
+        Args:
+            name: to let go of it by; not in use.
+            prompt: text, token ids, or `{"prompt_token_ids": [...]}`; at least a block long.
+            cache_salt: of the requests that shall hit it.
+
+        Returns:
+            The tokens that are pinned.
+
+        Raises:
+            RequestError: a name in use, a prompt shorter than a block, more than `pin_limit` allows (`PinLimitReached`,
+                with both numbers), or an engine without a `pin_limit` or without prefix caching.
+            WorkerError: the prompt could not be computed.
+        """
+        num_tokens = self.engine.pins.pin(name, prompt, cache_salt=cache_salt)
+        if not num_tokens:
+            for _ in self._run(prompt, ONE_TOKEN, cache_salt=cache_salt):
+                pass
+            num_tokens = self.engine.pins.pin(name, prompt, cache_salt=cache_salt)
+        if not num_tokens:
+            raise WorkerError(f"the prefix {name!r} could not be computed")
+        return num_tokens
+
+    def unpin_prefix(self, name: str) -> None:
+        """Let go of a pinned prefix.
+
+        Raises:
+            RequestError: there is none of that name.
+        """
+        self.engine.pins.unpin(name)
 
     def default_sampling_params(self) -> SamplingParams:
         """Return sampling parameters as the model's generation config sets them."""
         return SamplingParams(**self._default_params)
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *, use_tqdm: bool = True
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: bool = True,
+        cache_salt: str | None = None,
+        retain_cache: bool = False,
     ) -> list[RequestOutput]:
         """Generate for all prompts at once.
 
@@ -76,6 +116,8 @@ class LLM:
             prompts: one prompt or several: text, token ids, or `{"prompt_token_ids": [...]}`.
             sampling_params: one for all, or one for each; None takes the model's own.
             use_tqdm: show a progress bar on standard error, where that is a terminal.
+            cache_salt: only requests with the same salt share cached prefixes.
+            retain_cache: have the blocks that they leave in the prefix cache evicted last, within `retention_limit`.
 
         Returns:
             One output for each prompt, in their order.
@@ -85,7 +127,7 @@ class LLM:
         """
         with _Progress(is_shown=use_tqdm) as progress:
             whole: dict[str, RequestOutput] = {}
-            for output in self._run(prompts, sampling_params, progress.start):
+            for output in self._run(prompts, sampling_params, progress.start, cache_salt, retain_cache):
                 known = whole.get(output.request_id)
                 if known is None:
                     whole[output.request_id] = output
@@ -100,6 +142,8 @@ class LLM:
         sampling_params: Params = None,
         *,
         use_tqdm: bool = True,
+        cache_salt: str | None = None,
+        retain_cache: bool = False,
         **template_args: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several at once.
@@ -108,6 +152,7 @@ class LLM:
             messages: a list of `{"role": ..., "content": ...}`, or a list of such lists.
             sampling_params: as for `generate`.
             use_tqdm: show a progress bar.
+            cache_salt, retain_cache: as for `generate`.
             template_args: `add_generation_prompt`, and what else the model's chat template knows.
 
         Raises:
@@ -115,7 +160,9 @@ class LLM:
         """
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [self.render_chat(conversation, **template_args) for conversation in conversations]  # type: ignore[arg-type]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(
+            prompts, sampling_params, use_tqdm=use_tqdm, cache_salt=cache_salt, retain_cache=retain_cache
+        )
 
     def render_chat(self, messages: Messages, *, add_generation_prompt: bool = True, **template_args: Any) -> list[int]:
         """Return the token ids of a conversation, by default ready for the assistant's turn."""
@@ -125,22 +172,37 @@ class LLM:
         text = template.render(messages, add_generation_prompt=add_generation_prompt, **template_args)
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    def stream(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> Iterator[RequestOutput]:
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        *,
+        cache_salt: str | None = None,
+        retain_cache: bool = False,
+    ) -> Iterator[RequestOutput]:
         """Generate for all prompts at once, yielding each step's news.
 
         Leaving the iteration early aborts what is unfinished. A delta's `request_id` is the prompt's place as a
-        decimal number. One iteration at a time: end or close one before the next call.
+        decimal number. One iteration at a time: end or close one before the next call. The arguments are those of
+        `generate`.
 
         Raises:
             RequestError: a prompt or parameter that is refused; then nothing runs.
         """
-        return self._run(prompts, sampling_params)
+        return self._run(prompts, sampling_params, None, cache_salt, retain_cache)
 
     def close(self) -> None:
         """Release weights and KV memory."""
         self.engine.close()
 
-    def _run(self, prompts: Prompt | Sequence[Prompt], params: Params, on_start: Any = None) -> Iterator[RequestOutput]:
+    def _run(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params,
+        on_start: Any = None,
+        cache_salt: str | None = None,
+        retain_cache: bool = False,
+    ) -> Iterator[RequestOutput]:
         """Queue all prompts, or none; then step until they are finished."""
         many = _as_prompts(prompts)
         each = self._params_of(params, len(many))
@@ -148,7 +210,7 @@ class LLM:
         queued: list[str] = []
         try:
             for name, prompt, wanted in zip(names, many, each, strict=True):
-                self.engine.add_request(name, prompt, wanted)
+                self.engine.add_request(name, prompt, wanted, cache_salt=cache_salt, retain_cache=retain_cache)
                 queued.append(name)
             if on_start is not None:
                 on_start(sum(wanted.n for wanted in each))

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TextIO
 
 import torch
@@ -94,6 +94,7 @@ def load(config: EngineConfig) -> LoadedModel:
     torch.set_num_threads(resolved.num_threads)
     for line in resolved.lines():
         logger.info(line)
+    _check_pin_limit(resolved, groups)
     name = options.served_model_name or options.model
     memory_log = _open_log(config.cache.record_memory)
     memory = _memory(resolved, groups, memory_log)
@@ -134,6 +135,25 @@ def _longest_bytes(groups: Sequence[KVCacheSpec], max_model_len: int) -> int:
     return ArenaSizing.of(groups, (), 0).bytes_for(max_model_len)
 
 
+def _check_pin_limit(resolved: ResolvedConfig, groups: Sequence[KVCacheSpec]) -> None:
+    """Refuse a limit beside which no sequence of `max_model_len` tokens would fit.
+
+    Raises:
+        ConfigError: with the numbers.
+    """
+    sizing = ArenaSizing.of(groups, (), arena_bytes(groups, resolved.num_blocks))
+    num_slabs = sizing.layout.num_slabs
+    num_left = num_slabs - int(num_slabs * resolved.pin_limit)
+    shortage = replace(sizing, layout=sizing.layout._replace(num_slabs=num_left)).shortage(resolved.max_model_len)
+    if resolved.pin_limit and shortage is not None:
+        raise ConfigError(
+            f"pin_limit={resolved.pin_limit:g} leaves {num_left} of {num_slabs} blocks or slabs, but one sequence of "
+            f"max_model_len={resolved.max_model_len} tokens needs {shortage.needed}: lower pin_limit or max_model_len, "
+            "or give the KV cache more memory",
+            field="pin_limit",
+        )
+
+
 def _open_log(path: str | None) -> TextIO | None:
     """Open the file that memory commands are to be recorded in, if they are.
 
@@ -156,12 +176,16 @@ def _memory(
     resolved: ResolvedConfig, groups: Sequence[KVCacheSpec], log: TextIO | None
 ) -> KVCacheManager | RecordedMemory:
     """Return the manager of as many bytes as `num_blocks` blocks of every group have, the null blocks besides."""
+    num_bytes = arena_bytes(groups, resolved.num_blocks)
+    num_slabs = ArenaSizing.of(groups, (), num_bytes).layout.num_slabs
     settings = MemorySettings(
         specs=tuple(groups),
-        num_bytes=arena_bytes(groups, resolved.num_blocks),
+        num_bytes=num_bytes,
         watermark=resolved.watermark_blocks,
         enable_prefix_caching=resolved.enable_prefix_caching,
         eviction=resolved.eviction_policy,
+        pin_limit=int(num_slabs * resolved.pin_limit),
+        retention_limit=int(num_slabs * resolved.retention_limit),
     )
     manager = settings.build(os.urandom(32))
     return manager if log is None else RecordedMemory(manager, settings, log)

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import zip_longest
 
 from quire.memory.eviction import EvictionPolicy
 from quire.memory.ops import BlockCopy, Tier
-from quire.memory.pool import BlockPool
+from quire.memory.pool import NULL_BLOCK, BlockPool
+from quire.memory.retention import HintedLast, Retention
 from quire.memory.slabs import SlabLayout, lay_out
 
 
@@ -25,6 +28,7 @@ class Arena:
     Args:
         layout: of the bytes.
         pools: of the groups; when there are several, they have no blocks of their own.
+        retention: which blocks are to be evicted last; None is none.
         tier: where the bytes are.
 
     Attributes:
@@ -32,11 +36,18 @@ class Arena:
             before they went; the manager empties it. Arenas of several tiers share one list: the order counts.
     """
 
-    __slots__ = ("_clock", "free_slabs", "layout", "loans", "moves", "pools", "tier")
+    __slots__ = ("_clock", "free_slabs", "layout", "loans", "moves", "pools", "retention", "tier")
 
-    def __init__(self, layout: SlabLayout, pools: Sequence[BlockPool], tier: Tier = Tier.DEVICE) -> None:
+    def __init__(
+        self,
+        layout: SlabLayout,
+        pools: Sequence[BlockPool],
+        retention: Retention | None = None,
+        tier: Tier = Tier.DEVICE,
+    ) -> None:
         self.layout = layout
         self.tier = tier
+        self.retention = retention or Retention(layout, 0)
         self.pools = tuple(pools)
         # A stack with the lowest slab on top.
         self.free_slabs = list(range(layout.num_slabs - 1, -1, -1)) if len(pools) > 1 else []
@@ -74,15 +85,17 @@ class Arena:
     def free_a_slab(self, wanted_by: Loan) -> bool:
         """Have a slab returned for a group, or leave it to the group to evict a block of its own.
 
+        What carries the hint goes after what does not.
+
         Returns:
             False when the group's own next victim has been idle for longer than any other group's whole slab.
         """
         own = wanted_by.oldest_idle()
-        others = [loan for loan in self.loans if loan is not wanted_by and loan.resting]
+        others = [(*loan.oldest_resting(), loan) for loan in self.loans if loan is not wanted_by and loan.resting]
         if others:
-            oldest = min(others, key=Loan.oldest_resting)
-            if own is None or oldest.oldest_resting() < own:
-                oldest.return_resting_slab()
+            is_hinted, since, slab, loan = min(others, key=lambda resting: resting[:2])
+            if own is None or (is_hinted, since) < own:
+                loan.return_resting_slab(slab)
                 return True
         if own is not None:
             return False
@@ -92,12 +105,29 @@ class Arena:
                 return True
         raise AssertionError("more blocks are taken than can_hold allows")
 
+    def evict_last(self, tables: Sequence[Sequence[int]]) -> None:
+        """Give the hint to the published blocks of a sequence.
+
+        Tails get it first, in all groups, so that they lose it before the heads.
+
+        Args:
+            tables: its block ids in each group; they have holders.
+        """
+        if not self.retention.limit:
+            return
+        for blocks in reversed(list(zip_longest(*tables, fillvalue=NULL_BLOCK))):
+            for idx, block_id in enumerate(blocks):
+                if block_id in self.pools[idx].index:
+                    for other, dropped in self.retention.add(idx, block_id):
+                        self.pools[other].rest_anew(dropped)
+
 
 def build_arena(
     block_bytes: Sequence[int],
     num_blocks: int | None,
     num_bytes: int | None,
     policy: Callable[[], EvictionPolicy],
+    retention_limit: int = 0,
     tier: Tier = Tier.DEVICE,
 ) -> Arena:
     """Return an arena with nothing in it.
@@ -107,6 +137,7 @@ def build_arena(
         num_blocks: for each group, when all blocks are of the same bytes; or
         num_bytes: the whole range.
         policy: makes the eviction policy of a group.
+        retention_limit: slabs that blocks which are to be evicted last may fill.
         tier: where the bytes are.
 
     Raises:
@@ -117,7 +148,12 @@ def build_arena(
     num_slabs = None if num_blocks is None else num_blocks * len(block_bytes)
     layout = lay_out(block_bytes, num_bytes=num_bytes, num_slabs=num_slabs)
     own = range(layout.num_slabs, 0, -1) if len(block_bytes) == 1 else range(0)
-    return Arena(layout, [BlockPool(layout.num_ids(idx), policy, own) for idx in range(len(block_bytes))], tier)
+    retention = Retention(layout, retention_limit)
+    pools = []
+    for idx in range(len(block_bytes)):
+        idle = partial(HintedLast, policy, retention, idx) if retention_limit else policy
+        pools.append(BlockPool(layout.num_ids(idx), idle, own))
+    return Arena(layout, pools, retention, tier)
 
 
 class Loan:
@@ -187,6 +223,13 @@ class Loan:
             if not self.used[slab]:
                 self.resting[slab] = now
 
+    def rested_anew(self, block_id: int) -> None:
+        """Note that an idle block counts as if it had just become idle; so does its slab, if that is at rest."""
+        slab = self._slab_of(block_id)
+        now = self._idle_since[block_id] = self._arena.tick()
+        if self.resting.pop(slab, None) is not None:
+            self.resting[slab] = now
+
     def freed(self, block_ids: Sequence[int]) -> None:
         """Note that blocks hold nothing any more; slabs of which all blocks are free go back."""
         emptied = []
@@ -203,17 +246,24 @@ class Loan:
 
     # ---- what the arena asks for ----
 
-    def oldest_idle(self) -> int | None:
-        """Return since when the pool's next victim is idle, None without one."""
-        return self._idle_since[self.pool.next_victim()] if self._idle_since else None
+    def oldest_idle(self) -> tuple[bool, int] | None:
+        """Return whether the pool's next victim carries the hint and since when it is idle, None without one."""
+        if not self._idle_since:
+            return None
+        victim = self.pool.next_victim()
+        return victim in self._arena.retention.of_group[self.group_idx], self._idle_since[victim]
 
-    def oldest_resting(self) -> int:
-        """Return since when the slab is at rest that has been for longest."""
-        return next(iter(self.resting.values()))
+    def oldest_resting(self) -> tuple[bool, int, int]:
+        """Return whether the slab at rest that is to go first has blocks with the hint, since when it rests, and it."""
+        is_hinted = self._arena.retention.is_in_slab
+        for slab, since in self.resting.items():
+            if not is_hinted(self.group_idx, slab):
+                return False, since, slab
+        slab, since = next(iter(self.resting.items()))
+        return True, since, slab
 
-    def return_resting_slab(self) -> None:
-        """Evict what is idle in the slab that has been at rest for longest, and give it back."""
-        slab = next(iter(self.resting))
+    def return_resting_slab(self, slab: int) -> None:
+        """Evict what is idle in a slab at rest, and give it back."""
         for block_id in self._blocks_of(slab):
             if block_id in self._idle_since:
                 self._evict(block_id)

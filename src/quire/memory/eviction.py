@@ -7,7 +7,7 @@ tail of a chain goes before its head.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from heapq import heappop, heappush
 from itertools import islice
 from typing import Protocol
@@ -16,15 +16,15 @@ from typing import Protocol
 class EvictionPolicy(Protocol):
     """The idle blocks of one pool, in the order in which they would be evicted."""
 
-    def add(self, block_ids: Iterable[int]) -> None:
+    def add(self, block_ids: Collection[int]) -> None:
         """Take in blocks that have just become idle, one after the other."""
         ...
 
-    def discard(self, block_ids: Iterable[int]) -> None:
+    def discard(self, block_ids: Collection[int]) -> None:
         """Let go of blocks that were hit."""
         ...
 
-    def forget(self, block_ids: Iterable[int]) -> None:
+    def forget(self, block_ids: Collection[int]) -> None:
         """Forget all about blocks: they are no longer published."""
         ...
 

@@ -36,6 +36,7 @@ def _check_tier(manager: KVCacheManager, tier: Tier) -> None:
     groups = manager.tables.groups_on(tier)
     arena = manager.arena if manager.host is None or on_device else manager.host.arena
     _check_slabs(arena)
+    _check_retention(arena)
     for idx, group in enumerate(groups):
         holders = Counter(
             block_id
@@ -95,6 +96,7 @@ def snapshot(manager: KVCacheManager) -> tuple[object, ...]:
         (
             tuple(arena.free_slabs),
             tuple((tuple(loan.used.items()), tuple(loan.resting.items())) for loan in arena.loans),
+            tuple(arena.retention.hints()),
         )
         for arena in (manager.arena, *((manager.host.arena,) if manager.host else ()))
     )
@@ -125,6 +127,28 @@ def _check_slabs(arena: Arena) -> None:
                 raise InvariantViolation("M1", f"slab {slab} is lent to group {loan.group_idx} for nothing")
             if (slab in loan.resting) != (not num_used):
                 raise InvariantViolation("M1", f"slab {slab} of {num_used} used blocks is at rest, or is not")
+
+
+def _check_retention(arena: Arena) -> None:
+    """M1: blocks with the hint are published and within the limit, and the idle ones go last."""
+    retention = arena.retention
+    hints = set(retention.hints())
+    num_bytes = sum(arena.layout.block_bytes[idx] for idx, _ in hints)
+    if num_bytes != retention.num_bytes or num_bytes > retention.limit_bytes:
+        raise InvariantViolation("M1", f"{num_bytes} bytes carry the hint, of {retention.limit_bytes} that may")
+    for idx, pool in enumerate(arena.pools):
+        for block_id in retention.of_group[idx]:
+            if block_id not in pool.index:
+                raise InvariantViolation("M1", f"block {block_id} carries the hint and is not published")
+        if {(idx, block_id) for block_id in retention.of_group[idx]} != {hint for hint in hints if hint[0] == idx}:
+            raise InvariantViolation("M1", f"the hints of group {idx} are not those in order")
+        go_last = [block_id in retention.of_group[idx] for block_id in pool.idle]
+        if go_last != sorted(go_last):
+            raise InvariantViolation("M1", f"of the idle blocks {list(pool.idle)} those with the hint are not last")
+        for slab in arena.loans[idx].used:
+            hinted = any((idx, block_id) in hints for block_id in arena.layout.blocks_of(idx, slab))
+            if hinted != retention.is_in_slab(idx, slab):
+                raise InvariantViolation("M1", f"slab {slab} counts blocks with the hint wrongly")
 
 
 def _resting_blocks(pool: BlockPool) -> list[int]:

@@ -49,6 +49,7 @@ class KVCacheManager:
         pin_limit: slabs (with one group: blocks) that pinned prefixes may fill; nothing may count on those.
         snapshot_interval: tokens, a multiple of the block size: a group of states publishes one every so often.
         host_bytes: the memory of the host tier, its null block included; 0 for none.
+        retention_limit: slabs (with one group: blocks) whose bytes blocks with the hint to evict them last may fill.
         key: a secret for the digests, at most 64 bytes.
 
     Invariants: M1 to M11, checked by `quire.memory.invariants.check`.
@@ -66,6 +67,7 @@ class KVCacheManager:
         pin_limit: int = 0,
         snapshot_interval: int | None = None,
         host_bytes: int = 0,
+        retention_limit: int = 0,
         key: bytes = b"",
     ) -> None:
         sizes = {spec.block_size for spec in specs}
@@ -73,10 +75,11 @@ class KVCacheManager:
             raise ValueError(f"cache groups must share one block size, got {sorted(sizes)}")
         self.block_size = sizes.pop()
         block_bytes = [spec.bytes_per_block for spec in specs]
-        self.arena = build_arena(block_bytes, num_blocks, num_bytes, EVICTION_POLICIES[eviction])
+        policy = EVICTION_POLICIES[eviction]
+        self.arena = build_arena(block_bytes, num_blocks, num_bytes, policy, retention_limit)
         self.pins = Pins(self.arena, pin_limit)
         self.groups = tuple(CacheGroup(spec, pool) for spec, pool in zip(specs, self.arena.pools, strict=True))
-        self.host = HostTier(self.arena, self.groups, host_bytes, EVICTION_POLICIES[eviction]) if host_bytes else None
+        self.host = HostTier(self.arena, self.groups, host_bytes, policy) if host_bytes else None
         self.tables = BlockTables(self.arena, self.groups, self.pins, self.host)
         self._snapshots = Snapshots.of(self.groups, snapshot_interval)
         self.watermark = watermark
@@ -371,10 +374,17 @@ class KVCacheManager:
                 bury(self.groups[idx], state, idx)
             state.next_event = next_event(self.groups, self._mortal, state)
 
-    def free(self, seq_id: int) -> None:
-        """Release a sequence; of its published blocks the tail becomes evictable before the head."""
+    def free(self, seq_id: int, *, retain: bool = False) -> None:
+        """Release a sequence; of its published blocks the tail becomes evictable before the head.
+
+        Args:
+            seq_id: a live sequence.
+            retain: have its published blocks evicted after those without this hint, within `retention_limit`.
+        """
         state = self.sequences.pop(seq_id)
         self.tables.version += 1
+        if retain:
+            self.arena.evict_last(state.tables)
         self.tables.release(state)
         if self.host is not None and state.is_swapped:
             self.host.num_sequences -= 1
@@ -407,16 +417,19 @@ class KVCacheManager:
             state.next_event = next_event(self.groups, self._mortal, state)
 
     def reset_prefix_cache(self) -> None:
-        """Make nothing that is published now be hit again, in constant time and whoever runs.
+        """Make nothing that is published now be hit again, whoever runs; in constant time but for what is pinned.
 
         Live sequences keep their blocks and publish no more: what they go on to compute rests on what they have.
+        Pins, which nothing could hit, go too.
         """
         self.tables.version += 1
         self.num_resets += 1
+        self.arena.retention.clear()
         for group in self.groups:
             group.pool.reset()
         if self.host is not None:
             self.host.reset()
+        self.pins.clear()
 
     def pin(self, name: str, chain: TokenChain) -> int:
         """Hold the longest published prefix of a chain until `unpin`; its last token may be part of it.
@@ -433,7 +446,7 @@ class KVCacheManager:
         if not hit.num_tokens or not self.pins.can_add(hit.block_ids):
             return 0
         self.tables.version += 1
-        self.pins.add(name, hit.block_ids)
+        self.pins.add(name, hit.block_ids, hit.num_tokens)
         return hit.num_tokens
 
     def unpin(self, name: str) -> None:

@@ -21,40 +21,64 @@ class Pins:
     Invariants: M2 counts pins.
     """
 
-    __slots__ = ("_arena", "_tables", "limit")
+    __slots__ = ("_arena", "_tables", "_tokens", "limit")
 
     def __init__(self, arena: Arena, limit: int) -> None:
         self._arena = arena
         self.limit = limit
         self._tables: dict[str, list[list[int]]] = {}
+        self._tokens: dict[str, int] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._tables
 
+    def names(self) -> tuple[str, ...]:
+        """Return the names of all pins."""
+        return tuple(self._tables)
+
+    def tokens(self) -> dict[str, int]:
+        """Return the tokens of each pin, by name."""
+        return dict(self._tokens)
+
+    def blocks_of(self, name: str, group_idx: int) -> tuple[int, ...]:
+        """Return the blocks of a group that a name holds, in order."""
+        return tuple(self._tables[name][group_idx])
+
     def blocks(self, group_idx: int) -> Iterator[int]:
         """Yield the blocks of a group, each as often as it is pinned."""
-        for tables in self._tables.values():
+        for tables in tuple(self._tables.values()):
             yield from tables[group_idx]
 
     def can_add(self, block_ids: Sequence[Sequence[int]]) -> bool:
         """Say whether the limit allows further blocks, given for each group."""
-        filled = sum(
-            self._arena.num_slabs_for(idx, len({*self.blocks(idx), *blocks} - {NULL_BLOCK}))
-            for idx, blocks in enumerate(block_ids)
-        )
-        return filled <= self.limit
+        return self.num_filled(block_ids) <= self.limit
 
-    def add(self, name: str, block_ids: Sequence[Sequence[int]]) -> None:
-        """Hold blocks, given for each group; null entries are left out."""
+    def num_filled(self, block_ids: Sequence[Sequence[int]] = ()) -> int:
+        """Return the slabs that pinned blocks fill, together with further ones, given for each group."""
+        return sum(
+            self._arena.num_slabs_for(idx, len({*self.blocks(idx), *blocks} - {NULL_BLOCK}))
+            for idx, blocks in enumerate(block_ids or ((),) * len(self._arena.pools))
+        )
+
+    def add(self, name: str, block_ids: Sequence[Sequence[int]], num_tokens: int) -> None:
+        """Hold the blocks of a prefix of so many tokens, given for each group; null entries are left out."""
         tables = [[block_id for block_id in blocks if block_id != NULL_BLOCK] for blocks in block_ids]
         for pool, table in zip(self._arena.pools, tables, strict=True):
             pool.retain(table)
         self._tables[name] = tables
+        self._tokens[name] = num_tokens
 
     def remove(self, name: str) -> None:
         """Let go of a name's blocks, the tail first."""
-        for pool, table in zip(self._arena.pools, self._tables.pop(name), strict=True):
+        tables = self._tables.pop(name)
+        del self._tokens[name]
+        for pool, table in zip(self._arena.pools, tables, strict=True):
             pool.release(reversed(table))
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        for name in tuple(self._tables):
+            self.remove(name)
 
     def follow(self, move: BlockCopy) -> None:
         """Name a block that moved by its new id."""

@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 
 from quire.memory.eviction import EvictionPolicy
 from quire.memory.prefix_index import PrefixIndex
+from quire.memory.residency import BlockWatcher
 
 NULL_BLOCK = 0
 
@@ -28,6 +29,10 @@ class Lender(Protocol):
 
     def rested(self, block_ids: Sequence[int]) -> None:
         """Note that blocks have no holders any more, but are published."""
+        ...
+
+    def rested_anew(self, block_id: int) -> None:
+        """Note that an idle block counts as if it had just become idle."""
         ...
 
     def freed(self, block_ids: Sequence[int]) -> None:
@@ -67,6 +72,7 @@ class BlockPool:
         retired: what was idle at each reset since, the oldest reset first.
         lender: set when the pool shares its bytes.
         keeper: set when there is a tier below; blocks from before a reset are not offered to it.
+        watcher: told what becomes of the blocks, where somebody listens.
 
     Invariants: M1, M2 (with the tables of the manager), M10.
     """
@@ -82,6 +88,7 @@ class BlockPool:
         "num_used",
         "ref_counts",
         "retired",
+        "watcher",
     )
 
     def __init__(self, num_ids: int, policy: Callable[[], EvictionPolicy], free: Iterable[int] = ()) -> None:
@@ -96,6 +103,7 @@ class BlockPool:
         self.free = list(free)
         self.lender: Lender | None = None
         self.keeper: Keeper | None = None
+        self.watcher: BlockWatcher | None = None
 
     def take(self, count: int) -> list[int]:
         """Hand out blocks with one holder each: free ones first, then evicted ones.
@@ -120,6 +128,8 @@ class BlockPool:
         for block_id in taken:
             ref_counts[block_id] = 1
         self.num_used += count
+        if self.watcher is not None:
+            self.watcher.taken(taken)
         return taken
 
     def retain(self, block_ids: Sequence[int]) -> None:
@@ -133,6 +143,8 @@ class BlockPool:
             self.num_used += len(woken)
             if self.lender is not None:
                 self.lender.woke(woken)
+            if self.watcher is not None:
+                self.watcher.woke(woken)
 
     def release(self, block_ids: Iterable[int]) -> None:
         """Remove one holder from each block; without holders a block becomes idle if published, else free."""
@@ -149,6 +161,16 @@ class BlockPool:
         if self.lender is not None:
             self.lender.rested(rested)
             self.lender.freed(freed)
+        if self.watcher is not None and rested:
+            self.watcher.rested(rested)
+
+    def rest_anew(self, block_id: int) -> None:
+        """Let a block that lost the hint, if it is idle, count as if it had just become so."""
+        if not self.ref_counts[block_id]:
+            self.idle.forget((block_id,))
+            self.idle.add((block_id,))
+            if self.lender is not None:
+                self.lender.rested_anew(block_id)
 
     @property
     def num_retired(self) -> int:
@@ -162,6 +184,8 @@ class BlockPool:
     def evict(self, block_id: int) -> int:
         """Take a block without holders out of the index and the policy that know it, and return it."""
         if not self.retired or block_id in self.index:
+            if self.watcher is not None:
+                self.watcher.evicted((block_id,))
             self.num_evictions += 1
             if self.keeper is not None:
                 self.keeper.keep((block_id,))
@@ -180,6 +204,8 @@ class BlockPool:
         from_retired = min(count, self.num_retired)
         victims = [self.evict(self.next_victim()) for _ in range(from_retired)]
         chosen = self.idle.victims(count - from_retired)
+        if self.watcher is not None:
+            self.watcher.evicted(chosen)
         self.num_evictions += len(chosen)
         if self.keeper is not None:
             self.keeper.keep(chosen)
@@ -206,3 +232,5 @@ class BlockPool:
         self.index.move(src_id, dst_id)
         self.idle.forget((src_id,))
         self.free.append(src_id)
+        if self.watcher is not None:
+            self.watcher.moved(src_id, dst_id)

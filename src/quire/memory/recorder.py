@@ -11,7 +11,7 @@ A line has what the command needs to be run again, and what came of it:
  k PARENT CHILD SLOTS        fork
  t SEQ SLOTS                 truncate
  p SEQ COMPUTED [NAME ...]   publish: names of the blocks that were published, or merged, by this
- f SEQ SLOTS COMPUTED        free: how long the sequence was
+ f SEQ SLOTS COMPUTED [last] free: how long the sequence was, and that its blocks are to be evicted last
  > SEQ ...                   swap_out: of these sequences together
  < SEQ ...                   swap_in
  r                           reset_prefix_cache
@@ -72,6 +72,8 @@ class RecordedMemory:
         self.manager = manager
         self.block_size = manager.block_size
         self.groups = manager.groups
+        self.arena = manager.arena
+        self.pins = manager.pins
         # Questions change nothing: they go straight to the manager.
         self.chain = manager.chain
         self.match_prefix = manager.match_prefix
@@ -127,11 +129,11 @@ class RecordedMemory:
             words += map(self._name, links[num_before : state.num_published])
         self._write(" ".join(words))
 
-    def free(self, seq_id: int) -> None:
+    def free(self, seq_id: int, *, retain: bool = False) -> None:
         """See `KVCacheManager.free`."""
         state = self.manager.sequences[seq_id]
-        self.manager.free(seq_id)
-        self._write(f"f {seq_id} {state.num_slots} {state.num_computed}")
+        self.manager.free(seq_id, retain=retain)
+        self._write(f"f {seq_id} {state.num_slots} {state.num_computed}{' last' if retain else ''}")
         if not self.manager.sequences:
             self._write_counts()
 
@@ -148,6 +150,7 @@ class RecordedMemory:
     def reset_prefix_cache(self) -> None:
         """See `KVCacheManager.reset_prefix_cache`."""
         self.manager.reset_prefix_cache()
+        self._pins.clear()
         self._write("r")
 
     def pin(self, name: str, chain: TokenChain) -> int:

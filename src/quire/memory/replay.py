@@ -168,7 +168,7 @@ class _Replay:
             "k": self._fork,
             "t": self._truncate,
             "p": self._publish,
-            "f": lambda words: self.memory.free(int(words[0])),
+            "f": lambda words: self.memory.free(int(words[0]), retain=len(words) > 3),
             ">": lambda words: self.memory.swap_out([int(word) for word in words]),
             "<": lambda words: self.memory.swap_in([int(word) for word in words]),
             "r": lambda _: self.memory.reset_prefix_cache(),

@@ -30,6 +30,7 @@ class MemorySettings:
     pin_limit: int = 0
     snapshot_interval: int | None = None
     host_bytes: int = 0
+    retention_limit: int = 0
 
     def build(self, key: bytes = b"") -> KVCacheManager:
         """Return a new manager.

@@ -370,7 +370,7 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         """Free a running sequence's blocks, and have the data plane forget it."""
-        self.memory.free(sequence.seq_id)
+        self.memory.free(sequence.seq_id, retain=sequence.request.retain_cache)
         if sequence.is_open:
             sequence.is_open = False
             self._closed.append(sequence.seq_id)

@@ -23,6 +23,7 @@ class Request:
         arrival: rises with each request; the order of first come first served.
         priority: lower runs first under the priority policy.
         namespace: where its blocks may be shared.
+        retain_cache: have the blocks that it leaves behind evicted last.
         seed: seed of its draws.
         sequences: the prompt's sequence first; after the fork one for each sample.
         num_known_prompt_logprobs: prompt positions whose log probabilities came back already.
@@ -39,6 +40,7 @@ class Request:
     seed: int
     priority: int = 0
     namespace: Namespace = field(default_factory=Namespace)
+    retain_cache: bool = False
     sequences: list[Sequence] = field(default_factory=list)
     num_known_prompt_logprobs: int = 0
     num_cached_tokens: int | None = None

@@ -1,0 +1,118 @@
+"""Pins by name: prompts whose blocks stay until they are let go."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from quire.config import ResolvedConfig
+from quire.engine.prompts import Prompt, to_tokens
+from quire.errors import InvalidParameter, PinLimitReached, PromptTooLong, UnsupportedFeature
+from quire.memory.chain import Namespace
+from quire.memory.manager import KVCacheManager
+from quire.memory.recorder import RecordedMemory
+from quire.sequences.params import SamplingParams
+from quire.text.tokenizer import Tokenizer
+
+MAX_NAME_LEN = 256
+# A request that computes a prompt and leaves it in the prefix cache.
+ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+
+
+class PinReport(NamedTuple):
+    """What is pinned.
+
+    Args:
+        limit: slabs (with one cache group: blocks) that pins may fill.
+        filled: slabs that they fill.
+        tokens: of each pin, by name.
+    """
+
+    limit: int
+    filled: int
+    tokens: dict[str, int]
+
+
+class PrefixPins:
+    """Pins prompts of one model.
+
+    Args:
+        config: the engine's.
+        memory: the engine's.
+        tokenizer: None when the engine works on token ids only.
+        cache_name: what, of the model, the prefix cache depends on.
+    """
+
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        memory: KVCacheManager | RecordedMemory,
+        tokenizer: Tokenizer | None,
+        cache_name: str,
+    ) -> None:
+        self._config = config
+        self._memory = memory
+        self._tokenizer = tokenizer
+        self._cache_name = cache_name
+
+    def pin(self, name: str, prompt: Prompt, *, cache_salt: str | None = None, add_special_tokens: bool = True) -> int:
+        """Pin a prompt's whole blocks, if all of them are in the prefix cache.
+
+        Args:
+            name: not in use; at most `MAX_NAME_LEN` characters.
+            prompt: text, token ids, or a mapping with one of them; at least a block long.
+            cache_salt: of the requests that shall hit it.
+            add_special_tokens: for text prompts.
+
+        Returns:
+            The tokens that are pinned; 0 when some must be computed first, and nothing is pinned.
+
+        Raises:
+            InvalidParameter: a name that is in use; a prompt shorter than a block.
+            PinLimitReached: with the pins that there are it would be more than the limit.
+            UnsupportedFeature: nothing may be pinned, or there is no prefix cache.
+        """
+        self._check_name(name)
+        if name in self._memory.pins:
+            raise InvalidParameter("name", name, "a name that is not in use; unpin that prefix first")
+        if cache_salt is not None and (type(cache_salt) is not str or not cache_salt):
+            raise InvalidParameter("cache_salt", cache_salt, "a non-empty string")
+        vocab_size, block_size = self._config.vocab_size, self._config.block_size
+        tokens = to_tokens(prompt, self._tokenizer, vocab_size, add_special_tokens=add_special_tokens).token_ids
+        whole = tokens[: len(tokens) // block_size * block_size]
+        if not whole:
+            raise InvalidParameter("prompt", prompt, f"at least a block of {block_size} tokens long")
+        if len(tokens) >= self._config.max_model_len:
+            limit = self._config.max_model_len
+            raise PromptTooLong(len(tokens), limit - 1, f"the context length of {limit} tokens")
+        # A hit leaves a token to compute; here it is one that nobody asked for.
+        namespace = Namespace(self._cache_name, None, cache_salt)
+        hit = self._memory.match_prefix(self._memory.chain([*whole, 0], namespace))
+        if hit.num_tokens < len(whole):
+            return 0
+        if not self._memory.pins.can_add(hit.block_ids):
+            raise PinLimitReached(self._memory.pins.num_filled(hit.block_ids), self._memory.pins.limit)
+        return self._memory.pin(name, self._memory.chain(whole, namespace))
+
+    def unpin(self, name: str) -> None:
+        """Let go of a pinned prefix.
+
+        Raises:
+            InvalidParameter: there is none of that name.
+        """
+        self._check_name(name)
+        if name not in self._memory.pins:
+            raise InvalidParameter("name", name, "the name of a pinned prefix")
+        self._memory.unpin(name)
+
+    def report(self) -> PinReport:
+        """Return what is pinned; any thread may ask."""
+        pins = self._memory.pins
+        return PinReport(pins.limit, pins.num_filled(), pins.tokens())
+
+    def _check_name(self, name: str) -> None:
+        if not self._config.enable_prefix_caching:
+            raise UnsupportedFeature("pin_prefix", "prefix caching is off, so there is nothing to pin")
+        if not self._memory.pins.limit:
+            raise UnsupportedFeature("pin_prefix", "no memory is set aside for pins; start with a pin_limit above 0")
+        if type(name) is not str or not 0 < len(name) <= MAX_NAME_LEN:
+            raise InvalidParameter("name", name, f"a string of 1 to {MAX_NAME_LEN} characters")
