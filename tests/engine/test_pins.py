@@ -119,7 +119,7 @@ def test_a_reset_lets_go_of_pins(llm: LLM) -> None:
 
 def test_a_prompt_that_cannot_be_computed_is_not_pinned(llm: LLM) -> None:
     honest = llm.engine.executor
-    llm.engine.executor = Failing(1)
+    llm.engine.executor = Failing(honest, {llm.engine.num_steps})  # type: ignore[assignment]
     with pytest.raises(WorkerError, match="'system' could not be computed"):
         llm.pin_prefix("system", SYSTEM)
     llm.engine.executor = honest
