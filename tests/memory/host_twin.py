@@ -116,7 +116,8 @@ class HostTwin:
                             self._publish(idx, found[page], page.prefix)
                     table[idx][i] = found[page]
         for sequence in sequences:
-            device._give_back(sequence, 0)
+            device._give_back(sequence, range(len(device.groups)), 0)
+            device._drop_checkpoint(sequence)
 
     def swap_in(self, seq_ids: list[int]) -> None:
         """Move a family back to the device."""

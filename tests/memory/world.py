@@ -8,7 +8,7 @@ copied, merged, evicted or reused wrongly cannot read back right by luck.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import pytest
@@ -22,6 +22,7 @@ from quire.memory import (
     KVCacheSpec,
     Namespace,
     PrefixHit,
+    RecurrentState,
     SlidingWindow,
     Tier,
     TokenChain,
@@ -58,6 +59,7 @@ class WorldSize(NamedTuple):
         host_bytes: of the host tier.
         pins: blocks of all groups that may be pinned.
         retention: blocks of all groups that may be retained.
+        interval: tokens between regular snapshots of states, None for the default.
     """
 
     num_blocks: int
@@ -72,10 +74,13 @@ class WorldSize(NamedTuple):
     host_bytes: int = 0
     pins: int = 0
     retention: int = 0
+    interval: int | None = None
 
 
 def spec_of(kind: Kind, block_size: int, num_layers: int = 1) -> KVCacheSpec:
     """Return the spec of a cache group, with two bytes for a token in a layer."""
+    if kind.is_state:
+        return RecurrentState(block_size=block_size, num_layers=num_layers, layer_bytes=2 * block_size)
     if kind.name == "window":
         return SlidingWindow(block_size=block_size, num_layers=num_layers, element_bytes=1, window=kind.extent)
     if kind.name == "chunk":
@@ -107,6 +112,7 @@ class World:
             host_bytes=size.host_bytes or (size.host_blocks and (size.host_blocks + 1) * specs[0].bytes_per_block),
             pin_limit=size.pins,
             retention_limit=size.retention,
+            snapshot_interval=size.interval,
         )
         self.twin = Twin(
             size.num_blocks,
@@ -116,6 +122,7 @@ class World:
             caching=size.caching,
             pin_limit=size.pins,
             retention_limit=size.retention,
+            interval=size.interval,
         )
         if size.host_blocks:
             self.twin.host = HostTwin(self.twin, size.host_blocks)
@@ -143,6 +150,17 @@ class World:
     def is_swapped(self, seq_id: int) -> bool:
         """Say whether a sequence is swapped out."""
         return self.manager.sequences[seq_id].is_swapped
+
+    def is_looking_ahead(self, seq_id: int) -> bool:
+        """Tell whether states are held to go back to: then all slots are stored, or none of them."""
+        return self.manager.sequences[seq_id].checkpoint is not None
+
+    def ways_back(self, seq_id: int) -> Sequence[int]:
+        """Return the lengths below its own to which a sequence can be truncated."""
+        limit, num_slots = self.manager.rollback_limit(seq_id), self.num_slots(seq_id)
+        if any(kind.is_state for kind in self.size.kinds):
+            return (limit,) if limit < num_slots else ()
+        return range(limit, num_slots)
 
     # ---- commands ----
 
@@ -178,6 +196,8 @@ class World:
                 for idx, group in enumerate(pages)
             ]
             assert found == places, "the twin found another hit"
+            parted_at = twin.parted_at(namespace, tokens, max_tokens)
+            assert parted_at == hit.parted_at, "the twin sees prompts part elsewhere"
             self._compare_verdict(status, len(tokens), pages, step or len(tokens), reserved)
         if status.verdict is Verdict.LATER and not self._can_load(hit):
             self.refuses(ValueError, lambda: manager.allocate(seq_id, chain, hit))
@@ -185,7 +205,7 @@ class World:
             manager.allocate(seq_id, chain, hit)
             self._adopt(seq_id, chain, namespace)
             if self.has_twin:
-                twin.open(seq_id, namespace, tokens, pages)
+                twin.open(seq_id, namespace, tokens, pages, parted_at)
         self.verify()
         return status
 
@@ -215,7 +235,7 @@ class World:
         for idx in groups:
             margin -= twin.least_needed(idx, num_tokens, hit[idx], step) + spare
             margin -= sum(page in twin.groups[idx].idle for page in hit[idx])
-            is_exact &= not hit[idx] or self.size.kinds[idx].name == "full"
+            is_exact &= not hit[idx] or self.size.kinds[idx].name in ("full", "state")
         # With a hit of a window the closed form may ask for more than is needed, never for less.
         assert status.available - status.needed <= margin
         assert status.available - status.needed == margin or not is_exact
@@ -227,23 +247,24 @@ class World:
         if seq_id not in self.tokens:
             assert status.verdict is not Verdict.OK
             return False
-        is_granted = self.grow(seq_id, len(tokens) - self.num_computed(seq_id))
-        if status.verdict is Verdict.OK:
-            assert is_granted, "can_allocate promised what append_slots refuses"
-        if is_granted:
-            self.store(seq_id, len(tokens) - self.num_computed(seq_id))
-        else:
-            self.free(seq_id)
-        return is_granted
+        while missing := len(tokens) - self.num_computed(seq_id):
+            # A step ends where a state is to be published.
+            step = self.manager.step_limit(seq_id, missing)
+            if not self.grow(seq_id, step):
+                assert status.verdict is not Verdict.OK, "can_allocate promised what append_slots refuses"
+                self.free(seq_id)
+                return False
+            self.store(seq_id, step)
+        return True
 
-    def grow(self, seq_id: int, num_tokens: int) -> bool:
-        """Ask for slots."""
+    def grow(self, seq_id: int, num_tokens: int, *lookahead: int) -> bool:
+        """Ask for slots, and perhaps for some to look ahead."""
         before = snapshot(self.manager)
-        is_granted = self.manager.append_slots(seq_id, num_tokens)
+        is_granted = self.manager.append_slots(seq_id, num_tokens, *lookahead)
         if not is_granted:
             assert snapshot(self.manager) == before, "a refused command changed the manager"
         if self.has_twin:
-            assert is_granted == self.twin.append(seq_id, num_tokens), "the twin decides otherwise"
+            assert is_granted == self.twin.append(seq_id, num_tokens, *lookahead), "the twin decides otherwise"
         self.verify()
         return is_granted
 
@@ -255,6 +276,11 @@ class World:
         end = start + num_tokens
         prefixes = self._prefixes(self.namespaces[seq_id], self.tokens[seq_id], end)
         for group_idx, table in enumerate(self.worker_tables[seq_id]):
+            if self.size.kinds[group_idx].is_state:
+                self._reads_back(group_idx, [(Tier.DEVICE, block_id) for block_id in table], prefixes, start)
+                if start < end:
+                    self._write_state(group_idx, table[-1], prefixes[-1])
+                continue
             for position in range(start, end):
                 block_idx, offset = divmod(position, self.size.block_size)
                 assert table[block_idx] != 0, "the null block is written"
@@ -278,7 +304,15 @@ class World:
         self.verify()
 
     def truncate(self, seq_id: int, num_tokens: int, *, keep_tokens: bool = False) -> None:
-        """Roll a sequence back; its tokens stay known where they are only to be computed again."""
+        """Roll a sequence back; its tokens stay known where they are only to be computed again.
+
+        What was looked ahead was computed: the states that summed it up are of no use.
+        """
+        if self.is_looking_ahead(seq_id) and num_tokens < self.num_slots(seq_id):
+            self.perform_copies()
+            for group_idx, kind in enumerate(self.size.kinds):
+                if kind.is_state:
+                    self._write_state(group_idx, self.manager.block_table(seq_id, group_idx)[-1], None)
         assert not self.has_twin or self.twin.can_truncate(seq_id, num_tokens)
         self.manager.truncate(seq_id, num_tokens)
         if not keep_tokens:
@@ -336,19 +370,21 @@ class World:
         status, size = manager.can_swap_in(seq_ids, goals, None, spare), manager.swap_size(seq_ids)
         plain = manager.can_swap_in(seq_ids, idle)
         assert snapshot(manager) == before, "a question changed the manager"
-        assert plain.verdict is not Verdict.NEVER or len(seq_ids) > 1, "NEVER was said of what was there"
+        # What pins may fill nobody can count on, but it may have been had.
+        is_never = plain.verdict is Verdict.NEVER
+        assert not is_never or len(seq_ids) > 1 or self.size.pins, "NEVER was said of what was there"
         assert status.verdict is not Verdict.OK or plain.verdict is Verdict.OK
         is_alone = all(state.is_swapped for state in manager.sequences.values())
         if self.has_twin and self.twin.host is not None:
             watermark = 0 if is_alone else self.size.watermark * len(spare)
             num_pages, margin = self.twin.host.in_margin(seq_ids)
-            assert (plain.verdict is Verdict.NEVER) == (num_pages > self.twin.num_pages)
-            if plain.verdict is not Verdict.NEVER:
+            assert is_never == (num_pages > self.twin.num_pages - self.size.pins)
+            if not is_never:
                 assert plain.available - plain.needed == margin - watermark, "the twin counts otherwise"
             if status.verdict is not Verdict.NEVER and all(kind.name == "full" for kind in self.size.kinds):
                 margin -= self.twin.host.growth(seq_ids, goals) + (0 if is_alone else sum(spare)) + watermark
                 assert status.available - status.needed == margin, "the twin counts otherwise"
-        if plain.verdict is Verdict.OK or not self.size.watermark or is_alone:
+        if plain.verdict is Verdict.OK or ((not self.size.watermark or is_alone) and not (is_never and self.size.pins)):
             self._swap(seq_ids, manager.swap_in, plain.verdict, size.num_blocks)
             if plain.verdict is Verdict.OK and self.has_twin and self.twin.host is not None:
                 self.twin.host.swap_in(seq_ids)
@@ -441,6 +477,10 @@ class World:
             tier = Tier.HOST if state.is_swapped else Tier.DEVICE
             for group_idx, table in enumerate(state.tables_on(tier)):
                 self._reads_back(group_idx, [(tier, block_id) for block_id in table], prefixes, count)
+            checkpoint = state.checkpoint
+            if checkpoint is not None:
+                for group_idx, block_id in checkpoint.block_ids.items():
+                    self._reads_back(group_idx, [(Tier.DEVICE, block_id)], prefixes, checkpoint.num_tokens)
         self._verify_host_index()
         if self.has_twin:
             self._compare_with_twin()
@@ -457,6 +497,9 @@ class World:
                     ancestor = ancestor[2]
                 assert ancestor is not None
                 prefixes = self._prefixes(namespaces[ancestor[1]], tokens, len(tokens))
+                if self.size.kinds[group_idx].is_state:
+                    self._state_holds(group_idx, (Tier.HOST, block_id), prefixes[-1])
+                    continue
                 places = [(Tier.HOST, block_id)] * (len(tokens) // self.size.block_size)
                 first = len(tokens) - self.size.block_size
                 self._positions_hold(group_idx, places, prefixes, range(first, len(tokens)))
@@ -478,6 +521,11 @@ class World:
             assert (state.num_slots, state.num_computed) == (sequence.num_slots, sequence.num_computed)
             limit = 0 if state.is_swapped else manager.rollback_limit(seq_id)
             assert limit == 0 or not twin.can_truncate(seq_id, limit - 1), "it could be rolled back further"
+            assert manager.step_limit(seq_id, 20) == twin.step_limit(seq_id, 20), "the twin makes other steps"
+            held = state.checkpoint and (state.checkpoint.num_tokens, state.checkpoint.block_ids.keys())
+            assert held == (sequence.checkpoint and (sequence.checkpoint[0], sequence.checkpoint[1].keys()))
+            for group_idx, page in (sequence.checkpoint[1] if sequence.checkpoint else {}).items():
+                block_of[page] = state.checkpoint.block_ids[group_idx]  # type: ignore[union-attr]
             for group_idx, pages in enumerate(sequence.pages):
                 table = manager.block_table(seq_id, group_idx)
                 assert len(table) == len(pages)
@@ -541,22 +589,46 @@ class World:
         start = (block_id * self.size.block_size + offset) * token_bytes
         return range(start, start + token_bytes)
 
+    def _state_bytes(self, group_idx: int, block_id: int) -> range:
+        """Return the bytes of a state."""
+        size = self.manager.arena.layout.block_bytes[group_idx]
+        return range(block_id * size, (block_id + 1) * size)
+
+    def _write_state(self, group_idx: int, block_id: int, content: Content) -> None:
+        assert block_id != 0, "the null block is written"
+        for byte in self._state_bytes(group_idx, block_id):
+            self.stored[Tier.DEVICE][byte] = content
+
     def _reads_back(self, group_idx: int, places: list[Place], prefixes: list[Content], query: int) -> None:
         """Assert that the query at a position reads what was stored (M5), as if all copies were made already."""
         kind = self.size.kinds[group_idx]
+        if kind.is_state:
+            if query:
+                self._state_holds(group_idx, places[-1], prefixes[query - 1])
+            return
         positions = [position for position in range(query) if kind.reads(query, position)]
         self._positions_hold(group_idx, places, prefixes, positions)
+
+    def _state_holds(self, group_idx: int, place: Place, content: Content) -> None:
+        tier, block_id = self._sources(group_idx).get(place, place)
+        for byte in self._state_bytes(group_idx, block_id):
+            assert self.stored[tier].get(byte) == content, f"M5: group {group_idx} has another state"
 
     def _positions_hold(
         self, group_idx: int, places: list[Place], prefixes: list[Content], positions: Iterable[int]
     ) -> None:
-        sources: dict[Place, Place] = {}
-        for idx, src_id, dst_id, src_tier, dst_tier in self.pending:
-            if idx == group_idx:
-                sources[dst_tier, dst_id] = sources.get((src_tier, src_id), (src_tier, src_id))
+        sources = self._sources(group_idx)
         for position in positions:
             block_idx, offset = divmod(position, self.size.block_size)
             tier, block_id = sources.get(places[block_idx], places[block_idx])
             for byte in self._bytes_of(group_idx, block_id, offset):
                 content = self.stored[tier].get(byte)
                 assert content == prefixes[position], f"M5: group {group_idx} reads other tokens at {position}"
+
+    def _sources(self, group_idx: int) -> dict[Place, Place]:
+        """Return where the content of blocks lies that are still to be copied to."""
+        sources: dict[Place, Place] = {}
+        for idx, src_id, dst_id, src_tier, dst_tier in self.pending:
+            if idx == group_idx:
+                sources[dst_tier, dst_id] = sources.get((src_tier, src_id), (src_tier, src_id))
+        return sources
