@@ -30,7 +30,8 @@ from benchmarks.efficiency_moments import (
     saved_by_sharing,
 )
 from benchmarks.efficiency_traces import DATASETS, SPREAD, Work, trace
-from quire.config import EngineConfig, Machine, ModelFacts, resolve
+from quire.config import EngineConfig, resolve
+from quire.facts import Machine, ModelFacts
 from quire.decoding.strategies import Sampling
 from quire.engine.engine import Engine
 from quire.engine.llm import LLM

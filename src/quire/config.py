@@ -10,12 +10,16 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from quire.errors import ConfigError
+from quire.facts import Machine, ModelFacts
+from quire.option_checks import flag, one_of, share, text, whole
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DEVICES = ("auto", "cpu", "cuda")
 KERNELS = ("auto", "native", "torch")
 EVICTION_POLICIES = ("lru", "fifo", "lfu", "slru")
 POLICIES = ("fcfs", "priority")
+PREEMPTION_POLICIES = ("last", "least_waste")
+PREEMPTION_MODES = ("auto", "recompute", "swap")
 DEFAULT_MEMORY_FRACTION = 0.5
 GIB = 1 << 30
 # Below so many parameters an operation is over before a second thread has woken up.
@@ -55,16 +59,16 @@ class ModelConfig:
     kernels: str = "auto"
 
     def __post_init__(self) -> None:
-        _text("model", self.model)
+        text("model", self.model)
         for name in ("tokenizer", "revision", "served_model_name"):
-            _text(name, getattr(self, name), optional=True)
-        _flag("skip_tokenizer_init", self.skip_tokenizer_init)
-        _one_of("dtype", self.dtype, DTYPES)
-        _one_of("device", self.device, DEVICES)
-        _one_of("kernels", self.kernels, KERNELS)
-        _whole("max_model_len", self.max_model_len, 1, optional=True)
-        _whole("num_threads", self.num_threads, 1, optional=True)
-        _whole("seed", self.seed, 0, 2**63 - 1)
+            text(name, getattr(self, name), optional=True)
+        flag("skip_tokenizer_init", self.skip_tokenizer_init)
+        one_of("dtype", self.dtype, DTYPES)
+        one_of("device", self.device, DEVICES)
+        one_of("kernels", self.kernels, KERNELS)
+        whole("max_model_len", self.max_model_len, 1, optional=True)
+        whole("num_threads", self.num_threads, 1, optional=True)
+        whole("seed", self.seed, 0, 2**63 - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +84,7 @@ class CacheConfig:
         eviction_policy: which idle block is taken back first: "lru" (idle for longest), "fifo" (published first), "lfu"
             (used least often) or "slru" (first those that were never used again).
         watermark: share of the blocks kept free for growth when a sequence is admitted.
+        swap_space: bytes of host memory for the blocks of sequences that lose theirs on the device; 0 for none.
         record_memory: a file, not there yet, for a log of every memory command; `quire replay` runs it again.
     """
 
@@ -90,17 +95,19 @@ class CacheConfig:
     enable_prefix_caching: bool = True
     eviction_policy: str = "lru"
     watermark: float = 0.01
+    swap_space: int = 0
     record_memory: str | None = None
 
     def __post_init__(self) -> None:
-        _whole("block_size", self.block_size, 1, 1024)
-        _whole("num_kv_blocks", self.num_kv_blocks, 1, optional=True)
-        _whole("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, optional=True)
-        _flag("enable_prefix_caching", self.enable_prefix_caching)
-        _one_of("eviction_policy", self.eviction_policy, EVICTION_POLICIES)
-        _share("kv_cache_memory_fraction", self.kv_cache_memory_fraction, 1.0, positive=True)
-        _share("watermark", self.watermark, 0.5)
-        _text("record_memory", self.record_memory, optional=True)
+        whole("block_size", self.block_size, 1, 1024)
+        whole("num_kv_blocks", self.num_kv_blocks, 1, optional=True)
+        whole("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, optional=True)
+        flag("enable_prefix_caching", self.enable_prefix_caching)
+        one_of("eviction_policy", self.eviction_policy, EVICTION_POLICIES)
+        share("kv_cache_memory_fraction", self.kv_cache_memory_fraction, 1.0, positive=True)
+        share("watermark", self.watermark, 0.5)
+        whole("swap_space", self.swap_space, 0)
+        text("record_memory", self.record_memory, optional=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,19 +119,27 @@ class SchedulerConfig:
         max_num_batched_tokens: tokens computed in a step; longer prompts are computed in chunks. None takes 512 on
             a CPU and 2048 on a GPU, and `max_num_seqs` at least.
         scheduling_policy: "fcfs", or "priority" (lower values first, then first come first served).
+        preemption_policy: whose memory is taken when a running sequence lacks it: of those behind it in order, "last", or
+            "least_waste" (whose loss costs least time for what it frees).
+        preemption_mode: how a sequence that lost its memory goes on: "recompute" its tokens, "swap" its blocks to
+            `swap_space` and back, or "auto", the cheaper by what the engine measures.
         max_queue_len: requests that may wait; more are refused with `QueueFull`. None is unbounded (offline use).
     """
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None
     scheduling_policy: str = "fcfs"
+    preemption_policy: str = "last"
+    preemption_mode: str = "auto"
     max_queue_len: int | None = None
 
     def __post_init__(self) -> None:
-        _whole("max_num_seqs", self.max_num_seqs, 1)
-        _whole("max_num_batched_tokens", self.max_num_batched_tokens, 1, optional=True)
-        _one_of("scheduling_policy", self.scheduling_policy, POLICIES)
-        _whole("max_queue_len", self.max_queue_len, 1, optional=True)
+        whole("max_num_seqs", self.max_num_seqs, 1)
+        whole("max_num_batched_tokens", self.max_num_batched_tokens, 1, optional=True)
+        one_of("scheduling_policy", self.scheduling_policy, POLICIES)
+        one_of("preemption_policy", self.preemption_policy, PREEMPTION_POLICIES)
+        one_of("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
+        whole("max_queue_len", self.max_queue_len, 1, optional=True)
         budget = self.max_num_batched_tokens
         if budget is not None and budget < self.max_num_seqs:
             raise ConfigError(
@@ -141,6 +156,14 @@ class EngineConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+    def __post_init__(self) -> None:
+        if self.scheduler.preemption_mode == "swap" and not self.cache.swap_space:
+            raise ConfigError(
+                "preemption_mode 'swap' needs swap_space, which is 0; set swap_space (a few GiB, say), or the mode to "
+                "'auto' or 'recompute'",
+                field="preemption_mode",
+            )
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
@@ -172,43 +195,6 @@ def option_homes() -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """What was found on the device once the weights are loaded.
-
-    Args:
-        device: "cpu" or "cuda".
-        available_bytes: memory that a new allocation can take, limits of control groups included.
-        num_threads: cores that this process may use.
-    """
-
-    device: str
-    available_bytes: int
-    num_threads: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFacts:
-    """What the model fixes.
-
-    Args:
-        max_position: the longest context that the model was made for, in tokens.
-        bytes_per_token: KV bytes of one token, all layers.
-        vocab_size: rows of the output head.
-        num_parameters: of the whole model.
-        kernels: what computes it, in words.
-        longest_bytes: KV bytes of the smallest pool that holds a sequence of the context asked for, null blocks
-            included; None where every layer keeps every token.
-    """
-
-    max_position: int
-    bytes_per_token: int
-    vocab_size: int
-    num_parameters: int
-    kernels: str = "torch"
-    longest_bytes: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedConfig:
     """A configuration with no open question; printed at start.
 
@@ -228,9 +214,12 @@ class ResolvedConfig:
     enable_prefix_caching: bool
     eviction_policy: str
     watermark_blocks: int
+    swap_space: int
     max_num_seqs: int
     max_num_batched_tokens: int
     scheduling_policy: str
+    preemption_policy: str
+    preemption_mode: str
     max_queue_len: int | None
     vocab_size: int
     seed: int
@@ -249,6 +238,10 @@ class ResolvedConfig:
     def lines(self) -> tuple[str, ...]:
         """Return the lines that people look for at start."""
         kv_bytes = self.num_blocks * self.bytes_per_block
+        swap = (
+            f"Swap space: {self.swap_space / GIB:.2f} GiB of host memory "
+            f"({self.swap_space // self.bytes_per_block:,} blocks); preemption mode {self.preemption_mode}",
+        )
         return (
             f"Available KV cache memory: {kv_bytes / GIB:.2f} GiB "
             f"({self.num_blocks:,} blocks of {self.block_size} tokens, {self.bytes_per_block:,} bytes each)",
@@ -258,6 +251,7 @@ class ResolvedConfig:
             f"{self.max_num_batched_tokens} tokens a step; prefix caching "
             f"{'on' if self.enable_prefix_caching else 'off'}; device {self.device}, {self.num_threads} threads, "
             f"kernels: {self.kernels}",
+            *(swap if self.swap_space else ()),
         )
 
 
@@ -265,10 +259,12 @@ def resolve(config: EngineConfig, machine: Machine, facts: ModelFacts) -> Resolv
     """Complete a configuration with what was found; pure.
 
     Raises:
-        ConfigError: `max_model_len` past the model's limit, or a KV budget that cannot hold one sequence of
-            `max_model_len` tokens; the message says which number to change, and to what.
+        ConfigError: `max_model_len` past the model's limit, more swap space than the host has memory, or a KV budget
+            that cannot hold one sequence of `max_model_len` tokens; the message says which number to change, and to
+            what.
     """
     cache, scheduler = config.cache, config.scheduler
+    machine = machine.set_aside(cache.swap_space)
     max_model_len = context_length(config.model.max_model_len, facts.max_position)
     bytes_per_block = facts.bytes_per_token * cache.block_size
     num_blocks, origin = pool_blocks(cache, machine, bytes_per_block, max_model_len, scheduler.max_num_seqs)
@@ -290,9 +286,12 @@ def resolve(config: EngineConfig, machine: Machine, facts: ModelFacts) -> Resolv
         enable_prefix_caching=cache.enable_prefix_caching,
         eviction_policy=cache.eviction_policy,
         watermark_blocks=int(num_blocks * cache.watermark),
+        swap_space=cache.swap_space,
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=scheduler.max_num_batched_tokens or max(default_budget, scheduler.max_num_seqs),
         scheduling_policy=scheduler.scheduling_policy,
+        preemption_policy=scheduler.preemption_policy,
+        preemption_mode=scheduler.preemption_mode,
         max_queue_len=scheduler.max_queue_len,
         vocab_size=facts.vocab_size,
         seed=config.model.seed,
@@ -340,7 +339,7 @@ def pool_blocks(
         if budget > machine.available_bytes:
             raise ConfigError(
                 f"kv_cache_memory_bytes ({budget:,}) is more than the {machine.available_bytes:,} bytes available "
-                "once the weights are loaded; ask for less",
+                f"once the weights are loaded{_beside(cache)}; ask for less",
                 field="kv_cache_memory_bytes",
             )
         # The null block costs one block of the budget.
@@ -350,6 +349,10 @@ def pool_blocks(
     most = -(-max_model_len // cache.block_size) * max_num_seqs
     words = f"{cache.kv_cache_memory_fraction:g} of the {machine.available_bytes:,} available bytes"
     return min(budget // bytes_per_block - 1, most), words
+
+
+def _beside(cache: CacheConfig) -> str:
+    return f" and {cache.swap_space:,} are set aside for swap_space" if cache.swap_space else ""
 
 
 def _too_few_blocks(
@@ -369,38 +372,3 @@ def _too_few_blocks(
         f"needs {needed} blocks of {bytes_per_block:,} bytes: {advice}",
         field=field_to_raise,
     )
-
-
-def _text(name: str, value: object, *, optional: bool = False) -> None:
-    if not (isinstance(value, str) and value) and not (optional and value is None):
-        allowed = "a non-empty string" + (" or None" if optional else "")
-        raise ConfigError(f"{name} must be {allowed}, got {value!r}", field=name)
-
-
-def _flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name} must be true or false, got {value!r}", field=name)
-
-
-def _whole(name: str, value: object, low: int, high: int | None = None, *, optional: bool = False) -> None:
-    if optional and value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
-        allowed = f"an integer of at least {low}" + (f" and at most {high}" if high is not None else "")
-        raise ConfigError(f"{name} must be {allowed}, got {value!r}", field=name)
-
-
-def _share(name: str, value: object, high: float, *, positive: bool = False) -> None:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not 0.0 <= value <= high
-        or (positive and value == 0.0)
-    ):
-        allowed = f"above 0 and at most {high:g}" if positive else f"from 0 to {high:g}"
-        raise ConfigError(f"{name} must be a number {allowed}, got {value!r}", field=name)
-
-
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}", field=name)

@@ -12,18 +12,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from quire import config as config_module
-from quire.config import (
-    CacheConfig,
-    EngineConfig,
-    Machine,
-    ModelConfig,
-    ModelFacts,
-    ResolvedConfig,
-    SchedulerConfig,
-    option_homes,
-    resolve,
-)
+from quire.config import CacheConfig, EngineConfig, ModelConfig, ResolvedConfig, SchedulerConfig, option_homes, resolve
 from quire.errors import ConfigError
+from quire.facts import Machine, ModelFacts
 from quire.memory import eviction as memory_eviction
 
 CPU = Machine(device="cpu", available_bytes=1 << 30, num_threads=4)

@@ -11,11 +11,12 @@ from typing import Any, TextIO
 
 import torch
 
-from quire.config import EngineConfig, ModelFacts, ResolvedConfig, context_length, resolve
+from quire.config import EngineConfig, ResolvedConfig, context_length, resolve
 from quire.decoding.strategies import Sampling
 from quire.distributed.executor import InProcessExecutor
 from quire.engine.engine import Engine
 from quire.errors import ConfigError, InvalidParameter
+from quire.facts import ModelFacts
 from quire.execution.heap import keep_freed_memory, use_huge_pages
 from quire.execution.machine import pick_device, probe
 from quire.execution.runner import ModelRunner
@@ -100,6 +101,7 @@ def load(config: EngineConfig) -> LoadedModel:
         block_size=resolved.block_size,
         device=device,
         dtype=dtype,
+        host_bytes=resolved.swap_space,
     )
     engine = Engine(
         resolved,
@@ -139,13 +141,24 @@ def _open_log(path: str | None) -> TextIO | None:
 def _memory(
     resolved: ResolvedConfig, groups: Sequence[KVCacheSpec], log: TextIO | None
 ) -> KVCacheManager | RecordedMemory:
-    """Return the manager of as many bytes as `num_blocks` blocks of every group have, the null blocks besides."""
+    """Return the manager of as many bytes as `num_blocks` blocks of every group have, the null blocks besides.
+
+    Raises:
+        ConfigError: the swap space holds no block.
+    """
+    least = arena_bytes(groups, 1)
+    if 0 < resolved.swap_space < least:
+        raise ConfigError(
+            f"swap_space ({resolved.swap_space:,}) must be 0, or at least {least:,}: a block of every cache group",
+            field="swap_space",
+        )
     settings = MemorySettings(
         specs=tuple(groups),
         num_bytes=arena_bytes(groups, resolved.num_blocks),
         watermark=resolved.watermark_blocks,
         enable_prefix_caching=resolved.enable_prefix_caching,
         eviction=resolved.eviction_policy,
+        host_bytes=resolved.swap_space,
     )
     manager = settings.build(os.urandom(32))
     return manager if log is None else RecordedMemory(manager, settings, log)
@@ -158,6 +171,8 @@ def _scheduler(resolved: ResolvedConfig, memory: KVCacheManager | RecordedMemory
         max_num_seqs=resolved.max_num_seqs,
         max_num_batched_tokens=resolved.max_num_batched_tokens,
         policy=resolved.scheduling_policy,
+        preemption_policy=resolved.preemption_policy,
+        preemption_mode=resolved.preemption_mode,
     )
 
 

@@ -9,9 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quire.config import DTYPES, Machine, context_length, pool_blocks
+from quire.config import DTYPES, context_length, pool_blocks
 from quire.engine.memory_plan import Alternative, GroupPlan, LengthPlan, MemoryPlan, PlanRequest
 from quire.errors import CheckpointError, ConfigError, UnsupportedModel
+from quire.facts import Machine
 from quire.memory.sizing import CACHE_DTYPES, ArenaSizing, arena_bytes, paged_bytes, sequence_bytes
 from quire.memory.specs import KVCacheSpec
 from quire.models.cache_layout import AttentionLayer, CacheLayout, layout_of, read_layout

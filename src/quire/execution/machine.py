@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from quire.config import Machine
 from quire.errors import ConfigError
+from quire.facts import Machine
 
 ROOT = Path("/")
 
@@ -41,16 +41,18 @@ def probe(device: str, root: Path = ROOT) -> Machine:
         root: where `proc` and `sys` are mounted.
     """
     groups = ControlGroups(root)
+    host_bytes = max(0, min([_available_bytes(root), *groups.memory_headrooms()]))
     if device == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info()
         # What PyTorch holds but no tensor uses is free for the next tensor.
         available_bytes = free_bytes + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     else:
-        available_bytes = min([_available_bytes(root), *groups.memory_headrooms()])
+        available_bytes = host_bytes
     return Machine(
         device=device,
         available_bytes=max(0, available_bytes),
         num_threads=max(1, min([_num_cores(), *groups.cpu_quotas()])),
+        host_bytes=host_bytes if device == "cuda" else None,
     )
 
 

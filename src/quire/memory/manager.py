@@ -24,9 +24,10 @@ from quire.memory.groups import CacheGroup, find_prefix
 from quire.memory.ops import NO_OPS, MemoryOps, TableDelta
 from quire.memory.pins import Pins
 from quire.memory.progress import bury, next_event, publish_blocks
+from quire.memory.release import measure_release
 from quire.memory.sequence_memory import SequenceMemory
 from quire.memory.specs import IMMORTAL, KVCacheSpec
-from quire.memory.status import AllocStatus, HitEnd, PrefixHit
+from quire.memory.status import AllocStatus, HitEnd, PrefixHit, Release
 from quire.memory.tables import BlockTables
 from quire.memory.usage import Usage, measure
 
@@ -139,6 +140,10 @@ class KVCacheManager:
         num_dead = self.sequences[seq_id].num_dead
         deaths = (self.groups[idx].spec.death(num_dead[idx] - 1) for idx in self._mortal if num_dead[idx])
         return max(deaths, default=0)
+
+    def would_release(self, seq_ids: Sequence[int]) -> Release:
+        """Say what live sequences hold for themselves, and what would be lost if they were released."""
+        return measure_release(self.groups, [self.sequences[seq_id] for seq_id in seq_ids])
 
     def block_table(self, seq_id: int, group_idx: int = 0) -> tuple[int, ...]:
         """Return a live sequence's block ids in one cache group."""

@@ -74,6 +74,7 @@ class RecordedMemory:
         self.blocks_missing = manager.blocks_missing
         self.can_ever_hold = manager.can_ever_hold
         self.rollback_limit = manager.rollback_limit
+        self.would_release = manager.would_release
         self.block_table = manager.block_table
         self.usage = manager.usage
         self._log = log

@@ -57,3 +57,16 @@ class PrefixHit(NamedTuple):
     end: HitEnd
     group_idx: int | None
     version: int
+
+
+class Release(NamedTuple):
+    """What sequences hold for themselves, and what would be lost with it.
+
+    Args:
+        freed_bytes: bytes of the blocks that nobody else holds.
+        lost_tokens: computed tokens behind the leading blocks that others hold too. An estimate from above: published
+            blocks may still be found, until somebody takes them.
+    """
+
+    freed_bytes: int
+    lost_tokens: int

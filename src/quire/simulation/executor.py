@@ -68,6 +68,9 @@ class SimulatedExecutor:
             self._read(item)
         return StepResult(plan.tick, tuple(self._draw(item) for item in plan.items))
 
+    def measure_copies(self) -> None:
+        """Return None: time has no meaning here."""
+
     def close(self) -> None:
         """Forget everything."""
         for slots in self._tiers.values():
@@ -150,6 +153,9 @@ class CountingExecutor:
         """Draw."""
         token = (self.token_id,)
         return StepResult(plan.tick, tuple(ItemResult(item.seq_id, token * item.num_samples) for item in plan.items))
+
+    def measure_copies(self) -> None:
+        """Return None: there is nothing to copy."""
 
     def close(self) -> None:
         """Do nothing."""
