@@ -31,10 +31,10 @@ from benchmarks.efficiency_moments import (
 )
 from benchmarks.efficiency_traces import DATASETS, SPREAD, Work, trace
 from quire.config import EngineConfig, resolve
-from quire.facts import Machine, ModelFacts
 from quire.decoding.strategies import Sampling
 from quire.engine.engine import Engine
 from quire.engine.llm import LLM
+from quire.facts import Machine, ModelFacts
 from quire.memory.manager import KVCacheManager
 from quire.memory.specs import FullAttention
 from quire.scheduling.scheduler import Scheduler

@@ -119,8 +119,8 @@ class SchedulerConfig:
         max_num_batched_tokens: tokens computed in a step; longer prompts are computed in chunks. None takes 512 on
             a CPU and 2048 on a GPU, and `max_num_seqs` at least.
         scheduling_policy: "fcfs", or "priority" (lower values first, then first come first served).
-        preemption_policy: whose memory is taken when a running sequence lacks it: of those behind it in order, "last", or
-            "least_waste" (whose loss costs least time for what it frees).
+        preemption_policy: whose memory is taken when a running sequence lacks it: of those behind it in order, the
+            "last", or "least_waste" (whose loss costs least time for what it frees).
         preemption_mode: how a sequence that lost its memory goes on: "recompute" its tokens, "swap" its blocks to
             `swap_space` and back, or "auto", the cheaper by what the engine measures.
         max_queue_len: requests that may wait; more are refused with `QueueFull`. None is unbounded (offline use).

@@ -16,10 +16,10 @@ from quire.decoding.strategies import Sampling
 from quire.distributed.executor import InProcessExecutor
 from quire.engine.engine import Engine
 from quire.errors import ConfigError, InvalidParameter
-from quire.facts import ModelFacts
 from quire.execution.heap import keep_freed_memory, use_huge_pages
 from quire.execution.machine import pick_device, probe
 from quire.execution.runner import ModelRunner
+from quire.facts import ModelFacts
 from quire.memory.manager import KVCacheManager
 from quire.memory.recorder import RecordedMemory
 from quire.memory.settings import MemorySettings

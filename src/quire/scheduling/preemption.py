@@ -68,7 +68,8 @@ class Preemption:
         queues: of the scheduler.
         stats: counted in.
         policy: a name in `PREEMPTION_POLICIES`.
-        mode: "recompute"; "swap", wherever a family and the host allow it; or "auto", what wastes less.
+        mode: "recompute"; "swap", wherever a family and the host allow it; or "auto", what wastes less. Without a host
+            tier all are "recompute".
 
     Attributes:
         costs: what "auto" and policies reckon with.
@@ -82,7 +83,7 @@ class Preemption:
         self._queues = queues
         self._stats = stats
         self._choose = PREEMPTION_POLICIES[policy]
-        self._mode = mode
+        self._mode = mode if memory.usage().host else "recompute"
 
     def take_from(self, candidates: Candidates[Sequence]) -> None:
         """Take the memory of one running sequence, or of its whole family.

@@ -59,7 +59,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         policy: str = "fcfs",
         preemption_policy: str = "last",
-        preemption_mode: str = "recompute",
+        preemption_mode: str = "auto",
     ) -> None:
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(f"{max_num_batched_tokens} tokens a step cannot serve {max_num_seqs} sequences")
