@@ -5,11 +5,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
+from typing import NamedTuple
 
 from quire.memory.groups import CacheGroup
 from quire.memory.pool import NULL_BLOCK
 from quire.memory.sequence_memory import SequenceMemory
-from quire.memory.status import Release
+
+
+class Release(NamedTuple):
+    """What sequences hold for themselves, and what would be lost with it.
+
+    Args:
+        freed_bytes: bytes of the blocks that nobody else holds.
+        lost_tokens: computed tokens behind the leading blocks that others hold too. An estimate from above: published
+            blocks may still be found, until somebody takes them.
+    """
+
+    freed_bytes: int
+    lost_tokens: int
 
 
 def measure_release(groups: Sequence[CacheGroup], states: Sequence[SequenceMemory]) -> Release:
