@@ -48,6 +48,7 @@ def test_every_field_has_a_flag_with_its_meaning(parser: argparse.ArgumentParser
     [
         (["some/model", "--max-model-len", "64"], {"model": "some/model", "max_model_len": 64}),
         (["--kv-cache-memory-bytes", "4G"], {"kv_cache_memory_bytes": 4 * 10**9}),
+        (["--swap-space", "2GiB", "--preemption-mode", "swap"], {"swap_space": 2 << 30, "preemption_mode": "swap"}),
         (["--kv-cache-memory-fraction", "0.25"], {"kv_cache_memory_fraction": 0.25}),
         (["--no-enable-prefix-caching"], {"enable_prefix_caching": False}),
         (["--skip-tokenizer-init", "--num-kv-blocks", "9"], {"skip_tokenizer_init": True, "num_kv_blocks": 9}),

@@ -26,6 +26,7 @@ from quire.config import (
 )
 from quire.errors import ConfigError
 from quire.memory import eviction as memory_eviction
+from quire.scheduling import policies, preemption
 
 CPU = Machine(device="cpu", available_bytes=1 << 30, num_threads=4)
 FACTS = ModelFacts(max_position=2048, bytes_per_token=1024, vocab_size=500, num_parameters=10**9)
@@ -48,6 +49,11 @@ def test_the_eviction_policies_are_those_of_memory() -> None:
     assert tuple(memory_eviction.EVICTION_POLICIES) == config_module.EVICTION_POLICIES
 
 
+def test_the_preemption_options_are_those_of_the_scheduler() -> None:
+    assert tuple(policies.PREEMPTION_POLICIES) == config_module.PREEMPTION_POLICIES
+    assert preemption.PREEMPTION_MODES == config_module.PREEMPTION_MODES
+
+
 # ---- options one by one ----
 
 
@@ -66,6 +72,9 @@ def test_the_eviction_policies_are_those_of_memory() -> None:
         ("kernels", ["auto", "native", "torch"], ["fast", "", None, 1]),
         ("eviction_policy", ["lru", "fifo", "lfu", "slru"], ["mru", "", None]),
         ("scheduling_policy", ["fcfs", "priority"], ["lifo", None]),
+        ("preemption_policy", ["last", "least_waste"], ["first", "", None]),
+        ("preemption_mode", ["auto", "recompute"], ["swap", "copy", None]),
+        ("swap_space", [0, 1 << 40], [-1, None, 0.5, "4G", True]),
         ("seed", [0, 2**63 - 1], [-1, None, 1.0, True]),
         ("max_model_len", [None, 1, 10**6], [0, -1, 1.5, "8", True]),
         ("num_threads", [None, 1], [0, "4", False]),
@@ -148,6 +157,7 @@ def test_resolve_takes_what_was_found() -> None:
         bytes_per_block=16 * 1024,
         enable_prefix_caching=True,
         watermark_blocks=163,
+        swap_space=0,
         max_num_seqs=256,
         max_num_batched_tokens=512,
         scheduling_policy="fcfs",
@@ -155,6 +165,8 @@ def test_resolve_takes_what_was_found() -> None:
         vocab_size=500,
         seed=0,
         eviction_policy="lru",
+        preemption_policy="last",
+        preemption_mode="auto",
         kernels="torch",
         longest_blocks=128,
         pin_limit=0.0,
@@ -176,6 +188,9 @@ def test_resolve_keeps_what_was_asked_for() -> None:
         max_num_seqs=6,
         max_num_batched_tokens=7,
         scheduling_policy="priority",
+        preemption_policy="least_waste",
+        preemption_mode="swap",
+        swap_space=1 << 20,
         max_queue_len=9,
         seed=11,
         pin_limit=0.2,
@@ -183,7 +198,8 @@ def test_resolve_keeps_what_was_asked_for() -> None:
         kv_cache_metrics_sample=0.4,
     )
     assert dataclasses.astuple(config) == (
-        *("cpu", 2, 100, 32, 40, 32768, 4, False, "slru", 4, 6, 7, "priority", 9, 500, 11, "torch", 0.2, 0.3, 0.4),
+        *("cpu", 2, 100, 32, 40, 32768, 4, False, "slru", 4, 1 << 20, 6, 7),
+        *("priority", "least_waste", "swap", 9, 500, 11, "torch", 0.2, 0.3, 0.4),
     )
     assert config.max_concurrency == 10.0
 
@@ -213,6 +229,30 @@ def test_more_bytes_than_there_are_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"1,073,741,825.* 1,073,741,824 bytes available") as caught:
         resolved(kv_cache_memory_bytes=(1 << 30) + 1)
     assert caught.value.field == "kv_cache_memory_bytes"
+
+
+def test_swapping_needs_somewhere_to_swap_to() -> None:
+    error = refused(preemption_mode="swap")
+    assert "swap_space, which is 0" in str(error)
+    assert EngineConfig.from_options(preemption_mode="swap", swap_space=1).cache.swap_space == 1
+
+
+def test_swap_space_is_taken_off_the_memory_of_the_host() -> None:
+    half = resolved(swap_space=1 << 29)
+    assert half.num_blocks == (1 << 28) // half.bytes_per_block - 1
+    with pytest.raises(ConfigError, match=r"swap_space \(1,073,741,825\) .* 1,073,741,824 bytes") as caught:
+        resolved(swap_space=(1 << 30) + 1)
+    assert caught.value.field == "swap_space"
+    with pytest.raises(ConfigError, match=r"536,870,912 bytes available .* 536,870,912 are set aside for swap_space"):
+        resolved(swap_space=1 << 29, kv_cache_memory_bytes=(1 << 29) + 1)
+
+
+def test_a_gpu_has_memory_of_its_own_beside_the_swap_space() -> None:
+    gpu = dataclasses.replace(CPU, device="cuda", host_bytes=1 << 20)
+    assert resolved(gpu, swap_space=1 << 20).num_blocks == resolved(gpu).num_blocks
+    assert gpu.set_aside(1 << 10).host_bytes == (1 << 20) - (1 << 10)
+    with pytest.raises(ConfigError, match=r"swap_space \(1,048,577\) is more than the 1,048,576 bytes"):
+        resolved(gpu, swap_space=(1 << 20) + 1)
 
 
 @given(
@@ -263,6 +303,8 @@ def test_the_lines_at_start_show_the_numbers() -> None:
     assert first == "Available KV cache memory: 0.03 GiB (2,000 blocks of 16 tokens, 16,384 bytes each)"
     assert second == "KV cache size: 32,000 tokens, maximum concurrency for 1,000 tokens per request: 31.75x"
     assert third.startswith("Scheduler: fcfs, at most 256 sequences and 512 tokens a step; prefix caching on;")
+    *_, fourth = resolved(swap_space=1 << 29, preemption_mode="swap").lines()
+    assert fourth == "Swap space: 0.50 GiB of host memory (32,768 blocks); preemption mode swap"
     assert "prefix caching off" in resolved(enable_prefix_caching=False).lines()[2]
 
 

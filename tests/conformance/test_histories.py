@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.memory import check
+from quire.memory import FullAttention, check
 from tests.conformance.checkpoints import NEW_TOKENS
 from tests.conformance.conftest import Reference
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
+PAIR = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, n=2, ignore_eos=True)
 
 
 def load(reference: Reference, **options: Any) -> LLM:
@@ -64,6 +65,68 @@ def test_preempted_and_recomputed(reference: Reference, caching: bool) -> None:
     llm = load(reference, num_kv_blocks=12, max_model_len=96, enable_prefix_caching=caching)
     assert outputs_of(llm, reference.prompts) == reference.outputs
     assert llm.stats.num_preemptions > 0
+
+
+@pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
+def test_swapped_out_and_in(reference: Reference, caching: bool) -> None:
+    llm = load(
+        reference,
+        num_kv_blocks=12,
+        max_model_len=96,
+        enable_prefix_caching=caching,
+        swap_space=8 << 20,
+        preemption_mode="swap",
+    )
+    assert outputs_of(llm, reference.prompts) == reference.outputs
+    assert llm.stats.num_swaps == llm.stats.num_preemptions > 0
+    assert llm.stats.wasted_tokens == 0
+    host = llm.usage().host
+    assert host is not None
+    assert (host.used, host.num_sequences) == (0, 0)
+    assert min(host.num_swap_outs, host.num_swap_ins) > 0
+
+
+@pytest.mark.parametrize("policy", ["last", "least_waste"])
+def test_families_swapped_out_and_in_still_share(reference: Reference, policy: str) -> None:
+    """Samples that come back from the host hold their prompt's blocks together, as before (M8)."""
+    options = {"max_model_len": 96, "max_num_seqs": 4, "enable_prefix_caching": False}
+    roomy = load(reference, **options)
+    options |= {"swap_space": 8 << 20, "preemption_mode": "swap", "preemption_policy": policy}
+    llm = load(reference, **options, num_kv_blocks=max(8, roomy.resolved.longest_blocks))
+    specs = [group.spec for group in llm.engine.scheduler.memory.groups]
+    full_idx = next((idx for idx, spec in enumerate(specs) if isinstance(spec, FullAttention)), None)
+    shared: list[int] = []
+    # Who grows first differs: it takes whole families, or one sample from another of its own.
+    for length in (20, 29, 35):
+        prompt = max(reference.prompts, key=len)[:length]
+        alone = [output.outputs for output in roomy.generate([prompt[:-1], prompt], PAIR, use_tqdm=False)]
+        expected = [[sample.token_ids for sample in samples] for samples in alone]
+        assert serve_pairs(llm, [prompt[:-1], prompt, prompt], shared, full_idx or 0) == [*expected, expected[1]]
+    assert shared, "no family was swapped"
+    # The prompt leaves a window: where every layer has one, samples share nothing for long.
+    assert full_idx is None or min(shared) > 0, "samples came back with copies of their prompt"
+
+
+def serve_pairs(llm: LLM, prompts: list[list[int]], shared: list[int], group_idx: int) -> list[list[list[int]]]:
+    """Return the tokens of two samples of each prompt; add the blocks that pairs share when they come back."""
+    engine, scheduler = llm.engine, llm.engine.scheduler
+    for number, prompt in enumerate(prompts):
+        engine.add_request(str(number), prompt, PAIR)
+    tokens: list[list[list[int]]] = [[[], []] for _ in prompts]
+    was_swapped: set[int] = set()
+    while engine.has_unfinished:
+        for output in engine.step():
+            for sample in output.outputs:
+                tokens[int(output.request_id)][sample.index] += sample.token_ids
+        check(scheduler.memory)
+        back = was_swapped & {sequence.seq_id for sequence in scheduler.running}
+        was_swapped = {sequence.seq_id for sequence in scheduler.swapped}
+        for request in scheduler.requests.values():
+            family = [sequence.seq_id for sequence in request.sequences if sequence.seq_id in back]
+            if len(family) == 2:
+                first, second = (scheduler.memory.block_table(seq_id, group_idx) for seq_id in family)
+                shared.append(sum(a == b != 0 for a, b in zip(first, second, strict=False)))
+    return tokens
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16, 32])

@@ -12,9 +12,9 @@ from quire.engine.stats import StepStats
 
 CONFIG = ResolvedConfig(
     device="cpu", num_threads=1, max_model_len=300, block_size=16, num_blocks=40, bytes_per_block=1024,
-    enable_prefix_caching=True, watermark_blocks=1, max_num_seqs=8, max_num_batched_tokens=64,
+    enable_prefix_caching=True, watermark_blocks=1, swap_space=4096, max_num_seqs=8, max_num_batched_tokens=64,
     scheduling_policy="fcfs", max_queue_len=None, vocab_size=100, seed=0,
-    eviction_policy="lru",
+    eviction_policy="lru", preemption_policy="last", preemption_mode="auto",
     kernels="torch",
     longest_blocks=19,
 )  # fmt: skip
@@ -38,7 +38,7 @@ class Clock:
 
 
 def step(**changes: float) -> StepStats:
-    zero = StepStats(0.0, 0, 0, 0, 0.0, 0, 0, 0, 0, 0, 0)
+    zero = StepStats(*(0 for _ in StepStats._fields))
     return zero._replace(**changes)  # type: ignore[arg-type]
 
 
@@ -119,6 +119,19 @@ def test_sequences_of_a_request_have_their_own_gaps_and_one_end() -> None:
     assert reasons["vllm:request_success_total{finished_reason=length}"] == 1
 
 
+def test_preemptions_are_told_by_mode_and_swapped_blocks_by_direction() -> None:
+    metrics = Metrics("tiny")
+    metrics.on_step(step(num_swapped=2, host_usage=0.75, num_preemptions=3, num_swaps=2, wasted_tokens=40))
+    metrics.on_step(step(num_swapped=1, host_usage=0.5, swap_out_blocks=7, swap_in_blocks=4))
+    values = samples(metrics)
+    assert (values["vllm:num_requests_swapped"], values["vllm:cpu_cache_usage_perc"]) == (1, 0.5)
+    assert values["vllm:num_preemptions_total"] == 3
+    assert values["vllm:preemptions_by_mode_total{mode=swap}"] == 2
+    assert values["vllm:preemptions_by_mode_total{mode=recompute}"] == 1
+    assert values["vllm:preemption_wasted_tokens_total"] == 40
+    assert (values["vllm:swap_out_blocks_total"], values["vllm:swap_in_blocks_total"]) == (7, 4)
+
+
 @pytest.mark.parametrize("outputs", [(), (CompletionOutput(0, finish_reason="abort"),)])
 def test_a_request_that_never_ran_has_only_the_stages_it_saw(outputs: tuple[CompletionOutput, ...]) -> None:
     metrics = Metrics("tiny")
@@ -158,7 +171,7 @@ def test_the_cache_s_configuration_is_shown() -> None:
     assert len(info) == 1
     assert "num_blocks=40" in info[0]
     assert "block_size=16" in info[0]
-    assert not any("swapped" in name for name in values)
+    assert "swap_space_bytes=4096" in info[0]
 
 
 def test_two_engines_do_not_mix() -> None:

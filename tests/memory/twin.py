@@ -403,7 +403,10 @@ class Twin:
 
     def pin(self, name: str, namespace: Namespace, tokens: list[int]) -> int:
         """Hold the longest published prefix, unless that is too much; return its tokens."""
+        # Only what is on the device can be held there.
+        host, self.host = self.host, None
         pages = self.match(namespace, tokens, None, num_left=0)
+        self.host = host
         held = {page for table in [*pages, *(table for pin in self.pins.values() for table in pin)] for page in table}
         if not pages[0] or len(held - {None}) > self.pin_limit:
             return 0

@@ -14,6 +14,8 @@ class Before(NamedTuple):
 
     running: tuple[Sequence, ...]
     waiting: tuple[Sequence, ...]
+    swapped: tuple[Sequence, ...]
+    num_preemptions: int
 
 
 class Auditor:
@@ -28,26 +30,32 @@ class Auditor:
         self.statuses: dict[Sequence, SequenceStatus] = {}
 
     def check_queues(self) -> None:
-        """S1, S2 (seats), S4, S5, and the order of both queues (S6)."""
+        """S1, S2 (seats), S4, S5, and the order of each queue (S6)."""
         scheduler = self.scheduler
-        waiting, running = scheduler.waiting, scheduler.running
-        for queue in (waiting, running):
+        queues = {
+            SequenceStatus.WAITING: scheduler.waiting,
+            SequenceStatus.RUNNING: scheduler.running,
+            SequenceStatus.SWAPPED: scheduler.swapped,
+        }
+        everybody = [sequence for queue in queues.values() for sequence in queue]
+        for status, queue in queues.items():
             keys = [sequence.key for sequence in queue]
             assert keys == sorted(set(keys)), "S6: a queue is out of order"
-        assert not set(waiting) & set(running), "S1: a sequence is in both queues"
-        assert {s.seq_id for s in waiting} | {s.seq_id for s in running} == scheduler.sequences.keys()
-        assert all(s.status is SequenceStatus.WAITING for s in waiting), "S1"
-        assert all(s.status is SequenceStatus.RUNNING for s in running), "S1"
+            assert all(sequence.status is status for sequence in queue), "S1"
+        assert len(set(everybody)) == len(everybody), "S1: a sequence is in two queues"
+        assert {sequence.seq_id for sequence in everybody} == scheduler.sequences.keys()
+        running, swapped = scheduler.running, scheduler.swapped
         assert len(running) <= scheduler.max_num_seqs, "S2: more sequences run than there are seats"
-        held = scheduler.memory.sequences.keys()
-        assert held == {s.seq_id for s in running}, "S4: who does not run holds memory, or the other way round"
-        for sequence in running:
+        held = {seq_id: state.is_swapped for seq_id, state in scheduler.memory.sequences.items()}
+        should_be = {s.seq_id: False for s in running} | {s.seq_id: True for s in swapped}
+        assert held == should_be, "S4: who holds memory, and where, is not who runs or is swapped out"
+        for sequence in (*running, *swapped):
             state = scheduler.memory.sequences[sequence.seq_id]
             assert state.num_computed == sequence.num_computed, "scheduler and memory count otherwise"
             assert state.chain is sequence.chain
             assert state.chain.tokens is sequence.tokens
         alive = {sequence for request in scheduler.requests.values() for sequence in request.sequences}
-        assert {s for s in alive if not s.is_finished} == set(waiting) | set(running), "S1: a sequence got lost"
+        assert {s for s in alive if not s.is_finished} == set(everybody), "S1: a sequence got lost"
         for sequence in alive:
             old = self.statuses.get(sequence, SequenceStatus.WAITING)
             new = sequence.status
@@ -57,7 +65,9 @@ class Auditor:
 
     def before_plan(self) -> Before:
         """Remember the queues."""
-        return Before(tuple(self.scheduler.running), tuple(self.scheduler.waiting))
+        scheduler = self.scheduler
+        queues = (scheduler.running, scheduler.waiting, scheduler.swapped)
+        return Before(*map(tuple, queues), scheduler.stats.num_preemptions)
 
     def after_plan(self, before: Before, plan: StepPlan) -> None:
         """S2, S3, S6, and that decodes and the first in order always go on."""
@@ -65,7 +75,7 @@ class Auditor:
         planned = [item.seq_id for item in plan.items]
         assert len(set(planned)) == len(planned), "a sequence appears twice in a step"
         assert sum(len(item.token_ids) for item in plan.items) <= scheduler.max_num_batched_tokens, "S2: tokens"
-        if before.running or before.waiting:
+        if before.running or before.waiting or before.swapped:
             assert plan.items, "S3: an empty step, though there is work"
         for item in plan.items:
             sequence = scheduler.sequences[item.seq_id]
@@ -86,7 +96,13 @@ class Auditor:
                     is_shared = group.pool.ref_counts[memory.block_table(sequence.seq_id, idx)[-1]] > 1
                     needs[idx] = max(needs[idx], is_shared and sequence.num_computed % memory.block_size > 0)
                 assert not memory.arena.can_hold(needs), "a decode starves while there are blocks"
-        admitted = [s for s in before.waiting if s.status is SequenceStatus.RUNNING]
-        left = [s for s in before.waiting if s.status is SequenceStatus.WAITING]
+        out = sorted((*before.waiting, *before.swapped), key=lambda sequence: sequence.key)
+        admitted = [s for s in out if s.status is SequenceStatus.RUNNING]
+        left = [s for s in out if s.status is not SequenceStatus.RUNNING]
         if admitted and left:
             assert admitted[-1].key < left[0].key, "S6: somebody was overtaken"
+        if before.running and scheduler.stats.num_preemptions > before.num_preemptions:
+            assert not admitted, "somebody came in while others lost their memory"
+        for sequence in scheduler.swapped:
+            samples = sequence.request.sequences
+            assert all(s.status is not SequenceStatus.RUNNING for s in samples), "a family was torn apart"

@@ -41,7 +41,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """How much of everything there is; without arguments, plenty."""
+    """How much of everything there is; without arguments, plenty of it on the device, and no host tier."""
 
     num_blocks: int = 2000
     block_size: int = 4
@@ -50,6 +50,9 @@ class Setting:
     watermark: int = 0
     caching: bool = True
     policy: str = "fcfs"
+    preemption_policy: str = "last"
+    preemption_mode: str = "auto"
+    host_blocks: int = 0
     specs: tuple[KVCacheSpec, ...] = ()
     snapshot_interval: int | None = None
     retention: int = 0
@@ -95,6 +98,10 @@ class Rig:
             setting.num_blocks,
             watermark=setting.watermark,
             enable_prefix_caching=setting.caching,
+            # The null blocks take one block of each group.
+            host_bytes=(setting.host_blocks + 1) * sum(spec.bytes_per_block for spec in specs)
+            if setting.host_blocks
+            else 0,
             snapshot_interval=setting.snapshot_interval,
             retention_limit=setting.retention,
         )
@@ -104,6 +111,8 @@ class Rig:
             max_num_seqs=setting.max_num_seqs,
             max_num_batched_tokens=setting.budget,
             policy=setting.policy,
+            preemption_policy=setting.preemption_policy,
+            preemption_mode=setting.preemption_mode,
         )
         self.executor = SimulatedExecutor(setting.block_size, VOCAB_SIZE, specs)
         self.auditor = Auditor(self.scheduler)
@@ -211,7 +220,9 @@ def run(jobs: list[Job], setting: Setting, *, is_audited: bool = True) -> Outcom
     passer_by = rig.add(Job(prompt=(0,)), seed=len(jobs))
     assert len(rig.plan().closed) == rig.executor.num_open, "the data plane is not told of all that are gone"
     rig.abort(passer_by)
-    assert rig.memory.usage().used == 0, "M11: blocks are held by nobody"
+    usage = rig.memory.usage()
+    assert usage.used == 0, "M11: blocks are held by nobody"
+    assert usage.host is None or usage.host.used == 0, "M11: host blocks are held by nobody"
     assert not rig.scheduler.requests
     assert not rig.scheduler.sequences
     outputs = [[sequence.output_token_ids for sequence in added[i].sequences] for i in range(len(jobs))]

@@ -60,6 +60,9 @@ def narrow_settings(draw: st.DrawFn) -> Setting:
         caching=draw(st.booleans()),
         policy=draw(st.sampled_from(["fcfs", "priority"])),
         snapshot_interval=draw(st.sampled_from([None, block_size, 3 * block_size])),
+        preemption_policy=draw(st.sampled_from(["last", "least_waste"])),
+        preemption_mode=draw(st.sampled_from(["auto", "swap", "recompute"])),
+        host_blocks=draw(st.sampled_from([0, 1, 3, least, 3 * least])),
     )
 
 
@@ -119,6 +122,22 @@ def random_jobs(rng: random.Random, count: int) -> list[Job]:
         Setting(num_blocks=5, budget=64, max_num_seqs=8, specs=(STATE,), snapshot_interval=8),
         Setting(num_blocks=12, budget=16, max_num_seqs=8, watermark=1, specs=(*FULL, STATE), snapshot_interval=4),
         Setting(num_blocks=12, budget=64, max_num_seqs=8, specs=(STATE, WINDOW, *FULL)),
+        Setting(num_blocks=19, budget=16, max_num_seqs=8, preemption_mode="swap", host_blocks=60),
+        Setting(num_blocks=19, budget=16, max_num_seqs=8, preemption_policy="least_waste", host_blocks=12),
+        Setting(
+            num_blocks=19,
+            budget=16,
+            max_num_seqs=8,
+            caching=False,
+            policy="priority",
+            preemption_mode="swap",
+            preemption_policy="least_waste",
+            host_blocks=30,
+        ),
+        Setting(
+            num_blocks=19, budget=16, max_num_seqs=8, preemption_mode="swap", host_blocks=40, specs=(*FULL, WINDOW)
+        ),
+        Setting(num_blocks=6, budget=32, max_num_seqs=8, preemption_mode="swap", host_blocks=9, specs=(WINDOW,)),
     ],
     ids=[
         "tight",
@@ -133,6 +152,11 @@ def random_jobs(rng: random.Random, count: int) -> list[Job]:
         "states",
         "full and states",
         "states, windows and full",
+        "swap",
+        "least waste, small host",
+        "priority, least waste, swap, no caching",
+        "full and window, swap",
+        "a pool smaller than a chunk, swap",
     ],
 )
 def test_long_runs(seed: int, setting: Setting) -> None:
@@ -151,3 +175,13 @@ def test_long_runs_do_preempt_copy_hit_and_evict() -> None:
     assert stats.resumed_hits > 50
     assert min(usage.num_copies, usage.num_evictions, usage.num_merges) > 3
     assert outcome.peak_blocks == 19
+
+
+def test_long_runs_do_swap_families_out_and_in() -> None:
+    setting = Setting(num_blocks=19, budget=16, max_num_seqs=8, preemption_mode="swap", host_blocks=60)
+    outcome = run(random_jobs(random.Random(0), 30), setting)
+    stats, host = outcome.scheduler.stats, outcome.scheduler.memory.usage().host
+    assert host is not None
+    assert stats.num_swaps > 10
+    assert stats.num_preemptions > stats.num_swaps, "some families are torn, and recompute"
+    assert min(host.num_swap_outs, host.num_swap_ins) > 10

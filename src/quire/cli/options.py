@@ -19,6 +19,8 @@ UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40, "B": 1
 UNITS |= {"GB": 1000**3, "TB": 1000**4}
 # The engine's seed has taken the flag --seed.
 RENAMED = {("SamplingParams", "seed"): "request_seed"}
+# Numbers of bytes whose names do not say so.
+SIZES = frozenset({"swap_space"})
 GROUPS = {ModelConfig: "model", CacheConfig: "cache", SchedulerConfig: "scheduler"}
 
 
@@ -120,7 +122,7 @@ def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
 
 def _reader(flag: Flag) -> tuple[Callable[[str], Any], str]:
     """Return what reads a flag's value, and what stands for the value in the help."""
-    if flag.field.endswith("_bytes"):
+    if flag.field.endswith("_bytes") or flag.field in SIZES:
         return parse_size, "SIZE"
     if flag.hint is int:
         return _integer, "N"

@@ -1,8 +1,11 @@
 """Configuration: what was asked for, what was found, and what follows from the two."""
 
+from quire.config.facts import Machine, ModelFacts, StepCost
 from quire.config.options import (
     DTYPES,
     EVICTION_POLICIES,
+    PREEMPTION_MODES,
+    PREEMPTION_POLICIES,
     CacheConfig,
     EngineConfig,
     ModelConfig,
@@ -11,10 +14,7 @@ from quire.config.options import (
 )
 from quire.config.resolved import (
     GIB,
-    Machine,
-    ModelFacts,
     ResolvedConfig,
-    StepCost,
     context_length,
     pool_blocks,
     resolve,
@@ -25,6 +25,8 @@ __all__ = [
     "DTYPES",
     "EVICTION_POLICIES",
     "GIB",
+    "PREEMPTION_MODES",
+    "PREEMPTION_POLICIES",
     "CacheConfig",
     "EngineConfig",
     "Machine",

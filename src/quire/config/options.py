@@ -13,6 +13,8 @@ DEVICES = ("auto", "cpu", "cuda")
 KERNELS = ("auto", "native", "torch")
 EVICTION_POLICIES = ("lru", "fifo", "lfu", "slru")
 POLICIES = ("fcfs", "priority")
+PREEMPTION_POLICIES = ("last", "least_waste")
+PREEMPTION_MODES = ("auto", "recompute", "swap")
 DEFAULT_MEMORY_FRACTION = 0.5
 DEFAULT_GPU_UTILIZATION = 0.9
 
@@ -81,6 +83,7 @@ class CacheConfig:
         retention_limit: share of the KV memory that the blocks of requests with `retain_cache` may fill and be evicted
             after all others; 0 ignores `retain_cache`.
         kv_cache_metrics_sample: share of the blocks whose lifetime, idle time and reuse are measured; 0 measures none.
+        swap_space: bytes of host memory for the blocks of sequences that lose theirs on the device; 0 for none.
         record_memory: a file, not there yet, for a log of every memory command; `quire replay` runs it again.
     """
 
@@ -92,6 +95,7 @@ class CacheConfig:
     enable_prefix_caching: bool = True
     eviction_policy: str = "lru"
     watermark: float = 0.01
+    swap_space: int = 0
     pin_limit: float = 0.0
     retention_limit: float = 0.25
     kv_cache_metrics_sample: float = 0.01
@@ -109,6 +113,7 @@ class CacheConfig:
         check_share("pin_limit", self.pin_limit, 0.9)
         check_share("retention_limit", self.retention_limit, 0.9)
         check_share("kv_cache_metrics_sample", self.kv_cache_metrics_sample, 1.0)
+        check_whole("swap_space", self.swap_space, 0)
         check_text("record_memory", self.record_memory, optional=True)
 
 
@@ -121,18 +126,26 @@ class SchedulerConfig:
         max_num_batched_tokens: tokens computed in a step; longer prompts are computed in chunks. None takes 512 on
             a CPU and 2048 on a GPU, and `max_num_seqs` at least.
         scheduling_policy: "fcfs", or "priority" (lower values first, then first come first served).
+        preemption_policy: whose memory is taken when a running sequence lacks it: of those behind it in order, the
+            "last", or "least_waste" (whose loss costs least time for what it frees).
+        preemption_mode: how a sequence that lost its memory goes on: "recompute" its tokens, "swap" its blocks to
+            `swap_space` and back, or "auto", the cheaper by what the engine measures.
         max_queue_len: requests that may wait; more are refused with `QueueFull`. None is unbounded (offline use).
     """
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None
     scheduling_policy: str = "fcfs"
+    preemption_policy: str = "last"
+    preemption_mode: str = "auto"
     max_queue_len: int | None = None
 
     def __post_init__(self) -> None:
         check_whole("max_num_seqs", self.max_num_seqs, 1)
         check_whole("max_num_batched_tokens", self.max_num_batched_tokens, 1, optional=True)
         check_one_of("scheduling_policy", self.scheduling_policy, POLICIES)
+        check_one_of("preemption_policy", self.preemption_policy, PREEMPTION_POLICIES)
+        check_one_of("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
         check_whole("max_queue_len", self.max_queue_len, 1, optional=True)
         budget = self.max_num_batched_tokens
         if budget is not None and budget < self.max_num_seqs:
@@ -150,6 +163,14 @@ class EngineConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+    def __post_init__(self) -> None:
+        if self.scheduler.preemption_mode == "swap" and not self.cache.swap_space:
+            raise ConfigError(
+                "preemption_mode 'swap' needs swap_space, which is 0; set swap_space (a few GiB, say), or the mode to "
+                "'auto' or 'recompute'",
+                field="preemption_mode",
+            )
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:

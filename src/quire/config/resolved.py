@@ -8,66 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quire.config.facts import Machine, ModelFacts, StepCost
 from quire.config.options import CacheConfig, EngineConfig, SchedulerConfig
 from quire.errors import ConfigError
 
 GIB = 1 << 30
 # Below so many parameters an operation is over before a second thread has woken up.
 SMALL_MODEL_PARAMETERS = 20_000_000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """What was found on the device once the weights are loaded.
-
-    Args:
-        device: "cpu" or "cuda".
-        available_bytes: memory that a new allocation can take, limits of control groups included.
-        num_threads: cores that this process may use.
-        total_bytes: all the memory of a GPU, whoever uses it; None on a CPU.
-    """
-
-    device: str
-    available_bytes: int
-    num_threads: int
-    total_bytes: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepCost:
-    """Memory that a step takes besides weights and KV, at its worst.
-
-    Args:
-        fixed_bytes: whatever its sequences have in the cache.
-        bytes_per_token: for each cached token of its sequences.
-    """
-
-    fixed_bytes: int = 0
-    bytes_per_token: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFacts:
-    """What the model fixes.
-
-    Args:
-        max_position: the longest context that the model was made for, in tokens.
-        bytes_per_token: KV bytes of one token, all layers.
-        vocab_size: rows of the output head.
-        num_parameters: of the whole model.
-        kernels: what computes it, in words.
-        longest_bytes: KV bytes of the smallest pool that holds a sequence of the context asked for, null blocks
-            included; None where every layer keeps every token.
-        step: what a step takes; measured on a GPU.
-    """
-
-    max_position: int
-    bytes_per_token: int
-    vocab_size: int
-    num_parameters: int
-    kernels: str = "torch"
-    longest_bytes: int | None = None
-    step: StepCost = StepCost()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,9 +39,12 @@ class ResolvedConfig:
     enable_prefix_caching: bool
     eviction_policy: str
     watermark_blocks: int
+    swap_space: int
     max_num_seqs: int
     max_num_batched_tokens: int
     scheduling_policy: str
+    preemption_policy: str
+    preemption_mode: str
     max_queue_len: int | None
     vocab_size: int
     seed: int
@@ -116,6 +66,10 @@ class ResolvedConfig:
     def lines(self) -> tuple[str, ...]:
         """Return the lines that people look for at start."""
         kv_bytes = self.num_blocks * self.bytes_per_block
+        swap = (
+            f"Swap space: {self.swap_space / GIB:.2f} GiB of host memory "
+            f"({self.swap_space // self.bytes_per_block:,} blocks); preemption mode {self.preemption_mode}",
+        )
         return (
             f"Available KV cache memory: {kv_bytes / GIB:.2f} GiB "
             f"({self.num_blocks:,} blocks of {self.block_size} tokens, {self.bytes_per_block:,} bytes each)",
@@ -125,6 +79,7 @@ class ResolvedConfig:
             f"{self.max_num_batched_tokens} tokens a step; prefix caching "
             f"{'on' if self.enable_prefix_caching else 'off'}; device {self.device}, {self.num_threads} threads, "
             f"kernels: {self.kernels}",
+            *(swap if self.swap_space else ()),
         )
 
 
@@ -132,10 +87,12 @@ def resolve(config: EngineConfig, machine: Machine, facts: ModelFacts) -> Resolv
     """Complete a configuration with what was found; pure.
 
     Raises:
-        ConfigError: `max_model_len` past the model's limit, or a KV budget that cannot hold one sequence of
-            `max_model_len` tokens; the message says which number to change, and to what.
+        ConfigError: `max_model_len` past the model's limit, more swap space than the host has memory, or a KV budget
+            that cannot hold one sequence of `max_model_len` tokens; the message says which number to change, and to
+            what.
     """
     cache, scheduler = config.cache, config.scheduler
+    machine = machine.set_aside(cache.swap_space)
     max_model_len = context_length(config.model.max_model_len, facts.max_position)
     bytes_per_block = facts.bytes_per_token * cache.block_size
     num_blocks, origin = pool_blocks(cache, machine, bytes_per_block, max_model_len, scheduler.max_num_seqs, facts.step)
@@ -156,9 +113,12 @@ def resolve(config: EngineConfig, machine: Machine, facts: ModelFacts) -> Resolv
         enable_prefix_caching=cache.enable_prefix_caching,
         eviction_policy=cache.eviction_policy,
         watermark_blocks=int(num_blocks * cache.watermark),
+        swap_space=cache.swap_space,
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=step_tokens(scheduler, machine.device),
         scheduling_policy=scheduler.scheduling_policy,
+        preemption_policy=scheduler.preemption_policy,
+        preemption_mode=scheduler.preemption_mode,
         max_queue_len=scheduler.max_queue_len,
         vocab_size=facts.vocab_size,
         seed=config.model.seed,
@@ -200,7 +160,7 @@ def pool_blocks(
     bytes_per_block: int,
     max_model_len: int,
     max_num_seqs: int,
-    step: StepCost = StepCost(),
+    step: StepCost | None = None,
 ) -> tuple[int, str]:
     """Return the pool's size in blocks, at most 0 where there is room for none, and the words for where it comes from.
 
@@ -209,7 +169,7 @@ def pool_blocks(
         machine: what there is.
         bytes_per_block: KV bytes of one block of every cache group.
         max_model_len, max_num_seqs: what can ever be used.
-        step: what a step takes of a GPU.
+        step: what a step takes of a GPU; None is nothing.
 
     Raises:
         ConfigError: more bytes are asked for than there are.
@@ -221,7 +181,7 @@ def pool_blocks(
         if budget > machine.available_bytes:
             raise ConfigError(
                 f"kv_cache_memory_bytes ({budget:,}) is more than the {machine.available_bytes:,} bytes available "
-                "once the weights are loaded; ask for less",
+                f"once the weights are loaded{_beside(cache)}; ask for less",
                 field="kv_cache_memory_bytes",
             )
         # The null block costs one block of the budget.
@@ -229,6 +189,7 @@ def pool_blocks(
     # More than every sequence at full length can never be used.
     most = -(-max_model_len // cache.block_size) * max_num_seqs
     if machine.total_bytes is not None:
+        step = step or StepCost()
         taken_bytes = machine.total_bytes - machine.available_bytes + step.fixed_bytes
         budget = int(machine.total_bytes * cache.gpu_memory_utilization) - taken_bytes
         words = (
@@ -239,6 +200,10 @@ def pool_blocks(
     budget = int(machine.available_bytes * cache.kv_cache_memory_fraction)
     words = f"{cache.kv_cache_memory_fraction:g} of the {machine.available_bytes:,} available bytes"
     return min(budget // bytes_per_block - 1, most), words
+
+
+def _beside(cache: CacheConfig) -> str:
+    return f" and {cache.swap_space:,} are set aside for swap_space" if cache.swap_space else ""
 
 
 def _too_few_blocks(

@@ -10,6 +10,7 @@ from typing import NamedTuple, TextIO
 from quire.config import ResolvedConfig
 from quire.decoding.edits import Append, Finish
 from quire.distributed.executor import Executor
+from quire.engine.calibration import Calibration
 from quire.engine.outputs import RequestMetrics, RequestOutput
 from quire.engine.pinning import PrefixPins
 from quire.engine.prompts import Prompt, to_tokens
@@ -38,7 +39,8 @@ class EngineStats(NamedTuple):
         prefix_hits: of those, tokens found.
         resumed_queries: tokens looked up when preempted sequences came back.
         resumed_hits: of those, tokens found.
-        wasted_tokens: computed tokens that preempted sequences lost.
+        num_swaps: of the preemptions, those that swapped a sequence out.
+        wasted_tokens: computed tokens that the others lost.
         prompt_tokens: prompt tokens of the requests that were let in.
         generation_tokens: tokens generated.
         computed_tokens: tokens that went through the model.
@@ -46,6 +48,7 @@ class EngineStats(NamedTuple):
 
     num_steps: int
     num_preemptions: int
+    num_swaps: int
     prefix_queries: int
     prefix_hits: int
     resumed_queries: int
@@ -57,6 +60,19 @@ class EngineStats(NamedTuple):
     num_copies: int
     num_evictions: int
     num_merges: int
+
+
+class Totals(NamedTuple):
+    """What is counted since the start and told for each step; see `StepStats`."""
+
+    prefix_queries: int
+    prefix_hits: int
+    num_preemptions: int
+    num_swaps: int
+    wasted_tokens: int
+    swap_out_blocks: int
+    swap_in_blocks: int
+    prompt_tokens: int
 
 
 class Engine:
@@ -111,8 +127,9 @@ class Engine:
         self._prompt_tokens = 0
         self._generation_tokens = 0
         self._computed_tokens = 0
-        # Totals of the last step's end: prefix queries and hits, preemptions, prompt tokens.
-        self._counted = (0, 0, 0, 0)
+        self._counted = Totals(*(0 for _ in Totals._fields))
+        copy_bytes_per_s = executor.measure_copies()
+        self._calibration = None if copy_bytes_per_s is None else Calibration(copy_bytes_per_s)
 
     # ---- requests ----
 
@@ -211,11 +228,16 @@ class Engine:
         if not plan.items:
             return []
         self._note_scheduled(plan)
+        started_s = self._clock()
         try:
             result = self.executor.execute(plan)
         except WorkerError as error:
             return self._fail_step(plan, error)
         self._num_failures = 0
+        step_tokens = sum(len(item.token_ids) for item in plan.items)
+        if self._calibration is not None:
+            self._calibration.note_step(step_tokens, len(plan.items), self._clock() - started_s)
+            self.scheduler.preemption.costs = self._calibration.costs
         failed: list[RequestOutput] = []
         num_generated = 0
         for item, outcome in zip(plan.items, result.items, strict=True):
@@ -224,7 +246,6 @@ class Engine:
             else:
                 num_generated += self._take_result(item, outcome)
         outputs = self._drain()
-        step_tokens = sum(len(item.token_ids) for item in plan.items)
         self.last_step = self.measure(num_generated=num_generated, step_tokens=step_tokens)
         return failed + outputs
 
@@ -243,6 +264,7 @@ class Engine:
         return EngineStats(
             num_steps=self.num_steps,
             num_preemptions=stats.num_preemptions,
+            num_swaps=stats.num_swaps,
             prefix_queries=stats.prefix_queries,
             prefix_hits=stats.prefix_hits,
             resumed_queries=stats.resumed_queries,
@@ -263,9 +285,18 @@ class Engine:
             num_generated: tokens that the step sampled.
             step_tokens: tokens that the step computed.
         """
-        totals = self.scheduler.stats
-        now = (totals.prefix_queries, totals.prefix_hits, totals.num_preemptions, self._prompt_tokens)
-        queries, hits, preemptions, prompts = (new - old for new, old in zip(now, self._counted, strict=True))
+        stats, usage = self.scheduler.stats, self.usage()
+        now = Totals(
+            prefix_queries=stats.prefix_queries,
+            prefix_hits=stats.prefix_hits,
+            num_preemptions=stats.num_preemptions,
+            num_swaps=stats.num_swaps,
+            wasted_tokens=stats.wasted_tokens,
+            swap_out_blocks=usage.host.num_swap_outs if usage.host else 0,
+            swap_in_blocks=usage.host.num_swap_ins if usage.host else 0,
+            prompt_tokens=self._prompt_tokens,
+        )
+        added = Totals(*(new - old for new, old in zip(now, self._counted, strict=True)))
         self._counted = now
         self._generation_tokens += num_generated
         self._computed_tokens += step_tokens
@@ -273,14 +304,12 @@ class Engine:
             now_s=self._clock(),
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
-            num_swapped=0,
-            kv_usage=self.usage().used_fraction,
-            prefix_queries=queries,
-            prefix_hits=hits,
-            num_preemptions=preemptions,
-            prompt_tokens=prompts,
+            num_swapped=len(self.scheduler.swapped),
+            kv_usage=usage.used_fraction,
+            host_usage=usage.host.used_bytes / usage.host.num_bytes if usage.host else 0.0,
             generation_tokens=num_generated,
             step_tokens=step_tokens,
+            **added._asdict(),
         )
 
     def close(self) -> None:

@@ -104,6 +104,7 @@ def load(config: EngineConfig) -> LoadedModel:
         block_size=resolved.block_size,
         device=device,
         dtype=dtype,
+        host_bytes=resolved.swap_space,
     )
     engine = Engine(
         resolved,
@@ -175,7 +176,17 @@ def _open_log(path: str | None) -> TextIO | None:
 def _memory(
     resolved: ResolvedConfig, groups: Sequence[KVCacheSpec], log: TextIO | None
 ) -> KVCacheManager | RecordedMemory:
-    """Return the manager of as many bytes as `num_blocks` blocks of every group have, the null blocks besides."""
+    """Return the manager of as many bytes as `num_blocks` blocks of every group have, the null blocks besides.
+
+    Raises:
+        ConfigError: the swap space holds no block.
+    """
+    least = arena_bytes(groups, 1)
+    if 0 < resolved.swap_space < least:
+        raise ConfigError(
+            f"swap_space ({resolved.swap_space:,}) must be 0, or at least {least:,}: a block of every cache group",
+            field="swap_space",
+        )
     num_bytes = arena_bytes(groups, resolved.num_blocks)
     num_slabs = ArenaSizing.of(groups, (), num_bytes).layout.num_slabs
     settings = MemorySettings(
@@ -186,6 +197,7 @@ def _memory(
         eviction=resolved.eviction_policy,
         pin_limit=int(num_slabs * resolved.pin_limit),
         retention_limit=int(num_slabs * resolved.retention_limit),
+        host_bytes=resolved.swap_space,
     )
     manager = settings.build(os.urandom(32))
     return manager if log is None else RecordedMemory(manager, settings, log)
@@ -198,6 +210,8 @@ def _scheduler(resolved: ResolvedConfig, memory: KVCacheManager | RecordedMemory
         max_num_seqs=resolved.max_num_seqs,
         max_num_batched_tokens=resolved.max_num_batched_tokens,
         policy=resolved.scheduling_policy,
+        preemption_policy=resolved.preemption_policy,
+        preemption_mode=resolved.preemption_mode,
     )
 
 

@@ -22,8 +22,7 @@ class Metrics:
     """Counts what the engine does, for one model.
 
     Each object has a registry of its own, so that two engines of a process never mix. Labels hold the model's name,
-    a finish reason and the engine's configuration; nothing that a client wrote. `num_requests_swapped` is not among
-    the gauges: no sequence is ever swapped yet, and a gauge that cannot move says nothing.
+    a finish reason, a preemption's mode and the engine's configuration; nothing that a client wrote.
 
     Args:
         model_name: value of the label `model_name`, as the server shows it.
@@ -58,6 +57,7 @@ class Metrics:
             "bytes_per_block": str(config.bytes_per_block),
             "max_model_len": str(config.max_model_len),
             "enable_prefix_caching": str(config.enable_prefix_caching),
+            "swap_space_bytes": str(config.swap_space),
         }
         name = f"{self._prefix}:cache_config_info"
         Gauge(name, "The KV cache, in labels.", list(shown), registry=self.registry).labels(**shown).set(1)
@@ -70,10 +70,17 @@ class Metrics:
         """Take in the numbers of one step."""
         self._running.set(stats.num_running)
         self._waiting.set(stats.num_waiting)
+        self._swapped.set(stats.num_swapped)
         self._kv_usage.set(stats.kv_usage)
+        self._host_usage.set(stats.host_usage)
         self._prefix_queries.inc(stats.prefix_queries)
         self._prefix_hits.inc(stats.prefix_hits)
         self._preemptions.inc(stats.num_preemptions)
+        self._preemptions_by_mode["swap"].inc(stats.num_swaps)
+        self._preemptions_by_mode["recompute"].inc(stats.num_preemptions - stats.num_swaps)
+        self._wasted_tokens.inc(stats.wasted_tokens)
+        self._swap_out_blocks.inc(stats.swap_out_blocks)
+        self._swap_in_blocks.inc(stats.swap_in_blocks)
         self._prompt_tokens.inc(stats.prompt_tokens)
         self._generation_tokens.inc(stats.generation_tokens)
         if stats.step_tokens:
@@ -130,9 +137,23 @@ class Metrics:
         self._running = self._gauge("num_requests_running", "Sequences that run.")
         self._waiting = self._gauge("num_requests_waiting", "Requests that wait.")
         self._kv_usage = self._gauge("kv_cache_usage_perc", "Share of the KV blocks in use; 1 is all of them.")
+        self._swapped = self._gauge("num_requests_swapped", "Sequences whose blocks are on the host.")
+        self._host_usage = self._gauge("cpu_cache_usage_perc", "Share of the swap space in use; 1 is all of it.")
         self._prefix_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self._prefix_hits = self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
         self._preemptions = self._counter("num_preemptions", "Times that a running sequence lost its memory.")
+        by_mode = Counter(
+            f"{self._prefix}:preemptions_by_mode",
+            "Times that a running sequence lost its memory, by how it is given back.",
+            ["model_name", "mode"],
+            registry=self.registry,
+        )
+        self._preemptions_by_mode = {
+            mode: by_mode.labels(model_name=self._model_name, mode=mode) for mode in ("recompute", "swap")
+        }
+        self._wasted_tokens = self._counter("preemption_wasted_tokens", "Computed tokens that recomputing lost.")
+        self._swap_out_blocks = self._counter("swap_out_blocks", "Blocks copied to the host for preempted sequences.")
+        self._swap_in_blocks = self._counter("swap_in_blocks", "Blocks copied back when they came in again.")
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of the requests that ran.")
         self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self._success = Counter(

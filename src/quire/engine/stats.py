@@ -14,9 +14,13 @@ class StepStats(NamedTuple):
         num_waiting: level; requests that wait, preempted ones included.
         num_swapped: level; sequences whose blocks are on another tier.
         kv_usage: level; share of the KV blocks in use, from 0 to 1.
+        host_usage: level; share of the swap space in use, from 0 to 1.
         prefix_queries: count; prompt tokens looked up in the prefix index.
         prefix_hits: count; those of them found there.
         num_preemptions: count; sequences whose memory was taken.
+        num_swaps: count; those of them that were swapped out.
+        wasted_tokens: count; computed tokens that the others lost.
+        swap_out_blocks, swap_in_blocks: count; blocks copied to the host, and back.
         prompt_tokens: count; prompt tokens of the requests that ran for the first time.
         generation_tokens: count; tokens sampled.
         step_tokens: count; tokens computed, prefill and decode together.
@@ -27,9 +31,14 @@ class StepStats(NamedTuple):
     num_waiting: int
     num_swapped: int
     kv_usage: float
+    host_usage: float
     prefix_queries: int
     prefix_hits: int
     num_preemptions: int
+    num_swaps: int
+    wasted_tokens: int
+    swap_out_blocks: int
+    swap_in_blocks: int
     prompt_tokens: int
     generation_tokens: int
     step_tokens: int

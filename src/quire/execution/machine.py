@@ -42,16 +42,18 @@ def probe(device: str, root: Path = ROOT) -> Machine:
     """
     groups = ControlGroups(root)
     total_bytes = None
+    host_bytes = max(0, min([_available_bytes(root), *groups.memory_headrooms()]))
     if device == "cuda":
         free_bytes, total_bytes = torch.cuda.mem_get_info()
         # What PyTorch holds but no tensor uses is free for the next tensor.
         available_bytes = free_bytes + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     else:
-        available_bytes = min([_available_bytes(root), *groups.memory_headrooms()])
+        available_bytes = host_bytes
     return Machine(
         device=device,
         available_bytes=max(0, available_bytes),
         num_threads=max(1, min([_num_cores(), *groups.cpu_quotas()])),
+        host_bytes=host_bytes if device == "cuda" else None,
         total_bytes=total_bytes,
     )
 

@@ -27,6 +27,7 @@ from quire.memory.ops import NO_OPS, MemoryOps, TableDelta, Tier
 from quire.memory.pins import Pins
 from quire.memory.pool import NULL_BLOCK
 from quire.memory.progress import bury, next_event, publish_blocks
+from quire.memory.release import Release, measure_release
 from quire.memory.sequence_memory import SequenceMemory
 from quire.memory.specs import IMMORTAL, KVCacheSpec
 from quire.memory.states import Snapshots
@@ -217,6 +218,10 @@ class KVCacheManager:
             return num_tokens
         return min(num_tokens, self._snapshots.next_after(state.num_slots, state.stops) - state.num_slots)
 
+    def would_release(self, seq_ids: Sequence[int]) -> Release:
+        """Say what live sequences hold for themselves, and what would be lost if they were released."""
+        return measure_release(self.groups, [self.sequences[seq_id] for seq_id in seq_ids])
+
     def block_table(self, seq_id: int, group_idx: int = 0) -> tuple[int, ...]:
         """Return a live sequence's block ids in one cache group."""
         return tuple(self.sequences[seq_id].tables[group_idx])
@@ -229,8 +234,7 @@ class KVCacheManager:
 
     def _spare(self, reserved: Sequence[int]) -> list[int]:
         """Return the blocks of each group that must stay free for those who hold blocks of the device."""
-        num_swapped = self.host.num_sequences if self.host else 0
-        if len(self.sequences) == num_swapped:
+        if len(self.sequences) == (self.host.num_sequences if self.host else 0):
             return [0] * len(self.groups)
         return [self.watermark + count for count in reserved or [0] * len(self.groups)]
 

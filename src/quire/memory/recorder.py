@@ -82,6 +82,7 @@ class RecordedMemory:
         self.can_ever_hold = manager.can_ever_hold
         self.rollback_limit = manager.rollback_limit
         self.step_limit = manager.step_limit
+        self.would_release = manager.would_release
         self.block_table = manager.block_table
         self.can_swap_out = manager.can_swap_out
         self.can_swap_in = manager.can_swap_in

@@ -1,7 +1,9 @@
 """Scheduling: one frozen plan for each step."""
 
 from quire.scheduling.plan import ItemResult, Opening, PlanItem, StepPlan, StepResult, TokenLogprobs
-from quire.scheduling.scheduler import Scheduler, SchedulerStats
+from quire.scheduling.preemption import SwapCosts
+from quire.scheduling.scheduler import Scheduler
+from quire.scheduling.stats import SchedulerStats
 
 __all__ = [
     "ItemResult",
@@ -11,5 +13,6 @@ __all__ = [
     "SchedulerStats",
     "StepPlan",
     "StepResult",
+    "SwapCosts",
     "TokenLogprobs",
 ]

@@ -10,7 +10,8 @@ from quire.sequences.sequence import Sequence
 
 # The first two parts of a sequence's place in every queue; its sample index is the third.
 OrderPolicy = Callable[[Request], tuple[int, int]]
-PreemptionPolicy = Callable[[Candidates[Sequence]], Sequence]
+# Candidates in order, and what taking the memory of one would waste.
+PreemptionPolicy = Callable[[Candidates[Sequence], Callable[[Sequence], float]], Sequence]
 
 
 def first_come_first_served(request: Request) -> tuple[int, int]:
@@ -23,10 +24,15 @@ def by_priority(request: Request) -> tuple[int, int]:
     return request.priority, request.arrival
 
 
-def last_in_order(candidates: Candidates[Sequence]) -> Sequence:
+def last_in_order(candidates: Candidates[Sequence], waste: Callable[[Sequence], float]) -> Sequence:  # noqa: ARG001
     """Take the memory of the sequence that comes last: it has waited least and computed least."""
     return candidates[-1]
 
 
+def least_waste(candidates: Candidates[Sequence], waste: Callable[[Sequence], float]) -> Sequence:
+    """Take the memory whose loss costs least for what it frees; of equals, the last in order."""
+    return min(reversed(candidates), key=waste)
+
+
 ORDER_POLICIES: dict[str, OrderPolicy] = {"fcfs": first_come_first_served, "priority": by_priority}
-PREEMPTION_POLICIES: dict[str, PreemptionPolicy] = {"last": last_in_order}
+PREEMPTION_POLICIES: dict[str, PreemptionPolicy] = {"last": last_in_order, "least_waste": least_waste}

@@ -11,10 +11,8 @@ Invariants: S1 to S6.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Sequence as Tokens
-from dataclasses import dataclass
-from operator import attrgetter
 
 from quire.decoding.edits import Append, Finish, Fork
 from quire.decoding.strategies import Strategy
@@ -22,37 +20,17 @@ from quire.errors import InvalidParameter, InvariantViolation, PromptTooLong
 from quire.memory.manager import KVCacheManager
 from quire.memory.ops import NO_OPS
 from quire.memory.recorder import RecordedMemory
-from quire.memory.status import HitEnd, PrefixHit, Verdict
+from quire.scheduling.admission import Admission
 from quire.scheduling.plan import Opening, PlanItem, StepPlan
-from quire.scheduling.policies import ORDER_POLICIES, PREEMPTION_POLICIES
+from quire.scheduling.policies import ORDER_POLICIES
+from quire.scheduling.preemption import Preemption
+from quire.scheduling.queues import Queues
+from quire.scheduling.stats import SchedulerStats
 from quire.sequences.request import Request
 from quire.sequences.sequence import FinishReason, Sequence, SequenceStatus
 
-_KEY = attrgetter("key")
 # Looking a member up in its enumeration takes as long as a call.
 _RUNNING = SequenceStatus.RUNNING
-
-
-@dataclass(slots=True)
-class SchedulerStats:
-    """Counters since the start.
-
-    Args:
-        prefix_queries: prompt tokens looked up in the prefix index at first admission.
-        prefix_hits: of those, tokens that were found.
-        resumed_queries: tokens looked up when a preempted sequence came back; kept apart, because finding one's
-            own blocks again says nothing about sharing.
-        resumed_hits: of those, tokens that were found.
-        num_preemptions: times that a sequence lost its memory.
-        wasted_tokens: computed tokens that those sequences lost.
-    """
-
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    resumed_queries: int = 0
-    resumed_hits: int = 0
-    num_preemptions: int = 0
-    wasted_tokens: int = 0
 
 
 class Scheduler:
@@ -64,7 +42,12 @@ class Scheduler:
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: tokens of a step; at least `max_num_seqs`.
         policy: a name in `ORDER_POLICIES`.
-        preemption: a name in `PREEMPTION_POLICIES`.
+        preemption_policy: a name in `PREEMPTION_POLICIES`: whose memory is taken.
+        preemption_mode: "recompute", "swap" or "auto": how it is given back; see `Preemption`.
+
+    Attributes:
+        waiting, running, swapped: see `Queues`.
+        preemption: has the costs that the engine measures.
     """
 
     def __init__(
@@ -75,7 +58,8 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         policy: str = "fcfs",
-        preemption: str = "last",
+        preemption_policy: str = "last",
+        preemption_mode: str = "auto",
     ) -> None:
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(f"{max_num_batched_tokens} tokens a step cannot serve {max_num_seqs} sequences")
@@ -85,12 +69,20 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.requests: dict[str, Request] = {}
         self.sequences: dict[int, Sequence] = {}
-        self.waiting: list[Sequence] = []
-        self.running: list[Sequence] = []
         self.stats = SchedulerStats()
+        self._queues = Queues()
+        # The queues themselves, not copies.
+        self.waiting, self.running, self.swapped = self._queues.waiting, self._queues.running, self._queues.swapped
+        self.preemption = Preemption(memory, self._queues, self.stats, policy=preemption_policy, mode=preemption_mode)
+        self._admission = Admission(
+            memory,
+            self._queues,
+            self.stats,
+            self.preemption,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )
         self._order = ORDER_POLICIES[policy]
-        self._choose_victim = PREEMPTION_POLICIES[preemption]
-        self._closed: list[int] = []
         self._next_seq_id = 0
 
     # ---- requests come and go ----
@@ -116,8 +108,7 @@ class Scheduler:
             limit = max(0, room - (request.max_total_tokens - request.num_prompt))
             raise PromptTooLong(request.num_prompt, limit, "the KV cache (with room for the output asked for)")
         tokens = list(request.prompt_token_ids)
-        sequence = self._open(request, 0, tokens)
-        insort(self.waiting, sequence, key=_KEY)
+        self._queues.enter(self._open(request, 0, tokens))
         self.requests[request.request_id] = request
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> list[Sequence]:
@@ -141,41 +132,31 @@ class Scheduler:
 
     @property
     def has_unfinished(self) -> bool:
-        """True while any sequence waits or runs."""
-        return bool(self.waiting or self.running)
+        """True while any sequence waits, runs or is swapped out."""
+        return bool(self._queues)
 
     # ---- a step ----
 
     def plan(self, tick: int) -> StepPlan:
         """Decide the next step. Every running sequence that can grow is in it, in policy order."""
-        running, append_slots = self.running, self.memory.append_slots
-        pending_counts = [len(sequence.tokens) - sequence.num_computed for sequence in running]
-        spare = self.max_num_batched_tokens - pending_counts.count(1)
         preemptions_before = self.stats.num_preemptions
         granted: list[tuple[Sequence, int]] = []
-        # Whoever is preempted on the way stands behind the position.
-        for position, sequence in enumerate(running):
-            pending = len(sequence.tokens) - sequence.num_computed
-            count = pending if pending == 1 else min(pending, spare)
-            if count > 1:
-                count = self.memory.step_limit(sequence.seq_id, count)
-            if count > 0 and not append_slots(sequence.seq_id, count):
-                count = self._grow(sequence, count, position)
-            if count > 0:
-                if pending > 1:
-                    spare -= count
-                granted.append((sequence, count))
-        if self.waiting and spare > 0 and self.stats.num_preemptions == preemptions_before:
-            self._admit(granted, spare)
+        spare = self._serve(granted)
+        if spare > 0 and self.stats.num_preemptions == preemptions_before and (self.waiting or self.swapped):
+            self._admission.let_in(granted, spare)
         if not granted:
             if self.running:
-                raise InvariantViolation("S3", "no running sequence can grow")
-            # Nothing will be executed: closings and copies wait for a plan that is.
-            return StepPlan(tick, (), NO_OPS, ())
+                # A family is back from the host as it was, without a free block: its first takes from the others.
+                self._serve(granted)
+            if not granted:
+                if self.running:
+                    raise InvariantViolation("S3", "no running sequence can grow")
+                # Nothing will be executed: closings and copies wait for a plan that is.
+                return StepPlan(tick, (), NO_OPS, ())
         # Only now do all tables stand: what is granted later may move blocks of who was served before.
         items = tuple([self._item(sequence, count) for sequence, count in granted])
-        closed = tuple(self._closed)
-        self._closed = []
+        closed = tuple(self._queues.closed)
+        self._queues.closed.clear()
         return StepPlan(tick, items, self.memory.take_ops(), closed)
 
     def advance(self, item: PlanItem, token_ids: Tokens[int]) -> list[tuple[Sequence, Append | Finish]]:
@@ -219,6 +200,32 @@ class Scheduler:
 
     # ---- parts of a plan ----
 
+    def _serve(self, granted: list[tuple[Sequence, int]]) -> int:
+        """Grant slots to the running sequences, in order.
+
+        Args:
+            granted: who is served is added, with the tokens.
+
+        Returns:
+            The tokens of the budget that are left.
+        """
+        running, append_slots = self.running, self.memory.append_slots
+        pending_counts = [len(sequence.tokens) - sequence.num_computed for sequence in running]
+        spare = self.max_num_batched_tokens - pending_counts.count(1)
+        # Whoever is preempted on the way stands behind the position.
+        for position, sequence in enumerate(running):
+            pending = len(sequence.tokens) - sequence.num_computed
+            count = pending if pending == 1 else min(pending, spare)
+            if count > 1:
+                count = self.memory.step_limit(sequence.seq_id, count)
+            if count > 0 and not append_slots(sequence.seq_id, count):
+                count = self._grow(sequence, count, position)
+            if count > 0:
+                if pending > 1:
+                    spare -= count
+                granted.append((sequence, count))
+        return spare
+
     def _grow(self, sequence: Sequence, count: int, position: int) -> int:
         """Get slots for `count` tokens that were just refused, by taking memory from the unplanned tail.
 
@@ -230,87 +237,13 @@ class Scheduler:
         while True:
             unplanned = self.running[position + 1 :]
             if unplanned:
-                self._preempt(self._choose_victim(unplanned))
+                self.preemption.take_from(unplanned)
             elif position == 0 and count > 1:
                 count //= 2
             else:
                 return 0
             if self.memory.append_slots(sequence.seq_id, count):
                 return count
-
-    def _preempt(self, victim: Sequence) -> None:
-        """Take a running sequence's memory; it waits in its old place and computes its tokens again."""
-        self.stats.num_preemptions += 1
-        self.stats.wasted_tokens += victim.num_computed
-        victim.request.num_preemptions += 1
-        self.running.remove(victim)
-        self._release(victim)
-        victim.num_computed = 0
-        victim.move_to(SequenceStatus.WAITING)
-        insort(self.waiting, victim, key=_KEY)
-
-    def _admit(self, granted: list[tuple[Sequence, int]], spare: int) -> None:
-        """Let waiting sequences in, in order, until tokens, seats or memory say stop."""
-        memory = self.memory
-        seats = self.max_num_seqs - sum(map(_seats, self.running))
-        # Sequences already in will ask for the rest of their prompts.
-        reserved = [0] * len(memory.groups)
-        for sequence in self.running:
-            if sequence.num_pending > 1:
-                self._reserve(reserved, sequence)
-        num_admitted = 0
-        for sequence in self.waiting:
-            seats -= _seats(sequence)
-            if seats < 0 or spare <= 0:
-                break
-            num_tokens = len(sequence.tokens)
-            hit = memory.match_prefix(sequence.chain, sequence.request.hit_limit)
-            step = self.max_num_batched_tokens
-            status = memory.can_allocate(num_tokens, hit, step, reserved)
-            if status.verdict is Verdict.LATER and not self.running:
-                # Alone, it need not wait for more room than its shortest steps take.
-                step = 1
-                status = memory.can_allocate(num_tokens, hit, step)
-            if status.verdict is Verdict.LATER:
-                break
-            if status.verdict is Verdict.NEVER:
-                raise InvariantViolation("S3", f"sequence {sequence.seq_id} can never fit: {status}")
-            memory.allocate(sequence.seq_id, sequence.chain, hit)
-            count = memory.step_limit(sequence.seq_id, min(num_tokens - hit.num_tokens, spare))
-            while not memory.append_slots(sequence.seq_id, count):
-                if count <= step:
-                    raise InvariantViolation("S2", f"sequence {sequence.seq_id} was promised memory: {status}")
-                count //= 2
-            spare -= count
-            self._reserve(reserved, sequence)
-            self._count_hit(sequence, hit)
-            sequence.num_computed = hit.num_tokens
-            sequence.move_to(SequenceStatus.RUNNING)
-            insort(self.running, sequence, key=_KEY)
-            granted.append((sequence, count))
-            num_admitted += 1
-        del self.waiting[:num_admitted]
-
-    def _reserve(self, reserved: list[int], sequence: Sequence) -> None:
-        """Add the blocks of each group that a sequence will still ask for to hold all the tokens it has."""
-        missing = self.memory.blocks_missing(sequence.seq_id, len(sequence.tokens), self.max_num_batched_tokens)
-        for idx, count in enumerate(missing):
-            reserved[idx] += count
-
-    def _count_hit(self, sequence: Sequence, hit: PrefixHit) -> None:
-        """Count an admission's prefix hit: first-time and resumed apart, and only what was looked up."""
-        request, stats = sequence.request, self.stats
-        num_queried = len(sequence.tokens)
-        if hit.end in (HitEnd.DISABLED, HitEnd.LIMIT):
-            num_queried = hit.num_tokens
-        if request.num_cached_tokens is None:
-            request.num_cached_tokens = hit.num_tokens
-            request.hit_end = hit.end
-            stats.prefix_queries += num_queried
-            stats.prefix_hits += hit.num_tokens
-        else:
-            stats.resumed_queries += num_queried
-            stats.resumed_hits += hit.num_tokens
 
     def _item(self, sequence: Sequence, count: int) -> PlanItem:
         """Return a sequence's share of the step: its next `count` tokens."""
@@ -341,7 +274,7 @@ class Scheduler:
         child = self._open(parent.request, sample_idx, parent.tokens.copy(), parent)
         child.num_computed = parent.num_computed
         child.move_to(SequenceStatus.RUNNING)
-        insort(self.running, child, key=_KEY)
+        self._queues.enter(child)
 
     def _open(self, request: Request, sample_idx: int, tokens: list[int], parent: Sequence | None = None) -> Sequence:
         """Make a sequence, forked from a parent where there is one."""
@@ -358,25 +291,10 @@ class Scheduler:
 
     def _end(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None) -> None:
         """Finish a sequence; it holds nothing afterwards (S4)."""
-        if sequence.status is SequenceStatus.RUNNING:
-            self.running.remove(sequence)
-            self._release(sequence)
-        else:
-            self.waiting.remove(sequence)
-        sequence.move_to(SequenceStatus.FINISHED)
+        if sequence.status is not SequenceStatus.WAITING:
+            self.memory.free(sequence.seq_id, retain=sequence.request.retain_cache)
+            self._queues.close(sequence)
+        self._queues.move(sequence, SequenceStatus.FINISHED)
         sequence.finish_reason = reason
         sequence.stop_reason = stop_reason
         del self.sequences[sequence.seq_id]
-
-    def _release(self, sequence: Sequence) -> None:
-        """Free a running sequence's blocks, and have the data plane forget it."""
-        self.memory.free(sequence.seq_id, retain=sequence.request.retain_cache)
-        if sequence.is_open:
-            sequence.is_open = False
-            self._closed.append(sequence.seq_id)
-
-
-def _seats(sequence: Sequence) -> int:
-    """Return the places among `max_num_seqs` that a sequence takes, samples still to fork included."""
-    request = sequence.request
-    return 1 if request.is_forked else request.params.n

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from importlib.resources import files
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.memory.usage import HostUsage, Usage
 from quire.server.generation import json_response
 from quire.server.state import ServerState
 
@@ -67,7 +69,7 @@ async def status(state: ServerState, request: Request) -> Response:  # noqa: ARG
             "bytes_per_block": resolved.bytes_per_block,
             "has_chat": state.llm.tokenizer is not None and state.llm.tokenizer.chat_template is not None,
             "engine": engine._asdict(),
-            "memory": usage._asdict() | {"groups": [group._asdict() for group in usage.groups]},
+            "memory": usage._asdict() | {"groups": _groups(usage), "host": _host(usage)},
             "requests": [
                 {
                     "id": flight.answer_id,
@@ -90,7 +92,7 @@ async def kv(state: ServerState, request: Request) -> Response:  # noqa: ARG001 
             "num_bytes": usage.num_bytes,
             "used_bytes": usage.used_bytes,
             "lost_bytes": usage.lost_bytes,
-            "groups": [group._asdict() for group in usage.groups],
+            "groups": _groups(usage),
             "num_sequences": usage.num_sequences,
             "num_tokens": usage.num_tokens,
             "first_time": {"queried_tokens": stats.prefix_queries, "hit_tokens": stats.prefix_hits},
@@ -99,13 +101,24 @@ async def kv(state: ServerState, request: Request) -> Response:  # noqa: ARG001 
             "copies": usage.num_copies,
             "merges": usage.num_merges,
             "preemptions": stats.num_preemptions,
+            "swaps": stats.num_swaps,
             "wasted_tokens": stats.wasted_tokens,
             "pins": report.pins._asdict(),
             "retained_bytes": report.retained_bytes,
             "retention_limit_bytes": report.retention_limit_bytes,
             "residency": report.residency and {name: times._asdict() for name, times in report.residency.items()},
+            "host": _host(usage),
         }
     )
+
+
+def _groups(usage: Usage | HostUsage) -> list[dict[str, int]]:
+    return [group._asdict() for group in usage.groups]
+
+
+def _host(usage: Usage) -> dict[str, Any] | None:
+    """Return the counts of the host tier, None without one."""
+    return None if usage.host is None else usage.host._asdict() | {"groups": _groups(usage.host)}
 
 
 async def reset_prefix_cache(state: ServerState, request: Request) -> Response:  # noqa: ARG001 - a route's signature

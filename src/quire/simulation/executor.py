@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from quire.errors import InvariantViolation
-from quire.memory.ops import BlockCopy
+from quire.memory.ops import BlockCopy, Tier
 from quire.memory.pool import NULL_BLOCK
 from quire.memory.specs import FullAttention, KVCacheSpec
 from quire.scheduling.plan import ItemResult, Opening, PlanItem, StepPlan, StepResult
@@ -46,10 +46,11 @@ class SimulatedExecutor:
         self.vocab_size = vocab_size
         self.specs = tuple(specs) or (FullAttention(block_size=block_size),)
         self.num_computed_tokens = 0
-        # By group and slot.
-        self._slots: dict[tuple[int, int], tuple[int, int]] = {}
-        # By group and block.
-        self._states: dict[tuple[int, int], tuple[int, ...]] = {}
+        # By group and slot, for each tier.
+        self._tiers: dict[Tier, dict[tuple[int, int], tuple[int, int]]] = {tier: {} for tier in Tier}
+        self._slots = self._tiers[Tier.DEVICE]
+        # By tier, group and block.
+        self._states: dict[tuple[Tier, int, int], tuple[int, ...]] = {}
         self._open: dict[int, _OpenSequence] = {}
 
     @property
@@ -70,22 +71,29 @@ class SimulatedExecutor:
             self._read(item)
         return StepResult(plan.tick, tuple(self._draw(item) for item in plan.items))
 
+    def measure_copies(self) -> None:
+        """Return None: time has no meaning here."""
+
     def close(self) -> None:
         """Forget everything."""
-        self._slots.clear()
+        for slots in self._tiers.values():
+            slots.clear()
         self._states.clear()
         self._open.clear()
 
     def _copy_block(self, copy: BlockCopy) -> None:
         if self.specs[copy.group_idx].carries:
-            self._states[copy.group_idx, copy.dst_id] = self._states.get((copy.group_idx, copy.src_id), ())
+            state = self._states.get((copy.src_tier, copy.group_idx, copy.src_id), ())
+            self._states[copy.dst_tier, copy.group_idx, copy.dst_id] = state
             return
+        source, target = self._tiers[copy.src_tier], self._tiers[copy.dst_tier]
         for offset in range(self.block_size):
-            content = self._slots.get((copy.group_idx, copy.src_id * self.block_size + offset))
+            content = source.get((copy.group_idx, copy.src_id * self.block_size + offset))
+            slot = copy.group_idx, copy.dst_id * self.block_size + offset
             if content is None:
-                self._slots.pop((copy.group_idx, copy.dst_id * self.block_size + offset), None)
+                target.pop(slot, None)
             else:
-                self._slots[copy.group_idx, copy.dst_id * self.block_size + offset] = content
+                target[slot] = content
 
     def _write(self, item: PlanItem, written: dict[tuple[int, int], int]) -> None:
         """Bring the item's table up to date and store its tokens."""
@@ -115,8 +123,8 @@ class SimulatedExecutor:
         self, item: PlanItem, group_idx: int, block_id: int, written: dict[tuple[int, int], int]
     ) -> None:
         """Read a state, which must sum up exactly what is before the item's tokens, and write the one after them."""
-        place, tokens = (group_idx, block_id), self._open[item.seq_id].tokens
-        self._claim(place, item.seq_id, written)
+        place, tokens = (Tier.DEVICE, group_idx, block_id), self._open[item.seq_id].tokens
+        self._claim((group_idx, block_id), item.seq_id, written)
         if block_id == NULL_BLOCK:
             raise InvariantViolation("M3", "the null block is never read or written")
         found = self._states.get(place, ()) if item.start else ()
@@ -174,6 +182,9 @@ class CountingExecutor:
         """Draw."""
         token = (self.token_id,)
         return StepResult(plan.tick, tuple(ItemResult(item.seq_id, token * item.num_samples) for item in plan.items))
+
+    def measure_copies(self) -> None:
+        """Return None: there is nothing to copy."""
 
     def close(self) -> None:
         """Do nothing."""

@@ -1,0 +1,174 @@
+"""Admission: who comes in beside the running sequences, new or back from a preemption, and in which order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.errors import InvariantViolation
+from quire.memory.manager import KVCacheManager
+from quire.memory.recorder import RecordedMemory
+from quire.memory.status import HitEnd, PrefixHit, Verdict
+from quire.scheduling.preemption import Preemption
+from quire.scheduling.queues import Queues
+from quire.scheduling.stats import SchedulerStats
+from quire.sequences.sequence import Sequence, SequenceStatus
+
+
+@dataclass(slots=True)
+class Room:
+    """What a step has left for those who come in.
+
+    Args:
+        granted: who is part of the step, with how many tokens.
+        spare: tokens of the budget.
+        seats: places among the sequences that run at once.
+        reserved: blocks of each group that those who are in will still ask for.
+    """
+
+    granted: list[tuple[Sequence, int]]
+    spare: int
+    seats: int
+    reserved: list[int]
+
+
+class Admission:
+    """Lets sequences in, strictly in order: who lacks room keeps everybody behind out, so that nobody starves.
+
+    Args:
+        memory: the manager.
+        queues: of the scheduler.
+        stats: counted in.
+        preemption: drops samples of a swapped family that no longer fits as one.
+        max_num_seqs: sequences that run at once.
+        max_num_batched_tokens: tokens of a step.
+    """
+
+    def __init__(
+        self,
+        memory: KVCacheManager | RecordedMemory,
+        queues: Queues,
+        stats: SchedulerStats,
+        preemption: Preemption,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+    ) -> None:
+        self._memory = memory
+        self._queues = queues
+        self._stats = stats
+        self._preemption = preemption
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+
+    def let_in(self, granted: list[tuple[Sequence, int]], spare: int) -> None:
+        """Let in who waits or is swapped out, in order, until tokens, seats or memory say stop.
+
+        Args:
+            granted: who is part of the step already; those who come in are added.
+            spare: tokens of the budget that are left, at least one.
+        """
+        running, memory = self._queues.running, self._memory
+        room = Room(granted, spare, self._max_num_seqs - sum(map(_seats, running)), [0] * len(memory.groups))
+        # Sequences already in will ask for the rest of their prompts.
+        for sequence in running:
+            if sequence.num_pending > 1:
+                self._reserve(room, sequence)
+        while room.spare > 0:
+            first = self._queues.first_out()
+            if first is None:
+                break
+            is_swapped = first.status is SequenceStatus.SWAPPED
+            if not (self._bring_back(first, room) if is_swapped else self._admit(first, room)):
+                break
+
+    def _admit(self, sequence: Sequence, room: Room) -> bool:
+        """Open a waiting sequence on its longest hit and grant its first tokens, if there is room for all it has."""
+        memory, num_tokens = self._memory, len(sequence.tokens)
+        if _seats(sequence) > room.seats:
+            return False
+        hit = memory.match_prefix(sequence.chain, sequence.request.hit_limit)
+        step = self._max_num_batched_tokens
+        status = memory.can_allocate(num_tokens, hit, step, room.reserved)
+        if status.verdict is Verdict.LATER and not self._queues.running:
+            # Alone, it need not wait for more room than its shortest steps take.
+            step = 1
+            status = memory.can_allocate(num_tokens, hit, step)
+        if status.verdict is Verdict.LATER:
+            return False
+        if status.verdict is Verdict.NEVER:
+            raise InvariantViolation("S3", f"sequence {sequence.seq_id} can never fit: {status}")
+        memory.allocate(sequence.seq_id, sequence.chain, hit)
+        count = memory.step_limit(sequence.seq_id, min(num_tokens - hit.num_tokens, room.spare))
+        while not memory.append_slots(sequence.seq_id, count):
+            if count <= step:
+                raise InvariantViolation("S2", f"sequence {sequence.seq_id} was promised memory: {status}")
+            count //= 2
+        self._count_hit(sequence, hit)
+        sequence.num_computed = hit.num_tokens
+        self._enter(sequence, count, room)
+        return True
+
+    def _bring_back(self, first: Sequence, room: Room) -> bool:
+        """Swap a family in again, if there is room for all that its samples have; who gets slots is in the step.
+
+        While nobody runs, a family that does not fit as one loses its last samples to recomputation: they shared more
+        before they wrote tokens of their own. So some sample always comes back.
+        """
+        memory, queues = self._memory, self._queues
+        family = [sequence for sequence in queues.swapped if sequence.request is first.request]
+        if sum(map(_seats, family)) > room.seats:
+            return False
+        while not self._fits(family, room):
+            if queues.running:
+                return False
+            self._preemption.drop(family.pop())
+            if not family:
+                return True
+        memory.swap_in([sequence.seq_id for sequence in family])
+        for sequence in family:
+            count = memory.step_limit(sequence.seq_id, min(sequence.num_pending, room.spare))
+            if count > 0 and not memory.append_slots(sequence.seq_id, count):
+                count = 0
+            self._enter(sequence, count, room)
+        return True
+
+    def _fits(self, family: list[Sequence], room: Room) -> bool:
+        seq_ids, lengths = [sequence.seq_id for sequence in family], [len(sequence.tokens) for sequence in family]
+        step = self._max_num_batched_tokens if self._queues.running else 1
+        return self._memory.can_swap_in(seq_ids, lengths, step, room.reserved).verdict is Verdict.OK
+
+    def _enter(self, sequence: Sequence, count: int, room: Room) -> None:
+        """Have a sequence run, with `count` tokens in this step; none are granted to one that lacked slots."""
+        room.seats -= _seats(sequence)
+        room.spare -= count
+        self._reserve(room, sequence)
+        self._queues.move(sequence, SequenceStatus.RUNNING)
+        if count:
+            room.granted.append((sequence, count))
+
+    def _reserve(self, room: Room, sequence: Sequence) -> None:
+        """Add the blocks of each group that a sequence will still ask for to hold all the tokens it has."""
+        missing = self._memory.blocks_missing(sequence.seq_id, len(sequence.tokens), self._max_num_batched_tokens)
+        for idx, count in enumerate(missing):
+            room.reserved[idx] += count
+
+    def _count_hit(self, sequence: Sequence, hit: PrefixHit) -> None:
+        """Count an admission's prefix hit: first-time and resumed apart, and only what was looked up."""
+        request, stats = sequence.request, self._stats
+        num_queried = len(sequence.tokens)
+        if hit.end in (HitEnd.DISABLED, HitEnd.LIMIT):
+            num_queried = hit.num_tokens
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = hit.num_tokens
+            request.hit_end = hit.end
+            stats.prefix_queries += num_queried
+            stats.prefix_hits += hit.num_tokens
+        else:
+            stats.resumed_queries += num_queried
+            stats.resumed_hits += hit.num_tokens
+
+
+def _seats(sequence: Sequence) -> int:
+    """Return the places among `max_num_seqs` that a sequence takes, samples still to fork included."""
+    request = sequence.request
+    return 1 if request.is_forked else request.params.n

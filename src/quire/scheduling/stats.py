@@ -1,0 +1,29 @@
+"""What a scheduler counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Counters since the start.
+
+    Args:
+        prefix_queries: prompt tokens looked up in the prefix index at first admission.
+        prefix_hits: of those, tokens that were found.
+        resumed_queries: tokens looked up when a preempted sequence came back; kept apart, because finding one's
+            own blocks again says nothing about sharing.
+        resumed_hits: of those, tokens that were found.
+        num_preemptions: times that a sequence lost its memory.
+        num_swaps: of those, times that it was swapped out and lost nothing.
+        wasted_tokens: computed tokens that the others lost.
+    """
+
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    resumed_queries: int = 0
+    resumed_hits: int = 0
+    num_preemptions: int = 0
+    num_swaps: int = 0
+    wasted_tokens: int = 0
