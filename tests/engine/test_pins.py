@@ -66,7 +66,7 @@ def test_what_is_cached_is_pinned_without_a_request(llm: LLM) -> None:
     assert llm.pin_prefix("a", SYSTEM) == 48
     assert llm.pin_prefix("b", SYSTEM[:40]) == 32
     assert llm.stats.num_steps == before
-    assert llm.engine.pins.report() == (8, 3, {"a": 48, "b": 32})
+    assert llm.kv_report().pins == (8, 3, {"a": 48, "b": 32})
 
 
 def test_a_salt_has_pins_of_its_own(llm: LLM) -> None:
