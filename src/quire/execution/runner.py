@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -10,7 +9,7 @@ import torch
 from quire.execution.batch import BatchBuilder
 from quire.execution.logprobs import measure, rows_per_tile
 from quire.execution.sampler import BAD_LOGITS, Sampler
-from quire.execution.storage import KVStorage, apply_copies
+from quire.execution.storage import Storage, apply_copies, make_storages
 from quire.models.decoder import Decoder
 from quire.scheduling.plan import ItemResult, PlanItem, StepPlan, StepResult, TokenLogprobs
 
@@ -22,14 +21,12 @@ class ModelRunner:
 
     Args:
         decoder: the model.
-        storages: KV memory, one for each cache group.
+        storages: memory, one for each cache group.
         builder: turns a plan into the model's inputs.
         sampler: turns logits into tokens.
     """
 
-    def __init__(
-        self, decoder: Decoder, storages: Sequence[KVStorage], builder: BatchBuilder, sampler: Sampler
-    ) -> None:
+    def __init__(self, decoder: Decoder, storages: Sequence[Storage], builder: BatchBuilder, sampler: Sampler) -> None:
         self._decoder = decoder
         self._storages = tuple(storages)
         self._builder = builder
@@ -49,15 +46,9 @@ class ModelRunner:
             dtype: of the cache; the decoder's.
         """
         place = torch.device(device)
-        groups = decoder.spec.cache_groups
-        shapes = [
-            (count, group.num_layers, block_size, group.num_kv_heads, group.head_dim)
-            for count, group in zip(num_blocks, groups, strict=True)
-        ]
-        num_bytes = max(2 * math.prod(shape) * dtype.itemsize for shape in shapes)
-        memory = torch.empty(num_bytes, dtype=torch.uint8, device=place)
-        storages = [KVStorage(*shape, dtype, place, memory) for shape in shapes]
-        builder = BatchBuilder(block_size, place, [group.window for group in groups])
+        groups = decoder.cache_groups
+        storages = make_storages(groups, num_blocks, block_size, dtype, place)
+        builder = BatchBuilder(block_size, place, [group.kept for group in groups])
         return cls(decoder, storages, builder, Sampler(place))
 
     @torch.inference_mode()
@@ -73,7 +64,7 @@ class ModelRunner:
         apply_copies(self._storages, plan.ops.copies)
         self._sampler.follow(plan)
         batch = self._builder.build(plan)
-        hidden = self._decoder(batch.input_ids, batch.positions, batch.attention, self._storages)
+        hidden = self._decoder(batch.input_ids, batch.positions, batch.groups, self._storages)
         results = {item.seq_id: ItemResult(item.seq_id, ()) for item in plan.items}
         last_rows = [end - 1 for end in batch.row_starts[1:]]
         sampled = [(item, row) for item, row in zip(plan.items, last_rows, strict=True) if item.num_samples]
