@@ -51,6 +51,7 @@ class Setting:
     caching: bool = True
     policy: str = "fcfs"
     specs: tuple[KVCacheSpec, ...] = ()
+    snapshot_interval: int | None = None
 
     @property
     def room(self) -> int:
@@ -93,6 +94,7 @@ class Rig:
             setting.num_blocks,
             watermark=setting.watermark,
             enable_prefix_caching=setting.caching,
+            snapshot_interval=setting.snapshot_interval,
         )
         self.scheduler = Scheduler(
             self.memory,

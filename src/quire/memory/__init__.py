@@ -4,7 +4,7 @@ from quire.memory.chain import Namespace, TokenChain
 from quire.memory.invariants import check
 from quire.memory.manager import KVCacheManager
 from quire.memory.ops import NO_OPS, BlockCopy, MemoryOps, TableDelta, Tier
-from quire.memory.specs import ChunkedLocal, FullAttention, KVCacheSpec, SlidingWindow
+from quire.memory.specs import ChunkedLocal, FullAttention, KVCacheSpec, RecurrentState, SlidingWindow
 from quire.memory.status import AllocStatus, HitEnd, PrefixHit, Verdict
 from quire.memory.usage import GroupUsage, Usage
 
@@ -21,6 +21,7 @@ __all__ = [
     "MemoryOps",
     "Namespace",
     "PrefixHit",
+    "RecurrentState",
     "SlidingWindow",
     "TableDelta",
     "Tier",

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from quire.memory.chain import TokenChain
 from quire.memory.pool import NULL_BLOCK, BlockPool
+from quire.memory.prefix_index import ChainView
 from quire.memory.specs import KVCacheSpec
 from quire.memory.status import HitEnd, PrefixHit
 
@@ -30,7 +31,8 @@ def find_prefix(
     """Find the longest prefix whose live blocks are published in every group.
 
     Each group in turn shortens the prefix to the longest that it can serve, until all agree: a shorter prefix may
-    need blocks of a window that a longer one does not.
+    need blocks of a window that a longer one does not. Groups of states come last, so that the hit can tell where
+    they alone end it.
 
     Args:
         groups: with one block size.
@@ -44,16 +46,35 @@ def find_prefix(
     limit = most if max_tokens is None else min(most, max_tokens // size)
     views = [group.pool.index.view(chain, limit) for group in groups]
     end, ended_by = (HitEnd.LAST_TOKEN if limit == most else HitEnd.LIMIT), None
-    length, idx, num_agreed = limit, 0, 0
-    while num_agreed < len(groups):
-        reach = groups[idx].spec.longest_hit(views[idx], length)
-        num_agreed += 1
-        if reach < length:
-            length, num_agreed = reach, 1
-            end, ended_by = HitEnd.NOT_PUBLISHED, idx
-        idx = (idx + 1) % len(groups)
+    kept = [idx for idx, group in enumerate(groups) if not group.spec.carries]
+    length, lacking = _agree(groups, views, kept, limit)
+    if lacking is not None:
+        end, ended_by = HitEnd.NOT_PUBLISHED, lacking
+    parted_at = 0
+    if len(kept) < len(groups):
+        longest = length if kept else 0
+        length, lacking = _agree(groups, views, range(len(groups)), length)
+        if lacking is not None:
+            end = HitEnd.NO_SNAPSHOT if groups[lacking].spec.carries else HitEnd.NOT_PUBLISHED
+            ended_by = lacking
+            parted_at = longest * size if longest > length else 0
     block_ids = []
     for group, view in zip(groups, views, strict=True):
         num_dead = group.num_dead(length * size)
         block_ids.append((NULL_BLOCK,) * num_dead + view.block_ids(num_dead, length))
-    return PrefixHit(length * size, tuple(block_ids), end, ended_by, version)
+    return PrefixHit(length * size, tuple(block_ids), end, ended_by, version, parted_at)
+
+
+def _agree(
+    groups: Sequence[CacheGroup], views: Sequence[ChainView], members: Sequence[int], length: int
+) -> tuple[int, int | None]:
+    """Return the longest prefix, in blocks, that some groups can serve, and the group that shortened it last."""
+    turn, num_agreed, lacking = 0, 0, None
+    while num_agreed < len(members):
+        idx = members[turn]
+        reach = groups[idx].spec.longest_hit(views[idx], length)
+        num_agreed += 1
+        if reach < length:
+            length, num_agreed, lacking = reach, 1, idx
+        turn = (turn + 1) % len(members)
+    return length, lacking

@@ -25,6 +25,11 @@ def check(manager: KVCacheManager) -> None:
             block for state in manager.sequences.values() for block in state.tables[idx][state.num_dead[idx] :]
         )
         holders += manager.pins.counts(idx)
+        holders += Counter(
+            state.checkpoint.block_ids[idx]
+            for state in manager.sequences.values()
+            if state.checkpoint is not None and idx in state.checkpoint.block_ids
+        )
         _check_partition(group, holders, _lent_blocks(manager.arena, idx))
         _check_index(group)
         for seq_id, state in manager.sequences.items():
@@ -48,6 +53,8 @@ def snapshot(manager: KVCacheManager) -> tuple[object, ...]:
             state.num_published,
             state.is_publishing,
             state.next_event,
+            state.stops,
+            state.checkpoint and (state.checkpoint.num_tokens, tuple(sorted(state.checkpoint.block_ids.items()))),
             tuple(state.dirty_from),
         )
         for seq_id, state in sorted(manager.sequences.items())
@@ -149,17 +156,21 @@ def _check_table(group: CacheGroup, seq_id: int, state: SequenceMemory, group_id
         raise InvariantViolation("M6", f"sequence {seq_id}: {len(table)} blocks for {state.num_slots} slots")
     if not 0 <= computed <= state.num_slots:
         raise InvariantViolation("M6", f"sequence {seq_id}: {computed} of {state.num_slots} slots computed")
-    if num_dead != group.num_dead(computed):
+    if num_dead != group.num_dead(state.num_slots if group.spec.carries else computed):
         raise InvariantViolation("M5", f"sequence {seq_id}: {num_dead} blocks dead at {computed} tokens")
     for i, block_id in enumerate(table):
         if (block_id == NULL_BLOCK) != (i < num_dead):
             raise InvariantViolation("M5", f"sequence {seq_id}: entry {i} is {block_id}, {num_dead} blocks are dead")
     if computed < state.num_slots:
-        for block_id in table[computed // size :]:
+        for block_id in table[max(computed // size, num_dead) :]:
             if pool.ref_counts[block_id] > 1 or block_id in pool.index:
                 raise InvariantViolation("M3", f"sequence {seq_id} will write shared or published block {block_id}")
     state.chain.links(num_published)
-    for i in range(num_dead, num_published):
+    for i in range(num_dead, len(table) if group.spec.carries else num_published):
         link = pool.index.link_of(table[i])
-        if link is None or not state.chain.recognises(i, link):
+        # A state need not be published; one that is sums up whole blocks, and no more tokens than are computed.
+        if group.spec.carries and link is None:
+            continue
+        is_full = (i + 1) * size <= computed
+        if link is None or not is_full or not (i < num_published and state.chain.recognises(i, link)):
             raise InvariantViolation("M5", f"sequence {seq_id}: block {table[i]} holds other tokens")

@@ -26,6 +26,7 @@ from quire.memory.pins import Pins
 from quire.memory.progress import bury, next_event, publish_blocks
 from quire.memory.sequence_memory import SequenceMemory
 from quire.memory.specs import IMMORTAL, KVCacheSpec
+from quire.memory.states import Snapshots
 from quire.memory.status import AllocStatus, HitEnd, PrefixHit
 from quire.memory.tables import BlockTables
 from quire.memory.usage import Usage, measure
@@ -43,6 +44,7 @@ class KVCacheManager:
         enable_prefix_caching: publish full blocks and find them again.
         eviction: a name in `EVICTION_POLICIES`.
         pin_limit: slabs (with one group: blocks) that pinned prefixes may fill; nothing may count on those.
+        snapshot_interval: tokens, a multiple of the block size: a group of states publishes one every so often.
         key: a secret for the digests, at most 64 bytes.
 
     Invariants: M1 to M11, checked by `quire.memory.invariants.check`.
@@ -58,6 +60,7 @@ class KVCacheManager:
         enable_prefix_caching: bool = True,
         eviction: str = "lru",
         pin_limit: int = 0,
+        snapshot_interval: int | None = None,
         key: bytes = b"",
     ) -> None:
         sizes = {spec.block_size for spec in specs}
@@ -69,6 +72,7 @@ class KVCacheManager:
         self.pins = Pins(self.arena, pin_limit)
         self.groups = tuple(CacheGroup(spec, pool) for spec, pool in zip(specs, self.arena.pools, strict=True))
         self.tables = BlockTables(self.arena, self.groups, self.pins)
+        self._snapshots = Snapshots.of(self.groups, snapshot_interval)
         self.watermark = watermark
         self.enable_prefix_caching = enable_prefix_caching
         self.sequences = self.tables.sequences
@@ -135,10 +139,30 @@ class KVCacheManager:
         return refuse_for_ever(self.arena, self.groups, num_tokens, self._num_slabs) is None
 
     def rollback_limit(self, seq_id: int) -> int:
-        """Return the least length to which a live sequence can be truncated: before it, live tokens would be gone."""
-        num_dead = self.sequences[seq_id].num_dead
+        """Return the least length to which a live sequence can be truncated: before it, live tokens would be gone.
+
+        With groups of states it is the only one: where it looked ahead from, else the length that it has.
+        """
+        state = self.sequences[seq_id]
+        if self.tables.carried:
+            return state.num_slots if state.checkpoint is None else state.checkpoint.num_tokens
+        num_dead = state.num_dead
         deaths = (self.groups[idx].spec.death(num_dead[idx] - 1) for idx in self._mortal if num_dead[idx])
         return max(deaths, default=0)
+
+    def step_limit(self, seq_id: int, num_tokens: int) -> int:
+        """Return how many of a live sequence's next tokens may be computed in one step.
+
+        A step that went past the next snapshot of its state would leave none there; without groups of states, all.
+
+        Args:
+            seq_id: a live sequence.
+            num_tokens: tokens behind those that have slots.
+        """
+        state = self.sequences[seq_id]
+        if not self.tables.carried or not state.is_publishing or state.num_resets != self.num_resets:
+            return num_tokens
+        return min(num_tokens, self._snapshots.next_after(state.num_slots, state.stops) - state.num_slots)
 
     def block_table(self, seq_id: int, group_idx: int = 0) -> tuple[int, ...]:
         """Return a live sequence's block ids in one cache group."""
@@ -153,6 +177,8 @@ class KVCacheManager:
 
     def allocate(self, seq_id: int, chain: TokenChain, hit: PrefixHit) -> None:
         """Open a sequence on a hit: its slots are those of the hit, all computed.
+
+        The chain's tokens at this moment are its prompt: a snapshot of states is taken close to their end.
 
         Raises:
             ValueError: the sequence is live already, or the hit is older than another command.
@@ -170,13 +196,15 @@ class KVCacheManager:
         state.num_slots = state.num_computed = hit.num_tokens
         state.num_published = hit.num_tokens // self.block_size
         state.next_event = next_event(self.groups, self._mortal, state)
+        state.stops = self._snapshots.stops_of(chain, hit, self.block_size)
         self.sequences[seq_id] = state
 
     def append_slots(self, seq_id: int, num_tokens: int, lookahead: int = 0) -> bool:
         """Give a sequence slots for `num_tokens` more tokens in every group, or change nothing.
 
         Before the tail block is written (M3), it is copied where it is shared; where this sequence is its last
-        holder and it is published (after `truncate`), it leaves the prefix index instead.
+        holder and it is published (after `truncate`), it leaves the prefix index instead. States are written by
+        every step; with a lookahead they are held as they are, which takes a block for each.
 
         Args:
             seq_id: a live sequence.
@@ -194,10 +222,16 @@ class KVCacheManager:
             raise ValueError(f"cannot append {num_tokens} slots and {lookahead} to look ahead")
         end = state.num_slots + num_tokens + lookahead
         offset = state.num_slots % self.block_size
-        if offset and state.has_exclusive_tail and end - state.num_slots <= self.block_size - offset:
+        holds_states = lookahead > 0 and bool(self.tables.carried)
+        if (
+            offset
+            and state.has_exclusive_tail
+            and end - state.num_slots <= self.block_size - offset
+            and not holds_states
+        ):
             state.num_slots = end
             return True
-        return self.tables.grow(state, end)
+        return self.tables.grow(state, end, is_looking_ahead=lookahead > 0)
 
     def fork(self, parent_id: int, child_id: int, child_tokens: list[int]) -> TokenChain:
         """Open a child that shares all of its parent's blocks; only reference counts change.
@@ -233,15 +267,19 @@ class KVCacheManager:
 
         Args:
             seq_id: a live sequence.
-            num_tokens: slots to keep, at most those it has, and at least `rollback_limit`: dead blocks are gone.
+            num_tokens: slots to keep, at most those it has, and at least `rollback_limit`: dead blocks are gone. With
+                groups of states it is the limit or all: what lies between was computed, but no state was kept there.
 
         Raises:
-            ValueError: more slots than there are, or fewer than the dead blocks allow.
+            ValueError: more slots than there are, fewer than the dead blocks allow, or a length without a state.
         """
         state = self.sequences[seq_id]
-        if not self.rollback_limit(seq_id) <= num_tokens <= state.num_slots:
-            least = self.rollback_limit(seq_id)
-            raise ValueError(f"cannot truncate to {num_tokens} tokens, only to [{least}, {state.num_slots}]")
+        least = self.rollback_limit(seq_id)
+        if not least <= num_tokens <= state.num_slots or (
+            self.tables.carried and num_tokens not in (least, state.num_slots)
+        ):
+            to = f"{least} or {state.num_slots}" if self.tables.carried else f"[{least}, {state.num_slots}]"
+            raise ValueError(f"cannot truncate to {num_tokens} tokens, only to {to}")
         self.tables.version += 1
         self.tables.shrink(state, num_tokens)
         state.num_computed = min(state.num_computed, num_tokens)
@@ -254,20 +292,29 @@ class KVCacheManager:
 
         A block whose identity is published already is a duplicate: the table takes the published one, and the
         duplicate goes back. Dead blocks, which no later token reads, go back too: null entries take their place.
+        States are published where a snapshot is due and all slots are computed.
 
         Raises:
-            ValueError: `num_computed` shrinks, or exceeds the slots or the tokens.
+            ValueError: `num_computed` shrinks, or exceeds the slots or the tokens; or states looked ahead, and it is
+                less than all slots: no state was kept there.
         """
         state = self.sequences[seq_id]
         if not state.num_computed <= num_computed <= state.num_slots or num_computed > len(state.chain.tokens):
             most = min(state.num_slots, len(state.chain.tokens))
             raise ValueError(f"num_computed {num_computed} is not in [{state.num_computed}, {most}]")
+        if state.checkpoint is not None:
+            if num_computed < state.num_slots:
+                raise ValueError(f"states looked ahead to {state.num_slots} tokens, and only {num_computed} are kept")
+            self.tables.drop_checkpoint(state)
+            self.tables.version += 1
         state.num_computed = num_computed
         if num_computed >= state.next_event:
             self.tables.version += 1
             state.is_publishing &= state.num_resets == self.num_resets
             if state.is_publishing:
                 self._num_merges += publish_blocks(self.groups, state, num_computed // self.block_size)
+            if self.tables.carried and state.is_publishing and self._snapshots.is_due(state):
+                self._num_merges += self._snapshots.publish(self.groups, state)
             for idx in self._mortal:
                 bury(self.groups[idx], state, idx)
             state.next_event = next_event(self.groups, self._mortal, state)
@@ -276,8 +323,7 @@ class KVCacheManager:
         """Release a sequence; of its published blocks the tail becomes evictable before the head."""
         state = self.sequences.pop(seq_id)
         self.tables.version += 1
-        for group, table, num_dead in zip(self.groups, state.tables, state.num_dead, strict=True):
-            group.pool.release(reversed(table[num_dead:]))
+        self.tables.release(state)
 
     def reset_prefix_cache(self) -> None:
         """Make nothing that is published now be hit again, in constant time and whoever runs.

@@ -27,7 +27,9 @@ def next_event(groups: Sequence[CacheGroup], mortal: Sequence[int], state: Seque
 
 
 def publish_blocks(groups: Sequence[CacheGroup], state: SequenceMemory, num_full: int) -> int:
-    """Publish the blocks `[num_published, num_full)` of a sequence in every group, or merge them with their equals.
+    """Publish the blocks `[num_published, num_full)` of a sequence, or merge them with their equals.
+
+    It is so in every group but those of states, which have nothing to show for most blocks.
 
     Returns:
         The duplicates that were given back.
@@ -35,30 +37,31 @@ def publish_blocks(groups: Sequence[CacheGroup], state: SequenceMemory, num_full
     start, chain = state.num_published, state.chain
     chain.links(num_full)
     run = chain.canonical_links(start, num_full)
-    if len(groups) > 1:
+    kept = [idx for idx, group in enumerate(groups) if not group.spec.carries]
+    if len(kept) > 1:
         # What is new must be so in every group: all groups publish the same blocks.
-        run = run[: min(group.pool.index.num_new(run) for group in groups)]
-    num_new = 0
-    for group, table in zip(groups, state.tables, strict=True):
-        num_new = group.pool.index.add_run(run, table[start : start + len(run)])
+        run = run[: min(groups[idx].pool.index.num_new(run) for idx in kept)]
+    num_new = len(run)
+    for idx in kept:
+        num_new = groups[idx].pool.index.add_run(run, state.tables[idx][start : start + len(run)])
     state.num_published = end = start + num_new
-    return _publish_or_merge(groups, state, num_full) if end < num_full else 0
+    return _publish_or_merge(groups, kept, state, num_full) if end < num_full else 0
 
 
-def _publish_or_merge(groups: Sequence[CacheGroup], state: SequenceMemory, num_full: int) -> int:
+def _publish_or_merge(groups: Sequence[CacheGroup], kept: Sequence[int], state: SequenceMemory, num_full: int) -> int:
     """Publish block by block, where some digests are taken: by equal blocks, or by a collision."""
     chain = state.chain
     links = chain.links(num_full)
     num_merges = 0
     for i in range(state.num_published, num_full):
-        found = [group.pool.index.get(links[i][0]) for group in groups]
+        found = [groups[idx].pool.index.get(links[i][0]) for idx in kept]
         if any(entry is not None and not chain.recognises(i, entry[1]) for entry in found):
             # A collision: identities of later blocks would chain from an ambiguous parent.
             state.is_publishing = False
             break
         (link,) = chain.canonical_links(i, i + 1)
-        for group_idx, (group, entry) in enumerate(zip(groups, found, strict=True)):
-            table = state.tables[group_idx]
+        for group_idx, entry in zip(kept, found, strict=True):
+            group, table = groups[group_idx], state.tables[group_idx]
             if entry is None:
                 group.pool.index.add(link, table[i])
             else:

@@ -3,8 +3,10 @@
 A line has what the command needs to be run again, and what came of it:
 
 ```
- a SEQ HIT [NAME ...]        allocate: on a hit of HIT tokens, whose last block has this name (all their blocks
-                             have these names, where the hit ends with a window or chunk and needs no block)
+ a SEQ PROMPT PARTED HIT [NAME ...]
+                             allocate: for PROMPT tokens, which part from others after PARTED, on a hit of HIT tokens,
+                             whose last block has this name (all their blocks have these names, where the hit ends
+                             with a window or chunk and needs no block)
  s SEQ N LOOKAHEAD SLOTS     append_slots: the sequence has SLOTS slots now, as before if it was refused
  k PARENT CHILD SLOTS        fork
  t SEQ SLOTS                 truncate
@@ -36,7 +38,7 @@ from quire.memory.settings import MemorySettings
 from quire.memory.status import PrefixHit
 
 TITLE = "quire memory log"
-VERSION = 1
+VERSION = 2
 COUNT_EVERY = 256
 # The first fields of `Usage` count blocks, sequences, tokens and events; the others follow from them.
 NUM_COUNTS = 9
@@ -74,6 +76,7 @@ class RecordedMemory:
         self.blocks_missing = manager.blocks_missing
         self.can_ever_hold = manager.can_ever_hold
         self.rollback_limit = manager.rollback_limit
+        self.step_limit = manager.step_limit
         self.block_table = manager.block_table
         self.usage = manager.usage
         self._log = log
@@ -87,7 +90,8 @@ class RecordedMemory:
     def allocate(self, seq_id: int, chain: TokenChain, hit: PrefixHit) -> None:
         """See `KVCacheManager.allocate`."""
         self.manager.allocate(seq_id, chain, hit)
-        self._write(f"a {seq_id} {hit.num_tokens}{self._names(chain, hit.num_tokens)}")
+        numbers = f"{len(chain.tokens)} {hit.parted_at} {hit.num_tokens}"
+        self._write(f"a {seq_id} {numbers}{self._names(chain, hit.num_tokens)}")
 
     def append_slots(self, seq_id: int, num_tokens: int, lookahead: int = 0) -> bool:
         """See `KVCacheManager.append_slots`."""

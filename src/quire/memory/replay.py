@@ -251,12 +251,12 @@ class _Replay:
         return self.memory.chain(tokens, Namespace())
 
     def _allocate(self, words: list[str]) -> None:
-        seq_id, num_tokens = int(words[0]), int(words[1])
-        chain = self._prefix(num_tokens, words[2:])
+        seq_id, num_prompt, parted_at, num_tokens = map(int, words[:4])
+        chain = self._prefix(num_tokens, words[4:])
         # A hit leaves a token to compute; which one is not known yet.
         chain.tokens.append(0)
-        hit = self.memory.match_prefix(chain, num_tokens)
-        chain.tokens.pop()
+        hit = self.memory.match_prefix(chain, num_tokens)._replace(parted_at=parted_at)
+        chain.tokens[num_tokens:] = [0] * (num_prompt - num_tokens)
         self.memory.allocate(seq_id, chain, hit)
         self.hit_tokens += hit.num_tokens
 

@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from quire.memory.chain import TokenChain
-from quire.memory.ops import TableDelta
+from quire.memory.ops import BlockCopy, TableDelta
+
+
+class Checkpoint(NamedTuple):
+    """States that are held so that a sequence can go back to them.
+
+    Args:
+        num_tokens: that they sum up.
+        block_ids: by group; none where no token was computed.
+    """
+
+    num_tokens: int
+    block_ids: dict[int, int]
 
 
 class SequenceMemory:
@@ -16,13 +30,15 @@ class SequenceMemory:
         is_publishing: False when full blocks are not to enter the prefix index.
 
     Attributes:
-        tables: per group, the block ids; dead blocks are null entries.
+        tables: per group, the block ids; dead blocks are null entries, as is all but the last of a state's.
         num_dead: per group, the leading null entries.
         num_slots: tokens with a slot.
         num_computed: tokens whose KV is stored.
         num_published: leading blocks that are in the prefix index, or were when they filled.
         is_publishing: becomes False once a digest of the chain is found to collide; nothing after it is published.
         next_event: the least `num_computed` at which a block fills that is to be published, or a block dies.
+        stops: lengths at which snapshots of states are taken besides the regular ones.
+        checkpoint: states from before what is looked ahead, None where nothing is.
         has_exclusive_tail: True when the partly filled last block is known to be held by this sequence alone and not
             published; `fork` and `truncate` are all that can change it.
         dirty_from: per group, the first table entry that the data plane does not know.
@@ -31,6 +47,7 @@ class SequenceMemory:
 
     __slots__ = (
         "chain",
+        "checkpoint",
         "dirty_from",
         "has_exclusive_tail",
         "is_dirty",
@@ -41,6 +58,7 @@ class SequenceMemory:
         "num_published",
         "num_resets",
         "num_slots",
+        "stops",
         "tables",
     )
 
@@ -54,6 +72,8 @@ class SequenceMemory:
         self.num_published = 0
         self.is_publishing = is_publishing
         self.next_event = 0
+        self.stops: tuple[int, ...] = ()
+        self.checkpoint: Checkpoint | None = None
         self.has_exclusive_tail = True
         self.dirty_from = [0] * num_groups
         self.is_dirty = True
@@ -62,6 +82,17 @@ class SequenceMemory:
         """Note that table entries from `start` on changed."""
         self.dirty_from[group_idx] = min(self.dirty_from[group_idx], start)
         self.is_dirty = True
+
+    def follow(self, move: BlockCopy) -> None:
+        """Name a block that moved by its new id."""
+        table = self.tables[move.group_idx]
+        if move.src_id in table:
+            block_idx = table.index(move.src_id)
+            table[block_idx] = move.dst_id
+            self.mark_dirty(move.group_idx, block_idx)
+        held = self.checkpoint.block_ids if self.checkpoint else {}
+        if held.get(move.group_idx) == move.src_id:
+            held[move.group_idx] = move.dst_id
 
     def take_deltas(self) -> tuple[TableDelta, ...]:
         """Hand over the table entries that changed since the last call."""
@@ -84,5 +115,6 @@ class SequenceMemory:
         child.num_computed = self.num_computed
         child.num_published = self.num_published
         child.next_event = self.next_event
+        child.stops = self.stops
         self.has_exclusive_tail = child.has_exclusive_tail = False
         return child

@@ -7,12 +7,13 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from quire.memory.manager import KVCacheManager
-from quire.memory.specs import ChunkedLocal, FullAttention, KVCacheSpec, SlidingWindow
+from quire.memory.specs import ChunkedLocal, FullAttention, KVCacheSpec, RecurrentState, SlidingWindow
 
-SPECS: dict[str, type[FullAttention | SlidingWindow | ChunkedLocal]] = {
+SPECS: dict[str, type[FullAttention | SlidingWindow | ChunkedLocal | RecurrentState]] = {
     "full": FullAttention,
     "window": SlidingWindow,
     "chunked": ChunkedLocal,
+    "state": RecurrentState,
 }
 
 
@@ -27,6 +28,7 @@ class MemorySettings:
     enable_prefix_caching: bool = True
     eviction: str = "lru"
     pin_limit: int = 0
+    snapshot_interval: int | None = None
 
     def build(self, key: bytes = b"") -> KVCacheManager:
         """Return a new manager.

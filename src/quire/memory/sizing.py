@@ -99,7 +99,8 @@ def worst_moment(
     last = (num_tokens - 1) // size
     period = lcm(*(spec.period for spec in specs))
     moments = [
-        [block_idx + 1 - spec.first_live_token(block_idx * size) // size for spec in specs]
+        # What is carried along has left the last block when a new one begins.
+        [block_idx + 1 - spec.first_live_token(block_idx * size + spec.carries) // size for spec in specs]
         for block_idx in range(max(0, last - period + 1), last + 1)
     ]
     worst = max(moments, key=slabs_of)

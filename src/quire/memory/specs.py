@@ -8,6 +8,12 @@ The manager asks a spec and never looks at its kind. With `n` tokens computed, t
 ```
 
 A block is dead once all its tokens are. Dead tokens never come back to life, whatever is computed after them.
+
+A state sums all tokens up in one block, which growth carries along to the last place of the table:
+
+```
+ blocks   [ null ][ null ][ null ][ null ][ null ][ state after n tokens ]
+```
 """
 
 from __future__ import annotations
@@ -70,6 +76,11 @@ class KVCacheSpec(Protocol):
         """Return the longest prefix, in blocks and at most `limit`, whose live blocks are all published."""
         ...
 
+    @property
+    def carries(self) -> bool:
+        """True for a state: the last block is all there is, every step writes it, and growth takes it along."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullAttention:
@@ -120,6 +131,11 @@ class FullAttention:
     def longest_hit(self, published: PublishedRun, limit: int) -> int:
         """Return the length of the leading run."""
         return published.leading(limit)
+
+    @property
+    def carries(self) -> bool:
+        """Return False: tokens stay where they are."""
+        return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +189,11 @@ class SlidingWindow:
     def longest_hit(self, published: PublishedRun, limit: int) -> int:
         """Return the longest prefix whose last window is published."""
         return _longest_live_hit(self, published, limit)
+
+    @property
+    def carries(self) -> bool:
+        """Return False: tokens stay where they are."""
+        return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,6 +251,61 @@ class ChunkedLocal:
     def longest_hit(self, published: PublishedRun, limit: int) -> int:
         """Return the longest prefix whose last chunk, as far as it goes, is published."""
         return _longest_live_hit(self, published, limit)
+
+    @property
+    def carries(self) -> bool:
+        """Return False: tokens stay where they are."""
+        return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecurrentState:
+    """A query reads the state after all tokens before it, and nothing else; one block is one state.
+
+    Args:
+        block_size: tokens between two places where a state may be published, as long as other groups' blocks.
+        num_layers: layers whose states lie in one block.
+        layer_bytes: bytes of one layer's state.
+    """
+
+    block_size: int
+    num_layers: int = 1
+    layer_bytes: int = 1
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of a sequence's state, all layers."""
+        return self.num_layers * self.layer_bytes
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """Return the length of the block table after so many tokens: all entries but the last are null."""
+        return -(-num_tokens // self.block_size)
+
+    def first_live_token(self, num_tokens: int) -> int:
+        """Return the first token of the last block, in whose place of the table the state is."""
+        return max(0, num_tokens - 1) // self.block_size * self.block_size
+
+    @property
+    def period(self) -> int:
+        """Return 1: there is always one block."""
+        return 1
+
+    def death(self, block_idx: int) -> int:  # noqa: ARG002
+        """Return `IMMORTAL`: a state does not die as tokens are computed, it moves on."""
+        return IMMORTAL
+
+    def peak_blocks(self, num_tokens: int, step_tokens: int) -> int:  # noqa: ARG002
+        """Return 1 where there are tokens: where a snapshot would need a second block, memory can do without it."""
+        return min(num_tokens, 1)
+
+    def longest_hit(self, published: PublishedRun, limit: int) -> int:
+        """Return the longest prefix at whose end a state is published."""
+        return _longest_live_hit(self, published, limit)
+
+    @property
+    def carries(self) -> bool:
+        """Return True."""
+        return True
 
 
 def _block_bytes(spec: FullAttention | SlidingWindow | ChunkedLocal) -> int:

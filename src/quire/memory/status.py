@@ -37,6 +37,7 @@ class HitEnd(Enum):
     NOT_PUBLISHED = "a block that a longer hit needs is not in the prefix index"
     LAST_TOKEN = "at least one token must be computed"
     LIMIT = "the caller asked for no more"
+    NO_SNAPSHOT = "a group of states has no snapshot where a longer hit would end"
 
 
 class PrefixHit(NamedTuple):
@@ -50,6 +51,8 @@ class PrefixHit(NamedTuple):
         end: why the hit is not longer.
         group_idx: the cache group that lacks a block, when that is why; else None.
         version: the manager's count of changes when the question was asked.
+        parted_at: tokens of the longer hit that all groups but those of states could serve: where prompts were seen
+            to part, so that a snapshot there is worth its block; 0 when there is none.
     """
 
     num_tokens: int
@@ -57,3 +60,4 @@ class PrefixHit(NamedTuple):
     end: HitEnd
     group_idx: int | None
     version: int
+    parted_at: int = 0

@@ -8,7 +8,8 @@ from quire.memory.arena import Arena
 from quire.memory.groups import CacheGroup
 from quire.memory.ops import BlockCopy
 from quire.memory.pins import Pins
-from quire.memory.sequence_memory import SequenceMemory
+from quire.memory.pool import NULL_BLOCK
+from quire.memory.sequence_memory import Checkpoint, SequenceMemory
 
 
 class BlockTables:
@@ -22,49 +23,80 @@ class BlockTables:
     Attributes:
         sequences: by id, those that are live.
         pending_copies: movements, in order.
+        kept, carried: the groups of tokens, and those of states.
         version: rises with every change that could make a prefix hit stale.
         num_copies: blocks copied on write.
     """
 
-    __slots__ = ("arena", "groups", "num_copies", "pending_copies", "pins", "sequences", "version")
+    __slots__ = (
+        "arena",
+        "carried",
+        "groups",
+        "kept",
+        "num_copies",
+        "pending_copies",
+        "pins",
+        "sequences",
+        "version",
+    )
 
     def __init__(self, arena: Arena, groups: Sequence[CacheGroup], pins: Pins) -> None:
         self.arena = arena
         self.groups = tuple(groups)
+        self.kept = tuple(idx for idx, group in enumerate(groups) if not group.spec.carries)
+        self.carried = tuple(idx for idx, group in enumerate(groups) if group.spec.carries)
         self.pins = pins
         self.sequences: dict[int, SequenceMemory] = {}
         self.pending_copies: list[BlockCopy] = []
         self.version = 0
         self.num_copies = 0
 
-    def grow(self, state: SequenceMemory, end: int) -> bool:
+    def grow(self, state: SequenceMemory, end: int, *, is_looking_ahead: bool = False) -> bool:
         """Give a sequence slots up to `end` in every group, or change nothing.
 
-        Before the tail block is written (M3), it is copied where it is shared; where this sequence is its last
-        holder and it is published, it leaves the prefix index instead.
+        Before the last block is written (M3), it is copied where it is shared; where this sequence is its last
+        holder and it is published, it leaves the prefix index instead. Every step writes a state, so a snapshot of
+        one is copied too, but only if there is room for both.
+
+        Args:
+            state: of the sequence.
+            end: its slots afterwards.
+            is_looking_ahead: hold states as they are, so that `shrink` can go back to them.
 
         Returns:
             False when some group lacks the blocks.
         """
-        tail, offset = divmod(state.num_slots, self.groups[0].spec.block_size)
         needs = [
             group.spec.num_blocks(end) - len(table) for group, table in zip(self.groups, state.tables, strict=True)
         ]
-        copied = []
-        if offset and not state.has_exclusive_tail:
-            copied = [
-                idx for idx, group in enumerate(self.groups) if group.pool.ref_counts[state.tables[idx][tail]] > 1
-            ]
-            for idx in copied:
-                needs[idx] += 1
+        is_tail_written = state.num_slots % self.groups[0].spec.block_size > 0 and not state.has_exclusive_tail
+        copied = self._shared(state, self.kept) if is_tail_written else []
+        snapshots: list[int] = []
+        checkpoint = None
+        if self.carried:
+            if is_looking_ahead and state.checkpoint is None:
+                checkpoint = self._checkpoint(state)
+            for idx in self.carried:
+                needs[idx] = 0 if state.tables[idx] else 1
+            copied += self._shared(state, self.carried, checkpoint)
+            snapshots = [idx for idx in self.carried if idx not in copied and self._is_published(state, idx)]
+        for idx in copied + snapshots:
+            needs[idx] += 1
         if any(needs) and not self.arena.can_hold(needs):
-            return False
+            for idx in snapshots:
+                needs[idx] -= 1
+            if not snapshots or not self.arena.can_hold(needs):
+                return False
+            self._withdraw(state, snapshots)
+            snapshots = []
         state.num_slots = end
-        if offset and not state.has_exclusive_tail:
-            self._withdraw(state, tail)
+        if checkpoint is not None:
+            self._hold(state, checkpoint)
+        if is_tail_written:
+            self._withdraw(state, self.kept)
             state.has_exclusive_tail = True
-        for idx in copied:
-            self._copy_on_write(state, idx, tail)
+        for idx in copied + snapshots:
+            self._copy_on_write(state, idx)
             needs[idx] -= 1
         for idx, fresh in enumerate(needs):
             if fresh:
@@ -73,19 +105,36 @@ class BlockTables:
                 state.mark_dirty(idx, len(table))
                 table += block_ids
                 self.version += 1
+        for idx in self.carried:
+            self._carry(state, idx)
         return True
 
     def shrink(self, state: SequenceMemory, num_tokens: int) -> None:
-        """Give back the blocks of a sequence behind `num_tokens` tokens, the last one first."""
-        for idx, group in enumerate(self.groups):
+        """Give back the blocks of a sequence behind `num_tokens` tokens, the last one first; states go back too."""
+        for idx in self.kept:
             table = state.tables[idx]
-            keep = group.spec.num_blocks(num_tokens)
+            keep = self.groups[idx].spec.num_blocks(num_tokens)
             if keep < len(table):
-                group.pool.release(reversed(table[keep:]))
+                self.groups[idx].pool.release(reversed(table[keep:]))
                 del table[keep:]
                 state.mark_dirty(idx, keep)
+        if num_tokens < state.num_slots:
+            self._go_back(state)
         state.num_slots = num_tokens
         state.has_exclusive_tail = False
+
+    def release(self, state: SequenceMemory) -> None:
+        """Let go of all that a sequence holds."""
+        for group, table, num_dead in zip(self.groups, state.tables, state.num_dead, strict=True):
+            group.pool.release(reversed(table[num_dead:]))
+        self.drop_checkpoint(state)
+
+    def drop_checkpoint(self, state: SequenceMemory) -> None:
+        """Let go of the states that a sequence could go back to, if there are any."""
+        if state.checkpoint is not None:
+            for idx, block_id in state.checkpoint.block_ids.items():
+                self.groups[idx].pool.release((block_id,))
+            state.checkpoint = None
 
     def take(self, group_idx: int, count: int) -> list[int]:
         """Take blocks of a group; where others had to move for that, their tables follow."""
@@ -95,29 +144,72 @@ class BlockTables:
             self.pending_copies.append(move)
             self.pins.follow(move)
             for state in self.sequences.values():
-                table = state.tables[move.group_idx]
-                if move.src_id in table:
-                    block_idx = table.index(move.src_id)
-                    table[block_idx] = move.dst_id
-                    state.mark_dirty(move.group_idx, block_idx)
+                state.follow(move)
         return block_ids
 
-    def _withdraw(self, state: SequenceMemory, block_idx: int) -> None:
-        """Take a block that is about to be written in place out of the prefix index."""
-        for group, table in zip(self.groups, state.tables, strict=True):
-            block_id = table[block_idx]
-            if block_id in group.pool.index and group.pool.ref_counts[block_id] == 1:
-                group.pool.withdraw(block_id)
+    def _shared(self, state: SequenceMemory, members: Sequence[int], checkpoint: Checkpoint | None = None) -> list[int]:
+        """Return the groups whose last block somebody else holds too, or will as a checkpoint."""
+        held = {} if checkpoint is None else checkpoint.block_ids
+        tables, groups = state.tables, self.groups
+        return [
+            idx for idx in members if tables[idx] and (groups[idx].pool.ref_counts[tables[idx][-1]] > 1 or idx in held)
+        ]
+
+    def _is_published(self, state: SequenceMemory, group_idx: int) -> bool:
+        table = state.tables[group_idx]
+        return bool(table) and table[-1] in self.groups[group_idx].pool.index
+
+    def _withdraw(self, state: SequenceMemory, members: Sequence[int]) -> None:
+        """Take last blocks that are about to be written in place out of the prefix index."""
+        for idx in members:
+            pool, block_id = self.groups[idx].pool, state.tables[idx][-1]
+            if block_id in pool.index and pool.ref_counts[block_id] == 1:
+                pool.withdraw(block_id)
                 self.version += 1
 
-    def _copy_on_write(self, state: SequenceMemory, group_idx: int, block_idx: int) -> None:
-        """Replace a table entry by a private copy of its block."""
+    def _copy_on_write(self, state: SequenceMemory, group_idx: int) -> None:
+        """Replace the last entry of a table by a private copy of its block."""
         # Take before release: the copy must not be made onto its own source.
         (new,) = self.take(group_idx, 1)
         table = state.tables[group_idx]
-        old, table[block_idx] = table[block_idx], new
+        old, table[-1] = table[-1], new
         self.groups[group_idx].pool.release((old,))
-        state.mark_dirty(group_idx, block_idx)
+        state.mark_dirty(group_idx, len(table) - 1)
         self.pending_copies.append(BlockCopy(group_idx, old, new))
         self.num_copies += 1
         self.version += 1
+
+    # ---- states ----
+
+    def _carry(self, state: SequenceMemory, group_idx: int) -> None:
+        """Take a state along to the last place of a table that has grown."""
+        table = state.tables[group_idx]
+        num_new = self.groups[group_idx].spec.num_blocks(state.num_slots) - len(table)
+        if num_new:
+            state.mark_dirty(group_idx, len(table) - 1)
+            table[-1:-1] = [NULL_BLOCK] * num_new
+            state.num_dead[group_idx] += num_new
+
+    def _checkpoint(self, state: SequenceMemory) -> Checkpoint:
+        """Return the states that a sequence has, which nobody holds for it yet."""
+        num_tokens = state.num_computed
+        return Checkpoint(num_tokens, {idx: state.tables[idx][-1] for idx in self.carried} if num_tokens else {})
+
+    def _hold(self, state: SequenceMemory, checkpoint: Checkpoint) -> None:
+        for idx, block_id in checkpoint.block_ids.items():
+            self.groups[idx].pool.retain((block_id,))
+        state.checkpoint = checkpoint
+
+    def _go_back(self, state: SequenceMemory) -> None:
+        """Put the states of the checkpoint in place of the present ones."""
+        if state.checkpoint is None:
+            return
+        num_tokens, block_ids = state.checkpoint
+        for idx in self.carried:
+            spec, pool, table = self.groups[idx].spec, self.groups[idx].pool, state.tables[idx]
+            pool.release(table[-1:])
+            num_dead = max(0, spec.num_blocks(num_tokens) - 1)
+            table[num_dead:] = [block_ids[idx]] if idx in block_ids else []
+            state.num_dead[idx] = num_dead
+            state.mark_dirty(idx, num_dead)
+        state.checkpoint = None

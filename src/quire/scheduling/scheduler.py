@@ -157,6 +157,8 @@ class Scheduler:
         for position, sequence in enumerate(running):
             pending = len(sequence.tokens) - sequence.num_computed
             count = pending if pending == 1 else min(pending, spare)
+            if count > 1:
+                count = self.memory.step_limit(sequence.seq_id, count)
             if count > 0 and not append_slots(sequence.seq_id, count):
                 count = self._grow(sequence, count, position)
             if count > 0:
@@ -273,8 +275,8 @@ class Scheduler:
                 break
             if status.verdict is Verdict.NEVER:
                 raise InvariantViolation("S3", f"sequence {sequence.seq_id} can never fit: {status}")
-            count = min(num_tokens - hit.num_tokens, spare)
             memory.allocate(sequence.seq_id, sequence.chain, hit)
+            count = memory.step_limit(sequence.seq_id, min(num_tokens - hit.num_tokens, spare))
             while not memory.append_slots(sequence.seq_id, count):
                 if count <= step:
                     raise InvariantViolation("S2", f"sequence {sequence.seq_id} was promised memory: {status}")

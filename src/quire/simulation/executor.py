@@ -12,6 +12,7 @@ from hashlib import blake2b
 
 from quire.errors import InvariantViolation
 from quire.memory.ops import BlockCopy
+from quire.memory.pool import NULL_BLOCK
 from quire.memory.specs import FullAttention, KVCacheSpec
 from quire.scheduling.plan import ItemResult, Opening, PlanItem, StepPlan, StepResult
 
@@ -47,6 +48,8 @@ class SimulatedExecutor:
         self.num_computed_tokens = 0
         # By group and slot.
         self._slots: dict[tuple[int, int], tuple[int, int]] = {}
+        # By group and block.
+        self._states: dict[tuple[int, int], tuple[int, ...]] = {}
         self._open: dict[int, _OpenSequence] = {}
 
     @property
@@ -70,9 +73,13 @@ class SimulatedExecutor:
     def close(self) -> None:
         """Forget everything."""
         self._slots.clear()
+        self._states.clear()
         self._open.clear()
 
     def _copy_block(self, copy: BlockCopy) -> None:
+        if self.specs[copy.group_idx].carries:
+            self._states[copy.group_idx, copy.dst_id] = self._states.get((copy.group_idx, copy.src_id), ())
+            return
         for offset in range(self.block_size):
             content = self._slots.get((copy.group_idx, copy.src_id * self.block_size + offset))
             if content is None:
@@ -90,13 +97,32 @@ class SimulatedExecutor:
         sequence.tokens[item.start :] = item.token_ids
         for delta in item.table_deltas:
             sequence.tables[delta.group_idx][delta.start :] = delta.block_ids
-        for group_idx, table in enumerate(sequence.tables):
+        for group_idx, (spec, table) in enumerate(zip(self.specs, sequence.tables, strict=True)):
+            if spec.carries:
+                self._advance_state(item, group_idx, table[-1], written)
+                continue
             for position, token_id in enumerate(item.token_ids, item.start):
                 slot = group_idx, self._slot(table, position)
-                if written.setdefault(slot, item.seq_id) != item.seq_id:
-                    raise InvariantViolation("M3", f"{written[slot]} and {item.seq_id} both write slot {slot}")
+                self._claim(slot, item.seq_id, written)
                 self._slots[slot] = (position, token_id)
         self.num_computed_tokens += len(item.token_ids)
+
+    def _claim(self, slot: tuple[int, int], seq_id: int, written: dict[tuple[int, int], int]) -> None:
+        if written.setdefault(slot, seq_id) != seq_id:
+            raise InvariantViolation("M3", f"{written[slot]} and {seq_id} both write slot {slot}")
+
+    def _advance_state(
+        self, item: PlanItem, group_idx: int, block_id: int, written: dict[tuple[int, int], int]
+    ) -> None:
+        """Read a state, which must sum up exactly what is before the item's tokens, and write the one after them."""
+        place, tokens = (group_idx, block_id), self._open[item.seq_id].tokens
+        self._claim(place, item.seq_id, written)
+        if block_id == NULL_BLOCK:
+            raise InvariantViolation("M3", "the null block is never read or written")
+        found = self._states.get(place, ()) if item.start else ()
+        if found != tuple(tokens[: item.start]):
+            raise InvariantViolation("M5", f"sequence {item.seq_id} finds a state of {len(found)} other tokens")
+        self._states[place] = tuple(tokens[: item.start + len(item.token_ids)])
 
     def _slot(self, table: list[int], position: int) -> int:
         block_id = table[position // self.block_size]
@@ -109,6 +135,8 @@ class SimulatedExecutor:
         sequence = self._open[item.seq_id]
         end = item.start + len(item.token_ids)
         for group_idx, (spec, table) in enumerate(zip(self.specs, sequence.tables, strict=True)):
+            if spec.carries:
+                continue
             # What the first query reads and what lies behind it is all that the later ones read.
             for position in range(spec.first_live_token(item.start), end):
                 content = self._slots.get((group_idx, self._slot(table, position)))

@@ -1,0 +1,99 @@
+"""Groups of recurrent state: where snapshots are taken, how they are published, and what is kept to go back to.
+
+A state is one block, written by every step. What must outlive that is held once more, and the one rule does the rest:
+the next step finds a block that it may not write, and copies it first.
+
+```
+ tokens   |<------ 512 ------>|<------ 512 ------>|<- prompt ->|<- decoded ...
+ state    ................... S ................. S ........ S .............. S     S: a snapshot, if a step ends there
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from quire.memory.chain import TokenChain
+from quire.memory.groups import CacheGroup
+from quire.memory.sequence_memory import SequenceMemory
+from quire.memory.status import PrefixHit
+
+DEFAULT_SNAPSHOT_INTERVAL = 512
+
+
+class Snapshots(NamedTuple):
+    """Where the states of a manager's groups are published.
+
+    Args:
+        carried: the groups of states.
+        interval: tokens between regular ones, a multiple of the block size.
+    """
+
+    carried: tuple[int, ...]
+    interval: int
+
+    @classmethod
+    def of(cls, groups: Sequence[CacheGroup], interval: int | None) -> Snapshots:
+        """Choose the interval unless one is given.
+
+        Raises:
+            ValueError: it is not a positive multiple of the block size.
+        """
+        size = groups[0].spec.block_size
+        if interval is None:
+            interval = -(-DEFAULT_SNAPSHOT_INTERVAL // size) * size
+        if interval < 1 or interval % size:
+            raise ValueError(f"snapshot_interval must be a positive multiple of the block size {size}, got {interval}")
+        return cls(tuple(idx for idx, group in enumerate(groups) if group.spec.carries), interval)
+
+    def stops_of(self, chain: TokenChain, hit: PrefixHit, block_size: int) -> tuple[int, ...]:
+        """Return the lengths at which a new sequence takes snapshots besides the regular ones.
+
+        Args:
+            chain: the sequence's tokens: the last block boundary that leaves one of them to compute is a stop, and
+                where the prompt was seen to part from what is published.
+            hit: that it is opened on.
+            block_size: tokens of a block.
+        """
+        if not self.carried:
+            return ()
+        last = max(0, len(chain.tokens) - 1) // block_size * block_size
+        return tuple(sorted({stop for stop in (last, hit.parted_at) if stop > hit.num_tokens}))
+
+    def next_after(self, num_tokens: int, stops: Iterable[int]) -> int:
+        """Return the next length at which a snapshot is wanted."""
+        regular = (num_tokens // self.interval + 1) * self.interval
+        return min((stop for stop in stops if num_tokens < stop < regular), default=regular)
+
+    def is_due(self, state: SequenceMemory) -> bool:
+        """Say whether the states that a sequence has are of a length at which a snapshot is wanted."""
+        num_tokens = state.num_slots
+        return num_tokens == state.num_computed and (num_tokens % self.interval == 0 or num_tokens in state.stops)
+
+    def publish(self, groups: Sequence[CacheGroup], state: SequenceMemory) -> int:
+        """Publish a sequence's states, or merge them with their equals.
+
+        Returns:
+            The duplicates that were given back.
+        """
+        chain = state.chain
+        block_idx = state.num_computed // groups[0].spec.block_size - 1
+        digest = chain.links(block_idx + 1)[block_idx][0]
+        found = [groups[idx].pool.index.get(digest) for idx in self.carried]
+        if any(entry is not None and not chain.recognises(block_idx, entry[1]) for entry in found):
+            state.is_publishing = False
+            return 0
+        (link,) = chain.canonical_links(block_idx, block_idx + 1)
+        num_merges = 0
+        for idx, entry in zip(self.carried, found, strict=True):
+            table, pool = state.tables[idx], groups[idx].pool
+            if entry is None:
+                pool.index.add(link, table[block_idx])
+            else:
+                pool.retain(entry[:1])
+                pool.release((table[block_idx],))
+                table[block_idx] = entry[0]
+                state.mark_dirty(idx, block_idx)
+                num_merges += 1
+        return num_merges
