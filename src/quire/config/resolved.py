@@ -53,6 +53,8 @@ class ModelFacts:
     Args:
         max_position: the longest context that the model was made for, in tokens.
         bytes_per_token: KV bytes of one token, all layers.
+        most_bytes: bytes of a pool that is never used up, by all seats with sequences of the context asked for; None
+            where no layer keeps a state.
         vocab_size: rows of the output head.
         num_parameters: of the whole model.
         kernels: what computes it, in words.
@@ -66,6 +68,7 @@ class ModelFacts:
     vocab_size: int
     num_parameters: int
     kernels: str = "torch"
+    most_bytes: int | None = None
     longest_bytes: int | None = None
     step: StepCost = StepCost()
 
@@ -133,12 +136,16 @@ def resolve(config: EngineConfig, machine: Machine, facts: ModelFacts) -> Resolv
     cache, scheduler = config.cache, config.scheduler
     max_model_len = context_length(config.model.max_model_len, facts.max_position)
     bytes_per_block = facts.bytes_per_token * cache.block_size
-    num_blocks, origin = pool_blocks(cache, machine, bytes_per_block, max_model_len, scheduler.max_num_seqs, facts.step)
+    num_blocks, origin = pool_blocks(
+        cache, machine, bytes_per_block, max_model_len, scheduler.max_num_seqs, facts.most_bytes, facts.step
+    )
     needed = -(-max_model_len // cache.block_size)
     if facts.longest_bytes is not None:
         needed = -(-facts.longest_bytes // bytes_per_block) - 1
     if num_blocks < needed:
-        raise _too_few_blocks(cache, max_model_len, num_blocks, needed, bytes_per_block, origin)
+        raise _too_few_blocks(
+            cache, max_model_len, num_blocks, needed, bytes_per_block, origin, facts.most_bytes is not None
+        )
     default_threads = 1 if facts.num_parameters < SMALL_MODEL_PARAMETERS else machine.num_threads
     return ResolvedConfig(
         device=machine.device,
@@ -192,6 +199,7 @@ def pool_blocks(
     bytes_per_block: int,
     max_model_len: int,
     max_num_seqs: int,
+    most_bytes: int | None = None,
     step: StepCost = StepCost(),
 ) -> tuple[int, str]:
     """Return the pool's size in blocks, at most 0 where there is room for none, and the words for where it comes from.
@@ -201,6 +209,7 @@ def pool_blocks(
         machine: what there is.
         bytes_per_block: KV bytes of one block of every cache group.
         max_model_len, max_num_seqs: what can ever be used.
+        most_bytes: the same in bytes, where the blocks of all tokens do not say it.
         step: what a step takes of a GPU.
 
     Raises:
@@ -220,6 +229,8 @@ def pool_blocks(
         return budget // bytes_per_block - 1, f"kv_cache_memory_bytes={budget}"
     # More than every sequence at full length can never be used.
     most = -(-max_model_len // cache.block_size) * max_num_seqs
+    if most_bytes is not None:
+        most = -(-most_bytes // bytes_per_block) - 1
     if machine.total_bytes is not None:
         taken_bytes = machine.total_bytes - machine.available_bytes + step.fixed_bytes
         budget = int(machine.total_bytes * cache.gpu_memory_utilization) - taken_bytes
@@ -234,7 +245,13 @@ def pool_blocks(
 
 
 def _too_few_blocks(
-    cache: CacheConfig, max_model_len: int, num_blocks: int, needed: int, bytes_per_block: int, origin: str
+    cache: CacheConfig,
+    max_model_len: int,
+    num_blocks: int,
+    needed: int,
+    bytes_per_block: int,
+    origin: str,
+    has_states: bool,
 ) -> ConfigError:
     """Return the error for a pool that cannot hold one sequence, with the numbers that would do."""
     if cache.num_kv_blocks is not None:
@@ -243,7 +260,7 @@ def _too_few_blocks(
         # One block more: the null block is paid for from the same bytes.
         field_to_raise, least = "kv_cache_memory_bytes", (needed + 1) * bytes_per_block
     advice = f"set {field_to_raise} to at least {least}"
-    if num_blocks > 0:
+    if num_blocks > 0 and not has_states:  # a state takes as much of the pool for a short sequence
         advice += f", or max_model_len to at most {num_blocks * cache.block_size}"
     return ConfigError(
         f"{origin} gives {max(num_blocks, 0)} KV blocks, but one sequence of max_model_len={max_model_len} tokens "

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from quire.errors import UnsupportedModel
 from quire.memory.sizing import CacheDtype, StateGroup
-from quire.memory.specs import ChunkedLocal, FullAttention, KVCacheSpec, SlidingWindow
+from quire.memory.specs import ChunkedLocal, FullAttention, KVCacheSpec, RecurrentState, SlidingWindow
 from quire.models.families.hf_config import NEUTRAL, HFConfig
 from quire.models.spec import KeptState, KeptTokens, ModelSpec
 
@@ -122,9 +122,20 @@ class CacheLayout:
             StateGroup(num_layers=count, layer_bytes=layer.num_bytes(element_bytes)) for layer, count in self.states
         )
 
+    def state_specs(self, block_size: int, element_bytes: int) -> tuple[KVCacheSpec, ...]:
+        """Return one cache spec for each kind of recurrent layer; they come after those of attention."""
+        return tuple(
+            RecurrentState(block_size=block_size, num_layers=group.num_layers, layer_bytes=group.layer_bytes)
+            for group in self.state_groups(element_bytes)
+        )
+
 
 def layout_of(spec: ModelSpec) -> CacheLayout:
-    """Return what the layers of a model keep that a family has read."""
+    """Return what the layers of a model keep that a family has read.
+
+    Raises:
+        UnsupportedModel: no layer keeps tokens.
+    """
     attention, states = [], []
     for num_layers, kept in spec.cache_groups:
         match kept:
@@ -132,7 +143,7 @@ def layout_of(spec: ModelSpec) -> CacheLayout:
                 attention.append((AttentionLayer(*kept), num_layers))
             case KeptState():
                 states.append((layer_of(kept), num_layers))
-    return CacheLayout(tuple(attention), tuple(states), spec.max_position)
+    return _checked(CacheLayout(tuple(attention), tuple(states), spec.max_position))
 
 
 def layer_of(kept: KeptState) -> StateLayer:
@@ -152,12 +163,17 @@ def read_layout(config: Mapping[str, Any]) -> CacheLayout:
     _require_generic_fields(config, fields)
     layers: list[AttentionLayer | StateLayer] = [_read_layer(kind, fields) for kind in read_kinds(config)]
     attention = _counted(layer for layer in layers if isinstance(layer, AttentionLayer))
-    if not attention:
+    states = _counted(layer for layer in layers if isinstance(layer, StateLayer))
+    return _checked(CacheLayout(attention, states, fields.integer("max_position_embeddings")))
+
+
+def _checked(layout: CacheLayout) -> CacheLayout:
+    """Refuse a model whose cache has no blocks of tokens: pools are sized in them."""
+    if not layout.attention:
         raise UnsupportedModel(
             "config.json: layer_types has no attention, so there are no blocks to plan", field="layer_types"
         )
-    states = _counted(layer for layer in layers if isinstance(layer, StateLayer))
-    return CacheLayout(attention, states, fields.integer("max_position_embeddings"))
+    return layout
 
 
 def _require_generic_fields(config: Mapping[str, Any], fields: HFConfig) -> None:
