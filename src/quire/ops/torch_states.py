@@ -113,7 +113,9 @@ def scan_in_chunks(state: Tensor, taken: Tensor, writes: Tensor, reads: Tensor, 
         weights = between.view(num_groups, -1, *scores.shape[1:]).mul_(scores[:, None]).view_as(between)
         carried = torch.bmm(by_group, read.mT).view(num_heads, head_dim, -1).mT  # [H, rows, D]
         from_start = since_start.float().exp_()
-        outputs.append(torch.baddbmm(carried * from_start[:, :, None], weights, added).transpose(0, 1))
+        # Not in one call: with another sum to add to, a CPU multiplies one head after the other.
+        read_out = torch.bmm(weights, added).addcmul_(carried, from_start[:, :, None])
+        outputs.append(read_out.transpose(0, 1))
         to_end = (since_start[:, -1:] - since_start).float().exp_()
         state.mul_(from_start[:, -1, None, None])
         lasting = (added * to_end[:, :, None]).mT.reshape(num_groups, -1, write.shape[1])  # [G, H / G * D, rows]
