@@ -74,6 +74,7 @@ def test_the_eviction_policies_are_those_of_memory() -> None:
         ("kv_cache_memory_bytes", [None, 1, 1 << 60], [0, "1GiB", 1e9]),
         ("kv_cache_memory_fraction", [1, 1.0, 0.001], [0, 0.0, 1.001, -0.1, math.nan, math.inf, None, "0.5", True]),
         ("gpu_memory_utilization", [1, 0.9, 0.001], [0, 1.001, -0.1, math.nan, None, "0.9", True]),
+        ("state_snapshot_interval", [None, 16, 1024], [0, -16, 24, 16.0, "16", True]),
         ("watermark", [0, 0.0, 0.5], [0.501, -0.001, math.nan, None, "0"]),
         ("max_num_seqs", [1, 4096], [0, None, 2.0]),
         ("max_num_batched_tokens", [None, 256], [0, 255, "512"]),
@@ -167,6 +168,7 @@ def test_resolve_keeps_what_was_asked_for() -> None:
         enable_prefix_caching=False,
         eviction_policy="slru",
         watermark=0.1,
+        state_snapshot_interval=64,
         max_num_seqs=6,
         max_num_batched_tokens=7,
         scheduling_policy="priority",
@@ -174,7 +176,7 @@ def test_resolve_keeps_what_was_asked_for() -> None:
         seed=11,
     )
     assert dataclasses.astuple(config) == (
-        *("cpu", 2, 100, 32, 40, 32768, 4, False, "slru", 4, 6, 7, "priority", 9, 500, 11, "torch"),
+        *("cpu", 2, 100, 32, 40, 32768, 4, False, "slru", 4, 6, 7, "priority", 9, 500, 11, "torch", 64),
     )
     assert config.max_concurrency == 10.0
 

@@ -42,12 +42,13 @@ class CountingWorld(World):
 def random_world(rng: random.Random) -> CountingWorld:
     """Return a small world of any kind; with a twin wherever the twin knows how the world behaves."""
     kinds = tuple(
-        rng.choice((FULL, FULL, Kind("window", rng.randrange(1, 8)), Kind("chunk", rng.randrange(1, 8))))
+        rng.choice((FULL, FULL, Kind("window", rng.randrange(1, 8)), Kind("chunk", rng.randrange(1, 8)), Kind("state")))
         for _ in range(rng.choice((1, 1, 2, 3)))
     )
     size = WorldSize(
         rng.randrange(1, 13), rng.randrange(1, 5), rng.randrange(3), caching=rng.random() < 0.9, kinds=kinds
     )
+    size = size._replace(interval=rng.choice((None, size.block_size, 2 * size.block_size)))
     if rng.random() < 0.5:
         return CountingWorld(size)
     size = size._replace(eviction=rng.choice(tuple(EVICTION_POLICIES)))

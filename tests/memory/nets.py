@@ -10,10 +10,11 @@ from tests.memory.twin import Kind
 from tests.memory.walk import random_walk
 from tests.memory.world import World, WorldSize
 from tests.scheduling.rig import Setting, run
-from tests.scheduling.test_random_runs import WINDOW, agrees, random_jobs, undisturbed
+from tests.scheduling.test_random_runs import STATE, WINDOW, agrees, random_jobs, undisturbed
 
 FULL = Kind()
 GROUPS = ((FULL,), (FULL, FULL), (FULL, Kind("window", 3)), (Kind("window", 4),), (Kind("chunk", 4), FULL))
+STATES = ((Kind("state"),), (FULL, Kind("state")), (Kind("state"), Kind("window", 3), FULL))
 
 
 def walk(*, has_twin: bool) -> None:
@@ -24,6 +25,12 @@ def walk(*, has_twin: bool) -> None:
     for seed in range(30):
         rng = random.Random(seed)
         size = WorldSize(rng.randrange(2, 9), rng.randrange(1, 4), kinds=rng.choice(GROUPS))
+        random_walk(World(size, has_twin=has_twin), rng, 60)
+    for seed in range(30):
+        rng = random.Random(seed)
+        block_size = rng.randrange(1, 4)
+        interval = rng.choice((None, block_size, 2 * block_size))
+        size = WorldSize(rng.randrange(2, 9), block_size, kinds=rng.choice(STATES), interval=interval)
         random_walk(World(size, has_twin=has_twin), rng, 60)
 
 
@@ -48,9 +55,16 @@ def window_world() -> None:
     search(WorldSize(2, 1, kinds=(Kind("window", 2),)), max_prompt=1, max_slots=3)
 
 
+def state_world() -> None:
+    """The same, of a state alone and beside full attention."""
+    search(WorldSize(2, 1, kinds=(Kind("state"),), interval=1), max_prompt=1, max_slots=2)
+    search(WorldSize(1, 1, kinds=(FULL, Kind("state")), interval=1), max_prompt=1, max_slots=2)
+
+
 SETTINGS = (
     Setting(num_blocks=19, budget=16, max_num_seqs=8, watermark=1),
     Setting(num_blocks=19, budget=16, max_num_seqs=8, specs=(FullAttention(block_size=4), WINDOW)),
+    Setting(num_blocks=12, budget=16, max_num_seqs=8, specs=(FullAttention(block_size=4), STATE), snapshot_interval=8),
 )
 
 
@@ -69,4 +83,4 @@ def audited_run() -> None:
 
 
 NETS = (invariants_and_reading_back, slow_twin, small_world, long_run, audited_run)
-HONEST_NETS = (*NETS, window_world)
+HONEST_NETS = (*NETS, window_world, state_world)

@@ -65,11 +65,15 @@ def commands(world: World, max_prompt: int, max_slots: int) -> Iterator[Command]
         yield "free", seq_id, ()
         if num_slots < max_slots:
             yield "grow", seq_id, ()
-        for length in range(world.manager.rollback_limit(seq_id), num_slots):
+        if num_slots < max_slots - 1 and any(kind.is_state for kind in world.size.kinds):
+            yield "look ahead", seq_id, ()
+        for length in world.ways_back(seq_id):
             yield "truncate", seq_id, (length,)
         if num_computed < num_slots:
-            for token_id in VOCABULARY if num_computed == len(tokens) else tokens[num_computed : num_computed + 1]:
-                yield "store", seq_id, (token_id,)
+            count = num_slots - num_computed if world.is_looking_ahead(seq_id) else 1
+            known = tokens[num_computed : num_computed + count]
+            for unknown in product(VOCABULARY, repeat=count - len(known)):
+                yield "store", seq_id, (*known, *unknown)
         elif absent:
             yield "fork", seq_id, (absent[0],)
 
@@ -93,13 +97,14 @@ def perform(world: World, command: Command) -> None:
         is_alone = len(world.tokens) == 1
         fits = world.twin.num_available() >= len(world.size.kinds) or world.num_slots(seq_id) % world.size.block_size
         assert is_granted or not (is_alone and fits), "a sequence that is alone is refused what is there"
+    elif verb == "look ahead":
+        world.grow(seq_id, 1, 1)
     elif verb == "truncate":
         world.truncate(seq_id, args[0])
     elif verb == "store":
         tokens = world.tokens[seq_id]
-        if world.num_computed(seq_id) == len(tokens):
-            tokens.append(args[0])
-        world.store(seq_id, 1)
+        tokens += args[len(tokens) - world.num_computed(seq_id) :]
+        world.store(seq_id, len(args))
     else:
         world.fork(seq_id, args[0], [])
     world.perform_copies()
@@ -125,7 +130,11 @@ def _named(world: World, order: tuple[int, ...], flip: int) -> tuple[object, ...
         pages = tuple(
             tuple(names.setdefault(page, len(names)) if page else -1 for page in group) for group in sequence.pages
         )
-        sequences.append((tokens, pages, sequence.num_slots, sequence.num_computed, sequence.is_publishing))
+        ahead = tuple(sorted(stop for stop in sequence.stops if stop > sequence.num_slots))
+        held = () if sequence.checkpoint is None else (sequence.checkpoint[0], *sequence.checkpoint[1].values())
+        checkpoint = tuple(names.setdefault(page, len(names)) if isinstance(page, Page) else page for page in held)
+        counts = sequence.num_slots, sequence.num_computed, sequence.is_publishing
+        sequences.append((tokens, pages, counts, ahead, checkpoint))
     # Which of all idle pages goes first matters, whatever group it is in.
     by_age = sorted((page.idle_since, idx, page) for idx, group in enumerate(world.twin.groups) for page in group.idle)
     idle = tuple((idx, names.setdefault(page, len(names))) for _, idx, page in by_age)

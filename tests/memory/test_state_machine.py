@@ -28,6 +28,7 @@ kinds = (
     st.just(Kind())
     | st.builds(Kind, st.just("window"), st.integers(1, 9))
     | st.builds(Kind, st.just("chunk"), st.integers(1, 9))
+    | st.just(Kind("state"))
 )
 sizes = st.builds(
     WorldSize,
@@ -39,7 +40,8 @@ sizes = st.builds(
     layers=st.just(()),
     num_bytes=st.none(),
     eviction=st.just("lru"),
-)
+    interval=st.none(),
+).flatmap(lambda size: st.sampled_from((None, 1, 2)).map(lambda n: size._replace(interval=n and n * size.block_size)))
 
 
 class MemoryMachine(RuleBasedStateMachine):
@@ -100,11 +102,19 @@ class MemoryMachine(RuleBasedStateMachine):
         self.world.grow(seq_id, lookahead)
 
     @precondition(is_alive)
+    @rule(data=st.data(), lookahead=st.integers(1, 3))
+    def look_ahead(self, data: st.DataObject, lookahead: int) -> None:
+        """Ask for slots, some of which verification may take back."""
+        self.world.grow(self.pick(data), 1, lookahead)
+
+    @precondition(is_alive)
     @rule(data=st.data())
     def store(self, data: st.DataObject) -> None:
         """Compute some of the tokens that have slots."""
         seq_id = self.pick(data)
         world = self.world
+        if world.is_looking_ahead(seq_id):
+            return
         most = min(world.num_slots(seq_id), len(world.tokens[seq_id])) - world.num_computed(seq_id)
         world.store(seq_id, data.draw(st.integers(0, most), label="stored"))
 
@@ -114,6 +124,8 @@ class MemoryMachine(RuleBasedStateMachine):
         """Compute all tokens that have slots: the common case, and the one that publishes most."""
         seq_id = self.pick(data)
         world = self.world
+        if world.is_looking_ahead(seq_id):
+            world.tokens[seq_id] += [0] * (world.num_slots(seq_id) - len(world.tokens[seq_id]))
         world.store(seq_id, min(world.num_slots(seq_id), len(world.tokens[seq_id])) - world.num_computed(seq_id))
 
     @precondition(lambda self: self.has_room() and self.is_alive())
@@ -134,8 +146,7 @@ class MemoryMachine(RuleBasedStateMachine):
         """Roll back to any length."""
         seq_id = self.pick(data)
         world = self.world
-        limit = world.manager.rollback_limit(seq_id)
-        length = data.draw(st.integers(limit, world.num_slots(seq_id)), label="length")
+        length = data.draw(st.sampled_from((*world.ways_back(seq_id), world.num_slots(seq_id))), label="length")
         world.truncate(seq_id, length, keep_tokens=keep_tokens)
 
     @precondition(is_alive)
@@ -170,6 +181,10 @@ class MemoryMachine(RuleBasedStateMachine):
         world.refuses(ValueError, lambda: manager.truncate(seq_id, world.num_slots(seq_id) + excess))
         world.refuses(ValueError, lambda: manager.truncate(seq_id, manager.rollback_limit(seq_id) - excess))
         world.refuses(ValueError, lambda: manager.append_slots(seq_id, 1 - excess))
+        if world.is_looking_ahead(seq_id):
+            world.refuses(ValueError, lambda: manager.publish(seq_id, computed))
+            if computed + 1 < world.num_slots(seq_id):
+                world.refuses(ValueError, lambda: manager.truncate(seq_id, computed + 1))
         world.refuses(ValueError, lambda: manager.fork(seq_id, seq_id, []))
         world.refuses(KeyError, lambda: manager.free(-1))
         world.refuses(KeyError, lambda: manager.fork(-1, -2, []))

@@ -28,6 +28,14 @@ def random_walk(world: World, rng: random.Random, num_commands: int, *, max_sequ
             if world.grow(seq_id, 1):
                 world.tokens[seq_id].append(rng.randrange(2))
                 world.store(seq_id, 1)
+        elif verb == "look ahead" and settled and any(kind.is_state for kind in world.size.kinds):
+            num_drafts = rng.randrange(1, 4)
+            if world.grow(seq_id, 1, num_drafts):
+                world.tokens[seq_id].extend(rng.randrange(2) for _ in range(1 + num_drafts))
+                if rng.random() < 0.5:
+                    world.store(seq_id, 1 + num_drafts)
+                else:
+                    world.truncate(seq_id, world.manager.rollback_limit(seq_id))
         elif verb == "look ahead" and settled:
             num_drafts = rng.randrange(1, 4)
             if world.grow(seq_id, num_drafts):
@@ -39,7 +47,7 @@ def random_walk(world: World, rng: random.Random, num_commands: int, *, max_sequ
             next_id += 1
             world.fork(seq_id, next_id, [])
         elif verb == "truncate":
-            world.truncate(seq_id, rng.randrange(world.manager.rollback_limit(seq_id), world.num_slots(seq_id) + 1))
+            world.truncate(seq_id, rng.choice((*world.ways_back(seq_id), world.num_slots(seq_id))))
         elif verb == "free":
             world.free(seq_id)
     for seq_id in sorted(world.tokens):

@@ -7,7 +7,7 @@ copied, merged, evicted or reused wrongly cannot read back right by luck.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import pytest
@@ -20,6 +20,7 @@ from quire.memory import (
     KVCacheManager,
     KVCacheSpec,
     Namespace,
+    RecurrentState,
     SlidingWindow,
     TokenChain,
     Verdict,
@@ -46,6 +47,7 @@ class WorldSize(NamedTuple):
         layers: of each group, when their blocks are to be of different sizes.
         num_bytes: of the arena, then; `num_blocks` has no meaning.
         eviction: the policy; the twin knows the first only.
+        interval: tokens between regular snapshots of states, None for the default.
     """
 
     num_blocks: int
@@ -56,10 +58,13 @@ class WorldSize(NamedTuple):
     layers: tuple[int, ...] = ()
     num_bytes: int | None = None
     eviction: str = "lru"
+    interval: int | None = None
 
 
 def spec_of(kind: Kind, block_size: int, num_layers: int = 1) -> KVCacheSpec:
     """Return the spec of a cache group, with two bytes for a token in a layer."""
+    if kind.is_state:
+        return RecurrentState(block_size=block_size, num_layers=num_layers, layer_bytes=2 * block_size)
     if kind.name == "window":
         return SlidingWindow(block_size=block_size, num_layers=num_layers, element_bytes=1, window=kind.extent)
     if kind.name == "chunk":
@@ -87,8 +92,16 @@ class World:
             watermark=size.watermark,
             enable_prefix_caching=size.caching,
             eviction=size.eviction,
+            snapshot_interval=size.interval,
         )
-        self.twin = Twin(size.num_blocks, size.block_size, size.kinds, watermark=size.watermark, caching=size.caching)
+        self.twin = Twin(
+            size.num_blocks,
+            size.block_size,
+            size.kinds,
+            watermark=size.watermark,
+            caching=size.caching,
+            interval=size.interval,
+        )
         self.has_twin = has_twin
         self.tokens: dict[int, list[int]] = {}
         self.chains: dict[int, TokenChain] = {}
@@ -108,6 +121,17 @@ class World:
     def num_computed(self, seq_id: int) -> int:
         """Return the stored tokens of a sequence."""
         return self.manager.sequences[seq_id].num_computed
+
+    def is_looking_ahead(self, seq_id: int) -> bool:
+        """Tell whether states are held to go back to: then all slots are stored, or none of them."""
+        return self.manager.sequences[seq_id].checkpoint is not None
+
+    def ways_back(self, seq_id: int) -> Sequence[int]:
+        """Return the lengths below its own to which a sequence can be truncated."""
+        limit, num_slots = self.manager.rollback_limit(seq_id), self.num_slots(seq_id)
+        if any(kind.is_state for kind in self.size.kinds):
+            return (limit,) if limit < num_slots else ()
+        return range(limit, num_slots)
 
     # ---- commands ----
 
@@ -137,12 +161,14 @@ class World:
             pages = twin.match(namespace, tokens, max_tokens)
             found = tuple(tuple(self.block_of[page] if page else 0 for page in group) for group in pages)
             assert found == hit.block_ids, "the twin found another hit"
+            parted_at = twin.parted_at(namespace, tokens, max_tokens)
+            assert parted_at == hit.parted_at, "the twin sees prompts part elsewhere"
             self._compare_verdict(status, len(tokens), pages, step or len(tokens), reserved)
         if status.verdict is not Verdict.NEVER:
             manager.allocate(seq_id, chain, hit)
             self._adopt(seq_id, chain, namespace)
             if self.has_twin:
-                twin.open(seq_id, namespace, tokens, pages)
+                twin.open(seq_id, namespace, tokens, pages, parted_at)
         self.verify()
         return status
 
@@ -161,7 +187,7 @@ class World:
         for idx in groups:
             margin -= twin.least_needed(idx, num_tokens, hit[idx], step) + spare
             margin -= sum(page in twin.groups[idx].idle for page in hit[idx])
-            is_exact &= not hit[idx] or self.size.kinds[idx].name == "full"
+            is_exact &= not hit[idx] or self.size.kinds[idx].name in ("full", "state")
         # With a hit of a window the closed form may ask for more than is needed, never for less.
         assert status.available - status.needed <= margin
         assert status.available - status.needed == margin or not is_exact
@@ -172,23 +198,24 @@ class World:
         status = self.open(seq_id, tokens, namespace)
         if status.verdict is Verdict.NEVER:
             return False
-        is_granted = self.grow(seq_id, len(tokens) - self.num_computed(seq_id))
-        if status.verdict is Verdict.OK:
-            assert is_granted, "can_allocate promised what append_slots refuses"
-        if is_granted:
-            self.store(seq_id, len(tokens) - self.num_computed(seq_id))
-        else:
-            self.free(seq_id)
-        return is_granted
+        while missing := len(tokens) - self.num_computed(seq_id):
+            # A step ends where a state is to be published.
+            step = self.manager.step_limit(seq_id, missing)
+            if not self.grow(seq_id, step):
+                assert status.verdict is not Verdict.OK, "can_allocate promised what append_slots refuses"
+                self.free(seq_id)
+                return False
+            self.store(seq_id, step)
+        return True
 
-    def grow(self, seq_id: int, num_tokens: int) -> bool:
-        """Ask for slots."""
+    def grow(self, seq_id: int, num_tokens: int, *lookahead: int) -> bool:
+        """Ask for slots, and perhaps for some to look ahead."""
         before = snapshot(self.manager)
-        is_granted = self.manager.append_slots(seq_id, num_tokens)
+        is_granted = self.manager.append_slots(seq_id, num_tokens, *lookahead)
         if not is_granted:
             assert snapshot(self.manager) == before, "a refused command changed the manager"
         if self.has_twin:
-            assert is_granted == self.twin.append(seq_id, num_tokens), "the twin decides otherwise"
+            assert is_granted == self.twin.append(seq_id, num_tokens, *lookahead), "the twin decides otherwise"
         self.verify()
         return is_granted
 
@@ -200,6 +227,11 @@ class World:
         end = start + num_tokens
         prefixes = self._prefixes(self.namespaces[seq_id], self.tokens[seq_id], end)
         for group_idx, table in enumerate(self.worker_tables[seq_id]):
+            if self.size.kinds[group_idx].is_state:
+                self._reads_back(group_idx, tuple(table), prefixes, start)
+                if start < end:
+                    self._write_state(group_idx, table[-1], prefixes[-1])
+                continue
             for position in range(start, end):
                 block_idx, offset = divmod(position, self.size.block_size)
                 assert table[block_idx] != 0, "the null block is written"
@@ -223,7 +255,15 @@ class World:
         self.verify()
 
     def truncate(self, seq_id: int, num_tokens: int, *, keep_tokens: bool = False) -> None:
-        """Roll a sequence back; its tokens stay known where they are only to be computed again."""
+        """Roll a sequence back; its tokens stay known where they are only to be computed again.
+
+        What was looked ahead was computed: the states that summed it up are of no use.
+        """
+        if self.is_looking_ahead(seq_id) and num_tokens < self.num_slots(seq_id):
+            self.perform_copies()
+            for group_idx, kind in enumerate(self.size.kinds):
+                if kind.is_state:
+                    self._write_state(group_idx, self.manager.block_table(seq_id, group_idx)[-1], None)
         assert not self.has_twin or self.twin.can_truncate(seq_id, num_tokens)
         self.manager.truncate(seq_id, num_tokens)
         if not keep_tokens:
@@ -293,6 +333,10 @@ class World:
             prefixes = self._prefixes(self.namespaces[seq_id], tokens, count)
             for group_idx in range(len(self.size.kinds)):
                 self._reads_back(group_idx, self.manager.block_table(seq_id, group_idx), prefixes, count)
+            checkpoint = self.manager.sequences[seq_id].checkpoint
+            if checkpoint is not None:
+                for group_idx, block_id in checkpoint.block_ids.items():
+                    self._reads_back(group_idx, (block_id,), prefixes, checkpoint.num_tokens)
         if self.has_twin:
             self._compare_with_twin()
 
@@ -313,6 +357,11 @@ class World:
             assert (state.num_slots, state.num_computed) == (sequence.num_slots, sequence.num_computed)
             limit = manager.rollback_limit(seq_id)
             assert limit == 0 or not twin.can_truncate(seq_id, limit - 1), "it could be rolled back further"
+            assert manager.step_limit(seq_id, 20) == twin.step_limit(seq_id, 20), "the twin makes other steps"
+            held = state.checkpoint and (state.checkpoint.num_tokens, state.checkpoint.block_ids.keys())
+            assert held == (sequence.checkpoint and (sequence.checkpoint[0], sequence.checkpoint[1].keys()))
+            for group_idx, page in (sequence.checkpoint[1] if sequence.checkpoint else {}).items():
+                block_of[page] = state.checkpoint.block_ids[group_idx]  # type: ignore[union-attr]
             for group_idx, pages in enumerate(sequence.pages):
                 table = manager.block_table(seq_id, group_idx)
                 assert len(table) == len(pages)
@@ -348,13 +397,29 @@ class World:
         start = (block_id * self.size.block_size + offset) * token_bytes
         return range(start, start + token_bytes)
 
+    def _state_bytes(self, group_idx: int, block_id: int) -> range:
+        """Return the bytes of a state."""
+        size = self.manager.arena.layout.block_bytes[group_idx]
+        return range(block_id * size, (block_id + 1) * size)
+
+    def _write_state(self, group_idx: int, block_id: int, content: Content) -> None:
+        assert block_id != 0, "the null block is written"
+        for byte in self._state_bytes(group_idx, block_id):
+            self.stored[byte] = content
+
     def _reads_back(self, group_idx: int, table: tuple[int, ...], prefixes: list[Content], query: int) -> None:
         """Assert that the query at a position reads what was stored (M5), as if all copies were made already."""
         kind = self.size.kinds[group_idx]
+        if query == 0:
+            return
         sources: dict[int, int] = {}
         for copy in self.pending:
             if copy.group_idx == group_idx:
                 sources[copy.dst_id] = sources.get(copy.src_id, copy.src_id)
+        if kind.is_state:
+            for byte in self._state_bytes(group_idx, sources.get(table[-1], table[-1])):
+                assert self.stored.get(byte) == prefixes[query - 1], f"M5: group {group_idx} has another state"
+            return
         for position in range(query):
             if kind.reads(query, position):
                 block_idx, offset = divmod(position, self.size.block_size)

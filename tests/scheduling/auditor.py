@@ -80,9 +80,11 @@ class Auditor:
         still_running = set(scheduler.running)
         for sequence in before.running:
             if sequence.num_pending == 1 and sequence in still_running and sequence.seq_id not in planned:
-                # It lacks a block of some groups; or, behind a fork, a copy of its last one in all.
-                missing = memory.blocks_missing(sequence.seq_id, len(sequence.tokens))
-                needs = missing if any(missing) else (1,) * len(missing)
+                # It lacks a block of some groups; or, behind a fork, a copy of its last one.
+                needs = list(memory.blocks_missing(sequence.seq_id, len(sequence.tokens)))
+                for idx, group in enumerate(memory.groups):
+                    is_shared = group.pool.ref_counts[memory.block_table(sequence.seq_id, idx)[-1]] > 1
+                    needs[idx] = max(needs[idx], is_shared and sequence.num_computed % memory.block_size > 0)
                 assert not memory.arena.can_hold(needs), "a decode starves while there are blocks"
         admitted = [s for s in before.waiting if s.status is SequenceStatus.RUNNING]
         left = [s for s in before.waiting if s.status is SequenceStatus.WAITING]

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.memory import ChunkedLocal, FullAttention, KVCacheSpec, SlidingWindow
+from quire.memory import ChunkedLocal, FullAttention, KVCacheSpec, RecurrentState, SlidingWindow
 from tests.scheduling.rig import NEVER, VOCAB_SIZE, Job, Setting, run
 
 FULL = (FullAttention(block_size=4),)
 WINDOW = SlidingWindow(block_size=4, window=9)
+STATE = RecurrentState(block_size=4, layer_bytes=FULL[0].bytes_per_block)
 
 jobs = st.builds(
     Job,
@@ -38,6 +39,7 @@ def kinds_of(block_size: int) -> list[KVCacheSpec]:
         FullAttention(block_size=block_size),
         SlidingWindow(block_size=block_size, window=5),
         ChunkedLocal(block_size=block_size, chunk=6),
+        RecurrentState(block_size=block_size, layer_bytes=FullAttention(block_size=block_size).bytes_per_block),
     ]
 
 
@@ -57,6 +59,7 @@ def narrow_settings(draw: st.DrawFn) -> Setting:
         watermark=draw(st.integers(0, 3)),
         caching=draw(st.booleans()),
         policy=draw(st.sampled_from(["fcfs", "priority"])),
+        snapshot_interval=draw(st.sampled_from([None, block_size, 3 * block_size])),
     )
 
 
@@ -112,6 +115,9 @@ def random_jobs(rng: random.Random, count: int) -> list[Job]:
         Setting(num_blocks=19, budget=16, max_num_seqs=8, watermark=1, specs=(*FULL, WINDOW)),
         Setting(num_blocks=6, budget=32, max_num_seqs=8, specs=(WINDOW,)),
         Setting(num_blocks=9, budget=64, max_num_seqs=8, specs=(ChunkedLocal(block_size=4, chunk=10), WINDOW)),
+        Setting(num_blocks=5, budget=64, max_num_seqs=8, specs=(STATE,), snapshot_interval=8),
+        Setting(num_blocks=12, budget=16, max_num_seqs=8, watermark=1, specs=(*FULL, STATE), snapshot_interval=4),
+        Setting(num_blocks=12, budget=64, max_num_seqs=8, specs=(STATE, WINDOW, *FULL)),
     ],
     ids=[
         "tight",
@@ -122,6 +128,9 @@ def random_jobs(rng: random.Random, count: int) -> list[Job]:
         "full and window",
         "a pool smaller than a chunk",
         "chunks and windows",
+        "states",
+        "full and states",
+        "states, windows and full",
     ],
 )
 def test_long_runs(seed: int, setting: Setting) -> None:

@@ -76,6 +76,8 @@ class CacheConfig:
         enable_prefix_caching: find and reuse published blocks.
         eviction_policy: which idle block is taken back first: "lru" (idle for longest), "fifo" (published first), "lfu"
             (used least often) or "slru" (first those that were never used again).
+        state_snapshot_interval: tokens, a multiple of the block size, between two states of recurrent layers that are
+            kept for later prompts; None takes 512. Prompts are computed in steps that end there.
         watermark: share of the blocks kept free for growth when a sequence is admitted.
         record_memory: a file, not there yet, for a log of every memory command; `quire replay` runs it again.
     """
@@ -87,6 +89,7 @@ class CacheConfig:
     gpu_memory_utilization: float = DEFAULT_GPU_UTILIZATION
     enable_prefix_caching: bool = True
     eviction_policy: str = "lru"
+    state_snapshot_interval: int | None = None
     watermark: float = 0.01
     record_memory: str | None = None
 
@@ -98,6 +101,14 @@ class CacheConfig:
         check_one_of("eviction_policy", self.eviction_policy, EVICTION_POLICIES)
         check_share("kv_cache_memory_fraction", self.kv_cache_memory_fraction, 1.0, positive=True)
         check_share("gpu_memory_utilization", self.gpu_memory_utilization, 1.0, positive=True)
+        check_whole("state_snapshot_interval", self.state_snapshot_interval, 1, optional=True)
+        interval = self.state_snapshot_interval
+        if interval is not None and interval % self.block_size:
+            raise ConfigError(
+                f"state_snapshot_interval must be a multiple of block_size ({self.block_size}), got {interval}: states "
+                "are found again beside whole blocks",
+                field="state_snapshot_interval",
+            )
         check_share("watermark", self.watermark, 0.5)
         check_text("record_memory", self.record_memory, optional=True)
 

@@ -81,6 +81,7 @@ class ResolvedConfig:
         num_blocks: blocks of the pool, without the null block.
         bytes_per_block: KV bytes of one block of every cache group.
         longest_blocks: blocks that hold a sequence of `max_model_len` tokens.
+        state_snapshot_interval: tokens; None for the manager's own.
     """
 
     device: str
@@ -100,6 +101,7 @@ class ResolvedConfig:
     vocab_size: int
     seed: int
     kernels: str
+    state_snapshot_interval: int | None = None
 
     @property
     def kv_tokens(self) -> int:
@@ -165,6 +167,7 @@ def resolve(config: EngineConfig, machine: Machine, facts: ModelFacts) -> Resolv
         vocab_size=facts.vocab_size,
         seed=config.model.seed,
         kernels=facts.kernels,
+        state_snapshot_interval=cache.state_snapshot_interval,
     )
 
 

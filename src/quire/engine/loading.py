@@ -168,6 +168,7 @@ def _memory(
         watermark=resolved.watermark_blocks,
         enable_prefix_caching=resolved.enable_prefix_caching,
         eviction=resolved.eviction_policy,
+        snapshot_interval=resolved.state_snapshot_interval,
     )
     manager = settings.build(os.urandom(32))
     return manager if log is None else RecordedMemory(manager, settings, log)

@@ -130,6 +130,10 @@ class KVCacheManager:
         state = self.sequences[seq_id]
         missing = []
         for group, table, num_dead in zip(self.groups, state.tables, state.num_dead, strict=True):
+            if group.spec.carries:
+                # A state that somebody else holds too is copied by the next step.
+                missing.append(int(not table or group.pool.ref_counts[table[-1]] > 1))
+                continue
             more = group.spec.peak_blocks(num_tokens, step_tokens or num_tokens) - (len(table) - num_dead)
             missing.append(max(0, min(more, group.spec.num_blocks(num_tokens) - len(table))))
         return tuple(missing)
