@@ -83,6 +83,7 @@ def test_the_preemption_options_are_those_of_the_scheduler() -> None:
         ("kv_cache_memory_bytes", [None, 1, 1 << 60], [0, "1GiB", 1e9]),
         ("kv_cache_memory_fraction", [1, 1.0, 0.001], [0, 0.0, 1.001, -0.1, math.nan, math.inf, None, "0.5", True]),
         ("gpu_memory_utilization", [1, 0.9, 0.001], [0, 1.001, -0.1, math.nan, None, "0.9", True]),
+        ("state_snapshot_interval", [None, 16, 1024], [0, -16, 24, 16.0, "16", True]),
         ("watermark", [0, 0.0, 0.5], [0.501, -0.001, math.nan, None, "0"]),
         ("pin_limit", [0, 0.5, 0.9], [0.91, -0.001, math.nan, None, "0"]),
         ("retention_limit", [0, 0.5, 0.9], [0.91, -0.001, math.nan, None, "0"]),
@@ -185,6 +186,7 @@ def test_resolve_keeps_what_was_asked_for() -> None:
         enable_prefix_caching=False,
         eviction_policy="slru",
         watermark=0.1,
+        state_snapshot_interval=64,
         max_num_seqs=6,
         max_num_batched_tokens=7,
         scheduling_policy="priority",
@@ -199,7 +201,7 @@ def test_resolve_keeps_what_was_asked_for() -> None:
     )
     assert dataclasses.astuple(config) == (
         *("cpu", 2, 100, 32, 40, 32768, 4, False, "slru", 4, 1 << 20, 6, 7),
-        *("priority", "least_waste", "swap", 9, 500, 11, "torch", 0.2, 0.3, 0.4),
+        *("priority", "least_waste", "swap", 9, 500, 11, "torch", 0.2, 0.3, 0.4, 64),
     )
     assert config.max_concurrency == 10.0
 

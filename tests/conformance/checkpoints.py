@@ -49,7 +49,33 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3",
         {**_SMALL, "num_hidden_layers": 7, "head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 24},
     ),
+    # Short convolutions, and a selective state space, beside attention.
+    "lfm2": (
+        "Lfm2",
+        {**_SMALL, "num_hidden_layers": 5, "full_attn_idxs": [2, 4], "block_multiple_of": 8},
+    ),
+    "granite4": (
+        "GraniteMoeHybrid",
+        {
+            **_SMALL,
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+            "num_local_experts": 0,
+            "shared_intermediate_size": 96,
+            "mamba_expand": 1,
+            "mamba_n_heads": 4,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 16,
+            "embedding_multiplier": 6.0,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 2.0,
+        },
+    ),
 }
+
+# How many times larger a pool must be for the same sequences, since states lie in it too.
+POOL_FACTORS = {"lfm2": 2, "granite4": 4}
 
 
 def save_checkpoint(family: str, folder: Path) -> Path:

@@ -13,6 +13,7 @@ from quire.text.tokenizer import Tokenizer
 from tests.conformance.checkpoints import (
     EOS_TOKEN_ID,
     FAMILIES,
+    POOL_FACTORS,
     generate_with_transformers,
     ragged_prompts,
     save_checkpoint,
@@ -22,11 +23,16 @@ STORY = "Once upon a time, a small fox found a red kite in the forest. The fox w
 
 
 class Reference(NamedTuple):
-    """A checkpoint, prompts, and what transformers continues them with."""
+    """A checkpoint, prompts, and what transformers continues them with.
+
+    Args:
+        pool_factor: how many times larger a pool must be than one of attention alone.
+    """
 
     folder: Path
     prompts: list[list[int]]
     outputs: list[list[int]]
+    pool_factor: int
 
 
 @pytest.fixture(scope="session", params=[*sorted(FAMILIES), "bundled"])
@@ -41,4 +47,5 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     else:
         folder = save_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
         prompts, end_token_ids = ragged_prompts(), [EOS_TOKEN_ID]
-    return Reference(folder, prompts, generate_with_transformers(folder, prompts, end_token_ids))
+    outputs = generate_with_transformers(folder, prompts, end_token_ids)
+    return Reference(folder, prompts, outputs, POOL_FACTORS.get(request.param, 1))

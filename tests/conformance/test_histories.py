@@ -16,7 +16,11 @@ PAIR = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, n=2, ignore_eos=Tr
 
 
 def load(reference: Reference, **options: Any) -> LLM:
-    """Load a family's checkpoint in float32 on one thread; a small pool unless told otherwise."""
+    """Load a family's checkpoint in float32 on one thread; a small pool unless told otherwise.
+
+    Args:
+        options: `num_kv_blocks` is for a model of attention alone; states get room besides.
+    """
     defaults: dict[str, Any] = {
         "skip_tokenizer_init": True,
         "dtype": "float32",
@@ -26,7 +30,9 @@ def load(reference: Reference, **options: Any) -> LLM:
         "block_size": 8,
         "num_kv_blocks": 200,
     }
-    return LLM(str(reference.folder), **(defaults | options))
+    options = defaults | options
+    options["num_kv_blocks"] *= reference.pool_factor
+    return LLM(str(reference.folder), **options)
 
 
 def outputs_of(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:

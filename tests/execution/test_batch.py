@@ -9,10 +9,13 @@ import torch
 
 from quire.execution.batch import BatchBuilder
 from quire.memory.ops import NO_OPS
+from quire.models.spec import KeptState, KeptTokens
+from quire.ops.interface import StateBatch
 from quire.scheduling.plan import Opening, PlanItem, StepPlan, TableDelta
 from quire.sequences.params import SamplingParams
 
-WINDOWS = (None, 7)
+KEPT = (KeptTokens(2, 8), KeptTokens(2, 8, window=7), KeptState(2, 8))
+ALL = KEPT[:1]
 OPENING = Opening(SamplingParams(), 0, 0, 1, (1,), ())
 
 
@@ -33,12 +36,19 @@ def expect(builder: BatchBuilder, step: StepPlan, tables: dict[int, list[list[in
     assert batch.input_ids.tolist() == tokens
     assert batch.positions.tolist() == [position for _, position in places]
     assert batch.row_starts == starts
-    for group_idx, attention in enumerate(batch.attention):
-        assert attention.window == WINDOWS[group_idx]
+    ends = [each.start + len(each.token_ids) for each in step.items]
+    num_blocks = [-(-end // block_size) for end in ends]
+    for group_idx, attention in enumerate(batch.groups):
+        if isinstance(attention, StateBatch):
+            assert attention.block_ids == [
+                tables[each.seq_id][group_idx][n - 1] for each, n in zip(step.items, num_blocks, strict=True)
+            ]
+            assert list(attention.row_starts) == starts
+            assert attention.has_state == [each.start > 0 for each in step.items]
+            continue
+        assert attention.window == KEPT[group_idx].window
         assert list(attention.row_starts) == starts
-        ends = [each.start + len(each.token_ids) for each in step.items]
         assert list(attention.context_lens) == ends
-        num_blocks = [-(-end // block_size) for end in ends]
         used = [tables[each.seq_id][group_idx][:n] for each, n in zip(step.items, num_blocks, strict=True)]
         assert attention.block_ids.tolist() == [block_id for table in used for block_id in table]
         assert list(attention.block_starts) == [sum(map(len, used[:end])) for end in range(len(used) + 1)]
@@ -52,7 +62,7 @@ def expect(builder: BatchBuilder, step: StepPlan, tables: dict[int, list[list[in
 
 
 def test_prompt_then_tokens_then_a_copied_block() -> None:
-    builder = BatchBuilder(4, "cpu")
+    builder = BatchBuilder(4, "cpu", ALL)
     expect(builder, plan(item(7, 0, [1, 2, 3, 4, 5], TableDelta(0, 0, (9, 3, 8)), is_new=True)), {7: [[9, 3, 8]]}, 4)
     expect(builder, plan(item(7, 5, [6])), {7: [[9, 3, 8]]}, 4)
     # Copy-on-write of the block about to be written, and one more for lookahead.
@@ -63,7 +73,7 @@ def test_prompt_then_tokens_then_a_copied_block() -> None:
 
 
 def test_null_blocks_where_a_window_has_passed() -> None:
-    builder = BatchBuilder(4, "cpu", WINDOWS)
+    builder = BatchBuilder(4, "cpu", KEPT[:2])
     first = item(7, 0, [1] * 9, TableDelta(0, 0, (9, 3, 8)), TableDelta(1, 0, (5, 2, 6)), is_new=True)
     expect(builder, plan(first), {7: [[9, 3, 8], [5, 2, 6]]}, 4)
     passed = item(7, 9, [1] * 4, TableDelta(0, 3, (4,)), TableDelta(1, 0, (0, 2, 6, 1)))
@@ -71,8 +81,19 @@ def test_null_blocks_where_a_window_has_passed() -> None:
     expect(builder, plan(item(7, 13, [1], TableDelta(1, 1, (0, 6, 1)))), {7: [[9, 3, 8, 4], [0, 0, 6, 1]]}, 4)
 
 
+def test_a_state_is_the_last_entry_that_tokens_reach() -> None:
+    """Where a sequence's tokens end within the table, what lies beyond is lookahead."""
+    builder = BatchBuilder(4, "cpu", KEPT[2:])
+    (batch,) = builder.build(plan(item(7, 0, [1] * 5, TableDelta(0, 0, (0, 3)), is_new=True))).groups
+    assert batch == StateBatch([3], [0, 5], [False])
+    (batch,) = builder.build(plan(item(7, 5, [1] * 3, TableDelta(0, 1, (3, 8))))).groups
+    assert batch == StateBatch([3], [0, 3], [True])
+    (batch,) = builder.build(plan(item(7, 8, [1], TableDelta(0, 1, (0, 3))))).groups
+    assert batch == StateBatch([3], [0, 1], [True])
+
+
 def test_a_sequence_that_was_closed_starts_over() -> None:
-    builder = BatchBuilder(4, "cpu")
+    builder = BatchBuilder(4, "cpu", ALL)
     builder.build(plan(item(7, 0, [1], TableDelta(0, 0, (9, 3)), is_new=True)))
     reopened = item(7, 4, [5], TableDelta(0, 0, (2, 6)), is_new=True)
     expect(builder, plan(reopened, closed=(7, 99)), {7: [[2, 6]]}, 4)
@@ -82,14 +103,14 @@ def test_a_sequence_that_was_closed_starts_over() -> None:
 
 
 def test_a_plan_without_items_is_an_empty_batch() -> None:
-    batch = BatchBuilder(4, "cpu", (None, 7)).build(plan())
+    batch = BatchBuilder(4, "cpu", KEPT[:2]).build(plan())
     assert batch.row_starts == [0]
     assert batch.input_ids.tolist() == batch.positions.tolist() == []
-    assert [attention.block_ids.tolist() for attention in batch.attention] == [[], []]
+    assert [attention.block_ids.tolist() for attention in batch.groups] == [[], []]
 
 
 def test_a_table_too_short_is_noticed() -> None:
-    builder = BatchBuilder(4, "cpu")
+    builder = BatchBuilder(4, "cpu", ALL)
     with pytest.raises(AssertionError, match="table of 1 blocks"):
         builder.build(plan(item(7, 0, [1] * 5, TableDelta(0, 0, (9,)), is_new=True)))
     builder.build(plan(item(8, 0, [1] * 5, TableDelta(0, 0, (2, 3)), is_new=True)))
@@ -99,13 +120,13 @@ def test_a_table_too_short_is_noticed() -> None:
         builder.build(plan(item(7, 0, [1], TableDelta(0, 3, (9,)))))
 
 
-@pytest.mark.parametrize("num_groups", [1, 2])
+@pytest.mark.parametrize("num_groups", [1, 2, 3])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("seed", range(4))
 def test_long_random_histories(seed: int, block_size: int, num_groups: int) -> None:
     """Sequences open, grow, are cut, get blocks replaced and close, in every mix."""
     rng = random.Random(seed)
-    builder = BatchBuilder(block_size, "cpu", WINDOWS[:num_groups])
+    builder = BatchBuilder(block_size, "cpu", KEPT[:num_groups])
     tables: dict[int, list[list[int]]] = {}
     lengths: dict[int, int] = {}
     for _ in range(60):

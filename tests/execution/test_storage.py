@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from quire.execution.host_blocks import TieredBlocks
-from quire.execution.storage import KVStorage
+from quire.execution.storage import KVStorage, StateStorage, make_storages
 from quire.memory.ops import BlockCopy
+from quire.models.cache_layout import layer_of
+from quire.models.spec import CacheGroup, KeptState, KeptTokens
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -56,6 +58,38 @@ def test_groups_share_bytes_and_their_copies_keep_one_order() -> None:
     assert small.data[3].eq(2.0).all()
     assert large.data[2].eq(3.0).all()
     assert small.data[2].eq(1.0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kept", [KeptState(2, 5), KeptState(3, 7, (2, 3, 5)), KeptState(1, 1, (1, 1, 1))], ids=str)
+def test_a_state_is_one_range_of_bytes(kept: KeptState, dtype: torch.dtype) -> None:
+    """Views of all layers and parts fill a block without overlap, and sums lie where float32 can be read."""
+    layer_bytes = layer_of(kept).num_bytes(dtype.itemsize)
+    assert 0 <= layer_bytes - kept.num_inputs * dtype.itemsize - kept.sum_bytes < 4
+    storage = StateStorage(4, 3, kept, dtype, "cpu")
+    storage.data.zero_()
+    assert storage.data.shape == (4, 3 * layer_bytes)
+    for layer_idx in range(3):
+        assert storage.inputs[layer_idx].shape == (4, kept.num_columns, kept.num_channels)
+        assert storage.sums[layer_idx].shape == (4, *kept.sums)
+        assert storage.sums[layer_idx].data_ptr() % 4 == 0
+        storage.inputs[layer_idx][2] = 1.0 + layer_idx
+        storage.sums[layer_idx][2] = -1.0 - layer_idx
+    for layer_idx in range(3):
+        assert storage.inputs[layer_idx][2].eq(1.0 + layer_idx).all()
+        assert storage.sums[layer_idx][2].eq(-1.0 - layer_idx).all()
+    assert not storage.data[[0, 1, 3]].any()
+    TieredBlocks([storage]).apply([BlockCopy(0, 2, 3), BlockCopy(0, 0, 2)])
+    assert storage.inputs[1][3].eq(2.0).all()
+    assert not storage.data[[0, 1, 2]].any()
+
+
+def test_groups_of_a_model_share_their_bytes() -> None:
+    groups = [CacheGroup(2, KeptTokens(1, 4)), CacheGroup(3, KeptState(2, 5, (1, 2, 2)))]
+    tokens, states = make_storages(groups, (5, 3), 4, torch.float32, "cpu")
+    assert tokens.data.shape == (5, 2, 2, 1, 4, 4)
+    assert states.data.shape == (3, 3 * 56)
+    assert tokens.data.data_ptr() == states.data.data_ptr()
 
 
 def test_views_name_the_rows_they_say() -> None:

@@ -89,6 +89,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         shared_intermediate_size=1024, tie_word_embeddings=True, mamba_n_heads=48, mamba_n_groups=1, mamba_d_state=128,
         mamba_d_conv=4, mamba_expand=2,
     ),
+    "Granite 4.0 H-350M": llama(
+        768, 32, 12, 4, 2048, 100352, architectures=["GraniteMoeHybridForCausalLM"], model_type="granitemoehybrid",
+        layer_types=["attention" if idx in (10, 13, 17, 27) else "mamba" for idx in range(32)], num_local_experts=0,
+        shared_intermediate_size=2048, tie_word_embeddings=True, mamba_n_heads=48, mamba_n_groups=1, mamba_d_state=128,
+        mamba_d_conv=4, mamba_expand=2,
+    ),
     "Bamba 9B": llama(
         4096, 32, 32, 8, 14336, 128256, architectures=["BambaForCausalLM"], model_type="bamba",
         attn_layer_indices=[9, 18, 27], mamba_n_heads=128, mamba_n_groups=1, mamba_d_state=128, mamba_d_conv=4,

@@ -9,7 +9,20 @@ import torch
 
 from quire.errors import CheckpointError
 from quire.models.decoder import Decoder
-from quire.models.spec import Attention, CacheGroup, GatedMLP, LayerSpec, ModelSpec, RMSNorm, Rope
+from quire.models.spec import (
+    Attention,
+    CacheGroup,
+    GatedMLP,
+    KeptState,
+    KeptTokens,
+    LayerSpec,
+    Mamba2,
+    Mixer,
+    ModelSpec,
+    RMSNorm,
+    Rope,
+    ShortConv,
+)
 from quire.ops import make_ops
 from tests.models.tiny import CASES, make_tiny
 
@@ -18,7 +31,7 @@ SMALL = Attention(4, 2, 16, Rope(1e4))
 LARGE = Attention(4, 4, 32, Rope(1e4))
 
 
-def spec_of(*mixers: Attention, tied_head: bool = False) -> ModelSpec:
+def spec_of(*mixers: Mixer, tied_head: bool = False) -> ModelSpec:
     layers = tuple(LayerSpec(NORM, mixer, GatedMLP(48)) for mixer in mixers)
     return ModelSpec(50, 32, layers, NORM, tied_head, 64)
 
@@ -45,7 +58,7 @@ def test_every_weight_has_a_source_of_its_shape(name: str) -> None:
 
 def test_layers_of_one_shape_share_a_cache_group() -> None:
     spec = spec_of(SMALL, LARGE, SMALL, replace(SMALL, num_heads=2))
-    assert spec.cache_groups == (CacheGroup(3, 2, 16), CacheGroup(1, 4, 32))
+    assert spec.cache_groups == (CacheGroup(3, KeptTokens(2, 16)), CacheGroup(1, KeptTokens(4, 32)))
     assert spec.cache_places == ((0, 0), (1, 0), (0, 1), (0, 2))
     assert decoder_of(spec).cache_groups == spec.cache_groups
 
@@ -53,8 +66,24 @@ def test_layers_of_one_shape_share_a_cache_group() -> None:
 def test_layers_with_another_window_are_another_cache_group() -> None:
     near, far = replace(SMALL, window=8), replace(SMALL, window=32)
     spec = spec_of(near, SMALL, near, far, near)
-    assert spec.cache_groups == (CacheGroup(3, 2, 16, 8), CacheGroup(1, 2, 16), CacheGroup(1, 2, 16, 32))
+    assert spec.cache_groups == (
+        CacheGroup(3, KeptTokens(2, 16, 8)),
+        CacheGroup(1, KeptTokens(2, 16)),
+        CacheGroup(1, KeptTokens(2, 16, 32)),
+    )
     assert spec.cache_places == ((0, 0), (1, 0), (0, 1), (2, 0), (0, 2))
+
+
+def test_groups_of_states_come_after_those_of_tokens() -> None:
+    conv, mamba = ShortConv(32, 3), Mamba2(2, 8, 1, 16, 4, NORM)
+    spec = spec_of(conv, mamba, SMALL, conv, replace(SMALL, window=8))
+    assert spec.cache_groups == (
+        CacheGroup(1, KeptTokens(2, 16)),
+        CacheGroup(1, KeptTokens(2, 16, 8)),
+        CacheGroup(2, KeptState(2, 32)),
+        CacheGroup(1, KeptState(3, 48, (2, 8, 16))),
+    )
+    assert spec.cache_places == ((2, 0), (3, 0), (0, 0), (2, 1), (1, 0))
 
 
 def test_a_tied_head_is_no_weight_of_its_own() -> None:

@@ -12,6 +12,10 @@ import torch
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -24,11 +28,11 @@ from transformers import (
 )
 
 from quire.execution.batch import BatchBuilder
-from quire.execution.storage import KVStorage
+from quire.execution.storage import make_storages
 from quire.memory.ops import NO_OPS
 from quire.models.decoder import Decoder
 from quire.models.families import build
-from quire.models.spec import WeightMap
+from quire.models.spec import KeptState, KeptTokens, WeightMap
 from quire.ops import make_ops
 from quire.scheduling.plan import Opening, PlanItem, StepPlan, TableDelta
 from quire.sequences.params import SamplingParams
@@ -154,6 +158,85 @@ CASES: dict[str, tuple[type, type, dict[str, Any]]] = {
     ),
 }
 
+CASES |= {
+    "lfm2": (
+        Lfm2Config,
+        Lfm2ForCausalLM,
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "num_hidden_layers": 5,
+            "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"],
+            "block_multiple_of": 8,
+        },
+    ),
+    "lfm2-options": (
+        Lfm2Config,
+        Lfm2ForCausalLM,
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "num_hidden_layers": 3,
+            "full_attn_idxs": [1],
+            "conv_bias": True,
+            "conv_L_cache": 5,
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "granite4": (
+        GraniteMoeHybridConfig,
+        GraniteMoeHybridForCausalLM,
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+            "num_local_experts": 0,
+            "shared_intermediate_size": 80,
+            "mamba_n_heads": 8,
+            "mamba_d_state": 16,
+            "embedding_multiplier": 12.0,
+            "logits_scaling": 3.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.1,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "granite4-options": (
+        GraniteMoeHybridConfig,
+        GraniteMoeHybridForCausalLM,
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "num_local_experts": 0,
+            "shared_intermediate_size": 96,
+            "mamba_n_heads": 4,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 24,
+            "mamba_d_conv": 3,
+            "mamba_expand": 1,
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+            "attention_bias": True,
+            "position_embedding_type": "rope",
+        },
+    ),
+    "granite4-attention": (
+        GraniteMoeHybridConfig,
+        GraniteMoeHybridForCausalLM,
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "layer_types": ["full_attention"] * 2,
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+        },
+    ),
+}
+
 
 class Tiny(NamedTuple):
     """A random model of transformers, and ours with the same weights."""
@@ -199,16 +282,15 @@ class PagedRun:
     def __init__(self, decoder: Decoder, *, block_size: int = 4, num_blocks: int = 256, device: str = "cpu") -> None:
         self._decoder = decoder
         self._block_size = block_size
+        groups = decoder.cache_groups
+        # Each group has memory of its own here: the tables of all name the same ids.
         self._storages = [
-            KVStorage(
-                num_blocks, group.num_layers, block_size, group.num_kv_heads, group.head_dim, decoder.dtype, device
-            )
-            for group in decoder.cache_groups
+            make_storages([group], [num_blocks], block_size, decoder.dtype, device)[0] for group in groups
         ]
         for storage in self._storages:
-            storage.data.fill_(float("nan"))
-        self._windows = [group.window for group in decoder.cache_groups]
-        self._builder = BatchBuilder(block_size, device, self._windows)
+            storage.data.view(torch.uint8).fill_(0xFF)  # NaN in every dtype
+        self._kept = [group.kept for group in groups]
+        self._builder = BatchBuilder(block_size, device, self._kept)
         self._free = list(range(1, num_blocks))
         random.Random(7).shuffle(self._free)
         self._lengths: dict[int, int] = {}
@@ -221,7 +303,7 @@ class PagedRun:
         items = tuple(self._item(seq_id, token_ids) for seq_id, token_ids in rows.items())
         self._tick += 1
         batch = self._builder.build(StepPlan(self._tick, items, NO_OPS, ()))
-        hidden = self._decoder(batch.input_ids, batch.positions, batch.attention, self._storages)
+        hidden = self._decoder(batch.input_ids, batch.positions, batch.groups, self._storages)
         logits = self._decoder.logits(hidden)
         ends = pairwise(batch.row_starts)
         return {seq_id: logits[start:end].cpu() for seq_id, (start, end) in zip(rows, ends, strict=True)}
@@ -234,24 +316,40 @@ class PagedRun:
         opening = None
         if start == 0:
             opening = Opening(SamplingParams(), 0, 0, len(token_ids), tuple(token_ids), ())
-        tables = self._tables.setdefault(seq_id, [[] for _ in self._windows])
+        tables = self._tables.setdefault(seq_id, [[] for _ in self._kept])
         deltas = []
         for group_idx, table in enumerate(tables):
             before = table.copy()
-            self._drop_what_left_the_window(group_idx, table, start)
-            table += [self._free.pop() for _ in range(needed - len(table))]
+            match self._kept[group_idx]:
+                case KeptTokens(window=window):
+                    self._drop_what_left_the_window(group_idx, table, start, window)
+                    table += [self._free.pop() for _ in range(needed - len(table))]
+                case KeptState():
+                    self._carry_state(group_idx, table, -(-(start + len(token_ids)) // self._block_size))
             if table != before:
                 first = next((idx for idx, old in enumerate(before) if table[idx] != old), len(before))
                 deltas.append(TableDelta(group_idx, first, tuple(table[first:])))
         return PlanItem(seq_id, start, token_ids, tuple(deltas), 1, opening)
 
-    def _drop_what_left_the_window(self, group_idx: int, table: list[int], start: int) -> None:
+    def _drop_what_left_the_window(self, group_idx: int, table: list[int], start: int, window: int | None) -> None:
         """Null and poison the blocks of which no row from position `start` on sees a token."""
-        window = self._windows[group_idx]
         if window is not None:
             for block_idx in range(max(0, start + 1 - window) // self._block_size):
                 self._storages[group_idx].data[table[block_idx]] = float("nan")
                 table[block_idx] = 0
+
+    def _carry_state(self, group_idx: int, table: list[int], length: int) -> None:
+        """Move the state to a block of its own at the end of the table, and poison where it was.
+
+        Within its table entry the state stays where it is, or else would be a copy that was not asked for.
+        """
+        if length == len(table):
+            return
+        data, block_id = self._storages[group_idx].data, self._free.pop()
+        if table:
+            data[block_id] = data[table[-1]]
+            data[table[-1]] = 0xFF
+        table[:] = [0] * (length - 1) + [block_id]
 
 
 @torch.inference_mode()

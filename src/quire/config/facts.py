@@ -64,6 +64,8 @@ class ModelFacts:
     Args:
         max_position: the longest context that the model was made for, in tokens.
         bytes_per_token: KV bytes of one token, all layers.
+        most_bytes: bytes of a pool that is never used up, by all seats with sequences of the context asked for; None
+            where no layer keeps a state.
         vocab_size: rows of the output head.
         num_parameters: of the whole model.
         kernels: what computes it, in words.
@@ -77,5 +79,6 @@ class ModelFacts:
     vocab_size: int
     num_parameters: int
     kernels: str = "torch"
+    most_bytes: int | None = None
     longest_bytes: int | None = None
     step: StepCost = StepCost()

@@ -78,6 +78,8 @@ class CacheConfig:
         enable_prefix_caching: find and reuse published blocks.
         eviction_policy: which idle block is taken back first: "lru" (idle for longest), "fifo" (published first), "lfu"
             (used least often) or "slru" (first those that were never used again).
+        state_snapshot_interval: tokens, a multiple of the block size, between two states of recurrent layers that are
+            kept for later prompts; None takes 512. Prompts are computed in steps that end there.
         watermark: share of the blocks kept free for growth when a sequence is admitted.
         pin_limit: share of the KV memory that pinned prefixes may fill, and that no sequence may count on.
         retention_limit: share of the KV memory that the blocks of requests with `retain_cache` may fill and be evicted
@@ -94,6 +96,7 @@ class CacheConfig:
     gpu_memory_utilization: float = DEFAULT_GPU_UTILIZATION
     enable_prefix_caching: bool = True
     eviction_policy: str = "lru"
+    state_snapshot_interval: int | None = None
     watermark: float = 0.01
     swap_space: int = 0
     pin_limit: float = 0.0
@@ -109,6 +112,14 @@ class CacheConfig:
         check_one_of("eviction_policy", self.eviction_policy, EVICTION_POLICIES)
         check_share("kv_cache_memory_fraction", self.kv_cache_memory_fraction, 1.0, positive=True)
         check_share("gpu_memory_utilization", self.gpu_memory_utilization, 1.0, positive=True)
+        check_whole("state_snapshot_interval", self.state_snapshot_interval, 1, optional=True)
+        interval = self.state_snapshot_interval
+        if interval is not None and interval % self.block_size:
+            raise ConfigError(
+                f"state_snapshot_interval must be a multiple of block_size ({self.block_size}), got {interval}: states "
+                "are found again beside whole blocks",
+                field="state_snapshot_interval",
+            )
         check_share("watermark", self.watermark, 0.5)
         check_share("pin_limit", self.pin_limit, 0.9)
         check_share("retention_limit", self.retention_limit, 0.9)

@@ -27,6 +27,7 @@ class ResolvedConfig:
         longest_blocks: blocks that hold a sequence of `max_model_len` tokens.
         pin_limit, retention_limit: shares of the KV memory.
         kv_cache_metrics_sample: share of the blocks.
+        state_snapshot_interval: tokens; None for the manager's own.
     """
 
     device: str
@@ -52,6 +53,7 @@ class ResolvedConfig:
     pin_limit: float = 0.0
     retention_limit: float = 0.0
     kv_cache_metrics_sample: float = 0.0
+    state_snapshot_interval: int | None = None
 
     @property
     def kv_tokens(self) -> int:
@@ -95,12 +97,16 @@ def resolve(config: EngineConfig, machine: Machine, facts: ModelFacts) -> Resolv
     machine = machine.set_aside(cache.swap_space)
     max_model_len = context_length(config.model.max_model_len, facts.max_position)
     bytes_per_block = facts.bytes_per_token * cache.block_size
-    num_blocks, origin = pool_blocks(cache, machine, bytes_per_block, max_model_len, scheduler.max_num_seqs, facts.step)
+    num_blocks, origin = pool_blocks(
+        cache, machine, bytes_per_block, max_model_len, scheduler.max_num_seqs, facts.most_bytes, facts.step
+    )
     needed = -(-max_model_len // cache.block_size)
     if facts.longest_bytes is not None:
         needed = -(-facts.longest_bytes // bytes_per_block) - 1
     if num_blocks < needed:
-        raise _too_few_blocks(cache, max_model_len, num_blocks, needed, bytes_per_block, origin)
+        raise _too_few_blocks(
+            cache, max_model_len, num_blocks, needed, bytes_per_block, origin, facts.most_bytes is not None
+        )
     default_threads = 1 if facts.num_parameters < SMALL_MODEL_PARAMETERS else machine.num_threads
     return ResolvedConfig(
         device=machine.device,
@@ -126,6 +132,7 @@ def resolve(config: EngineConfig, machine: Machine, facts: ModelFacts) -> Resolv
         pin_limit=cache.pin_limit,
         retention_limit=cache.retention_limit,
         kv_cache_metrics_sample=cache.kv_cache_metrics_sample,
+        state_snapshot_interval=cache.state_snapshot_interval,
     )
 
 
@@ -160,6 +167,7 @@ def pool_blocks(
     bytes_per_block: int,
     max_model_len: int,
     max_num_seqs: int,
+    most_bytes: int | None = None,
     step: StepCost | None = None,
 ) -> tuple[int, str]:
     """Return the pool's size in blocks, at most 0 where there is room for none, and the words for where it comes from.
@@ -169,6 +177,7 @@ def pool_blocks(
         machine: what there is.
         bytes_per_block: KV bytes of one block of every cache group.
         max_model_len, max_num_seqs: what can ever be used.
+        most_bytes: the same in bytes, where the blocks of all tokens do not say it.
         step: what a step takes of a GPU; None is nothing.
 
     Raises:
@@ -188,6 +197,8 @@ def pool_blocks(
         return budget // bytes_per_block - 1, f"kv_cache_memory_bytes={budget}"
     # More than every sequence at full length can never be used.
     most = -(-max_model_len // cache.block_size) * max_num_seqs
+    if most_bytes is not None:
+        most = -(-most_bytes // bytes_per_block) - 1
     if machine.total_bytes is not None:
         step = step or StepCost()
         taken_bytes = machine.total_bytes - machine.available_bytes + step.fixed_bytes
@@ -207,7 +218,13 @@ def _beside(cache: CacheConfig) -> str:
 
 
 def _too_few_blocks(
-    cache: CacheConfig, max_model_len: int, num_blocks: int, needed: int, bytes_per_block: int, origin: str
+    cache: CacheConfig,
+    max_model_len: int,
+    num_blocks: int,
+    needed: int,
+    bytes_per_block: int,
+    origin: str,
+    has_states: bool,
 ) -> ConfigError:
     """Return the error for a pool that cannot hold one sequence, with the numbers that would do."""
     if cache.num_kv_blocks is not None:
@@ -216,7 +233,7 @@ def _too_few_blocks(
         # One block more: the null block is paid for from the same bytes.
         field_to_raise, least = "kv_cache_memory_bytes", (needed + 1) * bytes_per_block
     advice = f"set {field_to_raise} to at least {least}"
-    if num_blocks > 0:
+    if num_blocks > 0 and not has_states:  # a state takes as much of the pool for a short sequence
         advice += f", or max_model_len to at most {num_blocks * cache.block_size}"
     return ConfigError(
         f"{origin} gives {max(num_blocks, 0)} KV blocks, but one sequence of max_model_len={max_model_len} tokens "

@@ -23,7 +23,7 @@ from quire.execution.runner import ModelRunner
 from quire.memory.manager import KVCacheManager
 from quire.memory.recorder import RecordedMemory
 from quire.memory.settings import MemorySettings
-from quire.memory.sizing import ArenaSizing, CacheDtype, arena_bytes
+from quire.memory.sizing import ArenaSizing, CacheDtype, arena_bytes, most_bytes
 from quire.memory.specs import KVCacheSpec
 from quire.models.cache_layout import layout_of
 from quire.models.checkpoint import Checkpoint, locate
@@ -80,14 +80,20 @@ def load(config: EngineConfig) -> LoadedModel:
     use_huge_pages()
     keep_freed_memory()
     decoder = load_decoder(checkpoint, device=device, dtype=dtype, kernels=options.kernels)
-    groups = layout_of(decoder.spec).specs(config.cache.block_size, CacheDtype(dtype.itemsize))
+    max_model_len = context_length(options.max_model_len, decoder.spec.max_position)
+    layout = layout_of(decoder.spec)
+    tokens = layout.specs(config.cache.block_size, CacheDtype(dtype.itemsize))
+    groups = (*tokens, *layout.state_specs(config.cache.block_size, dtype.itemsize))
     facts = ModelFacts(
         max_position=decoder.spec.max_position,
-        bytes_per_token=sum(group.bytes_per_block for group in groups) // config.cache.block_size,
+        bytes_per_token=sum(group.bytes_per_block for group in tokens) // config.cache.block_size,
         vocab_size=decoder.spec.vocab_size,
         num_parameters=sum(math.prod(shape) for shape in decoder.weight_shapes().values()),
         kernels=decoder.kernels,
-        longest_bytes=_longest_bytes(groups, context_length(options.max_model_len, decoder.spec.max_position)),
+        most_bytes=most_bytes(
+            tokens, layout.state_groups(dtype.itemsize), max_model_len, config.scheduler.max_num_seqs
+        ),
+        longest_bytes=_longest_bytes(groups, max_model_len),
         step=_step_cost(config, decoder, device, dtype),
     )
     resolved = resolve(config, probe(device), facts)
@@ -142,7 +148,7 @@ def _check_pin_limit(resolved: ResolvedConfig, groups: Sequence[KVCacheSpec]) ->
     Raises:
         ConfigError: with the numbers.
     """
-    sizing = ArenaSizing.of(groups, (), arena_bytes(groups, resolved.num_blocks))
+    sizing = ArenaSizing.of(groups, (), (resolved.num_blocks + 1) * resolved.bytes_per_block)
     num_slabs = sizing.layout.num_slabs
     num_left = num_slabs - int(num_slabs * resolved.pin_limit)
     shortage = replace(sizing, layout=sizing.layout._replace(num_slabs=num_left)).shortage(resolved.max_model_len)
@@ -176,7 +182,7 @@ def _open_log(path: str | None) -> TextIO | None:
 def _memory(
     resolved: ResolvedConfig, groups: Sequence[KVCacheSpec], log: TextIO | None
 ) -> KVCacheManager | RecordedMemory:
-    """Return the manager of as many bytes as `num_blocks` blocks of every group have, the null blocks besides.
+    """Return the manager of as many bytes as `num_blocks` blocks of every group of tokens have, and the null blocks.
 
     Raises:
         ConfigError: the swap space holds no block.
@@ -187,7 +193,7 @@ def _memory(
             f"swap_space ({resolved.swap_space:,}) must be 0, or at least {least:,}: a block of every cache group",
             field="swap_space",
         )
-    num_bytes = arena_bytes(groups, resolved.num_blocks)
+    num_bytes = (resolved.num_blocks + 1) * resolved.bytes_per_block
     num_slabs = ArenaSizing.of(groups, (), num_bytes).layout.num_slabs
     settings = MemorySettings(
         specs=tuple(groups),
@@ -198,6 +204,7 @@ def _memory(
         pin_limit=int(num_slabs * resolved.pin_limit),
         retention_limit=int(num_slabs * resolved.retention_limit),
         host_bytes=resolved.swap_space,
+        snapshot_interval=resolved.state_snapshot_interval,
     )
     manager = settings.build(os.urandom(32))
     return manager if log is None else RecordedMemory(manager, settings, log)

@@ -12,7 +12,7 @@ from typing import Any
 from quire.config import DTYPES, Machine, context_length, pool_blocks
 from quire.engine.memory_plan import Alternative, GroupPlan, LengthPlan, MemoryPlan, PlanRequest
 from quire.errors import CheckpointError, ConfigError, UnsupportedModel
-from quire.memory.sizing import CACHE_DTYPES, ArenaSizing, arena_bytes, paged_bytes, sequence_bytes
+from quire.memory.sizing import CACHE_DTYPES, ArenaSizing, arena_bytes, most_bytes, paged_bytes, sequence_bytes
 from quire.memory.specs import KVCacheSpec
 from quire.models.cache_layout import AttentionLayer, CacheLayout, layout_of, read_layout
 from quire.models.checkpoint import read_config
@@ -150,15 +150,14 @@ def _size(request: PlanRequest, model: _Model) -> ArenaSizing:
         available_bytes = cache.kv_cache_memory_bytes or 0
     else:
         available_bytes = request.memory_bytes - (model.weights_bytes or 0)
-        if states and cache.num_kv_blocks is None and cache.kv_cache_memory_bytes is None:
-            # Blocks alone are not all that the sequences can use, so what they can use is no limit.
-            cache = replace(cache, kv_cache_memory_bytes=int(available_bytes * cache.kv_cache_memory_fraction))
+    max_model_len = context_length(config.model.max_model_len, model.layout.max_position)
     num_blocks, _ = pool_blocks(
         cache,
         Machine(device="cpu", available_bytes=available_bytes, num_threads=1),
         sum(spec.bytes_per_block for spec in specs),
-        context_length(config.model.max_model_len, model.layout.max_position),
+        max_model_len,
         config.scheduler.max_num_seqs,
+        most_bytes(specs, states, max_model_len, config.scheduler.max_num_seqs),
     )
     return ArenaSizing.of(specs, states, arena_bytes(specs, num_blocks))
 

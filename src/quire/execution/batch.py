@@ -9,7 +9,8 @@ from itertools import accumulate, chain
 import torch
 from torch import Tensor
 
-from quire.ops.interface import AttentionBatch
+from quire.models.spec import KeptState, KeptTokens
+from quire.ops.interface import AttentionBatch, StateBatch
 from quire.scheduling.plan import PlanItem, StepPlan, TableDelta
 
 
@@ -20,13 +21,13 @@ class Batch:
     Args:
         input_ids: [T] of int64, the items' tokens one behind the other.
         positions: [T] of int64.
-        attention: one for each cache group.
+        groups: one for each cache group, as what it keeps asks for.
         row_starts: S + 1 numbers; item `s` owns rows `[row_starts[s], row_starts[s + 1])`.
     """
 
     input_ids: Tensor
     positions: Tensor
-    attention: tuple[AttentionBatch, ...]
+    groups: tuple[AttentionBatch | StateBatch, ...]
     row_starts: list[int]
 
 
@@ -65,14 +66,15 @@ class BatchBuilder:
     Args:
         block_size: N.
         device: where the tensors go; they are made on the CPU.
-        windows: of each cache group, the tokens that a row sees; None for all before it. What has left the window of
-            every row is not read, so the table may name any block there: the null block, say.
+        kept: what the layers of each cache group keep. What has left the window of every row is not read, so the
+            table may name any block there: the null block, say. Of a group of states only one entry is read, that of
+            the block in which the sequence's tokens end.
     """
 
-    def __init__(self, block_size: int, device: torch.device | str, windows: Sequence[int | None] = (None,)) -> None:
+    def __init__(self, block_size: int, device: torch.device | str, kept: Sequence[KeptTokens | KeptState]) -> None:
         self._block_size = block_size
         self._device = torch.device(device)
-        self._windows = tuple(windows)
+        self._kept = tuple(kept)
         self._tables: dict[int, tuple[BlockTable, ...]] = {}
 
     def build(self, plan: StepPlan) -> Batch:
@@ -97,15 +99,19 @@ class BatchBuilder:
             owners = torch.repeat_interleave(torch.tensor(counts))
             firsts = torch.tensor(row_starts[:-1])
             positions = torch.arange(row_starts[-1]) + (starts - firsts)[owners]
-        attention = tuple(
-            self._attention(group_idx, items, row_starts, context_lens, positions, owners)
-            for group_idx in range(len(self._windows))
-        )
-        return Batch(self._placed(input_ids), self._placed(positions), attention, row_starts)
+        groups: list[AttentionBatch | StateBatch] = []
+        for group_idx, kept in enumerate(self._kept):
+            tables = [self._tables[item.seq_id][group_idx] for item in items]
+            match kept:
+                case KeptTokens(window=window):
+                    groups.append(self._attention(tables, row_starts, context_lens, positions, owners, window))
+                case KeptState():
+                    groups.append(self._states(tables, items, row_starts, context_lens))
+        return Batch(self._placed(input_ids), self._placed(positions), tuple(groups), row_starts)
 
     def _change_tables(self, item: PlanItem) -> None:
         if item.opening is not None:
-            self._tables[item.seq_id] = tuple(BlockTable() for _ in self._windows)
+            self._tables[item.seq_id] = tuple(BlockTable() for _ in self._kept)
         if item.table_deltas:
             tables = self._tables[item.seq_id]
             for delta in item.table_deltas:
@@ -113,31 +119,33 @@ class BatchBuilder:
 
     def _attention(
         self,
-        group_idx: int,
-        items: tuple[PlanItem, ...],
+        tables: list[BlockTable],
         row_starts: list[int],
         context_lens: list[int],
         positions: Tensor,
         owners: Tensor | None,
+        window: int | None,
     ) -> AttentionBatch:
         block_size = self._block_size
         num_blocks = [-(-context_len // block_size) for context_len in context_lens]
         block_starts = list(accumulate(num_blocks, initial=0))
-        tables = [self._tables[item.seq_id][group_idx].first(n) for item, n in zip(items, num_blocks, strict=True)]
-        block_ids = torch.cat(tables) if tables else positions
+        parts = [table.first(n) for table, n in zip(tables, num_blocks, strict=True)]
+        block_ids = torch.cat(parts) if parts else positions
         table_starts = torch.tensor(block_starts[:-1], dtype=torch.int64)
         if owners is not None:
             table_starts = table_starts[owners]
         blocks = block_ids[table_starts + positions // block_size]
         slot_mapping = blocks * block_size + positions % block_size
         return AttentionBatch(
-            self._placed(slot_mapping),
-            row_starts,
-            context_lens,
-            self._placed(block_ids),
-            block_starts,
-            self._windows[group_idx],
+            self._placed(slot_mapping), row_starts, context_lens, self._placed(block_ids), block_starts, window
         )
+
+    def _states(
+        self, tables: list[BlockTable], items: tuple[PlanItem, ...], row_starts: list[int], context_lens: list[int]
+    ) -> StateBatch:
+        ends = [-(-context_len // self._block_size) for context_len in context_lens]
+        block_ids = [int(table.first(end)[-1]) for table, end in zip(tables, ends, strict=True)]
+        return StateBatch(block_ids, row_starts, [item.start > 0 for item in items])
 
     def _placed(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device, non_blocking=True)

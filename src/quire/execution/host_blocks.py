@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quire.execution.storage import KVStorage
+from quire.execution.storage import Storage
 from quire.memory.ops import BlockCopy, Tier
 
 # Enough that caches do not flatter the rate, little enough that nobody waits for it.
@@ -27,7 +27,7 @@ class TieredBlocks:
         host_bytes: of the host tier; 0 for none.
     """
 
-    def __init__(self, storages: Sequence[KVStorage], host_bytes: int = 0) -> None:
+    def __init__(self, storages: Sequence[Storage], host_bytes: int = 0) -> None:
         device_rows = [storage.data.view(torch.uint8).view(len(storage.data), -1) for storage in storages]
         self._device = device_rows[0].device
         memory = torch.empty(host_bytes, dtype=torch.uint8, pin_memory=host_bytes > 0 and self._is_cuda)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -11,7 +10,7 @@ from quire.execution.batch import BatchBuilder
 from quire.execution.host_blocks import TieredBlocks
 from quire.execution.logprobs import measure, rows_per_tile
 from quire.execution.sampler import BAD_LOGITS, Sampler
-from quire.execution.storage import KVStorage
+from quire.execution.storage import Storage, make_storages
 from quire.models.decoder import Decoder
 from quire.scheduling.plan import ItemResult, PlanItem, StepPlan, StepResult, TokenLogprobs
 
@@ -23,7 +22,7 @@ class ModelRunner:
 
     Args:
         decoder: the model.
-        storages: KV memory, one for each cache group.
+        storages: memory, one for each cache group.
         builder: turns a plan into the model's inputs.
         sampler: turns logits into tokens.
         host_bytes: of the host tier; 0 for none.
@@ -32,7 +31,7 @@ class ModelRunner:
     def __init__(
         self,
         decoder: Decoder,
-        storages: Sequence[KVStorage],
+        storages: Sequence[Storage],
         builder: BatchBuilder,
         sampler: Sampler,
         host_bytes: int = 0,
@@ -65,15 +64,9 @@ class ModelRunner:
             host_bytes: of the host tier; 0 for none.
         """
         place = torch.device(device)
-        groups = decoder.spec.cache_groups
-        shapes = [
-            (count, group.num_layers, block_size, group.num_kv_heads, group.head_dim)
-            for count, group in zip(num_blocks, groups, strict=True)
-        ]
-        num_bytes = max(2 * math.prod(shape) * dtype.itemsize for shape in shapes)
-        memory = torch.empty(num_bytes, dtype=torch.uint8, device=place)
-        storages = [KVStorage(*shape, dtype, place, memory) for shape in shapes]
-        builder = BatchBuilder(block_size, place, [group.window for group in groups])
+        groups = decoder.cache_groups
+        storages = make_storages(groups, num_blocks, block_size, dtype, place)
+        builder = BatchBuilder(block_size, place, [group.kept for group in groups])
         return cls(decoder, storages, builder, Sampler(place), host_bytes)
 
     def measure_copies(self) -> float | None:
@@ -93,7 +86,7 @@ class ModelRunner:
         self._blocks.apply(plan.ops.copies)
         self._sampler.follow(plan)
         batch = self._builder.build(plan)
-        hidden = self._decoder(batch.input_ids, batch.positions, batch.attention, self._storages)
+        hidden = self._decoder(batch.input_ids, batch.positions, batch.groups, self._storages)
         results = {item.seq_id: ItemResult(item.seq_id, ()) for item in plan.items}
         last_rows = [end - 1 for end in batch.row_starts[1:]]
         sampled = [(item, row) for item, row in zip(plan.items, last_rows, strict=True) if item.num_samples]

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from quire.models.cache_layout import layer_of
+from quire.models.spec import CacheGroup, KeptState, KeptTokens
 
 
 class KVStorage:
@@ -54,3 +58,88 @@ class KVStorage:
         self.slot_rows: tuple[Tensor, ...] = tuple(
             slots[layer * layer_rows * block_size :] for layer in range(num_layers)
         )
+
+
+class StateStorage:
+    """The states of one cache group: a block is one state, of all layers.
+
+    ```
+     a block   | layer 0                      | layer 1 ...
+               | sums, float32 | last inputs  |
+    ```
+
+    Args:
+        num_blocks: B, the null block (id 0) included.
+        num_layers: L, layers of the group.
+        kept: what each of them keeps.
+        dtype: of the last inputs.
+        memory: as for `KVStorage`.
+
+    Attributes:
+        data: [B, bytes].
+        inputs, sums: see `quire.ops.interface.PagedStates`.
+    """
+
+    __slots__ = ("data", "inputs", "sums")
+
+    def __init__(
+        self,
+        num_blocks: int,
+        num_layers: int,
+        kept: KeptState,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        memory: Tensor | None = None,
+    ) -> None:
+        layer_bytes = layer_of(kept).num_bytes(dtype.itemsize)
+        num_bytes = num_blocks * num_layers * layer_bytes
+        if memory is None:
+            memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self.data = memory[:num_bytes].view(num_blocks, num_layers * layer_bytes)
+        layers = self.data.view(num_blocks, num_layers, layer_bytes)
+        inputs_end = kept.sum_bytes + kept.num_inputs * dtype.itemsize
+        sums = layers[:, :, : kept.sum_bytes].view(torch.float32).view(num_blocks, num_layers, *kept.sums)
+        inputs = layers[:, :, kept.sum_bytes : inputs_end].view(dtype)
+        inputs = inputs.view(num_blocks, num_layers, kept.num_columns, kept.num_channels)
+        self.inputs: tuple[Tensor, ...] = inputs.unbind(1)
+        self.sums: tuple[Tensor, ...] = sums.unbind(1)
+
+
+Storage = KVStorage | StateStorage
+
+
+def make_storages(
+    groups: Sequence[CacheGroup],
+    num_blocks: Sequence[int],
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> tuple[Storage, ...]:
+    """Give all cache groups of a model one range of bytes.
+
+    Args:
+        groups: of the model.
+        num_blocks: B for each of them, the null block included: all that its view of the shared bytes has.
+        block_size: N.
+        dtype: of keys, values and last inputs.
+    """
+    sizes = [count * _block_bytes(group, block_size, dtype) for group, count in zip(groups, num_blocks, strict=True)]
+    memory = torch.empty(max(sizes), dtype=torch.uint8, device=device)
+    storages: list[Storage] = []
+    for (num_layers, kept), count in zip(groups, num_blocks, strict=True):
+        match kept:
+            case KeptTokens():
+                shape = (count, num_layers, block_size, kept.num_kv_heads, kept.head_dim)
+                storages.append(KVStorage(*shape, dtype, device, memory))
+            case KeptState():
+                storages.append(StateStorage(count, num_layers, kept, dtype, device, memory))
+    return tuple(storages)
+
+
+def _block_bytes(group: CacheGroup, block_size: int, dtype: torch.dtype) -> int:
+    num_layers, kept = group
+    match kept:
+        case KeptTokens():
+            return num_layers * 2 * kept.num_kv_heads * block_size * kept.head_dim * dtype.itemsize
+        case KeptState():
+            return num_layers * layer_of(kept).num_bytes(dtype.itemsize)

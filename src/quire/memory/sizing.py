@@ -17,6 +17,7 @@ from typing import Final, NamedTuple
 
 from quire.memory.slabs import SlabLayout, lay_out
 from quire.memory.specs import KVCacheSpec
+from quire.memory.states import DEFAULT_SNAPSHOT_INTERVAL
 
 
 class CacheDtype(NamedTuple):
@@ -111,6 +112,27 @@ def sequence_bytes(specs: Sequence[KVCacheSpec], states: Sequence[StateGroup], n
     """Return the most bytes that a sequence holds on its way to `num_tokens` tokens, one token a step."""
     blocks = sum(spec.peak_blocks(num_tokens, 1) * spec.bytes_per_block for spec in specs)
     return blocks + sum(state.state_bytes for state in states)
+
+
+def most_bytes(
+    specs: Sequence[KVCacheSpec],
+    states: Sequence[StateGroup],
+    num_tokens: int,
+    num_seqs: int,
+    interval: int = DEFAULT_SNAPSHOT_INTERVAL,
+) -> int | None:
+    """Return the bytes of an arena of which so many sequences of so many tokens leave nothing to others.
+
+    Of states, each leaves its own, the snapshot close to the end of its prompt, and one every `interval` tokens.
+
+    Returns:
+        None without groups of states: then the blocks of all tokens say it.
+    """
+    if not states:
+        return None
+    layout = lay_out(_unit_bytes(specs, states), num_slabs=1)
+    needs = [spec.num_blocks(num_tokens) for spec in specs] + [2 + num_tokens // interval for _ in states]
+    return layout._replace(num_slabs=_num_slabs(layout, [num_seqs * need for need in needs])).num_bytes
 
 
 def paged_bytes(specs: Sequence[KVCacheSpec], states: Sequence[StateGroup], num_tokens: int) -> int:

@@ -90,25 +90,52 @@ def scale_slot(norm: spec.RMSNorm, scale: Tensor, shape: tuple[int, ...]) -> Wei
     return WeightSlot(shape, lambda weight: scale.copy_(weight).add_(1.0) if norm.zero_centred else scale.copy_(weight))
 
 
+class Addition(NamedTuple):
+    """How what a mixer or an FFN gives is added to the residual.
+
+    Args:
+        norm: that it goes through first, if any.
+        scale: that it is multiplied by.
+    """
+
+    norm: Norm | None = None
+    scale: float = 1.0
+
+
 class ResidualProjection:
-    """The last projection of a mixer or an FFN, then the norm that follows it, if one does, and the residual.
+    """The last projection of a mixer or an FFN, what is done to its result, and the residual.
 
     Attributes:
         slots: those of the projection and, with a norm, "norm".
     """
 
-    __slots__ = ("_norm", "_projection", "slots")
+    __slots__ = ("_norm", "_projection", "_scale", "slots")
 
-    def __init__(self, in_width: int, out_width: int, has_bias: bool, norm: Norm | None, ops: Ops) -> None:
+    def __init__(self, in_width: int, out_width: int, has_bias: bool, addition: Addition, ops: Ops) -> None:
         self._projection = Projection(in_width, out_width, has_bias, ops)
-        self._norm = norm
-        self.slots: WeightSlots = self._projection.slots | (nested(norm=norm.slots) if norm is not None else {})
+        self._norm, self._scale = addition
+        self.slots: WeightSlots = self._projection.slots
+        if self._norm is not None:
+            self.slots = self.slots | nested(norm=self._norm.slots)
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
         """Add to `residual` [T, out] what `x` [T, in] is projected to."""
-        if self._norm is None:
+        if self._norm is None and self._scale == 1.0:
             return self._projection.run(x, residual)
-        return self._norm(self._projection.run(x)).add_(residual)
+        y = self._projection.run(x)
+        return torch.add(residual, y if self._norm is None else self._norm(y), alpha=self._scale)
+
+
+class AttentionInputs(NamedTuple):
+    """What a step gives to attention, besides its rows.
+
+    Args:
+        rotation: of the rows' positions.
+        step: the step's attention over the block's cache group.
+    """
+
+    rotation: Rotation
+    step: StepAttention
 
 
 class AttentionBlock:
@@ -118,7 +145,7 @@ class AttentionBlock:
         attention: heads and what is done to them.
         width: E.
         layer_idx: the layer's place in its cache group.
-        post_norm: of what is added to the residual, if any.
+        addition: how the result is added to the residual.
 
     Attributes:
         slots: "qkv", "output" and, where heads are normed, "q_norm" and "k_norm".
@@ -129,7 +156,7 @@ class AttentionBlock:
         attention: spec.Attention,
         width: int,
         layer_idx: int,
-        post_norm: Norm | None,
+        addition: Addition,
         ops: Ops,
         dtype: torch.dtype,
         device: torch.device,
@@ -138,7 +165,7 @@ class AttentionBlock:
         self._score_scale = head_dim**-0.5 if attention.score_scale is None else attention.score_scale
         self._layer_idx = layer_idx
         self._qkv = Projection(width, (num_heads + 2 * num_kv_heads) * head_dim, attention.qkv_bias, ops)
-        self._output = ResidualProjection(num_heads * head_dim, width, attention.output_bias, post_norm, ops)
+        self._output = ResidualProjection(num_heads * head_dim, width, attention.output_bias, addition, ops)
         self.slots = nested(qkv=self._qkv.slots, output=self._output.slots)
         self._norms: HeadNorms | None = None
         if attention.qk_norm is not None:
@@ -148,14 +175,14 @@ class AttentionBlock:
             self.slots["q_norm.weight"] = scale_slot(norm, scales[:num_heads], (head_dim,))
             self.slots["k_norm.weight"] = scale_slot(norm, scales[num_heads:], (head_dim,))
 
-    def __call__(self, x: Tensor, residual: Tensor, rotation: Rotation, step: StepAttention) -> Tensor:
-        """Add to `residual` what each row of `x` gathers from its sequence.
+    def __call__(self, x: Tensor, residual: Tensor, inputs: AttentionInputs) -> Tensor:
+        """Add to `residual` what each row of `x` gathers from its sequence; its keys and values are stored.
 
         Args:
             x, residual: [T, E].
-            rotation: of the rows' positions.
-            step: the step's attention over this block's cache group; this block's keys and values are written to it.
+            inputs: of the step.
         """
+        rotation, step = inputs
         q = step.prepare(self._layer_idx, self._qkv.run(x), self._norms, rotation)
         return self._output(step.attend(self._layer_idx, q, self._score_scale), residual)
 
@@ -166,15 +193,15 @@ class GatedMLPBlock:
     Args:
         mlp: its width and activation.
         width: E.
-        post_norm: of what is added to the residual, if any.
+        addition: how the result is added to the residual.
 
     Attributes:
         slots: "gate_up" and "down".
     """
 
-    def __init__(self, mlp: spec.GatedMLP, width: int, post_norm: Norm | None, ops: Ops) -> None:
+    def __init__(self, mlp: spec.GatedMLP, width: int, addition: Addition, ops: Ops) -> None:
         self._gate_up = Projection(width, 2 * mlp.width, mlp.bias, ops)
-        self._down = ResidualProjection(mlp.width, width, mlp.bias, post_norm, ops)
+        self._down = ResidualProjection(mlp.width, width, mlp.bias, addition, ops)
         self._gate = ops.gate
         self._activation = mlp.activation
         self.slots = nested(gate_up=self._gate_up.slots, down=self._down.slots)

@@ -13,9 +13,9 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from quire.errors import UnsupportedModel
 from quire.memory.sizing import CacheDtype, StateGroup
-from quire.memory.specs import ChunkedLocal, FullAttention, KVCacheSpec, SlidingWindow
+from quire.memory.specs import ChunkedLocal, FullAttention, KVCacheSpec, RecurrentState, SlidingWindow
 from quire.models.families.hf_config import NEUTRAL, HFConfig
-from quire.models.spec import ModelSpec
+from quire.models.spec import KeptState, KeptTokens, ModelSpec
 
 FULL, WINDOWED, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 RECURRENT, SHORT_CONV = "linear_attention", "conv"
@@ -90,6 +90,13 @@ class StateLayer(NamedTuple):
     num_inputs: int
     state_bytes: int
 
+    def num_bytes(self, element_bytes: int) -> int:
+        """Return the bytes of a layer, for inputs of `element_bytes` each.
+
+        Whole words of four bytes: however many layers and blocks lie before one, its sums can be read as float32.
+        """
+        return -(-(self.state_bytes + self.num_inputs * element_bytes) // 4) * 4
+
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
@@ -112,18 +119,36 @@ class CacheLayout:
     def state_groups(self, element_bytes: int) -> tuple[StateGroup, ...]:
         """Return one group for each kind of recurrent layer; `element_bytes` of the weights."""
         return tuple(
-            StateGroup(num_layers=count, layer_bytes=layer.num_inputs * element_bytes + layer.state_bytes)
-            for layer, count in self.states
+            StateGroup(num_layers=count, layer_bytes=layer.num_bytes(element_bytes)) for layer, count in self.states
+        )
+
+    def state_specs(self, block_size: int, element_bytes: int) -> tuple[KVCacheSpec, ...]:
+        """Return one cache spec for each kind of recurrent layer; they come after those of attention."""
+        return tuple(
+            RecurrentState(block_size=block_size, num_layers=group.num_layers, layer_bytes=group.layer_bytes)
+            for group in self.state_groups(element_bytes)
         )
 
 
 def layout_of(spec: ModelSpec) -> CacheLayout:
-    """Return what the layers of a model keep that a family has read."""
-    groups = tuple(
-        (AttentionLayer(group.num_kv_heads, group.head_dim, group.window), group.num_layers)
-        for group in spec.cache_groups
-    )
-    return CacheLayout(groups, (), spec.max_position)
+    """Return what the layers of a model keep that a family has read.
+
+    Raises:
+        UnsupportedModel: no layer keeps tokens.
+    """
+    attention, states = [], []
+    for num_layers, kept in spec.cache_groups:
+        match kept:
+            case KeptTokens():
+                attention.append((AttentionLayer(*kept), num_layers))
+            case KeptState():
+                states.append((layer_of(kept), num_layers))
+    return _checked(CacheLayout(tuple(attention), tuple(states), spec.max_position))
+
+
+def layer_of(kept: KeptState) -> StateLayer:
+    """Return what a layer keeps, as sizes."""
+    return StateLayer(kept.num_inputs, kept.sum_bytes)
 
 
 def read_layout(config: Mapping[str, Any]) -> CacheLayout:
@@ -138,12 +163,17 @@ def read_layout(config: Mapping[str, Any]) -> CacheLayout:
     _require_generic_fields(config, fields)
     layers: list[AttentionLayer | StateLayer] = [_read_layer(kind, fields) for kind in read_kinds(config)]
     attention = _counted(layer for layer in layers if isinstance(layer, AttentionLayer))
-    if not attention:
+    states = _counted(layer for layer in layers if isinstance(layer, StateLayer))
+    return _checked(CacheLayout(attention, states, fields.integer("max_position_embeddings")))
+
+
+def _checked(layout: CacheLayout) -> CacheLayout:
+    """Refuse a model whose cache has no blocks of tokens: pools are sized in them."""
+    if not layout.attention:
         raise UnsupportedModel(
             "config.json: layer_types has no attention, so there are no blocks to plan", field="layer_types"
         )
-    states = _counted(layer for layer in layers if isinstance(layer, StateLayer))
-    return CacheLayout(attention, states, fields.integer("max_position_embeddings"))
+    return layout
 
 
 def _require_generic_fields(config: Mapping[str, Any], fields: HFConfig) -> None:

@@ -4,15 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from quire.errors import CheckpointError
-from quire.models.blocks import AttentionBlock, GatedMLPBlock, Norm, Projection, WeightSlot, WeightSlots, nested
+from quire.models.blocks import (
+    Addition,
+    AttentionBlock,
+    AttentionInputs,
+    GatedMLPBlock,
+    Norm,
+    Projection,
+    WeightSlot,
+    WeightSlots,
+    nested,
+)
+from quire.models.recurrent import Mamba2Block, ShortConvBlock
 from quire.models.rope import RotaryEmbedding
-from quire.models.spec import CacheGroup, ModelSpec
-from quire.ops.interface import AttentionBatch, Ops, PagedKV
+from quire.models.spec import Attention, CacheGroup, LayerSpec, Mamba2, Mixer, ModelSpec, Rope, ShortConv
+from quire.ops.interface import AttentionBatch, Ops, PagedKV, PagedStates, StateBatch
+
+
+class MixerBlock(Protocol):
+    """A mixer with its weights."""
+
+    slots: WeightSlots
+
+    def __call__(self, x: Tensor, residual: Tensor, inputs: Any, /) -> Tensor:
+        """Add to `residual` [T, E] what the mixer makes of `x` [T, E] and of what the step gives to its kind."""
+        ...
 
 
 class Decoder:
@@ -36,24 +58,36 @@ class Decoder:
         self._head = Projection(spec.width, spec.vocab_size, False, ops)
         new_norm = partial(Norm, width=spec.width, ops=ops, dtype=dtype, device=device)
         self._norm = new_norm(spec.norm)
-        kinds = list(dict.fromkeys((layer.mixer.rope, layer.mixer.head_dim) for layer in spec.layers))
-        self._rotations = [RotaryEmbedding(rope, head_dim, dtype, device) for rope, head_dim in kinds]
+        # What mixers are given each step: a cache group's step, for attention with a rotation.
+        self._inputs = list(dict.fromkeys(map(_input_kind, spec.layers, spec.cache_places)))
+        turns = dict.fromkeys(turn for _, turn in self._inputs if turn is not None)
+        self._rotations = {turn: RotaryEmbedding(*turn, dtype, device) for turn in turns}
         slots = {"embedding.weight": WeightSlot((spec.vocab_size, spec.width), self._fill_embedding)}
         self._layers = []
-        for idx, (layer, (group_idx, place)) in enumerate(zip(spec.layers, spec.cache_places, strict=True)):
+        for idx, (layer, place) in enumerate(zip(spec.layers, spec.cache_places, strict=True)):
             mixer_norm, ffn_norm = new_norm(layer.norm), new_norm(layer.norm)
             post_norms = [None if layer.post_norm is None else new_norm(layer.post_norm) for _ in range(2)]
-            mixer = AttentionBlock(layer.mixer, spec.width, place, post_norms[0], ops, dtype, device)
-            ffn = GatedMLPBlock(layer.ffn, spec.width, post_norms[1], ops)
+            additions = [Addition(norm, layer.residual_scale) for norm in post_norms]
+            mixer = self._make_mixer(layer.mixer, place[1], additions[0])
+            ffn = GatedMLPBlock(layer.ffn, spec.width, additions[1], ops)
             parts = nested(mixer_norm=mixer_norm.slots, mixer=mixer.slots, ffn_norm=ffn_norm.slots, ffn=ffn.slots)
             slots |= nested(**{f"layers.{idx}": parts})
-            rotation_idx = kinds.index((layer.mixer.rope, layer.mixer.head_dim))
-            self._layers.append((mixer_norm, mixer, ffn_norm, ffn, rotation_idx, group_idx))
+            self._layers.append((mixer_norm, mixer, ffn_norm, ffn, self._inputs.index(_input_kind(layer, place))))
         slots |= nested(norm=self._norm.slots)
         if not spec.tied_head:
             slots |= nested(head=self._head.slots)
         self._slots: WeightSlots = slots
         self._missing = dict.fromkeys(slots)
+
+    def _make_mixer(self, mixer: Mixer, layer_idx: int, addition: Addition) -> MixerBlock:
+        place = (self.spec.width, layer_idx, addition, self._ops)
+        match mixer:
+            case Attention():
+                return AttentionBlock(mixer, *place, self.dtype, self._device)
+            case ShortConv():
+                return ShortConvBlock(mixer, *place, self._device)
+            case Mamba2():
+                return Mamba2Block(mixer, *place, self._device)
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
@@ -98,33 +132,50 @@ class Decoder:
         slot.fill(tensor.to(self._device))
 
     def __call__(
-        self, input_ids: Tensor, positions: Tensor, attention: Sequence[AttentionBatch], storages: Sequence[PagedKV]
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        groups: Sequence[AttentionBatch | StateBatch],
+        storages: Sequence[PagedKV | PagedStates],
     ) -> Tensor:
-        """Run the layers over a step's rows; keys and values of the rows are stored on the way.
+        """Run the layers over a step's rows; what they keep of the rows is stored on the way.
 
         Args:
             input_ids: [T] of int64.
             positions: [T] of int64.
-            attention: one for each cache group.
+            groups: the step's part in each cache group.
             storages: one for each cache group.
 
         Returns:
             Hidden states [T, E], before the last norm.
         """
         ops = self._ops
-        steps = [ops.step_attention(batch, kv) for batch, kv in zip(attention, storages, strict=True)]
-        rotations = [rotation(positions) for rotation in self._rotations]
+        steps = [self._step(batch, storage) for batch, storage in zip(groups, storages, strict=True)]
+        rotations = {turn: rotate(positions) for turn, rotate in self._rotations.items()}
+        inputs = [
+            steps[group_idx] if turn is None else AttentionInputs(rotations[turn], steps[group_idx])
+            for group_idx, turn in self._inputs
+        ]
         x = ops.embedding(input_ids, self._embedding)
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
-        for mixer_norm, mixer, ffn_norm, ffn, rotation_idx, group_idx in self._layers:
-            x = mixer(mixer_norm(x), x, rotations[rotation_idx], steps[group_idx])
+        for mixer_norm, mixer, ffn_norm, ffn, input_idx in self._layers:
+            x = mixer(mixer_norm(x), x, inputs[input_idx])
             x = ffn(ffn_norm(x), x)
         return x
+
+    def _step(self, batch: AttentionBatch | StateBatch, storage: Any) -> Any:
+        match batch:
+            case AttentionBatch():
+                return self._ops.step_attention(batch, storage)
+            case StateBatch():
+                return self._ops.step_states(batch, storage)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [R, V], float32, of hidden states [R, E]."""
         logits = self._head.run(self._norm(hidden)).float()
+        if self.spec.logit_scale != 1.0:
+            logits *= self.spec.logit_scale
         cap = self.spec.logit_cap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
@@ -137,3 +188,9 @@ class Decoder:
         self._embedding = tensor
         if self.spec.tied_head:
             self._head.slots["weight"].fill(tensor)
+
+
+def _input_kind(layer: LayerSpec, place: tuple[int, int]) -> tuple[int, tuple[Rope | None, int] | None]:
+    """Return what layers that are given the same each step have in common: cache group, rotation and head dim."""
+    mixer = layer.mixer
+    return place[0], (mixer.rope, mixer.head_dim) if isinstance(mixer, Attention) else None

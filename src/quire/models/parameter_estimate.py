@@ -1,4 +1,4 @@
-"""How many parameters a model has, as its `config.json` lets one guess: matrices counted, norms and biases left out."""
+"""How many parameters a model has, as its `config.json` lets one guess: matrices counted, all else left out."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from quire.models.cache_layout import RECURRENT, SHORT_CONV, read_head_dim, read_kinds, text_fields
 from quire.models.families.hf_config import HFConfig
+from quire.models.families.lfm2 import read_mlp_width
 
 # What configurations call the number of experts, and the width of the expert that every token goes through.
 EXPERT_COUNTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -83,10 +84,7 @@ def _has_experts(idx: int, fields: HFConfig) -> bool:
 
 
 def _mlp_width(fields: HFConfig) -> int:
-    """Return the columns of a gate; `block_ff_dim` is the width of an MLP without one, and two thirds cost the same."""
-    if not fields.has("block_ff_dim"):
-        return fields.integer("intermediate_size")
-    if not fields.flag("block_auto_adjust_ff_dim", True):
-        return fields.integer("block_ff_dim")
-    step = fields.integer("block_multiple_of", 256)
-    return -(-2 * fields.integer("block_ff_dim") // 3 // step) * step
+    """Return the columns of a gate."""
+    if fields.has("block_ff_dim") or fields.has("block_auto_adjust_ff_dim"):
+        return read_mlp_width(fields)
+    return fields.integer("intermediate_size")

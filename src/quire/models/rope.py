@@ -18,13 +18,15 @@ class RotaryEmbedding:
     as a gather from a table, and a table for 128k positions would take 64 MiB.
 
     Args:
-        rope: the rotation.
+        rope: the rotation; None for angles of 0, which leave everything as it is.
         head_dim: D.
         dtype: of the model; angles are float32 always.
     """
 
-    def __init__(self, rope: Rope, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        frequencies, self._scale = inverse_frequencies(rope, head_dim)
+    def __init__(self, rope: Rope | None, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        frequencies, self._scale = torch.zeros(head_dim // 2), 1.0
+        if rope is not None:
+            frequencies, self._scale = inverse_frequencies(rope, head_dim)
         self._frequencies = torch.cat((frequencies, frequencies)).to(device)
         self._dtype = dtype
         self._half = head_dim // 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -73,11 +74,48 @@ class RMSNorm:
     zero_centred: bool = False
 
 
+class KeptTokens(NamedTuple):
+    """What an attention layer keeps of each token; layers that keep the same are one cache group.
+
+    Args:
+        num_kv_heads, head_dim: the shape of one token's keys.
+        window: tokens that a token sees, itself included; None for all before it.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+
+
+class KeptState(NamedTuple):
+    """What a recurrent layer keeps of a sequence; layers that keep the same are one cache group.
+
+    Args:
+        num_columns, num_channels: the last inputs of its convolution, in the model's dtype.
+        sums: the shape of what it adds up over all tokens, in float32; a dimension of 0 where there is nothing.
+    """
+
+    num_columns: int
+    num_channels: int
+    sums: tuple[int, int, int] = (0, 0, 0)
+
+    @property
+    def num_inputs(self) -> int:
+        """Values of the last inputs."""
+        return self.num_columns * self.num_channels
+
+    @property
+    def sum_bytes(self) -> int:
+        """Bytes of the sums."""
+        return 4 * math.prod(self.sums)
+
+
 @dataclass(frozen=True, slots=True)
 class Attention:
     """Causal attention, query heads in groups that share a KV head.
 
     Args:
+        rope: of queries and keys; None leaves them as they are.
         qk_norm: norm of each query and key head before the rotation, or None.
         qkv_bias, output_bias: whether the projections add a learned bias.
         window: tokens that a token sees, itself included; None for all before it.
@@ -87,12 +125,84 @@ class Attention:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rope: Rope
+    rope: Rope | None
     qk_norm: RMSNorm | None = None
     qkv_bias: bool = False
     output_bias: bool = False
     window: int | None = None
     score_scale: float | None = None
+
+    @property
+    def kept(self) -> KeptTokens:
+        """What a layer keeps: keys and values of the tokens that it still sees."""
+        return KeptTokens(self.num_kv_heads, self.head_dim, self.window)
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConv:
+    """Gated short convolution: `output(c * convolution(b * x))`, of three projections `b, c, x`.
+
+    Args:
+        num_channels: values of a token that the convolution sees, each channel by itself.
+        kernel: tokens that it sees, the token itself included.
+        bias: whether the convolution and the projections add a learned bias.
+
+    Source: LFM2 technical report, arXiv 2511.23404.
+    """
+
+    num_channels: int
+    kernel: int
+    bias: bool = False
+
+    @property
+    def kept(self) -> KeptState:
+        """What a layer keeps: the last inputs of its convolution."""
+        return KeptState(self.kernel - 1, self.num_channels)
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2:
+    """A selective state space: each head keeps a matrix that forgets and takes in as the token says.
+
+    A short convolution comes before it, a gated norm and a projection after it.
+
+    Args:
+        num_heads: H; head_dim: D.
+        num_groups: groups of heads that share what is read from and written to the state.
+        state_dim: columns of a head's matrix.
+        kernel: tokens that the convolution sees, the token itself included.
+        norm: of what the heads give, each group by itself.
+        conv_bias, bias: whether the convolution, and the projections, add a learned bias.
+
+    Source: Mamba 2, arXiv 2405.21060.
+    """
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    state_dim: int
+    kernel: int
+    norm: RMSNorm
+    conv_bias: bool = True
+    bias: bool = False
+
+    @property
+    def inner(self) -> int:
+        """Values of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def num_channels(self) -> int:
+        """Values of a token that the convolution sees: of the heads, and what each group writes and reads by."""
+        return self.inner + 2 * self.num_groups * self.state_dim
+
+    @property
+    def kept(self) -> KeptState:
+        """What a layer keeps: the last inputs of its convolution, and the matrices of its heads."""
+        return KeptState(self.kernel - 1, self.num_channels, (self.num_heads, self.head_dim, self.state_dim))
+
+
+Mixer = Attention | ShortConv | Mamba2
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,33 +222,32 @@ class GatedMLP:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One layer: `x += post_norm(mixer(norm(x)))`, then `x += post_norm(ffn(norm(x)))`.
+    """One layer: `x += scale * post_norm(mixer(norm(x)))`, then `x += scale * post_norm(ffn(norm(x)))`.
 
     Args:
         norm: before the mixer, and before the FFN.
         mixer, ffn: the two halves.
         post_norm: of what the mixer gives, and of what the FFN gives; None adds it as it is.
+        residual_scale: what both are multiplied by before they are added.
     """
 
     norm: RMSNorm
-    mixer: Attention
+    mixer: Mixer
     ffn: GatedMLP
     post_norm: RMSNorm | None = None
+    residual_scale: float = 1.0
 
 
 class CacheGroup(NamedTuple):
-    """Layers that share one KV shape and one window, and so one block table.
+    """Layers that keep the same, and so share one block table.
 
     Args:
         num_layers: layers of the group; a block holds all of them.
-        num_kv_heads, head_dim: the shape of one token's keys in one layer.
-        window: tokens that a token sees in these layers, itself included; None for all before it.
+        kept: what each of them keeps, of every token or of the sequence.
     """
 
     num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    window: int | None = None
+    kept: KeptTokens | KeptState
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +262,8 @@ class ModelSpec:
         tied_head: the head is the embedding.
         max_position: the longest context that the model was made for, in tokens.
         embedding_scale: what embeddings are multiplied by, rounded to their dtype first; the head is not.
-        logit_cap: logits become `logit_cap * tanh(logits / logit_cap)`; None leaves them.
+        logit_scale: what logits are multiplied by.
+        logit_cap: logits then become `logit_cap * tanh(logits / logit_cap)`; None leaves them.
     """
 
     vocab_size: int
@@ -163,30 +273,27 @@ class ModelSpec:
     tied_head: bool
     max_position: int
     embedding_scale: float = 1.0
+    logit_scale: float = 1.0
     logit_cap: float | None = None
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """The cache groups, in the order of their first layers."""
-        kinds = [_cache_kind(layer.mixer) for layer in self.layers]
-        return tuple(CacheGroup(kinds.count(kind), *kind) for kind in dict.fromkeys(kinds))
+        """The cache groups in the order of their first layers, those that keep tokens before those that keep states."""
+        kept = [layer.mixer.kept for layer in self.layers]
+        kinds = sorted(dict.fromkeys(kept), key=lambda each: isinstance(each, KeptState))
+        return tuple(CacheGroup(kept.count(each), each) for each in kinds)
 
     @property
     def cache_places(self) -> tuple[tuple[int, int], ...]:
         """For each layer, its cache group and its place in it."""
-        groups = [group[1:] for group in self.cache_groups]
-        filled = [0] * len(groups)
+        kinds = [group.kept for group in self.cache_groups]
+        filled = [0] * len(kinds)
         places = []
         for layer in self.layers:
-            group_idx = groups.index(_cache_kind(layer.mixer))
+            group_idx = kinds.index(layer.mixer.kept)
             places.append((group_idx, filled[group_idx]))
             filled[group_idx] += 1
         return tuple(places)
-
-
-def _cache_kind(mixer: Attention) -> tuple[int, int, int | None]:
-    """Return what layers of one cache group have in common."""
-    return mixer.num_kv_heads, mixer.head_dim, mixer.window
 
 
 # Decoder weight name -> names of the checkpoint's tensors that make it up, concatenated on dimension 0.

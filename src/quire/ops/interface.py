@@ -61,6 +61,35 @@ class PagedKV(Protocol):
     def slot_rows(self) -> Sequence[Tensor]: ...
 
 
+@dataclass(frozen=True, slots=True)
+class StateBatch:
+    """Whose state goes on in a step, for one cache group. The rows of all sequences lie one behind the other.
+
+    Args:
+        block_ids: S numbers; the block with each sequence's state, before the step and after it.
+        row_starts: S + 1 numbers; sequence `s` owns rows `[row_starts[s], row_starts[s + 1])`, never none.
+        has_state: S of them; where false, no token came before the rows, and the block may hold anything.
+    """
+
+    block_ids: Sequence[int]
+    row_starts: Sequence[int]
+    has_state: Sequence[bool]
+
+
+class PagedStates(Protocol):
+    """The states of one cache group: a block is one state, of all layers.
+
+    Attributes:
+        inputs: for each layer a view [B, k - 1, C], of the model's dtype: what its convolution saw last, oldest first.
+        sums: for each layer a view [B, H, D, N] of float32: what each head adds up over all tokens.
+    """
+
+    @property
+    def inputs(self) -> Sequence[Tensor]: ...
+    @property
+    def sums(self) -> Sequence[Tensor]: ...
+
+
 class HeadNorms(NamedTuple):
     """The norms of query and key heads.
 
@@ -117,6 +146,59 @@ class StepAttention(Protocol):
         ...
 
 
+class ScanHeads(NamedTuple):
+    """What the heads of a selective state space have learned, [H] of float32 each.
+
+    Args:
+        decays: how fast a head forgets; negative.
+        step_biases: added to a token's step before the softplus.
+        skips: how much of a token's value goes past the state.
+    """
+
+    decays: Tensor
+    step_biases: Tensor
+    skips: Tensor
+
+
+class StepStates(Protocol):
+    """Recurrence of one step over one cache group; made once a step, used by every layer of the group."""
+
+    def convolve(self, layer_idx: int, x: Tensor, taps: Tensor, bias: Tensor | None, activation: bool) -> Tensor:
+        """Let each row see itself and the inputs before it, each channel by itself, and keep the last inputs.
+
+        Args:
+            x: [T, C].
+            taps: [k, C] of float32, that of the row itself last.
+            bias: [C] of float32.
+            activation: whether the sum goes through silu.
+
+        Returns:
+            [T, C], contiguous, of the dtype of `x`; summed in float32, rounded once.
+        """
+        ...
+
+    def scan(self, layer_idx: int, x: Tensor, write: Tensor, read: Tensor, steps: Tensor, heads: ScanHeads) -> Tensor:
+        """Take each row into its sequence's state, and read from it.
+
+        For each head, with `step = softplus(steps + step_bias)` and a [D, N] matrix S:
+
+            S = exp(step * decay) * S + step * outer(x, write)
+            y = S @ read + skip * x
+
+        Args:
+            x: [T, H * D].
+            write, read: [T, G * N]; heads `[g * H / G, (g + 1) * H / G)` share part `g`.
+            steps: [T, H].
+            heads: of the layer.
+
+        Returns:
+            [T, H * D] of float32, contiguous.
+
+        Source: Mamba 2, arXiv 2405.21060.
+        """
+        ...
+
+
 class Linear(Protocol):
     """A linear layer whose weight lies as the backend likes it."""
 
@@ -159,6 +241,23 @@ class Ops(Protocol):
         """Return `activation(gate) * up` of the two halves: [T, 2 F], contiguous, to [T, F]."""
         ...
 
+    def gated_norm(self, x: Tensor, gates: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Return `norm(x * silu(gates)) * weight`, computed in float32 and rounded once.
+
+        Args:
+            x: [T, F] of float32.
+            gates: [T, F], rows may lie apart.
+            weight: [G, F / G] of float32; each of the G parts of a row is normed by itself.
+
+        Returns:
+            [T, F], contiguous, of the dtype of `gates`.
+        """
+        ...
+
     def step_attention(self, batch: AttentionBatch, kv: PagedKV) -> StepAttention:
+        """Prepare what all layers of a step share."""
+        ...
+
+    def step_states(self, batch: StateBatch, states: PagedStates) -> StepStates:
         """Prepare what all layers of a step share."""
         ...

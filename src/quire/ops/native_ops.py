@@ -7,13 +7,24 @@ from ctypes import byref
 import torch
 from torch import Tensor
 
-from quire.ops.interface import Activation, AttentionBatch, HeadNorms, Linear, PagedKV, Rotation, StepAttention
+from quire.ops.interface import (
+    Activation,
+    AttentionBatch,
+    HeadNorms,
+    Linear,
+    PagedKV,
+    PagedStates,
+    Rotation,
+    StateBatch,
+    StepAttention,
+    StepStates,
+)
 from quire.ops.native_library import ACTIVATIONS, MAX_HEAD_DIM, TYPES, Cache, NativeLibrary, StepRows
 from quire.ops.torch_ops import TorchOps
 
 
 class NativeOps:
-    """Compiled kernels, but for look-ups and for the matrix products that oneDNN computes as fast.
+    """Compiled kernels, but for look-ups, for recurrence, and for the matrix products that oneDNN computes as fast.
 
     Args:
         library: that this processor runs.
@@ -59,6 +70,14 @@ class NativeOps:
             TYPES[gate_up.dtype], ACTIVATIONS[activation], gate_up.data_ptr(), num_rows, width, output.data_ptr()
         )
         return output
+
+    def gated_norm(self, x: Tensor, gates: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Gate and normalise rows."""
+        return self._torch.gated_norm(x, gates, weight, eps)
+
+    def step_states(self, batch: StateBatch, states: PagedStates) -> StepStates:
+        """Leave recurrence to torch."""
+        return self._torch.step_states(batch, states)
 
     def step_attention(self, batch: AttentionBatch, kv: PagedKV) -> StepAttention:
         """Attend natively; heads that the kernels do not take (over 256 values, or an odd number) go through torch."""

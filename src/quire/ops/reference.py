@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from quire.ops.interface import Activation, AttentionBatch, HeadNorms, PagedKV, Rotation
+from quire.ops.interface import Activation, AttentionBatch, HeadNorms, PagedKV, PagedStates, Rotation, StateBatch
+from quire.ops.reference_states import ReferenceStepStates
 
 
 class ReferenceOps:
@@ -36,9 +37,20 @@ class ReferenceOps:
             factor = 0.5 * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (gates + 0.044715 * gates**3)))
         return (gates * factor * ups).to(gate_up.dtype)
 
+    def gated_norm(self, x: Tensor, gates: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Gate and normalise in float32, part by part."""
+        parts = (x * gates.float() * torch.sigmoid(gates.float())).chunk(len(weight), -1)
+        return torch.cat([rms_norm(part, scale, eps) for part, scale in zip(parts, weight, strict=True)], -1).to(
+            gates.dtype
+        )
+
     def step_attention(self, batch: AttentionBatch, kv: PagedKV) -> ReferenceStepAttention:
         """Keep the batch as it is."""
         return ReferenceStepAttention(batch, kv)
+
+    def step_states(self, batch: StateBatch, states: PagedStates) -> ReferenceStepStates:
+        """Keep the batch as it is."""
+        return ReferenceStepStates(batch, states)
 
 
 class ReferenceLinear:

@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from quire.ops import torch_rows
-from quire.ops.interface import Activation, AttentionBatch, Linear, PagedKV
+from quire.ops.interface import Activation, AttentionBatch, Linear, PagedKV, PagedStates, StateBatch
 from quire.ops.torch_attention import Scratch, TorchStepAttention
+from quire.ops.torch_states import TorchStepStates
 
 # Rows that the packed layout is chosen for. It matters little: layouts for 1 and for 512 rows are equally fast in
 # bfloat16, but in float32 the one for 1 row is half as fast at 4 to 16 rows.
@@ -50,9 +51,17 @@ class TorchOps:
         """Gate rows."""
         return torch_rows.gate(gate_up, activation)
 
+    def gated_norm(self, x: Tensor, gates: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Gate and normalise rows."""
+        return torch_rows.gated_norm(x, gates, weight, eps)
+
     def step_attention(self, batch: AttentionBatch, kv: PagedKV) -> TorchStepAttention:
         """Compute row ids and masks once for all layers."""
         return TorchStepAttention(batch, kv, self._scratch)
+
+    def step_states(self, batch: StateBatch, states: PagedStates) -> TorchStepStates:
+        """Compute once for all layers which inputs the convolutions see."""
+        return TorchStepStates(batch, states)
 
 
 class PlainLinear:

@@ -28,3 +28,9 @@ def gate(gate_up: Tensor, activation: Activation) -> Tensor:
     gates, ups = gate_up.chunk(2, -1)
     activated = functional.silu(gates) if activation == "silu" else functional.gelu(gates, approximate="tanh")
     return activated.mul_(ups)
+
+
+def gated_norm(x: Tensor, gates: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Gate [T, F], then normalise and scale each of the G parts of a row; `weight` is [G, F / G]."""
+    parts = functional.silu(gates.float()).mul_(x).reshape(len(x), *weight.shape)
+    return rms_norm(parts, weight, eps).flatten(1).to(gates.dtype)

@@ -7,7 +7,9 @@ from typing import Any, Final
 
 from quire.errors import CheckpointError, UnsupportedModel
 from quire.models.families.gemma3 import gemma3, gemma3_of_text_and_images
+from quire.models.families.granitemoehybrid import granitemoehybrid
 from quire.models.families.hf_config import HFConfig
+from quire.models.families.lfm2 import lfm2
 from quire.models.families.llama import llama
 from quire.models.families.mistral import mistral
 from quire.models.families.qwen2 import qwen2
@@ -18,6 +20,8 @@ from quire.models.spec import ModelSpec, WeightMap
 FAMILIES: Final[dict[str, Callable[[HFConfig], tuple[ModelSpec, WeightMap]]]] = {
     "Gemma3ForCausalLM": gemma3,
     "Gemma3ForConditionalGeneration": gemma3_of_text_and_images,
+    "GraniteMoeHybridForCausalLM": granitemoehybrid,
+    "Lfm2ForCausalLM": lfm2,
     "LlamaForCausalLM": llama,
     "MistralForCausalLM": mistral,
     "Qwen2ForCausalLM": qwen2,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import CheckpointError, UnsupportedModel
@@ -85,6 +85,10 @@ class HFConfig:
     def has(self, name: str) -> bool:
         """True when the field is there and not null."""
         return self._fields.get(name) is not None
+
+    def is_null(self, name: str) -> bool:
+        """True when the field is there, and null."""
+        return name in self._fields and self._fields[name] is None
 
     def part(self, name: str) -> HFConfig | None:
         """Read a nested object, or None where it is missing or null."""
@@ -175,6 +179,33 @@ def refuse_layer_types(config: HFConfig, *allowed: str) -> None:
             )
 
 
+def read_layer_kinds(
+    config: HFConfig, allowed: Sequence[str], kind_of: Callable[[int], str], older: Mapping[str, str] | None = None
+) -> tuple[str, ...]:
+    """Read the kind of every layer.
+
+    Args:
+        allowed: the kinds that a layer can be of.
+        kind_of: the kind of a layer by its index, where `layer_types` does not say.
+        older: other names of those kinds.
+
+    Raises:
+        CheckpointError: `layer_types` is not of one entry for each layer.
+        UnsupportedModel: `layer_types` names another kind.
+    """
+    older = older or {}
+    num_layers = config.integer("num_hidden_layers")
+    refuse_layer_types(config, *allowed, *older)
+    stated = tuple(older.get(kind, kind) for kind in config.texts("layer_types"))
+    kinds = stated or tuple(kind_of(idx) for idx in range(num_layers))
+    if len(kinds) != num_layers:
+        raise CheckpointError(
+            f"config.json: layer_types must have one entry for each of {num_layers} layers, got {len(kinds)}",
+            field="layer_types",
+        )
+    return kinds
+
+
 def read_windows(config: HFConfig, has_window: Callable[[int], bool]) -> tuple[int | None, ...]:
     """Read the window of every layer, None for those that see all earlier tokens.
 
@@ -185,21 +216,14 @@ def read_windows(config: HFConfig, has_window: Callable[[int], bool]) -> tuple[i
         CheckpointError: `layer_types` is not of one entry for each layer, or `sliding_window` is missing.
         UnsupportedModel: `layer_types` names another kind.
     """
-    num_layers = config.integer("num_hidden_layers")
-    refuse_layer_types(config, FULL, WINDOWED)
-    kinds = config.texts("layer_types") or tuple(WINDOWED if has_window(idx) else FULL for idx in range(num_layers))
-    if len(kinds) != num_layers:
-        raise CheckpointError(
-            f"config.json: layer_types must have one entry for each of {num_layers} layers, got {len(kinds)}",
-            field="layer_types",
-        )
+    kinds = read_layer_kinds(config, (FULL, WINDOWED), lambda idx: WINDOWED if has_window(idx) else FULL)
     return tuple(config.integer("sliding_window") if kind == WINDOWED else None for kind in kinds)
 
 
-def read_max_position(config: HFConfig, rope: Rope) -> int:
+def read_max_position(config: HFConfig, rope: Rope | None) -> int:
     """Read the longest context, which a YaRN checkpoint may state for the original model only."""
     limit = config.integer("max_position_embeddings")
-    if isinstance(rope.scaling, YarnScaling):
+    if rope is not None and isinstance(rope.scaling, YarnScaling):
         limit = max(limit, int(rope.scaling.original_max_position * rope.scaling.factor))
     return limit
 

@@ -18,6 +18,14 @@ from quire.models.spec import Attention, GatedMLP, LayerSpec, ModelSpec, RMSNorm
 
 # A layer's norms: our name -> the checkpoint's.
 NORMS: Mapping[str, str] = {"mixer_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+# Its modules: our name -> the parts of the checkpoint.
+QKV: Mapping[str, tuple[str, ...]] = {"mixer.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")}
+OUTPUT: Mapping[str, tuple[str, ...]] = {"mixer.output": ("self_attn.o_proj",)}
+MLP: Mapping[str, tuple[str, ...]] = {"ffn.gate_up": ("mlp.gate_proj", "mlp.up_proj"), "ffn.down": ("mlp.down_proj",)}
+HEAD_NORMS: Mapping[str, tuple[str, ...]] = {
+    "mixer.q_norm": ("self_attn.q_norm",),
+    "mixer.k_norm": ("self_attn.k_norm",),
+}
 
 
 def read_llama_layout(
@@ -67,11 +75,11 @@ def read_llama_layout(
     return spec, map_weights(spec)
 
 
-def read_attention(config: HFConfig, rope: Rope, head_dim: int | None = None) -> Attention:
+def read_attention(config: HFConfig, rope: Rope | None, head_dim: int | None = None) -> Attention:
     """Read the heads.
 
     Args:
-        rope: of the layer.
+        rope: of the layer; None turns no head.
         head_dim: where the configuration gives none; None divides the width among the heads.
 
     Raises:
@@ -102,29 +110,45 @@ def map_weights(spec: ModelSpec, norms: Mapping[str, str] = NORMS, prefix: str =
     """Name the checkpoint's tensors.
 
     Args:
+        spec: all its mixers are attention.
         norms: of a layer, our name -> the checkpoint's.
         prefix: of all tensors but the head's.
     """
+    names = map_ends(spec, prefix)
+    for idx, layer in enumerate(spec.layers):
+        attention = layer.mixer
+        assert isinstance(attention, Attention)
+        place = f"layers.{idx}", f"{prefix}.layers.{idx}"
+        names |= map_modules(*place, {name: (norm,) for name, norm in norms.items()})
+        names |= map_modules(*place, QKV, has_bias=attention.qkv_bias)
+        names |= map_modules(*place, OUTPUT, has_bias=attention.output_bias)
+        names |= map_modules(*place, MLP, has_bias=layer.ffn.bias)
+        if attention.qk_norm is not None:
+            names |= map_modules(*place, HEAD_NORMS)
+    return names
+
+
+def map_ends(spec: ModelSpec, prefix: str = "model", norm: str = "norm") -> WeightMap:
+    """Name the tensors before the first layer and after the last."""
     names: WeightMap = {
         "embedding.weight": (f"{prefix}.embed_tokens.weight",),
-        "norm.weight": (f"{prefix}.norm.weight",),
+        "norm.weight": (f"{prefix}.{norm}.weight",),
     }
     if not spec.tied_head:
         names["head.weight"] = ("lm_head.weight",)
-    for idx, layer in enumerate(spec.layers):
-        attention, mlp_bias = layer.mixer, layer.ffn.bias
-        ours, theirs = f"layers.{idx}", f"{prefix}.layers.{idx}"
-        names |= {f"{ours}.{name}.weight": (f"{theirs}.{norm}.weight",) for name, norm in norms.items()}
-        projections = (
-            ("mixer.qkv", "self_attn", ("q_proj", "k_proj", "v_proj"), attention.qkv_bias),
-            ("mixer.output", "self_attn", ("o_proj",), attention.output_bias),
-            ("ffn.gate_up", "mlp", ("gate_proj", "up_proj"), mlp_bias),
-            ("ffn.down", "mlp", ("down_proj",), mlp_bias),
-        )
-        for name, home, parts, has_bias in projections:
-            for kind in ("weight", "bias") if has_bias else ("weight",):
-                names[f"{ours}.{name}.{kind}"] = tuple(f"{theirs}.{home}.{part}.{kind}" for part in parts)
-        if attention.qk_norm is not None:
-            for name in ("q_norm", "k_norm"):
-                names[f"{ours}.mixer.{name}.weight"] = (f"{theirs}.self_attn.{name}.weight",)
     return names
+
+
+def map_modules(ours: str, theirs: str, modules: Mapping[str, tuple[str, ...]], *, has_bias: bool = False) -> WeightMap:
+    """Name the tensors of a layer's modules.
+
+    Args:
+        ours, theirs: what the layer is called.
+        modules: our name in the layer -> the checkpoint's, of all parts.
+        has_bias: whether each has a bias beside its weight.
+    """
+    return {
+        f"{ours}.{name}.{kind}": tuple(f"{theirs}.{part}.{kind}" for part in parts)
+        for name, parts in modules.items()
+        for kind in (("weight", "bias") if has_bias else ("weight",))
+    }

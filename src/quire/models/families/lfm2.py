@@ -1,0 +1,85 @@
+"""LFM2 (dense): gated short convolutions, and attention in every few layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from quire.models.families.hf_config import FULL, HFConfig, read_layer_kinds, read_max_position, read_rope
+from quire.models.families.llama_layout import QKV, map_ends, map_modules, read_attention
+from quire.models.spec import Attention, GatedMLP, LayerSpec, ModelSpec, RMSNorm, ShortConv, WeightMap
+
+CONV: Final = "conv"
+# Checkpoints leave out what is equal to these.
+DEFAULTS: Final[Mapping[str, Any]] = {
+    "vocab_size": 65536,
+    "hidden_size": 2560,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 128_000,
+}
+NORMS: Final = {"mixer_norm": ("operator_norm",), "ffn_norm": ("ffn_norm",)}
+MLP: Final = {"ffn.gate_up": ("feed_forward.w1", "feed_forward.w3"), "ffn.down": ("feed_forward.w2",)}
+ATTENTION: Final = {
+    **QKV,
+    "mixer.output": ("self_attn.out_proj",),
+    "mixer.q_norm": ("self_attn.q_layernorm",),
+    "mixer.k_norm": ("self_attn.k_layernorm",),
+}
+SHORT_CONV: Final = {
+    "mixer.input": ("conv.in_proj",),
+    "mixer.conv": ("conv.conv",),
+    "mixer.output": ("conv.out_proj",),
+}
+
+
+def lfm2(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
+    """Read an `Lfm2ForCausalLM`.
+
+    Raises:
+        CheckpointError: a field of the configuration is of the wrong type.
+        UnsupportedModel: the configuration asks for something that is not implemented.
+    """
+    mlp_width = read_mlp_width(config)
+    config = config.filled(DEFAULTS)
+    width = config.integer("hidden_size")
+    norm = RMSNorm(config.number("norm_eps", 1e-5))
+    rope = read_rope(config, 1e6)
+    attention = replace(read_attention(config, rope), qk_norm=norm)
+    conv = ShortConv(width, config.integer("conv_L_cache", 3, least=2), config.flag("conv_bias", False))
+    attending = config.indices("full_attn_idxs") if config.has("full_attn_idxs") else None
+    kinds = read_layer_kinds(config, (FULL, CONV), lambda idx: FULL if attending is None or idx in attending else CONV)
+    mlp = GatedMLP(mlp_width)
+    spec = ModelSpec(
+        vocab_size=config.integer("vocab_size"),
+        width=width,
+        layers=tuple(LayerSpec(norm, attention if kind == FULL else conv, mlp) for kind in kinds),
+        norm=norm,
+        tied_head=config.flag("tie_embedding", config.flag("tie_word_embeddings", True)),
+        max_position=read_max_position(config, rope),
+    )
+    names = map_ends(spec, norm="embedding_norm")
+    for idx, layer in enumerate(spec.layers):
+        place = f"layers.{idx}", f"model.layers.{idx}"
+        names |= map_modules(*place, NORMS) | map_modules(*place, MLP)
+        if isinstance(layer.mixer, Attention):
+            names |= map_modules(*place, ATTENTION)
+        else:
+            names |= map_modules(*place, SHORT_CONV, has_bias=conv.bias)
+    return spec, names
+
+
+def read_mlp_width(config: HFConfig) -> int:
+    """Read the columns of a gate: what is stated is for an MLP without one, of which two thirds cost the same."""
+    field = "block_ff_dim" if config.has("block_ff_dim") else "intermediate_size"
+    width = config.integer(field, DEFAULTS["intermediate_size"])
+    if not config.flag("block_auto_adjust_ff_dim", True):
+        return width
+    width = int(2 * width / 3)
+    if config.is_null("block_ffn_dim_multiplier"):
+        return width
+    step = config.integer("block_multiple_of", 256)
+    return -(-int(config.number("block_ffn_dim_multiplier", 1.0) * width) // step) * step

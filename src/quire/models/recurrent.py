@@ -1,0 +1,113 @@
+"""The blocks that carry a state from token to token. They know shapes and numbers, no family."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.models import spec
+from quire.models.blocks import Addition, Projection, ResidualProjection, WeightSlot, WeightSlots, nested
+from quire.ops.interface import Ops, ScanHeads, StepStates
+
+
+class Convolution:
+    """A short convolution over a sequence, each channel by itself.
+
+    Args:
+        num_channels: C.
+        kernel: k.
+
+    Attributes:
+        slots: "weight" and, if there is one, "bias".
+    """
+
+    __slots__ = ("_bias", "_taps", "slots")
+
+    def __init__(self, num_channels: int, kernel: int, has_bias: bool, device: torch.device) -> None:
+        taps = self._taps = torch.empty(kernel, num_channels, device=device)
+        self._bias = torch.empty(num_channels, device=device) if has_bias else None
+        self.slots: WeightSlots = {
+            "weight": WeightSlot((num_channels, 1, kernel), lambda weight: taps.copy_(weight.squeeze(1).T))
+        }
+        if self._bias is not None:
+            self.slots["bias"] = WeightSlot((num_channels,), self._bias.copy_)
+
+    def __call__(self, x: Tensor, step: StepStates, layer_idx: int, activation: bool = False) -> Tensor:
+        """Convolve [T, C]; `activation` sends the result through silu."""
+        return step.convolve(layer_idx, x, self._taps, self._bias, activation)
+
+
+class ShortConvBlock:
+    """Gated short convolution over paged states.
+
+    Args:
+        conv: its channels and kernel.
+        width: E.
+        layer_idx: the layer's place in its cache group.
+        addition: how the result is added to the residual.
+
+    Attributes:
+        slots: "input" (b, c and x), "conv" and "output".
+    """
+
+    def __init__(
+        self, conv: spec.ShortConv, width: int, layer_idx: int, addition: Addition, ops: Ops, device: torch.device
+    ) -> None:
+        self._layer_idx = layer_idx
+        self._input = Projection(width, 3 * conv.num_channels, conv.bias, ops)
+        self._conv = Convolution(conv.num_channels, conv.kernel, conv.bias, device)
+        self._output = ResidualProjection(conv.num_channels, width, conv.bias, addition, ops)
+        self.slots = nested(input=self._input.slots, conv=self._conv.slots, output=self._output.slots)
+
+    def __call__(self, x: Tensor, residual: Tensor, step: StepStates) -> Tensor:
+        """Add to `residual` [T, E] what the block makes of `x` [T, E]; the states of the rows' sequences go on."""
+        b, c, values = self._input.run(x).chunk(3, -1)
+        return self._output(self._conv(b * values, step, self._layer_idx).mul_(c), residual)
+
+
+class Mamba2Block:
+    """A selective state space over paged states.
+
+    ```
+     x -> input -> | gates | values, writes, reads | steps |
+                              conv, silu -> scan <---'
+                       '--------------------> gated norm -> output
+    ```
+
+    Args:
+        mamba: heads, groups, and what is done to them.
+        width: E.
+        layer_idx: the layer's place in its cache group.
+        addition: how the result is added to the residual.
+
+    Attributes:
+        slots: "input", "conv", "decays" (logarithms), "step_biases", "skips", "norm" and "output".
+    """
+
+    def __init__(
+        self, mamba: spec.Mamba2, width: int, layer_idx: int, addition: Addition, ops: Ops, device: torch.device
+    ) -> None:
+        num_heads, inner, written = mamba.num_heads, mamba.inner, mamba.num_groups * mamba.state_dim
+        self._layer_idx = layer_idx
+        self._gated_norm = ops.gated_norm
+        self._eps = mamba.norm.eps
+        self._parts = (inner, mamba.num_channels, num_heads)
+        self._conv_parts = (inner, written, written)
+        self._input = Projection(width, sum(self._parts), mamba.bias, ops)
+        self._conv = Convolution(mamba.num_channels, mamba.kernel, mamba.conv_bias, device)
+        heads = self._heads = ScanHeads(*torch.empty(3, num_heads, device=device))
+        scale = self._scale = torch.empty(mamba.num_groups, inner // mamba.num_groups, device=device)
+        self._output = ResidualProjection(inner, width, mamba.bias, addition, ops)
+        self.slots = nested(input=self._input.slots, conv=self._conv.slots, output=self._output.slots)
+        self.slots["decays"] = WeightSlot((num_heads,), lambda weight: heads.decays.copy_(weight).exp_().neg_())
+        self.slots["step_biases"] = WeightSlot((num_heads,), heads.step_biases.copy_)
+        self.slots["skips"] = WeightSlot((num_heads,), heads.skips.copy_)
+        self.slots["norm.weight"] = WeightSlot((inner,), lambda weight: scale.copy_(weight.view_as(scale)))
+
+    def __call__(self, x: Tensor, residual: Tensor, step: StepStates) -> Tensor:
+        """Add to `residual` [T, E] what the block makes of `x` [T, E]; the states of the rows' sequences go on."""
+        gates, conv_inputs, steps = self._input.run(x).split_with_sizes(self._parts, 1)
+        convolved = self._conv(conv_inputs, step, self._layer_idx, activation=True)
+        values, writes, reads = convolved.split_with_sizes(self._conv_parts, 1)
+        y = step.scan(self._layer_idx, values, writes, reads, steps, self._heads)
+        return self._output(self._gated_norm(y, gates, self._scale, self._eps), residual)

@@ -1,0 +1,135 @@
+"""Reading the configurations of models with recurrent layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import Lfm2Config
+from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
+
+from quire.errors import CheckpointError, UnsupportedModel
+from quire.models.cache_layout import layout_of
+from quire.models.families import build
+from quire.models.spec import Attention, Mamba2, ModelSpec, Rope, ShortConv
+from tests.models.published import CONFIGS
+
+LFM2 = {"architectures": ["Lfm2ForCausalLM"]}
+GRANITE = CONFIGS["Granite 4.0 H-350M"]
+
+
+def read(config: dict[str, Any], **changes: Any) -> ModelSpec:
+    """Read a configuration with changes; a change to `...` removes the field."""
+    return build({name: value for name, value in (config | changes).items() if value is not ...})[0]
+
+
+def kinds(spec: ModelSpec) -> list[type]:
+    return [type(layer.mixer) for layer in spec.layers]
+
+
+def test_lfm2_leaves_out_what_is_its_default() -> None:
+    spec, config = read(LFM2), Lfm2Config()
+    assert (spec.vocab_size, spec.width) == (config.vocab_size, config.hidden_size)
+    assert (spec.max_position, spec.tied_head) == (config.max_position_embeddings, config.tie_word_embeddings)
+    assert kinds(spec) == [Attention] * config.num_hidden_layers
+    assert spec.layers[0].mixer.rope == Rope(config.rope_parameters["rope_theta"])
+    assert spec.norm.eps == spec.layers[0].mixer.qk_norm.eps == config.norm_eps
+    (conv,) = {layer.mixer for layer in read(LFM2, full_attn_idxs=[]).layers}
+    assert conv == ShortConv(config.hidden_size, config.conv_L_cache, config.conv_bias)
+
+
+def test_lfm2_as_released() -> None:
+    """The 1.2B model: attention in 6 of 16 layers, and two thirds of what is stated as the MLP's width."""
+    spec = read(CONFIGS["LFM2 1.2B"])
+    assert [idx for idx, kind in enumerate(kinds(spec)) if kind is Attention] == [2, 5, 8, 10, 12, 14]
+    assert spec.layers[0].ffn.width == 8192
+    listed = ["full_attention" if kind is Attention else "conv" for kind in kinds(spec)]
+    assert read(CONFIGS["LFM2 1.2B"], full_attn_idxs=..., layer_types=listed) == spec
+    assert not read(CONFIGS["LFM2 1.2B"], tie_embedding=False).tied_head
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"intermediate_size": 1000},
+        {"block_ff_dim": 777},
+        {"intermediate_size": 1000, "block_ffn_dim_multiplier": 1.3, "block_multiple_of": 7},
+        {"intermediate_size": 1000, "block_ffn_dim_multiplier": None},
+        {"intermediate_size": 1000, "block_auto_adjust_ff_dim": False},
+    ],
+    ids=str,
+)
+def test_widths_of_lfm2_are_those_of_transformers(changes: dict[str, Any]) -> None:
+    # transformers' own type check refuses the null that its code provides for.
+    config = Lfm2Config(hidden_size=8, **{name: value for name, value in changes.items() if value is not None})
+    for name, value in changes.items():
+        if value is None:
+            object.__setattr__(config, name, value)
+    assert read(LFM2, **changes).layers[0].ffn.width == Lfm2MLP(config).w1.out_features
+
+
+def test_granite_as_released() -> None:
+    spec = read(GRANITE, position_embedding_type="nope", attention_multiplier=0.015625, logits_scaling=4)
+    assert [idx for idx, kind in enumerate(kinds(spec)) if kind is Attention] == [10, 13, 17, 27]
+    mamba, attention = spec.layers[0].mixer, spec.layers[10].mixer
+    assert mamba == Mamba2(48, 32, 1, 128, 4, spec.norm)
+    assert (attention.rope, attention.score_scale, attention.head_dim) == (None, 0.015625, 64)
+    assert (spec.logit_scale, spec.layers[0].ffn.width) == (0.25, 2048)
+    newer = {"mamba": "linear_attention", "attention": "full_attention"}
+    renamed = [newer[kind] for kind in GRANITE["layer_types"]]
+    assert kinds(read(GRANITE, layer_types=renamed, position_embedding_type=None)) == kinds(spec)
+    assert read(GRANITE, position_embedding_type="rope").layers[10].mixer.rope == Rope(10000.0)
+
+
+@pytest.mark.parametrize("limit", [..., None, [0.0, float("inf")], [0.0, {"__float__": "Infinity"}]], ids=str)
+def test_steps_without_limits(limit: object) -> None:
+    assert read(GRANITE, time_step_limit=limit) == read(GRANITE)
+
+
+@pytest.mark.parametrize(
+    ("field", "config", "changes"),
+    [
+        ("num_local_experts", GRANITE, {"num_local_experts": 64}),
+        ("num_local_experts", GRANITE, {"num_local_experts": ...}),
+        ("hidden_act", GRANITE, {"hidden_act": "gelu_pytorch_tanh"}),
+        ("position_embedding_type", GRANITE, {"position_embedding_type": "alibi"}),
+        ("time_step_limit", GRANITE, {"time_step_limit": [0.001, 0.1]}),
+        ("mamba_d_head", GRANITE, {"mamba_d_head": 64}),
+        ("layer_types", GRANITE, {"layer_types": ["mamba", "conv"] * 16}),
+        ("layer_types", LFM2, {"layer_types": ["conv", "sliding_attention"] * 16}),
+        ("rope_type", LFM2, {"rope_parameters": {"rope_type": "longrope"}}),
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_name(
+    field: str, config: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    with pytest.raises(UnsupportedModel, match=field) as caught:
+        read(config, **changes)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("field", "config", "changes"),
+    [
+        ("mamba_n_heads", GRANITE, {"mamba_n_heads": 7}),
+        ("mamba_n_heads", GRANITE, {"mamba_n_groups": 5}),
+        ("mamba_d_conv", GRANITE, {"mamba_d_conv": 1}),
+        ("layer_types", GRANITE, {"layer_types": ["mamba"] * 3}),
+        ("residual_multiplier", GRANITE, {"residual_multiplier": 0}),
+        ("conv_L_cache", LFM2, {"conv_L_cache": 1}),
+        ("conv_bias", LFM2, {"conv_bias": "yes"}),
+        ("block_ff_dim", LFM2, {"block_ff_dim": -1}),
+        ("full_attn_idxs", LFM2, {"full_attn_idxs": [0.5]}),
+    ],
+)
+def test_a_wrong_field_is_named(field: str, config: dict[str, Any], changes: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match=field) as caught:
+        read(config, **changes)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(("config", "changes"), [(LFM2, {"full_attn_idxs": []}), (GRANITE, {"layer_types": ...})])
+def test_a_pool_needs_tokens_to_be_sized_by(config: dict[str, Any], changes: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedModel, match="no attention"):
+        layout_of(read(config, **changes))

@@ -1,0 +1,182 @@
+"""Recurrence of every backend against its slow twin."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import accumulate
+
+import pytest
+import torch
+from torch.nn import functional
+
+from quire.execution.storage import StateStorage
+from quire.models.spec import KeptState
+from quire.ops.interface import Ops, ScanHeads, StateBatch
+from quire.ops.torch_ops import TorchOps
+from quire.ops.torch_states import CHUNK_ROWS
+from tests.ops.backends import BACKENDS, Backend
+from tests.ops.world import REFERENCE, TOLERANCE, assert_near, randn
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+LAYER = 1
+# Rows of each sequence; True where it has a state.
+RAGGED = [(1, True), (20, False), (1, False), (2, True), (CHUNK_ROWS, True), (1, True), (CHUNK_ROWS + 1, False)]
+RAGGED += [(3 * CHUNK_ROWS + 7, True), (1, True)]
+
+
+@pytest.fixture(autouse=True)
+def inference() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+class World:
+    """A storage of three layers full of NaN, in which some sequences have a state on shuffled blocks.
+
+    Args:
+        spans: the rows of each sequence, and whether it has a state.
+    """
+
+    def __init__(
+        self,
+        spans: list[tuple[int, bool]],
+        *,
+        kernel: int = 4,
+        num_heads: int = 6,
+        num_groups: int = 1,
+        head_dim: int = 8,
+        state_dim: int = 16,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+    ) -> None:
+        ids = list(range(1, len(spans) + 3))
+        random.Random(5).shuffle(ids)
+        ids = ids[: len(spans)]
+        num_channels = num_heads * head_dim + 2 * num_groups * state_dim
+        kept = KeptState(kernel - 1, num_channels, (num_heads, head_dim, state_dim))
+        self.states = StateStorage(len(spans) + 3, 3, kept, dtype, device)
+        self.states.data.fill_(0xFF)
+        for block_id, (_, has_state) in zip(ids, spans, strict=True):
+            if has_state:
+                for layer_idx in range(3):
+                    seed = 3 * block_id + layer_idx
+                    inputs, sums = self.states.inputs[layer_idx][block_id], self.states.sums[layer_idx][block_id]
+                    inputs.copy_(randn(*inputs.shape, seed=seed))
+                    sums.copy_(randn(*sums.shape, seed=seed))
+        row_starts = list(accumulate((rows for rows, _ in spans), initial=0))
+        self.batch = StateBatch(ids, row_starts, [has_state for _, has_state in spans])
+        num_rows = row_starts[-1]
+        self.rows = randn(num_rows, num_channels, dtype=dtype, device=device, seed=97)
+        self.steps = randn(num_rows, num_heads, dtype=dtype, device=device, seed=98)
+        self.parts = (num_heads * head_dim, num_groups * state_dim, num_groups * state_dim)
+        self.taps = randn(kernel, num_channels, device=device, seed=1) / kernel
+        self.bias = randn(num_channels, device=device, seed=2)
+        decays = -randn(num_heads, device=device, seed=3).exp()
+        self.heads = ScanHeads(decays, randn(num_heads, device=device, seed=4), randn(num_heads, device=device, seed=5))
+
+    def run(self, ops: Ops) -> list[torch.Tensor]:
+        """Convolve and scan in one layer; return both outputs."""
+        step = ops.step_states(self.batch, self.states)
+        convolved = step.convolve(LAYER, self.rows, self.taps, self.bias, True)
+        plain = self.rows.split_with_sizes(self.parts, 1)
+        return [convolved, step.scan(LAYER, *plain, self.steps, self.heads)]
+
+    def check(self, ops: Ops) -> None:
+        """Compare outputs and states of a backend with the reference's."""
+        before, kept = self.states.data.clone(), self.rows.clone()
+        expected = self.run(REFERENCE)
+        written = self.states.data.clone()
+        inputs, sums = self.states.inputs[LAYER].clone(), self.states.sums[LAYER].clone()
+        self.states.data.copy_(before)
+        found = self.run(ops)
+        assert [y.dtype for y in found] == [self.rows.dtype, torch.float32]
+        assert all(y.is_contiguous() for y in found)
+        assert_near(found[0], expected[0], factor=2)
+        # Sums of products of numbers near 1: their rounding grows with the largest of them.
+        size = expected[1].abs().max().item()
+        torch.testing.assert_close(found[1], expected[1], rtol=1e-5, atol=2e-6 * size)
+        torch.testing.assert_close(self.states.sums[LAYER], sums, rtol=1e-5, atol=2e-6 * size, equal_nan=True)
+        # Not near but equal: inputs are kept as they are, and nothing else is touched.
+        assert torch.equal(self.states.inputs[LAYER].nan_to_num(), inputs.nan_to_num())
+        unused = [idx for idx in range(len(before)) if idx not in self.batch.block_ids]
+        assert torch.equal(self.states.data[unused], before[unused])
+        layers, layers_before = (data.view(len(data), 3, -1) for data in (self.states.data, before))
+        assert torch.equal(layers[:, [0, 2]], layers_before[:, [0, 2]])
+        assert not torch.equal(written, before)
+        assert torch.equal(self.rows, kept)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kernel", [2, 3, 4, 9])
+def test_states(backend: Backend, dtype: torch.dtype, kernel: int) -> None:
+    World(RAGGED, kernel=kernel, dtype=dtype, device=backend.device).check(backend.make())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("num_heads", "num_groups"), [(1, 1), (4, 2), (6, 3), (3, 3)])
+@pytest.mark.parametrize(("head_dim", "state_dim"), [(1, 1), (5, 7), (32, 128)])
+def test_states_by_shape(backend: Backend, num_heads: int, num_groups: int, head_dim: int, state_dim: int) -> None:
+    shape = {"num_heads": num_heads, "num_groups": num_groups, "head_dim": head_dim, "state_dim": state_dim}
+    World(RAGGED[:6], **shape, device=backend.device).check(backend.make())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("cuts", [[1] * 9, [3, 1, 5, 60, 64, 1], [2 * CHUNK_ROWS, 1, 1, CHUNK_ROWS - 1]], ids=str)
+def test_steps_carry_a_state_as_one_step_does(backend: Backend, cuts: list[int]) -> None:
+    ops, num_rows = backend.make(), sum(cuts)
+    whole = World([(num_rows, False)], device=backend.device)
+    expected = whole.run(ops)
+    parts = World([(num_rows, False)], device=backend.device)
+    rows, steps, block_ids = parts.rows, parts.steps, parts.batch.block_ids
+    found = []
+    for start, end in zip(accumulate(cuts, initial=0), accumulate(cuts), strict=False):
+        parts.batch = StateBatch(block_ids, [0, end - start], [start > 0])
+        parts.rows, parts.steps = rows[start:end], steps[start:end]
+        found.append(parts.run(ops))
+    for pieces, y in zip(zip(*found, strict=True), expected, strict=True):
+        torch.testing.assert_close(torch.cat(pieces), y, rtol=1e-5, atol=2e-6 * y.abs().max().item())
+    torch.testing.assert_close(parts.states.sums[LAYER], whole.states.sums[LAYER], rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert torch.equal(parts.states.inputs[LAYER].nan_to_num(), whole.states.inputs[LAYER].nan_to_num())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_sequence_gets_the_same_bits_beside_others(backend: Backend) -> None:
+    """Each state is carried by itself, so company does not change a result."""
+    ops, world = backend.make(), World(RAGGED, device=backend.device)
+    before = world.states.data.clone()
+    together = world.run(ops)
+    world.states.data.copy_(before)
+    rows, steps, batch = world.rows, world.steps, world.batch
+    for idx, block_id in enumerate(batch.block_ids):
+        start, end = batch.row_starts[idx : idx + 2]
+        world.batch = StateBatch([block_id], [0, end - start], batch.has_state[idx : idx + 1])
+        world.rows, world.steps = rows[start:end], steps[start:end]
+        for alone, beside in zip(world.run(ops), together, strict=True):
+            torch.testing.assert_close(alone, beside[start:end], rtol=1e-6, atol=1e-6)
+
+
+def test_a_fast_head_does_not_blur_what_comes_after() -> None:
+    """A row that forgets everything makes the sums of a chunk huge; the differences after it must stay exact."""
+    world = World([(CHUNK_ROWS, False)])
+    world.steps.fill_(-4.0)
+    world.steps[3] = 80_000.0
+    world.check(TorchOps(torch.device("cpu")))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_groups", [1, 3])
+def test_gated_norm(backend: Backend, dtype: torch.dtype, num_groups: int) -> None:
+    """One rounding, of rows that lie apart."""
+    device = backend.device
+    x, gates = randn(7, 48, device=device), randn(7, 60, dtype=dtype, device=device, seed=1)[:, :48]
+    weight = randn(num_groups, 48 // num_groups, device=device, seed=2)
+    found = backend.make().gated_norm(x, gates, weight, 1e-5)
+    assert found.dtype == dtype
+    assert found.is_contiguous()
+    assert_near(found, REFERENCE.gated_norm(x, gates, weight, 1e-5))
+    wide = (x.double() * functional.silu(gates.double())).view(7, num_groups, -1)
+    exact = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    torch.testing.assert_close(found.double(), exact.flatten(1), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
