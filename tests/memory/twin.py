@@ -268,7 +268,7 @@ class Twin:
         mine = [[None if self.is_on_host(idx, page) else page for page in pages] for idx, pages in enumerate(hit)]
         sequence = TwinSequence(namespace, tokens, mine, num_slots)
         last = (len(tokens) - 1) // self.page_size * self.page_size
-        sequence.stops = {stop for stop in (last, parted_at) if stop > num_slots}
+        sequence.stops = {stop for stop in (last, parted_at) if stop > num_slots and self.states}
         self.sequences[seq_id] = sequence
         if self.host is not None:
             self.host.promote(seq_id, hit)
