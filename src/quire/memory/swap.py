@@ -60,8 +60,7 @@ def find_routes(tables: BlockTables, states: Sequence[SequenceMemory], src: Tier
     groups = zip(tables.groups_on(src), tables.groups_on(OTHER[src]), strict=True)
     routes = []
     for idx, (here, there) in enumerate(groups):
-        block_ids = dict.fromkeys(block_id for state in states for block_id in state.tables_on(src)[idx])
-        block_ids.pop(NULL_BLOCK, None)
+        block_ids = _distinct_blocks(states, src, idx)
         equals = {block_id: _find_equal(here.pool, there.pool, block_id) for block_id in block_ids}
         found = {block_id: equal for block_id, equal in equals.items() if equal is not None}
         missing = [block_id for block_id in block_ids if block_id not in found]
@@ -78,13 +77,14 @@ def measure_swap(tables: BlockTables, states: Sequence[SequenceMemory], src: Tie
     return SwapSize(sum(counts), sum(map(mul, counts, tables.arena.layout.block_bytes)))
 
 
-def judge_swap_out(tables: BlockTables, routes: Sequence[Route]) -> AllocStatus:
-    """Say whether the host has room for what takes these routes."""
-    totals = [len(route.found) + len(route.missing) for route in routes]
+def judge_swap_out(tables: BlockTables, states: Sequence[SequenceMemory]) -> AllocStatus:
+    """Say whether the host has room for sequences that would go there."""
+    totals = [len(_distinct_blocks(states, Tier.DEVICE, idx)) for idx in range(len(tables.groups))]
     if tables.host is None:
         idx = totals.index(max(totals))
         return AllocStatus(Verdict.NEVER, idx, totals[idx], 0)
     arena = tables.host.arena
+    routes = find_routes(tables, states, Tier.DEVICE)
     refusal = refuse_blocks(arena, totals, arena.layout.num_slabs)
     return refusal or weigh(arena, [route.num_needed for route in routes], [route.num_woken for route in routes])
 
@@ -227,17 +227,19 @@ def leave(tables: BlockTables, state: SequenceMemory, src: Tier) -> None:
         state.tables = [[] for _ in state.tables]
         state.dirty_from = [0] * len(state.tables)
         state.is_dirty = False
+        # Whoever tries to publish more looks closely, and is refused.
+        state.next_event = 0
     state.has_exclusive_tail = False
 
 
 def swap_out(tables: BlockTables, seq_ids: Sequence[int]) -> None:
     """See `KVCacheManager.swap_out`."""
     states = tables.family(seq_ids, Tier.DEVICE)
-    routes = find_routes(tables, states, Tier.DEVICE)
-    status = judge_swap_out(tables, routes)
+    status = judge_swap_out(tables, states)
     if status.verdict is not Verdict.OK:
         raise ValueError(f"no room on the host: {status.needed} blocks needed, {status.available} available")
     assert tables.host is not None
+    routes = find_routes(tables, states, Tier.DEVICE)
     tables.version += 1
     tables.host.num_sequences += len(states)
     tables.host.traffic.num_swap_outs += transfer(tables, states, Tier.DEVICE, routes)
@@ -286,6 +288,13 @@ def recount_published(tables: BlockTables, state: SequenceMemory) -> None:
                 state.num_published = block_idx
                 state.is_publishing = False
                 return
+
+
+def _distinct_blocks(states: Sequence[SequenceMemory], tier: Tier, group_idx: int) -> list[int]:
+    """Return the blocks of a group that some sequences hold in a tier, each once, as they are met."""
+    block_ids = dict.fromkeys(block_id for state in states for block_id in state.tables_on(tier)[group_idx])
+    block_ids.pop(NULL_BLOCK, None)
+    return list(block_ids)
 
 
 def _find_equal(here: BlockPool, there: BlockPool, block_id: int) -> int | None:
