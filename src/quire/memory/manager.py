@@ -125,11 +125,11 @@ class KVCacheManager:
         """Return the blocks of each group that a live sequence will still ask for on its way to `num_tokens` tokens.
 
         Args:
-            seq_id: a live sequence.
+            seq_id: a live sequence that is not swapped out.
             num_tokens: where it goes.
             step_tokens: see `can_allocate`.
         """
-        state = self.sequences[seq_id]
+        state = self.tables.resident(seq_id)
         missing = []
         for group, table, num_dead in zip(self.groups, state.tables, state.num_dead, strict=True):
             more = group.spec.peak_blocks(num_tokens, step_tokens or num_tokens) - (len(table) - num_dead)
@@ -153,7 +153,7 @@ class KVCacheManager:
     ) -> AllocStatus:
         """Say whether a family that is swapped out can come back and grow to some lengths.
 
-        NEVER means: not in these steps, even alone. A family fits as long as it was when it was swapped out.
+        NEVER means: not in these steps, even alone.
 
         Args:
             seq_ids: the sequences.

@@ -14,7 +14,7 @@ from operator import mul
 from typing import NamedTuple
 
 from quire.memory.admission import refuse_blocks, weigh
-from quire.memory.chain import is_same_link
+from quire.memory.chain import Link, is_same_link
 from quire.memory.ops import BlockCopy, Tier
 from quire.memory.pool import NULL_BLOCK, BlockPool
 from quire.memory.sequence_memory import SequenceMemory
@@ -59,9 +59,10 @@ def find_routes(tables: BlockTables, states: Sequence[SequenceMemory], src: Tier
     """Say for each group how the blocks of some sequences would leave a tier."""
     groups = zip(tables.groups_on(src), tables.groups_on(OTHER[src]), strict=True)
     routes = []
+    proven: dict[int, Link] = {}
     for idx, (here, there) in enumerate(groups):
         block_ids = _distinct_blocks(states, src, idx)
-        equals = {block_id: _find_equal(here.pool, there.pool, block_id) for block_id in block_ids}
+        equals = {block_id: _find_equal(here.pool, there.pool, block_id, proven) for block_id in block_ids}
         found = {block_id: equal for block_id, equal in equals.items() if equal is not None}
         missing = [block_id for block_id in block_ids if block_id not in found]
         num_woken = [there.pool.ref_counts[equal] for equal in found.values()].count(0)
@@ -297,10 +298,10 @@ def _distinct_blocks(states: Sequence[SequenceMemory], tier: Tier, group_idx: in
     return list(block_ids)
 
 
-def _find_equal(here: BlockPool, there: BlockPool, block_id: int) -> int | None:
+def _find_equal(here: BlockPool, there: BlockPool, block_id: int, proven: dict[int, Link]) -> int | None:
     """Return the block of another pool that is published under the same link; links are compared (M4)."""
     link = here.index.link_of(block_id)
     entry = None if link is None else there.index.get(link[0])
-    if link is None or entry is None or not is_same_link(link, entry[1]):
+    if link is None or entry is None or not is_same_link(link, entry[1], proven):
         return None
     return entry[0]
