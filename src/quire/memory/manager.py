@@ -133,11 +133,11 @@ class KVCacheManager:
         """Return the blocks of each group that a live sequence will still ask for on its way to `num_tokens` tokens.
 
         Args:
-            seq_id: a live sequence.
+            seq_id: a live sequence that is not swapped out.
             num_tokens: where it goes.
             step_tokens: see `can_allocate`.
         """
-        state = self.sequences[seq_id]
+        state = self.tables.resident(seq_id)
         missing = []
         for group, table, num_dead in zip(self.groups, state.tables, state.num_dead, strict=True):
             if group.spec.carries:
@@ -154,8 +154,7 @@ class KVCacheManager:
         Raises:
             ValueError: see `swap_out`.
         """
-        states = self.tables.family(seq_ids, Tier.DEVICE)
-        return swap.judge_swap_out(self.tables, swap.find_routes(self.tables, states, Tier.DEVICE))
+        return swap.judge_swap_out(self.tables, self.tables.family(seq_ids, Tier.DEVICE))
 
     def can_swap_in(
         self,
@@ -166,7 +165,7 @@ class KVCacheManager:
     ) -> AllocStatus:
         """Say whether a family that is swapped out can come back and grow to some lengths.
 
-        NEVER means: not in these steps, even alone. A family fits as long as it was when it was swapped out.
+        NEVER means: not in these steps, even alone.
 
         Args:
             seq_ids: the sequences.
@@ -286,9 +285,9 @@ class KVCacheManager:
             False when some group lacks the blocks.
 
         Raises:
-            ValueError: fewer than one token, or a negative lookahead.
+            ValueError: fewer than one token, a negative lookahead, or the sequence is swapped out.
         """
-        state = self.tables.resident(seq_id)
+        state = self.sequences[seq_id]
         if num_tokens < 1 or lookahead < 0:
             raise ValueError(f"cannot append {num_tokens} slots and {lookahead} to look ahead")
         end = state.num_slots + num_tokens + lookahead
@@ -302,7 +301,7 @@ class KVCacheManager:
         ):
             state.num_slots = end
             return True
-        return self.tables.grow(state, end, is_looking_ahead=lookahead > 0)
+        return self.tables.grow(self.tables.resident(seq_id), end, is_looking_ahead=lookahead > 0)
 
     def fork(self, parent_id: int, child_id: int, child_tokens: list[int]) -> TokenChain:
         """Open a child that shares all of its parent's blocks; only reference counts change.
@@ -316,8 +315,8 @@ class KVCacheManager:
             The child's chain.
 
         Raises:
-            ValueError: the child is live already, or the parent has slots that are not written yet (both would
-                write to them).
+            ValueError: the child is live already, the parent is swapped out, or it has slots that are not written yet
+                (both would write to them).
         """
         parent = self.tables.resident(parent_id)
         if child_id in self.sequences:
@@ -342,7 +341,8 @@ class KVCacheManager:
                 groups of states it is the limit or all: what lies between was computed, but no state was kept there.
 
         Raises:
-            ValueError: more slots than there are, fewer than the dead blocks allow, or a length without a state.
+            ValueError: more slots than there are, fewer than the dead blocks allow, or a length without a state; or the
+                sequence is swapped out.
         """
         state = self.tables.resident(seq_id)
         least = self.rollback_limit(seq_id)
@@ -366,10 +366,10 @@ class KVCacheManager:
         States are published where a snapshot is due and all slots are computed.
 
         Raises:
-            ValueError: `num_computed` shrinks, or exceeds the slots or the tokens; or states looked ahead, and it is
-                less than all slots: no state was kept there.
+            ValueError: `num_computed` shrinks, or exceeds the slots or the tokens; states looked ahead, and it is less
+                than all slots: no state was kept there; or the sequence is swapped out.
         """
-        state = self.tables.resident(seq_id)
+        state = self.sequences[seq_id]
         if not state.num_computed <= num_computed <= state.num_slots or num_computed > len(state.chain.tokens):
             most = min(state.num_slots, len(state.chain.tokens))
             raise ValueError(f"num_computed {num_computed} is not in [{state.num_computed}, {most}]")
@@ -380,6 +380,7 @@ class KVCacheManager:
             self.tables.version += 1
         state.num_computed = num_computed
         if num_computed >= state.next_event:
+            self.tables.resident(seq_id)
             self.tables.version += 1
             state.is_publishing &= state.num_resets == self.num_resets
             if state.is_publishing:
