@@ -279,7 +279,7 @@ class World:
         self.verify()
 
     def pin(self, name: str, tokens: list[int], namespace: Namespace = NAMESPACES[0]) -> int:
-        """Pin a prefix under a name that is not in use; refused, nothing changes."""
+        """Pin a prefix under a name that is not in use."""
         before = snapshot(self.manager)
         num_tokens = self.manager.pin(name, self.manager.chain(tokens, namespace))
         assert num_tokens or snapshot(self.manager) == before, "a refused pin changed the manager"
