@@ -16,7 +16,8 @@ from concurrent.futures import ProcessPoolExecutor
 from quire.memory.eviction import EVICTION_POLICIES
 from tests.memory.twin import Kind
 from tests.memory.walk import random_walk
-from tests.memory.world import World, WorldSize
+from tests.memory.world import World
+from tests.memory.world_size import WorldSize
 
 # Of a walk; in some of them there is nothing to do.
 NUM_TURNS = 250

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from quire.memory import Verdict
 from tests.memory.twin import Page
-from tests.memory.world import World, WorldSize
+from tests.memory.world import World
+from tests.memory.world_size import WorldSize
 
 SEQUENCES = (1, 2)
 VOCABULARY = (0, 1)

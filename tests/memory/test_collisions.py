@@ -6,7 +6,8 @@ import pytest
 
 from quire.memory import chain, invariants
 from tests.memory.twin import Kind
-from tests.memory.world import NAMESPACES, World, WorldSize
+from tests.memory.world import NAMESPACES, World
+from tests.memory.world_size import WorldSize
 
 THE_SAME = b"the same"
 KINDS = [(Kind(),), (Kind("window", 3),), (Kind("chunk", 6),), (Kind(), Kind("window", 3))]

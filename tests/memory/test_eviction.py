@@ -10,7 +10,8 @@ from quire.memory import KVCacheManager
 from quire.memory.eviction import EVICTION_POLICIES, SegmentedLru
 from tests.memory.twin import Kind
 from tests.memory.walk import random_walk
-from tests.memory.world import NAMESPACES, World, WorldSize, spec_of
+from tests.memory.world import NAMESPACES, World
+from tests.memory.world_size import WorldSize, spec_of
 
 
 def hit_length(world: World, tokens: list[int]) -> int:

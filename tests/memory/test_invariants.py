@@ -9,7 +9,8 @@ import pytest
 from quire.errors import InvariantViolation
 from quire.memory import KVCacheManager, check
 from quire.memory.pool import BlockPool
-from tests.memory.world import World, WorldSize
+from tests.memory.world import World
+from tests.memory.world_size import WorldSize
 
 
 def lived_in() -> KVCacheManager:

@@ -13,7 +13,8 @@ from quire.memory.invariants import snapshot
 from quire.memory.pool import NULL_BLOCK
 from tests.memory.twin import Kind
 from tests.memory.walk import random_walk
-from tests.memory.world import NAMESPACES, World, WorldSize
+from tests.memory.world import NAMESPACES, World
+from tests.memory.world_size import WorldSize
 
 SPEC = FullAttention(block_size=4)
 

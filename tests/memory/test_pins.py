@@ -12,7 +12,8 @@ from quire.memory.invariants import snapshot
 from quire.memory.pins import Pins
 from tests.memory.twin import Kind
 from tests.memory.walk import random_walk
-from tests.memory.world import NAMESPACES, World, WorldSize, spec_of
+from tests.memory.world import NAMESPACES, World
+from tests.memory.world_size import WorldSize, spec_of
 
 
 def world_of(num_blocks: int, pin_limit: int, kinds: tuple[Kind, ...] = (Kind(),)) -> World:

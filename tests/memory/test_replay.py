@@ -10,9 +10,18 @@ import pytest
 
 from quire.decoding import Sampling
 from quire.errors import LogError
-from quire.memory import ChunkedLocal, FullAttention, KVCacheManager, KVCacheSpec, Namespace, SlidingWindow, Verdict
+from quire.memory import (
+    ChunkedLocal,
+    FullAttention,
+    KVCacheManager,
+    KVCacheSpec,
+    Namespace,
+    RecurrentState,
+    SlidingWindow,
+    Verdict,
+)
 from quire.memory.invariants import snapshot
-from quire.memory.recorder import COUNT_EVERY, TITLE, RecordedMemory
+from quire.memory.recorder import COUNT_EVERY, TITLE, VERSION, RecordedMemory
 from quire.memory.replay import Report, replay
 from quire.memory.settings import MemorySettings
 from quire.scheduling import Scheduler
@@ -23,7 +32,8 @@ SIZE = 4
 FULL = FullAttention(block_size=SIZE)
 WINDOW = SlidingWindow(block_size=SIZE, window=7)
 CHUNKED = ChunkedLocal(block_size=SIZE, chunk=8, num_layers=3)
-GROUPS = [(FULL,), (WINDOW,), (CHUNKED,), (FULL, WINDOW), (CHUNKED, FULL, WINDOW)]
+STATE = RecurrentState(block_size=SIZE, layer_bytes=40)
+GROUPS = [(FULL,), (WINDOW,), (CHUNKED,), (FULL, WINDOW), (CHUNKED, FULL, WINDOW), (STATE,), (WINDOW, FULL, STATE)]
 
 
 def open_memory(settings: MemorySettings, key: bytes = b"secret") -> tuple[RecordedMemory, io.StringIO]:
@@ -64,13 +74,20 @@ def walk(memory: RecordedMemory, rng: random.Random, num_commands: int) -> None:
                 lookahead = rng.randrange(3)
                 tokens += [rng.randrange(2) for _ in range(max(0, state.num_slots + 1 - len(tokens)))]
                 if memory.append_slots(seq_id, rng.randrange(1, len(tokens) - state.num_slots + 1), lookahead):
-                    memory.publish(seq_id, rng.randrange(state.num_computed, min(len(tokens), state.num_slots) + 1))
+                    if state.checkpoint is None:
+                        most = min(len(tokens), state.num_slots)
+                        memory.publish(seq_id, rng.randrange(state.num_computed, most + 1))
+                    elif rng.random() < 0.5:
+                        tokens += [0] * (state.num_slots - len(tokens))
+                        memory.publish(seq_id, state.num_slots)
                     memory.take_table_deltas(seq_id)
             elif verb == "fork" and state.num_slots == state.num_computed:
                 memory.fork(seq_id, next_id, tokens[: state.num_computed])
                 next_id += 1
             elif verb == "truncate":
                 length = rng.randrange(memory.rollback_limit(seq_id), state.num_slots + 1)
+                if manager.tables.carried and length < state.num_slots:
+                    length = memory.rollback_limit(seq_id)
                 memory.truncate(seq_id, length)
                 del tokens[length:]
             elif verb == "free":
@@ -105,7 +122,12 @@ def test_a_random_walk_runs_again_to_the_same_state(
     monkeypatch.setattr(MemorySettings, "build", keep)
     num_bytes = 14 * sum(spec.bytes_per_block for spec in specs)
     settings = MemorySettings(
-        specs=specs, num_bytes=num_bytes, eviction=eviction, pin_limit=3, enable_prefix_caching=seed > 0
+        specs=specs,
+        num_bytes=num_bytes,
+        eviction=eviction,
+        pin_limit=3,
+        enable_prefix_caching=seed > 0,
+        snapshot_interval=2 * SIZE,
     )
     memory, log = open_memory(settings)
     walk(memory, random.Random(seed), 1200)
@@ -199,8 +221,8 @@ def test_a_changed_line_is_named(sound: list[str], letter: str) -> None:
 
 def test_a_changed_name_is_found_where_the_block_is_met_again(sound: list[str]) -> None:
     # A hit on one block, and who published it last.
-    met = last_of(sound, "a", r"^a \d+ 4 \w+\n")
-    idx = last_of(sound[:met], "p", rf" {sound[met].split()[3]}\n")
+    met = last_of(sound, "a", r"^a \d+ \d+ 0 4 \w+\n")
+    idx = last_of(sound[:met], "p", rf" {sound[met].split()[5]}\n")
     fault = play([*sound[:idx], spoilt(sound[idx]), *sound[idx + 1 :]]).fault
     assert fault is not None
     assert idx + 1 < fault.line <= met + COUNT_EVERY
@@ -277,13 +299,13 @@ def test_checks_are_as_many_as_asked_for(sound: list[str]) -> None:
     [
         ("", "does not start with 'quire memory log'"),
         ("\x7fELF\ufffd\n", "does not start with"),
-        (f"{TITLE} 2 {{}}\n", "version 2, and only 1"),
-        (f"{TITLE} 1 {{}}\n", "damaged"),
-        (f"{TITLE} 1 []\n", "damaged"),
-        (f"{TITLE} 1\n", "damaged"),
-        (f'{TITLE} 1 {{"specs": [{{"kind": "none"}}]}}\n', "damaged"),
-        (f'{TITLE} 1 {{"specs": [], "num_blocks": 4}}\n', "damaged"),
-        (f'{TITLE} 1 {{"specs": [{{"kind": "full", "block_size": 4}}], "eviction": "x"}}\n', "damaged"),
+        (f"{TITLE} 99 {{}}\n", f"version 99, and only {VERSION}"),
+        (f"{TITLE} {VERSION} {{}}\n", "damaged"),
+        (f"{TITLE} {VERSION} []\n", "damaged"),
+        (f"{TITLE} {VERSION}\n", "damaged"),
+        (f'{TITLE} {VERSION} {{"specs": [{{"kind": "none"}}]}}\n', "damaged"),
+        (f'{TITLE} {VERSION} {{"specs": [], "num_blocks": 4}}\n', "damaged"),
+        (f'{TITLE} {VERSION} {{"specs": [{{"kind": "full", "block_size": 4}}], "eviction": "x"}}\n', "damaged"),
     ],
 )
 def test_what_is_no_log_is_refused(header: str, words: str) -> None:
@@ -305,5 +327,5 @@ def test_a_refused_command_is_recorded_as_such() -> None:
     assert memory.can_allocate(20, hit).verdict is Verdict.NEVER
     memory.allocate(0, chain, hit)
     assert not memory.append_slots(0, 20)
-    assert log.getvalue().splitlines()[1:] == ["a 0 0", "s 0 20 0 0"]
+    assert log.getvalue().splitlines()[1:] == ["a 0 20 0 0", "s 0 20 0 0"]
     assert play(log.getvalue()).fault is None

@@ -11,12 +11,10 @@ from typing import Any
 
 import pytest
 
-from quire.errors import InvariantViolation
 from quire.memory import (
     NO_OPS,
     KVCacheManager,
     Namespace,
-    RecurrentState,
     SlidingWindow,
     TokenChain,
     chain,
@@ -35,12 +33,12 @@ from quire.scheduling import Scheduler, scheduler
 from tests.memory.nets import (
     HONEST_NETS,
     NETS,
+    TEARS,
     audited_run,
     invariants_and_reading_back,
     long_run,
     slow_twin,
     small_world,
-    state_world,
     window_world,
 )
 
@@ -211,86 +209,6 @@ def promise_without_the_step(patch: Patch) -> None:
     patch.setattr(SlidingWindow, "peak_blocks", lambda spec, num_tokens, _: honest(spec, num_tokens, 1))
 
 
-def write_a_published_state_in_place(patch: Patch) -> None:
-    patch.setattr(BlockTables, "_is_published", lambda *_: False)
-
-
-def write_a_shared_state_in_place(patch: Patch) -> None:
-    honest = BlockTables._shared
-
-    def shared(tables: BlockTables, state: SequenceMemory, members: Any, checkpoint: Any = None) -> list[int]:
-        return [idx for idx in honest(tables, state, members, checkpoint) if idx in tables.kept]
-
-    patch.setattr(BlockTables, "_shared", shared)
-
-
-def carry_no_state_along(patch: Patch) -> None:
-    """A table that grows at its end, so that the state stays behind."""
-
-    def carry(tables: BlockTables, state: SequenceMemory, group_idx: int) -> None:
-        table = state.tables[group_idx]
-        while len(table) < tables.groups[group_idx].spec.num_blocks(state.num_slots):
-            state.mark_dirty(group_idx, len(table))
-            table.append(NULL_BLOCK)
-
-    patch.setattr(BlockTables, "_carry", carry)
-
-
-def publish_states_of_other_lengths(patch: Patch) -> None:
-    """A snapshot for each full block, whatever tokens the state sums up."""
-    honest = manager.publish_blocks
-
-    def publish(groups: Any, state: SequenceMemory, num_full: int) -> int:
-        num_merges = honest(groups, state, num_full)
-        for idx, group in enumerate(groups):
-            link = state.chain.links(num_full)[num_full - 1]
-            if group.spec.carries and group.pool.index.get(link[0]) is None:
-                group.pool.index.add(link, state.tables[idx][-1])
-        return num_merges
-
-    patch.setattr(manager, "publish_blocks", publish)
-
-
-def step_past_the_snapshots(patch: Patch) -> None:
-    patch.setattr(KVCacheManager, "step_limit", lambda *args: args[-1])
-
-
-def lose_the_checkpoint(patch: Patch) -> None:
-    """A state that is to go back to, but is held by nobody."""
-
-    def hold(_: BlockTables, state: SequenceMemory, checkpoint: Any) -> None:
-        state.checkpoint = checkpoint
-
-    patch.setattr(BlockTables, "_hold", hold)
-
-
-def leak_the_checkpoint(patch: Patch) -> None:
-    def drop(_: BlockTables, state: SequenceMemory) -> None:
-        state.checkpoint = None
-
-    patch.setattr(BlockTables, "drop_checkpoint", drop)
-
-
-def go_back_to_the_present_state(patch: Patch) -> None:
-    """A rollback that keeps what was looked ahead in the state."""
-
-    def go_back(tables: BlockTables, state: SequenceMemory) -> None:
-        if state.checkpoint is not None:
-            for idx in tables.carried:
-                num_dead = state.num_dead[idx] = max(
-                    0, tables.groups[idx].spec.num_blocks(state.checkpoint.num_tokens) - 1
-                )
-                state.tables[idx] = [NULL_BLOCK] * num_dead + state.tables[idx][-1:]
-                state.mark_dirty(idx, 0)
-            tables.drop_checkpoint(state)
-
-    patch.setattr(BlockTables, "_go_back", go_back)
-
-
-def hit_states_that_are_not_there(patch: Patch) -> None:
-    patch.setattr(RecurrentState, "longest_hit", lambda *args: args[-1])
-
-
 def lend_a_slab_twice(patch: Patch) -> None:
     honest = Loan._give_back
 
@@ -426,15 +344,6 @@ CAUGHT: list[tuple[Callable[[Patch], None], tuple[Callable[[], None], ...]]] = [
     (share_the_dead_with_a_child, (invariants_and_reading_back, slow_twin, window_world)),
     (hit_only_what_the_first_group_has, (invariants_and_reading_back, slow_twin)),
     (promise_without_the_step, (invariants_and_reading_back, slow_twin)),
-    (write_a_published_state_in_place, (invariants_and_reading_back, slow_twin, state_world, long_run, audited_run)),
-    (write_a_shared_state_in_place, (invariants_and_reading_back, slow_twin, state_world, long_run, audited_run)),
-    (carry_no_state_along, (invariants_and_reading_back, slow_twin, state_world, long_run, audited_run)),
-    (publish_states_of_other_lengths, (invariants_and_reading_back, slow_twin, state_world, audited_run)),
-    (step_past_the_snapshots, (slow_twin, state_world)),
-    (lose_the_checkpoint, (invariants_and_reading_back, slow_twin, state_world)),
-    (leak_the_checkpoint, (invariants_and_reading_back, slow_twin, state_world)),
-    (go_back_to_the_present_state, (invariants_and_reading_back, slow_twin, state_world)),
-    (hit_states_that_are_not_there, (invariants_and_reading_back, slow_twin, long_run, audited_run)),
     (lend_a_slab_twice, (invariants_and_reading_back, slow_twin, audited_run)),
     (keep_empty_slabs, (invariants_and_reading_back, slow_twin, audited_run)),
     (move_blocks_without_copying, (invariants_and_reading_back,)),
@@ -459,8 +368,7 @@ def test_the_net_catches_the_bug(
     monkeypatch: pytest.MonkeyPatch, seed_bug: Callable[[Patch], None], net: Callable[[], None]
 ) -> None:
     seed_bug(monkeypatch)
-    # A broken table may also end in a look-up that finds nothing, a broken count in a victim that is not there.
-    with pytest.raises((AssertionError, InvariantViolation, LookupError, StopIteration)):
+    with pytest.raises(TEARS):
         net()
 
 

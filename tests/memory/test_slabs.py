@@ -16,7 +16,8 @@ from quire.memory.pool import BlockPool
 from quire.memory.slabs import MOST_ALIGNMENT_LOSS, SlabLayout, lay_out
 from tests.memory.twin import Kind
 from tests.memory.walk import random_walk
-from tests.memory.world import NAMESPACES, World, WorldSize
+from tests.memory.world import NAMESPACES, World
+from tests.memory.world_size import WorldSize
 
 KIB, GIB = 1 << 10, 1 << 30
 N = 16

@@ -1,8 +1,9 @@
 """Small worlds, searched completely: 2 sequences, vocabulary 2, 2 to 4 blocks of 1 or 2 tokens.
 
-All worlds together have 16,671 states (up to the names of blocks, sequences and tokens) and 94,000 transitions, each
-followed by every check there is; some 20 s on one core. 6,683 of the states are those of windows and chunks alone, and
-3,205 those of two groups that take memory from each other. The worlds with resets have 422 more.
+All worlds together have 20,385 states (up to the names of blocks, sequences and tokens) and 115,649 transitions, each
+followed by every check there is; some 30 s on one core. 6,683 of the states are those of windows and chunks alone,
+3,205 those of two groups that take memory from each other, and 3,714 those of states, alone and beside full attention,
+with lookahead. The worlds with resets have 422 more.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import pytest
 
 from tests.memory.search import Searched, search
 from tests.memory.twin import Kind
-from tests.memory.world import WorldSize
+from tests.memory.world_size import WorldSize
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,9 @@ from tests.memory.world import WorldSize
         (WorldSize(2, 1, kinds=(Kind("chunk", 2),)), 1, 3, Searched(2784, 12671)),
         (WorldSize(2, 1, kinds=(Kind(), Kind("window", 1))), 2, 2, Searched(2963, 15013)),
         (WorldSize(2, 1, kinds=(Kind(), Kind("window", 2))), 1, 3, Searched(242, 1217)),
+        (WorldSize(2, 1, kinds=(Kind("state"),), interval=1), 1, 3, Searched(2537, 14791)),
+        (WorldSize(2, 1, kinds=(Kind(), Kind("state")), interval=1), 1, 2, Searched(928, 5148)),
+        (WorldSize(1, 2, kinds=(Kind(), Kind("state"))), 2, 3, Searched(249, 1710)),
     ],
 )
 def test_every_command_in_every_state(size: WorldSize, max_prompt: int, max_slots: int, seen: Searched) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from quire.memory.specs import IMMORTAL
 from tests.memory.twin import Kind, Twin
-from tests.memory.world import spec_of
+from tests.memory.world_size import spec_of
 
 block_sizes = st.integers(1, 5)
 kinds = (

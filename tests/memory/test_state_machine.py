@@ -18,7 +18,8 @@ from hypothesis.stateful import (
 
 from quire.memory import Verdict, chain, invariants
 from tests.memory.twin import Kind
-from tests.memory.world import NAMESPACES, World, WorldSize
+from tests.memory.world import NAMESPACES, World
+from tests.memory.world_size import WorldSize
 
 MAX_SEQUENCES = 5
 

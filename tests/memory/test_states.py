@@ -7,7 +7,8 @@ import pytest
 from quire.memory import FullAttention, HitEnd, KVCacheManager, PrefixHit, RecurrentState, Verdict
 from quire.memory.settings import MemorySettings
 from tests.memory.twin import Kind
-from tests.memory.world import NAMESPACES, World, WorldSize
+from tests.memory.world import NAMESPACES, World
+from tests.memory.world_size import WorldSize
 
 FULL, STATE = Kind(), Kind("state")
 

@@ -6,7 +6,8 @@ import pytest
 
 from quire.memory import HitEnd, PrefixHit, Verdict
 from tests.memory.twin import Kind
-from tests.memory.world import NAMESPACES, World, WorldSize
+from tests.memory.world import NAMESPACES, World
+from tests.memory.world_size import WorldSize
 
 FULL, WINDOW, CHUNK = Kind(), Kind("window", 5), Kind("chunk", 8)
 

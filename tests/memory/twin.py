@@ -233,7 +233,7 @@ class Twin:
         num_slots = len(hit[0]) * self.page_size
         sequence = TwinSequence(namespace, tokens, [list(pages) for pages in hit], num_slots)
         last = (len(tokens) - 1) // self.page_size * self.page_size
-        sequence.stops = {stop for stop in (last, parted_at) if stop > num_slots}
+        sequence.stops = {stop for stop in (last, parted_at) if stop > num_slots and self.states}
         self.sequences[seq_id] = sequence
 
     def append(self, seq_id: int, num_tokens: int, lookahead: int = 0) -> bool:

@@ -1,0 +1,121 @@
+"""Bugs put in on purpose into what memory does with states, and the nets that must catch them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from quire.memory import KVCacheManager, RecurrentState, manager
+from quire.memory.pool import NULL_BLOCK
+from quire.memory.sequence_memory import SequenceMemory
+from quire.memory.tables import BlockTables
+from tests.memory.nets import TEARS, audited_run, invariants_and_reading_back, long_run, slow_twin, state_world
+
+Patch = pytest.MonkeyPatch
+
+
+def write_a_published_state_in_place(patch: Patch) -> None:
+    patch.setattr(BlockTables, "_is_published", lambda *_: False)
+
+
+def write_a_shared_state_in_place(patch: Patch) -> None:
+    honest = BlockTables._shared
+
+    def shared(tables: BlockTables, state: SequenceMemory, members: Any, checkpoint: Any = None) -> list[int]:
+        return [idx for idx in honest(tables, state, members, checkpoint) if idx in tables.kept]
+
+    patch.setattr(BlockTables, "_shared", shared)
+
+
+def carry_no_state_along(patch: Patch) -> None:
+    """A table that grows at its end, so that the state stays behind."""
+
+    def carry(tables: BlockTables, state: SequenceMemory, group_idx: int) -> None:
+        table = state.tables[group_idx]
+        while len(table) < tables.groups[group_idx].spec.num_blocks(state.num_slots):
+            state.mark_dirty(group_idx, len(table))
+            table.append(NULL_BLOCK)
+
+    patch.setattr(BlockTables, "_carry", carry)
+
+
+def publish_states_of_other_lengths(patch: Patch) -> None:
+    """A snapshot for each full block, whatever tokens the state sums up."""
+    honest = manager.publish_blocks
+
+    def publish(groups: Any, state: SequenceMemory, num_full: int) -> int:
+        num_merges = honest(groups, state, num_full)
+        for idx, group in enumerate(groups):
+            link = state.chain.links(num_full)[num_full - 1]
+            if group.spec.carries and group.pool.index.get(link[0]) is None:
+                group.pool.index.add(link, state.tables[idx][-1])
+        return num_merges
+
+    patch.setattr(manager, "publish_blocks", publish)
+
+
+def step_past_the_snapshots(patch: Patch) -> None:
+    patch.setattr(KVCacheManager, "step_limit", lambda *args: args[-1])
+
+
+def lose_the_checkpoint(patch: Patch) -> None:
+    """A state that is to go back to, but is held by nobody."""
+
+    def hold(_: BlockTables, state: SequenceMemory, checkpoint: Any) -> None:
+        state.checkpoint = checkpoint
+
+    patch.setattr(BlockTables, "_hold", hold)
+
+
+def leak_the_checkpoint(patch: Patch) -> None:
+    def drop(_: BlockTables, state: SequenceMemory) -> None:
+        state.checkpoint = None
+
+    patch.setattr(BlockTables, "drop_checkpoint", drop)
+
+
+def go_back_to_the_present_state(patch: Patch) -> None:
+    """A rollback that keeps what was looked ahead in the state."""
+
+    def go_back(tables: BlockTables, state: SequenceMemory) -> None:
+        if state.checkpoint is not None:
+            for idx in tables.carried:
+                num_dead = state.num_dead[idx] = max(
+                    0, tables.groups[idx].spec.num_blocks(state.checkpoint.num_tokens) - 1
+                )
+                state.tables[idx] = [NULL_BLOCK] * num_dead + state.tables[idx][-1:]
+                state.mark_dirty(idx, 0)
+            tables.drop_checkpoint(state)
+
+    patch.setattr(BlockTables, "_go_back", go_back)
+
+
+def hit_states_that_are_not_there(patch: Patch) -> None:
+    patch.setattr(RecurrentState, "longest_hit", lambda *args: args[-1])
+
+
+CAUGHT: list[tuple[Callable[[Patch], None], tuple[Callable[[], None], ...]]] = [
+    (write_a_published_state_in_place, (invariants_and_reading_back, slow_twin, state_world, long_run, audited_run)),
+    (write_a_shared_state_in_place, (invariants_and_reading_back, slow_twin, state_world, long_run, audited_run)),
+    (carry_no_state_along, (invariants_and_reading_back, slow_twin, state_world, long_run, audited_run)),
+    (publish_states_of_other_lengths, (invariants_and_reading_back, slow_twin, state_world, audited_run)),
+    (step_past_the_snapshots, (slow_twin, state_world)),
+    (lose_the_checkpoint, (invariants_and_reading_back, slow_twin, state_world)),
+    (leak_the_checkpoint, (invariants_and_reading_back, slow_twin, state_world)),
+    (go_back_to_the_present_state, (invariants_and_reading_back, slow_twin, state_world)),
+    (hit_states_that_are_not_there, (invariants_and_reading_back, slow_twin, long_run, audited_run)),
+]
+
+
+@pytest.mark.parametrize(
+    ("seed_bug", "net"),
+    [pytest.param(bug, net, id=f"{bug.__name__} - {net.__name__}") for bug, nets in CAUGHT for net in nets],
+)
+def test_the_net_catches_the_bug(
+    monkeypatch: pytest.MonkeyPatch, seed_bug: Callable[[Patch], None], net: Callable[[], None]
+) -> None:
+    seed_bug(monkeypatch)
+    with pytest.raises(TEARS):
+        net()
