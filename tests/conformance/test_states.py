@@ -17,6 +17,8 @@ from tests.conformance.checkpoints import ragged_prompts, save_checkpoint
 
 BLOCK_SIZE = 8
 HYBRIDS = ["lfm2", "granite4"]
+# Pools in which not all that is published can stay.
+SCARCE = {"lfm2": 30, "granite4": 60}
 OPTIONS: dict[str, Any] = {"skip_tokenizer_init": True, "dtype": "float32", "num_threads": 1, "block_size": BLOCK_SIZE}
 
 
@@ -82,6 +84,31 @@ def test_a_chat_goes_on_from_its_last_prompt(family: str, tmp_path: Path) -> Non
         prompt = [*prompt, *found, 77, 78, 79]
     num_tokens = len(prompt)
     assert generate(llm, prompt)[1] >= num_tokens - 24 - 3 - 24 - 3 - BLOCK_SIZE
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("interval", [BLOCK_SIZE, 3 * BLOCK_SIZE])
+def test_regular_snapshots(family: str, interval: int, tmp_path: Path) -> None:
+    """A prompt that goes another way is found up to the last snapshot before; in a small pool, whatever is left."""
+    folder = save_checkpoint(family, tmp_path)
+    plain, llm = load(folder, enable_prefix_caching=False), load(folder, state_snapshot_interval=interval)
+    prompts = [[20 + idx for idx in range(length)] + [150] * 9 for length in (90, 71, 40, 90, 33)]
+    expected = [generate(plain, prompt)[0] for prompt in prompts]
+    found = [generate(llm, prompt) for prompt in prompts]
+    assert [token_ids for token_ids, _ in found] == expected
+    # The fourth prompt is the first one again: it is found up to its last block.
+    assert [num_cached for _, num_cached in found] == [
+        0,
+        *(n // interval * interval for n in (71, 40)),
+        96,
+        33 // interval * interval,
+    ]
+    scarce = load(folder, state_snapshot_interval=interval, num_kv_blocks=SCARCE[family], max_model_len=128)
+    for _ in range(2):
+        outputs = scarce.generate(prompts, greedy(24), use_tqdm=False)
+        assert [output.outputs[0].token_ids for output in outputs] == expected
+    check(scarce.engine.scheduler.memory)
+    assert scarce.usage().num_evictions > 0
 
 
 @pytest.mark.parametrize("family", HYBRIDS)

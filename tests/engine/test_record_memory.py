@@ -68,11 +68,16 @@ def test_recording_changes_no_token(tmp_path: Path) -> None:
     assert texts[0] == texts[1]
 
 
-def test_several_cache_groups_run_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "num_kv_blocks"), [("gemma3", 32), ("lfm2", 40)])
+def test_several_cache_groups_run_again(family: str, num_kv_blocks: int, tmp_path: Path) -> None:
     path = tmp_path / "memory.log"
-    folder = save_checkpoint("gemma3", tmp_path / "gemma3")
+    folder = save_checkpoint(family, tmp_path / family)
     llm = load(
-        model=str(folder), skip_tokenizer_init=True, record_memory=str(path), num_kv_blocks=32, max_model_len=128
+        model=str(folder),
+        skip_tokenizer_init=True,
+        record_memory=str(path),
+        num_kv_blocks=num_kv_blocks,
+        max_model_len=128,
     )
     assert len(llm.engine.scheduler.memory.groups) == 2
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)

@@ -91,7 +91,11 @@ def load(config: EngineConfig) -> LoadedModel:
         num_parameters=sum(math.prod(shape) for shape in decoder.weight_shapes().values()),
         kernels=decoder.kernels,
         most_bytes=most_bytes(
-            tokens, layout.state_groups(dtype.itemsize), max_model_len, config.scheduler.max_num_seqs
+            tokens,
+            layout.state_groups(dtype.itemsize),
+            max_model_len,
+            config.scheduler.max_num_seqs,
+            config.cache.state_snapshot_interval,
         ),
         longest_bytes=_longest_bytes(groups, max_model_len),
         step=_step_cost(config, decoder, device, dtype),

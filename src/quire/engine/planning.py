@@ -157,7 +157,7 @@ def _size(request: PlanRequest, model: _Model) -> ArenaSizing:
         sum(spec.bytes_per_block for spec in specs),
         max_model_len,
         config.scheduler.max_num_seqs,
-        most_bytes(specs, states, max_model_len, config.scheduler.max_num_seqs),
+        most_bytes(specs, states, max_model_len, config.scheduler.max_num_seqs, cache.state_snapshot_interval),
     )
     return ArenaSizing.of(specs, states, arena_bytes(specs, num_blocks))
 

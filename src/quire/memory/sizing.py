@@ -119,11 +119,14 @@ def most_bytes(
     states: Sequence[StateGroup],
     num_tokens: int,
     num_seqs: int,
-    interval: int = DEFAULT_SNAPSHOT_INTERVAL,
+    interval: int | None = None,
 ) -> int | None:
     """Return the bytes of an arena of which so many sequences of so many tokens leave nothing to others.
 
-    Of states, each leaves its own, the snapshot close to the end of its prompt, and one every `interval` tokens.
+    Of states, each leaves its own, the snapshot close to the end of its prompt, and one every so often.
+
+    Args:
+        interval: tokens between regular snapshots; None for the default.
 
     Returns:
         None without groups of states: then the blocks of all tokens say it.
@@ -131,7 +134,9 @@ def most_bytes(
     if not states:
         return None
     layout = lay_out(_unit_bytes(specs, states), num_slabs=1)
-    needs = [spec.num_blocks(num_tokens) for spec in specs] + [2 + num_tokens // interval for _ in states]
+    needs = [spec.num_blocks(num_tokens) for spec in specs] + [
+        2 + num_tokens // (interval or DEFAULT_SNAPSHOT_INTERVAL) for _ in states
+    ]
     return layout._replace(num_slabs=_num_slabs(layout, [num_seqs * need for need in needs])).num_bytes
 
 
