@@ -26,7 +26,7 @@ from quire.sequences.request import Request
 from quire.simulation.executor import CountingExecutor
 
 SPEC = FullAttention(block_size=16, num_layers=32, num_kv_heads=8, head_dim=128)
-NUM_BLOCKS, MAX_MODEL_LEN, MAX_NUM_SEQS, BUDGET, VOCAB = 512, 2048, 64, 2048, 32000
+NUM_BLOCKS, MAX_MODEL_LEN, MAX_NUM_SEQS, BUDGET, VOCAB = 512, 2048, 256, 2048, 32000
 STEP_S, TOKEN_S, COPY_BYTES_PER_S = 10e-3, 50e-6, 20e9
 COSTS = SwapCosts(copy_bytes_per_s=COPY_BYTES_PER_S, prefill_tokens_per_s=1 / TOKEN_S)
 RESULTS = Path(__file__).parent / "results" / "preemption.json"
@@ -104,15 +104,13 @@ def serve(case: Case, num_requests: int, seed: int) -> Figures:
     needed = sum(len(work.prompt) + case.num_samples * (work.num_new - 1) for work in works)
     generated = case.num_samples * sum(work.num_new for work in works)
     stats = scheduler.stats
-    return Figures(
-        stats.num_preemptions, stats.num_swaps, num_computed / needed - 1, moved_bytes, generated / seconds
-    )
+    return Figures(stats.num_preemptions, stats.num_swaps, num_computed / needed - 1, moved_bytes, generated / seconds)
 
 
 def cases(num_samples: int) -> list[Case]:
     """Return all that is compared for requests of so many samples."""
     ways = [("last", "recompute", 0), ("least_waste", "recompute", 0)]
-    ways += [(policy, mode, 4 * NUM_BLOCKS) for policy in ("last", "least_waste") for mode in ("swap", "auto")]
+    ways += [("last", "auto", 4 * NUM_BLOCKS), ("least_waste", "auto", 4 * NUM_BLOCKS)]
     return [Case(watermark, *way, num_samples) for way in ways for watermark in (0.0, 0.01, 0.05)]
 
 
@@ -124,8 +122,8 @@ def mean(runs: Sequence[Figures]) -> Figures:
 def main() -> None:
     """Measure all cases and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=150)
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=120)
+    parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
