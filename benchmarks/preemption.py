@@ -1,6 +1,6 @@
 """What the watermark, the choice of victims and swapping do when memory is short: `python -m benchmarks.preemption`.
 
-The real scheduler and the real memory serve requests that all queue at once for a pool that holds some sixteen of them.
+The real scheduler and the real memory serve requests that all queue at once for a pool that holds some twenty of them.
 Time is that of a cost model, so that a run can be repeated to the digit: a step takes `STEP_S`, each of its tokens
 `TOKEN_S`, and each byte between the tiers `1 / COPY_BYTES_PER_S`, none of it overlapped. The model's numbers are of an
 8B model on one GPU; only their proportions matter.
@@ -123,7 +123,7 @@ def main() -> None:
     """Measure all cases and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=120)
-    parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
