@@ -1,6 +1,6 @@
 """What the watermark, the choice of victims and swapping do when memory is short: `python -m benchmarks.preemption`.
 
-The real scheduler and the real memory serve requests that all queue at once for a pool that holds some sixteen of them.
+The real scheduler and the real memory serve requests that all queue at once for a pool that holds some twenty of them.
 Time is that of a cost model, so that a run can be repeated to the digit: a step takes `STEP_S`, each of its tokens
 `TOKEN_S`, and each byte between the tiers `1 / COPY_BYTES_PER_S`, none of it overlapped. The model's numbers are of an
 8B model on one GPU; only their proportions matter.
@@ -26,7 +26,7 @@ from quire.sequences.request import Request
 from quire.simulation.executor import CountingExecutor
 
 SPEC = FullAttention(block_size=16, num_layers=32, num_kv_heads=8, head_dim=128)
-NUM_BLOCKS, MAX_MODEL_LEN, MAX_NUM_SEQS, BUDGET, VOCAB = 512, 2048, 64, 2048, 32000
+NUM_BLOCKS, MAX_MODEL_LEN, MAX_NUM_SEQS, BUDGET, VOCAB = 512, 2048, 256, 2048, 32000
 STEP_S, TOKEN_S, COPY_BYTES_PER_S = 10e-3, 50e-6, 20e9
 COSTS = SwapCosts(copy_bytes_per_s=COPY_BYTES_PER_S, prefill_tokens_per_s=1 / TOKEN_S)
 RESULTS = Path(__file__).parent / "results" / "preemption.json"
@@ -110,7 +110,7 @@ def serve(case: Case, num_requests: int, seed: int) -> Figures:
 def cases(num_samples: int) -> list[Case]:
     """Return all that is compared for requests of so many samples."""
     ways = [("last", "recompute", 0), ("least_waste", "recompute", 0)]
-    ways += [(policy, mode, 4 * NUM_BLOCKS) for policy in ("last", "least_waste") for mode in ("swap", "auto")]
+    ways += [("last", "auto", 4 * NUM_BLOCKS), ("least_waste", "auto", 4 * NUM_BLOCKS)]
     return [Case(watermark, *way, num_samples) for way in ways for watermark in (0.0, 0.01, 0.05)]
 
 
@@ -122,8 +122,8 @@ def mean(runs: Sequence[Figures]) -> Figures:
 def main() -> None:
     """Measure all cases and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=150)
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=120)
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []

@@ -97,7 +97,6 @@ def test_metrics_show_the_memory_as_it_is() -> None:
     assert values["vllm:kv_block_evictions_total"] == usage.num_evictions > 0
     assert values["vllm:kv_block_copies_total"] == usage.num_copies
     assert values["vllm:kv_block_merges_total"] == usage.num_merges
-    assert values["vllm:preemption_wasted_tokens_total"] == llm.stats.wasted_tokens
     assert (values["vllm:kv_pinned_blocks"], values["vllm:kv_retained_bytes"]) == (2, 0)
     assert values["vllm:kv_block_lifetime_seconds_count"] == usage.num_evictions
     assert values["vllm:kv_block_idle_before_evict_seconds_bucket{le=+Inf}"] == usage.num_evictions

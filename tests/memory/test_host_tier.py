@@ -13,7 +13,9 @@ from quire.memory import (
     Tier,
     TokenChain,
     Verdict,
+    chain,
     check,
+    invariants,
 )
 
 SIZE = 4
@@ -27,18 +29,18 @@ def open_memory(num_blocks: int, num_host_blocks: int, *, num_groups: int = 1, w
 
 
 def enter(memory: KVCacheManager, seq_id: int, tokens: list[int]) -> TokenChain:
-    chain = memory.chain(tokens, Namespace())
-    hit = memory.match_prefix(chain)
-    memory.allocate(seq_id, chain, hit)
+    new = memory.chain(tokens, Namespace())
+    hit = memory.match_prefix(new)
+    memory.allocate(seq_id, new, hit)
     assert memory.append_slots(seq_id, len(tokens) - hit.num_tokens)
     memory.publish(seq_id, len(tokens))
-    return chain
+    return new
 
 
 def test_M8_a_family_moves_each_block_once_and_comes_back_shared() -> None:
     memory = open_memory(8, 8)
-    chain = enter(memory, 1, list(range(10)))
-    memory.fork(1, 2, chain.tokens.copy())
+    new = enter(memory, 1, list(range(10)))
+    memory.fork(1, 2, new.tokens.copy())
     memory.take_table_deltas(1)
     assert memory.swap_size([1, 2]) == SwapSize(3, 3 * SPEC.bytes_per_block)
     memory.swap_out([1, 2])
@@ -80,13 +82,13 @@ def test_a_block_is_demoted_before_it_is_taken_and_hit_on_the_host() -> None:
     (demoted,) = memory.take_ops().copies
     assert demoted == BlockCopy(0, 2, 1, *OUT)
     memory.free(2)
-    chain = memory.chain(list(range(9)), Namespace())
-    hit = memory.match_prefix(chain)
+    new = memory.chain(list(range(9)), Namespace())
+    hit = memory.match_prefix(new)
     assert (hit.num_tokens, hit.num_host_tokens) == (8, 4)
     assert hit.block_ids == ((1, 0),)
     assert [tuple(load) for load in hit.loads] == [(0, 1, 1)]
     assert memory.can_allocate(8, hit)[2:] == (1, 1)
-    memory.allocate(3, chain, hit)
+    memory.allocate(3, new, hit)
     # The other sequence's block goes down before what was hit comes up in its place.
     assert memory.take_ops().copies == (BlockCopy(0, 2, 2, *OUT), BlockCopy(0, 1, 2, *BACK))
     assert memory.block_table(3) == (1, 2)
@@ -101,11 +103,11 @@ def test_a_hit_on_the_host_without_room_on_the_device_is_refused() -> None:
     enter(memory, 1, list(range(8)))
     memory.free(1)
     enter(memory, 2, list(range(50, 58)))
-    chain = memory.chain(list(range(9)), Namespace())
-    hit = memory.match_prefix(chain)
+    new = memory.chain(list(range(9)), Namespace())
+    hit = memory.match_prefix(new)
     assert memory.can_allocate(8, hit).verdict is Verdict.LATER
     with pytest.raises(ValueError, match=r"no room on the device: 2 blocks needed, 0 available"):
-        memory.allocate(3, chain, hit)
+        memory.allocate(3, new, hit)
     assert 3 not in memory.sequences
     check(memory)
 
@@ -188,3 +190,26 @@ def test_mistakes_are_named() -> None:
         memory.append_slots(1, 1)
     with pytest.raises(ValueError, match="hold no slab"):
         KVCacheManager([SPEC], 4, host_bytes=7)
+
+
+def test_what_meets_a_collision_on_its_way_back_is_published_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = chain.block_digest
+    for module in (chain, invariants):
+        monkeypatch.setattr(module, "block_digest", lambda parent, _: honest(parent, b"whatever it holds"))
+    memory = open_memory(4, 4)
+    enter(memory, 1, list(range(9)))
+    memory.swap_out([1])
+    memory.reset_prefix_cache()
+    memory.free(1)
+    enter(memory, 1, list(range(9)))
+    memory.swap_out([1])
+    enter(memory, 2, list(range(50, 66)))
+    memory.free(2)
+    # The digests of both are one, and the device has the other's blocks.
+    assert memory.swap_size([1]).num_blocks == 3
+    enter(memory, 3, list(range(50, 54)))
+    memory.swap_in([1])
+    state = memory.sequences[1]
+    assert (state.num_published, state.is_publishing) == (0, False)
+    assert memory.append_slots(1, 1) is True
+    check(memory)

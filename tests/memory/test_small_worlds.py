@@ -63,7 +63,7 @@ def test_every_command_in_every_state_with_hints_and_pins(size: WorldSize, seen:
     ("size", "max_prompt", "max_slots", "seen"),
     [
         (WorldSize(1, 1, host_blocks=1), 1, 1, Searched(214, 1240)),
-        (WorldSize(2, 1, host_blocks=1), 1, 2, Searched(1261, 8124)),
+        pytest.param(WorldSize(2, 1, host_blocks=1), 1, 2, Searched(1261, 8124), marks=pytest.mark.slow),
         (WorldSize(2, 2, host_blocks=1), 1, 1, Searched(60, 357)),
         (WorldSize(1, 1, kinds=(Kind(), Kind("window", 1)), host_blocks=2), 1, 2, Searched(659, 3885)),
         pytest.param(WorldSize(2, 1, host_blocks=1), 2, 2, Searched(5333, 37168), marks=pytest.mark.slow),

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from quire.engine.stats import Health
-from quire.server.monitoring import health
+from quire.memory.usage import GroupUsage, HostUsage
+from quire.server.monitoring import health, host_to_json
 from tests.server.process import ServerProcess
 
 
@@ -58,6 +59,14 @@ def test_kv_explains_the_blocks_of_each_group(server: ServerProcess) -> None:
         == (len(prompt) - 1) // after["block_size"] * after["block_size"]
     )
     assert after["resumed"] == before["resumed"]
+    assert after["host"] is None, "this server has no swap space"
+
+
+def test_the_host_tier_is_told_with_its_groups() -> None:
+    group = GroupUsage(used=3, idle=2, free=1, num_slabs=6, bytes_per_block=64)
+    counts = dict.fromkeys(HostUsage._fields, 7) | {"groups": (group,)}
+    usage: Any = SimpleNamespace(host=HostUsage(**counts))  # type: ignore[arg-type]
+    assert host_to_json(usage) == counts | {"groups": [group._asdict()]}
 
 
 def test_a_reset_empties_the_prefix_cache_while_others_run(server: ServerProcess) -> None:

@@ -28,22 +28,20 @@ class KvMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics as they are now."""
-        usage, stats = self._engine.usage(), self._engine.scheduler.stats
+        usage = self._engine.usage()
         blocks = GaugeMetricFamily(
             f"{self._prefix}:kv_blocks",
             "Blocks by cache group, tier and state: used, idle (free to reuse and to evict) or free.",
             labels=["model_name", "group", "tier", "state"],
         )
-        for idx, group in enumerate(usage.groups):
-            for state in ("used", "idle", "free"):
-                blocks.add_metric([self._model_name, str(idx), "device", state], getattr(group, state))
+        for tier, groups in (("device", usage.groups), ("host", usage.host.groups if usage.host else ())):
+            for idx, group in enumerate(groups):
+                for state in ("used", "idle", "free"):
+                    blocks.add_metric([self._model_name, str(idx), tier, state], getattr(group, state))
         yield blocks
         yield self._counter("kv_block_evictions", "Published blocks taken back for reuse.", usage.num_evictions)
         yield self._counter("kv_block_copies", "Blocks copied on write.", usage.num_copies)
         yield self._counter("kv_block_merges", "Duplicate blocks given back when they filled.", usage.num_merges)
-        yield self._counter(
-            "preemption_wasted_tokens", "Computed tokens that preempted sequences lost.", stats.wasted_tokens
-        )
         retention = self._engine.scheduler.memory.arena.retention
         yield self._gauge("kv_pinned_blocks", "Blocks, or slabs, that pins fill.", self._engine.pins.report().filled)
         yield self._gauge("kv_retained_bytes", "Bytes of blocks that are to be evicted last.", retention.num_bytes)

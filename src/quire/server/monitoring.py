@@ -69,7 +69,7 @@ async def status(state: ServerState, request: Request) -> Response:  # noqa: ARG
             "bytes_per_block": resolved.bytes_per_block,
             "has_chat": state.llm.tokenizer is not None and state.llm.tokenizer.chat_template is not None,
             "engine": engine._asdict(),
-            "memory": usage._asdict() | {"groups": _groups(usage), "host": _host(usage)},
+            "memory": usage._asdict() | {"groups": _groups(usage), "host": host_to_json(usage)},
             "requests": [
                 {
                     "id": flight.answer_id,
@@ -107,7 +107,7 @@ async def kv(state: ServerState, request: Request) -> Response:  # noqa: ARG001 
             "retained_bytes": report.retained_bytes,
             "retention_limit_bytes": report.retention_limit_bytes,
             "residency": report.residency and {name: times._asdict() for name, times in report.residency.items()},
-            "host": _host(usage),
+            "host": host_to_json(usage),
         }
     )
 
@@ -116,7 +116,7 @@ def _groups(usage: Usage | HostUsage) -> list[dict[str, int]]:
     return [group._asdict() for group in usage.groups]
 
 
-def _host(usage: Usage) -> dict[str, Any] | None:
+def host_to_json(usage: Usage) -> dict[str, Any] | None:
     """Return the counts of the host tier, None without one."""
     return None if usage.host is None else usage.host._asdict() | {"groups": _groups(usage.host)}
 

@@ -1,0 +1,63 @@
+"""Swapping in an engine: options, counters, measured rates."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.engine.calibration import Calibration
+from quire.errors import ConfigError
+from quire.scheduling import SwapCosts
+
+OPTIONS = {"skip_tokenizer_init": True, "num_threads": 1, "max_model_len": 96, "block_size": 8, "num_kv_blocks": 12}
+PROMPTS = [[token] * 30 for token in (5, 6, 7, 8)]
+PARAMS = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, detokenize=False)
+
+
+def test_what_is_swapped_is_counted_and_changes_no_token() -> None:
+    llm = LLM("bundled", **OPTIONS, swap_space=16 << 20, preemption_mode="swap")
+    engine = llm.engine
+    for number, prompt in enumerate(PROMPTS):
+        engine.add_request(str(number), prompt, PARAMS)
+    steps, outputs, preemptions = [], {}, []
+    while engine.has_unfinished:
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).extend(output.outputs[0].token_ids)
+        if engine.last_step is not None:
+            steps.append(engine.last_step)
+    expected = LLM("bundled", **(OPTIONS | {"num_kv_blocks": 100})).generate(PROMPTS, PARAMS, use_tqdm=False)
+    assert [outputs[str(number)] for number in range(4)] == [output.outputs[0].token_ids for output in expected]
+    stats, host = llm.stats, llm.usage().host
+    assert host is not None
+    assert stats.num_swaps == stats.num_preemptions == sum(preemptions) == sum(step.num_swaps for step in steps) > 0
+    assert max(step.num_swapped for step in steps) > 0
+    assert max(step.host_usage for step in steps) > 0
+    assert steps[-1].host_usage == 0
+    assert sum(step.swap_out_blocks for step in steps) == host.num_swap_outs > 0
+    assert sum(step.swap_in_blocks for step in steps) == host.num_swap_ins > 0
+    costs = engine.scheduler.preemption.costs
+    assert costs.copy_bytes_per_s != SwapCosts().copy_bytes_per_s, "measured when the engine started"
+    assert costs.prefill_tokens_per_s != SwapCosts().prefill_tokens_per_s, "measured as it ran"
+
+
+def test_a_swap_space_that_holds_no_block_is_refused_with_the_least_that_would_do() -> None:
+    with pytest.raises(ConfigError, match=r"swap_space \(1\) must be 0, or at least ([\d,]+)") as caught:
+        LLM("bundled", **OPTIONS, swap_space=1)
+    assert caught.value.field == "swap_space"
+    least = int(str(caught.value).split("at least ")[1].split(":")[0].replace(",", ""))
+    assert LLM("bundled", **OPTIONS, swap_space=least).usage().host is not None
+    with pytest.raises(ConfigError):
+        LLM("bundled", **OPTIONS, swap_space=least - 1)
+
+
+def test_rates_come_from_steps_with_many_tokens() -> None:
+    calibration = Calibration(5e9)
+    assert calibration.costs == SwapCosts(copy_bytes_per_s=5e9)
+    calibration.note_step(10, 9, 1.0)
+    calibration.note_step(100, 1, 0.0)
+    assert calibration.costs == SwapCosts(copy_bytes_per_s=5e9), "decodes, and clocks that stand still, say nothing"
+    calibration.note_step(500, 1, 0.25)
+    assert calibration.costs.prefill_tokens_per_s == 2000.0
+    for _ in range(500):
+        calibration.note_step(1000, 10, 1.0)
+    assert calibration.costs.prefill_tokens_per_s == pytest.approx(1000.0, rel=1e-3)

@@ -1,0 +1,245 @@
+"""Whose memory is taken, how it is given back, and that a family leaves and comes back as one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from quire.memory import FullAttention, KVCacheManager, Tier
+from quire.memory.status import AllocStatus, Verdict
+from quire.scheduling import SwapCosts
+from quire.scheduling.preemption import Loss
+from quire.sequences import FinishReason, Request, SequenceStatus
+from tests.scheduling.rig import Job, Rig, Setting
+
+TIGHT = Setting(num_blocks=8, budget=16, max_num_seqs=4, host_blocks=20, preemption_mode="swap", caching=False)
+
+
+def prompt(length: int, token_id: int = 1) -> tuple[int, ...]:
+    return (token_id,) * length
+
+
+def job(length: int, max_tokens: int, n: int = 1) -> Job:
+    return Job(prompt=prompt(length), max_tokens=max_tokens, n=n, ignore_eos=True)
+
+
+def step_until_swapped(rig: Rig) -> None:
+    while not rig.scheduler.swapped:
+        assert rig.scheduler.has_unfinished, "nobody was swapped out"
+        rig.step()
+
+
+def finish_all(rig: Rig) -> None:
+    while rig.scheduler.has_unfinished:
+        rig.step()
+    usage = rig.memory.usage()
+    assert usage.used == 0
+    assert usage.host is None or usage.host.used == 0
+
+
+def two_that_collide(setting: Setting = TIGHT) -> tuple[Rig, Request, Request]:
+    """Two sequences that fit side by side at first, and not to their ends."""
+    rig = Rig(setting)
+    return rig, rig.add(job(11, 16), seed=0), rig.add(job(10, 16), seed=1)
+
+
+def test_a_swapped_sequence_goes_on_where_it_stopped_and_opens_once() -> None:
+    rig, older, younger = two_that_collide()
+    rig.step()
+    step_until_swapped(rig)
+    (sequence,) = younger.sequences
+    assert sequence.status is SequenceStatus.SWAPPED
+    stopped_at = sequence.num_computed
+    assert stopped_at > 10
+    items = []
+    while rig.scheduler.has_unfinished:
+        items += [item for item in rig.step().items if item.seq_id == sequence.seq_id]
+    assert items[0].start == stopped_at
+    assert items[0].opening is None, "the data plane has kept it open"
+    assert [delta.start for delta in items[0].table_deltas] == [0], "its table comes whole"
+    stats = rig.scheduler.stats
+    assert (stats.num_preemptions, stats.num_swaps, stats.wasted_tokens) == (1, 1, 0)
+    assert (older.num_preemptions, younger.num_preemptions) == (0, 1)
+    assert stats.resumed_queries == 0
+
+
+def test_swapping_is_one_ordered_list_of_copies_there_and_back() -> None:
+    rig, _, younger = two_that_collide()
+    copies = []
+    while rig.scheduler.has_unfinished:
+        copies += rig.step().ops.copies
+    tiers = [(copy.src_tier, copy.dst_tier) for copy in copies]
+    out, back = (Tier.DEVICE, Tier.HOST), (Tier.HOST, Tier.DEVICE)
+    assert set(tiers) == {out, back}
+    assert tiers == sorted(tiers), "all go out before any comes back"
+    assert tiers.count(out) == tiers.count(back) == 4
+    assert younger.num_preemptions == 1
+
+
+def test_a_family_is_swapped_as_one_and_shares_when_it_is_back() -> None:
+    rig = Rig(replace(TIGHT, num_blocks=10))
+    rig.add(job(15, 14), seed=0)
+    family = rig.add(job(9, 14, n=2), seed=1)
+    rig.step()
+    step_until_swapped(rig)
+    assert [sequence.status for sequence in family.sequences] == [SequenceStatus.SWAPPED] * 2
+    assert family.num_preemptions == 2
+    while rig.scheduler.swapped:
+        rig.step()
+    first, second = (rig.memory.block_table(sequence.seq_id) for sequence in family.sequences)
+    assert first[:2] == second[:2], "the prompt's full blocks"
+    assert not set(first[2:]) & set(second[2:])
+    finish_all(rig)
+
+
+def test_a_sample_whose_family_grows_recomputes() -> None:
+    rig = Rig(replace(TIGHT, num_blocks=7))
+    family = rig.add(job(8, 16, n=2), seed=0)
+    while not rig.scheduler.stats.num_preemptions:
+        rig.step()
+    assert [sequence.status for sequence in family.sequences] == [SequenceStatus.RUNNING, SequenceStatus.WAITING]
+    assert rig.scheduler.stats.num_swaps == 0
+    finish_all(rig)
+
+
+def test_a_host_without_room_means_recomputing() -> None:
+    rig, _, younger = two_that_collide(replace(TIGHT, host_blocks=2))
+    finish_all(rig)
+    assert younger.num_preemptions > 0
+    assert rig.scheduler.stats.num_swaps == 0
+    assert rig.scheduler.stats.wasted_tokens > 0
+
+
+def test_recompute_mode_leaves_the_host_to_evicted_blocks() -> None:
+    rig, _, younger = two_that_collide(replace(TIGHT, preemption_mode="recompute"))
+    finish_all(rig)
+    assert younger.num_preemptions > 0
+    assert rig.scheduler.stats.num_swaps == 0
+
+
+@pytest.mark.parametrize(("copy_bytes_per_s", "is_swap"), [(1e12, True), (1.0, False)])
+def test_auto_takes_what_costs_less(copy_bytes_per_s: float, is_swap: bool) -> None:
+    rig, _, younger = two_that_collide(replace(TIGHT, preemption_mode="auto"))
+    rig.scheduler.preemption.costs = SwapCosts(copy_bytes_per_s, prefill_tokens_per_s=1000.0)
+    while not younger.num_preemptions:
+        rig.step()
+    status = SequenceStatus.SWAPPED if is_swap else SequenceStatus.WAITING
+    assert younger.sequences[0].status is status
+    finish_all(rig)
+
+
+def test_nobody_is_let_in_past_a_swapped_sequence() -> None:
+    rig, _, younger = two_that_collide()
+    rig.step()
+    step_until_swapped(rig)
+    later = rig.add(job(1, 2), seed=2)
+    while younger.sequences[0].status is SequenceStatus.SWAPPED:
+        assert later.sequences[0].status is SequenceStatus.WAITING, "it would have fitted"
+        rig.step()
+    finish_all(rig)
+
+
+def test_who_comes_earlier_is_let_in_before_a_swapped_sequence() -> None:
+    rig, _, younger = two_that_collide(replace(TIGHT, policy="priority"))
+    rig.step()
+    step_until_swapped(rig)
+    urgent = rig.add(replace(job(1, 2), priority=-1), seed=2)
+    finish_all(rig)
+    assert urgent.sequences[0].finish_reason is FinishReason.LENGTH
+    assert younger.sequences[0].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("is_executed", [True, False], ids=["copied", "copies pending"])
+def test_an_abort_while_swapped_frees_both_tiers(is_executed: bool) -> None:
+    rig, older, younger = two_that_collide()
+    rig.step()
+    while True:
+        plan = rig.plan()
+        if rig.scheduler.swapped:
+            break
+        rig.finish_step(plan)
+    if is_executed:
+        rig.finish_step(plan)
+    rig.abort(younger)
+    host = rig.memory.usage().host
+    assert host is not None
+    assert (host.used, host.num_sequences) == (0, 0)
+    assert not rig.scheduler.swapped
+    if not is_executed:
+        rig.finish_step(plan)
+    assert younger.sequences[0].seq_id in rig.step().closed
+    assert older.sequences[0].status is SequenceStatus.RUNNING
+    finish_all(rig)
+
+
+@pytest.mark.parametrize("num_fitting", [0, 1])
+def test_a_family_that_fits_no_more_loses_its_last_samples_to_recomputation(
+    num_fitting: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What fitted when it was swapped out always fits again; memory is made to say otherwise."""
+    rig = Rig(replace(TIGHT, num_blocks=10))
+    rig.add(job(15, 14), seed=0)
+    family = rig.add(job(9, 14, n=2), seed=1)
+    rig.step()
+    step_until_swapped(rig)
+    can_swap_in = KVCacheManager.can_swap_in
+
+    def can_only_swap_in_few(memory: KVCacheManager, seq_ids: list[int], *args: Any) -> AllocStatus:
+        status = can_swap_in(memory, seq_ids, *args)
+        return status if len(seq_ids) <= num_fitting else status._replace(verdict=Verdict.LATER)
+
+    monkeypatch.setattr(KVCacheManager, "can_swap_in", can_only_swap_in_few)
+    ids, num_openings = {sequence.seq_id for sequence in family.sequences}, 0
+    stats = rig.scheduler.stats
+    num_lost = stats.num_preemptions - stats.num_swaps
+    while rig.scheduler.has_unfinished:
+        num_openings += sum(item.opening is not None and item.seq_id in ids for item in rig.step().items)
+    assert num_openings == 2 - num_fitting + (stats.num_preemptions - stats.num_swaps) - num_lost
+    finish_all(rig)
+    alone = Rig(Setting())
+    expected = alone.add(job(9, 14, n=2), seed=1)
+    finish_all(alone)
+    assert [s.output_token_ids for s in family.sequences] == [s.output_token_ids for s in expected.sequences]
+
+
+def test_a_loss_that_frees_nothing_is_the_worst() -> None:
+    assert Loss((), False, 1.0, 0).waste == float("inf")
+    assert Loss((), False, 3.0, 6).waste == 0.5
+
+
+def test_least_waste_spares_who_would_lose_much_for_little() -> None:
+    """The last in order would lose all of its tokens; the one before it shares all but its tail with the first."""
+    setting = Setting(num_blocks=11, budget=64, max_num_seqs=4, preemption_policy="least_waste")
+    rig = Rig(setting)
+    rig.add(Job(prompt=prompt(19, 2), max_tokens=9, ignore_eos=True), seed=0)
+    rig.step()
+    sharing = rig.add(Job(prompt=prompt(17, 2), max_tokens=9, ignore_eos=True), seed=1)
+    alone = rig.add(Job(prompt=prompt(17, 3), max_tokens=9, ignore_eos=True), seed=2)
+    while not rig.scheduler.stats.num_preemptions:
+        rig.step()
+    assert (sharing.num_preemptions, alone.num_preemptions) == (1, 0)
+    finish_all(rig)
+
+
+# ---- what memory says of a release ----
+
+
+def test_a_release_counts_what_nobody_else_holds() -> None:
+    memory = KVCacheManager([FullAttention(block_size=4)], 20)
+    block_bytes = memory.groups[0].spec.bytes_per_block
+    tokens = list(range(10))
+    chain = memory.chain(tokens, Rig(Setting()).add(job(1, 1), seed=0).namespace)
+    memory.allocate(1, chain, memory.match_prefix(chain))
+    assert memory.append_slots(1, 10)
+    memory.publish(1, 10)
+    assert memory.would_release([1]) == (3 * block_bytes, 10)
+    copy = tokens.copy()
+    memory.fork(1, 2, copy)
+    assert memory.would_release([1]) == (0, 0), "the child keeps it all"
+    assert memory.would_release([1, 2]) == (3 * block_bytes, 20)
+    copy.append(5)
+    assert memory.append_slots(2, 1)
+    memory.publish(2, 11)
+    assert memory.would_release([2]) == (block_bytes, 3), "the copied tail: tokens 8, 9 and 10"
