@@ -74,15 +74,15 @@ def walk(memory: RecordedMemory, rng: random.Random, num_commands: int) -> None:
                 memory.truncate(seq_id, length)
                 del tokens[length:]
             elif verb == "free":
-                memory.free(seq_id)
+                memory.free(seq_id, is_sound=rng.random() < 0.9)
 
 
 def ids_of(manager: KVCacheManager) -> object:
     """Return all block ids of the state, in their order: a snapshot without tokens, names and digests."""
-    sequences, pools, slabs, pins, copies = snapshot(manager)
+    sequences, pools, slabs, pins, copies, _ = snapshot(manager)
     return (
         [(seq_id, *rest) for seq_id, _, *rest in sequences],  # type: ignore[attr-defined]
-        [(*lists, [block_id for block_id, _ in index]) for *lists, index in pools],  # type: ignore[attr-defined]
+        [(*lists, [block_id for block_id, _ in index]) for *lists, _, _, index in pools],  # type: ignore[attr-defined]
         slabs,
         sorted(tables for _, tables in pins),  # type: ignore[attr-defined]
         copies,
@@ -191,7 +191,8 @@ def spoilt(line: str) -> str:
 
 @pytest.mark.parametrize("letter", "askfd=")
 def test_a_changed_line_is_named(sound: list[str], letter: str) -> None:
-    idx = last_of(sound, letter, r"\d\n")
+    # The name of a tail that is never met again may be any.
+    idx = last_of(sound, letter, r"[ ,]\d{1,4}\n")
     fault = play([*sound[:idx], spoilt(sound[idx]), *sound[idx + 1 :]]).fault
     assert fault is not None
     assert fault.line == idx + 1
@@ -244,9 +245,9 @@ def test_a_command_that_memory_could_never_have_granted_is_named(sound: list[str
 def test_a_broken_invariant_is_named(sound: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     free = KVCacheManager.free
 
-    def forgetful(self: KVCacheManager, seq_id: int) -> None:
+    def forgetful(self: KVCacheManager, seq_id: int, *, is_sound: bool = True) -> None:
         self.groups[0].pool.num_used += 1
-        free(self, seq_id)
+        free(self, seq_id, is_sound=is_sound)
 
     monkeypatch.setattr(KVCacheManager, "free", forgetful)
     idx = next(i for i, line in enumerate(sound) if line.startswith("f"))
@@ -277,13 +278,13 @@ def test_checks_are_as_many_as_asked_for(sound: list[str]) -> None:
     [
         ("", "does not start with 'quire memory log'"),
         ("\x7fELF\ufffd\n", "does not start with"),
-        (f"{TITLE} 2 {{}}\n", "version 2, and only 1"),
-        (f"{TITLE} 1 {{}}\n", "damaged"),
-        (f"{TITLE} 1 []\n", "damaged"),
-        (f"{TITLE} 1\n", "damaged"),
-        (f'{TITLE} 1 {{"specs": [{{"kind": "none"}}]}}\n', "damaged"),
-        (f'{TITLE} 1 {{"specs": [], "num_blocks": 4}}\n', "damaged"),
-        (f'{TITLE} 1 {{"specs": [{{"kind": "full", "block_size": 4}}], "eviction": "x"}}\n', "damaged"),
+        (f"{TITLE} 1 {{}}\n", "version 1, and only 2"),
+        (f"{TITLE} 2 {{}}\n", "damaged"),
+        (f"{TITLE} 2 []\n", "damaged"),
+        (f"{TITLE} 2\n", "damaged"),
+        (f'{TITLE} 2 {{"specs": [{{"kind": "none"}}]}}\n', "damaged"),
+        (f'{TITLE} 2 {{"specs": [], "num_blocks": 4}}\n', "damaged"),
+        (f'{TITLE} 2 {{"specs": [{{"kind": "full", "block_size": 4}}], "eviction": "x"}}\n', "damaged"),
     ],
 )
 def test_what_is_no_log_is_refused(header: str, words: str) -> None:

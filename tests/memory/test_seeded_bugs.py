@@ -80,9 +80,9 @@ def keep_the_digest_of_an_evicted_block(patch: Patch) -> None:
 def free_twice(patch: Patch) -> None:
     honest = KVCacheManager.free
 
-    def free(manager: KVCacheManager, seq_id: int) -> None:
+    def free(manager: KVCacheManager, seq_id: int, *, is_sound: bool = True) -> None:
         table = manager.block_table(seq_id)
-        honest(manager, seq_id)
+        honest(manager, seq_id, is_sound=is_sound)
         manager.groups[0].pool.release(table[-1:])
 
     patch.setattr(KVCacheManager, "free", free)
@@ -312,8 +312,8 @@ def trust_the_digest(patch: Patch) -> None:
 
 
 def keep_a_preempted_sequence_open(patch: Patch) -> None:
-    def release(self: Scheduler, sequence: Any) -> None:
-        self.memory.free(sequence.seq_id)
+    def release(self: Scheduler, sequence: Any, *, is_sound: bool = True) -> None:
+        self.memory.free(sequence.seq_id, is_sound=is_sound)
         sequence.is_open = False
 
     patch.setattr(Scheduler, "_release", release)

@@ -145,10 +145,10 @@ class MemoryMachine(RuleBasedStateMachine):
         self.world.sync(self.pick(data))
 
     @precondition(is_alive)
-    @rule(data=st.data())
-    def free(self, data: st.DataObject) -> None:
-        """End a sequence."""
-        self.world.free(self.pick(data))
+    @rule(data=st.data(), is_sound=st.sampled_from([True, True, True, False]))
+    def free(self, data: st.DataObject, is_sound: bool) -> None:
+        """End a sequence; because a step failed, now and then."""
+        self.world.free(self.pick(data), is_sound=is_sound)
 
     @rule()
     def reset(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from itertools import product
 from typing import NamedTuple
 
-from quire.memory import Namespace
+from quire.memory import HitEnd, Namespace
 
 Prefix = tuple[Namespace, tuple[int, ...]]
 
@@ -47,6 +47,34 @@ class Page:
 
 # A dead page, of which nothing is left, is None.
 Pages = list[Page | None]
+
+
+class Match(NamedTuple):
+    """What is hit.
+
+    Args:
+        pages: of each group.
+        num_tokens: of them.
+        ends: what may be given as the reason why there are no more.
+    """
+
+    pages: list[Pages]
+    num_tokens: int
+    ends: set[HitEnd]
+
+
+class Continuation(NamedTuple):
+    """A page of each group that goes on with some of the tokens wanted.
+
+    Args:
+        num_tokens: that are those wanted.
+        num_theirs: that it is published with.
+        pages: of each group.
+    """
+
+    num_tokens: int
+    num_theirs: int
+    pages: list[Page]
 
 
 class TwinGroup:
@@ -87,6 +115,7 @@ class Twin:
         self.groups = [TwinGroup(kind) for kind in kinds]
         self.sequences: dict[int, TwinSequence] = {}
         self.clock = 0
+        self.departed: set[Prefix] = set()
         self.num_copies = 0
         self.num_merges = 0
         self.num_evictions = 0
@@ -117,14 +146,56 @@ class Twin:
             for token in range(first, first + self.page_size)
         )
 
-    def match(self, namespace: Namespace, tokens: list[int], max_tokens: int | None) -> list[Pages]:
-        """Return the pages of the longest prefix that leaves a token to compute and whose live pages are published."""
-        most = (len(tokens) - 1 if max_tokens is None else min(len(tokens) - 1, max_tokens)) // self.page_size
-        for length in range(most if self.caching else 0, 0, -1):
-            hit = [self._hit(namespace, tokens, idx, length) for idx in range(len(self.groups))]
-            if all(page_idx is not None for page_idx in hit):
-                return [pages for pages in hit if pages is not None]
-        return [[] for _ in self.groups]
+    def match(self, namespace: Namespace, tokens: list[int], max_tokens: int | None) -> Match:
+        """Return the longest prefix of whole pages that leaves a token to compute, and what goes on inside a page."""
+        most = len(tokens) - 1 if max_tokens is None else min(len(tokens) - 1, max_tokens)
+        if not self.caching:
+            return Match([[] for _ in self.groups], 0, {HitEnd.DISABLED})
+        groups = range(len(self.groups))
+        for length in range(most // self.page_size, -1, -1):
+            hit = [self._hit(namespace, tokens, idx, length) for idx in groups]
+            if all(pages is not None for pages in hit):
+                break
+        start = length * self.page_size
+        last = self.longest_continuation(namespace, tokens, start)
+        num_tokens = min(most, start + (last.num_tokens if last else 0))
+        pages = [list(pages) for pages in hit if pages is not None]
+        if last and num_tokens > start:
+            for idx, page in zip(groups, last.pages, strict=True):
+                alive = [self.is_alive(idx, i, num_tokens) for i in range(length)]
+                pages[idx] = [old if is_alive else None for old, is_alive in zip(pages[idx], alive, strict=True)]
+                pages[idx].append(page)
+        if num_tokens == most:
+            return Match(pages, num_tokens, {HitEnd.LAST_TOKEN if most == len(tokens) - 1 else HitEnd.LIMIT})
+        return Match(pages, num_tokens, self._reasons(namespace, tokens, start, last))
+
+    def longest_continuation(self, namespace: Namespace, tokens: list[int], start: int) -> Continuation | None:
+        """Return the pages, one in each group, that have most of the tokens after the first whole pages."""
+        best = None
+        for known, words in reversed(self.groups[0].published):
+            if known == namespace and words[:start] == tuple(tokens[:start]) and start < len(words):
+                pages = [group.published.get((known, words)) for group in self.groups]
+                if len(words) <= start + self.page_size and all(pages):
+                    theirs, wanted = words[start:], tokens[start:]
+                    count = next((i for i, (a, b) in enumerate(zip(theirs, wanted, strict=False)) if a != b), None)
+                    count = min(len(theirs), len(wanted)) if count is None else count
+                    if best is None or count > best.num_tokens:
+                        best = Continuation(count, len(theirs), [page for page in pages if page])
+        return best
+
+    def _reasons(self, namespace: Namespace, tokens: list[int], start: int, last: Continuation | None) -> set[HitEnd]:
+        """Return what may be said of a hit that ends early; what was evicted may be forgotten."""
+        words = tuple(tokens[: start + self.page_size])
+        is_whole = len(words) == start + self.page_size
+        if is_whole and any((namespace, words) in group.published for group in self.groups):
+            return {HitEnd.GROUP}
+        reason = HitEnd.NEVER_SEEN
+        if last and (start or last.num_tokens):
+            reason = HitEnd.DIFFERENT if last.num_tokens < last.num_theirs else HitEnd.NEVER_SEEN
+        elif is_whole and not start:
+            elsewhere = {known for group in self.groups for known, theirs in group.published if theirs == words}
+            reason = HitEnd.NAMESPACE if elsewhere else HitEnd.NEVER_SEEN
+        return {reason, HitEnd.EVICTED} if is_whole and (namespace, words) in self.departed else {reason}
 
     def _hit(self, namespace: Namespace, tokens: list[int], idx: int, length: int) -> Pages | None:
         pages: Pages = []
@@ -157,26 +228,25 @@ class Twin:
             for done in range(num_tokens)
         )
 
-    def least_needed(self, idx: int, num_tokens: int, hit: Pages, step: int) -> int:
+    def least_needed(self, idx: int, num_tokens: int, hit: Pages, start: int, step: int) -> int:
         """Return the pages that a sequence needs beyond the idle ones of its hit, at the worst moment."""
-        start = len(hit) * self.page_size
         idle = self.groups[idx].idle
         num_idle = sum(page in idle for page in hit)
         most = 0
         for done, count in product(range(start, num_tokens), range(1, step + 1)):
             if done + count <= num_tokens:
                 alive = [i for i in range(self.num_pages_of(done + count)) if self.is_alive(idx, i, done)]
-                most = max(most, sum(i >= len(hit) or hit[i] in idle for i in alive))
+                most = max(most, sum(i >= start // self.page_size or hit[i] in idle for i in alive))
         return most - num_idle
 
     # ---- commands ----
 
-    def open(self, seq_id: int, namespace: Namespace, tokens: list[int], hit: list[Pages]) -> None:
+    def open(self, seq_id: int, namespace: Namespace, tokens: list[int], hit: Match) -> None:
         """Open a sequence on a hit."""
-        for group, pages in zip(self.groups, hit, strict=True):
+        for group, pages in zip(self.groups, hit.pages, strict=True):
             group.idle = [page for page in group.idle if page not in pages]
-        num_slots = len(hit[0]) * self.page_size
-        self.sequences[seq_id] = TwinSequence(namespace, tokens, [list(pages) for pages in hit], num_slots)
+        pages_of_hit = [list(pages) for pages in hit.pages]
+        self.sequences[seq_id] = TwinSequence(namespace, tokens, pages_of_hit, hit.num_tokens)
 
     def append(self, seq_id: int, num_tokens: int) -> bool:
         """Give slots, or change nothing and return False."""
@@ -186,6 +256,14 @@ class Twin:
         is_copied = [is_tail_written and self.num_holders(pages[-1]) > 1 for pages in sequence.pages]  # type: ignore[arg-type]
         if fresh * len(self.groups) + sum(is_copied) > self.num_available():
             return False
+        if is_tail_written:
+            # What is published stays so where there is room; a tail of which nothing would be lost need not.
+            is_kept = [
+                (page is not None and page.prefix is not None and sequence.num_slots < len(page.prefix[1])) or is_shared
+                for is_shared, page in zip(is_copied, (pages[-1] for pages in sequence.pages), strict=True)
+            ]
+            if fresh * len(self.groups) + sum(is_kept) <= self.num_available():
+                is_copied = is_kept
         sequence.num_slots += num_tokens
         for idx, pages in enumerate(sequence.pages):
             if is_tail_written and not is_copied[idx] and pages[-1] is not None and pages[-1].prefix is not None:
@@ -248,8 +326,10 @@ class Twin:
         sequence.num_computed = min(sequence.num_computed, num_tokens)
         self._give_back(sequence, self.num_pages_of(num_tokens))
 
-    def free(self, seq_id: int) -> None:
-        """Release a sequence, its tail first."""
+    def free(self, seq_id: int, *, is_sound: bool) -> None:
+        """Release a sequence, its tail first, which is published if that is of any use."""
+        if is_sound:
+            self._publish_tail(self.sequences[seq_id])
         self._give_back(self.sequences[seq_id], 0)
         del self.sequences[seq_id]
 
@@ -259,10 +339,28 @@ class Twin:
             for page in list(group.published.values()):
                 self._unpublish(idx, page)
             group.idle = []
+        self.departed.clear()
         for sequence in self.sequences.values():
             sequence.is_publishing = False
 
     # ---- steps of commands ----
+
+    def _publish_tail(self, sequence: TwinSequence) -> None:
+        page_idx, num_tokens = divmod(sequence.num_computed, self.page_size)
+        if not (num_tokens and self.caching and sequence.is_publishing):
+            return
+        tails = [pages[page_idx] for pages in sequence.pages]
+        if any(page is None or page.prefix is not None or self.num_holders(page) > 1 for page in tails):
+            return
+        tokens = sequence.tokens[: sequence.num_computed]
+        known = self.longest_continuation(sequence.namespace, tokens, page_idx * self.page_size)
+        prefix = (sequence.namespace, tuple(tokens))
+        if (known and known.num_tokens == num_tokens) or any(prefix in group.published for group in self.groups):
+            return
+        for group, page in zip(self.groups, tails, strict=True):
+            assert page is not None
+            page.prefix = prefix
+            group.published[prefix] = page
 
     def _give_back(self, sequence: TwinSequence, keep: int) -> None:
         for idx, pages in enumerate(sequence.pages):
@@ -289,5 +387,6 @@ class Twin:
 
     def _unpublish(self, idx: int, page: Page) -> None:
         assert page.prefix is not None
+        self.departed.add(page.prefix)
         del self.groups[idx].published[page.prefix]
         page.prefix = None

@@ -26,7 +26,7 @@ from quire.memory import (
     check,
 )
 from quire.memory.invariants import snapshot
-from tests.memory.twin import Kind, Page, Pages, Twin
+from tests.memory.twin import Kind, Match, Page, Twin
 
 # What a slot's KV depends on: the namespace and all tokens up to its own; None before anything is written.
 Content = tuple[Namespace, tuple[int, ...]] | None
@@ -130,25 +130,28 @@ class World:
         assert snapshot(manager) == before, "a question changed the manager"
         assert hit.num_tokens < len(tokens), "a hit covers the whole prompt"
         assert max_tokens is None or hit.num_tokens <= max_tokens
+        account = hit.account(len(tokens))
+        assert sum(account.sources) == len(tokens), "not every token has a source"
+        assert sum(account.reasons) == account.sources.computed, "not every computed token has a reason"
+        assert account.sources.copied == hit.num_tokens % self.size.block_size
         prefixes = self._prefixes(namespace, tokens, hit.num_tokens)
         for group_idx, blocks in enumerate(hit.block_ids):
             self._reads_back(group_idx, blocks, prefixes, hit.num_tokens)
         if self.has_twin:
-            pages = twin.match(namespace, tokens, max_tokens)
-            found = tuple(tuple(self.block_of[page] if page else 0 for page in group) for group in pages)
-            assert found == hit.block_ids, "the twin found another hit"
-            self._compare_verdict(status, len(tokens), pages, step or len(tokens), reserved)
+            match = twin.match(namespace, tokens, max_tokens)
+            found = tuple(tuple(self.block_of[page] if page else 0 for page in group) for group in match.pages)
+            assert (found, match.num_tokens) == (hit.block_ids, hit.num_tokens), "the twin found another hit"
+            assert hit.end in match.ends, "the twin gives another reason"
+            self._compare_verdict(status, len(tokens), match, step or len(tokens), reserved)
         if status.verdict is not Verdict.NEVER:
             manager.allocate(seq_id, chain, hit)
             self._adopt(seq_id, chain, namespace)
             if self.has_twin:
-                twin.open(seq_id, namespace, tokens, pages)
+                twin.open(seq_id, namespace, tokens, match)
         self.verify()
         return status
 
-    def _compare_verdict(
-        self, status: AllocStatus, num_tokens: int, hit: list[Pages], step: int, reserved: int
-    ) -> None:
+    def _compare_verdict(self, status: AllocStatus, num_tokens: int, hit: Match, step: int, reserved: int) -> None:
         twin = self.twin
         groups = range(len(self.size.kinds))
         if twin.joint_peak(num_tokens) > twin.num_pages:
@@ -159,9 +162,9 @@ class World:
         spare = self.size.watermark + reserved if twin.sequences else 0
         margin, is_exact = twin.num_available(), True
         for idx in groups:
-            margin -= twin.least_needed(idx, num_tokens, hit[idx], step) + spare
-            margin -= sum(page in twin.groups[idx].idle for page in hit[idx])
-            is_exact &= not hit[idx] or self.size.kinds[idx].name == "full"
+            margin -= twin.least_needed(idx, num_tokens, hit.pages[idx], hit.num_tokens, step) + spare
+            margin -= sum(page in twin.groups[idx].idle for page in hit.pages[idx])
+            is_exact &= not hit.pages[idx] or self.size.kinds[idx].name == "full"
         # With a hit of a window the closed form may ask for more than is needed, never for less.
         assert status.available - status.needed <= margin
         assert status.available - status.needed == margin or not is_exact
@@ -232,12 +235,12 @@ class World:
             self.twin.truncate(seq_id, num_tokens)
         self.verify()
 
-    def free(self, seq_id: int) -> None:
+    def free(self, seq_id: int, *, is_sound: bool = True) -> None:
         """Release a sequence."""
-        self.manager.free(seq_id)
+        self.manager.free(seq_id, is_sound=is_sound)
         del self.tokens[seq_id], self.chains[seq_id], self.namespaces[seq_id], self.worker_tables[seq_id]
         if self.has_twin:
-            self.twin.free(seq_id)
+            self.twin.free(seq_id, is_sound=is_sound)
         self.verify()
 
     def evict(self, group_idx: int, block_id: int) -> None:

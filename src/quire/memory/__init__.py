@@ -5,7 +5,7 @@ from quire.memory.invariants import check
 from quire.memory.manager import KVCacheManager
 from quire.memory.ops import NO_OPS, BlockCopy, MemoryOps, TableDelta, Tier
 from quire.memory.specs import ChunkedLocal, FullAttention, KVCacheSpec, SlidingWindow
-from quire.memory.status import AllocStatus, HitEnd, PrefixHit, Verdict
+from quire.memory.status import AllocStatus, HitEnd, PrefixHit, TokenAccount, TokenSources, Verdict
 from quire.memory.usage import GroupUsage, Usage
 
 __all__ = [
@@ -24,7 +24,9 @@ __all__ = [
     "SlidingWindow",
     "TableDelta",
     "Tier",
+    "TokenAccount",
     "TokenChain",
+    "TokenSources",
     "Usage",
     "Verdict",
     "check",

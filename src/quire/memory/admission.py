@@ -40,7 +40,10 @@ def judge(
         ref_counts, spec = group.pool.ref_counts, group.spec
         num_woken = [ref_counts[block_id] for block_id in shared].count(0) - shared.count(NULL_BLOCK)
         peak = spec.peak_blocks(num_tokens, step_tokens)
-        num_new = min(peak - num_woken, spec.num_blocks(num_tokens) - len(shared))
+        # Of a block that is used in part, who writes behind that part needs a copy, unless it is woken: then it can be
+        # written in place.
+        is_copied = hit.num_copied > 0 and ref_counts[shared[-1]] > 0
+        num_new = min(peak - num_woken, spec.num_blocks(num_tokens) - len(shared) + is_copied)
         woken.append(num_woken)
         needs.append(num_woken + num_new + spared)
     rooms = [arena.room(idx, needs) for idx in range(len(groups))]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from quire.memory.chain import TokenChain
 from quire.memory.pool import NULL_BLOCK, BlockPool
 from quire.memory.specs import KVCacheSpec
-from quire.memory.status import HitEnd, PrefixHit
 
 
 class CacheGroup:
@@ -24,10 +24,22 @@ class CacheGroup:
         return self.spec.first_live_token(num_tokens) // self.spec.block_size
 
 
-def find_prefix(
-    groups: Sequence[CacheGroup], chain: TokenChain, max_tokens: int | None, version: int, num_left: int = 1
-) -> PrefixHit:
-    """Find the longest prefix whose live blocks are published in every group.
+class PrefixRun(NamedTuple):
+    """Whole blocks from a chain's start whose live ones are published.
+
+    Args:
+        num_blocks: of the prefix.
+        block_ids: for each cache group; null where the group needs them no more.
+        group_idx: the cache group that keeps it from being longer, None when nothing but the limit does.
+    """
+
+    num_blocks: int
+    block_ids: tuple[tuple[int, ...], ...]
+    group_idx: int | None
+
+
+def find_prefix(groups: Sequence[CacheGroup], chain: TokenChain, limit: int) -> PrefixRun:
+    """Find the longest prefix of whole blocks whose live blocks are published in every group.
 
     Each group in turn shortens the prefix to the longest that it can serve, until all agree: a shorter prefix may
     need blocks of a window that a longer one does not.
@@ -35,25 +47,21 @@ def find_prefix(
     Args:
         groups: with one block size.
         chain: of the tokens.
-        max_tokens: of the hit, None for all.
-        version: see `PrefixHit`.
-        num_left: tokens at the end that are left to compute.
+        limit: the most blocks.
     """
     size = groups[0].spec.block_size
-    most = max(0, len(chain.tokens) - num_left) // size
-    limit = most if max_tokens is None else min(most, max_tokens // size)
     views = [group.pool.index.view(chain, limit) for group in groups]
-    end, ended_by = (HitEnd.LAST_TOKEN if limit == most else HitEnd.LIMIT), None
+    ended_by = None
     length, idx, num_agreed = limit, 0, 0
     while num_agreed < len(groups):
         reach = groups[idx].spec.longest_hit(views[idx], length)
         num_agreed += 1
         if reach < length:
             length, num_agreed = reach, 1
-            end, ended_by = HitEnd.NOT_PUBLISHED, idx
+            ended_by = idx
         idx = (idx + 1) % len(groups)
     block_ids = []
     for group, view in zip(groups, views, strict=True):
         num_dead = group.num_dead(length * size)
         block_ids.append((NULL_BLOCK,) * num_dead + view.block_ids(num_dead, length))
-    return PrefixHit(length * size, tuple(block_ids), end, ended_by, version)
+    return PrefixRun(length, tuple(block_ids), ended_by)

@@ -18,9 +18,12 @@ from collections.abc import Sequence
 
 from quire.memory.admission import judge, refuse_for_ever
 from quire.memory.arena import build_arena
-from quire.memory.chain import Namespace, TokenChain
+from quire.memory.chain import Link, Namespace, TokenChain
+from quire.memory.continuation import publish_tail, tail_of
+from quire.memory.departed import Namespaces
 from quire.memory.eviction import EVICTION_POLICIES
 from quire.memory.groups import CacheGroup, find_prefix
+from quire.memory.hit import find_hit
 from quire.memory.ops import NO_OPS, MemoryOps, TableDelta
 from quire.memory.pins import Pins
 from quire.memory.progress import bury, next_event, publish_blocks
@@ -76,6 +79,7 @@ class KVCacheManager:
         self._num_slabs = self.arena.layout.num_slabs - pin_limit
         self._mortal = tuple(idx for idx, spec in enumerate(specs) if spec.death(0) < IMMORTAL)
         self.num_resets = 0
+        self.namespaces = Namespaces()
         self._num_merges = 0
 
     # ---- questions ----
@@ -85,7 +89,7 @@ class KVCacheManager:
         return TokenChain(tokens, namespace, self.block_size, self._key)
 
     def match_prefix(self, chain: TokenChain, max_tokens: int | None = None) -> PrefixHit:
-        """Find the longest usable published prefix, over all groups.
+        """Find the longest usable published prefix, over all groups: whole blocks, and the first tokens of one more.
 
         Args:
             chain: the sequence's tokens; at least one of them is left to compute.
@@ -93,7 +97,7 @@ class KVCacheManager:
         """
         if not self.enable_prefix_caching:
             return PrefixHit(0, ((),) * len(self.groups), HitEnd.DISABLED, None, self.tables.version)
-        return find_prefix(self.groups, chain, max_tokens, self.tables.version)
+        return find_hit(self.groups, chain, max_tokens, self.tables.version, self.namespaces)
 
     def can_allocate(
         self, num_tokens: int, hit: PrefixHit, step_tokens: int | None = None, reserved: Sequence[int] = ()
@@ -144,6 +148,12 @@ class KVCacheManager:
         """Return a live sequence's block ids in one cache group."""
         return tuple(self.sequences[seq_id].tables[group_idx])
 
+    def tail_link(self, seq_id: int) -> Link | None:
+        """Return under which link the tokens of a live sequence's last block will be found once it is freed, if any."""
+        state = self.sequences[seq_id]
+        tail = tail_of(self.groups, state) if state.num_resets == self.num_resets else None
+        return None if tail is None else tail.link
+
     def usage(self) -> Usage:
         """Return block counts, of all groups and of each, and counters since the start."""
         num_slots = [state.num_slots for state in tuple(self.sequences.values())]
@@ -153,6 +163,8 @@ class KVCacheManager:
 
     def allocate(self, seq_id: int, chain: TokenChain, hit: PrefixHit) -> None:
         """Open a sequence on a hit: its slots are those of the hit, all computed.
+
+        A block that the hit uses in part is shared like the others; `append_slots` has it copied before it is written.
 
         Raises:
             ValueError: the sequence is live already, or the hit is older than another command.
@@ -170,7 +182,10 @@ class KVCacheManager:
         state.num_slots = state.num_computed = hit.num_tokens
         state.num_published = hit.num_tokens // self.block_size
         state.next_event = next_event(self.groups, self._mortal, state)
+        state.has_exclusive_tail = not hit.num_copied
         self.sequences[seq_id] = state
+        if self.enable_prefix_caching:
+            self.namespaces.add(chain.root)
 
     def append_slots(self, seq_id: int, num_tokens: int, lookahead: int = 0) -> bool:
         """Give a sequence slots for `num_tokens` more tokens in every group, or change nothing.
@@ -272,10 +287,19 @@ class KVCacheManager:
                 bury(self.groups[idx], state, idx)
             state.next_event = next_event(self.groups, self._mortal, state)
 
-    def free(self, seq_id: int) -> None:
-        """Release a sequence; of its published blocks the tail becomes evictable before the head."""
+    def free(self, seq_id: int, *, is_sound: bool = True) -> None:
+        """Release a sequence; of its published blocks the tail becomes evictable before the head.
+
+        Its partly filled last block is published too, as a tail, unless a published block has its tokens already.
+
+        Args:
+            seq_id: a live sequence.
+            is_sound: False when it ends because a step failed: copies that were asked for may not have been made.
+        """
         state = self.sequences.pop(seq_id)
         self.tables.version += 1
+        state.is_publishing &= is_sound and state.num_resets == self.num_resets
+        publish_tail(self.groups, state)
         for group, table, num_dead in zip(self.groups, state.tables, state.num_dead, strict=True):
             group.pool.release(reversed(table[num_dead:]))
 
@@ -290,7 +314,7 @@ class KVCacheManager:
             group.pool.reset()
 
     def pin(self, name: str, chain: TokenChain) -> int:
-        """Hold the longest published prefix of a chain until `unpin`; its last token may be part of it.
+        """Hold the longest published prefix of whole blocks of a chain until `unpin`; it may have all tokens.
 
         Returns:
             The tokens that are pinned; 0, and nothing changed, when there are none or `pin_limit` allows no more.
@@ -300,12 +324,12 @@ class KVCacheManager:
         """
         if name in self.pins:
             raise ValueError(f"{name!r} is pinned already")
-        hit = find_prefix(self.groups, chain, None, self.tables.version, num_left=0)
-        if not hit.num_tokens or not self.pins.can_add(hit.block_ids):
+        run = find_prefix(self.groups, chain, len(chain.tokens) // self.block_size)
+        if not run.num_blocks or not self.pins.can_add(run.block_ids):
             return 0
         self.tables.version += 1
-        self.pins.add(name, hit.block_ids)
-        return hit.num_tokens
+        self.pins.add(name, run.block_ids)
+        return run.num_blocks * self.block_size
 
     def unpin(self, name: str) -> None:
         """Let go of a pinned prefix: its blocks are idle again when no sequence holds them."""

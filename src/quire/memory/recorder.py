@@ -3,13 +3,15 @@
 A line has what the command needs to be run again, and what came of it:
 
 ```
- a SEQ HIT [NAME ...]        allocate: on a hit of HIT tokens, whose last block has this name (all their blocks
-                             have these names, where the hit ends with a window or chunk and needs no block)
+ a SEQ HIT [NAME ...]        allocate: on a hit of HIT tokens, whose last whole block has this name (all their blocks
+                             have these names, where the whole blocks end with a window or chunk and none is needed);
+                             where HIT ends inside a block, a last name is that of the block used in part
  s SEQ N LOOKAHEAD SLOTS     append_slots: the sequence has SLOTS slots now, as before if it was refused
  k PARENT CHILD SLOTS        fork
  t SEQ SLOTS                 truncate
  p SEQ COMPUTED [NAME ...]   publish: names of the blocks that were published, or merged, by this
- f SEQ SLOTS COMPUTED        free: how long the sequence was
+ f SEQ SLOTS COMPUTED [NAME] free: how long the sequence was, and the name of its published tail, or of the block that
+                             has its tokens already
  r                           reset_prefix_cache
  + PIN TOKENS NAME ...       pin: of so many tokens, with names like a hit; pins are numbered
  - PIN                       unpin
@@ -36,7 +38,7 @@ from quire.memory.settings import MemorySettings
 from quire.memory.status import PrefixHit
 
 TITLE = "quire memory log"
-VERSION = 1
+VERSION = 2
 COUNT_EVERY = 256
 # The first fields of `Usage` count blocks, sequences, tokens and events; the others follow from them.
 NUM_COUNTS = 9
@@ -75,6 +77,7 @@ class RecordedMemory:
         self.can_ever_hold = manager.can_ever_hold
         self.rollback_limit = manager.rollback_limit
         self.block_table = manager.block_table
+        self.tail_link = manager.tail_link
         self.usage = manager.usage
         self._log = log
         self._name = name
@@ -87,7 +90,12 @@ class RecordedMemory:
     def allocate(self, seq_id: int, chain: TokenChain, hit: PrefixHit) -> None:
         """See `KVCacheManager.allocate`."""
         self.manager.allocate(seq_id, chain, hit)
-        self._write(f"a {seq_id} {hit.num_tokens}{self._names(chain, hit.num_tokens)}")
+        names = self._names(chain, hit.num_tokens)
+        if hit.num_copied:
+            link = self.groups[0].pool.index.link_of(hit.block_ids[0][-1])
+            assert link is not None
+            names += f" {self._name(link)}"
+        self._write(f"a {seq_id} {hit.num_tokens}{names}")
 
     def append_slots(self, seq_id: int, num_tokens: int, lookahead: int = 0) -> bool:
         """See `KVCacheManager.append_slots`."""
@@ -117,11 +125,13 @@ class RecordedMemory:
             words += map(self._name, links[num_before : state.num_published])
         self._write(" ".join(words))
 
-    def free(self, seq_id: int) -> None:
+    def free(self, seq_id: int, *, is_sound: bool = True) -> None:
         """See `KVCacheManager.free`."""
         state = self.manager.sequences[seq_id]
-        self.manager.free(seq_id)
-        self._write(f"f {seq_id} {state.num_slots} {state.num_computed}")
+        link = self.manager.tail_link(seq_id) if is_sound else None
+        self.manager.free(seq_id, is_sound=is_sound)
+        tail = "" if link is None else f" {self._name(link)}"
+        self._write(f"f {seq_id} {state.num_slots} {state.num_computed}{tail}")
         if not self.manager.sequences:
             self._write_counts()
 
@@ -160,10 +170,10 @@ class RecordedMemory:
         return deltas
 
     def _names(self, chain: TokenChain, num_tokens: int) -> str:
-        """Return the name of a prefix' last block, which is enough: who published it has named those before."""
+        """Return the name of a prefix' last whole block, which is enough: who published it has named those before."""
         num_blocks = num_tokens // self.block_size
         links = chain.links(num_blocks)[:num_blocks]
-        if any(group.num_dead(num_tokens) < num_blocks for group in self.groups):
+        if any(group.num_dead(num_blocks * self.block_size) < num_blocks for group in self.groups):
             links = links[-1:]
         # Else the hit needs no block, and so nobody need have published one.
         return "".join(f" {self._name(link)}" for link in links)

@@ -70,6 +70,11 @@ class KVCacheSpec(Protocol):
         """Return the longest prefix, in blocks and at most `limit`, whose live blocks are all published."""
         ...
 
+    @property
+    def is_divisible(self) -> bool:
+        """True when the first tokens of a block can be used without the rest of it."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullAttention:
@@ -116,6 +121,11 @@ class FullAttention:
     def peak_blocks(self, num_tokens: int, step_tokens: int) -> int:  # noqa: ARG002
         """Return the blocks of all tokens."""
         return -(-num_tokens // self.block_size)
+
+    @property
+    def is_divisible(self) -> bool:
+        """Return True: each token has slots of its own."""
+        return True
 
     def longest_hit(self, published: PublishedRun, limit: int) -> int:
         """Return the length of the leading run."""
@@ -169,6 +179,11 @@ class SlidingWindow:
         """
         run = self.window - 1 + step_tokens
         return min(self.num_blocks(num_tokens), -(-(run - 1) // self.block_size) + 1)
+
+    @property
+    def is_divisible(self) -> bool:
+        """Return True: each token has slots of its own."""
+        return True
 
     def longest_hit(self, published: PublishedRun, limit: int) -> int:
         """Return the longest prefix whose last window is published."""
@@ -226,6 +241,11 @@ class ChunkedLocal:
         num_different = size // math.gcd(self.chunk, size)
         chunks: list[int] = [*range(min(first_cut, num_different)), min(first_cut, (num_tokens - 1) // self.chunk)]
         return max(self.num_blocks(min(num_tokens, i * self.chunk + run)) - i * self.chunk // size for i in chunks)
+
+    @property
+    def is_divisible(self) -> bool:
+        """Return True: each token has slots of its own."""
+        return True
 
     def longest_hit(self, published: PublishedRun, limit: int) -> int:
         """Return the longest prefix whose last chunk, as far as it goes, is published."""

@@ -34,9 +34,79 @@ class HitEnd(Enum):
     """Why a prefix hit ended where it did."""
 
     DISABLED = "prefix caching is off"
-    NOT_PUBLISHED = "a block that a longer hit needs is not in the prefix index"
+    NEVER_SEEN = "nothing that is known goes on like this"
+    EVICTED = "the next block was known, and has been evicted since"
+    DIFFERENT = "what is known goes on with another token"
+    NAMESPACE = "the first block is known in another namespace only"
+    GROUP = "a cache group lacks a block that others have"
     LAST_TOKEN = "at least one token must be computed"
     LIMIT = "the caller asked for no more"
+
+    @property
+    def label(self) -> str:
+        """The reason in one word, for counters."""
+        return self.name.lower()
+
+    @property
+    def told(self) -> HitEnd:
+        """What the request itself may be told: not that another namespace has its prompt."""
+        return HitEnd.NEVER_SEEN if self is HitEnd.NAMESPACE else self
+
+
+class TokenSources(NamedTuple):
+    """Where the KV of tokens came from; all together are all tokens.
+
+    Args:
+        device: whole published blocks on the device.
+        host: blocks that came back from host memory.
+        disk: blocks that came back from disk.
+        copied: the first part of a published block, which was copied, or a published tail that was continued.
+        computed: went through the model.
+    """
+
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+    copied: int = 0
+    computed: int = 0
+
+
+class TokenAccount(NamedTuple):
+    """Tokens by where their KV came from, and those that were computed by why they had to be.
+
+    Args:
+        sources: all tokens.
+        reasons: `sources.computed` of them, for each `HitEnd` in its order.
+    """
+
+    sources: TokenSources = TokenSources()
+    reasons: tuple[int, ...] = (0,) * len(HitEnd)
+
+    def plus(self, other: TokenAccount) -> TokenAccount:
+        """Return both together."""
+        sources = TokenSources(*(mine + theirs for mine, theirs in zip(self.sources, other.sources, strict=True)))
+        return TokenAccount(sources, tuple(map(sum, zip(self.reasons, other.reasons, strict=True))))
+
+    def minus(self, earlier: TokenAccount) -> TokenAccount:
+        """Return what came since an earlier count."""
+        if earlier is self:
+            return NO_TOKENS
+        sources = TokenSources(*(new - old for new, old in zip(self.sources, earlier.sources, strict=True)))
+        return TokenAccount(sources, tuple(new - old for new, old in zip(self.reasons, earlier.reasons, strict=True)))
+
+    def by_reason(self) -> dict[str, int]:
+        """Return the computed tokens by the label of their reason."""
+        return {end.label: count for end, count in zip(HitEnd, self.reasons, strict=True)}
+
+    def told(self) -> TokenAccount:
+        """Return the account that the request itself may see; see `HitEnd.told`."""
+        reasons = dict.fromkeys(HitEnd, 0)
+        for end, count in zip(HitEnd, self.reasons, strict=True):
+            reasons[end.told] += count
+        return TokenAccount(self.sources, tuple(reasons.values()))
+
+
+NO_TOKENS = TokenAccount()
 
 
 class PrefixHit(NamedTuple):
@@ -45,11 +115,14 @@ class PrefixHit(NamedTuple):
     Valid until the manager's next command; `allocate` refuses a stale one.
 
     Args:
-        num_tokens: tokens whose KV is reused, a multiple of the block size; less than the chain's tokens.
+        num_tokens: tokens whose KV is reused; less than the chain's tokens.
         block_ids: for each cache group, the blocks that hold them; null where the group needs them no more.
         end: why the hit is not longer.
         group_idx: the cache group that lacks a block, when that is why; else None.
         version: the manager's count of changes when the question was asked.
+        num_copied: of the tokens, those in a last block of which only they are used; who writes behind them gets
+            a copy of it.
+        parted_at: the position of the first token that differs from what is published, when that is why; else None.
     """
 
     num_tokens: int
@@ -57,3 +130,17 @@ class PrefixHit(NamedTuple):
     end: HitEnd
     group_idx: int | None
     version: int
+    num_copied: int = 0
+    parted_at: int | None = None
+
+    def account(self, num_tokens: int) -> TokenAccount:
+        """Return the account of a sequence of so many tokens that opens on this hit.
+
+        The last token is computed whatever is published; the others that are computed, because the hit ended.
+        """
+        num_computed = num_tokens - self.num_tokens
+        reasons = dict.fromkeys(HitEnd, 0)
+        reasons[HitEnd.LAST_TOKEN] += 1
+        reasons[self.end] += num_computed - 1
+        sources = TokenSources(device=self.num_tokens - self.num_copied, copied=self.num_copied, computed=num_computed)
+        return TokenAccount(sources, tuple(reasons.values()))

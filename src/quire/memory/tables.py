@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.memory.arena import Arena
+from quire.memory.chain import TOKEN_BYTES
 from quire.memory.groups import CacheGroup
 from quire.memory.ops import BlockCopy
 from quire.memory.pins import Pins
@@ -40,8 +41,9 @@ class BlockTables:
     def grow(self, state: SequenceMemory, end: int) -> bool:
         """Give a sequence slots up to `end` in every group, or change nothing.
 
-        Before the tail block is written (M3), it is copied where it is shared; where this sequence is its last
-        holder and it is published, it leaves the prefix index instead.
+        Before the tail block is written (M3), it is copied where it is shared, and where it is published, as long as
+        there is room for that. Else, and where it is a published tail of which this sequence uses all, its last
+        holder takes it out of the prefix index and writes it in place.
 
         Returns:
             False when some group lacks the blocks.
@@ -59,9 +61,11 @@ class BlockTables:
                 needs[idx] += 1
         if any(needs) and not self.arena.can_hold(needs):
             return False
+        if offset and not state.has_exclusive_tail:
+            copied = sorted(copied + self._kept(state, tail, offset, needs))
         state.num_slots = end
         if offset and not state.has_exclusive_tail:
-            self._withdraw(state, tail)
+            self._withdraw(state, tail, copied)
             state.has_exclusive_tail = True
         for idx in copied:
             self._copy_on_write(state, idx, tail)
@@ -102,17 +106,35 @@ class BlockTables:
                     state.mark_dirty(move.group_idx, block_idx)
         return block_ids
 
-    def _withdraw(self, state: SequenceMemory, block_idx: int) -> None:
-        """Take a block that is about to be written in place out of the prefix index."""
-        for group, table in zip(self.groups, state.tables, strict=True):
+    def _kept(self, state: SequenceMemory, block_idx: int, offset: int, needs: list[int]) -> list[int]:
+        """Return the groups whose tail is to be copied only so that it stays published, and count that as needed.
+
+        All groups or none: of what is missing in one group, the others make no hit.
+        """
+        kept = []
+        for idx, group in enumerate(self.groups):
+            block_id = state.tables[idx][block_idx]
+            link = group.pool.index.link_of(block_id)
+            if link is not None and group.pool.ref_counts[block_id] == 1 and offset * TOKEN_BYTES < len(link[1]):
+                kept.append(idx)
+        more = [need + (idx in kept) for idx, need in enumerate(needs)]
+        if not kept or not self.arena.can_hold(more):
+            return []
+        needs[:] = more
+        return kept
+
+    def _withdraw(self, state: SequenceMemory, block_idx: int, copied: Sequence[int]) -> None:
+        """Take a block that is about to be written in place out of the prefix index, in all groups but some."""
+        for idx, (group, table) in enumerate(zip(self.groups, state.tables, strict=True)):
             block_id = table[block_idx]
-            if block_id in group.pool.index and group.pool.ref_counts[block_id] == 1:
+            if idx not in copied and block_id in group.pool.index:
                 group.pool.withdraw(block_id)
                 self.version += 1
 
     def _copy_on_write(self, state: SequenceMemory, group_idx: int, block_idx: int) -> None:
         """Replace a table entry by a private copy of its block."""
-        # Take before release: the copy must not be made onto its own source.
+        # Take before release: the copy must not be made onto its own source. Once it is released, the source may be
+        # evicted and written by a later copy of the list, or by the step; both come after this copy has read it.
         (new,) = self.take(group_idx, 1)
         table = state.tables[group_idx]
         old, table[block_idx] = table[block_idx], new

@@ -22,7 +22,7 @@ from quire.errors import InvalidParameter, InvariantViolation, PromptTooLong
 from quire.memory.manager import KVCacheManager
 from quire.memory.ops import NO_OPS
 from quire.memory.recorder import RecordedMemory
-from quire.memory.status import HitEnd, PrefixHit, Verdict
+from quire.memory.status import NO_TOKENS, HitEnd, PrefixHit, TokenAccount, Verdict
 from quire.scheduling.plan import Opening, PlanItem, StepPlan
 from quire.scheduling.policies import ORDER_POLICIES, PREEMPTION_POLICIES
 from quire.sequences.request import Request
@@ -43,6 +43,8 @@ class SchedulerStats:
         resumed_queries: tokens looked up when a preempted sequence came back; kept apart, because finding one's
             own blocks again says nothing about sharing.
         resumed_hits: of those, tokens that were found.
+        first_time: all prompt tokens at first admission, by source, and the computed ones by reason.
+        resumed: the same of all tokens of sequences that came back.
         num_preemptions: times that a sequence lost its memory.
         wasted_tokens: computed tokens that those sequences lost.
     """
@@ -51,6 +53,8 @@ class SchedulerStats:
     prefix_hits: int = 0
     resumed_queries: int = 0
     resumed_hits: int = 0
+    first_time: TokenAccount = NO_TOKENS
+    resumed: TokenAccount = NO_TOKENS
     num_preemptions: int = 0
     wasted_tokens: int = 0
 
@@ -301,12 +305,14 @@ class Scheduler:
         num_queried = len(sequence.tokens)
         if hit.end in (HitEnd.DISABLED, HitEnd.LIMIT):
             num_queried = hit.num_tokens
-        if request.num_cached_tokens is None:
-            request.num_cached_tokens = hit.num_tokens
-            request.hit_end = hit.end
+        account = hit.account(len(sequence.tokens))
+        if request.account is None:
+            request.note_hit(hit)
+            stats.first_time = stats.first_time.plus(account)
             stats.prefix_queries += num_queried
             stats.prefix_hits += hit.num_tokens
         else:
+            stats.resumed = stats.resumed.plus(account)
             stats.resumed_queries += num_queried
             stats.resumed_hits += hit.num_tokens
 
@@ -358,7 +364,7 @@ class Scheduler:
         """Finish a sequence; it holds nothing afterwards (S4)."""
         if sequence.status is SequenceStatus.RUNNING:
             self.running.remove(sequence)
-            self._release(sequence)
+            self._release(sequence, is_sound=reason is not FinishReason.ERROR)
         else:
             self.waiting.remove(sequence)
         sequence.move_to(SequenceStatus.FINISHED)
@@ -366,9 +372,9 @@ class Scheduler:
         sequence.stop_reason = stop_reason
         del self.sequences[sequence.seq_id]
 
-    def _release(self, sequence: Sequence) -> None:
+    def _release(self, sequence: Sequence, *, is_sound: bool = True) -> None:
         """Free a running sequence's blocks, and have the data plane forget it."""
-        self.memory.free(sequence.seq_id)
+        self.memory.free(sequence.seq_id, is_sound=is_sound)
         if sequence.is_open:
             sequence.is_open = False
             self._closed.append(sequence.seq_id)
