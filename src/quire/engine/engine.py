@@ -16,6 +16,7 @@ from quire.engine.stats import StepStats
 from quire.engine.transcript import RequestTranscript
 from quire.errors import InvalidParameter, PromptTooLong, UnsupportedFeature, WorkerError
 from quire.memory.chain import Namespace
+from quire.memory.status import NO_TOKENS, TokenAccount
 from quire.memory.usage import Usage
 from quire.scheduling.plan import ItemResult, PlanItem, StepPlan
 from quire.scheduling.scheduler import Scheduler
@@ -36,6 +37,8 @@ class EngineStats(NamedTuple):
         prefix_hits: of those, tokens found.
         resumed_queries: tokens looked up when preempted sequences came back.
         resumed_hits: of those, tokens found.
+        first_time: prompt tokens by source at first admission, and the computed ones by reason.
+        resumed: the same of all tokens of preempted sequences that came back.
         wasted_tokens: computed tokens that preempted sequences lost.
         prompt_tokens: prompt tokens of the requests that were let in.
         generation_tokens: tokens generated.
@@ -55,6 +58,8 @@ class EngineStats(NamedTuple):
     num_copies: int
     num_evictions: int
     num_merges: int
+    first_time: TokenAccount = NO_TOKENS
+    resumed: TokenAccount = NO_TOKENS
 
 
 class Engine:
@@ -105,6 +110,7 @@ class Engine:
         self._computed_tokens = 0
         # Totals of the last step's end: prefix queries and hits, preemptions, prompt tokens.
         self._counted = (0, 0, 0, 0)
+        self._accounts = (NO_TOKENS, NO_TOKENS)
 
     # ---- requests ----
 
@@ -241,6 +247,8 @@ class Engine:
             num_copies=usage.num_copies,
             num_evictions=usage.num_evictions,
             num_merges=usage.num_merges,
+            first_time=stats.first_time,
+            resumed=stats.resumed,
         )
 
     def measure(self, *, num_generated: int = 0, step_tokens: int = 0) -> StepStats:
@@ -254,6 +262,8 @@ class Engine:
         now = (totals.prefix_queries, totals.prefix_hits, totals.num_preemptions, self._prompt_tokens)
         queries, hits, preemptions, prompts = (new - old for new, old in zip(now, self._counted, strict=True))
         self._counted = now
+        earlier, self._accounts = self._accounts, (totals.first_time, totals.resumed)
+        first_time, resumed = (new.minus(old) for new, old in zip(self._accounts, earlier, strict=True))
         self._generation_tokens += num_generated
         self._computed_tokens += step_tokens
         return StepStats(
@@ -268,6 +278,8 @@ class Engine:
             prompt_tokens=prompts,
             generation_tokens=num_generated,
             step_tokens=step_tokens,
+            first_time=first_time,
+            resumed=resumed,
         )
 
     def close(self) -> None:
