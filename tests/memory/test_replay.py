@@ -248,8 +248,9 @@ def test_a_changed_line_is_named(sound: list[str], letter: str) -> None:
 def test_a_changed_name_is_found_where_the_block_is_met_again(sound: list[str]) -> None:
     # A hit on one block, and who published it last.
     met = last_of(sound, "a", r"^a \d+ \d+ 0 4 \w+\n")
-    idx = last_of(sound[:met], "p", rf" {sound[met].split()[5]}\n")
-    fault = play([*sound[:idx], spoilt(sound[idx]), *sound[idx + 1 :]]).fault
+    name = sound[met].split()[5]
+    idx = last_of(sound[:met], "p", name)
+    fault = play([*sound[:idx], sound[idx].replace(name, spoilt(name)), *sound[idx + 1 :]]).fault
     assert fault is not None
     assert idx + 1 < fault.line <= met + COUNT_EVERY
 
