@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from quire.cli.main import main
+from quire.memory.recorder import VERSION
 
 STORY = "Once upon a time, a small fox found a red kite in the forest. "
 
@@ -59,8 +60,8 @@ def test_a_log_that_is_cut_off_is_tolerated(log: Path, tmp_path: Path, capsys: p
     [
         (b"", "this is no log of memory commands"),
         (bytes(range(256)) * 9, "this is no log of memory commands"),
-        (b"quire memory log 99 {}\n", "this log is of version 99, and only 1 can be replayed"),
-        (b"quire memory log 2 {\n", "the first line of this log is damaged"),
+        (b"quire memory log 99 {}\n", f"this log is of version 99, and only {VERSION} can be replayed"),
+        (f"quire memory log {VERSION} {{\n".encode(), "the first line of this log is damaged"),
     ],
 )
 def test_what_is_no_log_is_a_mistake(

@@ -75,6 +75,9 @@ def test_the_eviction_policies_are_those_of_memory() -> None:
         ("kv_cache_memory_fraction", [1, 1.0, 0.001], [0, 0.0, 1.001, -0.1, math.nan, math.inf, None, "0.5", True]),
         ("gpu_memory_utilization", [1, 0.9, 0.001], [0, 1.001, -0.1, math.nan, None, "0.9", True]),
         ("watermark", [0, 0.0, 0.5], [0.501, -0.001, math.nan, None, "0"]),
+        ("pin_limit", [0, 0.5, 0.9], [0.91, -0.001, math.nan, None, "0"]),
+        ("retention_limit", [0, 0.5, 0.9], [0.91, -0.001, math.nan, None, "0"]),
+        ("kv_cache_metrics_sample", [0, 0.5, 1.0], [1.01, -0.001, math.nan, None, "0"]),
         ("max_num_seqs", [1, 4096], [0, None, 2.0]),
         ("max_num_batched_tokens", [None, 256], [0, 255, "512"]),
         ("max_queue_len", [None, 1], [0, -1, 2.5]),
@@ -154,6 +157,9 @@ def test_resolve_takes_what_was_found() -> None:
         eviction_policy="lru",
         kernels="torch",
         longest_blocks=128,
+        pin_limit=0.0,
+        retention_limit=0.25,
+        kv_cache_metrics_sample=0.01,
     )
     assert (config.kv_tokens, config.max_concurrency) == (16383 * 16, 16383 / 128)
 
@@ -172,9 +178,12 @@ def test_resolve_keeps_what_was_asked_for() -> None:
         scheduling_policy="priority",
         max_queue_len=9,
         seed=11,
+        pin_limit=0.2,
+        retention_limit=0.3,
+        kv_cache_metrics_sample=0.4,
     )
     assert dataclasses.astuple(config) == (
-        *("cpu", 2, 100, 32, 40, 32768, 4, False, "slru", 4, 6, 7, "priority", 9, 500, 11, "torch"),
+        *("cpu", 2, 100, 32, 40, 32768, 4, False, "slru", 4, 6, 7, "priority", 9, 500, 11, "torch", 0.2, 0.3, 0.4),
     )
     assert config.max_concurrency == 10.0
 

@@ -61,6 +61,13 @@ def test_what_does_not_fit_beside_pins_is_refused_for_ever() -> None:
     assert not world.manager.can_ever_hold(9)
 
 
+def test_nothing_is_pinned_where_nothing_can_be_hit() -> None:
+    # A prefix that ends with a chunk needs no block, so it is a hit wherever there are hits.
+    for caching, num_tokens in ((True, 2), (False, 0)):
+        world = World(WorldSize(4, 1, kinds=(Kind("chunk", 2),), caching=caching, pins=1))
+        assert world.pin("a", [0, 0]) == num_tokens
+
+
 @pytest.mark.parametrize("kinds", [(Kind(),), (Kind(), Kind("window", 3))])
 @pytest.mark.parametrize("seed", range(6))
 def test_random_commands_beside_pins(kinds: tuple[Kind, ...], seed: int) -> None:

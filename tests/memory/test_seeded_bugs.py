@@ -25,10 +25,8 @@ from quire.memory import (
 )
 from quire.memory.arena import Arena, Loan
 from quire.memory.groups import CacheGroup
-from quire.memory.pins import Pins
 from quire.memory.pool import NULL_BLOCK, BlockPool
 from quire.memory.prefix_index import ChainView, PrefixIndex
-from quire.memory.retention import HintedLast, Retention
 from quire.memory.sequence_memory import SequenceMemory
 from quire.memory.slabs import SlabLayout
 from quire.memory.tables import BlockTables
@@ -37,7 +35,6 @@ from tests.memory.nets import (
     HONEST_NETS,
     NETS,
     audited_run,
-    hinted_world,
     invariants_and_reading_back,
     long_run,
     slow_twin,
@@ -282,58 +279,6 @@ def lose_what_was_idle_at_a_reset(patch: Patch) -> None:
     patch.setattr(BlockPool, "reset", reset)
 
 
-def evict_hinted_blocks_first(patch: Patch) -> None:
-    def victims(idle: HintedLast, count: int) -> list[int]:
-        num_hinted = min(count, len(idle._hinted))
-        return idle._hinted.victims(num_hinted) + idle._plain.victims(count - num_hinted)
-
-    patch.setattr(HintedLast, "victims", victims)
-
-
-def return_hinted_slabs_like_others(patch: Patch) -> None:
-    patch.setattr(Retention, "is_in_slab", lambda *_: False)
-
-
-def hint_without_a_limit(patch: Patch) -> None:
-    patch.setattr(Retention, "limit_bytes", 1 << 60)
-
-
-def keep_the_hint_of_an_evicted_block(patch: Patch) -> None:
-    def forget(idle: HintedLast, block_ids: Any) -> None:
-        idle._plain.forget(block_ids)
-        idle._hinted.forget(block_ids)
-
-    patch.setattr(HintedLast, "forget", forget)
-
-
-def drop_the_newest_hint(patch: Patch) -> None:
-    """A hint that is given anew but keeps its age."""
-    honest = Retention.add
-
-    def add(retention: Retention, group_idx: int, block_id: int) -> list[tuple[int, int]]:
-        return [] if block_id in retention.of_group[group_idx] else honest(retention, group_idx, block_id)
-
-    patch.setattr(Retention, "add", add)
-
-
-def evict_what_is_pinned(patch: Patch) -> None:
-    """A pin that holds no blocks."""
-
-    def add(pins: Pins, name: str, block_ids: Any, num_tokens: int) -> None:
-        pins._tokens[name] = num_tokens
-        pins._tables[name] = [[block_id for block_id in blocks if block_id] for blocks in block_ids]
-
-    patch.setattr(Pins, "add", add)
-
-
-def pin_without_a_limit(patch: Patch) -> None:
-    patch.setattr(Pins, "can_add", lambda *_: True)
-
-
-def keep_pins_at_a_reset(patch: Patch) -> None:
-    patch.setattr(Pins, "clear", lambda _: None)
-
-
 def half_refuse(patch: Patch) -> None:
     honest = KVCacheManager.append_slots
 
@@ -407,14 +352,6 @@ CAUGHT: list[tuple[Callable[[Patch], None], tuple[Callable[[], None], ...]]] = [
     (let_the_living_publish_after_a_reset, (invariants_and_reading_back, slow_twin)),
     (find_what_a_reset_forgot, (slow_twin,)),
     (lose_what_was_idle_at_a_reset, (invariants_and_reading_back, slow_twin)),
-    (evict_hinted_blocks_first, (slow_twin, hinted_world)),
-    (return_hinted_slabs_like_others, (invariants_and_reading_back, slow_twin)),
-    (hint_without_a_limit, (slow_twin, hinted_world)),
-    (keep_the_hint_of_an_evicted_block, (invariants_and_reading_back, slow_twin, hinted_world)),
-    (drop_the_newest_hint, (slow_twin,)),
-    (evict_what_is_pinned, (invariants_and_reading_back, slow_twin, hinted_world)),
-    (pin_without_a_limit, (slow_twin,)),
-    (keep_pins_at_a_reset, (slow_twin, hinted_world)),
     (half_refuse, (invariants_and_reading_back, slow_twin)),
     (promise_too_much, (invariants_and_reading_back, slow_twin, long_run, audited_run)),
     (trust_the_digest, (invariants_and_reading_back,)),

@@ -46,8 +46,7 @@ class WorldSize(NamedTuple):
         layers: of each group, when their blocks are to be of different sizes.
         num_bytes: of the arena, then; `num_blocks` has no meaning.
         eviction: the policy; the twin knows the first only.
-        pins: blocks of all groups that may be pinned.
-        retention: blocks of all groups that may be retained.
+        pins, retention: blocks of all groups that may be pinned, and retained.
     """
 
     num_blocks: int
@@ -255,7 +254,7 @@ class World:
         self.verify()
 
     def pin(self, name: str, tokens: list[int], namespace: Namespace = NAMESPACES[0]) -> int:
-        """Pin a prefix under a name that is not in use; refused, nothing changes."""
+        """Pin a prefix under a name that is not in use."""
         before = snapshot(self.manager)
         num_tokens = self.manager.pin(name, self.manager.chain(tokens, namespace))
         assert num_tokens or snapshot(self.manager) == before, "a refused pin changed the manager"

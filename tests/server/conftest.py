@@ -31,7 +31,7 @@ def tokenizer(folder: Path) -> Tokenizer:
 def shared_server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """The server that most tests share."""
     flags = ("--num-kv-blocks", "600", "--max-num-seqs", "32", "--log-interval", "0.2", "--max-body-bytes", "1MiB")
-    with running(folder, tmp_path_factory.mktemp("logs") / "shared.log", *flags) as process:
+    with running(folder, tmp_path_factory.mktemp("logs") / "shared.log", *flags, "--pin-limit", "0.1") as process:
         yield process
 
 

@@ -16,10 +16,11 @@ from typing import Any
 from quire.config import EngineConfig, ResolvedConfig
 from quire.engine.commands import Abort, Call, Stream
 from quire.engine.engine import Engine, EngineStats
+from quire.engine.kv_report import KvReport
 from quire.engine.loading import LoadedModel, load
 from quire.engine.metrics import Metrics
 from quire.engine.outputs import RequestOutput
-from quire.engine.pinning import ONE_TOKEN, PinReport
+from quire.engine.pinning import ONE_TOKEN
 from quire.engine.prompts import Prompt
 from quire.engine.reservation import Reservation
 from quire.engine.stats import Health
@@ -49,6 +50,7 @@ class AsyncLLM:
         self.tokenizer: Tokenizer | None = model.engine.tokenizer
         self.metrics = metrics or Metrics(model.name)
         self.metrics.set_config(self.resolved)
+        self.metrics.set_engine(model.engine)
         self._defaults = model.default_params
         self._engine = model.engine
         # In the names that requests get here, so that no caller's own name is one of them.
@@ -266,9 +268,9 @@ class AsyncLLM:
         """Return the engine's totals since the start."""
         return self._engine.stats
 
-    def pins(self) -> PinReport:
-        """Return what is pinned."""
-        return self._engine.pins.report()
+    def kv_report(self) -> KvReport:
+        """Return which blocks are kept, and how long blocks live."""
+        return KvReport.of(self._engine)
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests and wait for those in progress.

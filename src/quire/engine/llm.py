@@ -8,6 +8,7 @@ from typing import Any
 
 from quire.config import EngineConfig, ResolvedConfig
 from quire.engine.engine import Engine, EngineStats
+from quire.engine.kv_report import KvReport
 from quire.engine.loading import load
 from quire.engine.outputs import RequestOutput
 from quire.engine.pinning import ONE_TOKEN
@@ -59,6 +60,10 @@ class LLM:
     def usage(self) -> Usage:
         """Return the memory manager's counts."""
         return self.engine.usage()
+
+    def kv_report(self) -> KvReport:
+        """Return which blocks are kept, and how long blocks live."""
+        return KvReport.of(self.engine)
 
     def reset_prefix_cache(self) -> None:
         """Let no request find what was computed before this call; pins go too."""

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from quire.config import ResolvedConfig
+from quire.engine.engine import Engine
+from quire.engine.kv_metrics import KvMetrics
 from quire.engine.outputs import RequestMetrics, RequestOutput
 from quire.engine.stats import StepStats
 
@@ -59,6 +61,10 @@ class Metrics:
         }
         name = f"{self._prefix}:cache_config_info"
         Gauge(name, "The KV cache, in labels.", list(shown), registry=self.registry).labels(**shown).set(1)
+
+    def set_engine(self, engine: Engine) -> None:
+        """Show an engine's memory as it is whenever the metrics are rendered; once."""
+        self.registry.register(KvMetrics(engine, self._model_name, self._prefix))
 
     def on_step(self, stats: StepStats) -> None:
         """Take in the numbers of one step."""

@@ -98,6 +98,14 @@ class Residency:
             self.num_sampled += len(sample)
             pool.watcher = PoolClock(self, sample, clock)
 
+    def summary(self) -> dict[str, SpanSummary]:
+        """Return each kind of time in short, by name."""
+        return {
+            "lifetime": self.lifetime.summary(),
+            "idle_before_evict": self.idle.summary(),
+            "reuse_gap": self.reuse_gap.summary(),
+        }
+
 
 class PoolClock:
     """Stamps the sampled blocks of one pool.

@@ -314,7 +314,7 @@ class KVCacheManager:
         if name in self.pins:
             raise ValueError(f"{name!r} is pinned already")
         hit = find_prefix(self.groups, chain, None, self.tables.version, num_left=0)
-        if not hit.num_tokens or not self.pins.can_add(hit.block_ids):
+        if not self.enable_prefix_caching or not hit.num_tokens or not self.pins.can_add(hit.block_ids):
             return 0
         self.tables.version += 1
         self.pins.add(name, hit.block_ids, hit.num_tokens)

@@ -18,7 +18,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from quire.errors import QuireError
-from quire.server import chat, completions, models, monitoring, tokens
+from quire.server import chat, completions, models, monitoring, pins, tokens
 from quire.server.errors import ApiError, handle_error
 from quire.server.guard import Guard
 from quire.server.state import ServerState
@@ -37,6 +37,8 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/v1/completions", completions.completions),
     ("POST", "/v1/chat/completions", chat.chat_completions),
     ("POST", "/reset_prefix_cache", monitoring.reset_prefix_cache),
+    ("POST", "/pin_prefix", pins.pin_prefix),
+    ("POST", "/unpin_prefix", pins.unpin_prefix),
     ("POST", "/tokenize", tokens.tokenize),
     ("POST", "/detokenize", tokens.detokenize),
 )

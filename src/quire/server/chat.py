@@ -47,7 +47,7 @@ UNSUPPORTED: Mapping[str, Refusal] = {
     "web_search_options": ((), "the server reaches no other one"),
     "store": ((False,), "nothing is stored"),
     "metadata": (({},), "nothing is stored"),
-    "prompt_cache_retention": ((), "cached blocks stay until their memory is needed"),
+    "prompt_cache_retention": ((), "cached blocks stay until their memory is needed; retain_cache has them go last"),
     "chat_template": ((), "templates come with the model, never from requests"),
     "continue_final_message": ((False,), "use /v1/completions to continue a text"),
     "documents": (([],), "put them into a message"),
@@ -111,8 +111,13 @@ def read_chat(state: ServerState, fields: Fields) -> tuple[Job, Extras]:
     return Job(1, partial(_prompts, state, fields), params, options, spelled), extras
 
 
-def encode_chat(state: ServerState, fields: Fields) -> list[int]:
+def encode_chat(state: ServerState, fields: Fields, *, add_generation_prompt: bool = True) -> list[int]:
     """Write a conversation as the model's template has it, in token ids.
+
+    Args:
+        state: of the server.
+        fields: the body.
+        add_generation_prompt: unless the body says otherwise.
 
     Raises:
         RequestError: a malformed conversation, or one that the template refuses.
@@ -125,7 +130,7 @@ def encode_chat(state: ServerState, fields: Fields) -> list[int]:
         raise InvalidParameter("chat_template_kwargs", kwargs, "an object")
     for name in RESERVED.intersection(kwargs or ()):
         raise InvalidParameter("chat_template_kwargs", name, "names that are not reserved")
-    add_generation_prompt = fields.flag("add_generation_prompt", True)
+    add_generation_prompt = fields.flag("add_generation_prompt", add_generation_prompt)
     text = template.render(fields.get("messages"), add_generation_prompt=add_generation_prompt, **(kwargs or {}))
     # The template has written the special tokens already.
     return state.llm.tokenizer.encode(text, add_special_tokens=fields.flag("add_special_tokens", False))

@@ -124,6 +124,7 @@ async def _follow(state: ServerState, request: Request, job: Job, flight: Flight
                 priority=options.priority,
                 place=place,
                 cache_salt=options.cache_salt,
+                retain_cache=options.retain_cache,
             )
             for idx, prompt in enumerate(await job.prompts())
         ]

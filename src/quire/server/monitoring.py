@@ -83,7 +83,7 @@ async def status(state: ServerState, request: Request) -> Response:  # noqa: ARG
 
 async def kv(state: ServerState, request: Request) -> Response:  # noqa: ARG001 - a route's signature
     """Answer `GET /kv`: the blocks of each cache group by state, and what happened to them since the start."""
-    usage, stats = state.llm.usage(), state.llm.stats()
+    usage, stats, report = state.llm.usage(), state.llm.stats(), state.llm.kv_report()
     return json_response(
         {
             "block_size": state.llm.resolved.block_size,
@@ -100,6 +100,10 @@ async def kv(state: ServerState, request: Request) -> Response:  # noqa: ARG001 
             "merges": usage.num_merges,
             "preemptions": stats.num_preemptions,
             "wasted_tokens": stats.wasted_tokens,
+            "pins": report.pins._asdict(),
+            "retained_bytes": report.retained_bytes,
+            "retention_limit_bytes": report.retention_limit_bytes,
+            "residency": report.residency and {name: times._asdict() for name, times in report.residency.items()},
         }
     )
 

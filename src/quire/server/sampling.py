@@ -42,6 +42,7 @@ OPTION_FIELDS = (
     "add_special_tokens",
     "priority",
     "cache_salt",
+    "retain_cache",
     "return_token_ids",
     "return_tokens_as_token_ids",
 )
@@ -78,6 +79,7 @@ class Options:
         continuous_usage: put the counts so far in every chunk.
         priority: lower runs first, under the "priority" policy.
         cache_salt: requests share prefix blocks only with requests of the same salt.
+        retain_cache: have the blocks that are left in the prefix cache evicted last.
         return_token_ids: add token ids to the answer.
         name_tokens_by_id: write tokens of log probabilities as "token_id:N".
     """
@@ -87,6 +89,7 @@ class Options:
     continuous_usage: bool
     priority: int
     cache_salt: str | None
+    retain_cache: bool
     return_token_ids: bool
     name_tokens_by_id: bool
 
@@ -124,6 +127,7 @@ def read_options(fields: Fields, scheduling_policy: str) -> Options:
         continuous_usage=continuous_usage,
         priority=priority,
         cache_salt=fields.text("cache_salt"),
+        retain_cache=fields.flag("retain_cache"),
         return_token_ids=fields.flag("return_token_ids"),
         name_tokens_by_id=fields.flag("return_tokens_as_token_ids"),
     )

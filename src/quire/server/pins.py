@@ -1,0 +1,77 @@
+"""`POST /pin_prefix` and `POST /unpin_prefix`: prompts whose blocks stay in the prefix cache."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.engine.prompts import Prompt
+from quire.errors import InvalidParameter
+from quire.server.body import read_object
+from quire.server.chat import encode_chat
+from quire.server.errors import stopping
+from quire.server.fields import Fields, Refusal
+from quire.server.generation import json_response
+from quire.server.models import check_model
+from quire.server.state import ServerState
+
+UNSUPPORTED: dict[str, Refusal] = {
+    "chat_template": ((), "templates come with the model, never from requests"),
+    "continue_final_message": ((False,), "pin the text as a prompt"),
+    "tools": (([],), "calls of tools cannot be read from the output yet"),
+}
+KNOWN_FIELDS = (
+    *UNSUPPORTED,
+    "model",
+    "name",
+    "prompt",
+    "messages",
+    "cache_salt",
+    "add_special_tokens",
+    "add_generation_prompt",
+    "chat_template_kwargs",
+)
+
+
+async def pin_prefix(state: ServerState, request: Request) -> Response:
+    """Answer `POST /pin_prefix`: compute a prompt where it is not cached, and hold its whole blocks under a name."""
+    fields = await _read(state, request)
+    has_prompt, has_messages = fields.get("prompt") is not None, fields.get("messages") is not None
+    if has_prompt == has_messages:
+        raise InvalidParameter("prompt", fields.get("prompt"), "given, or else messages")
+    if state.is_draining:
+        raise stopping()
+    prompt: Prompt
+    if has_messages:
+        # What is pinned is the beginning of conversations: the assistant's mark would not be where they go on.
+        prompt = await asyncio.to_thread(encode_chat, state, fields, add_generation_prompt=False)
+    else:
+        prompt = fields.get("prompt")
+    name = _name(fields)
+    num_tokens = await state.llm.pin_prefix(
+        name, prompt, fields.text("cache_salt"), add_special_tokens=fields.flag("add_special_tokens", True)
+    )
+    return json_response({"name": name, "pinned_tokens": num_tokens})
+
+
+async def unpin_prefix(state: ServerState, request: Request) -> Response:
+    """Answer `POST /unpin_prefix`: let go of what a name holds."""
+    await state.llm.unpin_prefix(_name(await _read(state, request)))
+    return json_response({})
+
+
+async def _read(state: ServerState, request: Request) -> Fields:
+    fields = Fields(await read_object(request, state.config.max_body_bytes))
+    fields.refuse(UNSUPPORTED)
+    fields.note_unknown(KNOWN_FIELDS)
+    check_model(state, fields)
+    return fields
+
+
+def _name(fields: Fields) -> str:
+    name = fields.text("name")
+    if name is None:
+        raise InvalidParameter("name", name, "a string")
+    return name
