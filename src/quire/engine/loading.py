@@ -23,7 +23,7 @@ from quire.execution.runner import ModelRunner
 from quire.memory.manager import KVCacheManager
 from quire.memory.recorder import RecordedMemory
 from quire.memory.settings import MemorySettings
-from quire.memory.sizing import ArenaSizing, CacheDtype, most_bytes
+from quire.memory.sizing import ArenaSizing, CacheDtype, arena_bytes, most_bytes, tokens_bytes
 from quire.memory.specs import KVCacheSpec
 from quire.models.cache_layout import layout_of
 from quire.models.checkpoint import Checkpoint, locate
@@ -81,21 +81,15 @@ def load(config: EngineConfig) -> LoadedModel:
     keep_freed_memory()
     decoder = load_decoder(checkpoint, device=device, dtype=dtype, kernels=options.kernels)
     max_model_len = context_length(options.max_model_len, decoder.spec.max_position)
-    layout = layout_of(decoder.spec)
-    tokens = layout.specs(config.cache.block_size, CacheDtype(dtype.itemsize))
-    groups = (*tokens, *layout.state_specs(config.cache.block_size, dtype.itemsize))
+    groups = layout_of(decoder.spec).specs(config.cache.block_size, CacheDtype(dtype.itemsize), dtype.itemsize)
     facts = ModelFacts(
         max_position=decoder.spec.max_position,
-        bytes_per_token=sum(group.bytes_per_block for group in tokens) // config.cache.block_size,
+        bytes_per_token=tokens_bytes(groups) // config.cache.block_size,
         vocab_size=decoder.spec.vocab_size,
         num_parameters=sum(math.prod(shape) for shape in decoder.weight_shapes().values()),
         kernels=decoder.kernels,
         most_bytes=most_bytes(
-            tokens,
-            layout.state_groups(dtype.itemsize),
-            max_model_len,
-            config.scheduler.max_num_seqs,
-            config.cache.state_snapshot_interval,
+            groups, max_model_len, config.scheduler.max_num_seqs, config.cache.state_snapshot_interval
         ),
         longest_bytes=_longest_bytes(groups, max_model_len),
         step=_step_cost(config, decoder, device, dtype),
@@ -141,7 +135,7 @@ def _step_cost(config: EngineConfig, decoder: Decoder, device: str, dtype: torch
 
 def _longest_bytes(groups: Sequence[KVCacheSpec], max_model_len: int) -> int:
     """Return the bytes of the smallest pool that holds one sequence of `max_model_len` tokens."""
-    return ArenaSizing.of(groups, (), 0).bytes_for(max_model_len)
+    return ArenaSizing.of(groups, 0).bytes_for(max_model_len)
 
 
 def _open_log(path: str | None) -> TextIO | None:
@@ -168,7 +162,7 @@ def _memory(
     """Return the manager of as many bytes as `num_blocks` blocks of every group of tokens have, and the null blocks."""
     settings = MemorySettings(
         specs=tuple(groups),
-        num_bytes=(resolved.num_blocks + 1) * resolved.bytes_per_block,
+        num_bytes=arena_bytes(groups, resolved.num_blocks),
         watermark=resolved.watermark_blocks,
         enable_prefix_caching=resolved.enable_prefix_caching,
         eviction=resolved.eviction_policy,
