@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quire.errors import InvariantViolation
-from quire.memory import NO_OPS, BlockCopy, MemoryOps, TableDelta
+from quire.memory import NO_OPS, BlockCopy, MemoryOps, RecurrentState, TableDelta
 from quire.scheduling import Opening, PlanItem, StepPlan
 from quire.sequences import SamplingParams
 from quire.simulation.executor import CountingExecutor, SimulatedExecutor
@@ -127,3 +127,29 @@ def test_the_counting_executor_draws_its_token() -> None:
     result = executor.execute(StepPlan(3, (item(1, 0, (1,)), item(2, 0, (1,), num_samples=2)), NO_OPS, ()))
     assert (result.tick, [out.token_ids for out in result.items]) == (3, [(7,), (7, 7)])
     executor.close()
+
+
+@pytest.mark.parametrize(
+    ("number", "second"),
+    [
+        ("M5", plan(item(2, 2, (5,), (0, 2), opening=opening(7, 8, 5)))),
+        ("M5", plan(item(1, 1, (5,), (1,)))),
+        ("M5", plan(item(2, 2, (5,), (0, 1), opening=opening(7, 9, 5)))),
+        ("M3", plan(item(1, 2, (5,), (0, 0)))),
+        ("M3", plan(item(1, 2, (5,), (0, 1)), item(2, 2, (6,), (0, 1), opening=opening(7, 8, 6)))),
+    ],
+    ids=["nothing stored", "a state of more tokens", "of other tokens", "the null block", "two writers"],
+)
+def test_a_stale_state_is_noticed(number: str, second: StepPlan) -> None:
+    executor = SimulatedExecutor(BLOCK_SIZE, 50, [RecurrentState(block_size=BLOCK_SIZE)])
+    executor.execute(plan(item(1, 0, (7, 8), (1,), opening=opening(7, 8))))
+    with pytest.raises(InvariantViolation) as caught:
+        executor.execute(second)
+    assert caught.value.number == number
+
+
+def test_a_state_is_copied_whole_and_carried_on() -> None:
+    executor = SimulatedExecutor(BLOCK_SIZE, 50, [RecurrentState(block_size=BLOCK_SIZE)])
+    executor.execute(plan(item(1, 0, (7, 8), (1,), opening=opening(7, 8))))
+    executor.execute(plan(item(1, 2, (5,), (0, 2)), copies=(BlockCopy(0, 1, 2),)))
+    executor.execute(plan(item(2, 2, (6,), (0, 1), opening=opening(7, 8, 6)), closed=(1,)))
