@@ -13,7 +13,7 @@ from quire.distributed.executor import Executor
 from quire.engine.calibration import Calibration
 from quire.engine.outputs import RequestMetrics, RequestOutput
 from quire.engine.prompts import Prompt, to_tokens
-from quire.engine.stats import StepStats
+from quire.engine.stats import StepStats, Totals
 from quire.engine.transcript import RequestTranscript
 from quire.errors import InvalidParameter, PromptTooLong, UnsupportedFeature, WorkerError
 from quire.memory.chain import Namespace
@@ -58,19 +58,6 @@ class EngineStats(NamedTuple):
     num_copies: int
     num_evictions: int
     num_merges: int
-
-
-class Totals(NamedTuple):
-    """What is counted since the start and told for each step; see `StepStats`."""
-
-    prefix_queries: int
-    prefix_hits: int
-    num_preemptions: int
-    num_swaps: int
-    wasted_tokens: int
-    swap_out_blocks: int
-    swap_in_blocks: int
-    prompt_tokens: int
 
 
 class Engine:
