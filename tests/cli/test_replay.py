@@ -59,8 +59,8 @@ def test_a_log_that_is_cut_off_is_tolerated(log: Path, tmp_path: Path, capsys: p
     [
         (b"", "this is no log of memory commands"),
         (bytes(range(256)) * 9, "this is no log of memory commands"),
-        (b"quire memory log 99 {}\n", "this log is of version 99, and only 1 can be replayed"),
-        (b"quire memory log 1 {\n", "the first line of this log is damaged"),
+        (b"quire memory log 99 {}\n", "this log is of version 99, and only 2 can be replayed"),
+        (b"quire memory log 2 {\n", "the first line of this log is damaged"),
     ],
 )
 def test_what_is_no_log_is_a_mistake(
