@@ -15,7 +15,7 @@ from quire.engine.outputs import RequestMetrics, RequestOutput
 from quire.engine.pinning import PrefixPins
 from quire.engine.prompts import Prompt, to_tokens
 from quire.engine.residency import Residency
-from quire.engine.stats import StepStats
+from quire.engine.stats import StepStats, Totals
 from quire.engine.transcript import RequestTranscript
 from quire.errors import InvalidParameter, PromptTooLong, UnsupportedFeature, WorkerError
 from quire.memory.chain import Namespace
@@ -65,19 +65,6 @@ class EngineStats(NamedTuple):
     num_merges: int
     first_time: TokenAccount = NO_TOKENS
     resumed: TokenAccount = NO_TOKENS
-
-
-class Totals(NamedTuple):
-    """What is counted since the start and told for each step; see `StepStats`."""
-
-    prefix_queries: int
-    prefix_hits: int
-    num_preemptions: int
-    num_swaps: int
-    wasted_tokens: int
-    swap_out_blocks: int
-    swap_in_blocks: int
-    prompt_tokens: int
 
 
 class Engine:

@@ -23,11 +23,7 @@ from quire.execution.runner import ModelRunner
 from quire.memory.manager import KVCacheManager
 from quire.memory.recorder import RecordedMemory
 from quire.memory.settings import MemorySettings
-<<<<<<< HEAD
-from quire.memory.sizing import ArenaSizing, CacheDtype, arena_bytes, most_bytes
-=======
 from quire.memory.sizing import ArenaSizing, CacheDtype, arena_bytes, most_bytes, tokens_bytes
->>>>>>> hybrid
 from quire.memory.specs import KVCacheSpec
 from quire.models.cache_layout import layout_of
 from quire.models.checkpoint import Checkpoint, locate
@@ -189,21 +185,17 @@ def _memory(
     Raises:
         ConfigError: the swap space holds no block.
     """
-    least = arena_bytes(groups, 1)
+    least = 2 * sum(group.bytes_per_block for group in groups)
     if 0 < resolved.swap_space < least:
         raise ConfigError(
             f"swap_space ({resolved.swap_space:,}) must be 0, or at least {least:,}: a block of every cache group",
             field="swap_space",
         )
-    num_bytes = (resolved.num_blocks + 1) * resolved.bytes_per_block
+    num_bytes = arena_bytes(groups, resolved.num_blocks)
     num_slabs = ArenaSizing.of(groups, num_bytes).layout.num_slabs
     settings = MemorySettings(
         specs=tuple(groups),
-<<<<<<< HEAD
         num_bytes=num_bytes,
-=======
-        num_bytes=arena_bytes(groups, resolved.num_blocks),
->>>>>>> hybrid
         watermark=resolved.watermark_blocks,
         enable_prefix_caching=resolved.enable_prefix_caching,
         eviction=resolved.eviction_policy,

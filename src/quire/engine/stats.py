@@ -50,6 +50,19 @@ class StepStats(NamedTuple):
     resumed: TokenAccount = NO_TOKENS
 
 
+class Totals(NamedTuple):
+    """What is counted since the start and told for each step; see `StepStats`."""
+
+    prefix_queries: int
+    prefix_hits: int
+    num_preemptions: int
+    num_swaps: int
+    wasted_tokens: int
+    swap_out_blocks: int
+    swap_in_blocks: int
+    prompt_tokens: int
+
+
 class Health(NamedTuple):
     """Whether the engine makes progress.
 
