@@ -11,6 +11,23 @@ class Tier(IntEnum):
 
     DEVICE = 0
     HOST = 1
+    DISK = 2
+
+
+class StoredBlock(NamedTuple):
+    """What a published block is, in a form that outlives the process.
+
+    Args:
+        group_idx: the cache group.
+        digest: its identity.
+        tokens: its own, as the link has them.
+        parent: the identity of the block before it, or of the namespace.
+    """
+
+    group_idx: int
+    digest: bytes
+    tokens: bytes
+    parent: bytes
 
 
 class BlockCopy(NamedTuple):
