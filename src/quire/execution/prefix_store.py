@@ -130,7 +130,7 @@ class PrefixStore:
 
     def holds(self, block: StoredBlock) -> bool:
         """Say whether a block is on disk, as far as is known without reading it."""
-        return not self._is_broken and record_key(self._identity, block) in self._own
+        return self._is_usable() and record_key(self._identity, block) in self._own
 
     def fetch(self, block: StoredBlock, out: memoryview) -> bool:
         """Read a block's bytes, if they are there, whole, and those of the block that is wanted.
@@ -172,14 +172,14 @@ class PrefixStore:
         """
         key = record_key(self._identity, block)
         with self._changed:
-            if self._is_broken or any(key in known for known in (self._own, self._pending, self._being_written)):
+            if not self._is_usable() or any(key in known for known in (self._own, self._pending, self._being_written)):
                 return
             if self._pending_bytes + len(payload) > MOST_PENDING_BYTES and self._pending:
                 if not wait:
                     self._counts["dropped"] += 1
                     return
                 self._changed.wait_for(lambda: not self._pending)
-                if self._is_broken:
+                if not self._is_usable():
                     return
             record = self._pending[key] = pack(block, payload)
             self._pending_bytes += len(record)
@@ -317,6 +317,9 @@ class PrefixStore:
                 self._doom(job.deleted | self._oldest(self._live_bytes // 8))
 
     # ---- either thread ----
+
+    def _is_usable(self) -> bool:
+        return not self._is_broken
 
     def _doom(self, records: Mapping[bytes, Use]) -> None:
         """Have the writer delete records that nothing finds any more; the lock is held."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
 from pathlib import Path
 from struct import Struct
 from types import ModuleType
@@ -166,23 +167,20 @@ def bytes_on_disk(record: bytearray) -> int:
 
 def _import_lmdb() -> ModuleType:
     try:
-        import lmdb
-        import lmdb.verify
+        return import_module("lmdb")
     except ImportError as error:
         raise ConfigError(
             f"prefix_cache_dir needs the package lmdb ({error}): pip install 'quire[disk]'", field="prefix_cache_dir"
         ) from error
-    return lmdb
 
 
 def _problem(path: Path) -> str | None:
     """Return what is wrong with a file's structure, None where it is sound or not there."""
     if not path.exists():
         return None
-    from lmdb.verify import VerifyError, verify
-
+    verifier = import_module("lmdb.verify")
     try:
-        found = verify(str(path), subdir=False)
-    except (VerifyError, OSError) as error:
+        found = verifier.verify(str(path), subdir=False)
+    except (verifier.VerifyError, OSError) as error:
         return str(error)
-    return found[0] if found else None
+    return str(found[0]) if found else None
