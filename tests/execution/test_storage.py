@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.execution.storage import KVStorage, apply_copies
+from quire.execution.host_blocks import TieredBlocks
+from quire.execution.storage import KVStorage
 from quire.memory.ops import BlockCopy
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -32,12 +33,12 @@ def test_a_block_is_one_range_of_bytes() -> None:
 def test_copies_are_made_in_order(device: str) -> None:
     """A chain of copies hands the first block down; a swap through a third block swaps."""
     storage = numbered(device)
-    before = storage.data.clone()
-    apply_copies([storage], [BlockCopy(0, 1, 2), BlockCopy(0, 2, 3), BlockCopy(0, 4, 2)])
+    before, blocks = storage.data.clone(), TieredBlocks([storage])
+    blocks.apply([BlockCopy(0, 1, 2), BlockCopy(0, 2, 3), BlockCopy(0, 4, 2)])
     assert torch.equal(storage.data, before[[0, 1, 4, 1, 4]])
-    apply_copies([storage], [BlockCopy(0, 1, 3), BlockCopy(0, 2, 1), BlockCopy(0, 3, 2)])
+    blocks.apply([BlockCopy(0, 1, 3), BlockCopy(0, 2, 1), BlockCopy(0, 3, 2)])
     assert torch.equal(storage.data, before[[0, 4, 1, 1, 4]])
-    apply_copies([storage], ())
+    blocks.apply(())
     assert torch.equal(storage.data, before[[0, 4, 1, 1, 4]])
 
 
@@ -51,7 +52,7 @@ def test_groups_share_bytes_and_their_copies_keep_one_order() -> None:
     small.data[4].fill_(2.0)
     large.data[0].fill_(3.0)
     # The small group moves block 4 away; the large one then takes bytes 256 to 384, which were blocks 4 and 5.
-    apply_copies([large, small], [BlockCopy(1, 4, 3), BlockCopy(0, 0, 2)])
+    TieredBlocks([large, small]).apply([BlockCopy(1, 4, 3), BlockCopy(0, 0, 2)])
     assert small.data[3].eq(2.0).all()
     assert large.data[2].eq(3.0).all()
     assert small.data[2].eq(1.0).all()

@@ -19,6 +19,9 @@ class Executor(Protocol):
             WorkerError: the step failed as a whole; its cause is chained.
         """
 
+    def measure_copies(self) -> float | None:
+        """Return the bytes that move between the tiers in a second, None without a host tier; before the first step."""
+
     def close(self) -> None:
         """Let go of the workers and of all that they hold."""
 
@@ -45,6 +48,10 @@ class InProcessExecutor:
             return self._runner.execute(plan)
         except Exception as error:
             raise WorkerError(f"step {plan.tick} failed in the data plane ({type(error).__name__}: {error})") from error
+
+    def measure_copies(self) -> float | None:
+        """Return the bytes that move between the tiers in a second, None without a host tier; before the first step."""
+        return None if self._runner is None else self._runner.measure_copies()
 
     def close(self) -> None:
         """Drop the runner, and with it the weights and the KV memory."""

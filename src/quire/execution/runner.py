@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import torch
 
 from quire.execution.batch import BatchBuilder
+from quire.execution.host_blocks import TieredBlocks
 from quire.execution.logprobs import measure, rows_per_tile
 from quire.execution.sampler import BAD_LOGITS, Sampler
-from quire.execution.storage import KVStorage, apply_copies
+from quire.execution.storage import KVStorage
 from quire.models.decoder import Decoder
 from quire.scheduling.plan import ItemResult, PlanItem, StepPlan, StepResult, TokenLogprobs
 
@@ -25,19 +26,33 @@ class ModelRunner:
         storages: KV memory, one for each cache group.
         builder: turns a plan into the model's inputs.
         sampler: turns logits into tokens.
+        host_bytes: of the host tier; 0 for none.
     """
 
     def __init__(
-        self, decoder: Decoder, storages: Sequence[KVStorage], builder: BatchBuilder, sampler: Sampler
+        self,
+        decoder: Decoder,
+        storages: Sequence[KVStorage],
+        builder: BatchBuilder,
+        sampler: Sampler,
+        host_bytes: int = 0,
     ) -> None:
         self._decoder = decoder
         self._storages = tuple(storages)
+        self._blocks = TieredBlocks(self._storages, host_bytes)
         self._builder = builder
         self._sampler = sampler
 
     @classmethod
     def build(
-        cls, decoder: Decoder, *, num_blocks: Sequence[int], block_size: int, device: str, dtype: torch.dtype
+        cls,
+        decoder: Decoder,
+        *,
+        num_blocks: Sequence[int],
+        block_size: int,
+        device: str,
+        dtype: torch.dtype,
+        host_bytes: int = 0,
     ) -> ModelRunner:
         """Give a loaded decoder its KV memory, and all else that a step takes.
 
@@ -47,6 +62,7 @@ class ModelRunner:
             block_size: N.
             device: the decoder's.
             dtype: of the cache; the decoder's.
+            host_bytes: of the host tier; 0 for none.
         """
         place = torch.device(device)
         groups = decoder.spec.cache_groups
@@ -58,7 +74,11 @@ class ModelRunner:
         memory = torch.empty(num_bytes, dtype=torch.uint8, device=place)
         storages = [KVStorage(*shape, dtype, place, memory) for shape in shapes]
         builder = BatchBuilder(block_size, place, [group.window for group in groups])
-        return cls(decoder, storages, builder, Sampler(place))
+        return cls(decoder, storages, builder, Sampler(place), host_bytes)
+
+    def measure_copies(self) -> float | None:
+        """Return the bytes that move between the tiers in a second, None without a host tier; before the first plan."""
+        return self._blocks.measure_copies()
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -70,7 +90,7 @@ class ModelRunner:
         Returns:
             One result for each item, in the plan's order.
         """
-        apply_copies(self._storages, plan.ops.copies)
+        self._blocks.apply(plan.ops.copies)
         self._sampler.follow(plan)
         batch = self._builder.build(plan)
         hidden = self._decoder(batch.input_ids, batch.positions, batch.attention, self._storages)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-
-from quire.memory.ops import BlockCopy
 
 
 class KVStorage:
@@ -57,15 +54,3 @@ class KVStorage:
         self.slot_rows: tuple[Tensor, ...] = tuple(
             slots[layer * layer_rows * block_size :] for layer in range(num_layers)
         )
-
-
-def apply_copies(storages: Sequence[KVStorage], copies: Sequence[BlockCopy]) -> None:
-    """Copy whole blocks, in order: a later copy may read what an earlier one wrote, or take bytes that it gave up.
-
-    Args:
-        storages: one for each cache group.
-        copies: of all groups.
-    """
-    for copy in copies:
-        data = storages[copy.group_idx].data
-        data[copy.dst_id].copy_(data[copy.src_id])

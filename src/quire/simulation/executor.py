@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from quire.errors import InvariantViolation
-from quire.memory.ops import BlockCopy
+from quire.memory.ops import BlockCopy, Tier
 from quire.memory.specs import FullAttention, KVCacheSpec
 from quire.scheduling.plan import ItemResult, Opening, PlanItem, StepPlan, StepResult
 
@@ -45,8 +45,9 @@ class SimulatedExecutor:
         self.vocab_size = vocab_size
         self.specs = tuple(specs) or (FullAttention(block_size=block_size),)
         self.num_computed_tokens = 0
-        # By group and slot.
-        self._slots: dict[tuple[int, int], tuple[int, int]] = {}
+        # By group and slot, for each tier.
+        self._tiers: dict[Tier, dict[tuple[int, int], tuple[int, int]]] = {tier: {} for tier in Tier}
+        self._slots = self._tiers[Tier.DEVICE]
         self._open: dict[int, _OpenSequence] = {}
 
     @property
@@ -69,16 +70,19 @@ class SimulatedExecutor:
 
     def close(self) -> None:
         """Forget everything."""
-        self._slots.clear()
+        for slots in self._tiers.values():
+            slots.clear()
         self._open.clear()
 
     def _copy_block(self, copy: BlockCopy) -> None:
+        source, target = self._tiers[copy.src_tier], self._tiers[copy.dst_tier]
         for offset in range(self.block_size):
-            content = self._slots.get((copy.group_idx, copy.src_id * self.block_size + offset))
+            content = source.get((copy.group_idx, copy.src_id * self.block_size + offset))
+            slot = copy.group_idx, copy.dst_id * self.block_size + offset
             if content is None:
-                self._slots.pop((copy.group_idx, copy.dst_id * self.block_size + offset), None)
+                target.pop(slot, None)
             else:
-                self._slots[copy.group_idx, copy.dst_id * self.block_size + offset] = content
+                target[slot] = content
 
     def _write(self, item: PlanItem, written: dict[tuple[int, int], int]) -> None:
         """Bring the item's table up to date and store its tokens."""
