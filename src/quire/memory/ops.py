@@ -35,7 +35,8 @@ class BlockCopy(NamedTuple):
 
     Args:
         group_idx: the group.
-        src_id, dst_id: block ids, each of its own tier.
+        src_id, dst_id: block ids, each of its own tier. From disk: the ticket under which the block was read. To disk:
+            the place of what it is in `MemoryOps.saves`.
         src_tier, dst_tier: where the blocks lie.
     """
 
@@ -47,9 +48,15 @@ class BlockCopy(NamedTuple):
 
 
 class MemoryOps(NamedTuple):
-    """Ordered byte movements; a later one may read what an earlier one wrote, so they are never reordered."""
+    """Ordered byte movements; a later one may read what an earlier one wrote, so they are never reordered.
+
+    Args:
+        copies: the movements.
+        saves: what those are that go to disk.
+    """
 
     copies: tuple[BlockCopy, ...] = ()
+    saves: tuple[StoredBlock, ...] = ()
 
 
 class TableDelta(NamedTuple):
