@@ -12,8 +12,9 @@ from quire.decoding import Sampling
 from quire.errors import LogError
 from quire.memory import ChunkedLocal, FullAttention, KVCacheManager, KVCacheSpec, Namespace, SlidingWindow, Verdict
 from quire.memory.invariants import snapshot
-from quire.memory.recorder import COUNT_EVERY, TITLE, RecordedMemory
+from quire.memory.recorder import COUNT_EVERY, TITLE, VERSION, RecordedMemory
 from quire.memory.replay import Report, replay
+from quire.memory.sequence_memory import SequenceMemory
 from quire.memory.settings import MemorySettings
 from quire.scheduling import Scheduler
 from quire.sequences import Request, SamplingParams
@@ -38,9 +39,12 @@ def play(log: str | list[str], check_every: int = 1) -> Report:
 def walk(memory: RecordedMemory, rng: random.Random, num_commands: int) -> None:
     """Issue random commands of every verb, as a careful owner may."""
     manager, next_id = memory.manager, 0
+    swaps = ("out", "in", "in") * (manager.host is not None)
     for _ in range(num_commands):
         live = sorted(manager.sequences)
-        verb = rng.choice(("enter", "enter", "grow", "grow", "grow", "grow", "fork", "truncate", "free", "pin", "tell"))
+        verb = rng.choice(
+            ("enter", "enter", "grow", "grow", "grow", "grow", "fork", "truncate", "free", "pin", "tell", *swaps)
+        )
         if verb == "enter" and len(live) < 5:
             tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 5 * SIZE))]
             chain = memory.chain(tokens, Namespace(cache_salt=rng.choice((None, "tenant"))))
@@ -56,9 +60,18 @@ def walk(memory: RecordedMemory, rng: random.Random, num_commands: int) -> None:
             memory.take_ops()
             if rng.random() < 0.05:
                 memory.reset_prefix_cache()
+        elif verb in swaps:
+            settled = [(key, state) for key, state in sorted(manager.sequences.items()) if is_settled(state)]
+            family = [key for key, state in settled if state.is_swapped == (verb == "in") and rng.random() < 0.7]
+            if verb == "out" and memory.can_swap_out(family).verdict is Verdict.OK:
+                memory.swap_out(family)
+            elif verb == "in" and memory.can_swap_in(family, [0] * len(family)).verdict is Verdict.OK:
+                memory.swap_in(family)
         elif live:
             seq_id = rng.choice(live)
             state = manager.sequences[seq_id]
+            if state.is_swapped and verb != "free":
+                continue
             tokens = state.chain.tokens
             if verb == "grow":
                 lookahead = rng.randrange(3)
@@ -75,6 +88,10 @@ def walk(memory: RecordedMemory, rng: random.Random, num_commands: int) -> None:
                 del tokens[length:]
             elif verb == "free":
                 memory.free(seq_id)
+
+
+def is_settled(state: SequenceMemory) -> bool:
+    return state.num_slots == state.num_computed
 
 
 def ids_of(manager: KVCacheManager) -> object:
@@ -105,7 +122,12 @@ def test_a_random_walk_runs_again_to_the_same_state(
     monkeypatch.setattr(MemorySettings, "build", keep)
     num_bytes = 14 * sum(spec.bytes_per_block for spec in specs)
     settings = MemorySettings(
-        specs=specs, num_bytes=num_bytes, eviction=eviction, pin_limit=3, enable_prefix_caching=seed > 0
+        specs=specs,
+        num_bytes=num_bytes,
+        eviction=eviction,
+        pin_limit=3,
+        enable_prefix_caching=seed > 0,
+        host_bytes=num_bytes if seed % 2 == 0 else 0,
     )
     memory, log = open_memory(settings)
     walk(memory, random.Random(seed), 1200)
@@ -120,6 +142,10 @@ def test_a_random_walk_runs_again_to_the_same_state(
         verbs = {"allocate", "append_slots", "fork", "truncate", "publish", "free", "reset_prefix_cache"}
         assert report.num_commands.keys() >= verbs | {"take_table_deltas", "take_ops"}
         assert report.usage.num_copies > 0
+    if seed % 2 == 0:
+        assert report.num_commands.keys() >= {"swap_out", "swap_in"}
+        assert report.usage.host is not None
+        assert report.usage.host.num_swap_ins > 0
 
 
 @pytest.mark.parametrize("specs", GROUPS, ids=str)
@@ -277,13 +303,13 @@ def test_checks_are_as_many_as_asked_for(sound: list[str]) -> None:
     [
         ("", "does not start with 'quire memory log'"),
         ("\x7fELF\ufffd\n", "does not start with"),
-        (f"{TITLE} 2 {{}}\n", "version 2, and only 1"),
-        (f"{TITLE} 1 {{}}\n", "damaged"),
-        (f"{TITLE} 1 []\n", "damaged"),
-        (f"{TITLE} 1\n", "damaged"),
-        (f'{TITLE} 1 {{"specs": [{{"kind": "none"}}]}}\n', "damaged"),
-        (f'{TITLE} 1 {{"specs": [], "num_blocks": 4}}\n', "damaged"),
-        (f'{TITLE} 1 {{"specs": [{{"kind": "full", "block_size": 4}}], "eviction": "x"}}\n', "damaged"),
+        (f"{TITLE} {VERSION + 1} {{}}\n", f"version {VERSION + 1}, and only {VERSION}"),
+        (f"{TITLE} {VERSION} {{}}\n", "damaged"),
+        (f"{TITLE} {VERSION} []\n", "damaged"),
+        (f"{TITLE} {VERSION}\n", "damaged"),
+        (f'{TITLE} {VERSION} {{"specs": [{{"kind": "none"}}]}}\n', "damaged"),
+        (f'{TITLE} {VERSION} {{"specs": [], "num_blocks": 4}}\n', "damaged"),
+        (f'{TITLE} {VERSION} {{"specs": [{{"kind": "full", "block_size": 4}}], "eviction": "x"}}\n', "damaged"),
     ],
 )
 def test_what_is_no_log_is_refused(header: str, words: str) -> None:
@@ -293,7 +319,7 @@ def test_what_is_no_log_is_refused(header: str, words: str) -> None:
 
 def test_settings_survive_being_written() -> None:
     settings = MemorySettings(
-        specs=(FULL, WINDOW, CHUNKED), num_bytes=1 << 20, watermark=3, eviction="fifo", pin_limit=2
+        specs=(FULL, WINDOW, CHUNKED), num_bytes=1 << 20, watermark=3, eviction="fifo", pin_limit=2, host_bytes=9
     )
     assert MemorySettings.from_json(settings.to_json()) == settings
 

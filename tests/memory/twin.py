@@ -8,9 +8,12 @@ eviction, and which sequences share which pages.
 from __future__ import annotations
 
 from itertools import product
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from quire.memory import Namespace
+
+if TYPE_CHECKING:
+    from tests.memory.host_twin import HostTwin
 
 Prefix = tuple[Namespace, tuple[int, ...]]
 
@@ -90,6 +93,7 @@ class Twin:
         self.num_copies = 0
         self.num_merges = 0
         self.num_evictions = 0
+        self.host: HostTwin | None = None
 
     # ---- questions ----
 
@@ -252,6 +256,8 @@ class Twin:
         """Release a sequence, its tail first."""
         self._give_back(self.sequences[seq_id], 0)
         del self.sequences[seq_id]
+        if self.host is not None and seq_id in self.host.tables:
+            self.host.leave(seq_id)
 
     def reset(self) -> None:
         """Forget what is published; whoever lives publishes no more."""
@@ -261,6 +267,8 @@ class Twin:
             group.idle = []
         for sequence in self.sequences.values():
             sequence.is_publishing = False
+        if self.host is not None:
+            self.host.reset()
 
     # ---- steps of commands ----
 
@@ -283,7 +291,10 @@ class Twin:
         if self.num_available() == sum(len(group.idle) for group in self.groups):
             oldest = [(group.idle[0].idle_since, other) for other, group in enumerate(self.groups) if group.idle]
             _, other = min(oldest)
-            self._unpublish(other, self.groups[other].idle.pop(0))
+            victim = self.groups[other].idle.pop(0)
+            if self.host is not None and victim.prefix is not None:
+                self.host.keep(other, victim.prefix)
+            self._unpublish(other, victim)
             self.num_evictions += 1
         return Page()
 

@@ -4,7 +4,36 @@ from __future__ import annotations
 
 import random
 
+from quire.memory import Verdict
 from tests.memory.world import NAMESPACES, World
+
+VERBS = ("enter", "enter", "decode", "decode", "decode", "look ahead", "fork", "truncate", "free")
+SWAPS = ("swap",) * 5
+
+
+def random_swap(world: World, rng: random.Random) -> None:
+    """Swap some sequences out, or some back and on."""
+    swapped = [seq_id for seq_id in sorted(world.tokens) if world.manager.sequences[seq_id].is_swapped]
+    settled = [
+        seq_id
+        for seq_id in sorted(world.tokens)
+        if seq_id not in swapped and world.num_slots(seq_id) == world.num_computed(seq_id)
+    ]
+    ready = [seq_id for seq_id in swapped if len(world.tokens[seq_id]) == world.num_slots(seq_id)]
+    if settled and rng.random() < 0.5:
+        world.swap_out(rng.sample(settled, rng.randrange(1, len(settled) + 1)))
+    elif ready and rng.random() < 0.7:
+        seq_ids = rng.sample(ready, rng.randrange(1, len(ready) + 1))
+        goals = [world.num_slots(seq_id) + rng.randrange(3) for seq_id in seq_ids]
+        if world.swap_in(seq_ids, goals) is Verdict.OK:
+            for seq_id, goal in zip(seq_ids, goals, strict=True):
+                count = goal - world.num_slots(seq_id)
+                world.tokens[seq_id].extend(rng.randrange(2) for _ in range(count))
+                if count:
+                    assert world.grow(seq_id, count), "can_swap_in promised what append_slots refuses"
+                    world.store(seq_id, count)
+    elif swapped:
+        world.swap_in(swapped, [0] * len(swapped))
 
 
 def random_walk(world: World, rng: random.Random, num_commands: int, *, max_sequences: int = 4) -> None:
@@ -12,7 +41,7 @@ def random_walk(world: World, rng: random.Random, num_commands: int, *, max_sequ
     next_id = 0
     for _ in range(num_commands):
         live = sorted(world.tokens)
-        verb = rng.choice(("enter", "enter", "decode", "decode", "decode", "look ahead", "fork", "truncate", "free"))
+        verb = rng.choice(VERBS + SWAPS * world.has_host)
         if rng.random() < 0.02:
             world.reset()
         if verb == "enter" and len(live) < max_sequences:
@@ -22,7 +51,12 @@ def random_walk(world: World, rng: random.Random, num_commands: int, *, max_sequ
             continue
         if not live:
             continue
+        if verb == "swap":
+            random_swap(world, rng)
+            continue
         seq_id = rng.choice(live)
+        if world.manager.sequences[seq_id].is_swapped and verb != "free":
+            continue
         settled = world.num_slots(seq_id) == world.num_computed(seq_id) == len(world.tokens[seq_id])
         if verb == "decode" and settled:
             if world.grow(seq_id, 1):

@@ -7,7 +7,8 @@ copied, merged, evicted or reused wrongly cannot read back right by luck.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import pytest
@@ -21,11 +22,14 @@ from quire.memory import (
     KVCacheSpec,
     Namespace,
     SlidingWindow,
+    Tier,
     TokenChain,
     Verdict,
     check,
 )
+from quire.memory.chain import Link
 from quire.memory.invariants import snapshot
+from tests.memory.host_twin import HostTwin
 from tests.memory.twin import Kind, Page, Pages, Twin
 
 # What a slot's KV depends on: the namespace and all tokens up to its own; None before anything is written.
@@ -46,6 +50,8 @@ class WorldSize(NamedTuple):
         layers: of each group, when their blocks are to be of different sizes.
         num_bytes: of the arena, then; `num_blocks` has no meaning.
         eviction: the policy; the twin knows the first only.
+        host_blocks: of the host tier, shared by the groups, when their blocks are of one size; or
+        host_bytes: of the host tier.
     """
 
     num_blocks: int
@@ -56,6 +62,8 @@ class WorldSize(NamedTuple):
     layers: tuple[int, ...] = ()
     num_bytes: int | None = None
     eviction: str = "lru"
+    host_blocks: int = 0
+    host_bytes: int = 0
 
 
 def spec_of(kind: Kind, block_size: int, num_layers: int = 1) -> KVCacheSpec:
@@ -77,26 +85,31 @@ class World:
 
     def __init__(self, size: WorldSize, *, has_twin: bool = True) -> None:
         self.size = size
+        specs = [
+            spec_of(kind, size.block_size, num_layers)
+            for kind, num_layers in zip(size.kinds, size.layers or (1,) * len(size.kinds), strict=True)
+        ]
         self.manager = KVCacheManager(
-            [
-                spec_of(kind, size.block_size, num_layers)
-                for kind, num_layers in zip(size.kinds, size.layers or (1,) * len(size.kinds), strict=True)
-            ],
+            specs,
             None if size.num_bytes else size.num_blocks,
             num_bytes=size.num_bytes,
             watermark=size.watermark,
             enable_prefix_caching=size.caching,
             eviction=size.eviction,
+            host_bytes=size.host_bytes or (size.host_blocks and (size.host_blocks + 1) * specs[0].bytes_per_block),
         )
         self.twin = Twin(size.num_blocks, size.block_size, size.kinds, watermark=size.watermark, caching=size.caching)
+        if size.host_blocks:
+            self.twin.host = HostTwin(self.twin, size.host_blocks)
         self.has_twin = has_twin
+        self.has_host = self.manager.host is not None
         self.tokens: dict[int, list[int]] = {}
         self.chains: dict[int, TokenChain] = {}
         self.namespaces: dict[int, Namespace] = {}
         self.worker_tables: dict[int, list[list[int]]] = {}
         self.pending: list[BlockCopy] = []
-        # By byte of the arena: groups see the same bytes.
-        self.stored: dict[int, Content] = {}
+        # By byte of each tier's arena: groups see the same bytes.
+        self.stored: dict[Tier, dict[int, Content]] = {tier: {} for tier in Tier}
         self.block_of: dict[Page, int] = {}
 
     # ---- what a driver may ask ----
@@ -156,7 +169,8 @@ class World:
             assert status.needed > status.available
             return
         assert status.verdict is not Verdict.NEVER, "NEVER was said though it fits"
-        spare = self.size.watermark + reserved if twin.sequences else 0
+        num_swapped = 0 if twin.host is None else len(twin.host.tables)
+        spare = self.size.watermark + reserved if len(twin.sequences) > num_swapped else 0
         margin, is_exact = twin.num_available(), True
         for idx in groups:
             margin -= twin.least_needed(idx, num_tokens, hit[idx], step) + spare
@@ -204,7 +218,7 @@ class World:
                 block_idx, offset = divmod(position, self.size.block_size)
                 assert table[block_idx] != 0, "the null block is written"
                 for byte in self._bytes_of(group_idx, table[block_idx], offset):
-                    self.stored[byte] = prefixes[position]
+                    self.stored[Tier.DEVICE][byte] = prefixes[position]
             for position in range(start, end):
                 self._reads_back(group_idx, tuple(table), prefixes, position)
         self.manager.publish(seq_id, end)
@@ -240,6 +254,80 @@ class World:
             self.twin.free(seq_id)
         self.verify()
 
+    def swap_out(self, seq_ids: list[int]) -> Verdict:
+        """Ask for room on the host and take it, or find that what is refused changes nothing."""
+        before = snapshot(self.manager)
+        status, size = self.manager.can_swap_out(seq_ids), self.manager.swap_size(seq_ids)
+        assert snapshot(self.manager) == before, "a question changed the manager"
+        if self.has_twin and self.twin.host is not None:
+            num_pages, margin = self.twin.host.out_margin(seq_ids)
+            expected = Verdict.NEVER if num_pages > self.twin.host.num_pages else Verdict.LATER
+            assert status.verdict is (Verdict.OK if margin >= 0 else expected), "the twin decides otherwise"
+            assert status.verdict is Verdict.NEVER or status.available - status.needed == margin
+        self._swap(seq_ids, self.manager.swap_out, status.verdict, size.num_blocks)
+        if status.verdict is Verdict.OK and self.has_twin and self.twin.host is not None:
+            self.twin.host.swap_out(seq_ids)
+        self.verify()
+        return status.verdict
+
+    def swap_in(self, seq_ids: list[int], goals: list[int], reserved: int = 0) -> Verdict:
+        """Ask for room on the device to come back and grow, and come back unless that itself is too much."""
+        manager, idle = self.manager, [0] * len(seq_ids)
+        before = snapshot(manager)
+        spare = (reserved,) * len(self.size.kinds)
+        status, size = manager.can_swap_in(seq_ids, goals, None, spare), manager.swap_size(seq_ids)
+        plain = manager.can_swap_in(seq_ids, idle)
+        assert snapshot(manager) == before, "a question changed the manager"
+        assert plain.verdict is not Verdict.NEVER or len(seq_ids) > 1, "NEVER was said of what was there"
+        assert status.verdict is not Verdict.OK or plain.verdict is Verdict.OK
+        is_alone = all(state.is_swapped for state in manager.sequences.values())
+        if self.has_twin and self.twin.host is not None:
+            watermark = 0 if is_alone else self.size.watermark * len(spare)
+            num_pages, margin = self.twin.host.in_margin(seq_ids)
+            assert (plain.verdict is Verdict.NEVER) == (num_pages > self.twin.num_pages)
+            if plain.verdict is not Verdict.NEVER:
+                assert plain.available - plain.needed == margin - watermark, "the twin counts otherwise"
+            if status.verdict is not Verdict.NEVER and all(kind.name == "full" for kind in self.size.kinds):
+                margin -= self.twin.host.growth(seq_ids, goals) + (0 if is_alone else sum(spare)) + watermark
+                assert status.available - status.needed == margin, "the twin counts otherwise"
+        if plain.verdict is Verdict.OK or not self.size.watermark or is_alone:
+            self._swap(seq_ids, manager.swap_in, plain.verdict, size.num_blocks)
+            if plain.verdict is Verdict.OK and self.has_twin and self.twin.host is not None:
+                self.twin.host.swap_in(seq_ids)
+            self.verify()
+        return status.verdict
+
+    def _swap(
+        self, seq_ids: list[int], command: Callable[[list[int]], None], verdict: Verdict, num_blocks: int
+    ) -> None:
+        """Swap a family, and find it shared as before (M8) with as many blocks copied as was said."""
+        if verdict is not Verdict.OK:
+            self.refuses(ValueError, lambda: command(seq_ids))
+            return
+        sharing = self._sharing(seq_ids)
+        traffic = self._num_swapped_blocks()
+        command(seq_ids)
+        assert self._sharing(seq_ids) == sharing, "M8: what was shared is so no more"
+        assert self._num_swapped_blocks() - traffic == num_blocks, "another number of blocks was copied"
+        for seq_id in seq_ids:
+            if self.manager.sequences[seq_id].is_swapped:
+                assert self.manager.take_table_deltas(seq_id) == (), "the worker hears of blocks on the host"
+                self.worker_tables[seq_id] = [[] for _ in self.size.kinds]
+
+    def _num_swapped_blocks(self) -> int:
+        host = self.manager.usage().host
+        return 0 if host is None else host.num_swap_outs + host.num_swap_ins
+
+    def _sharing(self, seq_ids: list[int]) -> list[list[int]]:
+        """Return the tables of a family with its blocks named in the order in which they are met."""
+        names: dict[tuple[int, int], int] = {}
+        states = [self.manager.sequences[seq_id] for seq_id in seq_ids]
+        return [
+            [names.setdefault((idx, block_id), len(names)) if block_id else -1 for block_id in table]
+            for state in states
+            for idx, table in enumerate(state.tables_on(Tier.HOST if state.is_swapped else Tier.DEVICE))
+        ]
+
     def evict(self, group_idx: int, block_id: int) -> None:
         """Evict an idle block out of turn; the twin does not know."""
         loan, pool = self.manager.arena.loans[group_idx], self.manager.groups[group_idx].pool
@@ -268,11 +356,11 @@ class World:
 
     def perform_copies(self) -> None:
         """Make the copies that the manager asked for, in order."""
-        for group_idx, src_id, dst_id, *_ in self.pending:
+        for group_idx, src_id, dst_id, src_tier, dst_tier in self.pending:
             assert 0 not in (src_id, dst_id), "the null block is copied"
             size = self.manager.arena.layout.block_bytes[group_idx]
             for offset in range(size):
-                self.stored[dst_id * size + offset] = self.stored.get(src_id * size + offset)
+                self.stored[dst_tier][dst_id * size + offset] = self.stored[src_tier].get(src_id * size + offset)
         self.pending = []
 
     def refuses(self, error: type[Exception], command: Callable[[], object]) -> None:
@@ -291,10 +379,29 @@ class World:
         for seq_id, tokens in self.tokens.items():
             count = self.num_computed(seq_id)
             prefixes = self._prefixes(self.namespaces[seq_id], tokens, count)
-            for group_idx in range(len(self.size.kinds)):
-                self._reads_back(group_idx, self.manager.block_table(seq_id, group_idx), prefixes, count)
+            state = self.manager.sequences[seq_id]
+            tier = Tier.HOST if state.is_swapped else Tier.DEVICE
+            for group_idx, table in enumerate(state.tables_on(tier)):
+                self._reads_back(group_idx, tuple(table), prefixes, count, tier)
+        self._verify_host_index()
         if self.has_twin:
             self._compare_with_twin()
+
+    def _verify_host_index(self) -> None:
+        """Assert that what is published on the host is there, as if all copies were made already (M4)."""
+        namespaces = {namespace.serialise(): namespace for namespace in NAMESPACES}
+        for group_idx, group in enumerate(self.manager.host.groups if self.manager.host else ()):
+            for block_id, link in group.pool.index.items():
+                tokens: list[int] = []
+                ancestor: Link | None = link
+                while ancestor is not None and ancestor[2] is not None:
+                    tokens[:0] = array("I", ancestor[1])
+                    ancestor = ancestor[2]
+                assert ancestor is not None
+                prefixes = self._prefixes(namespaces[ancestor[1]], tokens, len(tokens))
+                table = (block_id,) * (len(tokens) // self.size.block_size)
+                first = len(tokens) - self.size.block_size
+                self._positions_hold(group_idx, table, prefixes, range(first, len(tokens)), Tier.HOST)
 
     def _compare_with_twin(self) -> None:
         manager, twin = self.manager, self.twin
@@ -311,7 +418,7 @@ class World:
         for seq_id, sequence in twin.sequences.items():
             state = manager.sequences[seq_id]
             assert (state.num_slots, state.num_computed) == (sequence.num_slots, sequence.num_computed)
-            limit = manager.rollback_limit(seq_id)
+            limit = 0 if state.is_swapped else manager.rollback_limit(seq_id)
             assert limit == 0 or not twin.can_truncate(seq_id, limit - 1), "it could be rolled back further"
             for group_idx, pages in enumerate(sequence.pages):
                 table = manager.block_table(seq_id, group_idx)
@@ -327,9 +434,30 @@ class World:
             assert published == {block_of[page] for page in theirs.published.values()}
             mine = [block_of[page] for page in block_of if page in theirs.idle or page in theirs.published.values()]
             assert len(set(mine)) == len(mine), "two pages of the twin are one block"
+        if twin.host is not None:
+            self._compare_hosts(twin.host, block_of)
         for page, block_id in block_of.items():
             assert self.block_of.get(page, block_id) == block_id, "a page of the twin moved"
         self.block_of = block_of
+
+    def _compare_hosts(self, theirs: HostTwin, block_of: dict[Page, int]) -> None:
+        mine, host = self.manager.host, self.manager.usage().host
+        assert mine is not None
+        assert host is not None
+        num_used, num_idle = len(theirs.held()), sum(len(group.idle) for group in theirs.groups)
+        counts = (num_used, num_idle, theirs.num_pages - num_used - num_idle, len(theirs.tables), theirs.num_evictions)
+        assert host[1:6] == counts, "the twin counts otherwise on the host"
+        assert host[6:9] == (theirs.num_swap_outs, theirs.num_swap_ins, theirs.num_demotions)
+        for seq_id, table in theirs.tables.items():
+            for pages, block_ids in zip(table, self.manager.sequences[seq_id].tables_on(Tier.HOST), strict=True):
+                for page, block_id in zip(pages, block_ids, strict=True):
+                    assert (page is None) == (block_id == 0)
+                    assert page is None or block_of.setdefault(page, block_id) == block_id, "M8: shared otherwise"
+        for group, twins in zip(mine.groups, theirs.groups, strict=True):
+            for page, block_id in zip(twins.idle, group.pool.idle, strict=True):
+                assert block_of.setdefault(page, block_id) == block_id, "evicted from the host in another order"
+            published = {block_id for block_id, _ in group.pool.index.items()}
+            assert published == {block_of[page] for page in twins.published.values()}
 
     # ---- the worker's side ----
 
@@ -348,17 +476,34 @@ class World:
         start = (block_id * self.size.block_size + offset) * token_bytes
         return range(start, start + token_bytes)
 
-    def _reads_back(self, group_idx: int, table: tuple[int, ...], prefixes: list[Content], query: int) -> None:
+    def _reads_back(
+        self,
+        group_idx: int,
+        table: tuple[int, ...],
+        prefixes: list[Content],
+        query: int,
+        tier: Tier = Tier.DEVICE,
+    ) -> None:
         """Assert that the query at a position reads what was stored (M5), as if all copies were made already."""
         kind = self.size.kinds[group_idx]
-        sources: dict[int, int] = {}
-        for copy in self.pending:
-            if copy.group_idx == group_idx:
-                sources[copy.dst_id] = sources.get(copy.src_id, copy.src_id)
-        for position in range(query):
-            if kind.reads(query, position):
-                block_idx, offset = divmod(position, self.size.block_size)
-                block_id = table[block_idx]
-                for byte in self._bytes_of(group_idx, sources.get(block_id, block_id), offset):
-                    content = self.stored.get(byte)
-                    assert content == prefixes[position], f"M5: group {group_idx} reads other tokens at {position}"
+        positions = [position for position in range(query) if kind.reads(query, position)]
+        self._positions_hold(group_idx, table, prefixes, positions, tier)
+
+    def _positions_hold(
+        self,
+        group_idx: int,
+        table: tuple[int, ...],
+        prefixes: list[Content],
+        positions: Iterable[int],
+        tier: Tier,
+    ) -> None:
+        sources: dict[tuple[Tier, int], tuple[Tier, int]] = {}
+        for idx, src_id, dst_id, src_tier, dst_tier in self.pending:
+            if idx == group_idx:
+                sources[dst_tier, dst_id] = sources.get((src_tier, src_id), (src_tier, src_id))
+        for position in positions:
+            block_idx, offset = divmod(position, self.size.block_size)
+            source_tier, block_id = sources.get((tier, table[block_idx]), (tier, table[block_idx]))
+            for byte in self._bytes_of(group_idx, block_id, offset):
+                content = self.stored[source_tier].get(byte)
+                assert content == prefixes[position], f"M5: group {group_idx} reads other tokens at {position}"

@@ -6,7 +6,8 @@ from quire.memory.manager import KVCacheManager
 from quire.memory.ops import NO_OPS, BlockCopy, MemoryOps, TableDelta, Tier
 from quire.memory.specs import ChunkedLocal, FullAttention, KVCacheSpec, SlidingWindow
 from quire.memory.status import AllocStatus, HitEnd, PrefixHit, Verdict
-from quire.memory.usage import GroupUsage, Usage
+from quire.memory.swap import SwapSize
+from quire.memory.usage import GroupUsage, HostUsage, Usage
 
 __all__ = [
     "NO_OPS",
@@ -16,12 +17,14 @@ __all__ = [
     "FullAttention",
     "GroupUsage",
     "HitEnd",
+    "HostUsage",
     "KVCacheManager",
     "KVCacheSpec",
     "MemoryOps",
     "Namespace",
     "PrefixHit",
     "SlidingWindow",
+    "SwapSize",
     "TableDelta",
     "Tier",
     "TokenChain",

@@ -43,8 +43,19 @@ def judge(
         num_new = min(peak - num_woken, spec.num_blocks(num_tokens) - len(shared))
         woken.append(num_woken)
         needs.append(num_woken + num_new + spared)
-    rooms = [arena.room(idx, needs) for idx in range(len(groups))]
-    idx = min(range(len(groups)), key=lambda idx: rooms[idx] - needs[idx])
+    return weigh(arena, needs, woken)
+
+
+def weigh(arena: Arena, needs: Sequence[int], woken: Sequence[int]) -> AllocStatus:
+    """Say OK or LATER, with the numbers of the group that has least to spare.
+
+    Args:
+        arena: with what is held now.
+        needs: blocks of each group that are to have holders beyond those that have some now.
+        woken: those of them that are idle now, which neither number counts.
+    """
+    rooms = [arena.room(idx, needs) for idx in range(len(needs))]
+    idx = min(range(len(needs)), key=lambda idx: rooms[idx] - needs[idx])
     verdict = Verdict.OK if needs[idx] <= rooms[idx] else Verdict.LATER
     return AllocStatus(verdict, idx, needs[idx] - woken[idx], rooms[idx] - woken[idx])
 
@@ -56,9 +67,14 @@ def refuse_for_ever(arena: Arena, groups: Sequence[CacheGroup], num_tokens: int,
         return sum(arena.num_slabs_for(idx, count) for idx, count in enumerate(blocks))
 
     worst = worst_moment([group.spec for group in groups], num_tokens, slabs_of, num_slabs)
-    if worst is None:
+    return None if worst is None else refuse_blocks(arena, worst, num_slabs)
+
+
+def refuse_blocks(arena: Arena, blocks: Sequence[int], num_slabs: int) -> AllocStatus | None:
+    """Return NEVER with its numbers when so many blocks of each group fill more than some slabs."""
+    filled = [arena.num_slabs_for(idx, count) for idx, count in enumerate(blocks)]
+    if sum(filled) <= num_slabs:
         return None
-    filled = [arena.num_slabs_for(idx, count) for idx, count in enumerate(worst)]
     idx = filled.index(max(filled))
     could_have = max(0, filled[idx] - (sum(filled) - num_slabs))
-    return AllocStatus(Verdict.NEVER, idx, worst[idx], could_have * arena.layout.blocks_per_slab[idx])
+    return AllocStatus(Verdict.NEVER, idx, blocks[idx], could_have * arena.layout.blocks_per_slab[idx])

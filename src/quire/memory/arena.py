@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from quire.memory.eviction import EvictionPolicy
-from quire.memory.ops import BlockCopy
+from quire.memory.ops import BlockCopy, Tier
 from quire.memory.pool import BlockPool
 from quire.memory.slabs import SlabLayout, lay_out
 
@@ -25,15 +25,18 @@ class Arena:
     Args:
         layout: of the bytes.
         pools: of the groups; when there are several, they have no blocks of their own.
+        tier: where the bytes are.
 
     Attributes:
-        moves: blocks that were moved and that tables still name by their old ids; the manager empties it.
+        moves: blocks that were moved and that tables still name by their old ids, and copies that were made of blocks
+            before they went; the manager empties it. Arenas of several tiers share one list: the order counts.
     """
 
-    __slots__ = ("_clock", "free_slabs", "layout", "loans", "moves", "pools")
+    __slots__ = ("_clock", "free_slabs", "layout", "loans", "moves", "pools", "tier")
 
-    def __init__(self, layout: SlabLayout, pools: Sequence[BlockPool]) -> None:
+    def __init__(self, layout: SlabLayout, pools: Sequence[BlockPool], tier: Tier = Tier.DEVICE) -> None:
         self.layout = layout
+        self.tier = tier
         self.pools = tuple(pools)
         # A stack with the lowest slab on top.
         self.free_slabs = list(range(layout.num_slabs - 1, -1, -1)) if len(pools) > 1 else []
@@ -91,7 +94,11 @@ class Arena:
 
 
 def build_arena(
-    block_bytes: Sequence[int], num_blocks: int | None, num_bytes: int | None, policy: Callable[[], EvictionPolicy]
+    block_bytes: Sequence[int],
+    num_blocks: int | None,
+    num_bytes: int | None,
+    policy: Callable[[], EvictionPolicy],
+    tier: Tier = Tier.DEVICE,
 ) -> Arena:
     """Return an arena with nothing in it.
 
@@ -100,6 +107,7 @@ def build_arena(
         num_blocks: for each group, when all blocks are of the same bytes; or
         num_bytes: the whole range.
         policy: makes the eviction policy of a group.
+        tier: where the bytes are.
 
     Raises:
         ValueError: the groups' blocks differ and no bytes are given; and what `lay_out` raises.
@@ -109,7 +117,7 @@ def build_arena(
     num_slabs = None if num_blocks is None else num_blocks * len(block_bytes)
     layout = lay_out(block_bytes, num_bytes=num_bytes, num_slabs=num_slabs)
     own = range(layout.num_slabs, 0, -1) if len(block_bytes) == 1 else range(0)
-    return Arena(layout, [BlockPool(layout.num_ids(idx), policy, own) for idx in range(len(block_bytes))])
+    return Arena(layout, [BlockPool(layout.num_ids(idx), policy, own) for idx in range(len(block_bytes))], tier)
 
 
 class Loan:
@@ -253,7 +261,8 @@ class Loan:
         target_slab = self._slab_of(elsewhere)
         self.used[target_slab] += 1
         self.resting.pop(target_slab, None)
-        self._arena.moves.append(BlockCopy(self.group_idx, block_id, elsewhere))
+        tier = self._arena.tier
+        self._arena.moves.append(BlockCopy(self.group_idx, block_id, elsewhere, tier, tier))
 
     def _give_back(self, slabs: list[int]) -> None:
         """Return slabs of which all blocks are free."""

@@ -158,6 +158,16 @@ class TokenChain:
         return child
 
 
+def is_same_link(link: Link, other: Link) -> bool:
+    """Say whether two links stand for the same tokens, up to the namespace."""
+    one, two = link, other
+    while one is not two:
+        if one[1] != two[1] or one[2] is None or two[2] is None:
+            return one[1] == two[1] and one[2] is two[2]
+        one, two = one[2], two[2]
+    return True
+
+
 def block_digest(parent: bytes, content: bytes) -> bytes:
     """Return the digest of the block with these tokens after the one with this digest."""
     return blake2b(parent + content, digest_size=DIGEST_BYTES).digest()

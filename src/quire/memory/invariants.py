@@ -9,6 +9,7 @@ from quire.memory.arena import Arena
 from quire.memory.chain import block_digest
 from quire.memory.groups import CacheGroup
 from quire.memory.manager import KVCacheManager
+from quire.memory.ops import Tier
 from quire.memory.pool import NULL_BLOCK, BlockPool
 from quire.memory.sequence_memory import SequenceMemory
 
@@ -19,19 +20,38 @@ def check(manager: KVCacheManager) -> None:
     Raises:
         InvariantViolation: naming the first invariant that does not hold.
     """
-    _check_slabs(manager.arena)
-    for idx, group in enumerate(manager.groups):
-        holders = Counter(
-            block for state in manager.sequences.values() for block in state.tables[idx][state.num_dead[idx] :]
-        )
-        holders += manager.pins.counts(idx)
-        _check_partition(group, holders, _lent_blocks(manager.arena, idx))
-        _check_index(group)
-        for seq_id, state in manager.sequences.items():
-            is_published = state.num_resets == manager.num_resets
-            _check_table(group, seq_id, state, idx, state.num_published if is_published else 0)
+    for tier in Tier if manager.host is not None else (Tier.DEVICE,):
+        _check_tier(manager, tier)
+    num_swapped = sum(state.is_swapped for state in manager.sequences.values())
+    if num_swapped != (manager.host.num_sequences if manager.host is not None else 0):
+        raise InvariantViolation("M1", f"{num_swapped} sequences are swapped out, another number is counted")
     if manager.arena.moves:
         raise InvariantViolation("M5", f"tables still name blocks that moved: {manager.arena.moves}")
+
+
+def _check_tier(manager: KVCacheManager, tier: Tier) -> None:
+    """Verify what one tier holds."""
+    on_device = tier is Tier.DEVICE
+    groups = manager.tables.groups_on(tier)
+    arena = manager.arena if manager.host is None or on_device else manager.host.arena
+    _check_slabs(arena)
+    for idx, group in enumerate(groups):
+        holders = Counter(
+            block_id
+            for state in manager.sequences.values()
+            for block_id in state.tables_on(tier)[idx][state.num_dead[idx] :]
+        )
+        if on_device:
+            holders += manager.pins.counts(idx)
+        _check_partition(group, holders, _lent_blocks(arena, idx))
+        _check_index(group)
+        for seq_id, state in manager.sequences.items():
+            if state.is_swapped != on_device:
+                is_published = on_device and state.num_resets == manager.num_resets
+                _check_table(group, seq_id, state, idx, state.tables_on(tier)[idx])
+                _check_links(group, seq_id, state, idx, must_be_published=is_published)
+            elif state.tables_on(tier)[idx]:
+                raise InvariantViolation("M2", f"sequence {seq_id} has blocks on both tiers")
 
 
 def snapshot(manager: KVCacheManager) -> tuple[object, ...]:
@@ -41,6 +61,7 @@ def snapshot(manager: KVCacheManager) -> tuple[object, ...]:
             seq_id,
             tuple(state.chain.tokens),
             tuple(map(tuple, state.tables)),
+            None if state.host_tables is None else tuple(map(tuple, state.host_tables)),
             tuple(state.num_dead),
             state.num_resets,
             state.num_slots,
@@ -60,11 +81,14 @@ def snapshot(manager: KVCacheManager) -> tuple[object, ...]:
             tuple(group.pool.ref_counts),
             tuple((block_id, link[:2]) for block_id, link in group.pool.index.items()),
         )
-        for group in manager.groups
+        for group in (*manager.groups, *(manager.host.groups if manager.host else ()))
     )
-    slabs = (
-        tuple(manager.arena.free_slabs),
-        tuple((tuple(loan.used.items()), tuple(loan.resting.items())) for loan in manager.arena.loans),
+    slabs = tuple(
+        (
+            tuple(arena.free_slabs),
+            tuple((tuple(loan.used.items()), tuple(loan.resting.items())) for loan in arena.loans),
+        )
+        for arena in (manager.arena, *((manager.host.arena,) if manager.host else ()))
     )
     return sequences, pools, slabs, manager.pins.snapshot(), tuple(manager.tables.pending_copies)
 
@@ -141,10 +165,10 @@ def _check_index(group: CacheGroup) -> None:
         raise InvariantViolation("M4", f"{num_published} blocks have an identity, {len(index)} identities a block")
 
 
-def _check_table(group: CacheGroup, seq_id: int, state: SequenceMemory, group_idx: int, num_published: int) -> None:
-    """M3: what is written next is private. M5: live blocks hold the sequence's tokens. M6: lengths agree."""
+def _check_table(group: CacheGroup, seq_id: int, state: SequenceMemory, group_idx: int, table: list[int]) -> None:
+    """M3: what is written next is private. M5: only the dead are null entries. M6: lengths agree."""
     pool, size, computed = group.pool, group.spec.block_size, state.num_computed
-    table, num_dead = state.tables[group_idx], state.num_dead[group_idx]
+    num_dead = state.num_dead[group_idx]
     if len(table) != group.spec.num_blocks(state.num_slots):
         raise InvariantViolation("M6", f"sequence {seq_id}: {len(table)} blocks for {state.num_slots} slots")
     if not 0 <= computed <= state.num_slots:
@@ -158,8 +182,15 @@ def _check_table(group: CacheGroup, seq_id: int, state: SequenceMemory, group_id
         for block_id in table[computed // size :]:
             if pool.ref_counts[block_id] > 1 or block_id in pool.index:
                 raise InvariantViolation("M3", f"sequence {seq_id} will write shared or published block {block_id}")
-    state.chain.links(num_published)
-    for i in range(num_dead, num_published):
-        link = pool.index.link_of(table[i])
-        if link is None or not state.chain.recognises(i, link):
+
+
+def _check_links(
+    group: CacheGroup, seq_id: int, state: SequenceMemory, group_idx: int, *, must_be_published: bool
+) -> None:
+    """M5: live blocks hold the sequence's tokens. On the host only what met no collision is published."""
+    table = state.tables[group_idx] if state.host_tables is None else state.host_tables[group_idx]
+    state.chain.links(state.num_published)
+    for i in range(state.num_dead[group_idx], state.num_published):
+        link = group.pool.index.link_of(table[i])
+        if must_be_published if link is None else not state.chain.recognises(i, link):
             raise InvariantViolation("M5", f"sequence {seq_id}: block {table[i]} holds other tokens")

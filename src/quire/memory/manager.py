@@ -16,17 +16,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from quire.memory import swap
 from quire.memory.admission import judge, refuse_for_ever
 from quire.memory.arena import build_arena
 from quire.memory.chain import Namespace, TokenChain
 from quire.memory.eviction import EVICTION_POLICIES
 from quire.memory.groups import CacheGroup, find_prefix
-from quire.memory.ops import NO_OPS, MemoryOps, TableDelta
+from quire.memory.host_tier import HostTier
+from quire.memory.ops import NO_OPS, MemoryOps, TableDelta, Tier
 from quire.memory.pins import Pins
 from quire.memory.progress import bury, next_event, publish_blocks
 from quire.memory.sequence_memory import SequenceMemory
 from quire.memory.specs import IMMORTAL, KVCacheSpec
 from quire.memory.status import AllocStatus, HitEnd, PrefixHit
+from quire.memory.swap import SwapSize
 from quire.memory.tables import BlockTables
 from quire.memory.usage import Usage, measure
 
@@ -43,6 +46,7 @@ class KVCacheManager:
         enable_prefix_caching: publish full blocks and find them again.
         eviction: a name in `EVICTION_POLICIES`.
         pin_limit: slabs (with one group: blocks) that pinned prefixes may fill; nothing may count on those.
+        host_bytes: the memory of the host tier, its null block included; 0 for none.
         key: a secret for the digests, at most 64 bytes.
 
     Invariants: M1 to M11, checked by `quire.memory.invariants.check`.
@@ -58,6 +62,7 @@ class KVCacheManager:
         enable_prefix_caching: bool = True,
         eviction: str = "lru",
         pin_limit: int = 0,
+        host_bytes: int = 0,
         key: bytes = b"",
     ) -> None:
         sizes = {spec.block_size for spec in specs}
@@ -68,7 +73,8 @@ class KVCacheManager:
         self.arena = build_arena(block_bytes, num_blocks, num_bytes, EVICTION_POLICIES[eviction])
         self.pins = Pins(self.arena, pin_limit)
         self.groups = tuple(CacheGroup(spec, pool) for spec, pool in zip(specs, self.arena.pools, strict=True))
-        self.tables = BlockTables(self.arena, self.groups, self.pins)
+        self.host = HostTier(self.arena, self.groups, host_bytes, EVICTION_POLICIES[eviction]) if host_bytes else None
+        self.tables = BlockTables(self.arena, self.groups, self.pins, self.host)
         self.watermark = watermark
         self.enable_prefix_caching = enable_prefix_caching
         self.sequences = self.tables.sequences
@@ -110,9 +116,7 @@ class KVCacheManager:
                 a prompt makes room for the next.
             reserved: blocks of each group that sequences already let in will still ask for.
         """
-        spare = [0] * len(self.groups)
-        if self.sequences:
-            spare = [self.watermark + count for count in reserved or spare]
+        spare = self._spare(reserved)
         return judge(self.arena, self.groups, num_tokens, hit, step_tokens or num_tokens, spare, self._num_slabs)
 
     def blocks_missing(self, seq_id: int, num_tokens: int, step_tokens: int | None = None) -> tuple[int, ...]:
@@ -130,6 +134,46 @@ class KVCacheManager:
             missing.append(max(0, min(more, group.spec.num_blocks(num_tokens) - len(table))))
         return tuple(missing)
 
+    def can_swap_out(self, seq_ids: Sequence[int]) -> AllocStatus:
+        """Say whether the host has room for a family: LATER when others' blocks take it, NEVER when it is too small.
+
+        Raises:
+            ValueError: see `swap_out`.
+        """
+        states = self.tables.family(seq_ids, Tier.DEVICE)
+        return swap.judge_swap_out(self.tables, swap.find_routes(self.tables, states, Tier.DEVICE))
+
+    def can_swap_in(
+        self,
+        seq_ids: Sequence[int],
+        num_tokens: Sequence[int],
+        step_tokens: int | None = None,
+        reserved: Sequence[int] = (),
+    ) -> AllocStatus:
+        """Say whether a family that is swapped out can come back and grow to some lengths.
+
+        NEVER means: not in these steps, even alone. A family fits as long as it was when it was swapped out.
+
+        Args:
+            seq_ids: the sequences.
+            num_tokens: tokens that each is to hold.
+            step_tokens, reserved: see `can_allocate`.
+
+        Raises:
+            ValueError: see `swap_in`.
+        """
+        states = self.tables.family(seq_ids, Tier.HOST)
+        return swap.judge_swap_in(self.tables, states, num_tokens, step_tokens, self._spare(reserved), self._num_slabs)
+
+    def swap_size(self, seq_ids: Sequence[int]) -> SwapSize:
+        """Return what would be copied to swap a family, out or in, as things are now.
+
+        Raises:
+            ValueError: see `swap_out` and `swap_in`.
+        """
+        tier = Tier.HOST if any(self.sequences[seq_id].is_swapped for seq_id in seq_ids) else Tier.DEVICE
+        return swap.measure_swap(self.tables, self.tables.family(seq_ids, tier), tier)
+
     def can_ever_hold(self, num_tokens: int) -> bool:
         """Say whether a sequence of `num_tokens` tokens could be held at all, by itself and in the shortest steps."""
         return refuse_for_ever(self.arena, self.groups, num_tokens, self._num_slabs) is None
@@ -146,8 +190,16 @@ class KVCacheManager:
 
     def usage(self) -> Usage:
         """Return block counts, of all groups and of each, and counters since the start."""
-        num_slots = [state.num_slots for state in tuple(self.sequences.values())]
-        return measure(self.arena, len(num_slots), sum(num_slots), self.tables.num_copies, self._num_merges)
+        states = tuple(self.sequences.values())
+        num_slots = sum(state.num_slots for state in states if not state.is_swapped)
+        return measure(self.arena, self.host, len(states), num_slots, self.tables.num_copies, self._num_merges)
+
+    def _spare(self, reserved: Sequence[int]) -> list[int]:
+        """Return the blocks of each group that must stay free for those who hold blocks of the device."""
+        num_swapped = self.host.num_sequences if self.host else 0
+        if len(self.sequences) == num_swapped:
+            return [0] * len(self.groups)
+        return [self.watermark + count for count in reserved or [0] * len(self.groups)]
 
     # ---- commands ----
 
@@ -189,7 +241,7 @@ class KVCacheManager:
         Raises:
             ValueError: fewer than one token, or a negative lookahead.
         """
-        state = self.sequences[seq_id]
+        state = self.tables.resident(seq_id)
         if num_tokens < 1 or lookahead < 0:
             raise ValueError(f"cannot append {num_tokens} slots and {lookahead} to look ahead")
         end = state.num_slots + num_tokens + lookahead
@@ -214,7 +266,7 @@ class KVCacheManager:
             ValueError: the child is live already, or the parent has slots that are not written yet (both would
                 write to them).
         """
-        parent = self.sequences[parent_id]
+        parent = self.tables.resident(parent_id)
         if child_id in self.sequences:
             raise ValueError(f"sequence {child_id} is live already")
         if parent.num_slots != parent.num_computed:
@@ -238,7 +290,7 @@ class KVCacheManager:
         Raises:
             ValueError: more slots than there are, or fewer than the dead blocks allow.
         """
-        state = self.sequences[seq_id]
+        state = self.tables.resident(seq_id)
         if not self.rollback_limit(seq_id) <= num_tokens <= state.num_slots:
             least = self.rollback_limit(seq_id)
             raise ValueError(f"cannot truncate to {num_tokens} tokens, only to [{least}, {state.num_slots}]")
@@ -258,7 +310,7 @@ class KVCacheManager:
         Raises:
             ValueError: `num_computed` shrinks, or exceeds the slots or the tokens.
         """
-        state = self.sequences[seq_id]
+        state = self.tables.resident(seq_id)
         if not state.num_computed <= num_computed <= state.num_slots or num_computed > len(state.chain.tokens):
             most = min(state.num_slots, len(state.chain.tokens))
             raise ValueError(f"num_computed {num_computed} is not in [{state.num_computed}, {most}]")
@@ -278,6 +330,35 @@ class KVCacheManager:
         self.tables.version += 1
         for group, table, num_dead in zip(self.groups, state.tables, state.num_dead, strict=True):
             group.pool.release(reversed(table[num_dead:]))
+        if self.host is not None and state.is_swapped:
+            self.host.num_sequences -= 1
+            swap.leave(self.tables, state, Tier.HOST)
+
+    def swap_out(self, seq_ids: Sequence[int]) -> None:
+        """Move a family to the host: each of its blocks once, sharing preserved (M8).
+
+        What is published stays so, on both tiers, until it is evicted. Until it comes back, a sequence can only be
+        freed.
+
+        Args:
+            seq_ids: live sequences, all of whose slots are computed.
+
+        Raises:
+            ValueError: one is swapped out, is named twice or has unwritten slots; or `can_swap_out` does not say OK.
+        """
+        swap.swap_out(self.tables, seq_ids)
+
+    def swap_in(self, seq_ids: Sequence[int]) -> None:
+        """Bring sequences back that are swapped out; what is published on the device is taken from there.
+
+        Raises:
+            ValueError: one is not swapped out or is named twice, or the device has no room for them.
+        """
+        swap.swap_in(self.tables, seq_ids)
+        for state in map(self.sequences.__getitem__, seq_ids):
+            if state.num_resets == self.num_resets:
+                swap.recount_published(self.tables, state)
+            state.next_event = next_event(self.groups, self._mortal, state)
 
     def reset_prefix_cache(self) -> None:
         """Make nothing that is published now be hit again, in constant time and whoever runs.
@@ -288,6 +369,8 @@ class KVCacheManager:
         self.num_resets += 1
         for group in self.groups:
             group.pool.reset()
+        if self.host is not None:
+            self.host.reset()
 
     def pin(self, name: str, chain: TokenChain) -> int:
         """Hold the longest published prefix of a chain until `unpin`; its last token may be part of it.

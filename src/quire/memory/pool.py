@@ -1,4 +1,4 @@
-"""The blocks of one cache group on the device: who holds them, which are published, which can be had."""
+"""The blocks of one cache group in one tier: who holds them, which are published, which can be had."""
 
 from __future__ import annotations
 
@@ -35,6 +35,14 @@ class Lender(Protocol):
         ...
 
 
+class Keeper(Protocol):
+    """Where published blocks may live on when they are evicted."""
+
+    def keep(self, block_ids: Sequence[int]) -> None:
+        """Note that published blocks are about to be evicted, in this order."""
+        ...
+
+
 class Retired(NamedTuple):
     """Blocks that were idle when the prefix cache was reset: free in all but name, until they are wanted."""
 
@@ -58,11 +66,23 @@ class BlockPool:
         index: of the published blocks.
         retired: what was idle at each reset since, the oldest reset first.
         lender: set when the pool shares its bytes.
+        keeper: set when there is a tier below; blocks from before a reset are not offered to it.
 
     Invariants: M1, M2 (with the tables of the manager), M10.
     """
 
-    __slots__ = ("_policy", "free", "idle", "index", "lender", "num_evictions", "num_used", "ref_counts", "retired")
+    __slots__ = (
+        "_policy",
+        "free",
+        "idle",
+        "index",
+        "keeper",
+        "lender",
+        "num_evictions",
+        "num_used",
+        "ref_counts",
+        "retired",
+    )
 
     def __init__(self, num_ids: int, policy: Callable[[], EvictionPolicy], free: Iterable[int] = ()) -> None:
         self._policy = policy
@@ -75,6 +95,7 @@ class BlockPool:
         # A stack, the next block to be handed out last.
         self.free = list(free)
         self.lender: Lender | None = None
+        self.keeper: Keeper | None = None
 
     def take(self, count: int) -> list[int]:
         """Hand out blocks with one holder each: free ones first, then evicted ones.
@@ -142,6 +163,8 @@ class BlockPool:
         """Take a block without holders out of the index and the policy that know it, and return it."""
         if not self.retired or block_id in self.index:
             self.num_evictions += 1
+            if self.keeper is not None:
+                self.keeper.keep((block_id,))
             self.idle.forget((block_id,))
             self.index.remove((block_id,))
         else:
@@ -158,6 +181,8 @@ class BlockPool:
         victims = [self.evict(self.next_victim()) for _ in range(from_retired)]
         chosen = self.idle.victims(count - from_retired)
         self.num_evictions += len(chosen)
+        if self.keeper is not None:
+            self.keeper.keep(chosen)
         self.idle.forget(chosen)
         self.index.remove(chosen)
         return victims + chosen

@@ -10,13 +10,15 @@ A line has what the command needs to be run again, and what came of it:
  t SEQ SLOTS                 truncate
  p SEQ COMPUTED [NAME ...]   publish: names of the blocks that were published, or merged, by this
  f SEQ SLOTS COMPUTED        free: how long the sequence was
+ > SEQ ...                   swap_out: of these sequences together
+ < SEQ ...                   swap_in
  r                           reset_prefix_cache
  + PIN TOKENS NAME ...       pin: of so many tokens, with names like a hit; pins are numbered
  - PIN                       unpin
  d SEQ [GROUP:START:ID,ID]   take_table_deltas: the block ids that the data plane is told
- o [GROUP:SRC>DST ...]       take_ops: the copies that it is told to make
- = COUNT ...                 no command: how many there were, and the counts of `Usage`; every 256 commands and when
-                             the last sequence is freed
+ o [GROUP:SRC>DST ...]       take_ops: the copies that it is told to make; an `h` follows the id of a host block
+ = COUNT ...                 no command: how many there were, and the counts of `Usage`, those of the host tier, if
+                             there is one, behind them; every 256 commands and when the last sequence is freed
 ```
 
 Tokens are not in it. To share a prefix, memory asks of blocks only whether they and all before them are equal; so a
@@ -26,20 +28,21 @@ changed nothing (M7), and are left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TextIO
 
 from quire.memory.chain import DIGEST_BYTES, Link, TokenChain
 from quire.memory.manager import KVCacheManager
-from quire.memory.ops import MemoryOps, TableDelta
+from quire.memory.ops import BlockCopy, MemoryOps, TableDelta, Tier
 from quire.memory.settings import MemorySettings
 from quire.memory.status import PrefixHit
 
 TITLE = "quire memory log"
-VERSION = 1
+VERSION = 2
 COUNT_EVERY = 256
 # The first fields of `Usage` count blocks, sequences, tokens and events; the others follow from them.
 NUM_COUNTS = 9
+NUM_HOST_COUNTS = 10
 
 
 def keyed_name(link: Link) -> str:
@@ -75,6 +78,9 @@ class RecordedMemory:
         self.can_ever_hold = manager.can_ever_hold
         self.rollback_limit = manager.rollback_limit
         self.block_table = manager.block_table
+        self.can_swap_out = manager.can_swap_out
+        self.can_swap_in = manager.can_swap_in
+        self.swap_size = manager.swap_size
         self.usage = manager.usage
         self._log = log
         self._name = name
@@ -125,6 +131,16 @@ class RecordedMemory:
         if not self.manager.sequences:
             self._write_counts()
 
+    def swap_out(self, seq_ids: Sequence[int]) -> None:
+        """See `KVCacheManager.swap_out`."""
+        self.manager.swap_out(seq_ids)
+        self._write(" ".join([">", *map(str, seq_ids)]))
+
+    def swap_in(self, seq_ids: Sequence[int]) -> None:
+        """See `KVCacheManager.swap_in`."""
+        self.manager.swap_in(seq_ids)
+        self._write(" ".join(["<", *map(str, seq_ids)]))
+
     def reset_prefix_cache(self) -> None:
         """See `KVCacheManager.reset_prefix_cache`."""
         self.manager.reset_prefix_cache()
@@ -147,7 +163,7 @@ class RecordedMemory:
     def take_ops(self) -> MemoryOps:
         """See `KVCacheManager.take_ops`."""
         ops = self.manager.take_ops()
-        self._write("".join(["o", *(f" {copy.group_idx}:{copy.src_id}>{copy.dst_id}" for copy in ops.copies)]))
+        self._write(" ".join(["o", *map(_movement, ops.copies)]))
         self._log.flush()
         return ops
 
@@ -175,5 +191,11 @@ class RecordedMemory:
             self._write_counts()
 
     def _write_counts(self) -> None:
-        counts = (self._num_commands, *self.manager.usage()[:NUM_COUNTS])
+        usage = self.manager.usage()
+        counts = (self._num_commands, *usage[:NUM_COUNTS], *(usage.host or ())[:NUM_HOST_COUNTS])
         self._log.write(" ".join(["=", *map(str, counts)]) + "\n")
+
+
+def _movement(copy: BlockCopy) -> str:
+    src, dst = ("h" if tier is Tier.HOST else "" for tier in (copy.src_tier, copy.dst_tier))
+    return f"{copy.group_idx}:{copy.src_id}{src}>{copy.dst_id}{dst}"

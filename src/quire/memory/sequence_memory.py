@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.memory.chain import TokenChain
-from quire.memory.ops import TableDelta
+from quire.memory.ops import TableDelta, Tier
 
 
 class SequenceMemory:
@@ -16,7 +16,8 @@ class SequenceMemory:
         is_publishing: False when full blocks are not to enter the prefix index.
 
     Attributes:
-        tables: per group, the block ids; dead blocks are null entries.
+        tables: per group, the block ids; dead blocks are null entries. Empty while the sequence is swapped out.
+        host_tables: the same with ids of the host tier while it is swapped out, else None.
         num_dead: per group, the leading null entries.
         num_slots: tokens with a slot.
         num_computed: tokens whose KV is stored.
@@ -33,6 +34,7 @@ class SequenceMemory:
         "chain",
         "dirty_from",
         "has_exclusive_tail",
+        "host_tables",
         "is_dirty",
         "is_publishing",
         "next_event",
@@ -47,6 +49,7 @@ class SequenceMemory:
     def __init__(self, chain: TokenChain, num_groups: int, num_resets: int, *, is_publishing: bool) -> None:
         self.chain = chain
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]
+        self.host_tables: list[list[int]] | None = None
         self.num_dead = [0] * num_groups
         self.num_resets = num_resets
         self.num_slots = 0
@@ -57,6 +60,17 @@ class SequenceMemory:
         self.has_exclusive_tail = True
         self.dirty_from = [0] * num_groups
         self.is_dirty = True
+
+    @property
+    def is_swapped(self) -> bool:
+        """Say whether its blocks are on the host."""
+        return self.host_tables is not None
+
+    def tables_on(self, tier: Tier) -> list[list[int]]:
+        """Return the block tables with ids of a tier; without entries where it has nothing there."""
+        if tier is Tier.DEVICE:
+            return self.tables
+        return [[] for _ in self.tables] if self.host_tables is None else self.host_tables
 
     def mark_dirty(self, group_idx: int, start: int) -> None:
         """Note that table entries from `start` on changed."""

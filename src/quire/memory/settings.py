@@ -27,6 +27,7 @@ class MemorySettings:
     enable_prefix_caching: bool = True
     eviction: str = "lru"
     pin_limit: int = 0
+    host_bytes: int = 0
 
     def build(self, key: bytes = b"") -> KVCacheManager:
         """Return a new manager.

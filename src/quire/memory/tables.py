@@ -1,4 +1,4 @@
-"""The block tables of all live sequences: how they grow, and what must be copied for that."""
+"""The block tables of all live sequences, on both tiers: how they grow, and what must be copied for that."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from quire.memory.arena import Arena
 from quire.memory.groups import CacheGroup
-from quire.memory.ops import BlockCopy
+from quire.memory.host_tier import HostTier
+from quire.memory.ops import BlockCopy, Tier
 from quire.memory.pins import Pins
 from quire.memory.sequence_memory import SequenceMemory
 
@@ -18,6 +19,7 @@ class BlockTables:
         arena: of the blocks.
         groups: the cache groups, one for each of its pools.
         pins: what is held by name.
+        host: the tier below the device, if there is one.
 
     Attributes:
         sequences: by id, those that are live.
@@ -26,12 +28,13 @@ class BlockTables:
         num_copies: blocks copied on write.
     """
 
-    __slots__ = ("arena", "groups", "num_copies", "pending_copies", "pins", "sequences", "version")
+    __slots__ = ("arena", "groups", "host", "num_copies", "pending_copies", "pins", "sequences", "version")
 
-    def __init__(self, arena: Arena, groups: Sequence[CacheGroup], pins: Pins) -> None:
+    def __init__(self, arena: Arena, groups: Sequence[CacheGroup], pins: Pins, host: HostTier | None = None) -> None:
         self.arena = arena
         self.groups = tuple(groups)
         self.pins = pins
+        self.host = host
         self.sequences: dict[int, SequenceMemory] = {}
         self.pending_copies: list[BlockCopy] = []
         self.version = 0
@@ -87,20 +90,61 @@ class BlockTables:
         state.num_slots = num_tokens
         state.has_exclusive_tail = False
 
-    def take(self, group_idx: int, count: int) -> list[int]:
+    def take(self, group_idx: int, count: int, tier: Tier = Tier.DEVICE) -> list[int]:
         """Take blocks of a group; where others had to move for that, their tables follow."""
-        block_ids = self.groups[group_idx].pool.take(count)
-        moves, self.arena.moves = self.arena.moves, []
-        for move in moves:
+        block_ids = self.groups_on(tier)[group_idx].pool.take(count)
+        for move in self.arena.moves:
             self.pending_copies.append(move)
-            self.pins.follow(move)
-            for state in self.sequences.values():
-                table = state.tables[move.group_idx]
-                if move.src_id in table:
-                    block_idx = table.index(move.src_id)
-                    table[block_idx] = move.dst_id
-                    state.mark_dirty(move.group_idx, block_idx)
+            if move.src_tier is move.dst_tier:
+                self._follow(move)
+        self.arena.moves.clear()
         return block_ids
+
+    def resident(self, seq_id: int) -> SequenceMemory:
+        """Return what is kept of a live sequence whose blocks are on the device.
+
+        Raises:
+            ValueError: it is swapped out.
+        """
+        state = self.sequences[seq_id]
+        if state.host_tables is not None:
+            raise ValueError(f"sequence {seq_id} is swapped out")
+        return state
+
+    def groups_on(self, tier: Tier) -> tuple[CacheGroup, ...]:
+        """Return the cache groups with their blocks in a tier."""
+        if tier is Tier.DEVICE:
+            return self.groups
+        assert self.host is not None, "there is no host tier"
+        return self.host.groups
+
+    def family(self, seq_ids: Sequence[int], tier: Tier) -> list[SequenceMemory]:
+        """Return what is kept of sequences that are to leave a tier together.
+
+        Raises:
+            ValueError: one is not there, is named twice, or has slots that are not written yet.
+        """
+        if len(set(seq_ids)) != len(seq_ids):
+            raise ValueError(f"a sequence is named twice in {list(seq_ids)}")
+        states = [self.sequences[seq_id] for seq_id in seq_ids]
+        for seq_id, state in zip(seq_ids, states, strict=True):
+            if state.is_swapped != (tier is Tier.HOST):
+                raise ValueError(f"sequence {seq_id} is {'' if state.is_swapped else 'not '}swapped out")
+            if state.num_slots != state.num_computed:
+                raise ValueError(f"sequence {seq_id} has {state.num_slots - state.num_computed} unwritten slots")
+        return states
+
+    def _follow(self, move: BlockCopy) -> None:
+        """Name a block that moved within its tier by its new id."""
+        if move.src_tier is Tier.DEVICE:
+            self.pins.follow(move)
+        for state in self.sequences.values():
+            table = state.tables_on(move.src_tier)[move.group_idx]
+            if move.src_id in table:
+                block_idx = table.index(move.src_id)
+                table[block_idx] = move.dst_id
+                if move.src_tier is Tier.DEVICE:
+                    state.mark_dirty(move.group_idx, block_idx)
 
     def _withdraw(self, state: SequenceMemory, block_idx: int) -> None:
         """Take a block that is about to be written in place out of the prefix index."""

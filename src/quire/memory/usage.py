@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from quire.memory.arena import Arena
+from quire.memory.host_tier import HostTier
 
 
 class GroupUsage(NamedTuple):
@@ -25,6 +27,40 @@ class GroupUsage(NamedTuple):
     bytes_per_block: int
 
 
+class HostUsage(NamedTuple):
+    """Block counts of the host tier: `used + idle + free == num_blocks` (M1); and counters since the start.
+
+    Args:
+        num_blocks: usable blocks; see `Usage`, as for the others.
+        used: blocks of sequences that are swapped out.
+        idle: blocks without holders that are published.
+        free: blocks that hold nothing.
+        num_sequences: those that are swapped out.
+        num_evictions: published blocks taken back for reuse.
+        num_swap_outs: blocks copied from the device for sequences that were swapped out.
+        num_swap_ins: blocks copied to the device when they came back.
+        num_demotions: published blocks copied from the device before they were evicted there.
+        num_promotions: blocks copied to the device for hits.
+        num_bytes: bytes of all blocks and slabs.
+        used_bytes: of those, bytes of blocks with holders.
+        groups: the counts of each cache group.
+    """
+
+    num_blocks: int
+    used: int
+    idle: int
+    free: int
+    num_sequences: int
+    num_evictions: int
+    num_swap_outs: int
+    num_swap_ins: int
+    num_demotions: int
+    num_promotions: int
+    num_bytes: int
+    used_bytes: int
+    groups: tuple[GroupUsage, ...]
+
+
 class Usage(NamedTuple):
     """Block counts of the device tier: `used + idle + free == num_blocks` (M1); and counters since the start.
 
@@ -35,8 +71,8 @@ class Usage(NamedTuple):
         used: blocks with holders.
         idle: blocks without holders that are still published: free to reuse and free to evict.
         free: blocks that hold nothing, slabs that no group has among them.
-        num_sequences: live sequences.
-        num_tokens: tokens with slots, a shared block's tokens counted for each holder.
+        num_sequences: live sequences, those that are swapped out among them.
+        num_tokens: tokens with slots on the device, a shared block's tokens counted for each holder.
         num_evictions: published blocks taken back for reuse.
         num_copies: blocks copied on write.
         num_merges: duplicate blocks given back when they filled.
@@ -44,6 +80,7 @@ class Usage(NamedTuple):
         used_bytes: of those, bytes of blocks with holders.
         lost_bytes: of those, bytes in lent slabs that blocks of the group's size leave over.
         groups: the counts of each cache group.
+        host: the host tier, None without one.
     """
 
     num_blocks: int
@@ -59,6 +96,7 @@ class Usage(NamedTuple):
     used_bytes: int
     lost_bytes: int
     groups: tuple[GroupUsage, ...]
+    host: HostUsage | None = None
 
     @property
     def used_fraction(self) -> float:
@@ -66,21 +104,12 @@ class Usage(NamedTuple):
         return self.used_bytes / self.num_bytes
 
 
-def measure(arena: Arena, num_sequences: int, num_tokens: int, num_copies: int, num_merges: int) -> Usage:
-    """Return how an arena is used; the other arguments are those of `Usage`."""
-    layout = arena.layout
-    groups = tuple(
-        GroupUsage(
-            pool.num_used,
-            len(pool.idle),
-            len(pool.free) + pool.num_retired,
-            len(loan.used) if len(arena.pools) > 1 else layout.num_slabs,
-            layout.block_bytes[idx],
-        )
-        for idx, (pool, loan) in enumerate(zip(arena.pools, arena.loans, strict=True))
-    )
-    used, idle = sum(group.used for group in groups), sum(group.idle for group in groups)
-    free = sum(group.free for group in groups) + len(arena.free_slabs)
+def measure(
+    arena: Arena, host: HostTier | None, num_sequences: int, num_tokens: int, num_copies: int, num_merges: int
+) -> Usage:
+    """Return how the tiers are used; the other arguments are those of `Usage`."""
+    layout, groups = arena.layout, _measure_groups(arena)
+    used, idle, free = _count_blocks(arena, groups)
     block_bytes = sum((group.used + group.idle + group.free) * group.bytes_per_block for group in groups)
     return Usage(
         num_blocks=used + idle + free,
@@ -96,4 +125,44 @@ def measure(arena: Arena, num_sequences: int, num_tokens: int, num_copies: int, 
         used_bytes=sum(group.used * group.bytes_per_block for group in groups),
         lost_bytes=(layout.num_slabs - len(arena.free_slabs)) * layout.slab_bytes - block_bytes,
         groups=groups,
+        host=None if host is None else _measure_host(host),
     )
+
+
+def _measure_host(host: HostTier) -> HostUsage:
+    arena, traffic, groups = host.arena, host.traffic, _measure_groups(host.arena)
+    used, idle, free = _count_blocks(arena, groups)
+    return HostUsage(
+        num_blocks=used + idle + free,
+        used=used,
+        idle=idle,
+        free=free,
+        num_sequences=host.num_sequences,
+        num_evictions=sum(pool.num_evictions for pool in arena.pools),
+        num_swap_outs=traffic.num_swap_outs,
+        num_swap_ins=traffic.num_swap_ins,
+        num_demotions=traffic.num_demotions,
+        num_promotions=traffic.num_promotions,
+        num_bytes=arena.layout.num_slabs * arena.layout.slab_bytes,
+        used_bytes=sum(group.used * group.bytes_per_block for group in groups),
+        groups=groups,
+    )
+
+
+def _measure_groups(arena: Arena) -> tuple[GroupUsage, ...]:
+    return tuple(
+        GroupUsage(
+            pool.num_used,
+            len(pool.idle),
+            len(pool.free) + pool.num_retired,
+            len(loan.used) if len(arena.pools) > 1 else arena.layout.num_slabs,
+            arena.layout.block_bytes[idx],
+        )
+        for idx, (pool, loan) in enumerate(zip(arena.pools, arena.loans, strict=True))
+    )
+
+
+def _count_blocks(arena: Arena, groups: Sequence[GroupUsage]) -> tuple[int, int, int]:
+    """Return the used, idle and free blocks of all groups, a slab that no group has as one."""
+    used, idle, free = (sum(counts) for counts in zip(*(group[:3] for group in groups), strict=True))
+    return used, idle, free + len(arena.free_slabs)

@@ -1,0 +1,278 @@
+"""Sequences on their way from one tier to the other: each block moves once, however many of them hold it.
+
+```
+ from   [ 3 ][ 7 ][ 4 ]      3 is published on the other tier as 5: taken from there
+ to     [ 5 ][ 1 ][ 2 ]      7 > 1 and 4 > 2 are copied, and published where 7 and 4 were
+```
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from operator import mul
+from typing import NamedTuple
+
+from quire.memory.admission import refuse_blocks, weigh
+from quire.memory.chain import is_same_link
+from quire.memory.ops import BlockCopy, Tier
+from quire.memory.pool import NULL_BLOCK, BlockPool
+from quire.memory.sequence_memory import SequenceMemory
+from quire.memory.status import AllocStatus, Verdict
+from quire.memory.tables import BlockTables
+
+OTHER = {Tier.DEVICE: Tier.HOST, Tier.HOST: Tier.DEVICE}
+
+
+class SwapSize(NamedTuple):
+    """What must be copied to swap a family.
+
+    Args:
+        num_blocks: blocks of all groups.
+        num_bytes: their bytes.
+    """
+
+    num_blocks: int
+    num_bytes: int
+
+
+class Route(NamedTuple):
+    """How the blocks of one group get to the other tier.
+
+    Args:
+        found: by id, the block of the other tier that is published as its equal.
+        missing: the others, in the order in which they are met.
+        num_woken: blocks of `found` that are idle.
+    """
+
+    found: dict[int, int]
+    missing: list[int]
+    num_woken: int
+
+    @property
+    def num_needed(self) -> int:
+        """Blocks of the other tier that will have holders and have none now."""
+        return self.num_woken + len(self.missing)
+
+
+def find_routes(tables: BlockTables, states: Sequence[SequenceMemory], src: Tier) -> list[Route]:
+    """Say for each group how the blocks of some sequences would leave a tier."""
+    groups = zip(tables.groups_on(src), tables.groups_on(OTHER[src]), strict=True)
+    routes = []
+    for idx, (here, there) in enumerate(groups):
+        block_ids = dict.fromkeys(block_id for state in states for block_id in state.tables_on(src)[idx])
+        block_ids.pop(NULL_BLOCK, None)
+        equals = {block_id: _find_equal(here.pool, there.pool, block_id) for block_id in block_ids}
+        found = {block_id: equal for block_id, equal in equals.items() if equal is not None}
+        missing = [block_id for block_id in block_ids if block_id not in found]
+        num_woken = [there.pool.ref_counts[equal] for equal in found.values()].count(0)
+        routes.append(Route(found, missing, num_woken))
+    return routes
+
+
+def measure_swap(tables: BlockTables, states: Sequence[SequenceMemory], src: Tier) -> SwapSize:
+    """Return what would be copied if some sequences left a tier."""
+    if tables.host is None:
+        return SwapSize(0, 0)
+    counts = [len(route.missing) for route in find_routes(tables, states, src)]
+    return SwapSize(sum(counts), sum(map(mul, counts, tables.arena.layout.block_bytes)))
+
+
+def judge_swap_out(tables: BlockTables, routes: Sequence[Route]) -> AllocStatus:
+    """Say whether the host has room for what takes these routes."""
+    totals = [len(route.found) + len(route.missing) for route in routes]
+    if tables.host is None:
+        idx = totals.index(max(totals))
+        return AllocStatus(Verdict.NEVER, idx, totals[idx], 0)
+    arena = tables.host.arena
+    refusal = refuse_blocks(arena, totals, arena.layout.num_slabs)
+    return refusal or weigh(arena, [route.num_needed for route in routes], [route.num_woken for route in routes])
+
+
+def judge_swap_in(
+    tables: BlockTables,
+    states: Sequence[SequenceMemory],
+    num_tokens: Sequence[int],
+    step_tokens: int | None,
+    spare: Sequence[int],
+    num_slabs: int,
+) -> AllocStatus:
+    """Say whether the device has room for sequences that come back, and then grow.
+
+    Args:
+        tables: of all sequences.
+        states: those that would come back.
+        num_tokens: the length that each would reach.
+        step_tokens: the most tokens that will be appended to one at once, None for all.
+        spare: blocks of each group that must stay free.
+        num_slabs: slabs that a family alone can count on.
+    """
+    routes = find_routes(tables, states, Tier.HOST)
+    growth = [_growth(tables, states, idx, route, num_tokens, step_tokens) for idx, route in enumerate(routes)]
+    totals = [len(route.found) + len(route.missing) + more for route, more in zip(routes, growth, strict=True)]
+    refusal = refuse_blocks(tables.arena, totals, num_slabs)
+    if refusal is not None:
+        return refusal
+    needs = [route.num_needed + more + spared for route, more, spared in zip(routes, growth, spare, strict=True)]
+    return weigh(tables.arena, needs, [route.num_woken for route in routes])
+
+
+def _growth(
+    tables: BlockTables,
+    states: Sequence[SequenceMemory],
+    group_idx: int,
+    route: Route,
+    num_tokens: Sequence[int],
+    step_tokens: int | None,
+) -> int:
+    """Return the blocks of a group that a family will ask for after it has come back."""
+    group = tables.groups[group_idx]
+    spec, ref_counts = group.spec, group.pool.ref_counts
+    family = Counter(block_id for state in states for block_id in state.tables_on(Tier.HOST)[group_idx])
+    # Others hold some of what is found: it does not become free when the family no longer reads it.
+    holders = Counter({block_id: ref_counts[route.found.get(block_id, NULL_BLOCK)] for block_id in family}) + family
+    growers: Counter[int] = Counter()
+    num_blocks = 0
+    for state, goal in zip(states, num_tokens, strict=True):
+        if goal <= state.num_slots:
+            continue
+        table = state.tables_on(Tier.HOST)[group_idx]
+        num_own = sum(block_id != NULL_BLOCK and holders[block_id] == 1 for block_id in table)
+        peak = spec.peak_blocks(goal, step_tokens or goal)
+        num_blocks += max(0, min(peak - num_own, spec.num_blocks(goal) - len(table)))
+        if state.num_slots % spec.block_size:
+            growers[table[-1]] += 1
+    # Who writes to a shared tail gets a copy, but for its last holder.
+    return num_blocks + sum(count - (count == holders[block_id]) for block_id, count in growers.items())
+
+
+def transfer(tables: BlockTables, states: Sequence[SequenceMemory], src: Tier, routes: Sequence[Route]) -> int:
+    """Move all blocks of some sequences to the other tier, their sharing with them.
+
+    Args:
+        tables: of all sequences; the movements are added to its `pending_copies`.
+        states: the sequences; the other tier has room for them.
+        src: where they are.
+        routes: see `find_routes`.
+
+    Returns:
+        The blocks that are copied.
+    """
+    dst = OTHER[src]
+    for state in states:
+        lengths = [len(table) for table in state.tables_on(src)]
+        blank = [[NULL_BLOCK] * length for length in lengths]
+        if dst is Tier.HOST:
+            state.host_tables = blank
+        else:
+            state.tables = blank
+    # What is there already is held first, in all groups: nothing that is taken then may evict it.
+    for idx, (route, group) in enumerate(zip(routes, tables.groups_on(dst), strict=True)):
+        for state in states:
+            table = state.tables_on(dst)[idx]
+            for block_idx, block_id in enumerate(state.tables_on(src)[idx]):
+                if block_id in route.found:
+                    table[block_idx] = route.found[block_id]
+                    group.pool.retain((table[block_idx],))
+    num_copied = sum(carry(tables, states, src, idx) for idx in range(len(routes)))
+    for state in states:
+        leave(tables, state, src)
+    return num_copied
+
+
+def carry(tables: BlockTables, states: Sequence[SequenceMemory], src: Tier, group_idx: int) -> int:
+    """Copy those blocks of one group to the other tier for which the tables there have null entries.
+
+    Returns:
+        The blocks that are copied.
+    """
+    dst = OTHER[src]
+    here, there = tables.groups_on(src)[group_idx].pool, tables.groups_on(dst)[group_idx].pool
+
+    def places() -> list[tuple[SequenceMemory, int, int]]:
+        return [
+            (state, block_idx, src_id)
+            for state in states
+            for block_idx, (src_id, dst_id) in enumerate(
+                zip(state.tables_on(src)[group_idx], state.tables_on(dst)[group_idx], strict=True)
+            )
+            if src_id != NULL_BLOCK and dst_id == NULL_BLOCK
+        ]
+
+    new_ids = iter(tables.take(group_idx, len({src_id for _, _, src_id in places()}), dst))
+    carried: dict[int, int] = {}
+    # To take blocks may have moved those that are left: only now their ids are what will be read.
+    for state, block_idx, src_id in places():
+        if src_id in carried:
+            there.retain((carried[src_id],))
+        else:
+            carried[src_id] = next(new_ids)
+            tables.pending_copies.append(BlockCopy(group_idx, src_id, carried[src_id], src, dst))
+            link = here.index.link_of(src_id)
+            if link is not None and there.index.get(link[0]) is None:
+                there.index.add(link, carried[src_id])
+        state.tables_on(dst)[group_idx][block_idx] = carried[src_id]
+    return len(carried)
+
+
+def leave(tables: BlockTables, state: SequenceMemory, src: Tier) -> None:
+    """Release what a sequence holds in a tier, the tail before the head."""
+    for group, table in zip(tables.groups_on(src), state.tables_on(src), strict=True):
+        group.pool.release([block_id for block_id in reversed(table) if block_id != NULL_BLOCK])
+    if src is Tier.HOST:
+        state.host_tables = None
+        for idx in range(len(state.tables)):
+            state.mark_dirty(idx, 0)
+    else:
+        state.tables = [[] for _ in state.tables]
+        state.dirty_from = [0] * len(state.tables)
+        state.is_dirty = False
+    state.has_exclusive_tail = False
+
+
+def swap_out(tables: BlockTables, seq_ids: Sequence[int]) -> None:
+    """See `KVCacheManager.swap_out`."""
+    states = tables.family(seq_ids, Tier.DEVICE)
+    routes = find_routes(tables, states, Tier.DEVICE)
+    status = judge_swap_out(tables, routes)
+    if status.verdict is not Verdict.OK:
+        raise ValueError(f"no room on the host: {status.needed} blocks needed, {status.available} available")
+    assert tables.host is not None
+    tables.version += 1
+    tables.host.num_sequences += len(states)
+    tables.host.traffic.num_swap_outs += transfer(tables, states, Tier.DEVICE, routes)
+
+
+def swap_in(tables: BlockTables, seq_ids: Sequence[int]) -> None:
+    """See `KVCacheManager.swap_in`."""
+    states = tables.family(seq_ids, Tier.HOST)
+    routes = find_routes(tables, states, Tier.HOST)
+    status = weigh(tables.arena, [route.num_needed for route in routes], [route.num_woken for route in routes])
+    if status.verdict is not Verdict.OK:
+        raise ValueError(f"no room on the device: {status.needed} blocks needed, {status.available} available")
+    assert tables.host is not None
+    tables.version += 1
+    tables.host.num_sequences -= len(states)
+    tables.host.traffic.num_swap_ins += transfer(tables, states, Tier.HOST, routes)
+
+
+def recount_published(tables: BlockTables, state: SequenceMemory) -> None:
+    """Note which leading blocks are published of a sequence that came back.
+
+    Those that met a digest that collides are not; nothing after them is published any more.
+    """
+    for block_idx in range(state.num_published):
+        for group, table in zip(tables.groups, state.tables, strict=True):
+            if table[block_idx] != NULL_BLOCK and table[block_idx] not in group.pool.index:
+                state.num_published = block_idx
+                state.is_publishing = False
+                return
+
+
+def _find_equal(here: BlockPool, there: BlockPool, block_id: int) -> int | None:
+    """Return the block of another pool that is published under the same link; links are compared (M4)."""
+    link = here.index.link_of(block_id)
+    entry = None if link is None else there.index.get(link[0])
+    if link is None or entry is None or not is_same_link(link, entry[1]):
+        return None
+    return entry[0]
