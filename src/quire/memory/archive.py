@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from quire.memory.arena import Arena
 from quire.memory.chain import Link, TokenChain
 from quire.memory.groups import CacheGroup
 from quire.memory.ops import BlockCopy, MemoryOps, StoredBlock, Tier
@@ -50,42 +51,133 @@ class FetchedBlock(NamedTuple):
 
 
 class Archive:
-    """Has what the host evicts saved to disk.
+    """The verbs of the disk.
 
     Args:
-        moves: the movements of the tiers, in order.
-        pools: of the host, one for each cache group.
+        tables: with a host tier.
 
     Attributes:
-        saves: the blocks that movements bring to disk; a movement's `dst_id` is a place in this list.
         num_loads: blocks that were adopted.
-        num_saves: blocks that were evicted from the host, which may have been on disk already.
+        num_saves: blocks that were saved when the host evicted them, some of which were on disk already.
     """
 
-    __slots__ = ("_moves", "num_loads", "num_saves", "saves")
+    __slots__ = ("_saves", "_tables", "num_loads", "num_saves")
 
-    def __init__(self, moves: list[BlockCopy], pools: Sequence[BlockPool]) -> None:
-        self._moves = moves
-        self.saves: list[StoredBlock] = []
+    def __init__(self, tables: BlockTables) -> None:
+        if tables.host is None:
+            raise ValueError("blocks go to disk and come back through a host tier: give host_bytes")
+        self._tables = tables
+        self._saves: list[StoredBlock] = []
         self.num_loads = 0
         self.num_saves = 0
-        for idx, pool in enumerate(pools):
-            pool.keeper = Shelf(self, idx, pool)
+        for idx, group in enumerate(tables.host.groups):
+            group.pool.keeper = Shelf(self, idx, group.pool)
 
-    def save(self, group_idx: int, block_id: int, link: Link) -> None:
-        """Ask for a host block to be saved before anybody writes to it."""
-        self._moves.append(BlockCopy(group_idx, block_id, len(self.saves), Tier.HOST, Tier.DISK))
-        self.saves.append(describe(group_idx, link))
-        self.num_saves += 1
+    # ---- questions ----
 
-    def forget(self, pending: list[BlockCopy]) -> None:
-        """Save nothing of what was asked for and not handed over yet.
+    def find_loads(
+        self, chain: TokenChain, holds: Callable[[StoredBlock], bool], max_tokens: int | None = None
+    ) -> list[DiskLoad]:
+        """Say what must be loaded for the longest hit that all tiers and the disk can serve together.
+
+        Where the host has no room for so much, it is a shorter hit.
 
         Args:
-            pending: the movements among which those to disk are.
+            chain: of the tokens, at least one of which is left to compute.
+            holds: says whether a block is on disk.
+            max_tokens: of the hit, None for all.
+
+        Returns:
+            The blocks, in the order of the chain.
         """
+        groups, lower = self._tables.groups, self._tables.groups_on(Tier.HOST)
+        size = groups[0].spec.block_size
+        limit = min(len(chain.tokens) - 1, len(chain.tokens) if max_tokens is None else max_tokens) // size
+        views = [
+            _Reach([upper.pool.index, under.pool.index], idx, chain, holds)
+            for idx, (upper, under) in enumerate(zip(groups, lower, strict=True))
+        ]
+        while True:
+            length = _agree(groups, views, limit)
+            loads = [
+                view.loads(group.num_dead(length * size), length) for group, view in zip(groups, views, strict=True)
+            ]
+            if self._host_arena.can_hold(list(map(len, loads))):
+                return sorted((load for group in loads for load in group), key=lambda load: load.block_idx)
+            limit = length * 3 // 4
+
+    def saving_ops(self) -> MemoryOps:
+        """Return movements that bring all that is published to disk, what is evicted last being last: for the end."""
+        copies: list[BlockCopy] = []
+        saves: list[StoredBlock] = []
+        for tier in (Tier.HOST, Tier.DEVICE):
+            for idx, group in enumerate(self._tables.groups_on(tier)):
+                pool = group.pool
+                held = [block_id for block_id, _ in pool.index.items() if pool.ref_counts[block_id]]
+                for block_id in pool.idle.victims(len(pool.idle)) + held:
+                    copies.append(BlockCopy(idx, block_id, len(saves), tier, Tier.DISK))
+                    saves.append(describe(idx, pool.index.link_of(block_id)))
+        return MemoryOps(tuple(copies), tuple(saves))
+
+    # ---- commands ----
+
+    def adopt(self, chain: TokenChain, fetched: Sequence[FetchedBlock]) -> list[int]:
+        """Publish blocks on the host that were read from disk, as many of the first as there is room for.
+
+        Args:
+            chain: what the blocks are of; `find_loads` named them.
+            fetched: the blocks.
+
+        Returns:
+            The tickets that movements will name; the others are not needed.
+        """
+        tables, groups = self._tables, self._tables.groups_on(Tier.HOST)
+        tables.version += 1
+        adopted = []
+        held: list[tuple[BlockPool, bytes]] = []
+        for group_idx, block_idx, ticket in fetched:
+            pool = groups[group_idx].pool
+            (link,) = chain.canonical_links(block_idx, block_idx + 1)
+            if pool.index.get(link[0]) is not None:
+                continue
+            if not self._host_arena.can_hold([int(idx == group_idx) for idx in range(len(groups))]):
+                break
+            (block_id,) = tables.take(group_idx, 1, Tier.HOST)
+            tables.pending_copies.append(BlockCopy(group_idx, ticket, block_id, Tier.DISK, Tier.HOST))
+            pool.index.add(link, block_id)
+            held.append((pool, link[0]))
+            adopted.append(ticket)
+        # Until here each had a holder, so that none made room for another; others may have moved it since.
+        for pool, digest in reversed(held):
+            entry = pool.index.get(digest)
+            assert entry is not None, "what has a holder is not evicted"
+            pool.release(entry[:1])
+        self.num_loads += len(adopted)
+        return adopted
+
+    def take_saves(self) -> tuple[StoredBlock, ...]:
+        """Hand over what the blocks are that the movements so far bring to disk: see `MemoryOps.saves`."""
+        saves, self._saves = tuple(self._saves), []
+        return saves
+
+    def forget_saves(self) -> None:
+        """Save nothing of what was to be saved and is not handed over yet."""
+        pending = self._tables.pending_copies
         pending[:] = [copy for copy in pending if copy.dst_tier is not Tier.DISK]
-        self.saves = []
+        self._saves = []
+
+    # ---- what the pools ask for ----
+
+    def save(self, group_idx: int, block_id: int, link: Link | None) -> None:
+        """Have a host block saved before anybody writes to it."""
+        self._tables.arena.moves.append(BlockCopy(group_idx, block_id, len(self._saves), Tier.HOST, Tier.DISK))
+        self._saves.append(describe(group_idx, link))
+        self.num_saves += 1
+
+    @property
+    def _host_arena(self) -> Arena:
+        assert self._tables.host is not None
+        return self._tables.host.arena
 
 
 class Shelf:
@@ -107,9 +199,7 @@ class Shelf:
     def keep(self, block_ids: Sequence[int]) -> None:
         """Have published blocks that are about to be evicted saved."""
         for block_id in block_ids:
-            link = self._pool.index.link_of(block_id)
-            assert link is not None, "only published blocks are evicted"
-            self._archive.save(self._group_idx, block_id, link)
+            self._archive.save(self._group_idx, block_id, self._pool.index.link_of(block_id))
 
 
 class _Reach:
@@ -134,58 +224,29 @@ class _Reach:
         """Return the last block in `[start, end)` that is not there, or -1."""
         return next((idx for idx in range(end - 1, start - 1, -1) if not self._is_there(idx)), -1)
 
-    def load(self, block_idx: int) -> DiskLoad | None:
-        """Return what must be loaded for a block to be on some tier, None where it is."""
-        if any(index.holds(self._chain, block_idx) for index in self._indexes):
-            return None
-        return DiskLoad(block_idx, describe(self._group_idx, self._chain.links(block_idx + 1)[block_idx]))
+    def loads(self, start: int, end: int) -> list[DiskLoad]:
+        """Return those of the blocks `[start, end)` that are on disk only."""
+        places = [block_idx for block_idx in range(start, end) if not self._is_on_a_tier(block_idx)]
+        return [DiskLoad(block_idx, self._describe(block_idx)) for block_idx in places]
 
     def _is_there(self, block_idx: int) -> bool:
         if block_idx not in self._known:
-            load = self.load(block_idx)
-            self._known[block_idx] = load is None or self._holds(load.block)
+            self._known[block_idx] = self._is_on_a_tier(block_idx) or self._holds(self._describe(block_idx))
         return self._known[block_idx]
 
+    def _is_on_a_tier(self, block_idx: int) -> bool:
+        return any(index.holds(self._chain, block_idx) for index in self._indexes)
 
-def describe(group_idx: int, link: Link) -> StoredBlock:
+    def _describe(self, block_idx: int) -> StoredBlock:
+        return describe(self._group_idx, self._chain.links(block_idx + 1)[block_idx])
+
+
+def describe(group_idx: int, link: Link | None) -> StoredBlock:
     """Return what a published block is, for the disk."""
+    assert link is not None, "only published blocks are saved"
     digest, tokens, parent = link
     assert parent is not None, "the root is no block"
     return StoredBlock(group_idx, digest, tokens, parent[0])
-
-
-def find_loads(
-    tables: BlockTables, chain: TokenChain, limit: int, holds: Callable[[StoredBlock], bool]
-) -> list[DiskLoad]:
-    """Say what must be loaded for the longest hit that all tiers and the disk can serve together.
-
-    Where the host has no room for that much, it is a shorter hit.
-
-    Args:
-        tables: with a host tier.
-        chain: of the tokens.
-        limit: blocks of the hit at most.
-        holds: says whether a block is on disk.
-
-    Returns:
-        The blocks, in the order of the chain.
-    """
-    assert tables.host is not None
-    groups = tables.groups
-    tiers = zip(groups, tables.host.groups, strict=True)
-    views = [
-        _Reach([device.pool.index, host.pool.index], idx, chain, holds) for idx, (device, host) in enumerate(tiers)
-    ]
-    while True:
-        length = _agree(groups, views, limit)
-        found = [
-            [load for block_idx in range(group.num_dead(length * group.spec.block_size), length)
-             if (load := view.load(block_idx)) is not None]
-            for group, view in zip(groups, views, strict=True)
-        ]  # fmt: skip
-        if tables.host.arena.can_hold([len(loads) for loads in found]):
-            return sorted((load for loads in found for load in loads), key=lambda load: load.block_idx)
-        limit = length * 3 // 4
 
 
 def _agree(groups: Sequence[CacheGroup], views: Sequence[_Reach], length: int) -> int:
@@ -196,45 +257,3 @@ def _agree(groups: Sequence[CacheGroup], views: Sequence[_Reach], length: int) -
         for group, view in zip(groups, views, strict=True):
             length = group.spec.longest_hit(view, length)
     return length
-
-
-def adopt(tables: BlockTables, chain: TokenChain, fetched: Sequence[FetchedBlock]) -> list[int]:
-    """See `KVCacheManager.adopt`."""
-    host = tables.host
-    assert host is not None
-    tables.version += 1
-    adopted, links = [], []
-    for group_idx, block_idx, ticket in fetched:
-        pool = host.groups[group_idx].pool
-        (link,) = chain.canonical_links(block_idx, block_idx + 1)
-        if pool.index.get(link[0]) is not None:
-            continue
-        if not host.arena.can_hold([int(idx == group_idx) for idx in range(len(tables.groups))]):
-            break
-        (block_id,) = tables.take(group_idx, 1, Tier.HOST)
-        tables.pending_copies.append(BlockCopy(group_idx, ticket, block_id, Tier.DISK, Tier.HOST))
-        pool.index.add(link, block_id)
-        adopted.append(ticket)
-        links.append((pool, link))
-    # Until here each had a holder, so that none made room for another; to take one may have moved the others.
-    for pool, link in reversed(links):
-        entry = pool.index.get(link[0])
-        assert entry is not None
-        pool.release(entry[:1])
-    return adopted
-
-
-def save_all(tables: BlockTables) -> MemoryOps:
-    """See `KVCacheManager.saving_ops`."""
-    copies: list[BlockCopy] = []
-    saves: list[StoredBlock] = []
-    for tier in (Tier.HOST, Tier.DEVICE):
-        for idx, group in enumerate(tables.groups_on(tier)):
-            pool = group.pool
-            held = [block_id for block_id, _ in pool.index.items() if pool.ref_counts[block_id]]
-            for block_id in pool.idle.victims(len(pool.idle)) + held:
-                link = pool.index.link_of(block_id)
-                assert link is not None, "idle blocks are published"
-                copies.append(BlockCopy(idx, block_id, len(saves), tier, Tier.DISK))
-                saves.append(describe(idx, link))
-    return MemoryOps(tuple(copies), tuple(saves))

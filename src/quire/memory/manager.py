@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from quire.memory import swap
 from quire.memory.admission import judge, refuse_for_ever
+from quire.memory.archive import Archive
 from quire.memory.arena import build_arena
 from quire.memory.chain import Namespace, TokenChain
 from quire.memory.eviction import EVICTION_POLICIES
@@ -47,6 +48,7 @@ class KVCacheManager:
         eviction: a name in `EVICTION_POLICIES`.
         pin_limit: slabs (with one group: blocks) that pinned prefixes may fill; nothing may count on those.
         host_bytes: the memory of the host tier, its null block included; 0 for none.
+        has_disk: what the host evicts is saved to disk; `archive` has the verbs for that.
         key: a secret for the digests, at most 64 bytes.
 
     Invariants: M1 to M11, checked by `quire.memory.invariants.check`.
@@ -63,6 +65,7 @@ class KVCacheManager:
         eviction: str = "lru",
         pin_limit: int = 0,
         host_bytes: int = 0,
+        has_disk: bool = False,
         key: bytes = b"",
     ) -> None:
         sizes = {spec.block_size for spec in specs}
@@ -75,6 +78,7 @@ class KVCacheManager:
         self.groups = tuple(CacheGroup(spec, pool) for spec, pool in zip(specs, self.arena.pools, strict=True))
         self.host = HostTier(self.arena, self.groups, host_bytes, EVICTION_POLICIES[eviction]) if host_bytes else None
         self.tables = BlockTables(self.arena, self.groups, self.pins, self.host)
+        self.archive = Archive(self.tables) if has_disk else None
         self.watermark = watermark
         self.enable_prefix_caching = enable_prefix_caching
         self.sequences = self.tables.sequences
@@ -371,6 +375,8 @@ class KVCacheManager:
             group.pool.reset()
         if self.host is not None:
             self.host.reset()
+        if self.archive is not None:
+            self.archive.forget_saves()
 
     def pin(self, name: str, chain: TokenChain) -> int:
         """Hold the longest published prefix of a chain until `unpin`; its last token may be part of it.
@@ -399,7 +405,8 @@ class KVCacheManager:
         """Hand over the movements that the workers must make before this step's kernels."""
         if not self.tables.pending_copies:
             return NO_OPS
-        ops = MemoryOps(tuple(self.tables.pending_copies))
+        saves = () if self.archive is None else self.archive.take_saves()
+        ops = MemoryOps(tuple(self.tables.pending_copies), saves)
         self.tables.pending_copies = []
         return ops
 

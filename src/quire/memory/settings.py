@@ -28,6 +28,7 @@ class MemorySettings:
     eviction: str = "lru"
     pin_limit: int = 0
     host_bytes: int = 0
+    has_disk: bool = False
 
     def build(self, key: bytes = b"") -> KVCacheManager:
         """Return a new manager.
