@@ -20,6 +20,7 @@ from quire.config import (
     ModelFacts,
     ResolvedConfig,
     SchedulerConfig,
+    StepCost,
     option_homes,
     resolve,
 )
@@ -72,6 +73,7 @@ def test_the_eviction_policies_are_those_of_memory() -> None:
         ("num_kv_blocks", [None, 1], [0, 1.0]),
         ("kv_cache_memory_bytes", [None, 1, 1 << 60], [0, "1GiB", 1e9]),
         ("kv_cache_memory_fraction", [1, 1.0, 0.001], [0, 0.0, 1.001, -0.1, math.nan, math.inf, None, "0.5", True]),
+        ("gpu_memory_utilization", [1, 0.9, 0.001], [0, 1.001, -0.1, math.nan, None, "0.9", True]),
         ("watermark", [0, 0.0, 0.5], [0.501, -0.001, math.nan, None, "0"]),
         ("max_num_seqs", [1, 4096], [0, None, 2.0]),
         ("max_num_batched_tokens", [None, 256], [0, 255, "512"]),
@@ -264,3 +266,31 @@ def test_a_small_model_runs_on_one_thread_unless_told_otherwise() -> None:
     small = dataclasses.replace(FACTS, num_parameters=3_000_000)
     assert resolve(EngineConfig(), CPU, small).num_threads == 1
     assert resolve(EngineConfig.from_options(num_threads=3), CPU, small).num_threads == 3
+
+
+# ---- a GPU ----
+
+GPU = Machine(device="cuda", available_bytes=70 << 30, num_threads=4, total_bytes=80 << 30)
+
+
+def test_a_gpu_is_shared_by_weights_the_worst_step_and_the_pool() -> None:
+    facts = dataclasses.replace(FACTS, step=StepCost(fixed_bytes=2 << 30, bytes_per_token=64))
+    config = resolve(
+        EngineConfig.from_options(max_num_seqs=2048), GPU, dataclasses.replace(facts, max_position=1 << 20)
+    )
+    # 0.9 x 80 GiB, without the 10 GiB that are taken and the 2 GiB of a step; a block costs what it makes a step take.
+    budget = int(0.9 * (80 << 30)) - (12 << 30)
+    assert config.num_blocks == budget // (16 * (1024 + 64)) - 1
+    assert config.max_num_batched_tokens == 2048
+    assert config.num_blocks * config.bytes_per_block + (12 << 30) < 0.9 * (80 << 30)
+
+
+def test_a_gpu_that_others_have_filled_is_an_error_with_numbers() -> None:
+    busy = dataclasses.replace(GPU, available_bytes=1 << 30)
+    with pytest.raises(ConfigError, match=r"0\.9 of the GPU's 85,899,345,920 bytes.*gives 0 KV blocks") as caught:
+        resolve(EngineConfig(), busy, FACTS)
+    assert caught.value.field == "kv_cache_memory_bytes"
+
+
+def test_a_stated_pool_overrides_the_share_of_a_gpu() -> None:
+    assert resolve(EngineConfig.from_options(num_kv_blocks=500), GPU, FACTS).num_blocks == 500

@@ -11,13 +11,14 @@ from typing import Any, TextIO
 
 import torch
 
-from quire.config import EngineConfig, ModelFacts, ResolvedConfig, context_length, resolve
+from quire.config import EngineConfig, ModelFacts, ResolvedConfig, StepCost, context_length, resolve, step_tokens
 from quire.decoding.strategies import Sampling
 from quire.distributed.executor import InProcessExecutor
 from quire.engine.engine import Engine
 from quire.errors import ConfigError, InvalidParameter
 from quire.execution.heap import keep_freed_memory, use_huge_pages
 from quire.execution.machine import pick_device, probe
+from quire.execution.profiling import StepLimits, measure_step_cost
 from quire.execution.runner import ModelRunner
 from quire.memory.manager import KVCacheManager
 from quire.memory.recorder import RecordedMemory
@@ -26,6 +27,7 @@ from quire.memory.sizing import ArenaSizing, CacheDtype, arena_bytes
 from quire.memory.specs import KVCacheSpec
 from quire.models.cache_layout import layout_of
 from quire.models.checkpoint import Checkpoint, locate
+from quire.models.decoder import Decoder
 from quire.models.loading import load_decoder
 from quire.models.weights import choose_dtype
 from quire.scheduling.scheduler import Scheduler
@@ -86,6 +88,7 @@ def load(config: EngineConfig) -> LoadedModel:
         num_parameters=sum(math.prod(shape) for shape in decoder.weight_shapes().values()),
         kernels=decoder.kernels,
         longest_bytes=_longest_bytes(groups, context_length(options.max_model_len, decoder.spec.max_position)),
+        step=_step_cost(config, decoder, device, dtype),
     )
     resolved = resolve(config, probe(device), facts)
     torch.set_num_threads(resolved.num_threads)
@@ -111,6 +114,19 @@ def load(config: EngineConfig) -> LoadedModel:
         memory_log=memory_log,
     )
     return LoadedModel(name, engine, _default_params(checkpoint))
+
+
+def _step_cost(config: EngineConfig, decoder: Decoder, device: str, dtype: torch.dtype) -> StepCost:
+    """Return what a step takes of a GPU; on a CPU, where memory is shared with others anyway, it is not looked at."""
+    if device == "cpu":
+        return StepCost()
+    limits = StepLimits(
+        config.scheduler.max_num_seqs,
+        step_tokens(config.scheduler, device),
+        context_length(config.model.max_model_len, decoder.spec.max_position),
+        config.cache.block_size,
+    )
+    return measure_step_cost(decoder, limits, dtype)
 
 
 def _longest_bytes(groups: Sequence[KVCacheSpec], max_model_len: int) -> int:

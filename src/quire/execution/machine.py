@@ -41,8 +41,9 @@ def probe(device: str, root: Path = ROOT) -> Machine:
         root: where `proc` and `sys` are mounted.
     """
     groups = ControlGroups(root)
+    total_bytes = None
     if device == "cuda":
-        free_bytes, _ = torch.cuda.mem_get_info()
+        free_bytes, total_bytes = torch.cuda.mem_get_info()
         # What PyTorch holds but no tensor uses is free for the next tensor.
         available_bytes = free_bytes + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     else:
@@ -51,6 +52,7 @@ def probe(device: str, root: Path = ROOT) -> Machine:
         device=device,
         available_bytes=max(0, available_bytes),
         num_threads=max(1, min([_num_cores(), *groups.cpu_quotas()])),
+        total_bytes=total_bytes,
     )
 
 

@@ -1,0 +1,41 @@
+"""Configuration: what was asked for, what was found, and what follows from the two."""
+
+from quire.config.options import (
+    DTYPES,
+    EVICTION_POLICIES,
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    option_homes,
+)
+from quire.config.resolved import (
+    GIB,
+    Machine,
+    ModelFacts,
+    ResolvedConfig,
+    StepCost,
+    context_length,
+    pool_blocks,
+    resolve,
+    step_tokens,
+)
+
+__all__ = [
+    "DTYPES",
+    "EVICTION_POLICIES",
+    "GIB",
+    "CacheConfig",
+    "EngineConfig",
+    "Machine",
+    "ModelConfig",
+    "ModelFacts",
+    "ResolvedConfig",
+    "SchedulerConfig",
+    "StepCost",
+    "context_length",
+    "option_homes",
+    "pool_blocks",
+    "resolve",
+    "step_tokens",
+]

@@ -1,0 +1,170 @@
+"""What a user can ask of an engine: frozen, composed, each value checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from quire.config.checks import check_flag, check_one_of, check_share, check_text, check_whole
+from quire.errors import ConfigError
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+DEVICES = ("auto", "cpu", "cuda")
+KERNELS = ("auto", "native", "torch")
+EVICTION_POLICIES = ("lru", "fifo", "lfu", "slru")
+POLICIES = ("fcfs", "priority")
+DEFAULT_MEMORY_FRACTION = 0.5
+DEFAULT_GPU_UTILIZATION = 0.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which model, and how it is loaded.
+
+    Args:
+        model: a local folder, a Hugging Face hub id, or "bundled" for the model that ships with Quire.
+        tokenizer: the same for the tokenizer; None takes the model's.
+        skip_tokenizer_init: work on token ids only.
+        revision: a hub revision.
+        dtype: of weights and KV cache; "auto" keeps the checkpoint's.
+        device: "auto" takes a GPU when there is one.
+        max_model_len: tokens of prompt and output together; None takes the model's own limit.
+        served_model_name: the name that the server shows; None takes `model`.
+        seed: where requests without a seed take theirs from.
+        num_threads: threads of the data plane on a CPU; None takes all cores that this process may use, but one for
+            a model so small that threads would wait for each other longer than they work.
+        kernels: what computes between the matrix products: "native" kernels, compiled when Quire was installed, or
+            stock "torch" operators; "auto" takes the former on a CPU where there are any.
+    """
+
+    model: str = "bundled"
+    tokenizer: str | None = None
+    skip_tokenizer_init: bool = False
+    revision: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    served_model_name: str | None = None
+    seed: int = 0
+    num_threads: int | None = None
+    kernels: str = "auto"
+
+    def __post_init__(self) -> None:
+        check_text("model", self.model)
+        for name in ("tokenizer", "revision", "served_model_name"):
+            check_text(name, getattr(self, name), optional=True)
+        check_flag("skip_tokenizer_init", self.skip_tokenizer_init)
+        check_one_of("dtype", self.dtype, DTYPES)
+        check_one_of("device", self.device, DEVICES)
+        check_one_of("kernels", self.kernels, KERNELS)
+        check_whole("max_model_len", self.max_model_len, 1, optional=True)
+        check_whole("num_threads", self.num_threads, 1, optional=True)
+        check_whole("seed", self.seed, 0, 2**63 - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """How much KV memory, and how it is cut.
+
+    Args:
+        block_size: tokens of a block.
+        num_kv_blocks: the pool's size in usable blocks; overrides the budgets below.
+        kv_cache_memory_bytes: the pool's size in bytes.
+        kv_cache_memory_fraction: else, on a CPU, this share of the memory available once the weights are loaded.
+        gpu_memory_utilization: else, on a GPU, the share of its whole memory that weights, the worst step and the pool
+            may take together; the step is measured.
+        enable_prefix_caching: find and reuse published blocks.
+        eviction_policy: which idle block is taken back first: "lru" (idle for longest), "fifo" (published first), "lfu"
+            (used least often) or "slru" (first those that were never used again).
+        watermark: share of the blocks kept free for growth when a sequence is admitted.
+        record_memory: a file, not there yet, for a log of every memory command; `quire replay` runs it again.
+    """
+
+    block_size: int = 16
+    num_kv_blocks: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    kv_cache_memory_fraction: float = DEFAULT_MEMORY_FRACTION
+    gpu_memory_utilization: float = DEFAULT_GPU_UTILIZATION
+    enable_prefix_caching: bool = True
+    eviction_policy: str = "lru"
+    watermark: float = 0.01
+    record_memory: str | None = None
+
+    def __post_init__(self) -> None:
+        check_whole("block_size", self.block_size, 1, 1024)
+        check_whole("num_kv_blocks", self.num_kv_blocks, 1, optional=True)
+        check_whole("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, optional=True)
+        check_flag("enable_prefix_caching", self.enable_prefix_caching)
+        check_one_of("eviction_policy", self.eviction_policy, EVICTION_POLICIES)
+        check_share("kv_cache_memory_fraction", self.kv_cache_memory_fraction, 1.0, positive=True)
+        check_share("gpu_memory_utilization", self.gpu_memory_utilization, 1.0, positive=True)
+        check_share("watermark", self.watermark, 0.5)
+        check_text("record_memory", self.record_memory, optional=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Who runs in a step.
+
+    Args:
+        max_num_seqs: sequences that run at once.
+        max_num_batched_tokens: tokens computed in a step; longer prompts are computed in chunks. None takes 512 on
+            a CPU and 2048 on a GPU, and `max_num_seqs` at least.
+        scheduling_policy: "fcfs", or "priority" (lower values first, then first come first served).
+        max_queue_len: requests that may wait; more are refused with `QueueFull`. None is unbounded (offline use).
+    """
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None
+    scheduling_policy: str = "fcfs"
+    max_queue_len: int | None = None
+
+    def __post_init__(self) -> None:
+        check_whole("max_num_seqs", self.max_num_seqs, 1)
+        check_whole("max_num_batched_tokens", self.max_num_batched_tokens, 1, optional=True)
+        check_one_of("scheduling_policy", self.scheduling_policy, POLICIES)
+        check_whole("max_queue_len", self.max_queue_len, 1, optional=True)
+        budget = self.max_num_batched_tokens
+        if budget is not None and budget < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({budget}) must be at least max_num_seqs ({self.max_num_seqs}): "
+                "every running sequence decodes one token a step; raise the one or lower the other",
+                field="max_num_batched_tokens",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """All that a user can ask of an engine."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+    @classmethod
+    def from_options(cls, **options: Any) -> EngineConfig:
+        """Compose a configuration from flat options, as `LLM(...)` and the command line give them.
+
+        Raises:
+            ConfigError: an unknown option (the message lists the known ones), or a value that is not allowed.
+        """
+        parts: dict[str, dict[str, Any]] = {"model": {}, "cache": {}, "scheduler": {}}
+        homes = option_homes()
+        for name, value in options.items():
+            if name not in homes:
+                raise ConfigError(f"unknown option {name!r}; known options are {', '.join(sorted(homes))}", field=name)
+            parts[homes[name]][name] = value
+        return cls(
+            model=ModelConfig(**parts["model"]),
+            cache=CacheConfig(**parts["cache"]),
+            scheduler=SchedulerConfig(**parts["scheduler"]),
+        )
+
+
+def option_homes() -> dict[str, str]:
+    """Map each flat option's name to the part of `EngineConfig` that holds it."""
+    homes: dict[str, str] = {}
+    for part, cls in (("model", ModelConfig), ("cache", CacheConfig), ("scheduler", SchedulerConfig)):
+        for item in fields(cls):
+            homes[item.name] = part
+    return homes

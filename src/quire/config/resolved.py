@@ -1,0 +1,252 @@
+"""What an engine is given once everything is known: the pure function that completes a configuration.
+
+`EngineConfig` is what a user asked for; `Machine` and `ModelFacts` are what was found; `resolve` turns the three into
+a `ResolvedConfig` without looking at the world, so that the same inputs always give the same engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.config.options import CacheConfig, EngineConfig, SchedulerConfig
+from quire.errors import ConfigError
+
+GIB = 1 << 30
+# Below so many parameters an operation is over before a second thread has woken up.
+SMALL_MODEL_PARAMETERS = 20_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What was found on the device once the weights are loaded.
+
+    Args:
+        device: "cpu" or "cuda".
+        available_bytes: memory that a new allocation can take, limits of control groups included.
+        num_threads: cores that this process may use.
+        total_bytes: all the memory of a GPU, whoever uses it; None on a CPU.
+    """
+
+    device: str
+    available_bytes: int
+    num_threads: int
+    total_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCost:
+    """Memory that a step takes besides weights and KV, at its worst.
+
+    Args:
+        fixed_bytes: whatever its sequences have in the cache.
+        bytes_per_token: for each cached token of its sequences.
+    """
+
+    fixed_bytes: int = 0
+    bytes_per_token: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What the model fixes.
+
+    Args:
+        max_position: the longest context that the model was made for, in tokens.
+        bytes_per_token: KV bytes of one token, all layers.
+        vocab_size: rows of the output head.
+        num_parameters: of the whole model.
+        kernels: what computes it, in words.
+        longest_bytes: KV bytes of the smallest pool that holds a sequence of the context asked for, null blocks
+            included; None where every layer keeps every token.
+        step: what a step takes; measured on a GPU.
+    """
+
+    max_position: int
+    bytes_per_token: int
+    vocab_size: int
+    num_parameters: int
+    kernels: str = "torch"
+    longest_bytes: int | None = None
+    step: StepCost = StepCost()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedConfig:
+    """A configuration with no open question; printed at start.
+
+    Args:
+        num_blocks: blocks of the pool, without the null block.
+        bytes_per_block: KV bytes of one block of every cache group.
+        longest_blocks: blocks that hold a sequence of `max_model_len` tokens.
+    """
+
+    device: str
+    num_threads: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    bytes_per_block: int
+    longest_blocks: int
+    enable_prefix_caching: bool
+    eviction_policy: str
+    watermark_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    scheduling_policy: str
+    max_queue_len: int | None
+    vocab_size: int
+    seed: int
+    kernels: str
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the whole pool holds."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def max_concurrency(self) -> float:
+        """Sequences of `max_model_len` tokens that fit at once."""
+        return self.num_blocks / self.longest_blocks
+
+    def lines(self) -> tuple[str, ...]:
+        """Return the lines that people look for at start."""
+        kv_bytes = self.num_blocks * self.bytes_per_block
+        return (
+            f"Available KV cache memory: {kv_bytes / GIB:.2f} GiB "
+            f"({self.num_blocks:,} blocks of {self.block_size} tokens, {self.bytes_per_block:,} bytes each)",
+            f"KV cache size: {self.kv_tokens:,} tokens, maximum concurrency for {self.max_model_len:,} tokens "
+            f"per request: {self.max_concurrency:.2f}x",
+            f"Scheduler: {self.scheduling_policy}, at most {self.max_num_seqs} sequences and "
+            f"{self.max_num_batched_tokens} tokens a step; prefix caching "
+            f"{'on' if self.enable_prefix_caching else 'off'}; device {self.device}, {self.num_threads} threads, "
+            f"kernels: {self.kernels}",
+        )
+
+
+def resolve(config: EngineConfig, machine: Machine, facts: ModelFacts) -> ResolvedConfig:
+    """Complete a configuration with what was found; pure.
+
+    Raises:
+        ConfigError: `max_model_len` past the model's limit, or a KV budget that cannot hold one sequence of
+            `max_model_len` tokens; the message says which number to change, and to what.
+    """
+    cache, scheduler = config.cache, config.scheduler
+    max_model_len = context_length(config.model.max_model_len, facts.max_position)
+    bytes_per_block = facts.bytes_per_token * cache.block_size
+    num_blocks, origin = pool_blocks(cache, machine, bytes_per_block, max_model_len, scheduler.max_num_seqs, facts.step)
+    needed = -(-max_model_len // cache.block_size)
+    if facts.longest_bytes is not None:
+        needed = -(-facts.longest_bytes // bytes_per_block) - 1
+    if num_blocks < needed:
+        raise _too_few_blocks(cache, max_model_len, num_blocks, needed, bytes_per_block, origin)
+    default_threads = 1 if facts.num_parameters < SMALL_MODEL_PARAMETERS else machine.num_threads
+    return ResolvedConfig(
+        device=machine.device,
+        num_threads=config.model.num_threads or default_threads,
+        max_model_len=max_model_len,
+        block_size=cache.block_size,
+        num_blocks=num_blocks,
+        bytes_per_block=bytes_per_block,
+        longest_blocks=needed,
+        enable_prefix_caching=cache.enable_prefix_caching,
+        eviction_policy=cache.eviction_policy,
+        watermark_blocks=int(num_blocks * cache.watermark),
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=step_tokens(scheduler, machine.device),
+        scheduling_policy=scheduler.scheduling_policy,
+        max_queue_len=scheduler.max_queue_len,
+        vocab_size=facts.vocab_size,
+        seed=config.model.seed,
+        kernels=facts.kernels,
+    )
+
+
+def step_tokens(scheduler: SchedulerConfig, device: str) -> int:
+    """Return the tokens of a step on a device, "cpu" or "cuda"."""
+    default = 512 if device == "cpu" else 2048
+    return scheduler.max_num_batched_tokens or max(default, scheduler.max_num_seqs)
+
+
+def context_length(max_model_len: int | None, max_position: int) -> int:
+    """Return the tokens that a sequence may have.
+
+    Args:
+        max_model_len: the option; None takes the model's limit.
+        max_position: the model's limit.
+
+    Raises:
+        ConfigError: the option is past the model's limit.
+    """
+    if max_model_len is not None and max_model_len > max_position:
+        raise ConfigError(
+            f"max_model_len ({max_model_len}) is more than the model's limit of {max_position} tokens; "
+            f"use at most {max_position}",
+            field="max_model_len",
+        )
+    return max_model_len or max_position
+
+
+def pool_blocks(
+    cache: CacheConfig,
+    machine: Machine,
+    bytes_per_block: int,
+    max_model_len: int,
+    max_num_seqs: int,
+    step: StepCost = StepCost(),
+) -> tuple[int, str]:
+    """Return the pool's size in blocks, at most 0 where there is room for none, and the words for where it comes from.
+
+    Args:
+        cache: what was asked for.
+        machine: what there is.
+        bytes_per_block: KV bytes of one block of every cache group.
+        max_model_len, max_num_seqs: what can ever be used.
+        step: what a step takes of a GPU.
+
+    Raises:
+        ConfigError: more bytes are asked for than there are.
+    """
+    if cache.num_kv_blocks is not None:
+        return cache.num_kv_blocks, f"num_kv_blocks={cache.num_kv_blocks}"
+    if cache.kv_cache_memory_bytes is not None:
+        budget = cache.kv_cache_memory_bytes
+        if budget > machine.available_bytes:
+            raise ConfigError(
+                f"kv_cache_memory_bytes ({budget:,}) is more than the {machine.available_bytes:,} bytes available "
+                "once the weights are loaded; ask for less",
+                field="kv_cache_memory_bytes",
+            )
+        # The null block costs one block of the budget.
+        return budget // bytes_per_block - 1, f"kv_cache_memory_bytes={budget}"
+    # More than every sequence at full length can never be used.
+    most = -(-max_model_len // cache.block_size) * max_num_seqs
+    if machine.total_bytes is not None:
+        taken_bytes = machine.total_bytes - machine.available_bytes + step.fixed_bytes
+        budget = int(machine.total_bytes * cache.gpu_memory_utilization) - taken_bytes
+        words = (
+            f"{cache.gpu_memory_utilization:g} of the GPU's {machine.total_bytes:,} bytes, of which the weights, other "
+            f"processes and the worst step take {taken_bytes:,},"
+        )
+        return min(budget // (bytes_per_block + step.bytes_per_token * cache.block_size) - 1, most), words
+    budget = int(machine.available_bytes * cache.kv_cache_memory_fraction)
+    words = f"{cache.kv_cache_memory_fraction:g} of the {machine.available_bytes:,} available bytes"
+    return min(budget // bytes_per_block - 1, most), words
+
+
+def _too_few_blocks(
+    cache: CacheConfig, max_model_len: int, num_blocks: int, needed: int, bytes_per_block: int, origin: str
+) -> ConfigError:
+    """Return the error for a pool that cannot hold one sequence, with the numbers that would do."""
+    if cache.num_kv_blocks is not None:
+        field_to_raise, least = "num_kv_blocks", needed
+    else:
+        # One block more: the null block is paid for from the same bytes.
+        field_to_raise, least = "kv_cache_memory_bytes", (needed + 1) * bytes_per_block
+    advice = f"set {field_to_raise} to at least {least}"
+    if num_blocks > 0:
+        advice += f", or max_model_len to at most {num_blocks * cache.block_size}"
+    return ConfigError(
+        f"{origin} gives {max(num_blocks, 0)} KV blocks, but one sequence of max_model_len={max_model_len} tokens "
+        f"needs {needed} blocks of {bytes_per_block:,} bytes: {advice}",
+        field=field_to_raise,
+    )

@@ -1,0 +1,115 @@
+"""What a step takes of a GPU's memory at its worst, found by running it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+from quire.config import StepCost
+from quire.execution.runner import ModelRunner
+from quire.memory.ops import NO_OPS
+from quire.models.decoder import Decoder
+from quire.scheduling.plan import Opening, PlanItem, StepPlan, TableDelta
+from quire.sequences.params import SamplingParams
+
+# Everything that takes memory for each sampled row: filters that sort the vocabulary, penalties, log probabilities.
+HUNGRY = SamplingParams(top_p=0.9, top_k=50, presence_penalty=0.1, logprobs=5, seed=0)
+# Tokens in the caches of decoding sequences, all together, of the two steps that are compared.
+CONTEXTS = (1 << 13, 1 << 15)
+
+
+class StepLimits(NamedTuple):
+    """How large a step can be.
+
+    Args:
+        max_num_seqs: sequences.
+        max_num_batched_tokens: tokens computed.
+        max_model_len: tokens of a sequence.
+        block_size: N.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    block_size: int
+
+
+# (start, tokens) of each sequence in a step.
+Items = list[tuple[int, int]]
+
+
+def measure_step_cost(decoder: Decoder, limits: StepLimits, dtype: torch.dtype) -> StepCost:
+    """Run the largest steps on a GPU, and return what they took besides weights and KV.
+
+    Args:
+        decoder: on a GPU, with all its weights.
+        limits: of steps.
+        dtype: of the cache.
+    """
+    return step_cost(limits, lambda items: _peak_bytes(decoder, limits, dtype, items))
+
+
+def step_cost(limits: StepLimits, peak_bytes: Callable[[Items], int]) -> StepCost:
+    """Return what the largest steps take, as a part that grows with what is cached and one that does not.
+
+    Args:
+        limits: of steps.
+        peak_bytes: runs a step, and says what it took.
+    """
+    prefill = peak_bytes(prefill_items(limits))
+    few, many = (decode_items(limits, count) for count in CONTEXTS)
+    few_bytes, many_bytes = peak_bytes(few), peak_bytes(many)
+    more = _num_cached(many) - _num_cached(few)
+    slope = max(0, -(-(many_bytes - few_bytes) // more)) if more else 0
+    return StepCost(fixed_bytes=max(prefill, many_bytes - slope * _num_cached(many), 0), bytes_per_token=slope)
+
+
+def prefill_items(limits: StepLimits) -> Items:
+    """Return (start, tokens) of each sequence in a step of prompts, each as long as it can be."""
+    budget, longest = limits.max_num_batched_tokens, limits.max_model_len
+    cuts = [*range(0, budget, longest), budget][: limits.max_num_seqs + 1]
+    return [(0, end - start) for start, end in pairwise(cuts)]
+
+
+def decode_items(limits: StepLimits, num_cached: int) -> Items:
+    """Return (start, 1) of each sequence in a step of decodes that have so many cached tokens together, or nearly."""
+    start = min(limits.max_model_len - 1, max(1, num_cached // limits.max_num_seqs))
+    return [(start, 1)] * limits.max_num_seqs
+
+
+def _num_cached(items: Items) -> int:
+    return sum(start + count for start, count in items)
+
+
+def plan_of(items: Items, limits: StepLimits, num_groups: int) -> StepPlan:
+    """Return a plan of sequences whose blocks are all block 1: what is computed has no meaning, only a size."""
+    return StepPlan(0, tuple(_plan_items(items, limits, num_groups)), NO_OPS, ())
+
+
+def _plan_items(items: Items, limits: StepLimits, num_groups: int) -> Iterator[PlanItem]:
+    for seq_id, (start, count) in enumerate(items):
+        table = (1,) * -(-(start + count) // limits.block_size)
+        deltas = tuple(TableDelta(group_idx, 0, table) for group_idx in range(num_groups))
+        opening = Opening(HUNGRY, 0, 0, start + count, (0,) * (start + count), ())
+        yield PlanItem(seq_id, start, (0,) * count, deltas, 1, opening)
+
+
+def _peak_bytes(decoder: Decoder, limits: StepLimits, dtype: torch.dtype, items: Items) -> int:
+    """Run one step over two blocks of KV memory, and return the most memory that it had at any moment beyond that."""
+    device = torch.device("cuda")
+    num_groups = len(decoder.cache_groups)
+    runner = ModelRunner.build(
+        decoder, num_blocks=[2] * num_groups, block_size=limits.block_size, device="cuda", dtype=dtype
+    )
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    runner.execute(plan_of(items, limits, num_groups))
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    del runner
+    torch.cuda.empty_cache()
+    return peak
