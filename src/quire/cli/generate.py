@@ -97,6 +97,7 @@ def as_json(output: RequestOutput) -> dict[str, Any]:
         "prompt": output.prompt,
         "num_prompt_tokens": len(output.prompt_token_ids),
         "num_cached_tokens": output.num_cached_tokens,
+        "num_disk_tokens": output.num_disk_tokens,
         "cache_hit_end": output.cache_hit_end,
         "finished": output.finished,
         "outputs": [],

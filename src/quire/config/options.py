@@ -77,6 +77,9 @@ class CacheConfig:
         eviction_policy: which idle block is taken back first: "lru" (idle for longest), "fifo" (published first), "lfu"
             (used least often) or "slru" (first those that were never used again).
         watermark: share of the blocks kept free for growth when a sequence is admitted.
+        prefix_cache_dir: a folder for a prefix cache on disk, which outlives the engine; None for none. One engine
+            at a time uses it.
+        prefix_cache_disk_bytes: what that may take of the disk; blocks used least recently make room.
         record_memory: a file, not there yet, for a log of every memory command; `quire replay` runs it again.
     """
 
@@ -88,6 +91,8 @@ class CacheConfig:
     enable_prefix_caching: bool = True
     eviction_policy: str = "lru"
     watermark: float = 0.01
+    prefix_cache_dir: str | None = None
+    prefix_cache_disk_bytes: int = 8 << 30
     record_memory: str | None = None
 
     def __post_init__(self) -> None:
@@ -99,6 +104,13 @@ class CacheConfig:
         check_share("kv_cache_memory_fraction", self.kv_cache_memory_fraction, 1.0, positive=True)
         check_share("gpu_memory_utilization", self.gpu_memory_utilization, 1.0, positive=True)
         check_share("watermark", self.watermark, 0.5)
+        check_text("prefix_cache_dir", self.prefix_cache_dir, optional=True)
+        check_whole("prefix_cache_disk_bytes", self.prefix_cache_disk_bytes, 1)
+        if self.prefix_cache_dir is not None and not self.enable_prefix_caching:
+            raise ConfigError(
+                f"prefix_cache_dir ({self.prefix_cache_dir}) needs enable_prefix_caching, which is off",
+                field="prefix_cache_dir",
+            )
         check_text("record_memory", self.record_memory, optional=True)
 
 

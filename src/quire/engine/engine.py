@@ -12,9 +12,11 @@ from quire.decoding.edits import Append, Finish
 from quire.distributed.executor import Executor
 from quire.engine.outputs import RequestMetrics, RequestOutput
 from quire.engine.prompts import Prompt, to_tokens
+from quire.engine.staging import Staging
 from quire.engine.stats import StepStats
 from quire.engine.transcript import RequestTranscript
 from quire.errors import InvalidParameter, PromptTooLong, UnsupportedFeature, WorkerError
+from quire.execution.prefix_store import StoreStats
 from quire.memory.chain import Namespace
 from quire.memory.usage import Usage
 from quire.scheduling.plan import ItemResult, PlanItem, StepPlan
@@ -34,6 +36,7 @@ class EngineStats(NamedTuple):
     Args:
         prefix_queries: prompt tokens looked up in the prefix index, at first admission.
         prefix_hits: of those, tokens found.
+        disk_hits: of those, tokens for which blocks were loaded from disk.
         resumed_queries: tokens looked up when preempted sequences came back.
         resumed_hits: of those, tokens found.
         wasted_tokens: computed tokens that preempted sequences lost.
@@ -46,6 +49,7 @@ class EngineStats(NamedTuple):
     num_preemptions: int
     prefix_queries: int
     prefix_hits: int
+    disk_hits: int
     resumed_queries: int
     resumed_hits: int
     wasted_tokens: int
@@ -69,6 +73,7 @@ class Engine:
         cache_name: what, of the model, the prefix cache depends on.
         clock: seconds, monotonic.
         memory_log: what memory commands are recorded in; closed with the engine.
+        staging: brings up what is on disk; None without a prefix cache there. Closed with the engine.
 
     Attributes:
         last_step: the numbers of the last step, None where it did nothing.
@@ -85,6 +90,7 @@ class Engine:
         cache_name: str,
         clock: Callable[[], float] = time.monotonic,
         memory_log: TextIO | None = None,
+        staging: Staging | None = None,
     ) -> None:
         self.config = config
         self.scheduler = scheduler
@@ -96,6 +102,7 @@ class Engine:
         self._cache_name = cache_name
         self._clock = clock
         self._memory_log = memory_log
+        self._staging = staging
         self._transcripts: dict[str, RequestTranscript] = {}
         self._news: dict[str, RequestTranscript] = {}
         self._num_requests = 0
@@ -193,11 +200,14 @@ class Engine:
             WorkerError: the data plane failed in several steps in a row.
         """
         self.last_step = None
+        if self._staging is not None:
+            self._staging.begin_step()
         plan = self.scheduler.plan(self.num_steps)
         self.num_steps += 1
         if not plan.items:
             return []
         self._note_scheduled(plan)
+        started_s = self._clock()
         try:
             result = self.executor.execute(plan)
         except WorkerError as error:
@@ -212,6 +222,8 @@ class Engine:
                 num_generated += self._take_result(item, outcome)
         outputs = self._drain()
         step_tokens = sum(len(item.token_ids) for item in plan.items)
+        if self._staging is not None and step_tokens > 2 * len(plan.items):
+            self._staging.note_prefill(step_tokens, self._clock() - started_s)
         self.last_step = self.measure(num_generated=num_generated, step_tokens=step_tokens)
         return failed + outputs
 
@@ -222,6 +234,12 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Let no request find what was computed before this call; who runs goes on with what it has."""
         self.scheduler.memory.reset_prefix_cache()
+        if self._staging is not None:
+            self._staging.reset()
+
+    def store_stats(self) -> StoreStats | None:
+        """Return the counters of the prefix cache on disk, None without one."""
+        return None if self._staging is None else self._staging.stats
 
     @property
     def stats(self) -> EngineStats:
@@ -232,6 +250,7 @@ class Engine:
             num_preemptions=stats.num_preemptions,
             prefix_queries=stats.prefix_queries,
             prefix_hits=stats.prefix_hits,
+            disk_hits=stats.disk_hits,
             resumed_queries=stats.resumed_queries,
             resumed_hits=stats.resumed_hits,
             wasted_tokens=stats.wasted_tokens,
@@ -275,8 +294,13 @@ class Engine:
         try:
             for request_id in tuple(self._transcripts):
                 self.abort_request(request_id)
+            # After a failure of the worker, nobody knows what its blocks hold.
+            if self._staging is not None and not self._num_failures:
+                self._staging.save_all(self.executor, self.scheduler.memory.take_ops())
         finally:
             self.executor.close()
+            if self._staging is not None:
+                self._staging.close()
             if self._memory_log is not None:
                 self._memory_log.close()
 

@@ -14,8 +14,11 @@ import torch
 from quire.config import EngineConfig, ModelFacts, ResolvedConfig, StepCost, context_length, resolve, step_tokens
 from quire.decoding.strategies import Sampling
 from quire.distributed.executor import InProcessExecutor
+from quire.engine.disk_cache import host_bytes, make_staging, open_disk
 from quire.engine.engine import Engine
+from quire.engine.staging import Staging
 from quire.errors import ConfigError, InvalidParameter
+from quire.execution.disk_blocks import DiskBlocks
 from quire.execution.heap import keep_freed_memory, use_huge_pages
 from quire.execution.machine import pick_device, probe
 from quire.execution.profiling import StepLimits, measure_step_cost
@@ -96,22 +99,27 @@ def load(config: EngineConfig) -> LoadedModel:
         logger.info(line)
     name = options.served_model_name or options.model
     memory_log = _open_log(config.cache.record_memory)
-    memory = _memory(resolved, groups, memory_log)
+    disk = None if config.cache.prefix_cache_dir is None else open_disk(config, checkpoint, resolved, groups, dtype)
+    memory = _memory(resolved, groups, memory_log, disk)
     runner = ModelRunner.build(
         decoder,
         num_blocks=[len(group.pool.ref_counts) for group in memory.groups],
         block_size=resolved.block_size,
         device=device,
         dtype=dtype,
+        host_bytes=host_bytes(disk),
+        disk=disk,
     )
+    staging = None if disk is None else make_staging(memory, disk, resolved, groups)
     engine = Engine(
         resolved,
-        _scheduler(resolved, memory),
+        _scheduler(resolved, memory, staging),
         InProcessExecutor(runner),
         tokenizer,
         end_token_ids=_end_token_ids(checkpoint, tokenizer),
         cache_name=f"{name}:{dtype}",
         memory_log=memory_log,
+        staging=staging,
     )
     return LoadedModel(name, engine, _default_params(checkpoint))
 
@@ -153,7 +161,7 @@ def _open_log(path: str | None) -> TextIO | None:
 
 
 def _memory(
-    resolved: ResolvedConfig, groups: Sequence[KVCacheSpec], log: TextIO | None
+    resolved: ResolvedConfig, groups: Sequence[KVCacheSpec], log: TextIO | None, disk: DiskBlocks | None
 ) -> KVCacheManager | RecordedMemory:
     """Return the manager of as many bytes as `num_blocks` blocks of every group have, the null blocks besides."""
     settings = MemorySettings(
@@ -162,18 +170,21 @@ def _memory(
         watermark=resolved.watermark_blocks,
         enable_prefix_caching=resolved.enable_prefix_caching,
         eviction=resolved.eviction_policy,
+        host_bytes=host_bytes(disk),
+        has_disk=disk is not None,
     )
-    manager = settings.build(os.urandom(32))
+    manager = settings.build(os.urandom(32) if disk is None else disk.key)
     return manager if log is None else RecordedMemory(manager, settings, log)
 
 
-def _scheduler(resolved: ResolvedConfig, memory: KVCacheManager | RecordedMemory) -> Scheduler:
+def _scheduler(resolved: ResolvedConfig, memory: KVCacheManager | RecordedMemory, staging: Staging | None) -> Scheduler:
     return Scheduler(
         memory,
         Sampling(),
         max_num_seqs=resolved.max_num_seqs,
         max_num_batched_tokens=resolved.max_num_batched_tokens,
         policy=resolved.scheduling_policy,
+        prepare=None if staging is None else staging.prepare,
     )
 
 

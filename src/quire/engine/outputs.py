@@ -79,6 +79,7 @@ class RequestOutput:
         finished: True in the last output of the request.
         prompt_logprobs: for each prompt token, None for the first one; only once, in the first delta.
         num_cached_tokens: tokens of the prompt that came from the prefix cache (first admission).
+        num_disk_tokens: of those, tokens for which blocks were loaded from disk.
         cache_hit_end: why no more of them did, in words; None until the request was let in.
         error: why the request failed when a sequence's `finish_reason` is "error".
         metrics: times and preemptions.
@@ -91,6 +92,7 @@ class RequestOutput:
     finished: bool = False
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     num_cached_tokens: int = 0
+    num_disk_tokens: int = 0
     cache_hit_end: str | None = None
     error: str | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
@@ -114,6 +116,7 @@ class RequestOutput:
         self.finished = delta.finished
         self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
         self.num_cached_tokens = delta.num_cached_tokens
+        self.num_disk_tokens = delta.num_disk_tokens
         self.cache_hit_end = delta.cache_hit_end
         self.error = self.error or delta.error
         self.metrics = delta.metrics

@@ -26,6 +26,11 @@ class DiskBlocks:
         self._fetched: dict[int, Tensor] = {}
         self._next_ticket = 0
 
+    @property
+    def key(self) -> bytes:
+        """The secret of the digests, which is the same after a restart."""
+        return self._store.key
+
     def holds(self, block: StoredBlock) -> bool:
         """Say whether a block is on disk, as far as is known without reading it."""
         return self._store.holds(block)
@@ -61,6 +66,15 @@ class DiskBlocks:
             wait: see `PrefixStore.save`.
         """
         self._store.save(block, _bytes_of(data), wait=wait)
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of blocks that the disk may hold."""
+        return self._store.capacity
+
+    def touch(self, blocks: Iterable[StoredBlock]) -> None:
+        """Note that blocks were used, in this order, once all that waits is written."""
+        self._store.touch(blocks)
 
     def reset(self) -> None:
         """Make nothing that was saved until now be hit again."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from time import perf_counter
 from typing import NamedTuple
 
@@ -151,8 +151,7 @@ class PrefixStore:
         with self._changed:
             use = self._own.pop(key, None)
             if is_good and use is not None:
-                self._moment += 1
-                self._own[key] = self._touched[key] = use._replace(moment=self._moment)
+                self._touch(key, use)
             elif use is not None:
                 self._counts["damaged"] += 1
                 self._doom({key: use})
@@ -185,6 +184,26 @@ class PrefixStore:
             self._pending_bytes += len(record)
             self._changed.notify_all()
 
+    @property
+    def key(self) -> bytes:
+        """The secret of the digests, which is the same after a restart."""
+        return self._folder.key
+
+    @property
+    def capacity(self) -> int:
+        """Bytes that records may take."""
+        return self._live_bytes
+
+    def touch(self, blocks: Iterable[StoredBlock]) -> None:
+        """Note that those blocks that are on disk were used, in this order, once all that waits is written."""
+        self.flush()
+        with self._changed:
+            for block in blocks:
+                key = record_key(self._identity, block)
+                use = self._own.pop(key, None)
+                if use is not None:
+                    self._touch(key, use)
+
     def reset(self) -> None:
         """Make nothing that was saved until now be hit again, in constant time; the writer then deletes it.
 
@@ -202,8 +221,10 @@ class PrefixStore:
             self._changed.wait_for(lambda: not (self._pending or self._is_urgent or self._is_writing))
 
     def close(self) -> None:
-        """Write what waits, and let go of the folder."""
+        """Write what waits, and let go of the folder; once."""
         with self._changed:
+            if self._is_closing:
+                return
             self._is_closing = True
             self._changed.notify_all()
         self._writer.join()
@@ -318,15 +339,6 @@ class PrefixStore:
 
     # ---- either thread ----
 
-    def _is_usable(self) -> bool:
-        return not self._is_broken
-
-    def _doom(self, records: Mapping[bytes, Use]) -> None:
-        """Have the writer delete records that nothing finds any more; the lock is held."""
-        self._doomed.append(records)
-        self._is_urgent = True
-        self._changed.notify_all()
-
     def _break(self, error: Exception) -> None:
         """Use the file no more; when it is opened next, it is set aside."""
         with self._changed:
@@ -336,6 +348,22 @@ class PrefixStore:
             self._is_broken = True
             self._pending, self._pending_bytes, self._is_urgent = {}, 0, False
             self._changed.notify_all()
+
+    # ---- either thread, while it holds the lock ----
+
+    def _touch(self, key: bytes, use: Use) -> None:
+        """Put a record behind all others that are used less recently."""
+        self._moment += 1
+        self._own[key] = self._touched[key] = use._replace(moment=self._moment)
+
+    def _is_usable(self) -> bool:
+        return not self._is_broken
+
+    def _doom(self, records: Mapping[bytes, Use]) -> None:
+        """Have the writer delete records that nothing finds any more."""
+        self._doomed.append(records)
+        self._is_urgent = True
+        self._changed.notify_all()
 
 
 class _Job(NamedTuple):

@@ -12,6 +12,7 @@ Invariants: S1 to S6.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 from operator import attrgetter
@@ -40,6 +41,7 @@ class SchedulerStats:
     Args:
         prefix_queries: prompt tokens looked up in the prefix index at first admission.
         prefix_hits: of those, tokens that were found.
+        disk_hits: of those, tokens for which blocks were loaded from disk.
         resumed_queries: tokens looked up when a preempted sequence came back; kept apart, because finding one's
             own blocks again says nothing about sharing.
         resumed_hits: of those, tokens that were found.
@@ -49,6 +51,7 @@ class SchedulerStats:
 
     prefix_queries: int = 0
     prefix_hits: int = 0
+    disk_hits: int = 0
     resumed_queries: int = 0
     resumed_hits: int = 0
     num_preemptions: int = 0
@@ -65,6 +68,8 @@ class Scheduler:
         max_num_batched_tokens: tokens of a step; at least `max_num_seqs`.
         policy: a name in `ORDER_POLICIES`.
         preemption: a name in `PREEMPTION_POLICIES`.
+        prepare: called for each sequence before its prefix is matched; it, and who is behind it, waits while that
+            says False.
     """
 
     def __init__(
@@ -76,6 +81,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         policy: str = "fcfs",
         preemption: str = "last",
+        prepare: Callable[[Sequence], bool] | None = None,
     ) -> None:
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(f"{max_num_batched_tokens} tokens a step cannot serve {max_num_seqs} sequences")
@@ -89,6 +95,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.stats = SchedulerStats()
         self._order = ORDER_POLICIES[policy]
+        self._prepare = prepare
         self._choose_victim = PREEMPTION_POLICIES[preemption]
         self._closed: list[int] = []
         self._next_seq_id = 0
@@ -261,6 +268,8 @@ class Scheduler:
             seats -= _seats(sequence)
             if seats < 0 or spare <= 0:
                 break
+            if self._prepare is not None and not self._prepare(sequence):
+                break
             num_tokens = len(sequence.tokens)
             hit = memory.match_prefix(sequence.chain, sequence.request.hit_limit)
             step = self.max_num_batched_tokens
@@ -304,11 +313,18 @@ class Scheduler:
         if request.num_cached_tokens is None:
             request.num_cached_tokens = hit.num_tokens
             request.hit_end = hit.end
+            request.num_disk_tokens = self._num_disk_tokens(sequence, hit)
+            stats.disk_hits += request.num_disk_tokens
             stats.prefix_queries += num_queried
             stats.prefix_hits += hit.num_tokens
         else:
             stats.resumed_queries += num_queried
             stats.resumed_hits += hit.num_tokens
+
+    def _num_disk_tokens(self, sequence: Sequence, hit: PrefixHit) -> int:
+        """Return the tokens of a hit for which blocks were loaded from disk."""
+        size = self.memory.block_size
+        return sum((block_idx + 1) * size <= hit.num_tokens for block_idx in sequence.staged) * size
 
     def _item(self, sequence: Sequence, count: int) -> PlanItem:
         """Return a sequence's share of the step: its next `count` tokens."""

@@ -27,6 +27,7 @@ class Request:
         sequences: the prompt's sequence first; after the fork one for each sample.
         num_known_prompt_logprobs: prompt positions whose log probabilities came back already.
         num_cached_tokens: of the prompt, found in the prefix cache at the first admission; None before it.
+        num_disk_tokens: of those, the ones for which blocks were loaded from disk.
         hit_end: why no more of them were found; None before.
     """
 
@@ -42,6 +43,7 @@ class Request:
     sequences: list[Sequence] = field(default_factory=list)
     num_known_prompt_logprobs: int = 0
     num_cached_tokens: int | None = None
+    num_disk_tokens: int = 0
     hit_end: HitEnd | None = None
     num_preemptions: int = 0
 
