@@ -99,6 +99,7 @@ class AsyncLLM:
         self.tokenizer: Tokenizer | None = model.engine.tokenizer
         self.metrics = metrics or Metrics(model.name)
         self.metrics.set_config(self.resolved)
+        self.metrics.watch_store(lambda: model.engine.stats.disk)
         self._defaults = model.default_params
         self._engine = model.engine
         # In the names that requests get here, so that no caller's own name is one of them.

@@ -43,6 +43,7 @@ class EngineStats(NamedTuple):
         prompt_tokens: prompt tokens of the requests that were let in.
         generation_tokens: tokens generated.
         computed_tokens: tokens that went through the model.
+        disk: of the prefix cache on disk, None without one.
     """
 
     num_steps: int
@@ -59,6 +60,7 @@ class EngineStats(NamedTuple):
     num_copies: int
     num_evictions: int
     num_merges: int
+    disk: StoreStats | None = None
 
 
 class Engine:
@@ -237,10 +239,6 @@ class Engine:
         if self._staging is not None:
             self._staging.reset()
 
-    def store_stats(self) -> StoreStats | None:
-        """Return the counters of the prefix cache on disk, None without one."""
-        return None if self._staging is None else self._staging.stats
-
     @property
     def stats(self) -> EngineStats:
         """Totals since the start."""
@@ -260,6 +258,7 @@ class Engine:
             num_copies=usage.num_copies,
             num_evictions=usage.num_evictions,
             num_merges=usage.num_merges,
+            disk=None if self._staging is None else self._staging.stats,
         )
 
     def measure(self, *, num_generated: int = 0, step_tokens: int = 0) -> StepStats:

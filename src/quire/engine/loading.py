@@ -6,6 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -100,27 +101,32 @@ def load(config: EngineConfig) -> LoadedModel:
     name = options.served_model_name or options.model
     memory_log = _open_log(config.cache.record_memory)
     disk = None if config.cache.prefix_cache_dir is None else open_disk(config, checkpoint, resolved, groups, dtype)
-    memory = _memory(resolved, groups, memory_log, disk)
-    runner = ModelRunner.build(
-        decoder,
-        num_blocks=[len(group.pool.ref_counts) for group in memory.groups],
-        block_size=resolved.block_size,
-        device=device,
-        dtype=dtype,
-        host_bytes=host_bytes(disk),
-        disk=disk,
-    )
-    staging = None if disk is None else make_staging(memory, disk, resolved, groups)
-    engine = Engine(
-        resolved,
-        _scheduler(resolved, memory, staging),
-        InProcessExecutor(runner),
-        tokenizer,
-        end_token_ids=_end_token_ids(checkpoint, tokenizer),
-        cache_name=f"{name}:{dtype}",
-        memory_log=memory_log,
-        staging=staging,
-    )
+    with ExitStack() as stack:
+        if disk is not None:
+            stack.callback(disk.close)
+        memory = _memory(resolved, groups, memory_log, disk)
+        runner = ModelRunner.build(
+            decoder,
+            num_blocks=[len(group.pool.ref_counts) for group in memory.groups],
+            block_size=resolved.block_size,
+            device=device,
+            dtype=dtype,
+            host_bytes=host_bytes(disk),
+            disk=disk,
+        )
+        staging = None if disk is None else make_staging(memory, disk, resolved, groups)
+        engine = Engine(
+            resolved,
+            _scheduler(resolved, memory, staging),
+            InProcessExecutor(runner),
+            tokenizer,
+            end_token_ids=_end_token_ids(checkpoint, tokenizer),
+            cache_name=f"{name}:{dtype}",
+            memory_log=memory_log,
+            staging=staging,
+        )
+        # From here on the engine closes it.
+        stack.pop_all()
     return LoadedModel(name, engine, _default_params(checkpoint))
 
 

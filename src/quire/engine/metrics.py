@@ -11,6 +11,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from quire.config import ResolvedConfig
 from quire.engine.outputs import RequestMetrics, RequestOutput
 from quire.engine.stats import StepStats
+from quire.engine.store_metrics import StoreCollector
+from quire.execution.prefix_store import StoreStats
 
 # A request whose sequences ended for several reasons counts once, under the first of these.
 FINISH_REASONS = ("error", "abort", "length", "stop")
@@ -59,6 +61,15 @@ class Metrics:
         }
         name = f"{self._prefix}:cache_config_info"
         Gauge(name, "The KV cache, in labels.", list(shown), registry=self.registry).labels(**shown).set(1)
+
+    def watch_store(self, stats: Callable[[], StoreStats | None]) -> None:
+        """Show the counters of the prefix cache on disk, if there is one; once.
+
+        Args:
+            stats: returns them whenever metrics are asked for.
+        """
+        if stats() is not None:
+            self.registry.register(StoreCollector(stats, self._model_name, self._prefix))
 
     def on_step(self, stats: StepStats) -> None:
         """Take in the numbers of one step."""

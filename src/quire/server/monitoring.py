@@ -93,13 +93,18 @@ async def kv(state: ServerState, request: Request) -> Response:  # noqa: ARG001 
             "groups": [group._asdict() for group in usage.groups],
             "num_sequences": usage.num_sequences,
             "num_tokens": usage.num_tokens,
-            "first_time": {"queried_tokens": stats.prefix_queries, "hit_tokens": stats.prefix_hits},
+            "first_time": {
+                "queried_tokens": stats.prefix_queries,
+                "hit_tokens": stats.prefix_hits,
+                "disk_tokens": stats.disk_hits,
+            },
             "resumed": {"queried_tokens": stats.resumed_queries, "hit_tokens": stats.resumed_hits},
             "evictions": usage.num_evictions,
             "copies": usage.num_copies,
             "merges": usage.num_merges,
             "preemptions": stats.num_preemptions,
             "wasted_tokens": stats.wasted_tokens,
+            "disk": None if stats.disk is None else stats.disk._asdict(),
         }
     )
 
