@@ -264,6 +264,9 @@ class PrefixStore:
             if any((job.records, job.deleted, job.touched)) and not self._is_broken:
                 self._run(job)
             if is_last:
+                with self._changed:
+                    self._is_writing = False
+                    self._changed.notify_all()
                 return
 
     def _take_job(self) -> _Job:
@@ -357,7 +360,7 @@ class PrefixStore:
         self._own[key] = self._touched[key] = use._replace(moment=self._moment)
 
     def _is_usable(self) -> bool:
-        return not self._is_broken
+        return not (self._is_broken or self._is_closing)
 
     def _doom(self, records: Mapping[bytes, Use]) -> None:
         """Have the writer delete records that nothing finds any more."""
