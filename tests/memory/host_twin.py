@@ -22,6 +22,7 @@ class HostTwin:
         self.num_swap_outs = 0
         self.num_swap_ins = 0
         self.num_demotions = 0
+        self.num_promotions = 0
         self.num_evictions = 0
 
     # ---- questions ----
@@ -138,6 +139,23 @@ class HostTwin:
                     sequence.pages[idx][i] = found[page]
         for seq_id in seq_ids:
             self.leave(seq_id)
+
+    def promote(self, seq_id: int, hit: list[Pages]) -> None:
+        """Copy the pages of a hit that are here to the device."""
+        device, mine = self.device, self.device.sequences[seq_id].pages
+        self.tables[seq_id] = [
+            [page if device.is_on_host(idx, page) else None for page in pages] for idx, pages in enumerate(hit)
+        ]
+        for group, pages in zip(self.groups, self.tables[seq_id], strict=True):
+            group.idle = [page for page in group.idle if page not in pages]
+        for idx, pages in enumerate(self.tables[seq_id]):
+            for i, page in enumerate(pages):
+                if page is not None and page.prefix is not None:
+                    mine[idx][i] = new = device._take()
+                    new.prefix = page.prefix
+                    device.groups[idx].published[page.prefix] = new
+                    self.num_promotions += 1
+        self.leave(seq_id)
 
     def leave(self, seq_id: int) -> None:
         """Release what a sequence has here, its tail first."""

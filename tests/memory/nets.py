@@ -27,6 +27,34 @@ def walk(*, has_twin: bool) -> None:
         random_walk(World(size, has_twin=has_twin), rng, 60)
 
 
+def host_walk(*, has_twin: bool) -> None:
+    """Random commands in small pools over a host tier, swaps among them."""
+    for seed in range(16 if not has_twin else 0):
+        size = WorldSize(0, 1, kinds=(FULL, Kind("window", 3)), layers=(1, 4), num_bytes=72, host_bytes=90)
+        random_walk(World(size, has_twin=False), random.Random(seed), 100)
+    for seed in range(40):
+        rng = random.Random(seed)
+        size = WorldSize(
+            rng.randrange(2, 9), rng.randrange(1, 4), kinds=rng.choice(GROUPS), host_blocks=rng.randrange(1, 10)
+        )
+        random_walk(World(size, has_twin=has_twin), rng, 60)
+
+
+def host_reading_back() -> None:
+    """`check()`, reading through tables and the host's index, and sharing kept by swaps, after random commands."""
+    host_walk(has_twin=False)
+
+
+def host_twin() -> None:
+    """The same, compared with the twin."""
+    host_walk(has_twin=True)
+
+
+def host_world() -> None:
+    """A complete search of the smallest world in which sequences are swapped and blocks demoted."""
+    search(WorldSize(2, 1, host_blocks=1), max_prompt=1, max_slots=2)
+
+
 def invariants_and_reading_back() -> None:
     """`check()` and reading through tables, after random commands."""
     walk(has_twin=False)
@@ -69,4 +97,4 @@ def audited_run() -> None:
 
 
 NETS = (invariants_and_reading_back, slow_twin, small_world, long_run, audited_run)
-HONEST_NETS = (*NETS, window_world)
+HONEST_NETS = (*NETS, window_world, host_reading_back, host_twin, host_world)

@@ -60,9 +60,13 @@ def commands(world: World, max_prompt: int, max_slots: int) -> Iterator[Command]
         for length in range(1, max_prompt + 1):
             for prompt in product(VOCABULARY, repeat=length):
                 yield "open", seq_id, prompt
+    if world.has_host:
+        yield from swaps(world)
     for seq_id, tokens in world.tokens.items():
         num_slots, num_computed = world.num_slots(seq_id), world.num_computed(seq_id)
         yield "free", seq_id, ()
+        if world.is_swapped(seq_id):
+            continue
         if num_slots < max_slots:
             yield "grow", seq_id, ()
         for length in range(world.manager.rollback_limit(seq_id), num_slots):
@@ -72,6 +76,17 @@ def commands(world: World, max_prompt: int, max_slots: int) -> Iterator[Command]
                 yield "store", seq_id, (token_id,)
         elif absent:
             yield "fork", seq_id, (absent[0],)
+
+
+def swaps(world: World) -> Iterator[Command]:
+    """Yield the swaps of each sequence, and of both together in either order."""
+    for order in (*((seq_id,) for seq_id in world.tokens), *permutations(world.tokens, 2)):
+        if all(world.is_swapped(seq_id) for seq_id in order):
+            yield "swap in", 0, order
+        elif not any(world.is_swapped(seq_id) for seq_id in order) and all(
+            world.num_slots(seq_id) == world.num_computed(seq_id) for seq_id in order
+        ):
+            yield "swap out", 0, order
 
 
 def perform(world: World, command: Command) -> None:
@@ -87,6 +102,11 @@ def perform(world: World, command: Command) -> None:
         world.free(seq_id)
     elif verb == "reset":
         world.reset()
+    elif verb == "swap out":
+        world.swap_out(list(args))
+    elif verb == "swap in":
+        redeem_swap_in(world, list(args))
+        world.swap_in(list(args), [0] * len(args))
     elif verb == "grow":
         is_granted = world.grow(seq_id, 1)
         # One more slot needs a block of each group at most; alone, a sequence may have every block.
@@ -107,6 +127,13 @@ def perform(world: World, command: Command) -> None:
         world.sync(live)
 
 
+def redeem_swap_in(world: World, seq_ids: list[int]) -> None:
+    """Hold memory to its word that a family can come back and grow by a token each, in a copy of this very state."""
+    copy: World = pickle.loads(pickle.dumps(world))
+    if copy.swap_in(seq_ids, [world.num_slots(seq_id) + 1 for seq_id in seq_ids]) is Verdict.OK:
+        assert all(copy.grow(seq_id, 1) for seq_id in seq_ids), "can_swap_in promised too much"
+
+
 def canonical(world: World) -> tuple[object, ...]:
     """Return a state as a value that is the same for states that differ in names only.
 
@@ -117,18 +144,28 @@ def canonical(world: World) -> tuple[object, ...]:
 
 
 def _named(world: World, order: tuple[int, ...], flip: int) -> tuple[object, ...]:
+    host = world.twin.host
     names: dict[Page, int] = {}
     sequences = []
     for seq_id in order:
         sequence = world.twin.sequences[seq_id]
         tokens = tuple(token_id ^ flip for token_id in sequence.tokens)
+        on_host = host is not None and seq_id in host.tables
         pages = tuple(
-            tuple(names.setdefault(page, len(names)) if page else -1 for page in group) for group in sequence.pages
+            tuple(names.setdefault(page, len(names)) if page else -1 for page in group)
+            for group in (host.tables[seq_id] if host is not None and on_host else sequence.pages)
         )
-        sequences.append((tokens, pages, sequence.num_slots, sequence.num_computed, sequence.is_publishing))
+        sequences.append((tokens, pages, on_host, sequence.num_slots, sequence.num_computed, sequence.is_publishing))
     # Which of all idle pages goes first matters, whatever group it is in.
-    by_age = sorted((page.idle_since, idx, page) for idx, group in enumerate(world.twin.groups) for page in group.idle)
-    idle = tuple((idx, names.setdefault(page, len(names))) for _, idx, page in by_age)
+    idle = tuple(
+        tuple(
+            (idx, names.setdefault(page, len(names)))
+            for _, idx, page in sorted(
+                (page.idle_since, idx, page) for idx, group in enumerate(tier.groups) for page in group.idle
+            )
+        )
+        for tier in (world.twin, *([] if host is None else [host]))
+    )
     published = tuple(
         () if page.prefix is None else tuple(token_id ^ flip for token_id in page.prefix[1]) for page in names
     )

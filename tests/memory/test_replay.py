@@ -48,8 +48,10 @@ def walk(memory: RecordedMemory, rng: random.Random, num_commands: int) -> None:
         if verb == "enter" and len(live) < 5:
             tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 5 * SIZE))]
             chain = memory.chain(tokens, Namespace(cache_salt=rng.choice((None, "tenant"))))
-            memory.allocate(next_id, chain, memory.match_prefix(chain, rng.choice((None, None, 2 * SIZE))))
-            next_id += 1
+            hit = memory.match_prefix(chain, rng.choice((None, None, 2 * SIZE)))
+            if not hit.loads or memory.can_allocate(len(tokens), hit).verdict is Verdict.OK:
+                memory.allocate(next_id, chain, hit)
+                next_id += 1
         elif verb == "pin":
             name = rng.choice("ab")
             if name in manager.pins:

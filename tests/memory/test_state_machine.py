@@ -39,6 +39,8 @@ sizes = st.builds(
     layers=st.just(()),
     num_bytes=st.none(),
     eviction=st.just("lru"),
+    host_blocks=st.just(0) | st.integers(1, 12),
+    host_bytes=st.just(0),
 )
 
 
@@ -54,13 +56,23 @@ class MemoryMachine(RuleBasedStateMachine):
         self.next_id = 0
 
     def pick(self, data: st.DataObject) -> int:
-        return data.draw(st.sampled_from(sorted(self.world.tokens)), label="sequence")
+        return data.draw(st.sampled_from(self.residents()), label="sequence")
+
+    def residents(self) -> list[int]:
+        return [seq_id for seq_id in sorted(self.world.tokens) if not self.world.is_swapped(seq_id)]
+
+    def swapped(self) -> list[int]:
+        return [seq_id for seq_id in sorted(self.world.tokens) if self.world.is_swapped(seq_id)]
+
+    def settled(self) -> list[int]:
+        world = self.world
+        return [seq_id for seq_id in self.residents() if world.num_slots(seq_id) == world.num_computed(seq_id)]
 
     def has_room(self) -> bool:
         return len(self.world.tokens) < MAX_SEQUENCES
 
     def is_alive(self) -> bool:
-        return bool(self.world.tokens)
+        return bool(self.residents())
 
     # ---- opening ----
 
@@ -150,6 +162,32 @@ class MemoryMachine(RuleBasedStateMachine):
         """End a sequence."""
         self.world.free(self.pick(data))
 
+    # ---- swapping ----
+
+    @precondition(lambda self: self.world.has_host and self.settled())
+    @rule(data=st.data())
+    def swap_out(self, data: st.DataObject) -> None:
+        """Swap some sequences out, in any order."""
+        self.world.swap_out(data.draw(st.lists(st.sampled_from(self.settled()), min_size=1, unique=True)))
+
+    @precondition(lambda self: self.swapped())
+    @rule(data=st.data(), more=st.lists(st.integers(0, 5), min_size=MAX_SEQUENCES), reserved=st.integers(0, 2))
+    def swap_in(self, data: st.DataObject, more: list[int], reserved: int) -> None:
+        """Bring some back; when memory said OK, they can grow as far as was asked."""
+        world = self.world
+        seq_ids = data.draw(st.lists(st.sampled_from(self.swapped()), min_size=1, unique=True))
+        goals = [world.num_slots(seq_id) + count for seq_id, count in zip(seq_ids, more, strict=False)]
+        if world.swap_in(seq_ids, goals, reserved) is Verdict.OK:
+            for seq_id, goal in zip(seq_ids, goals, strict=True):
+                missing = goal - world.num_slots(seq_id)
+                assert not missing or world.grow(seq_id, missing), "can_swap_in promised too much"
+
+    @precondition(lambda self: self.swapped())
+    @rule(data=st.data())
+    def free_on_the_host(self, data: st.DataObject) -> None:
+        """End a sequence that is swapped out."""
+        self.world.free(data.draw(st.sampled_from(self.swapped())))
+
     @rule()
     def reset(self) -> None:
         """Forget what is published, at any time."""
@@ -188,13 +226,27 @@ class MemoryMachine(RuleBasedStateMachine):
         world.free(seq_id)
         world.refuses(ValueError, lambda: manager.allocate(-1, new_chain, hit))
 
+    @precondition(lambda self: self.swapped())
+    @rule(data=st.data())
+    def misuse_of_the_swapped(self, data: st.DataObject) -> None:
+        """Whoever is swapped out can come back or end, nothing else (M7)."""
+        world, manager = self.world, self.world.manager
+        seq_id = data.draw(st.sampled_from(self.swapped()))
+        world.refuses(ValueError, lambda: manager.append_slots(seq_id, 1))
+        world.refuses(ValueError, lambda: manager.publish(seq_id, world.num_computed(seq_id)))
+        world.refuses(ValueError, lambda: manager.truncate(seq_id, world.num_computed(seq_id)))
+        world.refuses(ValueError, lambda: manager.fork(seq_id, -1, []))
+        world.refuses(ValueError, lambda: manager.swap_out([seq_id]))
+        world.refuses(ValueError, lambda: manager.swap_in([seq_id, seq_id]))
+        world.refuses(KeyError, lambda: manager.swap_in([-1]))
+
     # ---- the end ----
 
     @invariant()
     def tables_hold_what_was_granted(self) -> None:
         """Slots never outnumber what the tables can hold."""
         if hasattr(self, "world"):
-            for seq_id in self.world.tokens:
+            for seq_id in self.residents():
                 room = len(self.world.manager.block_table(seq_id)) * self.world.size.block_size
                 assert 0 <= room - self.world.num_slots(seq_id) < self.world.size.block_size
 

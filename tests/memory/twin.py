@@ -130,11 +130,18 @@ class Twin:
                 return [pages for pages in hit if pages is not None]
         return [[] for _ in self.groups]
 
+    def is_on_host(self, idx: int, page: Page | None) -> bool:
+        """Tell whether a page that was found is one of the host's."""
+        return self.host is not None and page in self.host.groups[idx].published.values()
+
     def _hit(self, namespace: Namespace, tokens: list[int], idx: int, length: int) -> Pages | None:
         pages: Pages = []
         for i in range(length):
             if self.is_alive(idx, i, length * self.page_size):
-                page = self.groups[idx].published.get((namespace, tuple(tokens[: (i + 1) * self.page_size])))
+                prefix = namespace, tuple(tokens[: (i + 1) * self.page_size])
+                page = self.groups[idx].published.get(prefix)
+                if page is None and self.host is not None:
+                    page = self.host.groups[idx].published.get(prefix)
                 if page is None:
                     return None
                 pages.append(page)
@@ -170,7 +177,7 @@ class Twin:
         for done, count in product(range(start, num_tokens), range(1, step + 1)):
             if done + count <= num_tokens:
                 alive = [i for i in range(self.num_pages_of(done + count)) if self.is_alive(idx, i, done)]
-                most = max(most, sum(i >= len(hit) or hit[i] in idle for i in alive))
+                most = max(most, sum(i >= len(hit) or hit[i] in idle or self.is_on_host(idx, hit[i]) for i in alive))
         return most - num_idle
 
     # ---- commands ----
@@ -180,7 +187,10 @@ class Twin:
         for group, pages in zip(self.groups, hit, strict=True):
             group.idle = [page for page in group.idle if page not in pages]
         num_slots = len(hit[0]) * self.page_size
-        self.sequences[seq_id] = TwinSequence(namespace, tokens, [list(pages) for pages in hit], num_slots)
+        mine = [[None if self.is_on_host(idx, page) else page for page in pages] for idx, pages in enumerate(hit)]
+        self.sequences[seq_id] = TwinSequence(namespace, tokens, mine, num_slots)
+        if self.host is not None:
+            self.host.promote(seq_id, hit)
 
     def append(self, seq_id: int, num_tokens: int) -> bool:
         """Give slots, or change nothing and return False."""

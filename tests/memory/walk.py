@@ -13,7 +13,7 @@ SWAPS = ("swap",) * 5
 
 def random_swap(world: World, rng: random.Random) -> None:
     """Swap some sequences out, or some back and on."""
-    swapped = [seq_id for seq_id in sorted(world.tokens) if world.manager.sequences[seq_id].is_swapped]
+    swapped = [seq_id for seq_id in sorted(world.tokens) if world.is_swapped(seq_id)]
     settled = [
         seq_id
         for seq_id in sorted(world.tokens)
@@ -55,7 +55,7 @@ def random_walk(world: World, rng: random.Random, num_commands: int, *, max_sequ
             random_swap(world, rng)
             continue
         seq_id = rng.choice(live)
-        if world.manager.sequences[seq_id].is_swapped and verb != "free":
+        if world.is_swapped(seq_id) and verb != "free":
             continue
         settled = world.num_slots(seq_id) == world.num_computed(seq_id) == len(world.tokens[seq_id])
         if verb == "decode" and settled:

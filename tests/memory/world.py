@@ -21,6 +21,7 @@ from quire.memory import (
     KVCacheManager,
     KVCacheSpec,
     Namespace,
+    PrefixHit,
     SlidingWindow,
     Tier,
     TokenChain,
@@ -34,6 +35,9 @@ from tests.memory.twin import Kind, Page, Pages, Twin
 
 # What a slot's KV depends on: the namespace and all tokens up to its own; None before anything is written.
 Content = tuple[Namespace, tuple[int, ...]] | None
+
+# A block of a tier.
+Place = tuple[Tier, int]
 
 NAMESPACES = (Namespace(), Namespace(cache_salt="tenant"))
 
@@ -122,6 +126,10 @@ class World:
         """Return the stored tokens of a sequence."""
         return self.manager.sequences[seq_id].num_computed
 
+    def is_swapped(self, seq_id: int) -> bool:
+        """Say whether a sequence is swapped out."""
+        return self.manager.sequences[seq_id].is_swapped
+
     # ---- commands ----
 
     def open(
@@ -144,20 +152,38 @@ class World:
         assert hit.num_tokens < len(tokens), "a hit covers the whole prompt"
         assert max_tokens is None or hit.num_tokens <= max_tokens
         prefixes = self._prefixes(namespace, tokens, hit.num_tokens)
-        for group_idx, blocks in enumerate(hit.block_ids):
+        places = [[(Tier.DEVICE, block_id) for block_id in blocks] for blocks in hit.block_ids]
+        for group_idx, block_idx, host_id in hit.loads:
+            places[group_idx][block_idx] = (Tier.HOST, host_id)
+        for group_idx, blocks in enumerate(places):
             self._reads_back(group_idx, blocks, prefixes, hit.num_tokens)
         if self.has_twin:
             pages = twin.match(namespace, tokens, max_tokens)
-            found = tuple(tuple(self.block_of[page] if page else 0 for page in group) for group in pages)
-            assert found == hit.block_ids, "the twin found another hit"
+            found = [
+                [(Tier(twin.is_on_host(idx, page)), self.block_of[page] if page else 0) for page in group]
+                for idx, group in enumerate(pages)
+            ]
+            assert found == places, "the twin found another hit"
             self._compare_verdict(status, len(tokens), pages, step or len(tokens), reserved)
-        if status.verdict is not Verdict.NEVER:
+        if status.verdict is Verdict.LATER and not self._can_load(hit):
+            self.refuses(ValueError, lambda: manager.allocate(seq_id, chain, hit))
+        elif status.verdict is not Verdict.NEVER:
             manager.allocate(seq_id, chain, hit)
             self._adopt(seq_id, chain, namespace)
             if self.has_twin:
                 twin.open(seq_id, namespace, tokens, pages)
         self.verify()
         return status
+
+    def _can_load(self, hit: PrefixHit) -> bool:
+        """Say whether the device has room for the blocks of a hit that have no holders there."""
+        needs = [0] * len(self.size.kinds)
+        for load in hit.loads:
+            needs[load.group_idx] += 1
+        for idx, blocks in enumerate(hit.block_ids):
+            ref_counts = self.manager.groups[idx].pool.ref_counts
+            needs[idx] += sum(block_id != 0 and ref_counts[block_id] == 0 for block_id in blocks)
+        return not hit.loads or self.manager.arena.can_hold(needs)
 
     def _compare_verdict(
         self, status: AllocStatus, num_tokens: int, hit: list[Pages], step: int, reserved: int
@@ -184,7 +210,8 @@ class World:
     def enter(self, seq_id: int, tokens: list[int], namespace: Namespace = NAMESPACES[0]) -> bool:
         """Open, get slots for and store a whole prompt; False, and nothing changed, when memory says no."""
         status = self.open(seq_id, tokens, namespace)
-        if status.verdict is Verdict.NEVER:
+        if seq_id not in self.tokens:
+            assert status.verdict is not Verdict.OK
             return False
         is_granted = self.grow(seq_id, len(tokens) - self.num_computed(seq_id))
         if status.verdict is Verdict.OK:
@@ -220,7 +247,7 @@ class World:
                 for byte in self._bytes_of(group_idx, table[block_idx], offset):
                     self.stored[Tier.DEVICE][byte] = prefixes[position]
             for position in range(start, end):
-                self._reads_back(group_idx, tuple(table), prefixes, position)
+                self._reads_back(group_idx, [(Tier.DEVICE, block_id) for block_id in table], prefixes, position)
         self.manager.publish(seq_id, end)
         if self.has_twin:
             self.twin.store(seq_id, end)
@@ -382,7 +409,7 @@ class World:
             state = self.manager.sequences[seq_id]
             tier = Tier.HOST if state.is_swapped else Tier.DEVICE
             for group_idx, table in enumerate(state.tables_on(tier)):
-                self._reads_back(group_idx, tuple(table), prefixes, count, tier)
+                self._reads_back(group_idx, [(tier, block_id) for block_id in table], prefixes, count)
         self._verify_host_index()
         if self.has_twin:
             self._compare_with_twin()
@@ -399,9 +426,9 @@ class World:
                     ancestor = ancestor[2]
                 assert ancestor is not None
                 prefixes = self._prefixes(namespaces[ancestor[1]], tokens, len(tokens))
-                table = (block_id,) * (len(tokens) // self.size.block_size)
+                places = [(Tier.HOST, block_id)] * (len(tokens) // self.size.block_size)
                 first = len(tokens) - self.size.block_size
-                self._positions_hold(group_idx, table, prefixes, range(first, len(tokens)), Tier.HOST)
+                self._positions_hold(group_idx, places, prefixes, range(first, len(tokens)))
 
     def _compare_with_twin(self) -> None:
         manager, twin = self.manager, self.twin
@@ -447,7 +474,8 @@ class World:
         num_used, num_idle = len(theirs.held()), sum(len(group.idle) for group in theirs.groups)
         counts = (num_used, num_idle, theirs.num_pages - num_used - num_idle, len(theirs.tables), theirs.num_evictions)
         assert host[1:6] == counts, "the twin counts otherwise on the host"
-        assert host[6:9] == (theirs.num_swap_outs, theirs.num_swap_ins, theirs.num_demotions)
+        traffic = (theirs.num_swap_outs, theirs.num_swap_ins, theirs.num_demotions, theirs.num_promotions)
+        assert host[6:10] == traffic, "the twin copies otherwise"
         for seq_id, table in theirs.tables.items():
             for pages, block_ids in zip(table, self.manager.sequences[seq_id].tables_on(Tier.HOST), strict=True):
                 for page, block_id in zip(pages, block_ids, strict=True):
@@ -476,34 +504,22 @@ class World:
         start = (block_id * self.size.block_size + offset) * token_bytes
         return range(start, start + token_bytes)
 
-    def _reads_back(
-        self,
-        group_idx: int,
-        table: tuple[int, ...],
-        prefixes: list[Content],
-        query: int,
-        tier: Tier = Tier.DEVICE,
-    ) -> None:
+    def _reads_back(self, group_idx: int, places: list[Place], prefixes: list[Content], query: int) -> None:
         """Assert that the query at a position reads what was stored (M5), as if all copies were made already."""
         kind = self.size.kinds[group_idx]
         positions = [position for position in range(query) if kind.reads(query, position)]
-        self._positions_hold(group_idx, table, prefixes, positions, tier)
+        self._positions_hold(group_idx, places, prefixes, positions)
 
     def _positions_hold(
-        self,
-        group_idx: int,
-        table: tuple[int, ...],
-        prefixes: list[Content],
-        positions: Iterable[int],
-        tier: Tier,
+        self, group_idx: int, places: list[Place], prefixes: list[Content], positions: Iterable[int]
     ) -> None:
-        sources: dict[tuple[Tier, int], tuple[Tier, int]] = {}
+        sources: dict[Place, Place] = {}
         for idx, src_id, dst_id, src_tier, dst_tier in self.pending:
             if idx == group_idx:
                 sources[dst_tier, dst_id] = sources.get((src_tier, src_id), (src_tier, src_id))
         for position in positions:
             block_idx, offset = divmod(position, self.size.block_size)
-            source_tier, block_id = sources.get((tier, table[block_idx]), (tier, table[block_idx]))
+            tier, block_id = sources.get(places[block_idx], places[block_idx])
             for byte in self._bytes_of(group_idx, block_id, offset):
-                content = self.stored[source_tier].get(byte)
+                content = self.stored[tier].get(byte)
                 assert content == prefixes[position], f"M5: group {group_idx} reads other tokens at {position}"

@@ -5,7 +5,7 @@ from quire.memory.invariants import check
 from quire.memory.manager import KVCacheManager
 from quire.memory.ops import NO_OPS, BlockCopy, MemoryOps, TableDelta, Tier
 from quire.memory.specs import ChunkedLocal, FullAttention, KVCacheSpec, SlidingWindow
-from quire.memory.status import AllocStatus, HitEnd, PrefixHit, Verdict
+from quire.memory.status import AllocStatus, BlockLoad, HitEnd, PrefixHit, Verdict
 from quire.memory.swap import SwapSize
 from quire.memory.usage import GroupUsage, HostUsage, Usage
 
@@ -13,6 +13,7 @@ __all__ = [
     "NO_OPS",
     "AllocStatus",
     "BlockCopy",
+    "BlockLoad",
     "ChunkedLocal",
     "FullAttention",
     "GroupUsage",

@@ -35,15 +35,27 @@ def judge(
     if refusal is not None:
         return refusal
     # Idle blocks of the hit count twice: they are not available any more, and nothing new is needed for them.
-    woken, needs = [], []
-    for group, shared, spared in zip(groups, hit.block_ids, spare, strict=True):
-        ref_counts, spec = group.pool.ref_counts, group.spec
-        num_woken = [ref_counts[block_id] for block_id in shared].count(0) - shared.count(NULL_BLOCK)
-        peak = spec.peak_blocks(num_tokens, step_tokens)
-        num_new = min(peak - num_woken, spec.num_blocks(num_tokens) - len(shared))
-        woken.append(num_woken)
-        needs.append(num_woken + num_new + spared)
+    woken, loads = count_woken(groups, hit), count_loads(groups, hit)
+    needs = []
+    for idx, (group, shared) in enumerate(zip(groups, hit.block_ids, strict=True)):
+        peak = group.spec.peak_blocks(num_tokens, step_tokens)
+        num_new = min(peak - woken[idx], group.spec.num_blocks(num_tokens) - len(shared) + loads[idx])
+        needs.append(woken[idx] + num_new + spare[idx])
     return weigh(arena, needs, woken)
+
+
+def count_woken(groups: Sequence[CacheGroup], hit: PrefixHit) -> list[int]:
+    """Return for each group the blocks of a hit that are idle."""
+    return [
+        [group.pool.ref_counts[block_id] for block_id in shared].count(0) - shared.count(NULL_BLOCK)
+        for group, shared in zip(groups, hit.block_ids, strict=True)
+    ]
+
+
+def count_loads(groups: Sequence[CacheGroup], hit: PrefixHit) -> list[int]:
+    """Return for each group the blocks of a hit that must be copied from the host."""
+    group_idxs = [load.group_idx for load in hit.loads]
+    return [group_idxs.count(idx) for idx in range(len(groups))]
 
 
 def weigh(arena: Arena, needs: Sequence[int], woken: Sequence[int]) -> AllocStatus:

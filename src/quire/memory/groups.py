@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 from quire.memory.chain import TokenChain
 from quire.memory.pool import NULL_BLOCK, BlockPool
+from quire.memory.prefix_index import ChainView
 from quire.memory.specs import KVCacheSpec
-from quire.memory.status import HitEnd, PrefixHit
+from quire.memory.status import BlockLoad, HitEnd, PrefixHit
+from quire.memory.tiered_view import TieredView
 
 
 class CacheGroup:
@@ -25,9 +27,14 @@ class CacheGroup:
 
 
 def find_prefix(
-    groups: Sequence[CacheGroup], chain: TokenChain, max_tokens: int | None, version: int, num_left: int = 1
+    groups: Sequence[CacheGroup],
+    chain: TokenChain,
+    max_tokens: int | None,
+    version: int,
+    num_left: int = 1,
+    host_groups: Sequence[CacheGroup] = (),
 ) -> PrefixHit:
-    """Find the longest prefix whose live blocks are published in every group.
+    """Find the longest prefix whose live blocks are published in every group, on the device or on the host.
 
     Each group in turn shortens the prefix to the longest that it can serve, until all agree: a shorter prefix may
     need blocks of a window that a longer one does not.
@@ -38,11 +45,15 @@ def find_prefix(
         max_tokens: of the hit, None for all.
         version: see `PrefixHit`.
         num_left: tokens at the end that are left to compute.
+        host_groups: the same groups with their blocks on the host; none to look at the device only.
     """
     size = groups[0].spec.block_size
     most = max(0, len(chain.tokens) - num_left) // size
     limit = most if max_tokens is None else min(most, max_tokens // size)
-    views = [group.pool.index.view(chain, limit) for group in groups]
+    views: list[ChainView | TieredView] = [group.pool.index.view(chain, limit) for group in groups]
+    if host_groups:
+        indexes = [(group.pool.index, host.pool.index) for group, host in zip(groups, host_groups, strict=True)]
+        views = [TieredView(device, host, chain, limit) for device, host in indexes]
     end, ended_by = (HitEnd.LAST_TOKEN if limit == most else HitEnd.LIMIT), None
     length, idx, num_agreed = limit, 0, 0
     while num_agreed < len(groups):
@@ -52,8 +63,10 @@ def find_prefix(
             length, num_agreed = reach, 1
             end, ended_by = HitEnd.NOT_PUBLISHED, idx
         idx = (idx + 1) % len(groups)
-    block_ids = []
-    for group, view in zip(groups, views, strict=True):
+    block_ids, loads = [], []
+    for idx, (group, view) in enumerate(zip(groups, views, strict=True)):
         num_dead = group.num_dead(length * size)
         block_ids.append((NULL_BLOCK,) * num_dead + view.block_ids(num_dead, length))
-    return PrefixHit(length * size, tuple(block_ids), end, ended_by, version)
+        loads += [BlockLoad(idx, *place) for place in view.host_blocks(num_dead, length)]
+    num_host_tokens = len({load.block_idx for load in loads}) * size
+    return PrefixHit(length * size, tuple(block_ids), end, ended_by, version, tuple(loads), num_host_tokens)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.memory import swap
-from quire.memory.admission import judge, refuse_for_ever
+from quire.memory.admission import count_loads, count_woken, judge, refuse_for_ever
 from quire.memory.archive import Archive
 from quire.memory.arena import build_arena
 from quire.memory.chain import Namespace, TokenChain
@@ -26,6 +26,7 @@ from quire.memory.groups import CacheGroup, find_prefix
 from quire.memory.host_tier import HostTier
 from quire.memory.ops import NO_OPS, MemoryOps, TableDelta, Tier
 from quire.memory.pins import Pins
+from quire.memory.pool import NULL_BLOCK
 from quire.memory.progress import bury, next_event, publish_blocks
 from quire.memory.sequence_memory import SequenceMemory
 from quire.memory.specs import IMMORTAL, KVCacheSpec
@@ -95,7 +96,7 @@ class KVCacheManager:
         return TokenChain(tokens, namespace, self.block_size, self._key)
 
     def match_prefix(self, chain: TokenChain, max_tokens: int | None = None) -> PrefixHit:
-        """Find the longest usable published prefix, over all groups.
+        """Find the longest usable published prefix, over all groups and tiers.
 
         Args:
             chain: the sequence's tokens; at least one of them is left to compute.
@@ -103,7 +104,8 @@ class KVCacheManager:
         """
         if not self.enable_prefix_caching:
             return PrefixHit(0, ((),) * len(self.groups), HitEnd.DISABLED, None, self.tables.version)
-        return find_prefix(self.groups, chain, max_tokens, self.tables.version)
+        host_groups = self.host.groups if self.host is not None else ()
+        return find_prefix(self.groups, chain, max_tokens, self.tables.version, host_groups=host_groups)
 
     def can_allocate(
         self, num_tokens: int, hit: PrefixHit, step_tokens: int | None = None, reserved: Sequence[int] = ()
@@ -208,25 +210,31 @@ class KVCacheManager:
     # ---- commands ----
 
     def allocate(self, seq_id: int, chain: TokenChain, hit: PrefixHit) -> None:
-        """Open a sequence on a hit: its slots are those of the hit, all computed.
+        """Open a sequence on a hit: its slots are those of the hit, all computed; what is on the host is copied.
 
         Raises:
-            ValueError: the sequence is live already, or the hit is older than another command.
+            ValueError: the sequence is live already, the hit is older than another command, or the device has no
+                room for what would be copied, which `can_allocate` counts.
         """
         if seq_id in self.sequences:
             raise ValueError(f"sequence {seq_id} is live already")
         if hit.version != self.tables.version:
             raise ValueError("stale prefix hit: another command came between match_prefix and allocate")
+        if hit.loads:
+            swap.require_room(self.tables, count_woken(self.groups, hit), count_loads(self.groups, hit))
         self.tables.version += 1
         state = SequenceMemory(chain, len(self.groups), self.num_resets, is_publishing=self.enable_prefix_caching)
         for idx, (group, shared) in enumerate(zip(self.groups, hit.block_ids, strict=True)):
             num_dead = state.num_dead[idx] = group.num_dead(hit.num_tokens)
-            group.pool.retain(shared[num_dead:])
+            live = shared[num_dead:]
+            group.pool.retain([block_id for block_id in live if block_id != NULL_BLOCK] if hit.loads else live)
             state.tables[idx] = list(shared)
         state.num_slots = state.num_computed = hit.num_tokens
         state.num_published = hit.num_tokens // self.block_size
         state.next_event = next_event(self.groups, self._mortal, state)
         self.sequences[seq_id] = state
+        if hit.loads:
+            swap.promote(self.tables, state, hit.loads)
 
     def append_slots(self, seq_id: int, num_tokens: int, lookahead: int = 0) -> bool:
         """Give a sequence slots for `num_tokens` more tokens in every group, or change nothing.

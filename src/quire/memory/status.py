@@ -39,6 +39,20 @@ class HitEnd(Enum):
     LIMIT = "the caller asked for no more"
 
 
+class BlockLoad(NamedTuple):
+    """A block of a hit that is on the host.
+
+    Args:
+        group_idx: the cache group.
+        block_idx: its place in the table.
+        host_id: the block of the host tier that holds it.
+    """
+
+    group_idx: int
+    block_idx: int
+    host_id: int
+
+
 class PrefixHit(NamedTuple):
     """The longest usable published prefix of a token chain.
 
@@ -46,10 +60,13 @@ class PrefixHit(NamedTuple):
 
     Args:
         num_tokens: tokens whose KV is reused, a multiple of the block size; less than the chain's tokens.
-        block_ids: for each cache group, the blocks that hold them; null where the group needs them no more.
+        block_ids: for each cache group, the blocks that hold them; null where the group needs them no more, and where
+            they are only on the host.
         end: why the hit is not longer.
         group_idx: the cache group that lacks a block, when that is why; else None.
         version: the manager's count of changes when the question was asked.
+        loads: the blocks that are on the host, group by group; each needs a block of the device to be copied to.
+        num_host_tokens: tokens of the hit for which some group has a block on the host only.
     """
 
     num_tokens: int
@@ -57,3 +74,5 @@ class PrefixHit(NamedTuple):
     end: HitEnd
     group_idx: int | None
     version: int
+    loads: tuple[BlockLoad, ...] = ()
+    num_host_tokens: int = 0

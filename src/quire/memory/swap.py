@@ -18,7 +18,7 @@ from quire.memory.chain import is_same_link
 from quire.memory.ops import BlockCopy, Tier
 from quire.memory.pool import NULL_BLOCK, BlockPool
 from quire.memory.sequence_memory import SequenceMemory
-from quire.memory.status import AllocStatus, Verdict
+from quire.memory.status import AllocStatus, BlockLoad, Verdict
 from quire.memory.tables import BlockTables
 
 OTHER = {Tier.DEVICE: Tier.HOST, Tier.HOST: Tier.DEVICE}
@@ -247,13 +247,32 @@ def swap_in(tables: BlockTables, seq_ids: Sequence[int]) -> None:
     """See `KVCacheManager.swap_in`."""
     states = tables.family(seq_ids, Tier.HOST)
     routes = find_routes(tables, states, Tier.HOST)
-    status = weigh(tables.arena, [route.num_needed for route in routes], [route.num_woken for route in routes])
-    if status.verdict is not Verdict.OK:
-        raise ValueError(f"no room on the device: {status.needed} blocks needed, {status.available} available")
+    require_room(tables, [route.num_woken for route in routes], [len(route.missing) for route in routes])
     assert tables.host is not None
     tables.version += 1
     tables.host.num_sequences -= len(states)
     tables.host.traffic.num_swap_ins += transfer(tables, states, Tier.HOST, routes)
+
+
+def promote(tables: BlockTables, state: SequenceMemory, loads: Sequence[BlockLoad]) -> None:
+    """Copy what a new sequence hit on the host to the device, and publish it there."""
+    assert tables.host is not None
+    # Held at once, so that what must leave the device for them does not take their place on the host.
+    state.host_tables = [[NULL_BLOCK] * len(table) for table in state.tables]
+    for load in loads:
+        state.host_tables[load.group_idx][load.block_idx] = load.host_id
+        tables.host.groups[load.group_idx].pool.retain((load.host_id,))
+    for idx in range(len(state.tables)):
+        tables.host.traffic.num_promotions += carry(tables, (state,), Tier.HOST, idx)
+    leave(tables, state, Tier.HOST)
+
+
+def require_room(tables: BlockTables, woken: Sequence[int], missing: Sequence[int]) -> None:
+    """Raise ValueError unless so many idle blocks of each group, and so many others, can all have holders."""
+    needs = [one + other for one, other in zip(woken, missing, strict=True)]
+    status = weigh(tables.arena, needs, woken)
+    if status.verdict is not Verdict.OK:
+        raise ValueError(f"no room on the device: {status.needed} blocks needed, {status.available} available")
 
 
 def recount_published(tables: BlockTables, state: SequenceMemory) -> None:
