@@ -137,6 +137,7 @@ class Archive:
         held: list[tuple[BlockPool, bytes]] = []
         for group_idx, block_idx, ticket in fetched:
             pool = groups[group_idx].pool
+            chain.links(block_idx + 1)
             (link,) = chain.canonical_links(block_idx, block_idx + 1)
             if pool.index.get(link[0]) is not None:
                 continue

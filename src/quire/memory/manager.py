@@ -411,12 +411,9 @@ class KVCacheManager:
 
     def take_ops(self) -> MemoryOps:
         """Hand over the movements that the workers must make before this step's kernels."""
-        if not self.tables.pending_copies:
-            return NO_OPS
+        copies = self.tables.take_copies()
         saves = () if self.archive is None else self.archive.take_saves()
-        ops = MemoryOps(tuple(self.tables.pending_copies), saves)
-        self.tables.pending_copies = []
-        return ops
+        return MemoryOps(copies, saves) if copies else NO_OPS
 
     def take_table_deltas(self, seq_id: int) -> tuple[TableDelta, ...]:
         """Hand over the table entries that changed since the last call for this sequence."""
