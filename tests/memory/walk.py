@@ -44,6 +44,9 @@ def random_walk(world: World, rng: random.Random, num_commands: int, *, max_sequ
         verb = rng.choice(VERBS + SWAPS * world.has_host)
         if rng.random() < 0.02:
             world.reset()
+        if world.disk is not None and rng.random() < 0.2:
+            prompt = [rng.randrange(2) for _ in range(rng.randrange(1, 4 * world.size.block_size + 2))]
+            world.disk.load(prompt, rng.choice(NAMESPACES), rng.choice([None, None, rng.randrange(9)]))
         if verb == "enter" and len(live) < max_sequences:
             prompt = [rng.randrange(2) for _ in range(rng.randrange(1, 3 * world.size.block_size + 2))]
             next_id += 1

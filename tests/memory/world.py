@@ -30,6 +30,7 @@ from quire.memory import (
 )
 from quire.memory.chain import Link
 from quire.memory.invariants import snapshot
+from tests.memory.disk import Disk
 from tests.memory.host_twin import HostTwin
 from tests.memory.twin import Kind, Page, Pages, Twin
 
@@ -56,6 +57,7 @@ class WorldSize(NamedTuple):
         eviction: the policy; the twin knows the first only.
         host_blocks: of the host tier, shared by the groups, when their blocks are of one size; or
         host_bytes: of the host tier.
+        has_disk: what the host evicts is saved, and can be loaded.
     """
 
     num_blocks: int
@@ -68,6 +70,7 @@ class WorldSize(NamedTuple):
     eviction: str = "lru"
     host_blocks: int = 0
     host_bytes: int = 0
+    has_disk: bool = False
 
 
 def spec_of(kind: Kind, block_size: int, num_layers: int = 1) -> KVCacheSpec:
@@ -101,7 +104,9 @@ class World:
             enable_prefix_caching=size.caching,
             eviction=size.eviction,
             host_bytes=size.host_bytes or (size.host_blocks and (size.host_blocks + 1) * specs[0].bytes_per_block),
+            has_disk=size.has_disk,
         )
+        self.disk = None if self.manager.archive is None else Disk(self, self.manager.archive)
         self.twin = Twin(size.num_blocks, size.block_size, size.kinds, watermark=size.watermark, caching=size.caching)
         if size.host_blocks:
             self.twin.host = HostTwin(self.twin, size.host_blocks)
@@ -370,6 +375,8 @@ class World:
         self.manager.reset_prefix_cache()
         if self.has_twin:
             self.twin.reset()
+        if self.disk is not None:
+            self.disk.numbers.clear()
         self.verify()
 
     def sync(self, seq_id: int) -> None:
@@ -401,7 +408,8 @@ class World:
 
     def verify(self) -> None:
         """Check the invariants, the twin, and what every sequence reads."""
-        self.pending += self.manager.take_ops().copies
+        ops = self.manager.take_ops()
+        self.pending += ops.copies if self.disk is None else self.disk.note(ops)
         check(self.manager)
         for seq_id, tokens in self.tokens.items():
             count = self.num_computed(seq_id)

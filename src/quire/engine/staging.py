@@ -74,13 +74,15 @@ class Staging:
         """Bring up what is on disk of a sequence that is to be let in; False while there is more to come."""
         if sequence.is_staged:
             return True
-        loads = self._archive.find_loads(sequence.chain, self._disk.holds, sequence.request.hit_limit)
+        num_blocks, loads = self._archive.find_loads(sequence.chain, self._disk.holds, sequence.request.hit_limit)
         if loads and (sequence.staged or self._is_worth_it(loads)):
             # The first places of the chain, each with the blocks of all groups.
             places = sorted({load.block_idx for load in loads})[: self._spare]
             self._spare -= len(places)
             part = [load for load in loads if load.block_idx in places]
-            if self._load(sequence, part) and len(part) < len(loads):
+            # What was lost again meanwhile is not loaded twice: the host is too small for it.
+            is_new = sequence.staged.isdisjoint(places)
+            if is_new and self._load(sequence, num_blocks, part) and len(part) < len(loads):
                 return False
         sequence.is_staged = True
         return True
@@ -121,7 +123,7 @@ class Staging:
         """The counters of the store."""
         return self._disk.stats
 
-    def _load(self, sequence: Sequence, loads: Blocks[DiskLoad]) -> bool:
+    def _load(self, sequence: Sequence, num_blocks: int, loads: Blocks[DiskLoad]) -> bool:
         """Read blocks and publish them on the host; False where not all of them could be had."""
         fetched = []
         for load in loads:
@@ -129,7 +131,7 @@ class Staging:
             if ticket is None:
                 break
             fetched.append(FetchedBlock(load.block.group_idx, load.block_idx, ticket))
-        adopted = set(self._archive.adopt(sequence.chain, fetched)) if fetched else set()
+        adopted = set(self._archive.adopt(sequence.chain, num_blocks, fetched)) if fetched else set()
         self._disk.drop(block.ticket for block in fetched if block.ticket not in adopted)
         sequence.staged.update(block.block_idx for block in fetched if block.ticket in adopted)
         return len(adopted) == len(loads)

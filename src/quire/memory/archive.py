@@ -36,6 +36,18 @@ class DiskLoad(NamedTuple):
     block: StoredBlock
 
 
+class LoadPlan(NamedTuple):
+    """What must be loaded for a hit.
+
+    Args:
+        num_blocks: of the hit.
+        loads: in the order of the chain.
+    """
+
+    num_blocks: int
+    loads: list[DiskLoad]
+
+
 class FetchedBlock(NamedTuple):
     """A block of a chain that was read from disk and found whole.
 
@@ -77,7 +89,7 @@ class Archive:
 
     def find_loads(
         self, chain: TokenChain, holds: Callable[[StoredBlock], bool], max_tokens: int | None = None
-    ) -> list[DiskLoad]:
+    ) -> LoadPlan:
         """Say what must be loaded for the longest hit that all tiers and the disk can serve together.
 
         Where the host has no room for so much, it is a shorter hit.
@@ -86,24 +98,23 @@ class Archive:
             chain: of the tokens, at least one of which is left to compute.
             holds: says whether a block is on disk.
             max_tokens: of the hit, None for all.
-
-        Returns:
-            The blocks, in the order of the chain.
         """
-        groups, lower = self._tables.groups, self._tables.groups_on(Tier.HOST)
+        groups = self._tables.groups
         size = groups[0].spec.block_size
         limit = min(len(chain.tokens) - 1, len(chain.tokens) if max_tokens is None else max_tokens) // size
-        views = [
-            _Reach([upper.pool.index, under.pool.index], idx, chain, holds)
-            for idx, (upper, under) in enumerate(zip(groups, lower, strict=True))
-        ]
+        views = [_Reach(indexes, idx, chain, holds) for idx, indexes in enumerate(self._indexes())]
         while True:
             length = _agree(groups, views, limit)
             loads = [
                 view.loads(group.num_dead(length * size), length) for group, view in zip(groups, views, strict=True)
             ]
-            if self._host_arena.can_hold(list(map(len, loads))):
-                return sorted((load for group in loads for load in group), key=lambda load: load.block_idx)
+            needs = [len(group) for group in loads]
+            for _, group_idx, _ in self._resting(chain, length):
+                needs[group_idx] += 1
+            if self._host_arena.can_hold(needs):
+                return LoadPlan(
+                    length, sorted((load for group in loads for load in group), key=lambda load: load.block_idx)
+                )
             limit = length * 3 // 4
 
     def saving_ops(self) -> MemoryOps:
@@ -121,20 +132,26 @@ class Archive:
 
     # ---- commands ----
 
-    def adopt(self, chain: TokenChain, fetched: Sequence[FetchedBlock]) -> list[int]:
+    def adopt(self, chain: TokenChain, num_blocks: int, fetched: Sequence[FetchedBlock]) -> list[int]:
         """Publish blocks on the host that were read from disk, as many of the first as there is room for.
 
+        What else a hit of `num_blocks` blocks needs of the host makes no room for them.
+
         Args:
-            chain: what the blocks are of; `find_loads` named them.
-            fetched: the blocks.
+            chain: what the blocks are of.
+            num_blocks: see `LoadPlan`.
+            fetched: blocks that `find_loads` named.
 
         Returns:
             The tickets that movements will name; the others are not needed.
         """
         tables, groups = self._tables, self._tables.groups_on(Tier.HOST)
         tables.version += 1
+        # Each has a holder until all are there, so that none makes room for another.
+        held = self._resting(chain, num_blocks)
+        for _, group_idx, digest in held:
+            groups[group_idx].pool.retain(_published_as(groups[group_idx].pool, digest))
         adopted = []
-        held: list[tuple[BlockPool, bytes]] = []
         for group_idx, block_idx, ticket in fetched:
             pool = groups[group_idx].pool
             chain.links(block_idx + 1)
@@ -146,13 +163,11 @@ class Archive:
             (block_id,) = tables.take(group_idx, 1, Tier.HOST)
             tables.pending_copies.append(BlockCopy(group_idx, ticket, block_id, Tier.DISK, Tier.HOST))
             pool.index.add(link, block_id)
-            held.append((pool, link[0]))
+            held.append((block_idx, group_idx, link[0]))
             adopted.append(ticket)
-        # Until here each had a holder, so that none made room for another; others may have moved it since.
-        for pool, digest in reversed(held):
-            entry = pool.index.get(digest)
-            assert entry is not None, "what has a holder is not evicted"
-            pool.release(entry[:1])
+        # By digest: to take one may have moved the others. The tail is evicted before the head.
+        for _, group_idx, digest in sorted(held, reverse=True):
+            groups[group_idx].pool.release(_published_as(groups[group_idx].pool, digest))
         self.num_loads += len(adopted)
         return adopted
 
@@ -174,6 +189,25 @@ class Archive:
         self._tables.arena.moves.append(BlockCopy(group_idx, block_id, len(self._saves), Tier.HOST, Tier.DISK))
         self._saves.append(describe(group_idx, link))
         self.num_saves += 1
+
+    # ---- parts ----
+
+    def _indexes(self) -> list[tuple[PrefixIndex, PrefixIndex]]:
+        """Return the indexes of each group, on the device and on the host."""
+        tiers = zip(self._tables.groups, self._tables.groups_on(Tier.HOST), strict=True)
+        return [(device.pool.index, host.pool.index) for device, host in tiers]
+
+    def _resting(self, chain: TokenChain, num_blocks: int) -> list[tuple[int, int, bytes]]:
+        """Return what a hit of so many blocks would need of the host's idle blocks: place, group and digest of each."""
+        resting = []
+        for idx, (device, host) in enumerate(self._indexes()):
+            group = self._tables.groups_on(Tier.HOST)[idx]
+            for block_idx in range(group.num_dead(num_blocks * group.spec.block_size), num_blocks):
+                if host.holds(chain, block_idx) and not device.holds(chain, block_idx):
+                    digest = chain.links(block_idx + 1)[block_idx][0]
+                    if not group.pool.ref_counts[_published_as(group.pool, digest)[0]]:
+                        resting.append((block_idx, idx, digest))
+        return resting
 
     @property
     def _host_arena(self) -> Arena:
@@ -248,6 +282,13 @@ def describe(group_idx: int, link: Link | None) -> StoredBlock:
     digest, tokens, parent = link
     assert parent is not None, "the root is no block"
     return StoredBlock(group_idx, digest, tokens, parent[0])
+
+
+def _published_as(pool: BlockPool, digest: bytes) -> tuple[int]:
+    """Return the block that is published under a digest."""
+    entry = pool.index.get(digest)
+    assert entry is not None, "what has a holder is not evicted"
+    return entry[:1]
 
 
 def _agree(groups: Sequence[CacheGroup], views: Sequence[_Reach], length: int) -> int:

@@ -13,7 +13,7 @@ A line has what the command needs to be run again, and what came of it:
  > SEQ ...                   swap_out: of these sequences together
  < SEQ ...                   swap_in
  l TOKENS NAME ... GROUP:BLOCK:TICKET ...
-                             archive.adopt: blocks of a chain of so many tokens, with the names of all its blocks
+                             archive.adopt: for a hit of so many tokens, with the names of all its blocks
  r                           reset_prefix_cache
  + PIN TOKENS NAME ...       pin: of so many tokens, with names like a hit; pins are numbered
  - PIN                       unpin
@@ -75,10 +75,9 @@ class RecordedArchive:
         self._name = name
         self._block_size = block_size
 
-    def adopt(self, chain: TokenChain, fetched: Sequence[FetchedBlock]) -> list[int]:
+    def adopt(self, chain: TokenChain, num_blocks: int, fetched: Sequence[FetchedBlock]) -> list[int]:
         """See `Archive.adopt`."""
-        adopted = self.archive.adopt(chain, fetched)
-        num_blocks = 1 + max((block.block_idx for block in fetched), default=-1)
+        adopted = self.archive.adopt(chain, num_blocks, fetched)
         names = map(self._name, chain.links(num_blocks)[:num_blocks])
         blocks = (":".join(map(str, block)) for block in fetched)
         self._write(" ".join([f"l {num_blocks * self._block_size}", *names, *blocks]))
