@@ -54,7 +54,7 @@ class Disk:
         assert snapshot(manager) == before, "a question changed the manager"
         if world.has_twin and world.twin.host is not None:
             mine = [(load.block_idx, load.block.group_idx) for load in loads]
-            assert mine == world.twin.host.find_loads(namespace, tokens, max_tokens, self._contents())
+            assert mine == world.twin.host.find_loads(namespace, tokens, max_tokens, self.contents())
         fetched = [FetchedBlock(load.block.group_idx, load.block_idx, self.numbers[load.block]) for load in loads]
         adopted = self.archive.adopt(chain, num_blocks, fetched)
         assert adopted == [block.ticket for block in fetched], "find_loads named more than there is room for"
@@ -66,11 +66,11 @@ class Disk:
         assert hit.num_tokens >= num_blocks * world.size.block_size, "what was loaded is not found"
         return len(adopted)
 
-    def _contents(self) -> set[tuple[int, Namespace, tuple[int, ...]]]:
+    def contents(self) -> set[tuple[int, Namespace, tuple[int, ...]]]:
         """Return what is on disk: the prefixes of whose last blocks the bytes are there."""
         contents = set()
         for block, number in self.numbers.items():
-            slots = self.world._bytes_of(block.group_idx, number, self.world.size.block_size - 1)
+            slots = self.world.bytes_of(block.group_idx, number, self.world.size.block_size - 1)
             content = self.world.stored[Tier.DISK][slots[0]]
             assert content is not None, "a block was saved that held nothing"
             contents.add((block.group_idx, *content))

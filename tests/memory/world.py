@@ -249,7 +249,7 @@ class World:
             for position in range(start, end):
                 block_idx, offset = divmod(position, self.size.block_size)
                 assert table[block_idx] != 0, "the null block is written"
-                for byte in self._bytes_of(group_idx, table[block_idx], offset):
+                for byte in self.bytes_of(group_idx, table[block_idx], offset):
                     self.stored[Tier.DEVICE][byte] = prefixes[position]
             for position in range(start, end):
                 self._reads_back(group_idx, [(Tier.DEVICE, block_id) for block_id in table], prefixes, position)
@@ -506,7 +506,7 @@ class World:
     def _prefixes(self, namespace: Namespace, tokens: list[int], count: int) -> list[Content]:
         return [(namespace, tuple(tokens[: position + 1])) for position in range(count)]
 
-    def _bytes_of(self, group_idx: int, block_id: int, offset: int) -> range:
+    def bytes_of(self, group_idx: int, block_id: int, offset: int) -> range:
         """Return the bytes of a slot."""
         token_bytes = self.manager.groups[group_idx].spec.bytes_per_block // self.size.block_size
         start = (block_id * self.size.block_size + offset) * token_bytes
@@ -528,6 +528,6 @@ class World:
         for position in positions:
             block_idx, offset = divmod(position, self.size.block_size)
             tier, block_id = sources.get(places[block_idx], places[block_idx])
-            for byte in self._bytes_of(group_idx, block_id, offset):
+            for byte in self.bytes_of(group_idx, block_id, offset):
                 content = self.stored[tier].get(byte)
                 assert content == prefixes[position], f"M5: group {group_idx} reads other tokens at {position}"
