@@ -483,6 +483,8 @@ class World:
         counts = (num_used, num_idle, theirs.num_pages - num_used - num_idle, len(theirs.tables), theirs.num_evictions)
         assert host[1:6] == counts, "the twin counts otherwise on the host"
         traffic = (theirs.num_swap_outs, theirs.num_swap_ins, theirs.num_demotions, theirs.num_promotions)
+        if self.disk is not None:
+            assert self.disk.archive.num_saves == theirs.num_evictions, "something was evicted that was not saved"
         assert host[6:10] == traffic, "the twin copies otherwise"
         for seq_id, table in theirs.tables.items():
             for pages, block_ids in zip(table, self.manager.sequences[seq_id].tables_on(Tier.HOST), strict=True):
