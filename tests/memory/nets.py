@@ -75,7 +75,8 @@ def host_twin() -> None:
 
 
 def host_world() -> None:
-    """A complete search of the smallest world in which sequences are swapped and blocks demoted."""
+    """A complete search of the smallest worlds in which sequences are swapped, blocks demoted and tails shared."""
+    search(WorldSize(2, 2, host_blocks=1), max_prompt=1, max_slots=1)
     search(WorldSize(2, 1, host_blocks=1), max_prompt=1, max_slots=2)
 
 

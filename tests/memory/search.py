@@ -9,6 +9,7 @@ from itertools import permutations, product
 from typing import NamedTuple
 
 from quire.memory import Verdict
+from tests.memory.host_world import swap_in, swap_out
 from tests.memory.twin import Page
 from tests.memory.world import NAMESPACES, World, WorldSize
 
@@ -116,10 +117,10 @@ def perform(world: World, command: Command) -> None:
         assert world.disk is not None
         world.disk.load(list(args), NAMESPACES[0])
     elif verb == "swap out":
-        world.swap_out(list(args))
+        swap_out(world, list(args))
     elif verb == "swap in":
         redeem_swap_in(world, list(args))
-        world.swap_in(list(args), [0] * len(args))
+        swap_in(world, list(args), [0] * len(args))
     elif verb == "grow":
         is_granted = world.grow(seq_id, 1)
         # One more slot needs a block of each group at most; alone, a sequence may have every block.
@@ -143,7 +144,7 @@ def perform(world: World, command: Command) -> None:
 def redeem_swap_in(world: World, seq_ids: list[int]) -> None:
     """Hold memory to its word that a family can come back and grow by a token each, in a copy of this very state."""
     copy: World = pickle.loads(pickle.dumps(world))
-    if copy.swap_in(seq_ids, [world.num_slots(seq_id) + 1 for seq_id in seq_ids]) is Verdict.OK:
+    if swap_in(copy, seq_ids, [world.num_slots(seq_id) + 1 for seq_id in seq_ids]) is Verdict.OK:
         assert all(copy.grow(seq_id, 1) for seq_id in seq_ids), "can_swap_in promised too much"
 
 

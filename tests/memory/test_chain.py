@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.memory import Namespace, TokenChain
-from quire.memory.chain import block_digest
+from quire.memory.chain import Link, block_digest, is_same_link
 
 BLOCK_SIZE = 3
 PLAIN = Namespace()
@@ -107,3 +107,19 @@ def test_a_secret_key_changes_every_identity() -> None:
 
 def test_block_digest_depends_on_parent_and_content() -> None:
     assert len({block_digest(parent, content) for parent in (b"a" * 16, b"b" * 16) for content in (b"1", b"2")}) == 4
+
+
+def test_links_are_the_same_when_all_before_them_is() -> None:
+    def links(tokens: list[int], namespace: Namespace = PLAIN) -> list[Link]:
+        return TokenChain(tokens, namespace, 2, b"").links(len(tokens) // 2)
+
+    (_, second), (_, again, longer) = links([1, 2, 3, 4]), links([1, 2, 3, 4, 5, 6])
+    proven: dict[int, Link] = {}
+    assert is_same_link(second, again, proven)
+    assert proven == {id(second): again}
+    assert is_same_link(second, again, proven)
+    for other in (longer, links([0, 2, 3, 4])[1], links([3, 4])[0], links([1, 2, 3, 4], Namespace("other"))[1]):
+        assert not is_same_link(second, other, proven)
+    # A root that looks like a block, with nothing before it.
+    first = links([1, 2])[0]
+    assert not is_same_link(first, (first[0], first[1], None), proven)

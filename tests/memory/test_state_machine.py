@@ -17,6 +17,7 @@ from hypothesis.stateful import (
 )
 
 from quire.memory import Verdict, chain, invariants
+from tests.memory.host_world import swap_in, swap_out
 from tests.memory.twin import Kind
 from tests.memory.world import NAMESPACES, World, WorldSize
 
@@ -168,7 +169,7 @@ class MemoryMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def swap_out(self, data: st.DataObject) -> None:
         """Swap some sequences out, in any order."""
-        self.world.swap_out(data.draw(st.lists(st.sampled_from(self.settled()), min_size=1, unique=True)))
+        swap_out(self.world, data.draw(st.lists(st.sampled_from(self.settled()), min_size=1, unique=True)))
 
     @precondition(lambda self: self.swapped())
     @rule(data=st.data(), more=st.lists(st.integers(0, 5), min_size=MAX_SEQUENCES), reserved=st.integers(0, 2))
@@ -177,7 +178,7 @@ class MemoryMachine(RuleBasedStateMachine):
         world = self.world
         seq_ids = data.draw(st.lists(st.sampled_from(self.swapped()), min_size=1, unique=True))
         goals = [world.num_slots(seq_id) + count for seq_id, count in zip(seq_ids, more, strict=False)]
-        if world.swap_in(seq_ids, goals, reserved) is Verdict.OK:
+        if swap_in(world, seq_ids, goals, reserved) is Verdict.OK:
             for seq_id, goal in zip(seq_ids, goals, strict=True):
                 missing = goal - world.num_slots(seq_id)
                 assert not missing or world.grow(seq_id, missing), "can_swap_in promised too much"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 from quire.memory import Verdict
+from tests.memory.host_world import swap_in, swap_out
 from tests.memory.world import NAMESPACES, World
 
 VERBS = ("enter", "enter", "decode", "decode", "decode", "look ahead", "fork", "truncate", "free")
@@ -21,11 +22,11 @@ def random_swap(world: World, rng: random.Random) -> None:
     ]
     ready = [seq_id for seq_id in swapped if len(world.tokens[seq_id]) == world.num_slots(seq_id)]
     if settled and rng.random() < 0.5:
-        world.swap_out(rng.sample(settled, rng.randrange(1, len(settled) + 1)))
+        swap_out(world, rng.sample(settled, rng.randrange(1, len(settled) + 1)))
     elif ready and rng.random() < 0.7:
         seq_ids = rng.sample(ready, rng.randrange(1, len(ready) + 1))
         goals = [world.num_slots(seq_id) + rng.randrange(3) for seq_id in seq_ids]
-        if world.swap_in(seq_ids, goals) is Verdict.OK:
+        if swap_in(world, seq_ids, goals) is Verdict.OK:
             for seq_id, goal in zip(seq_ids, goals, strict=True):
                 count = goal - world.num_slots(seq_id)
                 world.tokens[seq_id].extend(rng.randrange(2) for _ in range(count))
@@ -33,7 +34,7 @@ def random_swap(world: World, rng: random.Random) -> None:
                     assert world.grow(seq_id, count), "can_swap_in promised what append_slots refuses"
                     world.store(seq_id, count)
     elif swapped:
-        world.swap_in(swapped, [0] * len(swapped))
+        swap_in(world, swapped, [0] * len(swapped))
 
 
 def random_walk(world: World, rng: random.Random, num_commands: int, *, max_sequences: int = 4) -> None:

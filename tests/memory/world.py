@@ -7,7 +7,6 @@ copied, merged, evicted or reused wrongly cannot read back right by luck.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -28,10 +27,10 @@ from quire.memory import (
     Verdict,
     check,
 )
-from quire.memory.chain import Link
 from quire.memory.invariants import snapshot
 from tests.memory.disk import Disk
 from tests.memory.host_twin import HostTwin
+from tests.memory.host_world import compare_hosts, verify_host_index
 from tests.memory.twin import Kind, Page, Pages, Twin
 
 # What a slot's KV depends on: the namespace and all tokens up to its own; None before anything is written.
@@ -156,7 +155,7 @@ class World:
         assert snapshot(manager) == before, "a question changed the manager"
         assert hit.num_tokens < len(tokens), "a hit covers the whole prompt"
         assert max_tokens is None or hit.num_tokens <= max_tokens
-        prefixes = self._prefixes(namespace, tokens, hit.num_tokens)
+        prefixes = self.prefixes(namespace, tokens, hit.num_tokens)
         places = [[(Tier.DEVICE, block_id) for block_id in blocks] for blocks in hit.block_ids]
         for group_idx, block_idx, host_id in hit.loads:
             places[group_idx][block_idx] = (Tier.HOST, host_id)
@@ -244,7 +243,7 @@ class World:
         self.sync(seq_id)
         start = self.num_computed(seq_id)
         end = start + num_tokens
-        prefixes = self._prefixes(self.namespaces[seq_id], self.tokens[seq_id], end)
+        prefixes = self.prefixes(self.namespaces[seq_id], self.tokens[seq_id], end)
         for group_idx, table in enumerate(self.worker_tables[seq_id]):
             for position in range(start, end):
                 block_idx, offset = divmod(position, self.size.block_size)
@@ -285,80 +284,6 @@ class World:
         if self.has_twin:
             self.twin.free(seq_id)
         self.verify()
-
-    def swap_out(self, seq_ids: list[int]) -> Verdict:
-        """Ask for room on the host and take it, or find that what is refused changes nothing."""
-        before = snapshot(self.manager)
-        status, size = self.manager.can_swap_out(seq_ids), self.manager.swap_size(seq_ids)
-        assert snapshot(self.manager) == before, "a question changed the manager"
-        if self.has_twin and self.twin.host is not None:
-            num_pages, margin = self.twin.host.out_margin(seq_ids)
-            expected = Verdict.NEVER if num_pages > self.twin.host.num_pages else Verdict.LATER
-            assert status.verdict is (Verdict.OK if margin >= 0 else expected), "the twin decides otherwise"
-            assert status.verdict is Verdict.NEVER or status.available - status.needed == margin
-        self._swap(seq_ids, self.manager.swap_out, status.verdict, size.num_blocks)
-        if status.verdict is Verdict.OK and self.has_twin and self.twin.host is not None:
-            self.twin.host.swap_out(seq_ids)
-        self.verify()
-        return status.verdict
-
-    def swap_in(self, seq_ids: list[int], goals: list[int], reserved: int = 0) -> Verdict:
-        """Ask for room on the device to come back and grow, and come back unless that itself is too much."""
-        manager, idle = self.manager, [0] * len(seq_ids)
-        before = snapshot(manager)
-        spare = (reserved,) * len(self.size.kinds)
-        status, size = manager.can_swap_in(seq_ids, goals, None, spare), manager.swap_size(seq_ids)
-        plain = manager.can_swap_in(seq_ids, idle)
-        assert snapshot(manager) == before, "a question changed the manager"
-        assert plain.verdict is not Verdict.NEVER or len(seq_ids) > 1, "NEVER was said of what was there"
-        assert status.verdict is not Verdict.OK or plain.verdict is Verdict.OK
-        is_alone = all(state.is_swapped for state in manager.sequences.values())
-        if self.has_twin and self.twin.host is not None:
-            watermark = 0 if is_alone else self.size.watermark * len(spare)
-            num_pages, margin = self.twin.host.in_margin(seq_ids)
-            assert (plain.verdict is Verdict.NEVER) == (num_pages > self.twin.num_pages)
-            if plain.verdict is not Verdict.NEVER:
-                assert plain.available - plain.needed == margin - watermark, "the twin counts otherwise"
-            if status.verdict is not Verdict.NEVER and all(kind.name == "full" for kind in self.size.kinds):
-                margin -= self.twin.host.growth(seq_ids, goals) + (0 if is_alone else sum(spare)) + watermark
-                assert status.available - status.needed == margin, "the twin counts otherwise"
-        if plain.verdict is Verdict.OK or not self.size.watermark or is_alone:
-            self._swap(seq_ids, manager.swap_in, plain.verdict, size.num_blocks)
-            if plain.verdict is Verdict.OK and self.has_twin and self.twin.host is not None:
-                self.twin.host.swap_in(seq_ids)
-            self.verify()
-        return status.verdict
-
-    def _swap(
-        self, seq_ids: list[int], command: Callable[[list[int]], None], verdict: Verdict, num_blocks: int
-    ) -> None:
-        """Swap a family, and find it shared as before (M8) with as many blocks copied as was said."""
-        if verdict is not Verdict.OK:
-            self.refuses(ValueError, lambda: command(seq_ids))
-            return
-        sharing = self._sharing(seq_ids)
-        traffic = self._num_swapped_blocks()
-        command(seq_ids)
-        assert self._sharing(seq_ids) == sharing, "M8: what was shared is so no more"
-        assert self._num_swapped_blocks() - traffic == num_blocks, "another number of blocks was copied"
-        for seq_id in seq_ids:
-            if self.manager.sequences[seq_id].is_swapped:
-                assert self.manager.take_table_deltas(seq_id) == (), "the worker hears of blocks on the host"
-                self.worker_tables[seq_id] = [[] for _ in self.size.kinds]
-
-    def _num_swapped_blocks(self) -> int:
-        host = self.manager.usage().host
-        return 0 if host is None else host.num_swap_outs + host.num_swap_ins
-
-    def _sharing(self, seq_ids: list[int]) -> list[list[int]]:
-        """Return the tables of a family with its blocks named in the order in which they are met."""
-        names: dict[tuple[int, int], int] = {}
-        states = [self.manager.sequences[seq_id] for seq_id in seq_ids]
-        return [
-            [names.setdefault((idx, block_id), len(names)) if block_id else -1 for block_id in table]
-            for state in states
-            for idx, table in enumerate(state.tables_on(Tier.HOST if state.is_swapped else Tier.DEVICE))
-        ]
 
     def evict(self, group_idx: int, block_id: int) -> None:
         """Evict an idle block out of turn; the twin does not know."""
@@ -413,30 +338,14 @@ class World:
         check(self.manager)
         for seq_id, tokens in self.tokens.items():
             count = self.num_computed(seq_id)
-            prefixes = self._prefixes(self.namespaces[seq_id], tokens, count)
+            prefixes = self.prefixes(self.namespaces[seq_id], tokens, count)
             state = self.manager.sequences[seq_id]
             tier = Tier.HOST if state.is_swapped else Tier.DEVICE
             for group_idx, table in enumerate(state.tables_on(tier)):
                 self._reads_back(group_idx, [(tier, block_id) for block_id in table], prefixes, count)
-        self._verify_host_index()
+        verify_host_index(self, NAMESPACES)
         if self.has_twin:
             self._compare_with_twin()
-
-    def _verify_host_index(self) -> None:
-        """Assert that what is published on the host is there, as if all copies were made already (M4)."""
-        namespaces = {namespace.serialise(): namespace for namespace in NAMESPACES}
-        for group_idx, group in enumerate(self.manager.host.groups if self.manager.host else ()):
-            for block_id, link in group.pool.index.items():
-                tokens: list[int] = []
-                ancestor: Link | None = link
-                while ancestor is not None and ancestor[2] is not None:
-                    tokens[:0] = array("I", ancestor[1])
-                    ancestor = ancestor[2]
-                assert ancestor is not None
-                prefixes = self._prefixes(namespaces[ancestor[1]], tokens, len(tokens))
-                places = [(Tier.HOST, block_id)] * (len(tokens) // self.size.block_size)
-                first = len(tokens) - self.size.block_size
-                self._positions_hold(group_idx, places, prefixes, range(first, len(tokens)))
 
     def _compare_with_twin(self) -> None:
         manager, twin = self.manager, self.twin
@@ -470,32 +379,10 @@ class World:
             mine = [block_of[page] for page in block_of if page in theirs.idle or page in theirs.published.values()]
             assert len(set(mine)) == len(mine), "two pages of the twin are one block"
         if twin.host is not None:
-            self._compare_hosts(twin.host, block_of)
+            compare_hosts(self, twin.host, block_of)
         for page, block_id in block_of.items():
             assert self.block_of.get(page, block_id) == block_id, "a page of the twin moved"
         self.block_of = block_of
-
-    def _compare_hosts(self, theirs: HostTwin, block_of: dict[Page, int]) -> None:
-        mine, host = self.manager.host, self.manager.usage().host
-        assert mine is not None
-        assert host is not None
-        num_used, num_idle = len(theirs.held()), sum(len(group.idle) for group in theirs.groups)
-        counts = (num_used, num_idle, theirs.num_pages - num_used - num_idle, len(theirs.tables), theirs.num_evictions)
-        assert host[1:6] == counts, "the twin counts otherwise on the host"
-        traffic = (theirs.num_swap_outs, theirs.num_swap_ins, theirs.num_demotions, theirs.num_promotions)
-        if self.disk is not None:
-            assert self.disk.archive.num_saves == theirs.num_evictions, "something was evicted that was not saved"
-        assert host[6:10] == traffic, "the twin copies otherwise"
-        for seq_id, table in theirs.tables.items():
-            for pages, block_ids in zip(table, self.manager.sequences[seq_id].tables_on(Tier.HOST), strict=True):
-                for page, block_id in zip(pages, block_ids, strict=True):
-                    assert (page is None) == (block_id == 0)
-                    assert page is None or block_of.setdefault(page, block_id) == block_id, "M8: shared otherwise"
-        for group, twins in zip(mine.groups, theirs.groups, strict=True):
-            for page, block_id in zip(twins.idle, group.pool.idle, strict=True):
-                assert block_of.setdefault(page, block_id) == block_id, "evicted from the host in another order"
-            published = {block_id for block_id, _ in group.pool.index.items()}
-            assert published == {block_of[page] for page in twins.published.values()}
 
     # ---- the worker's side ----
 
@@ -505,7 +392,7 @@ class World:
         self.namespaces[seq_id] = namespace
         self.worker_tables[seq_id] = [[] for _ in self.size.kinds]
 
-    def _prefixes(self, namespace: Namespace, tokens: list[int], count: int) -> list[Content]:
+    def prefixes(self, namespace: Namespace, tokens: list[int], count: int) -> list[Content]:
         return [(namespace, tuple(tokens[: position + 1])) for position in range(count)]
 
     def bytes_of(self, group_idx: int, block_id: int, offset: int) -> range:
@@ -518,9 +405,9 @@ class World:
         """Assert that the query at a position reads what was stored (M5), as if all copies were made already."""
         kind = self.size.kinds[group_idx]
         positions = [position for position in range(query) if kind.reads(query, position)]
-        self._positions_hold(group_idx, places, prefixes, positions)
+        self.positions_hold(group_idx, places, prefixes, positions)
 
-    def _positions_hold(
+    def positions_hold(
         self, group_idx: int, places: list[Place], prefixes: list[Content], positions: Iterable[int]
     ) -> None:
         sources: dict[Place, Place] = {}

@@ -54,8 +54,10 @@ def count_woken(groups: Sequence[CacheGroup], hit: PrefixHit) -> list[int]:
 
 def count_loads(groups: Sequence[CacheGroup], hit: PrefixHit) -> list[int]:
     """Return for each group the blocks of a hit that must be copied from the host."""
-    group_idxs = [load.group_idx for load in hit.loads]
-    return [group_idxs.count(idx) for idx in range(len(groups))]
+    counts = [0] * len(groups)
+    for load in hit.loads:
+        counts[load.group_idx] += 1
+    return counts
 
 
 def weigh(arena: Arena, needs: Sequence[int], woken: Sequence[int]) -> AllocStatus:

@@ -158,13 +158,23 @@ class TokenChain:
         return child
 
 
-def is_same_link(link: Link, other: Link) -> bool:
-    """Say whether two links stand for the same tokens, up to the namespace."""
+def is_same_link(link: Link, other: Link, proven: dict[int, Link]) -> bool:
+    """Say whether two links stand for the same tokens, up to the namespace.
+
+    Args:
+        link, other: the links.
+        proven: by the id of a link, one that it was found to be the same as; the walk ends there. Grows.
+    """
     one, two = link, other
-    while one is not two:
-        if one[1] != two[1] or one[2] is None or two[2] is None:
-            return one[1] == two[1] and one[2] is two[2]
+    while one is not two and proven.get(id(one)) is not two:
+        if one[1] != two[1]:
+            return False
+        if one[2] is None or two[2] is None:
+            if one[2] is not two[2]:
+                return False
+            break
         one, two = one[2], two[2]
+    proven[id(link)] = other
     return True
 
 

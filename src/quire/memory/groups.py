@@ -50,10 +50,11 @@ def find_prefix(
     size = groups[0].spec.block_size
     most = max(0, len(chain.tokens) - num_left) // size
     limit = most if max_tokens is None else min(most, max_tokens // size)
-    views: list[ChainView | TieredView] = [group.pool.index.view(chain, limit) for group in groups]
-    if host_groups:
-        indexes = [(group.pool.index, host.pool.index) for group, host in zip(groups, host_groups, strict=True)]
-        views = [TieredView(device, host, chain, limit) for device, host in indexes]
+    tiered = [
+        TieredView(group.pool.index, host.pool.index, chain, limit)
+        for group, host in zip(groups, host_groups, strict=False)
+    ]
+    views: Sequence[ChainView | TieredView] = tiered or [group.pool.index.view(chain, limit) for group in groups]
     end, ended_by = (HitEnd.LAST_TOKEN if limit == most else HitEnd.LIMIT), None
     length, idx, num_agreed = limit, 0, 0
     while num_agreed < len(groups):
@@ -63,10 +64,14 @@ def find_prefix(
             length, num_agreed = reach, 1
             end, ended_by = HitEnd.NOT_PUBLISHED, idx
         idx = (idx + 1) % len(groups)
-    block_ids, loads = [], []
-    for idx, (group, view) in enumerate(zip(groups, views, strict=True)):
+    block_ids = []
+    for group, view in zip(groups, views, strict=True):
         num_dead = group.num_dead(length * size)
         block_ids.append((NULL_BLOCK,) * num_dead + view.block_ids(num_dead, length))
-        loads += [BlockLoad(idx, *place) for place in view.host_blocks(num_dead, length)]
+    loads = tuple(
+        BlockLoad(idx, *place)
+        for idx, (group, view) in enumerate(zip(groups, tiered, strict=False))
+        for place in view.host_blocks(group.num_dead(length * size), length)
+    )
     num_host_tokens = len({load.block_idx for load in loads}) * size
-    return PrefixHit(length * size, tuple(block_ids), end, ended_by, version, tuple(loads), num_host_tokens)
+    return PrefixHit(length * size, tuple(block_ids), end, ended_by, version, loads, num_host_tokens)

@@ -129,11 +129,11 @@ class KVCacheManager:
         """Return the blocks of each group that a live sequence will still ask for on its way to `num_tokens` tokens.
 
         Args:
-            seq_id: a live sequence.
+            seq_id: a live sequence that is not swapped out.
             num_tokens: where it goes.
             step_tokens: see `can_allocate`.
         """
-        state = self.sequences[seq_id]
+        state = self.tables.resident(seq_id)
         missing = []
         for group, table, num_dead in zip(self.groups, state.tables, state.num_dead, strict=True):
             more = group.spec.peak_blocks(num_tokens, step_tokens or num_tokens) - (len(table) - num_dead)
@@ -146,8 +146,7 @@ class KVCacheManager:
         Raises:
             ValueError: see `swap_out`.
         """
-        states = self.tables.family(seq_ids, Tier.DEVICE)
-        return swap.judge_swap_out(self.tables, swap.find_routes(self.tables, states, Tier.DEVICE))
+        return swap.judge_swap_out(self.tables, self.tables.family(seq_ids, Tier.DEVICE))
 
     def can_swap_in(
         self,
@@ -158,7 +157,7 @@ class KVCacheManager:
     ) -> AllocStatus:
         """Say whether a family that is swapped out can come back and grow to some lengths.
 
-        NEVER means: not in these steps, even alone. A family fits as long as it was when it was swapped out.
+        NEVER means: not in these steps, even alone.
 
         Args:
             seq_ids: the sequences.
@@ -251,9 +250,9 @@ class KVCacheManager:
             False when some group lacks the blocks.
 
         Raises:
-            ValueError: fewer than one token, or a negative lookahead.
+            ValueError: fewer than one token, a negative lookahead, or the sequence is swapped out.
         """
-        state = self.tables.resident(seq_id)
+        state = self.sequences[seq_id]
         if num_tokens < 1 or lookahead < 0:
             raise ValueError(f"cannot append {num_tokens} slots and {lookahead} to look ahead")
         end = state.num_slots + num_tokens + lookahead
@@ -261,7 +260,7 @@ class KVCacheManager:
         if offset and state.has_exclusive_tail and end - state.num_slots <= self.block_size - offset:
             state.num_slots = end
             return True
-        return self.tables.grow(state, end)
+        return self.tables.grow(self.tables.resident(seq_id), end)
 
     def fork(self, parent_id: int, child_id: int, child_tokens: list[int]) -> TokenChain:
         """Open a child that shares all of its parent's blocks; only reference counts change.
@@ -275,8 +274,8 @@ class KVCacheManager:
             The child's chain.
 
         Raises:
-            ValueError: the child is live already, or the parent has slots that are not written yet (both would
-                write to them).
+            ValueError: the child is live already, the parent is swapped out, or it has slots that are not written yet
+                (both would write to them).
         """
         parent = self.tables.resident(parent_id)
         if child_id in self.sequences:
@@ -300,7 +299,7 @@ class KVCacheManager:
             num_tokens: slots to keep, at most those it has, and at least `rollback_limit`: dead blocks are gone.
 
         Raises:
-            ValueError: more slots than there are, or fewer than the dead blocks allow.
+            ValueError: more slots than there are, or fewer than the dead blocks allow; or the sequence is swapped out.
         """
         state = self.tables.resident(seq_id)
         if not self.rollback_limit(seq_id) <= num_tokens <= state.num_slots:
@@ -320,14 +319,15 @@ class KVCacheManager:
         duplicate goes back. Dead blocks, which no later token reads, go back too: null entries take their place.
 
         Raises:
-            ValueError: `num_computed` shrinks, or exceeds the slots or the tokens.
+            ValueError: `num_computed` shrinks, or exceeds the slots or the tokens; or the sequence is swapped out.
         """
-        state = self.tables.resident(seq_id)
+        state = self.sequences[seq_id]
         if not state.num_computed <= num_computed <= state.num_slots or num_computed > len(state.chain.tokens):
             most = min(state.num_slots, len(state.chain.tokens))
             raise ValueError(f"num_computed {num_computed} is not in [{state.num_computed}, {most}]")
         state.num_computed = num_computed
         if num_computed >= state.next_event:
+            self.tables.resident(seq_id)
             self.tables.version += 1
             state.is_publishing &= state.num_resets == self.num_resets
             if state.is_publishing:

@@ -143,7 +143,3 @@ class ChainView:
         if self._leading is not None and end <= len(self._leading):
             return tuple(self._leading[start:end])
         return tuple(self._index.block_ids(self._chain, start, end))
-
-    def host_blocks(self, start: int, end: int) -> list[tuple[int, int]]:  # noqa: ARG002
-        """Return no blocks: all are on the device."""
-        return []

@@ -14,7 +14,7 @@ from operator import mul
 from typing import NamedTuple
 
 from quire.memory.admission import refuse_blocks, weigh
-from quire.memory.chain import is_same_link
+from quire.memory.chain import Link, is_same_link
 from quire.memory.ops import BlockCopy, Tier
 from quire.memory.pool import NULL_BLOCK, BlockPool
 from quire.memory.sequence_memory import SequenceMemory
@@ -59,10 +59,10 @@ def find_routes(tables: BlockTables, states: Sequence[SequenceMemory], src: Tier
     """Say for each group how the blocks of some sequences would leave a tier."""
     groups = zip(tables.groups_on(src), tables.groups_on(OTHER[src]), strict=True)
     routes = []
+    proven: dict[int, Link] = {}
     for idx, (here, there) in enumerate(groups):
-        block_ids = dict.fromkeys(block_id for state in states for block_id in state.tables_on(src)[idx])
-        block_ids.pop(NULL_BLOCK, None)
-        equals = {block_id: _find_equal(here.pool, there.pool, block_id) for block_id in block_ids}
+        block_ids = _distinct_blocks(states, src, idx)
+        equals = {block_id: _find_equal(here.pool, there.pool, block_id, proven) for block_id in block_ids}
         found = {block_id: equal for block_id, equal in equals.items() if equal is not None}
         missing = [block_id for block_id in block_ids if block_id not in found]
         num_woken = [there.pool.ref_counts[equal] for equal in found.values()].count(0)
@@ -78,13 +78,14 @@ def measure_swap(tables: BlockTables, states: Sequence[SequenceMemory], src: Tie
     return SwapSize(sum(counts), sum(map(mul, counts, tables.arena.layout.block_bytes)))
 
 
-def judge_swap_out(tables: BlockTables, routes: Sequence[Route]) -> AllocStatus:
-    """Say whether the host has room for what takes these routes."""
-    totals = [len(route.found) + len(route.missing) for route in routes]
+def judge_swap_out(tables: BlockTables, states: Sequence[SequenceMemory]) -> AllocStatus:
+    """Say whether the host has room for sequences that would go there."""
+    totals = [len(_distinct_blocks(states, Tier.DEVICE, idx)) for idx in range(len(tables.groups))]
     if tables.host is None:
         idx = totals.index(max(totals))
         return AllocStatus(Verdict.NEVER, idx, totals[idx], 0)
     arena = tables.host.arena
+    routes = find_routes(tables, states, Tier.DEVICE)
     refusal = refuse_blocks(arena, totals, arena.layout.num_slabs)
     return refusal or weigh(arena, [route.num_needed for route in routes], [route.num_woken for route in routes])
 
@@ -227,17 +228,19 @@ def leave(tables: BlockTables, state: SequenceMemory, src: Tier) -> None:
         state.tables = [[] for _ in state.tables]
         state.dirty_from = [0] * len(state.tables)
         state.is_dirty = False
+        # Whoever tries to publish more looks closely, and is refused.
+        state.next_event = 0
     state.has_exclusive_tail = False
 
 
 def swap_out(tables: BlockTables, seq_ids: Sequence[int]) -> None:
     """See `KVCacheManager.swap_out`."""
     states = tables.family(seq_ids, Tier.DEVICE)
-    routes = find_routes(tables, states, Tier.DEVICE)
-    status = judge_swap_out(tables, routes)
+    status = judge_swap_out(tables, states)
     if status.verdict is not Verdict.OK:
         raise ValueError(f"no room on the host: {status.needed} blocks needed, {status.available} available")
     assert tables.host is not None
+    routes = find_routes(tables, states, Tier.DEVICE)
     tables.version += 1
     tables.host.num_sequences += len(states)
     tables.host.traffic.num_swap_outs += transfer(tables, states, Tier.DEVICE, routes)
@@ -288,10 +291,17 @@ def recount_published(tables: BlockTables, state: SequenceMemory) -> None:
                 return
 
 
-def _find_equal(here: BlockPool, there: BlockPool, block_id: int) -> int | None:
+def _distinct_blocks(states: Sequence[SequenceMemory], tier: Tier, group_idx: int) -> list[int]:
+    """Return the blocks of a group that some sequences hold in a tier, each once, as they are met."""
+    block_ids = dict.fromkeys(block_id for state in states for block_id in state.tables_on(tier)[group_idx])
+    block_ids.pop(NULL_BLOCK, None)
+    return list(block_ids)
+
+
+def _find_equal(here: BlockPool, there: BlockPool, block_id: int, proven: dict[int, Link]) -> int | None:
     """Return the block of another pool that is published under the same link; links are compared (M4)."""
     link = here.index.link_of(block_id)
     entry = None if link is None else there.index.get(link[0])
-    if link is None or entry is None or not is_same_link(link, entry[1]):
+    if link is None or entry is None or not is_same_link(link, entry[1], proven):
         return None
     return entry[0]

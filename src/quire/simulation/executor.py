@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from quire.errors import InvariantViolation
-from quire.memory.ops import BlockCopy, Tier
+from quire.memory.ops import BlockCopy, MemoryOps, Tier
 from quire.memory.specs import FullAttention, KVCacheSpec
 from quire.scheduling.plan import ItemResult, Opening, PlanItem, StepPlan, StepResult
 
@@ -67,6 +67,14 @@ class SimulatedExecutor:
         for item in plan.items:
             self._read(item)
         return StepResult(plan.tick, tuple(self._draw(item) for item in plan.items))
+
+    def measure_copies(self) -> None:
+        """Return None: time has no meaning here."""
+
+    def move(self, ops: MemoryOps) -> None:
+        """Perform movements without a step."""
+        for copy in ops.copies:
+            self._copy_block(copy)
 
     def close(self) -> None:
         """Forget everything."""
@@ -150,6 +158,12 @@ class CountingExecutor:
         """Draw."""
         token = (self.token_id,)
         return StepResult(plan.tick, tuple(ItemResult(item.seq_id, token * item.num_samples) for item in plan.items))
+
+    def measure_copies(self) -> None:
+        """Return None: there is nothing to copy."""
+
+    def move(self, ops: MemoryOps) -> None:
+        """Do nothing."""
 
     def close(self) -> None:
         """Do nothing."""
