@@ -29,6 +29,7 @@ class Disk:
         self.archive = archive
         self.numbers: dict[StoredBlock, int] = {}
         self.num_saves = 0
+        self.num_resets = 0
 
     def note(self, ops: MemoryOps) -> list[BlockCopy]:
         """Return movements as the world makes them: each save under a number of its own."""
@@ -48,6 +49,9 @@ class Disk:
         """Bring up what of a prompt is on disk only, and find that nothing of a hit is missing then."""
         world, manager = self.world, self.world.manager
         world.perform_copies()
+        if manager.num_resets != self.num_resets:
+            self.num_resets = manager.num_resets
+            self.numbers.clear()
         chain = manager.chain(tokens, namespace)
         before = snapshot(manager)
         num_blocks, loads = self.archive.find_loads(chain, self.numbers.__contains__, max_tokens)

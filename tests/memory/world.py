@@ -300,8 +300,6 @@ class World:
         self.manager.reset_prefix_cache()
         if self.has_twin:
             self.twin.reset()
-        if self.disk is not None:
-            self.disk.numbers.clear()
         self.verify()
 
     def sync(self, seq_id: int) -> None:
