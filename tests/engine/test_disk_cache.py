@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.config import EngineConfig
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.outputs import RequestOutput
+from quire.engine.staging import REFUSALS
 from quire.errors import ConfigError
 from quire.execution.prefix_store import StoreStats
 from quire.memory import check
@@ -164,8 +168,6 @@ def test_a_recording_is_replayed_without_the_disk(tmp_path: Path, expected: list
 
 
 def test_options_that_cannot_be_honoured(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="needs enable_prefix_caching"):
-        EngineConfig.from_options(prefix_cache_dir=str(tmp_path), enable_prefix_caching=False)
     with pytest.raises(ConfigError, match="prefix_cache_disk_bytes must be at least"):
         start(tmp_path, prefix_cache_disk_bytes=1000)
     # What was refused holds nothing, and what is open is one engine's.
@@ -192,3 +194,36 @@ def test_the_counters_are_among_the_metrics(tmp_path: Path, expected: list[str])
     assert f'vllm:prefix_cache_disk_hits_total{{model_name="bundled"}} {float(stats.num_hits)}' in shown
     assert f'vllm:prefix_cache_disk_blocks{{model_name="bundled"}} {float(stats.num_blocks)}' in shown
     assert stats.num_hits > 0
+
+
+def test_the_command_line_finds_what_it_computed_before(tmp_path: Path) -> None:
+    """Two processes, one after the other."""
+    command = [sys.executable, "-m", "quire", "generate", "--prefix-cache-dir", str(tmp_path), "--json"]
+    command += ["--temperature", "0", "--max-tokens", "8", "--prompt", PROMPTS[0]]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    first, second = (
+        json.loads(subprocess.run(command, env=environment, check=True, capture_output=True).stdout) for _ in range(2)
+    )
+    assert first["num_disk_tokens"] == 0
+    assert second["num_disk_tokens"] == second["num_cached_tokens"] > 40
+    assert second["outputs"] == first["outputs"]
+
+
+def test_what_is_slower_to_load_is_computed_but_for_a_try_now_and_then(tmp_path: Path, expected: list[str]) -> None:
+    llm = start(tmp_path / "cache")
+    staging = llm.engine._staging
+    assert staging is not None
+    assert expected
+    run(llm)
+    num_hits = disk_stats(llm).num_hits
+    # As fast a processor as there never was: loading cannot win, and is tried once in so many times.
+    for _ in range(100):
+        staging.note_prefill(10**12, 1e-6)
+    assert num_hits > 0
+    llm.engine.scheduler.memory.reset_prefix_cache()
+    for number in range(1, 2 * REFUSALS + 1):
+        output = llm.generate(PROMPTS[2], GREEDY, use_tqdm=False)[0]
+        assert output.num_disk_tokens == (0 if number % REFUSALS else output.num_cached_tokens)
+        llm.engine.scheduler.memory.reset_prefix_cache()
+    assert disk_stats(llm).num_hits > num_hits
+    llm.close()
