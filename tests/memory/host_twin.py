@@ -178,7 +178,7 @@ class HostTwin:
                     (i, idx)
                     for i in range(length)
                     for idx in range(len(self.groups))
-                    if device.is_alive(idx, i, length * size)
+                    if i in device.alive(idx, length * size, length * size)
                 ]
                 missing, num_resting = [], 0
                 for i, idx in needed:
@@ -205,7 +205,8 @@ class HostTwin:
             for i in range(end):
                 prefix = namespace, tuple(tokens[: (i + 1) * size])
                 page = group.published.get(prefix)
-                is_needed = device.is_alive(idx, i, end * size) and prefix not in device.groups[idx].published
+                is_alive = i in device.alive(idx, end * size, end * size)
+                is_needed = is_alive and prefix not in device.groups[idx].published
                 if page is not None and page in group.idle and is_needed:
                     group.idle.remove(page)
                     held.append((i, idx, page))
