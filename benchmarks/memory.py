@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import machine
-from benchmarks.memory_managers import MANAGERS
 from benchmarks.memory_work import WORK
 from benchmarks.throughput import ROOT, Worker, running
 
-OWN = "quire"
+# Kinds of cache groups -> managers that are compared; Quire's first.
+COMPARED = {
+    "one group": ("quire", "vllm", "vllm-xxhash"),
+    "full attention and a window": ("quire-window", "vllm-window", "vllm-window-xxhash"),
+}
 Times = dict[str, dict[str, list[float]]]
 
 
@@ -83,21 +86,24 @@ def medians(times: Times) -> dict[str, dict[str, float]]:
 
 
 def judge(table: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
-    """Return how the medians stand against the marks, for each peer that was measured."""
-    return [
-        {"work": name, "peer": peer, "ratio": seconds / row[OWN], "at_least": SHOWN[name].at_least}
-        for name, row in table.items()
-        for peer, seconds in row.items()
-        if peer != OWN
-    ]
+    """Return how the medians stand against the marks, for each peer that was measured; Quire is the first of a row."""
+    verdicts = []
+    for name, row in table.items():
+        (_, own), *peers = row.items()
+        verdicts += [
+            {"work": name, "peer": peer, "ratio": seconds / own, "at_least": SHOWN[name].at_least}
+            for peer, seconds in peers
+        ]
+    return verdicts
 
 
 def describe(name: str, row: dict[str, float]) -> str:
     """Return the medians of one piece of work in one line."""
     shown = SHOWN[name]
     columns = [f"{shown.what:31}"]
-    for manager, seconds in row.items():
-        ratio = "" if manager == OWN else f" ({seconds / row[OWN]:.2f}x)"
+    own = next(iter(row.values()))
+    for idx, (manager, seconds) in enumerate(row.items()):
+        ratio = f" ({seconds / own:.2f}x)" if idx else ""
         columns.append(f"{manager} {seconds * shown.per_second:.3g} {shown.unit}{ratio}")
     return "  ".join(columns) + f"  mark {shown.at_least}x"
 
@@ -109,14 +115,17 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--name", default="memory", help="the name of the file under results/")
     options = parser.parse_args()
-    pythons = {OWN: sys.executable}
-    if options.peer_python is not None:
-        pythons |= {manager: str(options.peer_python) for manager in MANAGERS if manager != OWN}
-    times, versions = measure(pythons, options.runs, list(WORK))
-    table = medians(times)
-    for name, row in table.items():
-        print(describe(name, row))
-    figures = {"managers": versions, "medians_s": table, "marks": judge(table), "runs_s": times}
+    figures = {}
+    for groups, (own, *peers) in COMPARED.items():
+        pythons = {own: sys.executable}
+        if options.peer_python is not None:
+            pythons |= {peer: str(options.peer_python) for peer in peers}
+        times, versions = measure(pythons, options.runs, list(WORK))
+        table = medians(times)
+        print(groups)
+        for name, row in table.items():
+            print(describe(name, row))
+        figures[groups] = {"managers": versions, "medians_s": table, "marks": judge(table), "runs_s": times}
     print(machine.save(options.name, figures))
 
 

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from quire.memory import FullAttention, KVCacheManager, Namespace, TokenChain, Verdict
+from quire.memory import FullAttention, KVCacheManager, KVCacheSpec, Namespace, SlidingWindow, TokenChain, Verdict
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 65536
+# Tokens that a layer with a window reads, Gemma 3's.
+WINDOW = 512
 
 
 class Manager(Protocol):
@@ -57,7 +59,7 @@ class Manager(Protocol):
         ...
 
     def num_used(self) -> int:
-        """Return the blocks that requests hold."""
+        """Return the blocks that requests hold: of the group that keeps all tokens, where there are two."""
         ...
 
 
@@ -75,12 +77,16 @@ class QuireMemory:
     """Quire's `KVCacheManager`.
 
     Args:
-        num_blocks: usable blocks.
+        num_blocks: usable blocks, of each cache group.
+        window: tokens that a second group of as many layers reads; None for one group.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, window: int | None = None) -> None:
         self.version = f"quire {importlib.metadata.version('quire')}"
-        self._memory = KVCacheManager([FullAttention(block_size=BLOCK_SIZE)], num_blocks, key=b"benchmark")
+        groups: list[KVCacheSpec] = [FullAttention(block_size=BLOCK_SIZE)]
+        if window is not None:
+            groups.append(SlidingWindow(block_size=BLOCK_SIZE, window=window))
+        self._memory = KVCacheManager(groups, num_blocks, key=b"benchmark")
         self._requests: list[QuireRequest] = []
         self._next_id = 0
 
@@ -96,11 +102,11 @@ class QuireMemory:
         """Compute the identities of all full blocks of the requests."""
         for request in self._requests:
             request.chain = self._memory.chain(request.tokens, Namespace())
-            request.chain.links(len(request.tokens) // BLOCK_SIZE)
+            request.chain.digests(len(request.tokens) // BLOCK_SIZE)
 
     def look_up(self) -> int:
         """Return how many tokens of the requests are found."""
-        return sum(self._memory.match_prefix(request.chain).num_tokens for request in self._requests)
+        return sum(_whole(self._memory.match_prefix(request.chain)) for request in self._requests)
 
     def admit(self) -> int:
         """Take in all requests."""
@@ -133,7 +139,7 @@ class QuireMemory:
 
     def num_used(self) -> int:
         """Return the blocks that requests hold."""
-        return self._memory.usage().used
+        return self._memory.usage().groups[0].used
 
     def _open(self, request: QuireRequest) -> int:
         """Take in one request, and return the tokens that were found."""
@@ -149,7 +155,12 @@ class QuireMemory:
         memory.take_ops()
         memory.publish(seq_id, num_tokens)
         request.num_computed = num_tokens
-        return hit.num_tokens
+        return _whole(hit)
+
+
+def _whole(hit: PrefixHit) -> int:
+    """Return the tokens of a hit's whole blocks; the peers find no parts of blocks."""
+    return hit.num_tokens - hit.num_copied
 
 
 class VllmMemory:
@@ -159,10 +170,11 @@ class VllmMemory:
 
     Args:
         hash_name: what identifies a block, a name of `vllm.utils.hashing`.
-        num_blocks: usable blocks.
+        num_blocks: usable blocks, of each cache group.
+        window: tokens that a second group of as many layers reads; None for one group.
     """
 
-    def __init__(self, hash_name: str, num_blocks: int) -> None:
+    def __init__(self, hash_name: str, num_blocks: int, window: int | None = None) -> None:
         utils = importlib.import_module("vllm.v1.core.kv_cache_utils")
         spec = importlib.import_module("vllm.v1.kv_cache_interface")
         vllm = importlib.import_module("vllm")
@@ -171,15 +183,22 @@ class VllmMemory:
         hash_fn = importlib.import_module("vllm.utils.hashing").get_hash_fn_by_name(hash_name)
         utils.init_none_hash(hash_fn)
         self._hasher = utils.get_request_block_hasher(BLOCK_SIZE, hash_fn)
-        layers = spec.FullAttentionSpec(
-            block_size=BLOCK_SIZE, num_kv_heads=8, head_size=128, dtype=importlib.import_module("torch").bfloat16
-        )
+        shape = {
+            "block_size": BLOCK_SIZE,
+            "num_kv_heads": 8,
+            "head_size": 128,
+            "dtype": importlib.import_module("torch").bfloat16,
+        }
+        groups = [spec.KVCacheGroupSpec(["layer"], spec.FullAttentionSpec(**shape))]
+        if window is not None:
+            layers = spec.SlidingWindowSpec(**shape, sliding_window=window)
+            groups.append(spec.KVCacheGroupSpec(["window layer"], layers))
+        self._num_blocks = num_blocks * len(groups)
         config = spec.KVCacheConfig(
-            num_blocks=num_blocks + 1,  # one of them is its null block
+            num_blocks=self._num_blocks + 1,  # one of them is its null block
             kv_cache_tensors=[],
-            kv_cache_groups=[spec.KVCacheGroupSpec(["layer"], layers)],
+            kv_cache_groups=groups,
         )
-        self._num_blocks = num_blocks
         self._memory: Any = importlib.import_module("vllm.v1.core.kv_cache_manager").KVCacheManager(
             config,
             max_model_len=MAX_MODEL_LEN,
@@ -245,7 +264,10 @@ class VllmMemory:
 
     def num_used(self) -> int:
         """Return the blocks that requests hold."""
-        return self._num_blocks - int(self._memory.block_pool.get_num_free_blocks())
+        if int(self._memory.block_pool.get_num_free_blocks()) == self._num_blocks:
+            return 0
+        tables = (self._memory.get_blocks(request.request_id).get_block_ids() for request in self._requests)
+        return len({block_id for table in tables for block_id in table[0]})
 
     def _hash(self, request: Any) -> None:
         """Give a request its hasher, which its constructor would have called, and call it."""
@@ -268,4 +290,7 @@ MANAGERS: dict[str, Callable[[int], Manager]] = {
     "quire": QuireMemory,
     "vllm": partial(VllmMemory, "sha256"),  # its default
     "vllm-xxhash": partial(VllmMemory, "xxhash"),  # its fastest; not collision resistant
+    "quire-window": partial(QuireMemory, window=WINDOW),
+    "vllm-window": partial(VllmMemory, "sha256", window=WINDOW),
+    "vllm-window-xxhash": partial(VllmMemory, "xxhash", window=WINDOW),
 }

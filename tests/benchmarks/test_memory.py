@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 import pytest
 
@@ -14,9 +15,10 @@ from quire.memory import KVCacheManager
 SMALL = Sizes(num_requests=8, num_prompt=64, num_decoding=20, num_steps=32, num_long=256, num_repeats=2)
 
 
+@pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("name", WORK)
-def test_the_work_is_done_in_some_time(name: str) -> None:
-    seconds, version = WORK[name](QuireMemory, SMALL, 0)
+def test_the_work_is_done_in_some_time(name: str, window: int | None) -> None:
+    seconds, version = WORK[name](partial(QuireMemory, window=window), SMALL, 0)
     assert seconds > 0
     assert version.startswith("quire ")
 
@@ -44,6 +46,10 @@ def test_a_verb_that_does_nothing_is_noticed(
 
 def test_every_piece_of_work_has_a_mark() -> None:
     assert list(memory.SHOWN) == list(WORK)
+
+
+def test_every_manager_is_compared_once() -> None:
+    assert [manager for managers in memory.COMPARED.values() for manager in managers] == list(MANAGERS)
 
 
 def test_runs_can_be_repeated_and_differ() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.memory import Namespace, TokenChain
-from quire.memory.chain import Link, block_digest, is_same_link
+from quire.memory.chain import Link, block_digest, block_digests, is_same_link
 
 BLOCK_SIZE = 3
 PLAIN = Namespace()
@@ -21,7 +21,9 @@ def chain_of(tokens: list[int], namespace: Namespace = PLAIN, key: bytes = b"") 
 
 
 def digests_of(chain: TokenChain, num_blocks: int) -> list[bytes]:
-    return [digest for digest, _, _ in chain.links(num_blocks)]
+    digests = chain.digests(num_blocks)
+    assert digests == [digest for digest, _, _ in chain.links(num_blocks)]
+    return digests
 
 
 def all_digests(tokens: list[int], namespace: Namespace = PLAIN, key: bytes = b"") -> list[bytes]:
@@ -105,8 +107,10 @@ def test_a_secret_key_changes_every_identity() -> None:
         chain_of(tokens, key=b"k" * 65)
 
 
-def test_block_digest_depends_on_parent_and_content() -> None:
-    assert len({block_digest(parent, content) for parent in (b"a" * 16, b"b" * 16) for content in (b"1", b"2")}) == 4
+def test_block_digests_depend_on_parent_and_content() -> None:
+    digests = [block_digest(parent, content) for parent in (b"a" * 16, b"b" * 16) for content in (b"1", b"2")]
+    assert len(set(digests)) == 4
+    assert block_digests(b"a" * 16, (b"1", b"2")) == [digests[0], block_digest(digests[0], b"2")]
 
 
 def test_links_are_the_same_when_all_before_them_is() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
-from quire.memory import chain, invariants
+from quire.memory import chain
 from quire.memory.tables import BlockTables
 from tests.memory.twin import Kind
 from tests.memory.world import NAMESPACES, World
@@ -19,13 +21,12 @@ def colliding_first_blocks(monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
     """Return a world in which the first blocks of all sequences have one digest, and all others their own."""
     world = World(WorldSize(8, 2, kinds=request.param), has_twin=False)
     root = world.manager.chain([], NAMESPACES[0]).root[0]
-    honest = chain.block_digest
+    honest = chain.block_digests
 
-    def block_digest(parent: bytes, content: bytes) -> bytes:
-        return THE_SAME if parent == root else honest(parent, content)
+    def block_digests(parent: bytes, contents: Sequence[bytes]) -> list[bytes]:
+        return [THE_SAME, *honest(THE_SAME, contents[1:])] if parent == root and contents else honest(parent, contents)
 
-    monkeypatch.setattr(chain, "block_digest", block_digest)
-    monkeypatch.setattr(invariants, "block_digest", block_digest)
+    monkeypatch.setattr(chain, "block_digests", block_digests)
     return world
 
 

@@ -80,7 +80,7 @@ def promise_without_the_copy(patch: Patch) -> None:
 
 
 def keep_the_children_of_evicted_blocks(patch: Patch) -> None:
-    patch.setattr(Siblings, "remove", lambda *_: None)
+    patch.setattr(Siblings, "remove_run", lambda *_: None)
 
 
 def rewrite_what_could_be_kept(patch: Patch) -> None:

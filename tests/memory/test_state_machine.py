@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from quire.memory import Verdict, chain, invariants
+from quire.memory import Verdict, chain
 from tests.memory.host_world import swap_in, swap_out
 from tests.memory.twin import Kind
 from tests.memory.world import NAMESPACES, World
@@ -302,13 +303,16 @@ TestMemoryMachine.settings = settings(max_examples=120, stateful_step_count=40, 
 
 @pytest.mark.parametrize("num_digests", [1, 3, 256])
 def test_a_collision_is_a_miss_and_never_a_wrong_block(monkeypatch: pytest.MonkeyPatch, num_digests: int) -> None:
-    honest = chain.block_digest
+    honest = chain.block_digests
 
-    def colliding(parent: bytes, content: bytes) -> bytes:
-        return bytes([honest(parent, content)[0] % num_digests])
+    def colliding(parent: bytes, contents: Iterable[bytes]) -> list[bytes]:
+        digests = []
+        for content in contents:
+            parent = bytes([honest(parent, (content,))[0][0] % num_digests])
+            digests.append(parent)
+        return digests
 
-    monkeypatch.setattr(chain, "block_digest", colliding)
-    monkeypatch.setattr(invariants, "block_digest", colliding)
+    monkeypatch.setattr(chain, "block_digests", colliding)
     run_state_machine_as_test(
         CollidingMachine, settings=settings(max_examples=40, stateful_step_count=40, deadline=None)
     )

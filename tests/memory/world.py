@@ -306,7 +306,8 @@ class World:
         loan, pool = self.manager.arena.loans[group_idx], self.manager.groups[group_idx].pool
         assert self.manager.arena.layout.blocks_per_slab[group_idx] == 1
         if pool.lender is None:
-            pool.free.append(pool.evict(block_id))
+            pool.evict((block_id,))
+            pool.free.append(block_id)
         else:
             loan._evict(block_id)
             loan._give_back([loan._slab_of(block_id)])

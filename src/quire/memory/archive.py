@@ -156,8 +156,7 @@ class Archive:
         adopted = []
         for group_idx, block_idx, ticket in fetched:
             pool = groups[group_idx].pool
-            chain.links(block_idx + 1)
-            (link,) = chain.canonical_links(block_idx, block_idx + 1)
+            link = chain.links(block_idx + 1)[block_idx]
             if pool.index.get(link[0]) is not None:
                 continue
             if not self._host_arena.can_hold([int(idx == group_idx) for idx in range(len(groups))]):
@@ -206,7 +205,7 @@ class Archive:
             group = self._tables.groups_on(Tier.HOST)[idx]
             for block_idx in range(group.num_dead(num_blocks * group.spec.block_size), num_blocks):
                 if host.holds(chain, block_idx) and not device.holds(chain, block_idx):
-                    digest = chain.links(block_idx + 1)[block_idx][0]
+                    digest = chain.digests(block_idx + 1)[block_idx]
                     if not group.pool.ref_counts[_published_as(group.pool, digest)[0]]:
                         resting.append((block_idx, idx, digest))
         return resting

@@ -293,7 +293,8 @@ class Loan:
         self._evict(self.pool.next_victim())
 
     def _evict(self, block_id: int) -> None:
-        self.pool.free.append(self.pool.evict(block_id))
+        self.pool.evict((block_id,))
+        self.pool.free.append(block_id)
         del self._idle_since[block_id]
         slab = self._slab_of(block_id)
         self._idle[slab] -= 1

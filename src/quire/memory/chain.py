@@ -13,9 +13,11 @@ before it are gone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
-from struct import pack, unpack
+from operator import is_, itemgetter
+from struct import unpack
 from typing import NamedTuple
 
 TOKEN_BYTES = 4
@@ -52,7 +54,10 @@ class Namespace(NamedTuple):
 
 
 class TokenChain:
-    """The tokens of one sequence and the links of its full blocks, each digest computed once.
+    """The tokens of one sequence and the identities of its full blocks, each computed once.
+
+    To look for blocks takes digests and tokens. Links are made when a block is published or recognised; each then has
+    the one before it, own or adopted, as its parent.
 
     Args:
         tokens: the sequence's tokens. The chain keeps the reference: the owner appends to the list, and after
@@ -62,30 +67,46 @@ class TokenChain:
         key: a secret of at most 64 bytes, so that nobody outside can construct a collision.
     """
 
-    __slots__ = ("_block_size", "_links", "root", "tokens")
+    __slots__ = ("_block_size", "_contents", "_digests", "_links", "root", "tokens")
 
     def __init__(self, tokens: list[int], namespace: Namespace, block_size: int, key: bytes) -> None:
         self.tokens = tokens
         content = namespace.serialise()
         self.root: Link = (blake2b(content, digest_size=DIGEST_BYTES, key=key).digest(), content, None)
         self._block_size = block_size
+        self._digests: list[bytes] = []
+        self._contents: list[bytes] = []
         self._links: list[Link] = []
+
+    def digests(self, num_blocks: int) -> list[bytes]:
+        """Return the digests of the first blocks, at least `num_blocks` of them; do not change the list.
+
+        Args:
+            num_blocks: full blocks wanted, at most `len(tokens) // block_size`.
+        """
+        digests = self._digests
+        known = len(digests)
+        if known < num_blocks:
+            size = self._block_size
+            tokens = array("I", self.tokens[known * size : num_blocks * size])
+            contents = unpack(f"{TOKEN_BYTES * size}s" * (num_blocks - known), tokens)
+            self._contents += contents
+            digests += block_digests(digests[-1] if known else self.root[0], contents)
+        return digests
 
     def links(self, num_blocks: int) -> list[Link]:
         """Return the links of the first blocks, at least `num_blocks` of them; do not change the list.
 
         Args:
-            num_blocks: full blocks wanted, at most `len(tokens) // block_size`.
+            num_blocks: see `digests`.
         """
         links = self._links
         known = len(links)
         if known < num_blocks:
-            size = self._block_size
-            tokens = self.tokens[known * size : num_blocks * size]
-            contents = unpack(f"{TOKEN_BYTES * size}s" * (num_blocks - known), pack(f"={len(tokens)}I", *tokens))
+            digests, contents = self.digests(num_blocks), self._contents
             parent = links[-1] if known else self.root
-            for content in contents:
-                parent = (block_digest(parent[0], content), content, parent)
+            for idx in range(known, num_blocks):
+                parent = (digests[idx], contents[idx], parent)
                 links.append(parent)
         return links
 
@@ -95,25 +116,24 @@ class TokenChain:
         If so, the chain adopts it in place of its own equal one: whoever compares next is done sooner.
 
         Args:
-            block_idx: a block whose own link is known.
+            block_idx: a block whose own digest is known.
             link: found under the same digest.
         """
-        links = self._links
-        idx, theirs = block_idx, link
-        while idx >= 0 and links[idx] is not theirs:
+        links, contents = self._links, self._contents
+        idx, theirs, adopted = block_idx, link, []
+        while idx >= 0 and (idx >= len(links) or links[idx] is not theirs):
             parent = theirs[2]
-            if theirs[1] != links[idx][1] or parent is None:
+            if theirs[1] != contents[idx] or parent is None:
                 return False
+            adopted.append(theirs)
             idx, theirs = idx - 1, parent
         if idx < 0:
             if theirs[1] != self.root[1] or theirs[2] is not None:
                 return False
             self.root = theirs
-        theirs = link
-        for adopted in range(block_idx, idx, -1):
-            links[adopted] = theirs
-            assert theirs[2] is not None
-            theirs = theirs[2]
+        if adopted:
+            # The own links behind would rest on others than these.
+            links[idx + 1 :] = reversed(adopted)
         return True
 
     def recognise_run(self, run: Sequence[Link]) -> int:
@@ -122,63 +142,62 @@ class TokenChain:
         Args:
             run: links found under the digests of the first blocks.
         """
-        links, count, parent = self._links, 0, self.root
-        for own, link in zip(links, run, strict=False):
-            if link is not own:
-                if link[2] is parent and link[1] == own[1]:
-                    links[count] = link
-                elif not self.recognises(count, link):
-                    break
-            parent = link
-            count += 1
-        return count
+        if len(self._links) >= len(run) and all(map(is_, run, self._links)):
+            return len(run)
+        if self._is_own(run):
+            self.root = run[0][2] or self.root
+            self._links[:] = run
+            return len(run)
+        return next((idx for idx, link in enumerate(run) if not self.recognises(idx, link)), len(run))
 
-    def canonical_links(self, start: int, end: int) -> list[Link]:
-        """Return the links of `[start, end)` to publish: each has the one before it, adopted or own, as its parent."""
-        links = self._links
-        parent = links[start - 1] if start else self.root
-        for idx in range(start, end):
-            link = links[idx]
-            if link[2] is not parent:
-                link = links[idx] = (link[0], link[1], parent)
-            parent = link
-        return links[start:end]
+    def _is_own(self, run: Sequence[Link]) -> bool:
+        """Say whether each link, of at least one, has the one before it as its parent, and all stand for the tokens."""
+        root = run[0][2]
+        return (
+            root == self.root
+            and list(map(itemgetter(1), run)) == self._contents[: len(run)]
+            and all(map(is_, map(itemgetter(2), run), [root, *run[:-1]]))
+        )
 
-    def parent_of(self, block_idx: int) -> Link:
-        """Return the link before a block: the root, or that of a full block."""
-        return self.links(block_idx)[block_idx - 1] if block_idx else self.root
+    def digest_before(self, block_idx: int) -> bytes:
+        """Return the digest before a block: the root's, or that of a full block."""
+        return self.digests(block_idx)[block_idx - 1] if block_idx else self.root[0]
 
     def content(self, start: int, end: int) -> bytes:
         """Return the tokens `[start, end)` as links hold them."""
-        tokens = self.tokens[start:end]
-        return pack(f"={len(tokens)}I", *tokens)
+        return array("I", self.tokens[start:end]).tobytes()
 
     def tail_link(self, num_tokens: int) -> Link:
         """Return the link of a last block that is filled up to `num_tokens` tokens only."""
         block_idx = num_tokens // self._block_size
-        parent = self.parent_of(block_idx)
+        parent = self.links(block_idx)[block_idx - 1] if block_idx else self.root
         content = self.content(block_idx * self._block_size, num_tokens)
         return (block_digest(parent[0], content), content, parent)
 
     def recognises_parent(self, block_idx: int, link: Link) -> bool:
         """Say whether a published link comes after exactly this chain's first `block_idx` blocks."""
         parent = link[2]
-        if parent is None or parent is self.parent_of(block_idx):
-            return parent is not None
+        if parent is None:
+            return False
         if block_idx:
+            self.digests(block_idx)
             return self.recognises(block_idx - 1, parent)
         return parent[1] == self.root[1] and parent[2] is None
 
     def truncate(self, num_tokens: int) -> None:
-        """Forget the links of blocks that are not full at `num_tokens` tokens; the owner then shortens `tokens`."""
-        del self._links[num_tokens // self._block_size :]
+        """Forget the blocks that are not full at `num_tokens` tokens; the owner then shortens `tokens`."""
+        num_blocks = num_tokens // self._block_size
+        for known in (self._digests, self._contents, self._links):
+            del known[num_blocks:]
 
     def fork(self, tokens: list[int]) -> TokenChain:
-        """Return a chain over `tokens`, a copy of this chain's tokens, with the links known so far."""
+        """Return a chain over `tokens`, a copy of this chain's tokens, with what is known so far."""
         child = TokenChain.__new__(TokenChain)
         child.tokens = tokens
         child.root = self.root
         child._block_size = self._block_size
+        child._digests = self._digests.copy()
+        child._contents = self._contents.copy()
         child._links = self._links.copy()
         return child
 
@@ -214,4 +233,17 @@ def num_common(one: bytes, other: bytes) -> int:
 
 def block_digest(parent: bytes, content: bytes) -> bytes:
     """Return the digest of the block with these tokens after the one with this digest."""
-    return blake2b(parent + content, digest_size=DIGEST_BYTES).digest()
+    return block_digests(parent, (content,))[0]
+
+
+def block_digests(parent: bytes, contents: Iterable[bytes]) -> list[bytes]:
+    """Return the digests of the blocks with these tokens, one after the other, behind the one with a digest."""
+    # A copy of a hasher costs less than a new one.
+    new = blake2b(digest_size=DIGEST_BYTES).copy
+    digests = []
+    for content in contents:
+        hasher = new()
+        hasher.update(parent + content)
+        parent = hasher.digest()
+        digests.append(parent)
+    return digests

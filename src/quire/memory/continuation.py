@@ -48,7 +48,7 @@ def longest_continuation(
     """
     best: Continuation | None = None
     first = content[:TOKEN_BYTES]
-    for link in groups[0].pool.index.children(chain.parent_of(num_blocks), MAX_CANDIDATES):
+    for link in groups[0].pool.index.children(chain.digest_before(num_blocks), MAX_CANDIDATES):
         # Most of many begin otherwise.
         count = num_common(link[1], content) if link[1].startswith(first) else 0
         if best is None or count > best.num_tokens:

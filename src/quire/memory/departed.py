@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from quire.memory.chain import Link
 
@@ -30,9 +30,12 @@ class Departed:
         """Return what is remembered as a comparable value."""
         return frozenset(self._young), frozenset(self._old)
 
-    def add(self, digests: Iterable[bytes]) -> None:
+    def add(self, digests: Collection[bytes]) -> None:
         """Note digests; the oldest are forgotten as new ones come."""
         half = self._limit // 2
+        if len(self._young) + len(digests) <= half:
+            self._young.update(digests)
+            return
         for digest in digests:
             if len(self._young) >= half:
                 self._young, self._old = set(), self._young

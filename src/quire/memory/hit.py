@@ -85,7 +85,7 @@ def _reason(
     if is_whole:
         if any(index.holds(chain, block_idx) for index in indexes):
             return HitEnd.GROUP
-        digest = chain.links(block_idx + 1)[block_idx][0]
+        digest = chain.digests(block_idx + 1)[block_idx]
         if any(digest in index.departed for index in indexes):
             return HitEnd.EVICTED
     if next_one is not None and (block_idx or next_one.num_tokens):
@@ -93,7 +93,7 @@ def _reason(
         is_parting = next_one.num_tokens * TOKEN_BYTES < len(next_one.link[1])
         return HitEnd.DIFFERENT if is_parting else HitEnd.NEVER_SEEN
     if is_whole and not block_idx:
-        content = chain.links(1)[0][1]
+        content = chain.content(0, size)
         digests = [block_digest(root[0], content) for root in namespaces.others(chain.root)]
         if any(index.get(digest) for digest in digests for index in indexes):
             return HitEnd.NAMESPACE

@@ -235,7 +235,7 @@ def _check_links(
     A state need not be published; one that is sums up whole blocks, and no more tokens than are computed.
     """
     size, carries = group.spec.block_size, group.spec.carries
-    state.chain.links(state.num_published)
+    state.chain.digests(state.num_published)
     for i in range(state.num_dead[group_idx], len(table) if carries else state.num_published):
         link = group.pool.index.link_of(table[i])
         if link is None:

@@ -123,8 +123,11 @@ class BlockPool:
             del free[-from_free:]
             if self.lender is not None:
                 self.lender.took(taken)
-        if from_free < count:
-            taken += self._evict_next(count - from_free)
+        while len(taken) < count:
+            victims = self.next_victims(count - len(taken))
+            assert victims, "more blocks are taken than there are"
+            self.evict(victims)
+            taken += victims
         for block_id in taken:
             ref_counts[block_id] = 1
         self.num_used += count
@@ -151,16 +154,19 @@ class BlockPool:
         ref_counts = self.ref_counts
         released = []
         for block_id in block_ids:
-            count = ref_counts[block_id] = ref_counts[block_id] - 1
+            ref_counts[block_id] = count = ref_counts[block_id] - 1
             if not count:
                 released.append(block_id)
         self.num_used -= len(released)
         rested, freed = self.index.split(released)
-        self.idle.add(rested)
+        if rested:
+            self.idle.add(rested)
         self.free += freed
         if self.lender is not None:
-            self.lender.rested(rested)
-            self.lender.freed(freed)
+            if rested:
+                self.lender.rested(rested)
+            if freed:
+                self.lender.freed(freed)
         if self.watcher is not None and rested:
             self.watcher.rested(rested)
 
@@ -179,39 +185,35 @@ class BlockPool:
 
     def next_victim(self) -> int:
         """Return the block without holders that is to be evicted first; those from before a reset come first."""
-        return (self.retired[0].idle if self.retired else self.idle).victims(1)[0]
+        return self.next_victims(1)[0]
 
-    def evict(self, block_id: int) -> int:
-        """Take a block without holders out of the index and the policy that know it, and return it."""
-        if not self.retired or block_id in self.index:
-            if self.watcher is not None:
-                self.watcher.evicted((block_id,))
-            self.num_evictions += 1
-            if self.keeper is not None:
-                self.keeper.keep((block_id,))
-            self.idle.forget((block_id,))
-            self.index.remove((block_id,))
-        else:
-            # A block that was still used at an earlier reset may have left its name there: the latest knows it.
-            idle, index = next(known for known in reversed(self.retired) if block_id in known.published)
-            idle.forget((block_id,))
-            index.remove((block_id,))
-            self.retired = [known for known in self.retired if known.idle]
-        return block_id
+    def next_victims(self, most: int) -> list[int]:
+        """Return the blocks without holders that are to be evicted next, in order; at most as many as there are."""
+        # Each from before a reset may end what is left of it, so those go one by one.
+        return self.retired[0].idle.victims(1) if self.retired else self.idle.victims(min(most, len(self.idle)))
 
-    def _evict_next(self, count: int) -> list[int]:
-        """Evict the next victims; those from before a reset one by one, as each may end what is left of it."""
-        from_retired = min(count, self.num_retired)
-        victims = [self.evict(self.next_victim()) for _ in range(from_retired)]
-        chosen = self.idle.victims(count - from_retired)
+    def evict(self, block_ids: Sequence[int]) -> None:
+        """Take blocks without holders out of the index and the policy that know them."""
+        if self.retired:
+            block_ids = [block_id for block_id in block_ids if not self._is_retired(block_id)]
         if self.watcher is not None:
-            self.watcher.evicted(chosen)
-        self.num_evictions += len(chosen)
+            self.watcher.evicted(block_ids)
+        self.num_evictions += len(block_ids)
         if self.keeper is not None:
-            self.keeper.keep(chosen)
-        self.idle.forget(chosen)
-        self.index.remove(chosen)
-        return victims + chosen
+            self.keeper.keep(block_ids)
+        self.idle.forget(block_ids)
+        self.index.remove(block_ids)
+
+    def _is_retired(self, block_id: int) -> bool:
+        """Say whether a block without holders is from before a reset; if so, it is that no more."""
+        if block_id in self.index:
+            return False
+        # A block that was still used at an earlier reset may have left its name there: the latest knows it.
+        idle, index = next(known for known in reversed(self.retired) if block_id in known.published)
+        idle.forget((block_id,))
+        index.remove((block_id,))
+        self.retired = [known for known in self.retired if known.idle]
+        return True
 
     def withdraw(self, block_id: int) -> None:
         """Take a used block that is about to be written out of the index."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from itertools import islice
+from operator import is_
 
 from quire.memory.chain import Link, TokenChain
 from quire.memory.departed import Departed
@@ -41,19 +43,26 @@ class PrefixIndex:
         block_id = self._block_ids.get(digest)
         return None if block_id is None else (block_id, self._links[block_id])
 
-    def num_new(self, links: Sequence[Link]) -> int:
-        """Return how many of the first links have digests under which no block is published."""
+    def num_new(self, digests: Sequence[bytes]) -> int:
+        """Return how many of the first digests are under no published block, nor twice among themselves."""
         known = self._block_ids
-        return next((count for count, link in enumerate(links) if link[0] in known), len(links))
+        if known.keys().isdisjoint(digests) and len(set(digests)) == len(digests):
+            return len(digests)
+        seen: set[bytes] = set()
+        for digest in digests:
+            if digest in known or digest in seen:
+                break
+            seen.add(digest)
+        return len(seen)
 
     def link_of(self, block_id: int) -> Link | None:
         """Return the link of a block, None when it is not published."""
         return self._links.get(block_id)
 
-    def children(self, parent: Link, limit: int) -> list[Link]:
-        """Return the links of published blocks that follow one, or another of its digest, the youngest first."""
+    def children(self, parent: bytes, limit: int) -> list[Link]:
+        """Return the links of published blocks that follow one of a digest, the youngest first."""
         links = self._links
-        return [links[block_id] for block_id in self.siblings.of(parent[0], limit)]
+        return [links[block_id] for block_id in self.siblings.of(parent, limit)]
 
     def add(self, link: Link, block_id: int) -> None:
         """Publish a block under a digest that no block has."""
@@ -63,28 +72,21 @@ class PrefixIndex:
         self._links[block_id] = link
         self.siblings.add(parent[0], block_id)
 
-    def add_run(self, links: Sequence[Link], block_ids: Sequence[int]) -> int:
-        """Publish blocks up to the first under whose digest there is one, and return how many that are."""
-        known, link_of, only = self._block_ids, self._links, self.siblings.only
-        for count, (link, block_id) in enumerate(zip(links, block_ids, strict=True)):
-            digest, _, parent = link
-            if digest in known:
-                return count
-            known[digest] = block_id
-            link_of[block_id] = link
-            if only.setdefault(parent[0], block_id) != block_id:  # type: ignore[index]
-                self.siblings.crowd(parent[0], block_id)  # type: ignore[index]
-        return len(links)
+    def add_run(self, digests: Sequence[bytes], links: Sequence[Link], block_ids: list[int]) -> None:
+        """Publish blocks, one after the other, under digests, those of their links, that no block has."""
+        self._block_ids.update(zip(digests, block_ids, strict=True))
+        self._links.update(zip(block_ids, links, strict=True))
+        self.siblings.add_run([links[0][2][0], *digests[:-1]], block_ids)  # type: ignore[index]
 
-    def remove(self, block_ids: Iterable[int]) -> None:
+    def remove(self, block_ids: Sequence[int]) -> None:
         """Take published blocks out of the index."""
-        known, pop, remove = self._block_ids, self._links.pop, self.siblings.remove
-        gone = []
-        for block_id in block_ids:
-            digest, _, parent = pop(block_id)
+        known = self._block_ids
+        gone, parents = [], []
+        for digest, _, parent in map(self._links.pop, block_ids):
             del known[digest]
-            remove(parent[0], block_id)  # type: ignore[index]
             gone.append(digest)
+            parents.append(parent[0])  # type: ignore[index]
+        self.siblings.remove_run(parents, block_ids)
         self.departed.add(gone)
 
     def move(self, src_id: int, dst_id: int) -> None:
@@ -119,23 +121,27 @@ class PrefixIndex:
             chain: whose blocks.
             num_blocks: full blocks of the chain, the most to return.
         """
-        get, found = self._block_ids.get, []
-        for link in chain.links(num_blocks)[:num_blocks]:
-            block_id = get(link[0])
-            if block_id is None:
-                break
-            found.append(block_id)
-        return found[: chain.recognise_run([self._links[block_id] for block_id in found])]
+        digests = islice(chain.digests(num_blocks), num_blocks)
+        # Ends at the first digest that is not known, or with the last one.
+        found = list(iter(map(self._block_ids.get, digests).__next__, None))
+        return found[: chain.recognise_run(list(map(self._links.__getitem__, found)))]
 
     def holds(self, chain: TokenChain, block_idx: int) -> bool:
         """Say whether a chain's block is published, whatever is before it; links are compared (M4)."""
-        entry = self.get(chain.links(block_idx + 1)[block_idx][0])
+        entry = self.get(chain.digests(block_idx + 1)[block_idx])
         return entry is not None and chain.recognises(block_idx, entry[1])
+
+    def holds_run(self, chain: TokenChain, start: int, end: int) -> bool:
+        """Say whether a chain's blocks `[start, end)`, at least one, are published one after the other."""
+        digests = chain.digests(end)[start:end]
+        if not self._block_ids.keys() >= set(digests):
+            return False
+        run = [self._links[self._block_ids[digest]] for digest in digests]
+        return chain.recognises(end - 1, run[-1]) and all(map(is_, run, chain.links(end)[start:end]))
 
     def block_ids(self, chain: TokenChain, start: int, end: int) -> list[int]:
         """Return the blocks that hold a chain's blocks `[start, end)`, all known to be published."""
-        block_ids = self._block_ids
-        return [block_ids[link[0]] for link in chain.links(end)[start:end]]
+        return [self._block_ids[digest] for digest in chain.digests(end)[start:end]]
 
 
 class ChainView:
@@ -163,6 +169,8 @@ class ChainView:
 
     def last_gap(self, start: int, end: int) -> int:
         """Return the last block in `[start, end)` that is not published, or -1."""
+        if start < end and self._index.holds_run(self._chain, start, end):
+            return -1
         holds, chain = self._index.holds, self._chain
         return next((idx for idx in range(end - 1, start - 1, -1) if not holds(chain, idx)), -1)
 

@@ -35,31 +35,31 @@ def publish_blocks(groups: Sequence[CacheGroup], state: SequenceMemory, num_full
         The duplicates that were given back.
     """
     start, chain = state.num_published, state.chain
-    chain.links(num_full)
-    run = chain.canonical_links(start, num_full)
+    digests = chain.digests(num_full)[start:num_full]
     kept = [idx for idx, group in enumerate(groups) if not group.spec.carries]
-    if len(kept) > 1:
-        # What is new must be so in every group: all groups publish the same blocks.
-        run = run[: min(groups[idx].pool.index.num_new(run) for idx in kept)]
-    num_new = len(run)
-    for idx in kept:
-        num_new = groups[idx].pool.index.add_run(run, state.tables[idx][start : start + len(run)])
-    state.num_published = end = start + num_new
+    # What is new must be so in every group: all groups publish the same blocks.
+    num_new = min((groups[idx].pool.index.num_new(digests) for idx in kept), default=len(digests))
+    end = start + num_new
+    if num_new:
+        links = chain.links(end)[start:end]
+        for idx in kept:
+            groups[idx].pool.index.add_run(digests[:num_new], links, state.tables[idx][start:end])
+        state.num_published = end
     return _publish_or_merge(groups, kept, state, num_full) if end < num_full else 0
 
 
 def _publish_or_merge(groups: Sequence[CacheGroup], kept: Sequence[int], state: SequenceMemory, num_full: int) -> int:
     """Publish block by block, where some digests are taken: by equal blocks, or by a collision."""
     chain = state.chain
-    links = chain.links(num_full)
+    digests = chain.digests(num_full)
     num_merges = 0
     for i in range(state.num_published, num_full):
-        found = [groups[idx].pool.index.get(links[i][0]) for idx in kept]
+        found = [groups[idx].pool.index.get(digests[i]) for idx in kept]
         if any(entry is not None and not chain.recognises(i, entry[1]) for entry in found):
             # A collision: identities of later blocks would chain from an ambiguous parent.
             state.is_publishing = False
             break
-        (link,) = chain.canonical_links(i, i + 1)
+        link = chain.links(i + 1)[i]
         for group_idx, entry in zip(kept, found, strict=True):
             group, table = groups[group_idx], state.tables[group_idx]
             if entry is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from itertools import islice
 
 MANY = 0  # the null block, which is nobody's child
@@ -25,6 +26,13 @@ class Siblings:
         if self.only.setdefault(parent, block_id) != block_id:
             self.crowd(parent, block_id)
 
+    def add_run(self, parents: Sequence[bytes], block_ids: list[int]) -> None:
+        """Note a further child of each parent, one after the other."""
+        if list(map(self.only.setdefault, parents, block_ids)) != block_ids:
+            for parent, block_id in zip(parents, block_ids, strict=True):
+                if self.only[parent] != block_id:
+                    self.crowd(parent, block_id)
+
     def crowd(self, parent: bytes, block_id: int) -> None:
         """Note a further child of a block that has one."""
         first = self.only[parent]
@@ -35,13 +43,19 @@ class Siblings:
 
     def remove(self, parent: bytes, block_id: int) -> None:
         """Forget a child."""
-        if self.only[parent] == block_id:
-            del self.only[parent]
-        else:
-            others = self._many[parent]
-            del others[block_id]
-            if not others:
-                del self._many[parent], self.only[parent]
+        self.remove_run((parent,), (block_id,))
+
+    def remove_run(self, parents: Iterable[bytes], block_ids: Iterable[int]) -> None:
+        """Forget a child of each parent."""
+        only = self.only
+        for parent, block_id in zip(parents, block_ids, strict=True):
+            if only[parent] == block_id:
+                del only[parent]
+            else:
+                others = self._many[parent]
+                del others[block_id]
+                if not others:
+                    del self._many[parent], only[parent]
 
     def of(self, parent: bytes, limit: int | None = None) -> list[int]:
         """Return the children of a block, the youngest first and at most `limit`."""

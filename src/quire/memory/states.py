@@ -79,12 +79,12 @@ class Snapshots(NamedTuple):
         """
         chain = state.chain
         block_idx = state.num_computed // groups[0].spec.block_size - 1
-        digest = chain.links(block_idx + 1)[block_idx][0]
+        digest = chain.digests(block_idx + 1)[block_idx]
         found = [groups[idx].pool.index.get(digest) for idx in self.carried]
         if any(entry is not None and not chain.recognises(block_idx, entry[1]) for entry in found):
             state.is_publishing = False
             return 0
-        (link,) = chain.canonical_links(block_idx, block_idx + 1)
+        link = chain.links(block_idx + 1)[block_idx]
         num_merges = 0
         for idx, entry in zip(self.carried, found, strict=True):
             table, pool = state.tables[idx], groups[idx].pool

@@ -43,17 +43,17 @@ class TieredView:
         """Return the blocks of `[start, end)`, all known to be published; null for those on the host only."""
         return tuple(
             NULL_BLOCK if entry is None else entry[0]
-            for entry in (self._device.get(link[0]) for link in self._chain.links(end)[start:end])
+            for entry in map(self._device.get, self._chain.digests(end)[start:end])
         )
 
     def host_blocks(self, start: int, end: int) -> list[tuple[int, int]]:
         """Return the places in `[start, end)`, all known to be published, that are on the host only; and the blocks."""
-        links = self._chain.links(end)
-        places = [idx for idx in range(start, end) if self._device.get(links[idx][0]) is None]
+        digests = self._chain.digests(end)
+        places = [idx for idx in range(start, end) if self._device.get(digests[idx]) is None]
         return [(idx, self._host.block_ids(self._chain, idx, idx + 1)[0]) for idx in places]
 
     def _holds(self, block_idx: int) -> bool:
-        digest = self._chain.links(block_idx + 1)[block_idx][0]
+        digest = self._chain.digests(block_idx + 1)[block_idx]
         # A digest that collides on the device could not be published there: the host is not asked for it.
         entry = self._device.get(digest) or self._host.get(digest)
         return entry is not None and self._chain.recognises(block_idx, entry[1])
