@@ -94,7 +94,7 @@ def test_the_demonstration_shows_what_memory_did(capsys: pytest.CaptureFixture[s
     assert shown.count("\n> ") == 2 * 8 + 4
     assert shown.count("prompt tokens cached)") == 2 * 8 + 4
     assert "; 0 preemptions" in shown
-    assert "3 copied on write" in shown
+    assert "4 copied on write" in shown
     assert "Prefix cache: 0 of" not in shown
 
 

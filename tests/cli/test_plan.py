@@ -138,6 +138,14 @@ def test_states_have_a_row_of_their_own(tmp_path: Path, capsys: pytest.CaptureFi
     assert "Weights: 2.18 GiB (an estimate: parameters x dtype)" in shown
 
 
+def test_a_state_that_does_not_fit_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Null blocks take a slab of 21.3 MiB, a state another: what is left is for blocks."""
+    model = written(tmp_path, "Granite 4.0 H-350M")
+    plan = planned(capsys, model, "--kv-cache-memory-bytes", "60M", code=1)
+    assert (plan["origin"], plan["longest"]) == ("family", 0)
+    assert "most of them for 'recurrent state'" in plan["never"]
+
+
 def test_states_are_no_less_than_the_seats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An engine takes no more memory than its seats can fill, with blocks and with states and their snapshots."""
     few = ("--memory", "16G", "--max-num-seqs", "4", "--max-model-len", "64")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.memory import FullAttention, check
+from quire.memory import FullAttention, TokenSources, check
 from tests.conformance.checkpoints import NEW_TOKENS
 from tests.conformance.conftest import Reference
 
@@ -56,8 +56,42 @@ def test_prefix_hits(reference: Reference) -> None:
     assert outputs_of(llm, reference.prompts) == reference.outputs
     again = llm.generate(reference.prompts, GREEDY, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in again] == reference.outputs
-    # Every full block but the one that holds the last token comes from the cache.
-    assert [output.num_cached_tokens for output in again] == [(len(p) - 1) // 8 * 8 for p in reference.prompts]
+    # All but the last token comes from the cache: whole blocks, and the beginning of the one that it is in.
+    assert [output.num_cached_tokens for output in again] == [len(p) - 1 for p in reference.prompts]
+
+
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_partial_hits(reference: Reference, block_size: int) -> None:
+    """Each prompt after one that parts from it inside a block: what is copied of that block is what was computed."""
+    llm = load(reference, block_size=block_size, num_kv_blocks=1000 // block_size)
+    for prompt, expected in zip(reference.prompts, reference.outputs, strict=True):
+        for num_common in sorted({1, len(prompt) // 2, len(prompt) - 1} & {*range(1, len(prompt))}):
+            other = prompt[:num_common] + [prompt[num_common] ^ 1] * block_size
+            llm.reset_prefix_cache()
+            llm.generate([other], GREEDY, use_tqdm=False)
+            (output,) = llm.generate([prompt], GREEDY, use_tqdm=False)
+            assert output.outputs[0].token_ids == expected
+            assert output.num_cached_tokens >= num_common
+            assert output.prompt_account is not None
+            assert output.prompt_account.sources.copied == output.num_cached_tokens % block_size
+    check(llm.engine.scheduler.memory)
+
+
+def test_the_next_turn_of_a_chat_recomputes_nothing(reference: Reference) -> None:
+    """A prompt that goes on where an answer ended: only what was never computed is."""
+    llm = load(reference)
+    for prompt, expected in zip(reference.prompts, reference.outputs, strict=True):
+        for num_first in {1, 3, 6} & {*range(len(expected) - 1)}:
+            llm.reset_prefix_cache()
+            first = SamplingParams(temperature=0.0, max_tokens=num_first)
+            assert outputs_of(llm, [prompt], first) == [expected[:num_first]]
+            rest = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS - num_first - 1)
+            turn = prompt + expected[: num_first + 1]
+            (output,) = llm.generate([turn], rest, use_tqdm=False)
+            assert output.outputs[0].token_ids == expected[num_first + 1 :]
+            # The last token of the answer was sampled, but never went through the model.
+            assert output.num_cached_tokens == len(prompt) + num_first - 1
+    check(llm.engine.scheduler.memory)
 
 
 @pytest.mark.parametrize("budget", [2, 3, 7, 16, 61])
@@ -176,11 +210,26 @@ def test_an_output_says_why_its_hit_ended(reference: Reference) -> None:
     first, again = (llm.generate([prompt], GREEDY, use_tqdm=False)[0] for _ in range(2))
     assert (first.num_cached_tokens, first.cache_hit_end) == (
         0,
-        "a block that a longer hit needs is not in the prefix index",
+        "nothing that is known goes on like this",
     )
     assert (again.num_cached_tokens, again.cache_hit_end) == (
-        (len(prompt) - 1) // 8 * 8,
+        len(prompt) - 1,
         "at least one token must be computed",
+    )
+    whole = (len(prompt) - 1) // 8 * 8
+    for output, cached in ((first, 0), (again, len(prompt) - 1)):
+        account = output.prompt_account
+        assert account is not None
+        assert account.sources == TokenSources(
+            device=min(cached, whole), copied=cached - min(cached, whole), computed=len(prompt) - cached
+        )
+        assert sum(account.reasons) == len(prompt) - cached
+    parting = [*prompt[:13], prompt[13] ^ 1, *prompt[14:]]
+    (other,) = llm.generate([parting], GREEDY, use_tqdm=False)
+    assert (other.num_cached_tokens, other.cache_hit_end, other.cache_differs_at) == (
+        13,
+        "what is known goes on with another token",
+        13,
     )
     (off,) = load(reference, enable_prefix_caching=False).generate([prompt], GREEDY, use_tqdm=False)
     assert (off.num_cached_tokens, off.cache_hit_end) == (0, "prefix caching is off")

@@ -271,8 +271,9 @@ def test_cache_salts_keep_tenants_apart(llm: LLM) -> None:
         (output,) = [output for output in llm.engine.step() if output.finished]
         return output.num_cached_tokens
 
-    assert [cached("a"), cached("b"), cached(None)] == [0, 0, 0]
-    assert min(cached("a"), cached("b"), cached(None)) > 0
+    assert [cached("a"), cached("b")] == [0, 0]
+    assert cached(None) < 16, "other stories begin alike"
+    assert min(cached("a"), cached("b"), cached(None)) > 16
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,19 @@ def replayed(path: Path) -> Report:
     return report
 
 
+def test_an_engine_that_swaps_runs_again(tmp_path: Path) -> None:
+    path = tmp_path / "memory.log"
+    llm = load(record_memory=str(path), swap_space=32 << 20, preemption_mode="swap")
+    llm.generate(PROMPTS, SamplingParams(n=2, max_tokens=40, seed=7), use_tqdm=False)
+    stats, usage = llm.engine.stats, llm.usage()
+    llm.close()
+    report = replayed(path)
+    assert report.usage == usage
+    assert report.num_commands["swap_out"] > 0
+    assert report.num_commands["swap_in"] > 0
+    assert stats.num_swaps > 0
+
+
 def test_an_engine_under_pressure_runs_again(tmp_path: Path) -> None:
     path = tmp_path / "memory.log"
     llm = load(record_memory=str(path))

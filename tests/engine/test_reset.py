@@ -32,5 +32,5 @@ def test_who_runs_goes_on_and_nothing_from_before_is_found() -> None:
     assert cached == {"a": 0, "b": 0}
     assert llm.usage().used == 0
     (after,) = llm.generate([PROMPT], GREEDY, use_tqdm=False)
-    assert after.num_cached_tokens == 96
+    assert after.num_cached_tokens == len(PROMPT) - 1
     assert after.outputs[0].token_ids == expected

@@ -23,6 +23,8 @@ def test_what_is_swapped_is_counted_and_changes_no_token() -> None:
     while engine.has_unfinished:
         for output in engine.step():
             outputs.setdefault(output.request_id, []).extend(output.outputs[0].token_ids)
+            if output.finished:
+                preemptions.append(output.metrics.num_preemptions)
         if engine.last_step is not None:
             steps.append(engine.last_step)
     expected = LLM("bundled", **(OPTIONS | {"num_kv_blocks": 100})).generate(PROMPTS, PARAMS, use_tqdm=False)

@@ -82,6 +82,8 @@ class HostTwin:
     def keep(self, idx: int, prefix: Prefix) -> None:
         """Take in a page that is evicted from the device, if there is room; what is there already is young again."""
         group = self.groups[idx]
+        if len(prefix[1]) % self.device.page_size:
+            return  # a tail
         if prefix in group.published:
             page = group.published[prefix]
             if page in group.idle:

@@ -112,8 +112,8 @@ def verify_host_index(world: World, spoken: Iterable[Namespace]) -> None:
             if world.size.kinds[group_idx].is_state:
                 world.state_holds(group_idx, (Tier.HOST, block_id), prefixes[-1])
                 continue
-            places = [(Tier.HOST, block_id)] * (len(tokens) // world.size.block_size)
-            first = len(tokens) - world.size.block_size
+            places = [(Tier.HOST, block_id)] * -(-len(tokens) // world.size.block_size)
+            first = len(tokens) - len(array("I", link[1]))
             world.positions_hold(group_idx, places, prefixes, range(first, len(tokens)))
 
 

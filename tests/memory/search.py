@@ -200,4 +200,15 @@ def _named(world: World, order: tuple[int, ...], flip: int) -> tuple[object, ...
     published = tuple(
         () if page.prefix is None else tuple(token_id ^ flip for token_id in page.prefix[1]) for page in names
     )
-    return tuple(sequences), pins, idle, hints, published
+    return tuple(sequences), pins, idle, hints, published, _siblings(world, names)
+
+
+def _siblings(world: World, names: dict[Page, int]) -> tuple[tuple[int, ...], ...]:
+    """Return who was published after whom where both follow the same page: of equally good ones the youngest is hit."""
+    size = world.size.block_size
+    families: dict[tuple[int, ...], list[int]] = {}
+    if size == 1:  # no block can be hit in part
+        return ()
+    for (_, tokens), page in world.twin.groups[0].published.items():
+        families.setdefault(tokens[: (len(tokens) - 1) // size * size], []).append(names[page])
+    return tuple(sorted(tuple(family) for family in families.values() if len(family) > 1))

@@ -31,23 +31,26 @@ def test_a_hit_leaves_at_least_one_token_to_compute_and_says_why_it_ends() -> No
     world.enter(1, list(range(12)))
     manager = world.manager
     published = list(range(12))
-    assert (ask(manager, published).num_tokens, ask(manager, published).end) == (8, HitEnd.LAST_TOKEN)
-    assert ask(manager, [*published, 12]).num_tokens == 12
-    assert ask(manager, published[:4])[:3] == (0, ((),), HitEnd.LAST_TOKEN)
+    table = manager.block_table(1)
+    assert ask(manager, published)[:3] == (11, (table,), HitEnd.LAST_TOKEN)
+    assert ask(manager, [*published, 12])[:3] == (12, (table,), HitEnd.LAST_TOKEN)
+    assert ask(manager, [*published, 12, 13])[:3] == (12, (table,), HitEnd.NEVER_SEEN)
+    assert ask(manager, published[:4])[:3] == (3, (table[:1],), HitEnd.LAST_TOKEN)
+    assert ask(manager, published[:1])[:3] == (0, ((),), HitEnd.LAST_TOKEN)
     parting = [*published[:8], 99, 99, 99, 99, 99]
-    assert (ask(manager, parting).num_tokens, ask(manager, parting).end) == (8, HitEnd.NOT_PUBLISHED)
-    assert ask(manager, parting).block_ids == (manager.block_table(1)[:2],)
+    assert ask(manager, parting)[:3] == (8, (table[:2],), HitEnd.DIFFERENT)
 
 
 @pytest.mark.parametrize(
-    ("max_tokens", "num_tokens"), [(None, 12), (99, 12), (12, 12), (11, 8), (4, 4), (3, 0), (0, 0)]
+    ("max_tokens", "num_tokens"), [(None, 12), (99, 12), (12, 12), (11, 11), (4, 4), (3, 3), (0, 0)]
 )
 def test_the_caller_may_limit_a_hit(max_tokens: int | None, num_tokens: int) -> None:
     world = World(WorldSize(8, 4))
     world.enter(1, list(range(13)))
     hit = ask(world.manager, list(range(14)), max_tokens)
     assert hit.num_tokens == num_tokens
-    assert hit.end is (HitEnd.LAST_TOKEN if num_tokens == 12 else HitEnd.LIMIT)
+    assert hit.num_copied == num_tokens % 4
+    assert hit.end is (HitEnd.NEVER_SEEN if max_tokens in (None, 99) else HitEnd.LIMIT)
 
 
 def test_without_caching_nothing_is_published_or_found() -> None:
@@ -180,16 +183,24 @@ def test_duplicates_are_merged_and_given_back() -> None:
     assert (usage.used, usage.num_merges, usage.num_tokens, usage.used_fraction) == (2, 2, 16, 0.25)
 
 
-def test_a_rewritten_block_leaves_the_index() -> None:
+def test_a_rewritten_block_is_copied_where_there_is_room() -> None:
     world = World(WorldSize(8, 2))
     world.enter(1, [0, 0, 1, 1, 0, 0])
     world.truncate(1, 1)
-    assert world.manager.usage().idle == 2
-    assert ask(world.manager, [0, 0, 1, 1, 0, 0, 0]).num_tokens == 6, "still found while nobody writes"
     world.grow(1, 1)
-    assert ask(world.manager, [0, 0, 1, 1, 0]).num_tokens == 0
-    world.enter(2, [0, 0])
-    assert ask(world.manager, [0, 0, 1, 1, 0, 0, 0]).num_tokens == 6, "what continued it is found again"
+    assert world.manager.usage().num_copies == 1
+    assert ask(world.manager, [0, 0, 1, 1, 0, 0, 0]).num_tokens == 6
+
+
+def test_without_room_a_rewritten_block_leaves_the_index() -> None:
+    world = World(WorldSize(4, 2))
+    world.enter(2, [1] * 6)
+    world.enter(1, [0, 0])
+    world.truncate(1, 1)
+    assert ask(world.manager, [0, 0, 0]).num_tokens == 2, "still found while nobody writes"
+    world.grow(1, 1)
+    assert world.manager.usage().num_copies == 0
+    assert ask(world.manager, [0, 0, 0]).num_tokens == 0
 
 
 # ---- eviction ----

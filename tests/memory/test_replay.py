@@ -106,7 +106,7 @@ def walk(memory: RecordedMemory, rng: random.Random, num_commands: int) -> None:
                 memory.truncate(seq_id, length)
                 del tokens[length:]
             elif verb == "free":
-                memory.free(seq_id, retain=rng.random() < 0.5)
+                memory.free(seq_id, retain=rng.random() < 0.5, is_sound=rng.random() < 0.9)
 
 
 def is_settled(state: SequenceMemory) -> bool:
@@ -115,10 +115,10 @@ def is_settled(state: SequenceMemory) -> bool:
 
 def ids_of(manager: KVCacheManager) -> object:
     """Return all block ids of the state, in their order: a snapshot without tokens, names and digests."""
-    sequences, pools, slabs, pins, copies = snapshot(manager)
+    sequences, pools, slabs, pins, copies, _ = snapshot(manager)
     return (
         [(seq_id, *rest) for seq_id, _, *rest in sequences],  # type: ignore[attr-defined]
-        [(*lists, [block_id for block_id, _ in index]) for *lists, index in pools],  # type: ignore[attr-defined]
+        [(*lists, [block_id for block_id, _ in index]) for *lists, _, _, index in pools],  # type: ignore[attr-defined]
         slabs,
         sorted(tables for _, tables in pins),  # type: ignore[attr-defined]
         copies,
@@ -238,7 +238,8 @@ def spoilt(line: str) -> str:
 
 @pytest.mark.parametrize("letter", "askfd=")
 def test_a_changed_line_is_named(sound: list[str], letter: str) -> None:
-    idx = last_of(sound, letter, r"\d\n")
+    # The name of a tail that is never met again may be any.
+    idx = last_of(sound, letter, r"[ ,]\d{1,4}\n")
     fault = play([*sound[:idx], spoilt(sound[idx]), *sound[idx + 1 :]]).fault
     assert fault is not None
     assert fault.line == idx + 1
@@ -247,8 +248,9 @@ def test_a_changed_line_is_named(sound: list[str], letter: str) -> None:
 def test_a_changed_name_is_found_where_the_block_is_met_again(sound: list[str]) -> None:
     # A hit on one block, and who published it last.
     met = last_of(sound, "a", r"^a \d+ \d+ 0 4 \w+\n")
-    idx = last_of(sound[:met], "p", rf" {sound[met].split()[5]}\n")
-    fault = play([*sound[:idx], spoilt(sound[idx]), *sound[idx + 1 :]]).fault
+    name = sound[met].split()[5]
+    idx = last_of(sound[:met], "p", name)
+    fault = play([*sound[:idx], sound[idx].replace(name, spoilt(name)), *sound[idx + 1 :]]).fault
     assert fault is not None
     assert idx + 1 < fault.line <= met + COUNT_EVERY
 
@@ -291,9 +293,9 @@ def test_a_command_that_memory_could_never_have_granted_is_named(sound: list[str
 def test_a_broken_invariant_is_named(sound: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     free = KVCacheManager.free
 
-    def forgetful(self: KVCacheManager, seq_id: int, *, retain: bool = False) -> None:
+    def forgetful(self: KVCacheManager, seq_id: int, *, retain: bool = False, is_sound: bool = True) -> None:
         self.groups[0].pool.num_used += 1
-        free(self, seq_id, retain=retain)
+        free(self, seq_id, retain=retain, is_sound=is_sound)
 
     monkeypatch.setattr(KVCacheManager, "free", forgetful)
     idx = next(i for i, line in enumerate(sound) if line.startswith("f"))

@@ -80,9 +80,9 @@ def keep_the_digest_of_an_evicted_block(patch: Patch) -> None:
 def free_twice(patch: Patch) -> None:
     honest = KVCacheManager.free
 
-    def free(manager: KVCacheManager, seq_id: int, *, retain: bool = False) -> None:
+    def free(manager: KVCacheManager, seq_id: int, *, retain: bool = False, is_sound: bool = True) -> None:
         table = manager.block_table(seq_id)
-        honest(manager, seq_id, retain=retain)
+        honest(manager, seq_id, retain=retain, is_sound=is_sound)
         manager.groups[0].pool.release(table[-1:])
 
     patch.setattr(KVCacheManager, "free", free)

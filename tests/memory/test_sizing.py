@@ -6,8 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.memory import ChunkedLocal, FullAttention, KVCacheManager, KVCacheSpec, Namespace, SlidingWindow
-from quire.memory.sizing import CACHE_DTYPES, ArenaSizing, StateGroup, arena_bytes, paged_bytes, sequence_bytes
+from quire.memory import (
+    ChunkedLocal,
+    FullAttention,
+    KVCacheManager,
+    KVCacheSpec,
+    Namespace,
+    RecurrentState,
+    SlidingWindow,
+)
+from quire.memory.sizing import CACHE_DTYPES, ArenaSizing, arena_bytes, most_bytes, paged_bytes, sequence_bytes
 
 KIB, MIB = 1 << 10, 1 << 20
 # Layers, KV heads, head dim -> bytes of a token in 16 bits, worked out by hand.
@@ -56,7 +64,7 @@ def test_a_scale_is_counted_in_every_kind() -> None:
 
 def test_one_group_is_blocks_and_the_null_block() -> None:
     spec = FullAttention(block_size=16, num_layers=32, num_kv_heads=8, head_dim=128)
-    sizing = ArenaSizing.of([spec], [], arena_bytes([spec], 100))
+    sizing = ArenaSizing.of([spec], arena_bytes([spec], 100))
     assert sizing.num_bytes == 101 * 2 * MIB
     assert sizing.num_blocks == (100,)
     assert sizing.alignment_loss == 0.0
@@ -66,12 +74,12 @@ def test_one_group_is_blocks_and_the_null_block() -> None:
     assert sizing.shortage(1601) == (0, 101, 100)
     assert sizing.bytes_for(1601) == 102 * 2 * MIB
     # A byte less than a block less.
-    assert ArenaSizing.of([spec], [], 101 * 2 * MIB - 1).num_blocks == (99,)
+    assert ArenaSizing.of([spec], 101 * 2 * MIB - 1).num_blocks == (99,)
 
 
 def test_nothing_fits_into_nothing() -> None:
     spec = FullAttention(block_size=16)
-    sizing = ArenaSizing.of([spec], [], 0)
+    sizing = ArenaSizing.of([spec], 0)
     assert (sizing.num_bytes, sizing.num_blocks, sizing.longest(99), sizing.concurrency(1)) == (0, (0,), 0, 0)
     assert sizing.shortage(1) == (0, 1, 0)
 
@@ -82,34 +90,46 @@ def test_a_window_holds_no_more_than_itself() -> None:
     window, full = SlidingWindow(window=1024, num_layers=52, **shape), FullAttention(num_layers=10, **shape)
     # 1,023 tokens before it and its own touch at most 65 blocks of 6.5 MiB; 8,192 blocks of 1.25 MiB.
     held = 65 * 6656 * KIB + 8192 * 1280 * KIB
-    assert sequence_bytes([window, full], [], 131_072) == held
+    assert sequence_bytes([window, full], 131_072) == held
     # A page holds one block of the windows, or five of the others.
-    assert paged_bytes([window, full], [], 131_072) == (65 + 1639) * 6656 * KIB
-    sizing = ArenaSizing.of([window, full], [], 64 * held)
+    assert paged_bytes([window, full], 131_072) == (65 + 1639) * 6656 * KIB
+    sizing = ArenaSizing.of([window, full], 64 * held)
     assert sizing.alignment_loss <= 0.01
     assert 61 <= sizing.concurrency(131_072) <= 64
 
 
 def test_a_state_is_one_block_of_its_group() -> None:
     full = FullAttention(block_size=16, num_layers=2, num_kv_heads=2, head_dim=64)
-    state = StateGroup(num_layers=3, layer_bytes=full.bytes_per_block)
-    assert state.state_bytes == 3 * 16 * KIB
-    assert sequence_bytes([full], [state], 33) == (3 + 3) * 16 * KIB
+    state = RecurrentState(block_size=16, num_layers=3, layer_bytes=full.bytes_per_block)
+    assert state.bytes_per_block == 3 * 16 * KIB
+    assert sequence_bytes([full, state], 33) == (3 + 3) * 16 * KIB
     # A page has room for a state, or for three blocks.
-    assert paged_bytes([full], [state], 49) == (1 + 2) * 48 * KIB
+    assert paged_bytes([full, state], 49) == (1 + 2) * 48 * KIB
     # Slabs of three blocks or one state: 10 states and their 10 blocks in 4 slabs.
-    sizing = ArenaSizing.of([full], [state], 48 * KIB * (1 + 14))
+    sizing = ArenaSizing.of([full, state], 48 * KIB * (1 + 14))
     assert sizing.layout.blocks_per_slab == (3, 1)
     assert sizing.concurrency(16) == 10
     assert sizing.concurrency(16 * 39) == 1
     assert sizing.longest(9999) == 16 * 39
     assert sizing.shortage(16 * 39 + 1) == (0, 15, 14)
+    # Where a state is more than the blocks beside it, it is named.
+    assert ArenaSizing.of([full, state], 48 * KIB * 2).shortage(1) == (1, 2, 1)
+
+
+def test_the_most_that_seats_can_fill() -> None:
+    full = FullAttention(block_size=16, num_layers=2, num_kv_heads=2, head_dim=64)
+    state = RecurrentState(block_size=16, num_layers=3, layer_bytes=full.bytes_per_block)
+    assert most_bytes([full], 100, 5) is None
+    # Three seats of 7 blocks fill 7 slabs of three; each has a state and a snapshot close to its prompt's end.
+    assert most_bytes([full, state], 100, 3) == 48 * KIB * (1 + 7 + 3 * 2)
+    # And one each 32 tokens.
+    assert most_bytes([full, state], 100, 3, 32) == 48 * KIB * (1 + 7 + 3 * (2 + 3))
 
 
 def test_groups_that_need_most_at_different_moments() -> None:
     """Two blocks of a chunk, or three of a window, but never five at once: four slabs hold one sequence."""
     specs = [ChunkedLocal(block_size=1, chunk=2), SlidingWindow(block_size=1, window=3)]
-    sizing = ArenaSizing.of(specs, [], ArenaSizing.of(specs, [], 0).layout._replace(num_slabs=4).num_bytes)
+    sizing = ArenaSizing.of(specs, ArenaSizing.of(specs, 0).layout._replace(num_slabs=4).num_bytes)
     assert [spec.peak_blocks(3, 1) for spec in specs] == [2, 3]
     assert sizing.concurrency(3) == 1
     assert decode_together(specs, sizing.num_bytes, 1, 3)
@@ -132,9 +152,9 @@ def specs() -> st.SearchStrategy[list[KVCacheSpec]]:
 
 @given(specs=specs(), num_slabs=st.integers(1, 12))
 def test_the_manager_gives_the_same_answers(specs: list[KVCacheSpec], num_slabs: int) -> None:
-    num_bytes = ArenaSizing.of(specs, [], 0).layout._replace(num_slabs=num_slabs).num_bytes
+    num_bytes = ArenaSizing.of(specs, 0).layout._replace(num_slabs=num_slabs).num_bytes
     memory = KVCacheManager(specs, num_bytes=num_bytes, enable_prefix_caching=False)
-    sizing = ArenaSizing.of(specs, [], num_bytes)
+    sizing = ArenaSizing.of(specs, num_bytes)
     assert sizing.layout == memory.arena.layout
     held = [memory.can_ever_hold(length) for length in range(1, 60)]
     assert [sizing.shortage(length) is None for length in range(1, 60)] == held
@@ -149,8 +169,8 @@ def test_the_manager_gives_the_same_answers(specs: list[KVCacheSpec], num_slabs:
 
 @given(specs=specs(), num_slabs=st.integers(1, 12), length=st.integers(1, 24))
 def test_so_many_sequences_do_fit_at_once(specs: list[KVCacheSpec], num_slabs: int, length: int) -> None:
-    num_bytes = ArenaSizing.of(specs, [], 0).layout._replace(num_slabs=num_slabs).num_bytes
-    at_once = ArenaSizing.of(specs, [], num_bytes).concurrency(length)
+    num_bytes = ArenaSizing.of(specs, 0).layout._replace(num_slabs=num_slabs).num_bytes
+    at_once = ArenaSizing.of(specs, num_bytes).concurrency(length)
     assert decode_together(specs, num_bytes, at_once, length)
     if all(isinstance(spec, FullAttention) for spec in specs):
         assert not decode_together(specs, num_bytes, at_once + 1, length)

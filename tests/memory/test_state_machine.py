@@ -172,10 +172,10 @@ class MemoryMachine(RuleBasedStateMachine):
         self.world.sync(self.pick(data))
 
     @precondition(is_alive)
-    @rule(data=st.data(), retain=st.booleans())
-    def free(self, data: st.DataObject, retain: bool) -> None:
-        """End a sequence, with or without the hint to evict its blocks last."""
-        self.world.free(self.pick(data), retain=retain)
+    @rule(data=st.data(), retain=st.booleans(), is_sound=st.sampled_from([True, True, True, False]))
+    def free(self, data: st.DataObject, retain: bool, is_sound: bool) -> None:
+        """End a sequence, with or without the hint to evict its blocks last; because a step failed, now and then."""
+        self.world.free(self.pick(data), retain=retain, is_sound=is_sound)
 
     @rule(name=st.sampled_from("ab"), prompt=prompts, namespace=st.sampled_from(NAMESPACES))
     def pin_or_unpin(self, name: str, prompt: list[int], namespace: Any) -> None:

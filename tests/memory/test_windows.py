@@ -72,17 +72,17 @@ def test_a_hit_says_which_group_ended_it() -> None:
     world = World(WorldSize(12, 2, kinds=(FULL, WINDOW)))
     world.enter(1, list(range(12)))
     hit = ask(world, [*range(10), 99, 99, 99])
-    assert (hit.num_tokens, hit.end, hit.group_idx) == (10, HitEnd.NOT_PUBLISHED, 0)
+    assert (hit.num_tokens, hit.end, hit.group_idx, hit.differs_at) == (10, HitEnd.DIFFERENT, None, 10)
     world.manager.groups[1].pool.index.remove(hit.block_ids[1][-1:])
     hit = ask(world, [*range(10), 99, 99, 99])
-    assert (hit.num_tokens, hit.end, hit.group_idx) == (8, HitEnd.NOT_PUBLISHED, 1)
+    assert (hit.num_tokens, hit.end, hit.group_idx, hit.differs_at) == (8, HitEnd.GROUP, 1, None)
 
 
 def test_a_hit_in_a_chunk_needs_its_blocks_and_one_at_its_end_needs_none() -> None:
     world = World(WorldSize(12, 2, kinds=(FULL, CHUNK)))
     world.enter(1, list(range(9)))
     assert ask(world, list(range(9))).block_ids == ((1, 2, 3, 4), (0, 0, 0, 0))
-    assert ask(world, list(range(8))).block_ids == ((1, 2, 3), (6, 7, 8))
+    assert ask(world, list(range(8))).block_ids == ((1, 2, 3, 4), (6, 7, 8, 9)), "the last is used in part"
     for block_id in (6, 7, 8):
         world.evict(1, block_id)
     assert ask(world, list(range(8))).num_tokens == 0

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
-from quire.memory import Namespace
+from quire.memory import HitEnd, Namespace
 
 if TYPE_CHECKING:
     from tests.memory.host_twin import HostTwin
@@ -62,6 +62,34 @@ class Page:
 
 # A dead page, of which nothing is left, is None.
 Pages = list[Page | None]
+
+
+class Match(NamedTuple):
+    """What is hit.
+
+    Args:
+        pages: of each group.
+        num_tokens: of them.
+        ends: what may be given as the reason why there are no more.
+    """
+
+    pages: list[Pages]
+    num_tokens: int
+    ends: set[HitEnd]
+
+
+class Continuation(NamedTuple):
+    """A page of each group that goes on with some of the tokens wanted.
+
+    Args:
+        num_tokens: that are those wanted.
+        num_theirs: that it is published with.
+        pages: of each group.
+    """
+
+    num_tokens: int
+    num_theirs: int
+    pages: list[Page]
 
 
 class TwinGroup:
@@ -135,6 +163,7 @@ class Twin:
         self.states = [idx for idx, kind in enumerate(kinds) if kind.is_state]
         self.sequences: dict[int, TwinSequence] = {}
         self.clock = 0
+        self.departed: set[Prefix] = set()
         self.num_copies = 0
         self.num_merges = 0
         self.num_evictions = 0
@@ -177,24 +206,42 @@ class Twin:
             return [num_pages - 1] if num_pages else []
         return [i for i in range(num_pages) if self.is_alive(idx, i, num_computed)]
 
-    def match(self, namespace: Namespace, tokens: list[int], max_tokens: int | None, num_left: int = 1) -> list[Pages]:
-        """Return the pages of the longest prefix that leaves a token to compute and whose live pages are published."""
-        return self._longest(namespace, tokens, max_tokens, range(len(self.groups)), num_left)
+    def match(self, namespace: Namespace, tokens: list[int], max_tokens: int | None) -> Match:
+        """Return the longest prefix of whole pages that leaves a token to compute, and what goes on inside a page."""
+        most = len(tokens) - 1 if max_tokens is None else min(len(tokens) - 1, max_tokens)
+        if not self.caching:
+            return Match([[] for _ in self.groups], 0, {HitEnd.DISABLED})
+        groups = range(len(self.groups))
+        pages = self.longest(namespace, tokens, most, groups)
+        start = num_tokens = len(pages[0]) * self.page_size
+        last = self.longest_continuation(namespace, tokens, start)
+        if last and not self.states:
+            num_tokens = min(most, start + last.num_tokens)
+        if last and num_tokens > start:
+            for idx, page in zip(groups, last.pages, strict=True):
+                alive = [self.is_alive(idx, i, num_tokens) for i in range(len(pages[idx]))]
+                pages[idx] = [old if is_alive else None for old, is_alive in zip(pages[idx], alive, strict=True)]
+                pages[idx].append(page)
+        if num_tokens == most or (self.states and start + self.page_size > most):
+            return Match(pages, num_tokens, {HitEnd.LAST_TOKEN if most == len(tokens) - 1 else HitEnd.LIMIT})
+        if self.states and len(self.longest(namespace, tokens, most, self.kept)[0] if self.kept else [0] * most) > len(
+            pages[0]
+        ):
+            return Match(pages, num_tokens, {HitEnd.NO_SNAPSHOT, HitEnd.GROUP})
+        return Match(pages, num_tokens, self._reasons(namespace, tokens, start, last))
 
     def parted_at(self, namespace: Namespace, tokens: list[int], max_tokens: int | None) -> int:
         """Return the tokens of the hit that there would be without groups of states, 0 if it is no longer one."""
-        if not self.states or not self.kept:
+        if not self.states or not self.kept or not self.caching:
             return 0
-        longest = len(self._longest(namespace, tokens, max_tokens, self.kept)[0])
-        found = len(self.match(namespace, tokens, max_tokens)[0])
+        most = len(tokens) - 1 if max_tokens is None else min(len(tokens) - 1, max_tokens)
+        longest = len(self.longest(namespace, tokens, most, self.kept)[0])
+        found = len(self.longest(namespace, tokens, most, range(len(self.groups)))[0])
         return longest * self.page_size if longest > found else 0
 
-    def _longest(
-        self, namespace: Namespace, tokens: list[int], max_tokens: int | None, members: Sequence[int], num_left: int = 1
-    ) -> list[Pages]:
-        most = len(tokens) - num_left
-        most = (most if max_tokens is None else min(most, max_tokens)) // self.page_size
-        for length in range(most if self.caching else 0, 0, -1):
+    def longest(self, namespace: Namespace, tokens: list[int], most: int, members: Sequence[int]) -> list[Pages]:
+        """Return the pages of the longest prefix of at most so many tokens whose live pages are all published."""
+        for length in range(most // self.page_size if self.caching else 0, 0, -1):
             hit = [self._hit(namespace, tokens, idx, length) for idx in members]
             if all(page_idx is not None for page_idx in hit):
                 return [pages for pages in hit if pages is not None]
@@ -203,6 +250,36 @@ class Twin:
     def is_on_host(self, idx: int, page: Page | None) -> bool:
         """Tell whether a page that was found is one of the host's."""
         return self.host is not None and page in self.host.groups[idx].published.values()
+
+    def longest_continuation(self, namespace: Namespace, tokens: list[int], start: int) -> Continuation | None:
+        """Return the pages, one in each group, that have most of the tokens after the first whole pages."""
+        best = None
+        if not self.kept:
+            return None
+        for known, words in reversed(self.groups[self.kept[0]].published):
+            if known == namespace and words[:start] == tuple(tokens[:start]) and start < len(words):
+                pages = [self.groups[idx].published.get((known, words)) for idx in self.kept]
+                if len(words) <= start + self.page_size and all(pages):
+                    theirs, wanted = words[start:], tokens[start:]
+                    count = next((i for i, (a, b) in enumerate(zip(theirs, wanted, strict=False)) if a != b), None)
+                    count = min(len(theirs), len(wanted)) if count is None else count
+                    if best is None or count > best.num_tokens:
+                        best = Continuation(count, len(theirs), [page for page in pages if page])
+        return best
+
+    def _reasons(self, namespace: Namespace, tokens: list[int], start: int, last: Continuation | None) -> set[HitEnd]:
+        """Return what may be said of a hit that ends early; what was evicted may be forgotten."""
+        words = tuple(tokens[: start + self.page_size])
+        is_whole = len(words) == start + self.page_size
+        if is_whole and any((namespace, words) in group.published for group in self.groups):
+            return {HitEnd.GROUP}
+        reason = HitEnd.NEVER_SEEN
+        if last and (start or last.num_tokens):
+            reason = HitEnd.DIFFERENT if last.num_tokens < last.num_theirs else HitEnd.NEVER_SEEN
+        elif is_whole and not start:
+            elsewhere = {known for group in self.groups for known, theirs in group.published if theirs == words}
+            reason = HitEnd.NAMESPACE if elsewhere else HitEnd.NEVER_SEEN
+        return {reason, HitEnd.EVICTED} if is_whole and (namespace, words) in self.departed else {reason}
 
     def _hit(self, namespace: Namespace, tokens: list[int], idx: int, length: int) -> Pages | None:
         pages: Pages = []
@@ -234,16 +311,16 @@ class Twin:
             sum(len(self.alive(idx, done, done + 1)) for idx in range(len(self.groups))) for done in range(num_tokens)
         )
 
-    def least_needed(self, idx: int, num_tokens: int, hit: Pages, step: int) -> int:
+    def least_needed(self, idx: int, num_tokens: int, hit: Pages, start: int, step: int) -> int:
         """Return the pages that a sequence needs beyond the idle ones of its hit, at the worst moment."""
-        start = len(hit) * self.page_size
         idle = self.groups[idx].idle
         num_idle = sum(page in idle for page in hit)
         most = 0
         for done, count in product(range(start, num_tokens), range(1, step + 1)):
             if done + count <= num_tokens:
                 alive = self.alive(idx, done, done + count)
-                most = max(most, sum(i >= len(hit) or hit[i] in idle or self.is_on_host(idx, hit[i]) for i in alive))
+                mine = [i for i in alive if i < start // self.page_size and not self.is_on_host(idx, hit[i])]
+                most = max(most, len(alive) - sum(hit[i] not in idle for i in mine))
         return most - num_idle
 
     def step_limit(self, seq_id: int, num_tokens: int) -> int:
@@ -260,18 +337,17 @@ class Twin:
 
     # ---- commands ----
 
-    def open(self, seq_id: int, namespace: Namespace, tokens: list[int], hit: list[Pages], parted_at: int = 0) -> None:
+    def open(self, seq_id: int, namespace: Namespace, tokens: list[int], hit: Match, parted_at: int = 0) -> None:
         """Open a sequence on a hit; states will be published before the prompt's end and where it was seen to part."""
-        for group, pages in zip(self.groups, hit, strict=True):
+        for group, pages in zip(self.groups, hit.pages, strict=True):
             group.idle = [page for page in group.idle if page not in pages]
-        num_slots = len(hit[0]) * self.page_size
-        mine = [[None if self.is_on_host(idx, page) else page for page in pages] for idx, pages in enumerate(hit)]
-        sequence = TwinSequence(namespace, tokens, mine, num_slots)
+        mine = [[None if self.is_on_host(idx, page) else page for page in pages] for idx, pages in enumerate(hit.pages)]
+        sequence = TwinSequence(namespace, tokens, mine, hit.num_tokens)
         last = (len(tokens) - 1) // self.page_size * self.page_size
-        sequence.stops = {stop for stop in (last, parted_at) if stop > num_slots and self.states}
+        sequence.stops = {stop for stop in (last, parted_at) if stop > hit.num_tokens and self.states}
         self.sequences[seq_id] = sequence
         if self.host is not None:
-            self.host.promote(seq_id, hit)
+            self.host.promote(seq_id, hit.pages)
 
     def append(self, seq_id: int, num_tokens: int, lookahead: int = 0) -> bool:
         """Give slots, or change nothing and return False."""
@@ -289,8 +365,13 @@ class Twin:
             fresh[idx] = int(tails[idx] is None)
         if sum(fresh) + len(copied) > self.num_available():
             return False
+        for idx in written:
+            page = tails[idx]
+            if idx not in copied and idx in self.kept and page and page.prefix:
+                # What is published stays so where there is room; a tail of which nothing would be lost need not.
+                snapshots += [idx] if sequence.num_slots < len(page.prefix[1]) else []
         if sum(fresh) + len(copied) + len(snapshots) <= self.num_available():
-            copied += snapshots
+            copied = sorted(copied + snapshots)
         sequence.num_slots = end
         if is_held:
             sequence.checkpoint = sequence.num_computed, held
@@ -378,9 +459,11 @@ class Twin:
                 sequence.pages[idx] = [None] * (self.num_pages_of(num_tokens) - 1) + [page]
             sequence.checkpoint = None
 
-    def free(self, seq_id: int, *, retain: bool = False) -> None:
-        """Release a sequence, its tail first."""
+    def free(self, seq_id: int, *, retain: bool = False, is_sound: bool = True) -> None:
+        """Release a sequence, its tail first, which is published if that is of any use."""
         sequence = self.sequences[seq_id]
+        if is_sound and not (self.host is not None and seq_id in self.host.tables):
+            self._publish_tail(sequence)
         if retain and self.retention_limit:
             self._evict_last(sequence.pages)
         self._give_back(sequence, range(len(self.groups)), 0)
@@ -395,6 +478,7 @@ class Twin:
             for page in list(group.published.values()):
                 self._unpublish(idx, page)
             group.idle = []
+        self.departed.clear()
         for sequence in self.sequences.values():
             sequence.is_publishing = False
         if self.host is not None:
@@ -405,7 +489,7 @@ class Twin:
         """Hold the longest published prefix, unless that is too much; return its tokens."""
         # Only what is on the device can be held there.
         host, self.host = self.host, None
-        pages = self.match(namespace, tokens, None, num_left=0)
+        pages = self.longest(namespace, tokens, len(tokens), range(len(self.groups)))
         self.host = host
         held = {page for table in [*pages, *(table for pin in self.pins.values() for table in pin)] for page in table}
         if not pages[0] or len(held - {None}) > self.pin_limit:
@@ -424,6 +508,23 @@ class Twin:
                     self._rest(idx, page)
 
     # ---- steps of commands ----
+
+    def _publish_tail(self, sequence: TwinSequence) -> None:
+        page_idx, num_tokens = divmod(sequence.num_computed, self.page_size)
+        if not (num_tokens and self.caching and sequence.is_publishing) or self.states:
+            return
+        tails = [pages[page_idx] for pages in sequence.pages]
+        if any(page is None or page.prefix is not None or self.num_holders(page) > 1 for page in tails):
+            return
+        tokens = sequence.tokens[: sequence.num_computed]
+        known = self.longest_continuation(sequence.namespace, tokens, page_idx * self.page_size)
+        prefix = (sequence.namespace, tuple(tokens))
+        if (known and known.num_tokens == num_tokens) or any(prefix in group.published for group in self.groups):
+            return
+        for group, page in zip(self.groups, tails, strict=True):
+            assert page is not None
+            page.prefix = prefix
+            group.published[prefix] = page
 
     def _evict_last(self, tables: list[Pages]) -> None:
         """Give a sequence's published pages the hint, from its tail on; the oldest hints go where they are too many."""
@@ -477,6 +578,7 @@ class Twin:
 
     def _unpublish(self, idx: int, page: Page) -> None:
         assert page.prefix is not None
+        self.departed.add(page.prefix)
         del self.groups[idx].published[page.prefix]
         page.prefix = None
         page.goes_last = False

@@ -25,7 +25,7 @@ from quire.memory import (
 from quire.memory.invariants import snapshot
 from tests.memory.host_twin import HostTwin
 from tests.memory.host_world import compare_hosts, verify_host_index
-from tests.memory.twin import Page, Pages, Twin
+from tests.memory.twin import Match, Page, Twin
 from tests.memory.world_size import WorldSize, spec_of
 
 # What a slot's KV depends on: the namespace and all tokens up to its own; None before anything is written.
@@ -132,6 +132,10 @@ class World:
         assert snapshot(manager) == before, "a question changed the manager"
         assert hit.num_tokens < len(tokens), "a hit covers the whole prompt"
         assert max_tokens is None or hit.num_tokens <= max_tokens
+        account = hit.account(len(tokens))
+        assert sum(account.sources) == len(tokens), "not every token has a source"
+        assert sum(account.reasons) == account.sources.computed, "not every computed token has a reason"
+        assert account.sources.copied == hit.num_tokens % self.size.block_size
         prefixes = self.prefixes(namespace, tokens, hit.num_tokens)
         places = [[(Tier.DEVICE, block_id) for block_id in blocks] for blocks in hit.block_ids]
         for group_idx, block_idx, host_id in hit.loads:
@@ -139,22 +143,23 @@ class World:
         for group_idx, blocks in enumerate(places):
             self._reads_back(group_idx, blocks, prefixes, hit.num_tokens)
         if self.has_twin:
-            pages = twin.match(namespace, tokens, max_tokens)
+            match = twin.match(namespace, tokens, max_tokens)
             found = [
                 [(Tier(twin.is_on_host(idx, page)), self.block_of[page] if page else 0) for page in group]
-                for idx, group in enumerate(pages)
+                for idx, group in enumerate(match.pages)
             ]
-            assert found == places, "the twin found another hit"
+            assert (found, match.num_tokens) == (places, hit.num_tokens), "the twin found another hit"
+            assert hit.end in match.ends, "the twin gives another reason"
             parted_at = twin.parted_at(namespace, tokens, max_tokens)
             assert parted_at == hit.parted_at, "the twin sees prompts part elsewhere"
-            self._compare_verdict(status, len(tokens), pages, step or len(tokens), reserved)
+            self._compare_verdict(status, len(tokens), match, step or len(tokens), reserved)
         if status.verdict is Verdict.LATER and not self._can_load(hit):
             self.refuses(ValueError, lambda: manager.allocate(seq_id, chain, hit))
         elif status.verdict is not Verdict.NEVER:
             manager.allocate(seq_id, chain, hit)
             self._adopt(seq_id, chain, namespace)
             if self.has_twin:
-                twin.open(seq_id, namespace, tokens, pages, parted_at)
+                twin.open(seq_id, namespace, tokens, match, parted_at)
         self.verify()
         return status
 
@@ -168,9 +173,7 @@ class World:
             needs[idx] += sum(block_id != 0 and ref_counts[block_id] == 0 for block_id in blocks)
         return not hit.loads or self.manager.arena.can_hold(needs)
 
-    def _compare_verdict(
-        self, status: AllocStatus, num_tokens: int, hit: list[Pages], step: int, reserved: int
-    ) -> None:
+    def _compare_verdict(self, status: AllocStatus, num_tokens: int, hit: Match, step: int, reserved: int) -> None:
         twin = self.twin
         groups = range(len(self.size.kinds))
         if twin.joint_peak(num_tokens) > twin.num_pages - twin.pin_limit:
@@ -182,9 +185,9 @@ class World:
         spare = self.size.watermark + reserved if len(twin.sequences) > num_swapped else 0
         margin, is_exact = twin.num_available(), True
         for idx in groups:
-            margin -= twin.least_needed(idx, num_tokens, hit[idx], step) + spare
-            margin -= sum(page in twin.groups[idx].idle for page in hit[idx])
-            is_exact &= not hit[idx] or self.size.kinds[idx].name in ("full", "state")
+            margin -= twin.least_needed(idx, num_tokens, hit.pages[idx], hit.num_tokens, step) + spare
+            margin -= sum(page in twin.groups[idx].idle for page in hit.pages[idx])
+            is_exact &= not hit.pages[idx] or self.size.kinds[idx].name in ("full", "state")
         # With a hit of a window the closed form may ask for more than is needed, never for less.
         assert status.available - status.needed <= margin
         assert status.available - status.needed == margin or not is_exact
@@ -270,12 +273,12 @@ class World:
             self.twin.truncate(seq_id, num_tokens)
         self.verify()
 
-    def free(self, seq_id: int, *, retain: bool = False) -> None:
+    def free(self, seq_id: int, *, retain: bool = False, is_sound: bool = True) -> None:
         """Release a sequence."""
-        self.manager.free(seq_id, retain=retain)
+        self.manager.free(seq_id, retain=retain, is_sound=is_sound)
         del self.tokens[seq_id], self.chains[seq_id], self.namespaces[seq_id], self.worker_tables[seq_id]
         if self.has_twin:
-            self.twin.free(seq_id, retain=retain)
+            self.twin.free(seq_id, retain=retain, is_sound=is_sound)
         self.verify()
 
     def pin(self, name: str, tokens: list[int], namespace: Namespace = NAMESPACES[0]) -> int:

@@ -18,8 +18,8 @@ from transformers import (
 )
 
 from quire.errors import CheckpointError, UnsupportedModel
-from quire.memory import ChunkedLocal, FullAttention, SlidingWindow
-from quire.memory.sizing import CACHE_DTYPES
+from quire.memory import ChunkedLocal, FullAttention, RecurrentState, SlidingWindow
+from quire.memory.sizing import CACHE_DTYPES, tokens_bytes
 from quire.models.cache_layout import KINDS, layout_of, read_kinds, read_layout
 from quire.models.families import FAMILIES, build
 from tests.models.published import CONFIGS, llama
@@ -61,8 +61,12 @@ def test_published_models(name: str) -> None:
     layout = read_layout(CONFIGS[name])
     groups, state_bytes = EXPECTED[name]
     found = []
-    for spec in layout.specs(16, BF16):
+    found_bytes = 0
+    for spec in layout.specs(16, BF16, 2):
         match spec:
+            case RecurrentState():
+                found_bytes += spec.bytes_per_block
+                continue
             case SlidingWindow(window=window):
                 kind = str(window)
             case ChunkedLocal(chunk=chunk):
@@ -72,17 +76,18 @@ def test_published_models(name: str) -> None:
         assert spec.bytes_per_block % 16 == 0
         found.append((kind, spec.bytes_per_block // 16))
     assert found == groups
-    assert sum(state.state_bytes for state in layout.state_groups(2)) == state_bytes
+    assert found_bytes == state_bytes
 
 
 def test_the_cache_has_another_dtype_than_states_and_their_inputs() -> None:
     layout = read_layout(CONFIGS["Qwen3-Next 80B"])
-    (fp8,), (int8,) = layout.specs(16, CACHE_DTYPES["fp8"]), layout.specs(16, CACHE_DTYPES["int8"])
+    (fp8, state), (int8, same) = (layout.specs(16, CACHE_DTYPES[name], 2) for name in ("fp8", "int8"))
+    assert state == same
     assert fp8.bytes_per_block == 16 * 12 * KIB
     assert int8.bytes_per_block == 16 * (12 * KIB + 12 * 2 * 2 * 4)
-    (wider,) = layout.state_groups(4)
+    _, wider = layout.specs(16, BF16, 4)
     assert wider.layer_bytes == 32 * 128 * 128 * 4 + 3 * 64 * 128 * 4
-    (narrow,) = read_layout(CONFIGS["Qwen3-Next 80B"] | {"mamba_ssm_dtype": "bfloat16"}).state_groups(2)
+    _, narrow = read_layout(CONFIGS["Qwen3-Next 80B"] | {"mamba_ssm_dtype": "bfloat16"}).specs(16, BF16, 2)
     assert narrow.layer_bytes == (32 * 128 * 128 + 3 * 64 * 128) * 2
 
 
@@ -99,8 +104,7 @@ def test_a_family_and_the_generic_fields_agree(name: str) -> None:
     family = layout_of(build(CONFIGS[name])[0])
     generic = read_layout(CONFIGS[name])
     assert sum(count for _, count in family.attention) == sum(count for _, count in generic.attention)
-    token_bytes = [sum(spec.bytes_per_block for spec in layout.specs(1, BF16)) for layout in (family, generic)]
-    assert token_bytes[0] == token_bytes[1]
+    assert tokens_bytes(family.specs(1, BF16, 2)) == tokens_bytes(generic.specs(1, BF16, 2))
     assert family.states == generic.states
 
 

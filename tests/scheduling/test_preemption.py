@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from quire.memory import FullAttention, KVCacheManager, Tier
+from quire.errors import InvariantViolation
+from quire.memory import FullAttention, KVCacheManager, MemoryOps, Tier
 from quire.memory.status import AllocStatus, Verdict
 from quire.scheduling import SwapCosts
 from quire.scheduling.preemption import Loss
@@ -221,6 +222,29 @@ def test_least_waste_spares_who_would_lose_much_for_little() -> None:
         rig.step()
     assert (sharing.num_preemptions, alone.num_preemptions) == (1, 0)
     finish_all(rig)
+
+
+@pytest.mark.parametrize("lost", [(Tier.DEVICE, Tier.HOST), (Tier.HOST, Tier.DEVICE)], ids=["out", "in"])
+def test_a_copy_that_is_not_made_is_noticed(lost: tuple[Tier, Tier], monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, _, _ = two_that_collide()
+    take_ops = KVCacheManager.take_ops
+
+    def take_fewer(memory: KVCacheManager) -> MemoryOps:
+        copies = take_ops(memory).copies
+        return MemoryOps(tuple(copy for copy in copies if (copy.src_tier, copy.dst_tier) != lost))
+
+    monkeypatch.setattr(KVCacheManager, "take_ops", take_fewer)
+    with pytest.raises(InvariantViolation, match="M5"):
+        finish_all(rig)
+
+
+@pytest.mark.parametrize("status", [SequenceStatus.WAITING, SequenceStatus.FINISHED])
+def test_who_is_out_cannot_be_swapped_out(status: SequenceStatus) -> None:
+    request = Rig(Setting()).add(job(3, 2), seed=0)
+    if status is SequenceStatus.FINISHED:
+        request.sequences[0].move_to(status)
+    with pytest.raises(InvariantViolation, match=f"S5.*{status.value} to swapped"):
+        request.sequences[0].move_to(SequenceStatus.SWAPPED)
 
 
 # ---- what memory says of a release ----

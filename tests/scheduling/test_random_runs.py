@@ -182,6 +182,6 @@ def test_long_runs_do_swap_families_out_and_in() -> None:
     outcome = run(random_jobs(random.Random(0), 30), setting)
     stats, host = outcome.scheduler.stats, outcome.scheduler.memory.usage().host
     assert host is not None
-    assert stats.num_swaps > 10
+    assert stats.num_swaps > 5
     assert stats.num_preemptions > stats.num_swaps, "some families are torn, and recompute"
-    assert min(host.num_swap_outs, host.num_swap_ins) > 10
+    assert min(host.num_swap_outs, host.num_swap_ins) > 5

@@ -8,7 +8,7 @@ import pytest
 
 from quire.decoding import Append, Finish, Sampling
 from quire.errors import InvalidParameter, InvariantViolation, PromptTooLong
-from quire.memory import FullAttention, KVCacheManager
+from quire.memory import FullAttention, KVCacheManager, TokenAccount, TokenSources
 from quire.scheduling import Scheduler
 from quire.sequences import FinishReason, SequenceStatus
 from tests.scheduling.rig import Job, Rig, Setting, run
@@ -156,10 +156,14 @@ def test_the_second_of_two_equal_prompts_is_computed_from_its_hit_on() -> None:
     rig.step()
     second = rig.add(job, seed=1)
     plan = rig.step()
-    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 8)
-    assert [(item.start, len(item.token_ids)) for item in plan.items] == [(12, 1), (8, 4)]
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 11)
+    assert [(item.start, len(item.token_ids)) for item in plan.items] == [(12, 1), (11, 1)]
     stats = rig.scheduler.stats
-    assert (stats.prefix_queries, stats.prefix_hits) == (24, 8)
+    assert (stats.prefix_queries, stats.prefix_hits) == (24, 11)
+    assert stats.first_time.sources == TokenSources(device=8, copied=3, computed=13)
+    reasons = stats.first_time.by_reason()
+    assert {name: count for name, count in reasons.items() if count} == {"never_seen": 11, "last_token": 2}
+    assert stats.resumed == TokenAccount()
 
 
 def test_equal_prompts_in_one_step_merge_when_they_fill() -> None:

@@ -33,7 +33,9 @@ def test_cache_salts_keep_prompts_apart(server: ServerProcess) -> None:
         }
         return server.post("/v1/completions", body).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
-    assert [cached("one") > 0, cached("two") > 0, cached("one") > 0, cached(None) > 0] == [False, False, True, False]
+    # Without a salt, others may have sent prompts that begin alike.
+    assert [cached("one"), cached("two")] == [0, 0]
+    assert cached("one") >= 32 > 8 > cached(None)
 
 
 def test_4_each_prompt_of_a_batch_counts_once(client: openai.OpenAI) -> None:

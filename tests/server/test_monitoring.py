@@ -43,6 +43,7 @@ def test_health_is_200_only_while_the_engine_makes_progress(
 
 def test_kv_explains_the_blocks_of_each_group(server: ServerProcess) -> None:
     prompt = list(range(10, 60))
+    assert server.http.post("/reset_prefix_cache").json() == {}
     before = server.http.get("/kv").json()
     for _ in range(2):
         assert server.post("/v1/completions", {"prompt": prompt, "max_tokens": 4}).status_code == 200
@@ -54,10 +55,15 @@ def test_kv_explains_the_blocks_of_each_group(server: ServerProcess) -> None:
     assert (group["used"] + group["idle"] + group["free"]) * group["bytes_per_block"] == after["num_bytes"]
     first, first_before = after["first_time"], before["first_time"]
     assert first["queried_tokens"] - first_before["queried_tokens"] == 2 * len(prompt)
-    assert (
-        first["hit_tokens"] - first_before["hit_tokens"]
-        == (len(prompt) - 1) // after["block_size"] * after["block_size"]
-    )
+    assert first["hit_tokens"] - first_before["hit_tokens"] == len(prompt) - 1
+    sources = {name: num - first_before["by_source"][name] for name, num in first["by_source"].items()}
+    whole = (len(prompt) - 1) // after["block_size"] * after["block_size"]
+    copied = len(prompt) - 1 - whole
+    assert sources == {"device": whole, "host": 0, "disk": 0, "copied": copied, "computed": len(prompt) + 1}
+    reasons = {
+        name: num - first_before["computed_by_reason"][name] for name, num in first["computed_by_reason"].items()
+    }
+    assert {name: num for name, num in reasons.items() if num} == {"never_seen": len(prompt) - 1, "last_token": 2}
     assert after["resumed"] == before["resumed"]
     assert after["host"] is None, "this server has no swap space"
 
@@ -76,7 +82,7 @@ def test_a_reset_empties_the_prefix_cache_while_others_run(server: ServerProcess
         answer = server.post("/v1/completions", {"prompt": prompt, "max_tokens": 2}).json()
         return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
-    assert (num_cached(), num_cached()) == (0, 48)
+    assert (num_cached(), num_cached()) == (0, 49)
     long = {"prompt": prompt, "max_tokens": 60, "ignore_eos": True, "stream": True}
     with server.http.stream("POST", "/v1/completions", json=long) as running:
         lines = running.iter_lines()
@@ -84,4 +90,4 @@ def test_a_reset_empties_the_prefix_cache_while_others_run(server: ServerProcess
         assert server.http.post("/reset_prefix_cache").json() == {}
         assert num_cached() == 0
         assert "[DONE]" in list(lines)[-2]
-    assert num_cached() == 48
+    assert num_cached() == 49

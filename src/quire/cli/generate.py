@@ -92,12 +92,16 @@ def run(args: argparse.Namespace) -> int:
 
 def as_json(output: RequestOutput) -> dict[str, Any]:
     """Return an output, or a delta, as values that JSON has."""
+    account = output.prompt_account
     shown: dict[str, Any] = {
         "index": int(output.request_id),
         "prompt": output.prompt,
         "num_prompt_tokens": len(output.prompt_token_ids),
         "num_cached_tokens": output.num_cached_tokens,
         "cache_hit_end": output.cache_hit_end,
+        "cache_differs_at": output.cache_differs_at,
+        "prompt_tokens_by_source": None if account is None else account.sources._asdict(),
+        "computed_tokens_by_reason": None if account is None else account.by_reason(),
         "finished": output.finished,
         "outputs": [],
     }

@@ -15,10 +15,11 @@ from quire.engine.outputs import RequestMetrics, RequestOutput
 from quire.engine.pinning import PrefixPins
 from quire.engine.prompts import Prompt, to_tokens
 from quire.engine.residency import Residency
-from quire.engine.stats import StepStats
+from quire.engine.stats import StepStats, Totals
 from quire.engine.transcript import RequestTranscript
 from quire.errors import InvalidParameter, PromptTooLong, UnsupportedFeature, WorkerError
 from quire.memory.chain import Namespace
+from quire.memory.status import NO_TOKENS, TokenAccount
 from quire.memory.usage import Usage
 from quire.scheduling.plan import ItemResult, PlanItem, StepPlan
 from quire.scheduling.scheduler import Scheduler
@@ -40,7 +41,9 @@ class EngineStats(NamedTuple):
         resumed_queries: tokens looked up when preempted sequences came back.
         resumed_hits: of those, tokens found.
         num_swaps: of the preemptions, those that swapped a sequence out.
-        wasted_tokens: computed tokens that the others lost.
+        first_time: prompt tokens by source at first admission, and the computed ones by reason.
+        resumed: the same of all tokens of preempted sequences that came back.
+        wasted_tokens: computed tokens that sequences lost which were not swapped.
         prompt_tokens: prompt tokens of the requests that were let in.
         generation_tokens: tokens generated.
         computed_tokens: tokens that went through the model.
@@ -60,19 +63,8 @@ class EngineStats(NamedTuple):
     num_copies: int
     num_evictions: int
     num_merges: int
-
-
-class Totals(NamedTuple):
-    """What is counted since the start and told for each step; see `StepStats`."""
-
-    prefix_queries: int
-    prefix_hits: int
-    num_preemptions: int
-    num_swaps: int
-    wasted_tokens: int
-    swap_out_blocks: int
-    swap_in_blocks: int
-    prompt_tokens: int
+    first_time: TokenAccount = NO_TOKENS
+    resumed: TokenAccount = NO_TOKENS
 
 
 class Engine:
@@ -128,6 +120,7 @@ class Engine:
         self._generation_tokens = 0
         self._computed_tokens = 0
         self._counted = Totals(*(0 for _ in Totals._fields))
+        self._accounts = (NO_TOKENS, NO_TOKENS)
         copy_bytes_per_s = executor.measure_copies()
         self._calibration = None if copy_bytes_per_s is None else Calibration(copy_bytes_per_s)
 
@@ -276,6 +269,8 @@ class Engine:
             num_copies=usage.num_copies,
             num_evictions=usage.num_evictions,
             num_merges=usage.num_merges,
+            first_time=stats.first_time,
+            resumed=stats.resumed,
         )
 
     def measure(self, *, num_generated: int = 0, step_tokens: int = 0) -> StepStats:
@@ -298,6 +293,8 @@ class Engine:
         )
         added = Totals(*(new - old for new, old in zip(now, self._counted, strict=True)))
         self._counted = now
+        earlier, self._accounts = self._accounts, (stats.first_time, stats.resumed)
+        first_time, resumed = (new.minus(old) for new, old in zip(self._accounts, earlier, strict=True))
         self._generation_tokens += num_generated
         self._computed_tokens += step_tokens
         return StepStats(
@@ -310,6 +307,8 @@ class Engine:
             generation_tokens=num_generated,
             step_tokens=step_tokens,
             **added._asdict(),
+            first_time=first_time,
+            resumed=resumed,
         )
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from quire.execution.runner import ModelRunner
 from quire.memory.manager import KVCacheManager
 from quire.memory.recorder import RecordedMemory
 from quire.memory.settings import MemorySettings
-from quire.memory.sizing import ArenaSizing, CacheDtype, arena_bytes, most_bytes
+from quire.memory.sizing import ArenaSizing, CacheDtype, arena_bytes, most_bytes, tokens_bytes
 from quire.memory.specs import KVCacheSpec
 from quire.models.cache_layout import layout_of
 from quire.models.checkpoint import Checkpoint, locate
@@ -81,21 +81,15 @@ def load(config: EngineConfig) -> LoadedModel:
     keep_freed_memory()
     decoder = load_decoder(checkpoint, device=device, dtype=dtype, kernels=options.kernels)
     max_model_len = context_length(options.max_model_len, decoder.spec.max_position)
-    layout = layout_of(decoder.spec)
-    tokens = layout.specs(config.cache.block_size, CacheDtype(dtype.itemsize))
-    groups = (*tokens, *layout.state_specs(config.cache.block_size, dtype.itemsize))
+    groups = layout_of(decoder.spec).specs(config.cache.block_size, CacheDtype(dtype.itemsize), dtype.itemsize)
     facts = ModelFacts(
         max_position=decoder.spec.max_position,
-        bytes_per_token=sum(group.bytes_per_block for group in tokens) // config.cache.block_size,
+        bytes_per_token=tokens_bytes(groups) // config.cache.block_size,
         vocab_size=decoder.spec.vocab_size,
         num_parameters=sum(math.prod(shape) for shape in decoder.weight_shapes().values()),
         kernels=decoder.kernels,
         most_bytes=most_bytes(
-            tokens,
-            layout.state_groups(dtype.itemsize),
-            max_model_len,
-            config.scheduler.max_num_seqs,
-            config.cache.state_snapshot_interval,
+            groups, max_model_len, config.scheduler.max_num_seqs, config.cache.state_snapshot_interval
         ),
         longest_bytes=_longest_bytes(groups, max_model_len),
         step=_step_cost(config, decoder, device, dtype),
@@ -143,7 +137,7 @@ def _step_cost(config: EngineConfig, decoder: Decoder, device: str, dtype: torch
 
 def _longest_bytes(groups: Sequence[KVCacheSpec], max_model_len: int) -> int:
     """Return the bytes of the smallest pool that holds one sequence of `max_model_len` tokens."""
-    return ArenaSizing.of(groups, (), 0).bytes_for(max_model_len)
+    return ArenaSizing.of(groups, 0).bytes_for(max_model_len)
 
 
 def _check_pin_limit(resolved: ResolvedConfig, groups: Sequence[KVCacheSpec]) -> None:
@@ -152,7 +146,7 @@ def _check_pin_limit(resolved: ResolvedConfig, groups: Sequence[KVCacheSpec]) ->
     Raises:
         ConfigError: with the numbers.
     """
-    sizing = ArenaSizing.of(groups, (), (resolved.num_blocks + 1) * resolved.bytes_per_block)
+    sizing = ArenaSizing.of(groups, (resolved.num_blocks + 1) * resolved.bytes_per_block)
     num_slabs = sizing.layout.num_slabs
     num_left = num_slabs - int(num_slabs * resolved.pin_limit)
     shortage = replace(sizing, layout=sizing.layout._replace(num_slabs=num_left)).shortage(resolved.max_model_len)
@@ -191,14 +185,14 @@ def _memory(
     Raises:
         ConfigError: the swap space holds no block.
     """
-    least = arena_bytes(groups, 1)
+    least = 2 * sum(group.bytes_per_block for group in groups)
     if 0 < resolved.swap_space < least:
         raise ConfigError(
             f"swap_space ({resolved.swap_space:,}) must be 0, or at least {least:,}: a block of every cache group",
             field="swap_space",
         )
-    num_bytes = (resolved.num_blocks + 1) * resolved.bytes_per_block
-    num_slabs = ArenaSizing.of(groups, (), num_bytes).layout.num_slabs
+    num_bytes = arena_bytes(groups, resolved.num_blocks)
+    num_slabs = ArenaSizing.of(groups, num_bytes).layout.num_slabs
     settings = MemorySettings(
         specs=tuple(groups),
         num_bytes=num_bytes,

@@ -13,6 +13,7 @@ from quire.engine.engine import Engine
 from quire.engine.kv_metrics import KvMetrics
 from quire.engine.outputs import RequestMetrics, RequestOutput
 from quire.engine.stats import StepStats
+from quire.memory.status import HitEnd, TokenAccount, TokenSources
 
 # A request whose sequences ended for several reasons counts once, under the first of these.
 FINISH_REASONS = ("error", "abort", "length", "stop")
@@ -22,7 +23,8 @@ class Metrics:
     """Counts what the engine does, for one model.
 
     Each object has a registry of its own, so that two engines of a process never mix. Labels hold the model's name,
-    a finish reason, a preemption's mode and the engine's configuration; nothing that a client wrote.
+    a finish reason, a preemption's mode, a source of tokens or why they were computed, and the engine's configuration;
+    nothing that a client wrote.
 
     Args:
         model_name: value of the label `model_name`, as the server shows it.
@@ -75,6 +77,8 @@ class Metrics:
         self._host_usage.set(stats.host_usage)
         self._prefix_queries.inc(stats.prefix_queries)
         self._prefix_hits.inc(stats.prefix_hits)
+        self._count_tokens("first", stats.first_time)
+        self._count_tokens("resumed", stats.resumed)
         self._preemptions.inc(stats.num_preemptions)
         self._preemptions_by_mode["swap"].inc(stats.num_swaps)
         self._preemptions_by_mode["recompute"].inc(stats.num_preemptions - stats.num_swaps)
@@ -102,6 +106,14 @@ class Metrics:
     def render(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
+
+    def _count_tokens(self, admission: str, account: TokenAccount) -> None:
+        for source, count in account.sources._asdict().items():
+            if count:
+                self._tokens_by_source.labels(self._model_name, admission, source).inc(count)
+        for reason, count in account.by_reason().items():
+            if count:
+                self._tokens_by_reason.labels(self._model_name, admission, reason).inc(count)
 
     def _note_tokens(self, live: _Live, idx: int, num_tokens: int, times: RequestMetrics, now_s: float) -> None:
         if live.num_generated == 0:
@@ -164,6 +176,23 @@ class Metrics:
         )
         for reason in FINISH_REASONS:
             self._success.labels(model_name=self._model_name, finished_reason=reason)
+        self._tokens_by_source = Counter(
+            f"{self._prefix}:prompt_tokens_by_source",
+            "Tokens of the sequences that were let in, by where their KV came from.",
+            ["model_name", "admission", "source"],
+            registry=self.registry,
+        )
+        self._tokens_by_reason = Counter(
+            f"{self._prefix}:prompt_tokens_computed_by_reason",
+            "Of those, tokens that were computed, by why the prefix cache did not have them.",
+            ["model_name", "admission", "reason"],
+            registry=self.registry,
+        )
+        for admission in ("first", "resumed"):
+            for source in TokenSources._fields:
+                self._tokens_by_source.labels(self._model_name, admission, source)
+            for end in HitEnd:
+                self._tokens_by_reason.labels(self._model_name, admission, end.label)
 
     def _make_histograms(self) -> None:
         seconds = _one_two_five(-3, 1_000)

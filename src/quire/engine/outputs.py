@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from quire.memory.status import TokenAccount
+
 
 @dataclass(slots=True)
 class Logprob:
@@ -80,6 +82,8 @@ class RequestOutput:
         prompt_logprobs: for each prompt token, None for the first one; only once, in the first delta.
         num_cached_tokens: tokens of the prompt that came from the prefix cache (first admission).
         cache_hit_end: why no more of them did, in words; None until the request was let in.
+        cache_differs_at: the position of the first token that differs from what is cached, when that is why; else None.
+        prompt_account: the prompt's tokens by source, and those that were computed by reason; None until it was let in.
         error: why the request failed when a sequence's `finish_reason` is "error".
         metrics: times and preemptions.
     """
@@ -92,6 +96,8 @@ class RequestOutput:
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     num_cached_tokens: int = 0
     cache_hit_end: str | None = None
+    cache_differs_at: int | None = None
+    prompt_account: TokenAccount | None = None
     error: str | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
@@ -115,5 +121,7 @@ class RequestOutput:
         self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
         self.num_cached_tokens = delta.num_cached_tokens
         self.cache_hit_end = delta.cache_hit_end
+        self.cache_differs_at = delta.cache_differs_at
+        self.prompt_account = delta.prompt_account
         self.error = self.error or delta.error
         self.metrics = delta.metrics

@@ -12,9 +12,17 @@ from typing import Any
 from quire.config import DTYPES, Machine, context_length, pool_blocks
 from quire.engine.memory_plan import Alternative, GroupPlan, LengthPlan, MemoryPlan, PlanRequest
 from quire.errors import CheckpointError, ConfigError, UnsupportedModel
-from quire.memory.sizing import CACHE_DTYPES, ArenaSizing, arena_bytes, most_bytes, paged_bytes, sequence_bytes
+from quire.memory.sizing import (
+    CACHE_DTYPES,
+    ArenaSizing,
+    arena_bytes,
+    most_bytes,
+    paged_bytes,
+    sequence_bytes,
+    tokens_bytes,
+)
 from quire.memory.specs import KVCacheSpec
-from quire.models.cache_layout import AttentionLayer, CacheLayout, layout_of, read_layout
+from quire.models.cache_layout import AttentionLayer, CacheLayout, StateLayer, layout_of, read_layout
 from quire.models.checkpoint import read_config
 from quire.models.families import FAMILIES, build
 from quire.models.parameter_estimate import estimate_parameters
@@ -51,7 +59,7 @@ def plan_memory(request: PlanRequest) -> MemoryPlan:
     model = _Model(layout, dtype, weights_bytes)
     max_model_len = context_length(options.max_model_len, layout.max_position)
     sizing = _size(request, model)
-    specs, states = sizing.specs, sizing.states
+    specs = sizing.specs
     longest = sizing.longest(max_model_len) if request.has_budget else None
     return MemoryPlan(
         model=options.model,
@@ -69,9 +77,9 @@ def plan_memory(request: PlanRequest) -> MemoryPlan:
         longest=longest,
         never=None if longest is None else _never(sizing, layout, longest, max_model_len),
         lengths=tuple(_length_plan(request, sizing, length) for length in _lengths(request.lengths, max_model_len)),
-        sequence_bytes=sequence_bytes(specs, states, max_model_len),
-        full_bytes=sequence_bytes(_all_full(request, model), states, max_model_len),
-        paged_bytes=paged_bytes(specs, states, max_model_len),
+        sequence_bytes=sequence_bytes(specs, max_model_len),
+        full_bytes=sequence_bytes(_all_full(request, model), max_model_len),
+        paged_bytes=paged_bytes(specs, max_model_len),
         alignment_loss=sizing.alignment_loss,
         alternatives=tuple(_alternatives(request, model, max_model_len)),
         notes=tuple(notes),
@@ -142,9 +150,9 @@ def _weights_bytes(request: PlanRequest, raw: Mapping[str, Any], dtype: str, not
 def _size(request: PlanRequest, model: _Model) -> ArenaSizing:
     """Return the arena that an engine with these options would have; of no bytes without a budget."""
     config = request.config
-    specs, states = _specs(request, model), model.layout.state_groups(CACHE_DTYPES[model.dtype].element_bytes)
+    specs = _specs(request, model)
     if not request.has_budget:
-        return ArenaSizing.of(specs, states, 0)
+        return ArenaSizing.of(specs, 0)
     cache = config.cache
     if request.memory_bytes is None:
         available_bytes = cache.kv_cache_memory_bytes or 0
@@ -154,17 +162,18 @@ def _size(request: PlanRequest, model: _Model) -> ArenaSizing:
     num_blocks, _ = pool_blocks(
         cache,
         Machine(device="cpu", available_bytes=available_bytes, num_threads=1),
-        sum(spec.bytes_per_block for spec in specs),
+        tokens_bytes(specs),
         max_model_len,
         config.scheduler.max_num_seqs,
-        most_bytes(specs, states, max_model_len, config.scheduler.max_num_seqs, cache.state_snapshot_interval),
+        most_bytes(specs, max_model_len, config.scheduler.max_num_seqs, cache.state_snapshot_interval),
     )
-    return ArenaSizing.of(specs, states, arena_bytes(specs, num_blocks))
+    return ArenaSizing.of(specs, arena_bytes(specs, num_blocks))
 
 
 def _specs(request: PlanRequest, model: _Model) -> tuple[KVCacheSpec, ...]:
     name = model.dtype if request.kv_cache_dtype == "auto" else request.kv_cache_dtype
-    return model.layout.specs(request.config.cache.block_size, CACHE_DTYPES[name])
+    input_bytes = CACHE_DTYPES[model.dtype].element_bytes
+    return model.layout.specs(request.config.cache.block_size, CACHE_DTYPES[name], input_bytes)
 
 
 def _all_full(request: PlanRequest, model: _Model) -> tuple[KVCacheSpec, ...]:
@@ -174,32 +183,26 @@ def _all_full(request: PlanRequest, model: _Model) -> tuple[KVCacheSpec, ...]:
 
 
 def _bytes_per_token(sizing: ArenaSizing) -> int:
-    return sum(spec.bytes_per_block // spec.block_size for spec in sizing.specs)
+    return tokens_bytes(sizing.specs) // sizing.specs[0].block_size
 
 
 def _group_plans(request: PlanRequest, layout: CacheLayout, sizing: ArenaSizing) -> Iterator[GroupPlan]:
     counts: Sequence[int | None] = sizing.num_blocks if request.has_budget else (None,) * len(sizing.num_blocks)
-    for (layer, num_layers), spec, count in zip(layout.attention, sizing.specs, counts, strict=False):
+    for (layer, num_layers), spec, count in zip(layout.attention + layout.states, sizing.specs, counts, strict=True):
+        size = spec.bytes_per_block
         yield GroupPlan(
             kind=_kind(layer),
             num_layers=num_layers,
-            bytes_per_token=spec.bytes_per_block // spec.block_size,
-            bytes_per_block=spec.bytes_per_block,
-            bytes_per_sequence=None,
-            num_blocks=count,
-        )
-    for state, count in zip(sizing.states, counts[len(sizing.specs) :], strict=True):
-        yield GroupPlan(
-            kind="recurrent state",
-            num_layers=state.num_layers,
-            bytes_per_token=None,
-            bytes_per_block=None,
-            bytes_per_sequence=state.state_bytes,
+            bytes_per_token=None if spec.carries else size // spec.block_size,
+            bytes_per_block=None if spec.carries else size,
+            bytes_per_sequence=size if spec.carries else None,
             num_blocks=count,
         )
 
 
-def _kind(layer: AttentionLayer) -> str:
+def _kind(layer: AttentionLayer | StateLayer) -> str:
+    if isinstance(layer, StateLayer):
+        return "recurrent state"
     if layer.window is not None:
         return f"window of {layer.window} tokens"
     return "all tokens" if layer.chunk is None else f"chunks of {layer.chunk} tokens"
@@ -217,7 +220,7 @@ def _lengths(asked: tuple[int, ...], max_model_len: int) -> Iterator[int]:
 def _length_plan(request: PlanRequest, sizing: ArenaSizing, num_tokens: int) -> LengthPlan:
     return LengthPlan(
         num_tokens=num_tokens,
-        sequence_bytes=sequence_bytes(sizing.specs, sizing.states, num_tokens),
+        sequence_bytes=sequence_bytes(sizing.specs, num_tokens),
         concurrency=sizing.concurrency(num_tokens) if request.has_budget else None,
     )
 
@@ -228,11 +231,13 @@ def _never(sizing: ArenaSizing, layout: CacheLayout, longest: int, max_model_len
         return f"Prompts of {max_model_len:,} tokens and more never fit: max_model_len leaves no room for a new token."
     shortage = sizing.shortage(longest + 1)
     assert shortage is not None
-    of_all = sum(spec.bytes_per_block for spec in sizing.specs)
+    of_all = tokens_bytes(sizing.specs)
     # What the engine gives the cache is whole blocks of every group.
     least = -(-sizing.bytes_for(max_model_len) // of_all) * of_all
-    is_alone = len(sizing.specs) + len(sizing.states) == 1
-    most = "" if is_alone else f", most of them for {_kind(layout.attention[shortage.group_idx][0])!r}"
+    is_alone = len(sizing.specs) == 1
+    most = (
+        "" if is_alone else f", most of them for {_kind((layout.attention + layout.states)[shortage.group_idx][0])!r}"
+    )
     text = (
         f"Sequences of more than {longest:,} tokens, prompt and output together, never fit: {longest + 1:,} would need "
         f"{shortage.needed:,} {'blocks' if is_alone else 'slabs'} of {sizing.layout.slab_bytes:,} bytes{most}; there "

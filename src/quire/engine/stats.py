@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from quire.memory.status import NO_TOKENS, TokenAccount
+
 
 class StepStats(NamedTuple):
     """The numbers of one step: levels at its end, and counts of what it added.
@@ -24,6 +26,8 @@ class StepStats(NamedTuple):
         prompt_tokens: count; prompt tokens of the requests that ran for the first time.
         generation_tokens: count; tokens sampled.
         step_tokens: count; tokens computed, prefill and decode together.
+        first_time: count; prompt tokens of those requests by source, and the computed ones by reason.
+        resumed: count; the same of all tokens of sequences that came back after a preemption.
     """
 
     now_s: float
@@ -42,6 +46,21 @@ class StepStats(NamedTuple):
     prompt_tokens: int
     generation_tokens: int
     step_tokens: int
+    first_time: TokenAccount = NO_TOKENS
+    resumed: TokenAccount = NO_TOKENS
+
+
+class Totals(NamedTuple):
+    """What is counted since the start and told for each step; see `StepStats`."""
+
+    prefix_queries: int
+    prefix_hits: int
+    num_preemptions: int
+    num_swaps: int
+    wasted_tokens: int
+    swap_out_blocks: int
+    swap_in_blocks: int
+    prompt_tokens: int
 
 
 class Health(NamedTuple):

@@ -137,6 +137,8 @@ class RequestTranscript:
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=request.num_cached_tokens or 0,
             cache_hit_end=None if request.hit_end is None else request.hit_end.value,
+            cache_differs_at=request.differs_at,
+            prompt_account=request.account,
             error=error,
             metrics=self.metrics,
         )

@@ -5,7 +5,7 @@ from quire.memory.invariants import check
 from quire.memory.manager import KVCacheManager
 from quire.memory.ops import NO_OPS, BlockCopy, MemoryOps, TableDelta, Tier
 from quire.memory.specs import ChunkedLocal, FullAttention, KVCacheSpec, RecurrentState, SlidingWindow
-from quire.memory.status import AllocStatus, BlockLoad, HitEnd, PrefixHit, Verdict
+from quire.memory.status import AllocStatus, BlockLoad, HitEnd, PrefixHit, TokenAccount, TokenSources, Verdict
 from quire.memory.swap import SwapSize
 from quire.memory.usage import GroupUsage, HostUsage, Usage
 
@@ -29,7 +29,9 @@ __all__ = [
     "SwapSize",
     "TableDelta",
     "Tier",
+    "TokenAccount",
     "TokenChain",
+    "TokenSources",
     "Usage",
     "Verdict",
     "check",

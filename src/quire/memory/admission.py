@@ -39,7 +39,11 @@ def judge(
     needs = []
     for idx, (group, shared) in enumerate(zip(groups, hit.block_ids, strict=True)):
         peak = group.spec.peak_blocks(num_tokens, step_tokens)
-        num_new = min(peak - woken[idx], group.spec.num_blocks(num_tokens) - len(shared) + loads[idx])
+        # Of a block that is used in part, who writes behind that part needs a copy, unless it is woken: then it can be
+        # written in place.
+        is_copied = hit.num_copied > 0 and group.pool.ref_counts[shared[-1]] > 0
+        missing = group.spec.num_blocks(num_tokens) - len(shared) + loads[idx] + is_copied
+        num_new = min(peak - woken[idx], missing)
         needs.append(woken[idx] + num_new + spare[idx])
     return weigh(arena, needs, woken)
 

@@ -144,6 +144,31 @@ class TokenChain:
             parent = link
         return links[start:end]
 
+    def parent_of(self, block_idx: int) -> Link:
+        """Return the link before a block: the root, or that of a full block."""
+        return self.links(block_idx)[block_idx - 1] if block_idx else self.root
+
+    def content(self, start: int, end: int) -> bytes:
+        """Return the tokens `[start, end)` as links hold them."""
+        tokens = self.tokens[start:end]
+        return pack(f"={len(tokens)}I", *tokens)
+
+    def tail_link(self, num_tokens: int) -> Link:
+        """Return the link of a last block that is filled up to `num_tokens` tokens only."""
+        block_idx = num_tokens // self._block_size
+        parent = self.parent_of(block_idx)
+        content = self.content(block_idx * self._block_size, num_tokens)
+        return (block_digest(parent[0], content), content, parent)
+
+    def recognises_parent(self, block_idx: int, link: Link) -> bool:
+        """Say whether a published link comes after exactly this chain's first `block_idx` blocks."""
+        parent = link[2]
+        if parent is None or parent is self.parent_of(block_idx):
+            return parent is not None
+        if block_idx:
+            return self.recognises(block_idx - 1, parent)
+        return parent[1] == self.root[1] and parent[2] is None
+
     def truncate(self, num_tokens: int) -> None:
         """Forget the links of blocks that are not full at `num_tokens` tokens; the owner then shortens `tokens`."""
         del self._links[num_tokens // self._block_size :]
@@ -176,6 +201,15 @@ def is_same_link(link: Link, other: Link, proven: dict[int, Link]) -> bool:
         one, two = one[2], two[2]
     proven[id(link)] = other
     return True
+
+
+def num_common(one: bytes, other: bytes) -> int:
+    """Return how many leading tokens two links' contents have in common."""
+    size = min(len(one), len(other))
+    # The lowest bit that differs lies in the first token that does.
+    parting = int.from_bytes(one[:size], "little") ^ int.from_bytes(other[:size], "little")
+    num_bytes = ((parting & -parting).bit_length() - 1) // 8 if parting else size
+    return num_bytes // TOKEN_BYTES
 
 
 def block_digest(parent: bytes, content: bytes) -> bytes:

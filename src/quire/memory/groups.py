@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from quire.memory.chain import TokenChain
 from quire.memory.pool import NULL_BLOCK, BlockPool
 from quire.memory.prefix_index import ChainView
 from quire.memory.specs import KVCacheSpec
-from quire.memory.status import BlockLoad, HitEnd, PrefixHit
+from quire.memory.status import BlockLoad
 from quire.memory.tiered_view import TieredView
 
 
@@ -26,15 +27,28 @@ class CacheGroup:
         return self.spec.first_live_token(num_tokens) // self.spec.block_size
 
 
+class PrefixRun(NamedTuple):
+    """Whole blocks from a chain's start whose live ones are published.
+
+    Args:
+        num_blocks: of the prefix.
+        block_ids: for each cache group; null where the group needs them no more, and where they are only on the host.
+        group_idx: the cache group that keeps it from being longer, None when nothing but the limit does.
+        loads: the blocks that are only on the host.
+        most_blocks: of the prefix that all groups but those of states could serve.
+    """
+
+    num_blocks: int
+    block_ids: tuple[tuple[int, ...], ...]
+    group_idx: int | None
+    loads: tuple[BlockLoad, ...] = ()
+    most_blocks: int = 0
+
+
 def find_prefix(
-    groups: Sequence[CacheGroup],
-    chain: TokenChain,
-    max_tokens: int | None,
-    version: int,
-    num_left: int = 1,
-    host_groups: Sequence[CacheGroup] = (),
-) -> PrefixHit:
-    """Find the longest prefix whose live blocks are published in every group, on the device or on the host.
+    groups: Sequence[CacheGroup], chain: TokenChain, limit: int, host_groups: Sequence[CacheGroup] = ()
+) -> PrefixRun:
+    """Find the longest prefix of whole blocks whose live blocks are published in every group, on either tier.
 
     Each group in turn shortens the prefix to the longest that it can serve, until all agree: a shorter prefix may
     need blocks of a window that a longer one does not. Groups of states come last, so that the hit can tell where
@@ -43,32 +57,21 @@ def find_prefix(
     Args:
         groups: with one block size.
         chain: of the tokens.
-        max_tokens: of the hit, None for all.
-        version: see `PrefixHit`.
-        num_left: tokens at the end that are left to compute.
+        limit: the most blocks.
         host_groups: the same groups with their blocks on the host; none to look at the device only.
     """
     size = groups[0].spec.block_size
-    most = max(0, len(chain.tokens) - num_left) // size
-    limit = most if max_tokens is None else min(most, max_tokens // size)
     tiered = [
         TieredView(group.pool.index, host.pool.index, chain, limit)
         for group, host in zip(groups, host_groups, strict=False)
     ]
     views: Sequence[ChainView | TieredView] = tiered or [group.pool.index.view(chain, limit) for group in groups]
-    end, ended_by = (HitEnd.LAST_TOKEN if limit == most else HitEnd.LIMIT), None
     kept = [idx for idx, group in enumerate(groups) if not group.spec.carries]
-    length, lacking = _agree(groups, views, kept, limit)
-    if lacking is not None:
-        end, ended_by = HitEnd.NOT_PUBLISHED, lacking
-    parted_at = 0
+    length, ended_by = _agree(groups, views, kept, limit)
+    longest = length if kept else 0
     if len(kept) < len(groups):
-        longest = length if kept else 0
         length, lacking = _agree(groups, views, range(len(groups)), length)
-        if lacking is not None:
-            end = HitEnd.NO_SNAPSHOT if groups[lacking].spec.carries else HitEnd.NOT_PUBLISHED
-            ended_by = lacking
-            parted_at = longest * size if longest > length else 0
+        ended_by = ended_by if lacking is None else lacking
     block_ids = []
     for group, view in zip(groups, views, strict=True):
         num_dead = group.num_dead(length * size)
@@ -78,8 +81,7 @@ def find_prefix(
         for idx, (group, view) in enumerate(zip(groups, tiered, strict=False))
         for place in view.host_blocks(group.num_dead(length * size), length)
     )
-    num_host_tokens = len({load.block_idx for load in loads}) * size
-    return PrefixHit(length * size, tuple(block_ids), end, ended_by, version, loads, num_host_tokens, parted_at)
+    return PrefixRun(length, tuple(block_ids), ended_by, loads, longest)
 
 
 def _agree(

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from quire.memory.arena import Arena, build_arena
+from quire.memory.chain import TOKEN_BYTES
 from quire.memory.eviction import EvictionPolicy
 from quire.memory.groups import CacheGroup
 from quire.memory.ops import BlockCopy, Tier
-from quire.memory.pool import BlockPool
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ class HostTier:
         self.num_sequences = 0
         self.traffic = Traffic()
         for idx, group in enumerate(groups):
-            group.pool.keeper = Demotion(self, idx, group.pool)
+            group.pool.keeper = Demotion(self, idx, group)
 
     def reset(self) -> None:
         """Make nothing published here be hit any more, in constant time."""
@@ -78,20 +78,21 @@ class Demotion:
     Args:
         host: where to.
         group_idx: the group.
-        pool: its blocks on the device.
+        group: with its blocks on the device.
     """
 
-    __slots__ = ("_group_idx", "_host", "_pool")
+    __slots__ = ("_content_bytes", "_group_idx", "_host", "_pool")
 
-    def __init__(self, host: HostTier, group_idx: int, pool: BlockPool) -> None:
+    def __init__(self, host: HostTier, group_idx: int, group: CacheGroup) -> None:
         self._host = host
         self._group_idx = group_idx
-        self._pool = pool
+        self._pool = group.pool
+        self._content_bytes = group.spec.block_size * TOKEN_BYTES
 
     def keep(self, block_ids: Sequence[int]) -> None:
         """Copy published blocks that are about to be evicted to the host, as long as it has room.
 
-        A block that is published there already counts as used again, and is not copied.
+        A block that is published there already counts as used again, and is not copied. A tail is not worth a block.
         """
         arena, idx = self._host.arena, self._group_idx
         pool = arena.pools[idx]
@@ -99,6 +100,8 @@ class Demotion:
         for block_id in block_ids:
             link = self._pool.index.link_of(block_id)
             assert link is not None, "only published blocks are evicted"
+            if len(link[1]) < self._content_bytes:
+                continue
             known = pool.index.get(link[0])
             if known is not None:
                 host_ids = [known[0]]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from quire.errors import InvariantViolation
 from quire.memory.arena import Arena
-from quire.memory.chain import block_digest
+from quire.memory.chain import TOKEN_BYTES, block_digest
 from quire.memory.groups import CacheGroup
 from quire.memory.manager import KVCacheManager
 from quire.memory.ops import Tier
@@ -78,6 +78,7 @@ def snapshot(manager: KVCacheManager) -> tuple[object, ...]:
             state.next_event,
             state.stops,
             state.checkpoint and (state.checkpoint.num_tokens, tuple(sorted(state.checkpoint.block_ids.items()))),
+            state.has_exclusive_tail,
             tuple(state.dirty_from),
         )
         for seq_id, state in sorted(manager.sequences.items())
@@ -88,6 +89,8 @@ def snapshot(manager: KVCacheManager) -> tuple[object, ...]:
             tuple(group.pool.idle),
             tuple(tuple(retired.idle) for retired in group.pool.retired),
             tuple(group.pool.ref_counts),
+            group.pool.index.siblings.snapshot(),
+            group.pool.index.departed.snapshot(),
             tuple((block_id, link[:2]) for block_id, link in group.pool.index.items()),
         )
         for group in (*manager.groups, *(manager.host.groups if manager.host else ()))
@@ -100,7 +103,8 @@ def snapshot(manager: KVCacheManager) -> tuple[object, ...]:
         )
         for arena in (manager.arena, *((manager.host.arena,) if manager.host else ()))
     )
-    return sequences, pools, slabs, manager.pins.snapshot(), tuple(manager.tables.pending_copies)
+    roots = manager.namespaces.snapshot()
+    return sequences, pools, slabs, manager.pins.snapshot(), tuple(manager.tables.pending_copies), roots
 
 
 def _lent_blocks(arena: Arena, group_idx: int) -> list[int]:
@@ -179,9 +183,10 @@ def _check_partition(group: CacheGroup, holders: Counter[int], lent: list[int]) 
 
 
 def _check_index(group: CacheGroup) -> None:
-    """M4: a digest names exactly its parent and tokens, and one block."""
+    """M4: a digest names exactly its parent and tokens, a whole block's or fewer, and one block; parents know it."""
     index = group.pool.index
     num_published = 0
+    children: defaultdict[bytes, set[int]] = defaultdict(set)
     for block_id in range(len(group.pool.ref_counts)):
         link = index.link_of(block_id)
         if link is None:
@@ -189,12 +194,18 @@ def _check_index(group: CacheGroup) -> None:
         digest, content, parent = link
         if parent is None or block_digest(parent[0], content) != digest:
             raise InvariantViolation("M4", f"block {block_id} is published under another block's identity")
+        if not TOKEN_BYTES <= len(content) <= TOKEN_BYTES * group.spec.block_size:
+            raise InvariantViolation("M4", f"block {block_id} is published with {len(content) // TOKEN_BYTES} tokens")
+        children[parent[0]].add(block_id)
         found = index.get(digest)
         if found is None or found[0] != block_id:
             raise InvariantViolation("M4", f"block {block_id} is not the one that its identity leads to")
         num_published += 1
     if num_published != len(index):
         raise InvariantViolation("M4", f"{num_published} blocks have an identity, {len(index)} identities a block")
+    known = {parent: set(block_ids) for parent, block_ids in index.siblings.snapshot()}
+    if known != children:
+        raise InvariantViolation("M4", f"the children of published blocks are {list(children.values())}, not {known}")
 
 
 def _check_table(group: CacheGroup, seq_id: int, state: SequenceMemory, group_idx: int, table: list[int]) -> None:

@@ -19,9 +19,12 @@ from collections.abc import Sequence
 from quire.memory import swap
 from quire.memory.admission import count_loads, count_woken, judge, refuse_for_ever
 from quire.memory.arena import build_arena
-from quire.memory.chain import Namespace, TokenChain
+from quire.memory.chain import Link, Namespace, TokenChain
+from quire.memory.continuation import publish_tail, tail_of
+from quire.memory.departed import Namespaces
 from quire.memory.eviction import EVICTION_POLICIES
 from quire.memory.groups import CacheGroup, find_prefix
+from quire.memory.hit import find_hit
 from quire.memory.host_tier import HostTier
 from quire.memory.ops import NO_OPS, MemoryOps, TableDelta, Tier
 from quire.memory.pins import Pins
@@ -91,6 +94,7 @@ class KVCacheManager:
         self._num_slabs = self.arena.layout.num_slabs - pin_limit
         self._mortal = tuple(idx for idx, spec in enumerate(specs) if spec.death(0) < IMMORTAL)
         self.num_resets = 0
+        self.namespaces = Namespaces()
         self._num_merges = 0
 
     # ---- questions ----
@@ -100,7 +104,7 @@ class KVCacheManager:
         return TokenChain(tokens, namespace, self.block_size, self._key)
 
     def match_prefix(self, chain: TokenChain, max_tokens: int | None = None) -> PrefixHit:
-        """Find the longest usable published prefix, over all groups and tiers.
+        """Find the longest usable published prefix, over all groups and tiers: whole blocks, and part of one more.
 
         Args:
             chain: the sequence's tokens; at least one of them is left to compute.
@@ -109,7 +113,7 @@ class KVCacheManager:
         if not self.enable_prefix_caching:
             return PrefixHit(0, ((),) * len(self.groups), HitEnd.DISABLED, None, self.tables.version)
         host_groups = self.host.groups if self.host is not None else ()
-        return find_prefix(self.groups, chain, max_tokens, self.tables.version, host_groups=host_groups)
+        return find_hit(self.groups, chain, max_tokens, self.tables.version, self.namespaces, host_groups)
 
     def can_allocate(
         self, num_tokens: int, hit: PrefixHit, step_tokens: int | None = None, reserved: Sequence[int] = ()
@@ -225,6 +229,13 @@ class KVCacheManager:
         """Return a live sequence's block ids in one cache group."""
         return tuple(self.sequences[seq_id].tables[group_idx])
 
+    def tail_link(self, seq_id: int) -> Link | None:
+        """Return under which link the tokens of a live sequence's last block will be found once it is freed, if any."""
+        state = self.sequences[seq_id]
+        is_found = not state.is_swapped and state.num_resets == self.num_resets
+        tail = tail_of(self.groups, state) if is_found else None
+        return None if tail is None else tail.link
+
     def usage(self) -> Usage:
         """Return block counts, of all groups and of each, and counters since the start."""
         states = tuple(self.sequences.values())
@@ -243,6 +254,8 @@ class KVCacheManager:
         """Open a sequence on a hit: its slots are those of the hit, all computed; what is on the host is copied.
 
         The chain's tokens at this moment are its prompt: a snapshot of states is taken close to their end.
+
+        A block that the hit uses in part is shared like the others; `append_slots` has it copied before it is written.
 
         Raises:
             ValueError: the sequence is live already, the hit is older than another command, or the device has no
@@ -265,7 +278,10 @@ class KVCacheManager:
         state.num_published = hit.num_tokens // self.block_size
         state.next_event = next_event(self.groups, self._mortal, state)
         state.stops = self._snapshots.stops_of(chain, hit, self.block_size)
+        state.has_exclusive_tail = not hit.num_copied
         self.sequences[seq_id] = state
+        if self.enable_prefix_caching:
+            self.namespaces.add(chain.root)
         if hit.loads:
             swap.promote(self.tables, state, hit.loads)
 
@@ -391,15 +407,21 @@ class KVCacheManager:
                 bury(self.groups[idx], state, idx)
             state.next_event = next_event(self.groups, self._mortal, state)
 
-    def free(self, seq_id: int, *, retain: bool = False) -> None:
+    def free(self, seq_id: int, *, retain: bool = False, is_sound: bool = True) -> None:
         """Release a sequence; of its published blocks the tail becomes evictable before the head.
+
+        Its partly filled last block is published too, as a tail, unless a published block has its tokens already.
 
         Args:
             seq_id: a live sequence.
             retain: have its published blocks evicted after those without this hint, within `retention_limit`.
+            is_sound: False when it ends because a step failed: copies that were asked for may not have been made.
         """
         state = self.sequences.pop(seq_id)
         self.tables.version += 1
+        state.is_publishing &= is_sound and state.num_resets == self.num_resets
+        if not state.is_swapped:
+            publish_tail(self.groups, state)
         if retain:
             self.arena.evict_last(state.tables)
         self.tables.release(state)
@@ -449,7 +471,7 @@ class KVCacheManager:
         self.pins.clear()
 
     def pin(self, name: str, chain: TokenChain) -> int:
-        """Hold the longest published prefix of a chain until `unpin`; its last token may be part of it.
+        """Hold the longest published prefix of whole blocks of a chain until `unpin`; it may have all tokens.
 
         Returns:
             The tokens that are pinned; 0, and nothing changed, when there are none or `pin_limit` allows no more.
@@ -459,12 +481,12 @@ class KVCacheManager:
         """
         if name in self.pins:
             raise ValueError(f"{name!r} is pinned already")
-        hit = find_prefix(self.groups, chain, None, self.tables.version, num_left=0)
-        if not self.enable_prefix_caching or not hit.num_tokens or not self.pins.can_add(hit.block_ids):
+        run = find_prefix(self.groups, chain, len(chain.tokens) // self.block_size)
+        if not self.enable_prefix_caching or not run.num_blocks or not self.pins.can_add(run.block_ids):
             return 0
         self.tables.version += 1
-        self.pins.add(name, hit.block_ids, hit.num_tokens)
-        return hit.num_tokens
+        self.pins.add(name, run.block_ids, run.num_blocks * self.block_size)
+        return run.num_blocks * self.block_size
 
     def unpin(self, name: str) -> None:
         """Let go of a pinned prefix: its blocks are idle again when no sequence holds them."""

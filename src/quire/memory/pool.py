@@ -94,7 +94,7 @@ class BlockPool:
     def __init__(self, num_ids: int, policy: Callable[[], EvictionPolicy], free: Iterable[int] = ()) -> None:
         self._policy = policy
         self.idle = policy()
-        self.index = PrefixIndex()
+        self.index = PrefixIndex(num_ids - 1)
         self.retired: list[Retired] = []
         self.ref_counts = [0] * num_ids
         self.num_evictions = 0
@@ -222,7 +222,7 @@ class BlockPool:
         """Make nothing published be found again, in constant time: what is idle is evicted as it is wanted."""
         if self.idle:
             self.retired.append(Retired(self.idle, self.index))
-        self.idle, self.index = self._policy(), PrefixIndex()
+        self.idle, self.index = self._policy(), PrefixIndex(len(self.ref_counts) - 1)
 
     def move(self, src_id: int, dst_id: int) -> None:
         """Let a free block take the place of a used one: holders and identity."""

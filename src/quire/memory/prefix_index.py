@@ -5,19 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from quire.memory.chain import Link, TokenChain
+from quire.memory.departed import Departed
+from quire.memory.siblings import Siblings
 
 
 class PrefixIndex:
     """Maps identities to published blocks, one block each way.
 
+    Args:
+        num_remembered: identities that are remembered when their blocks have gone.
+
+    Attributes:
+        siblings: the published blocks by the block before them.
+        departed: identities whose blocks have gone.
+
     Invariants: M4.
     """
 
-    __slots__ = ("_block_ids", "_links")
+    __slots__ = ("_block_ids", "_links", "departed", "siblings")
 
-    def __init__(self) -> None:
+    def __init__(self, num_remembered: int = 0) -> None:
         self._block_ids: dict[bytes, int] = {}
         self._links: dict[int, Link] = {}
+        self.siblings = Siblings()
+        self.departed = Departed(num_remembered)
 
     def __len__(self) -> int:
         return len(self._block_ids)
@@ -39,31 +50,48 @@ class PrefixIndex:
         """Return the link of a block, None when it is not published."""
         return self._links.get(block_id)
 
+    def children(self, parent: Link, limit: int) -> list[Link]:
+        """Return the links of published blocks that follow one, or another of its digest, the youngest first."""
+        links = self._links
+        return [links[block_id] for block_id in self.siblings.of(parent[0], limit)]
+
     def add(self, link: Link, block_id: int) -> None:
         """Publish a block under a digest that no block has."""
-        self._block_ids[link[0]] = block_id
+        digest, _, parent = link
+        assert parent is not None, "the root is no block"
+        self._block_ids[digest] = block_id
         self._links[block_id] = link
+        self.siblings.add(parent[0], block_id)
 
     def add_run(self, links: Sequence[Link], block_ids: Sequence[int]) -> int:
         """Publish blocks up to the first under whose digest there is one, and return how many that are."""
-        known, link_of = self._block_ids, self._links
+        known, link_of, only = self._block_ids, self._links, self.siblings.only
         for count, (link, block_id) in enumerate(zip(links, block_ids, strict=True)):
-            if link[0] in known:
+            digest, _, parent = link
+            if digest in known:
                 return count
-            known[link[0]] = block_id
+            known[digest] = block_id
             link_of[block_id] = link
+            if only.setdefault(parent[0], block_id) != block_id:  # type: ignore[index]
+                self.siblings.crowd(parent[0], block_id)  # type: ignore[index]
         return len(links)
 
     def remove(self, block_ids: Iterable[int]) -> None:
         """Take published blocks out of the index."""
-        known, pop = self._block_ids, self._links.pop
+        known, pop, remove = self._block_ids, self._links.pop, self.siblings.remove
+        gone = []
         for block_id in block_ids:
-            del known[pop(block_id)[0]]
+            digest, _, parent = pop(block_id)
+            del known[digest]
+            remove(parent[0], block_id)  # type: ignore[index]
+            gone.append(digest)
+        self.departed.add(gone)
 
     def move(self, src_id: int, dst_id: int) -> None:
         """Publish another block in place of one, if that is published at all."""
         link = self._links.pop(src_id, None)
         if link is not None:
+            self.siblings.remove(link[2][0], src_id)  # type: ignore[index]
             self.add(link, dst_id)
 
     def items(self) -> list[tuple[int, Link]]:

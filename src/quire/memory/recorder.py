@@ -5,13 +5,16 @@ A line has what the command needs to be run again, and what came of it:
 ```
  a SEQ PROMPT PARTED HIT [NAME ...]
                              allocate: for PROMPT tokens, which part from others after PARTED, on a hit of HIT tokens,
-                             whose last block has this name (all their blocks have these names, where the hit ends
-                             with a window or chunk and needs no block)
+                             whose last whole block has this name (all their blocks have these names, where the whole
+                             blocks end with a window or chunk and none is needed); where HIT ends inside a block, a
+                             last name is that of the block used in part
  s SEQ N LOOKAHEAD SLOTS     append_slots: the sequence has SLOTS slots now, as before if it was refused
  k PARENT CHILD SLOTS        fork
  t SEQ SLOTS                 truncate
  p SEQ COMPUTED [NAME ...]   publish: names of the blocks that were published, or merged, by this
- f SEQ SLOTS COMPUTED [last] free: how long the sequence was, and that its blocks are to be evicted last
+ f SEQ SLOTS COMPUTED KEPT [NAME]
+                             free: how long the sequence was, 1 where its blocks are to be evicted last, and the name of
+                             its published tail, or of the block that has its tokens already
  > SEQ ...                   swap_out: of these sequences together
  < SEQ ...                   swap_in
  r                           reset_prefix_cache
@@ -87,6 +90,7 @@ class RecordedMemory:
         self.can_swap_out = manager.can_swap_out
         self.can_swap_in = manager.can_swap_in
         self.swap_size = manager.swap_size
+        self.tail_link = manager.tail_link
         self.usage = manager.usage
         self._log = log
         self._name = name
@@ -99,8 +103,12 @@ class RecordedMemory:
     def allocate(self, seq_id: int, chain: TokenChain, hit: PrefixHit) -> None:
         """See `KVCacheManager.allocate`."""
         self.manager.allocate(seq_id, chain, hit)
-        numbers = f"{len(chain.tokens)} {hit.parted_at} {hit.num_tokens}"
-        self._write(f"a {seq_id} {numbers}{self._names(chain, hit.num_tokens)}")
+        names = self._names(chain, hit.num_tokens)
+        if hit.num_copied:
+            link = self.groups[0].pool.index.link_of(hit.block_ids[0][-1])
+            assert link is not None
+            names += f" {self._name(link)}"
+        self._write(f"a {seq_id} {len(chain.tokens)} {hit.parted_at} {hit.num_tokens}{names}")
 
     def append_slots(self, seq_id: int, num_tokens: int, lookahead: int = 0) -> bool:
         """See `KVCacheManager.append_slots`."""
@@ -130,11 +138,13 @@ class RecordedMemory:
             words += map(self._name, links[num_before : state.num_published])
         self._write(" ".join(words))
 
-    def free(self, seq_id: int, *, retain: bool = False) -> None:
+    def free(self, seq_id: int, *, retain: bool = False, is_sound: bool = True) -> None:
         """See `KVCacheManager.free`."""
         state = self.manager.sequences[seq_id]
-        self.manager.free(seq_id, retain=retain)
-        self._write(f"f {seq_id} {state.num_slots} {state.num_computed}{' last' if retain else ''}")
+        link = self.manager.tail_link(seq_id) if is_sound else None
+        self.manager.free(seq_id, retain=retain, is_sound=is_sound)
+        tail = "" if link is None else f" {self._name(link)}"
+        self._write(f"f {seq_id} {state.num_slots} {state.num_computed} {int(retain)}{tail}")
         if not self.manager.sequences:
             self._write_counts()
 
@@ -184,10 +194,10 @@ class RecordedMemory:
         return deltas
 
     def _names(self, chain: TokenChain, num_tokens: int) -> str:
-        """Return the name of a prefix' last block, which is enough: who published it has named those before."""
+        """Return the name of a prefix' last whole block, which is enough: who published it has named those before."""
         num_blocks = num_tokens // self.block_size
         links = chain.links(num_blocks)[:num_blocks]
-        if any(group.num_dead(num_tokens) < num_blocks for group in self.groups):
+        if any(group.num_dead(num_blocks * self.block_size) < num_blocks for group in self.groups):
             links = links[-1:]
         # Else the hit needs no block, and so nobody need have published one.
         return "".join(f" {self._name(link)}" for link in links)

@@ -107,7 +107,9 @@ def replay(lines: Iterable[str], check_every: int = 1) -> Report:
 
 @dataclass(slots=True)
 class _Blocks:
-    """Tokens to stand for those of named blocks: every token of a block is the number of its name.
+    """Tokens to stand for those of named blocks: every token of a block, or of a tail, is the number of its name.
+
+    So a block has tokens in common with another only where the log says so, with the number of that other.
 
     Args:
         names: by number.
@@ -168,7 +170,7 @@ class _Replay:
             "k": self._fork,
             "t": self._truncate,
             "p": self._publish,
-            "f": lambda words: self.memory.free(int(words[0]), retain=len(words) > 3),
+            "f": self._free,
             ">": lambda words: self.memory.swap_out([int(word) for word in words]),
             "<": lambda words: self.memory.swap_in([int(word) for word in words]),
             "r": lambda _: self.memory.reset_prefix_cache(),
@@ -244,7 +246,7 @@ class _Replay:
         return lines
 
     def _prefix(self, num_tokens: int, names: list[str]) -> TokenChain:
-        """Return a chain over the tokens that a hit or a pin has."""
+        """Return a chain over the tokens of the whole blocks that a hit or a pin has."""
         size, parent = self.memory.block_size, 0
         if len(names) * size == num_tokens:
             for name in names:
@@ -256,13 +258,27 @@ class _Replay:
 
     def _allocate(self, words: list[str]) -> None:
         seq_id, num_prompt, parted_at, num_tokens = map(int, words[:4])
-        chain = self._prefix(num_tokens, words[4:])
+        names, num_copied = words[4:], num_tokens % self.memory.block_size
+        last = names.pop() if num_copied else UNKNOWN
+        chain = self._prefix(num_tokens - num_copied, names)
+        chain.tokens.extend([self._blocks.numbers.get(last, 0)] * num_copied)
         # A hit leaves a token to compute; which one is not known yet.
         chain.tokens.append(0)
         hit = self.memory.match_prefix(chain, num_tokens)._replace(parted_at=parted_at)
         chain.tokens[num_tokens:] = [0] * (num_prompt - num_tokens)
         self.memory.allocate(seq_id, chain, hit)
         self.hit_tokens += hit.num_tokens
+
+    def _free(self, words: list[str]) -> None:
+        seq_id, is_kept, name = int(words[0]), words[3] == "1", words[4] if len(words) > 4 else None
+        state, size = self.memory.manager.sequences[seq_id], self.memory.block_size
+        num_full = state.num_computed // size
+        if name is not None:
+            tokens = state.chain.tokens
+            parent = tokens[num_full * size - 1] if num_full else 0
+            number = self._blocks.number(name, parent)
+            tokens[num_full * size : state.num_computed] = [number] * (state.num_computed % size)
+        self.memory.free(seq_id, retain=is_kept, is_sound=name is not None)
 
     def _append_slots(self, words: list[str]) -> None:
         seq_id, num_tokens, lookahead, _ = map(int, words)

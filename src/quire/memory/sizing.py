@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import lcm
 from typing import Final, NamedTuple
 
@@ -43,24 +44,6 @@ CACHE_DTYPES: Final[Mapping[str, CacheDtype]] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateGroup:
-    """Recurrent layers of one kind: one slot for each sequence, however long it is.
-
-    Args:
-        num_layers: layers of the group; a slot holds all of them.
-        layer_bytes: bytes of one layer's state.
-    """
-
-    num_layers: int
-    layer_bytes: int
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of a sequence's state."""
-        return self.num_layers * self.layer_bytes
-
-
 class Shortage(NamedTuple):
     """Why a sequence never fits.
 
@@ -76,8 +59,16 @@ class Shortage(NamedTuple):
 
 
 def arena_bytes(specs: Sequence[KVCacheSpec], num_blocks: int) -> int:
-    """Return the bytes that all groups share: `num_blocks` blocks of each, the null blocks besides."""
-    return (num_blocks + 1) * sum(spec.bytes_per_block for spec in specs)
+    """Return the bytes that all groups share: `num_blocks` blocks of each that keeps tokens, the null blocks besides.
+
+    States lie in the same bytes.
+    """
+    return (num_blocks + 1) * tokens_bytes(specs)
+
+
+def tokens_bytes(specs: Sequence[KVCacheSpec]) -> int:
+    """Return the bytes of one block of every group that keeps tokens."""
+    return sum(spec.bytes_per_block for spec in specs if not spec.carries)
 
 
 def worst_moment(
@@ -108,19 +99,12 @@ def worst_moment(
     return worst if slabs_of(worst) > num_slabs else None
 
 
-def sequence_bytes(specs: Sequence[KVCacheSpec], states: Sequence[StateGroup], num_tokens: int) -> int:
+def sequence_bytes(specs: Sequence[KVCacheSpec], num_tokens: int) -> int:
     """Return the most bytes that a sequence holds on its way to `num_tokens` tokens, one token a step."""
-    blocks = sum(spec.peak_blocks(num_tokens, 1) * spec.bytes_per_block for spec in specs)
-    return blocks + sum(state.state_bytes for state in states)
+    return sum(spec.peak_blocks(num_tokens, 1) * spec.bytes_per_block for spec in specs)
 
 
-def most_bytes(
-    specs: Sequence[KVCacheSpec],
-    states: Sequence[StateGroup],
-    num_tokens: int,
-    num_seqs: int,
-    interval: int | None = None,
-) -> int | None:
+def most_bytes(specs: Sequence[KVCacheSpec], num_tokens: int, num_seqs: int, interval: int | None = None) -> int | None:
     """Return the bytes of an arena of which so many sequences of so many tokens leave nothing to others.
 
     Of states, each leaves its own, the snapshot close to the end of its prompt, and one every so often.
@@ -131,55 +115,49 @@ def most_bytes(
     Returns:
         None without groups of states: then the blocks of all tokens say it.
     """
-    if not states:
+    if not any(spec.carries for spec in specs):
         return None
-    layout = lay_out(_unit_bytes(specs, states), num_slabs=1)
-    needs = [spec.num_blocks(num_tokens) for spec in specs] + [
-        2 + num_tokens // (interval or DEFAULT_SNAPSHOT_INTERVAL) for _ in states
-    ]
-    return layout._replace(num_slabs=_num_slabs(layout, [num_seqs * need for need in needs])).num_bytes
+    layout = lay_out([spec.bytes_per_block for spec in specs], num_slabs=1)
+    num_states = 2 + num_tokens // (interval or DEFAULT_SNAPSHOT_INTERVAL)
+    needs = [num_seqs * (num_states if spec.carries else spec.num_blocks(num_tokens)) for spec in specs]
+    return layout._replace(num_slabs=_num_slabs(layout, needs)).num_bytes
 
 
-def paged_bytes(specs: Sequence[KVCacheSpec], states: Sequence[StateGroup], num_tokens: int) -> int:
-    """Return the same if all groups shared pages of one size instead of slabs.
+def paged_bytes(specs: Sequence[KVCacheSpec], num_tokens: int) -> int:
+    """Return what a sequence would hold if all groups shared pages of one size instead of slabs.
 
     The page is the largest block or state. The other groups put as many whole blocks into a page as go in, and what is
     left of it is padding; a sequence has whole pages.
     """
-    page = max(_unit_bytes(specs, states))
-    num_pages = len(states)
-    for spec in specs:
-        num_pages += -(-spec.peak_blocks(num_tokens, 1) // (page // spec.bytes_per_block))
-    return num_pages * page
+    page = max(spec.bytes_per_block for spec in specs)
+    return page * sum(-(-spec.peak_blocks(num_tokens, 1) // (page // spec.bytes_per_block)) for spec in specs)
 
 
 @dataclass(frozen=True, slots=True)
 class ArenaSizing:
     """The cache groups of a model in an arena of a given size.
 
-    A state counts as one block of its group. Sequences are counted as they decode, one token a step; while a prompt is
+    Sequences are counted as they decode, one token a step; while a prompt is
     computed in larger steps, a group of windows holds more for it.
 
     Args:
-        specs: of the groups that keep tokens, with one block size; at least one.
-        states: of the groups that keep a state.
+        specs: of the groups, with one block size.
         layout: of the arena; of no slab where the bytes hold none.
     """
 
     specs: tuple[KVCacheSpec, ...]
-    states: tuple[StateGroup, ...]
     layout: SlabLayout
 
     @classmethod
-    def of(cls, specs: Sequence[KVCacheSpec], states: Sequence[StateGroup], num_bytes: int) -> ArenaSizing:
+    def of(cls, specs: Sequence[KVCacheSpec], num_bytes: int) -> ArenaSizing:
         """Lay out an arena of `num_bytes` bytes, null blocks included."""
-        units = _unit_bytes(specs, states)
+        units = [spec.bytes_per_block for spec in specs]
         layout = lay_out(units, num_slabs=1)
         if num_bytes < layout.num_bytes:
             layout = layout._replace(num_slabs=0)
         else:
             layout = lay_out(units, num_bytes=num_bytes)
-        return cls(tuple(specs), tuple(states), layout)
+        return cls(tuple(specs), layout)
 
     @property
     def num_bytes(self) -> int:
@@ -188,7 +166,7 @@ class ArenaSizing:
 
     @property
     def num_blocks(self) -> tuple[int, ...]:
-        """Blocks of each group, then states of each, if it had every slab to itself."""
+        """Blocks of each group, if it had every slab to itself."""
         return tuple(count * self.layout.num_slabs for count in self.layout.blocks_per_slab)
 
     @property
@@ -200,7 +178,7 @@ class ArenaSizing:
         """Return how many sequences of `num_tokens` tokens fit at once, none of them sharing a block."""
         if self.shortage(num_tokens) is not None:
             return 0
-        needs = [*(spec.peak_blocks(num_tokens, 1) for spec in self.specs), *(1 for _ in self.states)]
+        needs = [spec.peak_blocks(num_tokens, 1) for spec in self.specs]
         most = min(count // need for count, need in zip(self.num_blocks, needs, strict=True))
         at_once = bisect_left(
             range(1, most + 1),
@@ -212,11 +190,11 @@ class ArenaSizing:
 
     def shortage(self, num_tokens: int) -> Shortage | None:
         """Say why a sequence alone, in steps of one token, could not reach a length; None where it can."""
-        worst = worst_moment(self.specs, num_tokens, self._num_slabs, self.layout.num_slabs)
+        worst = worst_moment(self.specs, num_tokens, partial(_num_slabs, self.layout), self.layout.num_slabs)
         if worst is None:
             return None
         held = [count * spec.bytes_per_block for count, spec in zip(worst, self.specs, strict=True)]
-        return Shortage(held.index(max(held)), self._num_slabs(worst), self.layout.num_slabs)
+        return Shortage(held.index(max(held)), _num_slabs(self.layout, worst), self.layout.num_slabs)
 
     def longest(self, limit: int) -> int:
         """Return the longest sequence, of at most `limit` tokens, that fits alone; 0 when none does."""
@@ -224,21 +202,13 @@ class ArenaSizing:
 
     def bytes_for(self, num_tokens: int) -> int:
         """Return the bytes of the smallest arena that holds a sequence of `num_tokens` tokens."""
-        most = self._num_slabs([spec.peak_blocks(num_tokens, 1) for spec in self.specs])
+        most = _num_slabs(self.layout, [spec.peak_blocks(num_tokens, 1) for spec in self.specs])
         num_slabs = 1 + bisect_left(
             range(1, most),
             True,
             key=lambda count: replace(self, layout=self.layout._replace(num_slabs=count)).shortage(num_tokens) is None,
         )
         return self.layout._replace(num_slabs=num_slabs).num_bytes
-
-    def _num_slabs(self, blocks: Sequence[int]) -> int:
-        """Return the slabs of a sequence with so many blocks of each group, its states included."""
-        return _num_slabs(self.layout, [*blocks, *(1 for _ in self.states)])
-
-
-def _unit_bytes(specs: Sequence[KVCacheSpec], states: Sequence[StateGroup]) -> list[int]:
-    return [*(spec.bytes_per_block for spec in specs), *(state.state_bytes for state in states)]
 
 
 def _num_slabs(layout: SlabLayout, needs: Sequence[int]) -> int:

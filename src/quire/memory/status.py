@@ -34,10 +34,24 @@ class HitEnd(Enum):
     """Why a prefix hit ended where it did."""
 
     DISABLED = "prefix caching is off"
-    NOT_PUBLISHED = "a block that a longer hit needs is not in the prefix index"
+    NEVER_SEEN = "nothing that is known goes on like this"
+    EVICTED = "the next block was known, and has been evicted since"
+    DIFFERENT = "what is known goes on with another token"
+    NAMESPACE = "the first block is known in another namespace only"
+    GROUP = "a cache group lacks a block that others have"
     LAST_TOKEN = "at least one token must be computed"
     LIMIT = "the caller asked for no more"
     NO_SNAPSHOT = "a group of states has no snapshot where a longer hit would end"
+
+    @property
+    def label(self) -> str:
+        """The reason in one word, for counters."""
+        return self.name.lower()
+
+    @property
+    def told(self) -> HitEnd:
+        """What the request itself may be told: not that another namespace has its prompt."""
+        return HitEnd.NEVER_SEEN if self is HitEnd.NAMESPACE else self
 
 
 class BlockLoad(NamedTuple):
@@ -54,18 +68,77 @@ class BlockLoad(NamedTuple):
     host_id: int
 
 
+class TokenSources(NamedTuple):
+    """Where the KV of tokens came from; all together are all tokens.
+
+    Args:
+        device: whole published blocks on the device.
+        host: blocks that came back from host memory.
+        disk: blocks that came back from disk.
+        copied: the first part of a published block, which was copied, or a published tail that was continued.
+        computed: went through the model.
+    """
+
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+    copied: int = 0
+    computed: int = 0
+
+
+class TokenAccount(NamedTuple):
+    """Tokens by where their KV came from, and those that were computed by why they had to be.
+
+    Args:
+        sources: all tokens.
+        reasons: `sources.computed` of them, for each `HitEnd` in its order.
+    """
+
+    sources: TokenSources = TokenSources()
+    reasons: tuple[int, ...] = (0,) * len(HitEnd)
+
+    def plus(self, other: TokenAccount) -> TokenAccount:
+        """Return both together."""
+        sources = TokenSources(*(mine + theirs for mine, theirs in zip(self.sources, other.sources, strict=True)))
+        return TokenAccount(sources, tuple(map(sum, zip(self.reasons, other.reasons, strict=True))))
+
+    def minus(self, earlier: TokenAccount) -> TokenAccount:
+        """Return what came since an earlier count."""
+        if earlier is self:
+            return NO_TOKENS
+        sources = TokenSources(*(new - old for new, old in zip(self.sources, earlier.sources, strict=True)))
+        return TokenAccount(sources, tuple(new - old for new, old in zip(self.reasons, earlier.reasons, strict=True)))
+
+    def by_reason(self) -> dict[str, int]:
+        """Return the computed tokens by the label of their reason."""
+        return {end.label: count for end, count in zip(HitEnd, self.reasons, strict=True)}
+
+    def told(self) -> TokenAccount:
+        """Return the account that the request itself may see; see `HitEnd.told`."""
+        reasons = dict.fromkeys(HitEnd, 0)
+        for end, count in zip(HitEnd, self.reasons, strict=True):
+            reasons[end.told] += count
+        return TokenAccount(self.sources, tuple(reasons.values()))
+
+
+NO_TOKENS = TokenAccount()
+
+
 class PrefixHit(NamedTuple):
     """The longest usable published prefix of a token chain.
 
     Valid until the manager's next command; `allocate` refuses a stale one.
 
     Args:
-        num_tokens: tokens whose KV is reused, a multiple of the block size; less than the chain's tokens.
+        num_tokens: tokens whose KV is reused; less than the chain's tokens.
         block_ids: for each cache group, the blocks that hold them; null where the group needs them no more, and where
             they are only on the host.
         end: why the hit is not longer.
         group_idx: the cache group that lacks a block, when that is why; else None.
         version: the manager's count of changes when the question was asked.
+        num_copied: of the tokens, those in a last block of which only they are used; who writes behind them gets
+            a copy of it.
+        differs_at: the position of the first token that differs from what is published, when that is why; else None.
         loads: the blocks that are on the host, group by group; each needs a block of the device to be copied to.
         num_host_tokens: tokens of the hit for which some group has a block on the host only.
         parted_at: tokens of the longer hit that all groups but those of states could serve: where prompts were seen
@@ -77,6 +150,21 @@ class PrefixHit(NamedTuple):
     end: HitEnd
     group_idx: int | None
     version: int
+    num_copied: int = 0
+    differs_at: int | None = None
     loads: tuple[BlockLoad, ...] = ()
     num_host_tokens: int = 0
     parted_at: int = 0
+
+    def account(self, num_tokens: int) -> TokenAccount:
+        """Return the account of a sequence of so many tokens that opens on this hit.
+
+        The last token is computed whatever is published; the others that are computed, because the hit ended.
+        """
+        num_computed = num_tokens - self.num_tokens
+        reasons = dict.fromkeys(HitEnd, 0)
+        reasons[HitEnd.LAST_TOKEN] += 1
+        reasons[self.end] += num_computed - 1
+        num_device = self.num_tokens - self.num_copied - self.num_host_tokens
+        sources = TokenSources(num_device, self.num_host_tokens, 0, self.num_copied, num_computed)
+        return TokenAccount(sources, tuple(reasons.values()))

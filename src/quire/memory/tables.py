@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.memory.arena import Arena
+from quire.memory.chain import TOKEN_BYTES
 from quire.memory.groups import CacheGroup
 from quire.memory.host_tier import HostTier
 from quire.memory.ops import BlockCopy, Tier
@@ -58,9 +59,10 @@ class BlockTables:
     def grow(self, state: SequenceMemory, end: int, *, is_looking_ahead: bool = False) -> bool:
         """Give a sequence slots up to `end` in every group, or change nothing.
 
-        Before the last block is written (M3), it is copied where it is shared; where this sequence is its last
-        holder and it is published, it leaves the prefix index instead. Every step writes a state, so a snapshot of
-        one is copied too, but only if there is room for both.
+        Before the last block is written (M3), it is copied where it is shared. Where it is published, it is copied too
+        as long as there is room for that: a state, which every step writes, and a tail of which this sequence uses a
+        part. Else, and where it is a published tail of which this sequence uses all, its last holder takes it out of
+        the prefix index and writes it in place.
 
         Args:
             state: of the sequence.
@@ -73,9 +75,10 @@ class BlockTables:
         needs = [
             group.spec.num_blocks(end) - len(table) for group, table in zip(self.groups, state.tables, strict=True)
         ]
-        is_tail_written = state.num_slots % self.groups[0].spec.block_size > 0 and not state.has_exclusive_tail
+        offset = state.num_slots % self.groups[0].spec.block_size
+        is_tail_written = offset > 0 and not state.has_exclusive_tail
         copied = self._shared(state, self.kept) if is_tail_written else []
-        snapshots: list[int] = []
+        spared = self._used_in_part(state, offset) if is_tail_written else []
         checkpoint = None
         if self.carried:
             if is_looking_ahead and state.checkpoint is None:
@@ -83,23 +86,22 @@ class BlockTables:
             for idx in self.carried:
                 needs[idx] = 0 if state.tables[idx] else 1
             copied += self._shared(state, self.carried, checkpoint)
-            snapshots = [idx for idx in self.carried if idx not in copied and self._is_published(state, idx)]
-        for idx in copied + snapshots:
+            spared += [idx for idx in self.carried if idx not in copied and self._is_published(state, idx)]
+        for idx in copied:
             needs[idx] += 1
         if any(needs) and not self.arena.can_hold(needs):
-            for idx in snapshots:
-                needs[idx] -= 1
-            if not snapshots or not self.arena.can_hold(needs):
-                return False
-            self._withdraw(state, snapshots)
-            snapshots = []
+            return False
+        needs_more = [need + (idx in spared) for idx, need in enumerate(needs)]
+        # All or none: of what is missing in one group, the others make no hit.
+        if spared and self.arena.can_hold(needs_more):
+            needs, copied = needs_more, sorted(copied + spared)
         state.num_slots = end
         if checkpoint is not None:
             self._hold(state, checkpoint)
+        self._withdraw(state, [*(self.kept if is_tail_written else ()), *self.carried], copied)
         if is_tail_written:
-            self._withdraw(state, self.kept)
             state.has_exclusive_tail = True
-        for idx in copied + snapshots:
+        for idx in copied:
             self._copy_on_write(state, idx)
             needs[idx] -= 1
         for idx, fresh in enumerate(needs):
@@ -199,21 +201,31 @@ class BlockTables:
             idx for idx in members if tables[idx] and (groups[idx].pool.ref_counts[tables[idx][-1]] > 1 or idx in held)
         ]
 
+    def _used_in_part(self, state: SequenceMemory, offset: int) -> list[int]:
+        """Return the groups whose last block this sequence alone holds, and is published with more than it uses."""
+        found = []
+        for idx in self.kept:
+            pool, block_id = self.groups[idx].pool, state.tables[idx][-1]
+            link = pool.index.link_of(block_id)
+            if link is not None and pool.ref_counts[block_id] == 1 and offset * TOKEN_BYTES < len(link[1]):
+                found.append(idx)
+        return found
+
     def _is_published(self, state: SequenceMemory, group_idx: int) -> bool:
         table = state.tables[group_idx]
         return bool(table) and table[-1] in self.groups[group_idx].pool.index
 
-    def _withdraw(self, state: SequenceMemory, members: Sequence[int]) -> None:
-        """Take last blocks that are about to be written in place out of the prefix index."""
+    def _withdraw(self, state: SequenceMemory, members: Sequence[int], copied: Sequence[int]) -> None:
+        """Take last blocks that are about to be written in place out of the prefix index, but not those copied."""
         for idx in members:
-            pool, block_id = self.groups[idx].pool, state.tables[idx][-1]
-            if block_id in pool.index and pool.ref_counts[block_id] == 1:
-                pool.withdraw(block_id)
+            if idx not in copied and self._is_published(state, idx):
+                self.groups[idx].pool.withdraw(state.tables[idx][-1])
                 self.version += 1
 
     def _copy_on_write(self, state: SequenceMemory, group_idx: int) -> None:
         """Replace the last entry of a table by a private copy of its block."""
-        # Take before release: the copy must not be made onto its own source.
+        # Take before release: the copy must not be made onto its own source. Once it is released, the source may be
+        # evicted and written by a later copy of the list, or by the step; both come after this copy has read it.
         (new,) = self.take(group_idx, 1)
         table = state.tables[group_idx]
         old, table[-1] = table[-1], new

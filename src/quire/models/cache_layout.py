@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeVar
 
 from quire.errors import UnsupportedModel
-from quire.memory.sizing import CacheDtype, StateGroup
+from quire.memory.sizing import CacheDtype
 from quire.memory.specs import ChunkedLocal, FullAttention, KVCacheSpec, RecurrentState, SlidingWindow
 from quire.models.families.hf_config import NEUTRAL, HFConfig
 from quire.models.spec import KeptState, KeptTokens, ModelSpec
@@ -112,22 +112,19 @@ class CacheLayout:
     states: tuple[tuple[StateLayer, int], ...]
     max_position: int
 
-    def specs(self, block_size: int, dtype: CacheDtype) -> tuple[KVCacheSpec, ...]:
-        """Return one cache spec for each kind of attention layer."""
-        return tuple(_spec(layer, count, block_size, dtype) for layer, count in self.attention)
+    def specs(self, block_size: int, dtype: CacheDtype, input_bytes: int) -> tuple[KVCacheSpec, ...]:
+        """Return one cache spec for each kind of layer, those of attention first.
 
-    def state_groups(self, element_bytes: int) -> tuple[StateGroup, ...]:
-        """Return one group for each kind of recurrent layer; `element_bytes` of the weights."""
-        return tuple(
-            StateGroup(num_layers=count, layer_bytes=layer.num_bytes(element_bytes)) for layer, count in self.states
+        Args:
+            block_size: N.
+            dtype: of keys and values.
+            input_bytes: bytes of one input that a recurrent layer keeps: of a value in the dtype of the weights.
+        """
+        states = (
+            RecurrentState(block_size=block_size, num_layers=count, layer_bytes=layer.num_bytes(input_bytes))
+            for layer, count in self.states
         )
-
-    def state_specs(self, block_size: int, element_bytes: int) -> tuple[KVCacheSpec, ...]:
-        """Return one cache spec for each kind of recurrent layer; they come after those of attention."""
-        return tuple(
-            RecurrentState(block_size=block_size, num_layers=group.num_layers, layer_bytes=group.layer_bytes)
-            for group in self.state_groups(element_bytes)
-        )
+        return (*(_spec(layer, count, block_size, dtype) for layer, count in self.attention), *states)
 
 
 def layout_of(spec: ModelSpec) -> CacheLayout:

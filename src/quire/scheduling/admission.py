@@ -158,12 +158,14 @@ class Admission:
         num_queried = len(sequence.tokens)
         if hit.end in (HitEnd.DISABLED, HitEnd.LIMIT):
             num_queried = hit.num_tokens
-        if request.num_cached_tokens is None:
-            request.num_cached_tokens = hit.num_tokens
-            request.hit_end = hit.end
+        account = hit.account(len(sequence.tokens))
+        if request.account is None:
+            request.note_hit(hit)
+            stats.first_time = stats.first_time.plus(account)
             stats.prefix_queries += num_queried
             stats.prefix_hits += hit.num_tokens
         else:
+            stats.resumed = stats.resumed.plus(account)
             stats.resumed_queries += num_queried
             stats.resumed_hits += hit.num_tokens
 

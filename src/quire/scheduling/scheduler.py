@@ -292,7 +292,8 @@ class Scheduler:
     def _end(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None) -> None:
         """Finish a sequence; it holds nothing afterwards (S4)."""
         if sequence.status is not SequenceStatus.WAITING:
-            self.memory.free(sequence.seq_id, retain=sequence.request.retain_cache)
+            is_sound = reason is not FinishReason.ERROR
+            self.memory.free(sequence.seq_id, retain=sequence.request.retain_cache, is_sound=is_sound)
             self._queues.close(sequence)
         self._queues.move(sequence, SequenceStatus.FINISHED)
         sequence.finish_reason = reason

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quire.memory.status import NO_TOKENS, TokenAccount
+
 
 @dataclass(slots=True)
 class SchedulerStats:
@@ -15,6 +17,8 @@ class SchedulerStats:
         resumed_queries: tokens looked up when a preempted sequence came back; kept apart, because finding one's
             own blocks again says nothing about sharing.
         resumed_hits: of those, tokens that were found.
+        first_time: all prompt tokens at first admission, by source, and the computed ones by reason.
+        resumed: the same of all tokens of sequences that came back.
         num_preemptions: times that a sequence lost its memory.
         num_swaps: of those, times that it was swapped out and lost nothing.
         wasted_tokens: computed tokens that the others lost.
@@ -24,6 +28,8 @@ class SchedulerStats:
     prefix_hits: int = 0
     resumed_queries: int = 0
     resumed_hits: int = 0
+    first_time: TokenAccount = NO_TOKENS
+    resumed: TokenAccount = NO_TOKENS
     num_preemptions: int = 0
     num_swaps: int = 0
     wasted_tokens: int = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from quire.memory.chain import Namespace
-from quire.memory.status import HitEnd
+from quire.memory.status import HitEnd, PrefixHit, TokenAccount
 from quire.sequences.params import SamplingParams
 from quire.sequences.sequence import Sequence
 
@@ -27,8 +27,10 @@ class Request:
         seed: seed of its draws.
         sequences: the prompt's sequence first; after the fork one for each sample.
         num_known_prompt_logprobs: prompt positions whose log probabilities came back already.
-        num_cached_tokens: of the prompt, found in the prefix cache at the first admission; None before it.
-        hit_end: why no more of them were found; None before.
+        account: where the KV of the prompt came from at the first admission, and why the rest was computed, as far as
+            the client may know; None before it.
+        hit_end: why no more of the prompt was found; None before.
+        differs_at: the position of the first token that differs from what is published, when that is why.
     """
 
     request_id: str
@@ -43,14 +45,26 @@ class Request:
     retain_cache: bool = False
     sequences: list[Sequence] = field(default_factory=list)
     num_known_prompt_logprobs: int = 0
-    num_cached_tokens: int | None = None
+    account: TokenAccount | None = None
     hit_end: HitEnd | None = None
+    differs_at: int | None = None
     num_preemptions: int = 0
 
     @property
     def num_prompt(self) -> int:
         """Tokens of the prompt."""
         return len(self.prompt_token_ids)
+
+    @property
+    def num_cached_tokens(self) -> int | None:
+        """Tokens of the prompt that were found in the prefix cache at the first admission; None before it."""
+        return None if self.account is None else sum(self.account.sources) - self.account.sources.computed
+
+    def note_hit(self, hit: PrefixHit) -> None:
+        """Note on what the prompt is opened, without what only the operator may know."""
+        self.account = hit.account(self.num_prompt).told()
+        self.hit_end = hit.end.told
+        self.differs_at = hit.differs_at
 
     @property
     def is_forked(self) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 from quire.engine.outputs import RequestOutput
+from quire.memory.status import NO_TOKENS, TokenAccount
 
 
 class TokenCount:
@@ -17,6 +19,7 @@ class TokenCount:
     def __init__(self, *, is_prompt_only: bool = False) -> None:
         self._is_prompt_only = is_prompt_only
         self._prompts: dict[int, tuple[int, int]] = {}
+        self._accounts: dict[int, TokenAccount] = {}
         self.num_output = 0
 
     @property
@@ -30,15 +33,22 @@ class TokenCount:
         if num_prompt:
             # At least one token of a prompt is always computed.
             self._prompts[prompt_idx] = (num_prompt, min(delta.num_cached_tokens, num_prompt - 1))
+        if delta.prompt_account is not None:
+            self._accounts[prompt_idx] = delta.prompt_account
         if not self._is_prompt_only:
             self.num_output += sum(len(output.token_ids) for output in delta.outputs)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the counts so far in OpenAI's form."""
+        """Return the counts so far in OpenAI's form, and in more detail beside it."""
         num_prompt = self.num_prompt
+        account = reduce(TokenAccount.plus, self._accounts.values(), NO_TOKENS)
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": self.num_output,
             "total_tokens": num_prompt + self.num_output,
-            "prompt_tokens_details": {"cached_tokens": sum(num_cached for _, num_cached in self._prompts.values())},
+            "prompt_tokens_details": {
+                "cached_tokens": sum(num_cached for _, num_cached in self._prompts.values()),
+                "by_source": account.sources._asdict(),
+                "computed_by_reason": account.by_reason(),
+            },
         }

@@ -1,0 +1,100 @@
+"""The longest prefix hit: whole blocks in all groups, part of one more, and why it ends there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.memory.chain import TOKEN_BYTES, TokenChain, block_digest
+from quire.memory.continuation import Continuation, longest_continuation
+from quire.memory.departed import Namespaces
+from quire.memory.groups import CacheGroup, PrefixRun, find_prefix
+from quire.memory.pool import NULL_BLOCK
+from quire.memory.status import HitEnd, PrefixHit
+
+
+def find_hit(
+    groups: Sequence[CacheGroup],
+    chain: TokenChain,
+    max_tokens: int | None,
+    version: int,
+    namespaces: Namespaces,
+    host_groups: Sequence[CacheGroup] = (),
+) -> PrefixHit:
+    """Find the longest hit of whole blocks, and go on into the published block that has most of what comes next.
+
+    A longer hit needs no more of the blocks before than the shorter one, so wherever whole blocks are hit, what
+    follows them may be too.
+
+    Args:
+        groups: with one block size.
+        chain: of the tokens; one at least is left to compute.
+        max_tokens: of the hit, None for all.
+        version: see `PrefixHit`.
+        namespaces: in which there may be something.
+        host_groups: see `find_prefix`.
+    """
+    size, num_tokens = groups[0].spec.block_size, len(chain.tokens)
+    most = max(0, num_tokens - 1)
+    limit = most if max_tokens is None else max(0, min(most, max_tokens))
+    run = find_prefix(groups, chain, limit // size, host_groups)
+    start = run.num_blocks * size
+    # A state sums up whole blocks only; what comes next the groups of tokens know.
+    kept = [group for group in groups if not group.spec.carries]
+    content = chain.content(start, min(start + size, num_tokens))
+    next_one = longest_continuation(kept, chain, run.num_blocks, content) if kept else None
+    is_divisible = len(kept) == len(groups)
+    num_copied = min(next_one.num_tokens, limit - start) if next_one is not None and is_divisible else 0
+    end = start + num_copied
+    block_ids = run.block_ids
+    if num_copied and next_one is not None:
+        block_ids = tuple(
+            _without_dead((*shared, last), group.num_dead(end))
+            for group, shared, last in zip(groups, run.block_ids, next_one.block_ids, strict=True)
+        )
+    num_host_tokens = len({load.block_idx for load in run.loads}) * size
+    hit = PrefixHit(end, block_ids, HitEnd.LIMIT, None, version, num_copied, None, run.loads, num_host_tokens)
+    if end == limit or (not is_divisible and run.num_blocks == limit // size):
+        return hit._replace(end=HitEnd.LAST_TOKEN) if limit == most else hit
+    parted_at = run.most_blocks * size if run.num_blocks < run.most_blocks else 0
+    if run.group_idx is not None and groups[run.group_idx].spec.carries:
+        return hit._replace(end=HitEnd.NO_SNAPSHOT, group_idx=run.group_idx, parted_at=parted_at)
+    reason = _reason(groups, chain, run, next_one, namespaces)
+    return hit._replace(
+        end=reason,
+        group_idx=run.group_idx if reason is HitEnd.GROUP else None,
+        differs_at=start + next_one.num_tokens if next_one is not None and reason is HitEnd.DIFFERENT else None,
+        parted_at=parted_at,
+    )
+
+
+def _without_dead(block_ids: tuple[int, ...], num_dead: int) -> tuple[int, ...]:
+    return (NULL_BLOCK,) * num_dead + block_ids[num_dead:]
+
+
+def _reason(
+    groups: Sequence[CacheGroup],
+    chain: TokenChain,
+    run: PrefixRun,
+    next_one: Continuation | None,
+    namespaces: Namespaces,
+) -> HitEnd:
+    """Say why more is not hit than nobody asked to leave out."""
+    block_idx, size = run.num_blocks, groups[0].spec.block_size
+    indexes = [group.pool.index for group in groups]
+    is_whole = (block_idx + 1) * size <= len(chain.tokens)
+    if is_whole:
+        if any(index.holds(chain, block_idx) for index in indexes):
+            return HitEnd.GROUP
+        digest = chain.links(block_idx + 1)[block_idx][0]
+        if any(digest in index.departed for index in indexes):
+            return HitEnd.EVICTED
+    if next_one is not None and (block_idx or next_one.num_tokens):
+        # All prompts that have nothing in common would differ at token 0.
+        is_parting = next_one.num_tokens * TOKEN_BYTES < len(next_one.link[1])
+        return HitEnd.DIFFERENT if is_parting else HitEnd.NEVER_SEEN
+    if is_whole and not block_idx:
+        content = chain.links(1)[0][1]
+        digests = [block_digest(root[0], content) for root in namespaces.others(chain.root)]
+        if any(index.get(digest) for digest in digests for index in indexes):
+            return HitEnd.NAMESPACE
+    return HitEnd.NEVER_SEEN

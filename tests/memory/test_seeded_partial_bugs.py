@@ -1,0 +1,128 @@
+"""Bugs of hits inside blocks and of tails, put in on purpose, and the nets that must catch them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from quire.errors import InvariantViolation
+from quire.memory import KVCacheManager, PrefixHit, TokenChain, admission, chain, continuation, manager
+from quire.memory.siblings import Siblings
+from quire.memory.tables import BlockTables
+from tests.memory.nets import (
+    NETS,
+    audited_run,
+    invariants_and_reading_back,
+    long_run,
+    slow_twin,
+    small_world,
+    window_world,
+)
+
+Patch = pytest.MonkeyPatch
+
+
+def write_into_the_block_that_is_used_in_part(patch: Patch) -> None:
+    honest = KVCacheManager.allocate
+
+    def allocate(memory: KVCacheManager, seq_id: int, token_chain: TokenChain, hit: PrefixHit) -> None:
+        honest(memory, seq_id, token_chain, hit)
+        memory.sequences[seq_id].has_exclusive_tail = True
+
+    patch.setattr(KVCacheManager, "allocate", allocate)
+
+
+def use_one_token_too_many(patch: Patch) -> None:
+    honest = chain.num_common
+
+    def num_common(one: bytes, other: bytes) -> int:
+        return min(honest(one, other) + 1, len(one) // 4, len(other) // 4)
+
+    patch.setattr(continuation, "num_common", num_common)
+
+
+def compare_no_tokens_of_a_part(patch: Patch) -> None:
+    patch.setattr(continuation, "num_common", lambda one, other: min(len(one), len(other)) // 4)
+
+
+def publish_a_tail_as_a_whole_block(patch: Patch) -> None:
+    honest = TokenChain.tail_link
+
+    def tail_link(tokens: TokenChain, num_tokens: int) -> chain.Link:
+        _, content, parent = honest(tokens, num_tokens)
+        assert parent is not None
+        content = content.ljust(4 * tokens._block_size, b"\0")
+        return (chain.block_digest(parent[0], content), content, parent)
+
+    patch.setattr(TokenChain, "tail_link", tail_link)
+
+
+def hit_a_part_that_only_the_first_group_has(patch: Patch) -> None:
+    honest = continuation._in_every_group
+
+    def in_every_group(groups: Any, *args: Any) -> tuple[int, ...]:
+        return honest(groups[:1], *args) * len(groups)
+
+    patch.setattr(continuation, "_in_every_group", in_every_group)
+
+
+def promise_without_the_copy(patch: Patch) -> None:
+    honest = admission.judge
+    patch.setattr(
+        manager,
+        "judge",
+        lambda arena, groups, num_tokens, hit, *rest: honest(
+            arena, groups, num_tokens, hit._replace(num_copied=0), *rest
+        ),
+    )
+
+
+def keep_the_children_of_evicted_blocks(patch: Patch) -> None:
+    patch.setattr(Siblings, "remove", lambda *_: None)
+
+
+def rewrite_what_could_be_kept(patch: Patch) -> None:
+    patch.setattr(BlockTables, "_kept", lambda *_: [])
+
+
+def publish_no_tails(patch: Patch) -> None:
+    patch.setattr(manager, "publish_tail", lambda *_: None)
+
+
+def publish_tails_again_and_again(patch: Patch) -> None:
+    """A tail is published though a block has its tokens already."""
+    honest = continuation.longest_continuation
+
+    def longest(groups: Any, tokens: TokenChain, num_blocks: int, content: bytes) -> Any:
+        known = honest(groups, tokens, num_blocks, content)
+        return None if known is None else known._replace(num_tokens=0)
+
+    patch.setattr(continuation, "longest_continuation", longest)
+
+
+CAUGHT: list[tuple[Callable[[Patch], None], tuple[Callable[[], None], ...]]] = [
+    (write_into_the_block_that_is_used_in_part, NETS),
+    (use_one_token_too_many, NETS),
+    (compare_no_tokens_of_a_part, NETS),
+    (publish_a_tail_as_a_whole_block, (slow_twin, small_world)),
+    (hit_a_part_that_only_the_first_group_has, (invariants_and_reading_back, slow_twin, long_run, audited_run)),
+    (promise_without_the_copy, (invariants_and_reading_back, slow_twin, small_world)),
+    (keep_the_children_of_evicted_blocks, (*NETS, window_world)),
+    (rewrite_what_could_be_kept, (slow_twin, small_world)),
+    (publish_no_tails, (slow_twin, small_world)),
+    (publish_tails_again_and_again, (slow_twin, small_world)),
+]
+
+
+@pytest.mark.parametrize(
+    ("seed_bug", "net"),
+    [pytest.param(bug, net, id=f"{bug.__name__} - {net.__name__}") for bug, nets in CAUGHT for net in nets],
+)
+def test_the_net_catches_the_bug(
+    monkeypatch: pytest.MonkeyPatch, seed_bug: Callable[[Patch], None], net: Callable[[], None]
+) -> None:
+    seed_bug(monkeypatch)
+    with pytest.raises((AssertionError, InvariantViolation, LookupError)):
+        net()
