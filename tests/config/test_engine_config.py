@@ -65,6 +65,8 @@ def test_the_preemption_options_are_those_of_the_scheduler() -> None:
         ("revision", [None, "main"], ["", 3]),
         ("served_model_name", [None, "name"], ["", 3]),
         ("record_memory", [None, "memory.log"], ["", 3]),
+        ("prefix_cache_dir", [None, "cache"], ["", 3]),
+        ("prefix_cache_disk_bytes", [1, 8 << 30], [0, None, 1.5, True]),
         ("skip_tokenizer_init", [True, False], [None, 0, "false"]),
         ("enable_prefix_caching", [True, False], [None, 1, "no"]),
         ("dtype", ["auto", "bfloat16", "float16", "float32"], ["fp8", "", None, 32]),
@@ -102,6 +104,12 @@ def test_an_option_is_taken_or_refused_by_name_and_value(name: str, good: list[A
         assert error.field == name
         assert name in str(error)
         assert str(value) in str(error), "the message shows what was given"
+
+
+def test_a_prefix_cache_on_disk_needs_prefix_caching() -> None:
+    with pytest.raises(ConfigError, match="needs enable_prefix_caching") as refused:
+        EngineConfig.from_options(prefix_cache_dir="cache", enable_prefix_caching=False)
+    assert refused.value.field == "prefix_cache_dir"
 
 
 def test_every_option_is_tried_above() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -242,3 +243,28 @@ def test_every_eviction_policy(reference: Reference, eviction_policy: str) -> No
     for _ in range(2):
         assert outputs_of(llm, reference.prompts) == reference.outputs
     assert llm.usage().num_evictions > 0
+
+
+def test_restarted_from_disk(reference: Reference, tmp_path: Path) -> None:
+    """What one engine computed, the next one finds on disk; where a byte of it was flipped, it computes again."""
+    options = {"prefix_cache_dir": str(tmp_path / "cache"), "num_kv_blocks": 200}
+    first = load(reference, **options)
+    assert outputs_of(first, reference.prompts) == reference.outputs
+    first.close()
+    again = load(reference, **options, max_num_batched_tokens=16, max_num_seqs=2)
+    outputs = again.generate(reference.prompts, GREEDY, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == reference.outputs
+    assert sum(output.num_disk_tokens for output in outputs) > 40
+    # Every full block but the one that holds the last token comes from the cache, whichever tier it was on.
+    assert [output.num_cached_tokens for output in outputs] == [(len(p) - 1) // 8 * 8 for p in reference.prompts]
+    again.close()
+    file = tmp_path / "cache" / "blocks.mdb"
+    data = bytearray(file.read_bytes())
+    for page in range(len(data) // 4096):
+        data[page * 4096 + 3000] ^= 1
+    file.write_bytes(data)
+    damaged = load(reference, **options)
+    assert outputs_of(damaged, reference.prompts) == reference.outputs
+    assert damaged.stats.disk is not None
+    assert damaged.stats.disk.num_damaged > 0
+    damaged.close()

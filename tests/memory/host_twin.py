@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quire.memory import Namespace
 from tests.memory.twin import Page, Pages, Prefix, Twin, TwinGroup
 
 
@@ -159,6 +160,66 @@ class HostTwin:
                     device.groups[idx].published[page.prefix] = new
                     self.num_promotions += 1
         self.leave(seq_id)
+
+    def find_loads(
+        self,
+        namespace: Namespace,
+        tokens: list[int],
+        max_tokens: int | None,
+        stored: set[tuple[int, Namespace, tuple[int, ...]]],
+    ) -> list[tuple[int, int]]:
+        """Return places and groups of what must be loaded for the longest prefix for which there is room."""
+        device, size = self.device, self.device.page_size
+        limit = (len(tokens) - 1 if max_tokens is None else min(len(tokens) - 1, max_tokens)) // size
+        while limit:
+            length, missing, num_resting = limit, [], 0
+            for length in range(limit, 0, -1):
+                needed = [
+                    (i, idx)
+                    for i in range(length)
+                    for idx in range(len(self.groups))
+                    if i in device.alive(idx, length * size, length * size)
+                ]
+                missing, num_resting = [], 0
+                for i, idx in needed:
+                    prefix = namespace, tuple(tokens[: (i + 1) * size])
+                    if prefix not in device.groups[idx].published:
+                        if prefix not in self.groups[idx].published:
+                            missing.append((i, idx))
+                        num_resting += self.groups[idx].published.get(prefix) in self.groups[idx].idle
+                if all((idx, namespace, tuple(tokens[: (i + 1) * size])) in stored for i, idx in missing):
+                    break
+            else:
+                return []
+            if len(missing) + num_resting <= self.num_available():
+                return missing
+            limit = length * 3 // 4
+        return []
+
+    def adopt(self, namespace: Namespace, tokens: list[int], end: int, loads: list[tuple[int, int]]) -> None:
+        """Take in what was loaded; what a hit needs besides makes no room for it."""
+        size, device = self.device.page_size, self.device
+        held: list[tuple[int, int, Page]] = []
+        self.tables[0] = [[] for _ in self.groups]
+        for idx, group in enumerate(self.groups):
+            for i in range(end):
+                prefix = namespace, tuple(tokens[: (i + 1) * size])
+                page = group.published.get(prefix)
+                is_alive = i in device.alive(idx, end * size, end * size)
+                is_needed = is_alive and prefix not in device.groups[idx].published
+                if page is not None and page in group.idle and is_needed:
+                    group.idle.remove(page)
+                    held.append((i, idx, page))
+                    self.tables[0][idx].append(page)
+        for i, idx in loads:
+            page = self._take()
+            self._publish(idx, page, (namespace, tuple(tokens[: (i + 1) * size])))
+            held.append((i, idx, page))
+            self.tables[0][idx].append(page)
+        for _, idx, page in sorted(held, key=lambda item: item[:2], reverse=True):
+            self.tables[0][idx].remove(page)
+            self._rest(idx, page)
+        del self.tables[0]
 
     def leave(self, seq_id: int) -> None:
         """Release what a sequence has here, its tail first."""

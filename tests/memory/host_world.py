@@ -127,6 +127,8 @@ def compare_hosts(world: World, theirs: HostTwin, block_of: dict[Page, int]) -> 
     assert host[1:6] == counts, "the twin counts otherwise on the host"
     traffic = (theirs.num_swap_outs, theirs.num_swap_ins, theirs.num_demotions, theirs.num_promotions)
     assert host[6:10] == traffic, "the twin copies otherwise"
+    if world.disk is not None:
+        assert world.disk.archive.num_saves == theirs.num_evictions, "something was evicted and not saved"
     for seq_id, table in theirs.tables.items():
         for pages, block_ids in zip(table, world.manager.sequences[seq_id].tables_on(Tier.HOST), strict=True):
             for page, block_id in zip(pages, block_ids, strict=True):

@@ -57,6 +57,30 @@ def host_walk(*, has_twin: bool) -> None:
         random_walk(World(size, has_twin=has_twin), rng, 60)
 
 
+def disk_walk(*, has_twin: bool) -> None:
+    """The same over a disk, with loads."""
+    for seed in range(10 if not has_twin else 0):
+        size = WorldSize(
+            0, 1, kinds=(FULL, Kind("window", 3)), layers=(1, 4), num_bytes=72, host_bytes=72, has_disk=True
+        )
+        random_walk(World(size, has_twin=False), random.Random(seed), 100)
+    for seed in range(40):
+        rng = random.Random(seed)
+        size = WorldSize(rng.randrange(2, 9), rng.randrange(1, 4), kinds=rng.choice(GROUPS))
+        size = size._replace(host_blocks=rng.randrange(1, 9), has_disk=True)
+        random_walk(World(size, has_twin=has_twin), rng, 80)
+
+
+def disk_reading_back() -> None:
+    """`check()` and reading back, with saves and loads among the movements."""
+    disk_walk(has_twin=False)
+
+
+def disk_twin() -> None:
+    """The same, compared with the twin."""
+    disk_walk(has_twin=True)
+
+
 def host_reading_back() -> None:
     """`check()`, reading through tables and the host's index, and sharing kept by swaps, after random commands."""
     host_walk(has_twin=False)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from quire.memory import Verdict
 from tests.memory.host_world import swap_in, swap_out
 from tests.memory.twin import Page
-from tests.memory.world import World
+from tests.memory.world import NAMESPACES, World
 from tests.memory.world_size import WorldSize
 
 SEQUENCES = (1, 2)
@@ -27,7 +27,9 @@ class Searched(NamedTuple):
     num_transitions: int
 
 
-def search(size: WorldSize, *, max_prompt: int, max_slots: int, has_resets: bool = False) -> Searched:
+def search(
+    size: WorldSize, *, max_prompt: int, max_slots: int, has_resets: bool = False, num_sequences: int = 2
+) -> Searched:
     """Visit every state of a world breadth first, and check everything after every command.
 
     Args:
@@ -35,6 +37,7 @@ def search(size: WorldSize, *, max_prompt: int, max_slots: int, has_resets: bool
         max_prompt: tokens of a prompt at most.
         max_slots: slots of a sequence at most.
         has_resets: the prefix cache may be reset in any state.
+        num_sequences: at once.
     """
     start = World(size)
     seen = {canonical(start)}
@@ -44,7 +47,7 @@ def search(size: WorldSize, *, max_prompt: int, max_slots: int, has_resets: bool
         state = frontier.popleft()
         world: World = pickle.loads(state)
         resets: list[Command] = [("reset", 0, ())] if has_resets else []
-        for command in [*commands(world, max_prompt, max_slots), *resets]:
+        for command in [*commands(world, max_prompt, max_slots, num_sequences), *loads(world, max_prompt), *resets]:
             perform(world, command)
             num_transitions += 1
             key = canonical(world)
@@ -55,9 +58,9 @@ def search(size: WorldSize, *, max_prompt: int, max_slots: int, has_resets: bool
     return Searched(len(seen), num_transitions)
 
 
-def commands(world: World, max_prompt: int, max_slots: int) -> Iterator[Command]:
+def commands(world: World, max_prompt: int, max_slots: int, num_sequences: int) -> Iterator[Command]:
     """Yield every command that makes sense; which of two absent sequences is opened makes no difference."""
-    absent = [seq_id for seq_id in SEQUENCES if seq_id not in world.tokens]
+    absent = [seq_id for seq_id in SEQUENCES[:num_sequences] if seq_id not in world.tokens]
     for seq_id in absent[:1]:
         for length in range(1, max_prompt + 1):
             for prompt in product(VOCABULARY, repeat=length):
@@ -103,6 +106,13 @@ def swaps(world: World) -> Iterator[Command]:
             yield "swap out", 0, order
 
 
+def loads(world: World, max_prompt: int) -> Iterator[Command]:
+    """Yield every load that makes sense; a hit leaves one token to compute."""
+    if world.disk is not None:
+        for prompt in product(VOCABULARY, repeat=max_prompt):
+            yield "load", 0, (*prompt, 0)
+
+
 def perform(world: World, command: Command) -> None:
     """Perform a command and have the worker catch up, so that equal states look equal."""
     verb, seq_id, args = command
@@ -122,6 +132,9 @@ def perform(world: World, command: Command) -> None:
         world.unpin("pin")
     elif verb == "reset":
         world.reset()
+    elif verb == "load":
+        assert world.disk is not None
+        world.disk.load(list(args), NAMESPACES[0])
     elif verb == "swap out":
         swap_out(world, list(args))
     elif verb == "swap in":
@@ -200,7 +213,9 @@ def _named(world: World, order: tuple[int, ...], flip: int) -> tuple[object, ...
     published = tuple(
         () if page.prefix is None else tuple(token_id ^ flip for token_id in page.prefix[1]) for page in names
     )
-    return tuple(sequences), pins, idle, hints, published, _siblings(world, names)
+    stored = () if world.disk is None else world.disk.contents()
+    on_disk = tuple(sorted((idx, tuple(token_id ^ flip for token_id in tokens)) for idx, _, tokens in stored))
+    return tuple(sequences), pins, idle, hints, published, _siblings(world, names), on_disk
 
 
 def _siblings(world: World, names: dict[Page, int]) -> tuple[tuple[int, ...], ...]:

@@ -20,6 +20,7 @@ from quire.memory import (
     SlidingWindow,
     Verdict,
 )
+from quire.memory.archive import FetchedBlock
 from quire.memory.invariants import snapshot
 from quire.memory.recorder import COUNT_EVERY, TITLE, VERSION, RecordedMemory
 from quire.memory.replay import Report, replay
@@ -46,10 +47,20 @@ def play(log: str | list[str], check_every: int = 1) -> Report:
     return replay(io.StringIO(log) if isinstance(log, str) else log, check_every)
 
 
+def load(memory: RecordedMemory, tokens: list[int]) -> None:
+    """Bring up what of a prompt is on disk: most blocks are."""
+    assert memory.archive is not None
+    chain = memory.chain(tokens, Namespace())
+    num_blocks, loads = memory.archive.find_loads(chain, lambda block: block.digest[0] % 8 > 0)
+    fetched = [FetchedBlock(each.block.group_idx, each.block_idx, ticket) for ticket, each in enumerate(loads, 7)]
+    if fetched:
+        memory.archive.adopt(chain, num_blocks, fetched)
+
+
 def walk(memory: RecordedMemory, rng: random.Random, num_commands: int) -> None:
     """Issue random commands of every verb, as a careful owner may."""
     manager, next_id = memory.manager, 0
-    swaps = ("out", "in", "in") * (manager.host is not None)
+    swaps = ("out", "in", "in") * (manager.host is not None) + ("load", "load") * (manager.archive is not None)
     for _ in range(num_commands):
         live = sorted(manager.sequences)
         verb = rng.choice(
@@ -62,6 +73,8 @@ def walk(memory: RecordedMemory, rng: random.Random, num_commands: int) -> None:
             if not hit.loads or memory.can_allocate(len(tokens), hit).verdict is Verdict.OK:
                 memory.allocate(next_id, chain, hit)
                 next_id += 1
+        elif verb == "load":
+            load(memory, [rng.randrange(2) for _ in range(rng.randrange(SIZE, 5 * SIZE))])
         elif verb == "pin":
             name = rng.choice("ab")
             if name in manager.pins:
@@ -149,6 +162,7 @@ def test_a_random_walk_runs_again_to_the_same_state(
         enable_prefix_caching=seed > 0,
         host_bytes=num_bytes if seed % 2 == 0 else 0,
         snapshot_interval=2 * SIZE,
+        has_disk=seed == 2,
     )
     memory, log = open_memory(settings)
     walk(memory, random.Random(seed), 1200)
@@ -167,6 +181,7 @@ def test_a_random_walk_runs_again_to_the_same_state(
         assert report.num_commands.keys() >= {"swap_out", "swap_in"}
         assert report.usage.host is not None
         assert report.usage.host.num_swap_ins > 0
+    assert (report.num_commands.get("adopt", 0) > 0) == (seed == 2)
 
 
 @pytest.mark.parametrize("specs", GROUPS, ids=str)
@@ -362,3 +377,11 @@ def test_a_refused_command_is_recorded_as_such() -> None:
     assert not memory.append_slots(0, 20)
     assert log.getvalue().splitlines()[1:] == ["a 0 20 0 0", "s 0 20 0 0"]
     assert play(log.getvalue()).fault is None
+
+
+def test_a_log_of_a_memory_without_a_disk_has_no_loads() -> None:
+    memory, log = open_memory(MemorySettings(specs=(FULL,), num_blocks=4))
+    assert memory.archive is None
+    report = play(log.getvalue() + f"l {SIZE} name 0:0:7\n")
+    assert report.fault is not None
+    assert "this memory has no disk" in report.fault.detail

@@ -47,6 +47,9 @@ def random_walk(world: World, rng: random.Random, num_commands: int, *, max_sequ
             world.reset()
         if world.size.pins and rng.random() < 0.1:
             pin_or_unpin(world, rng)
+        if world.disk is not None and rng.random() < 0.2:
+            prompt = [rng.randrange(2) for _ in range(rng.randrange(1, 4 * world.size.block_size + 2))]
+            world.disk.load(prompt, rng.choice(NAMESPACES), rng.choice([None, None, rng.randrange(9)]))
         if verb == "enter" and len(live) < max_sequences:
             prompt = [rng.randrange(2) for _ in range(rng.randrange(1, 3 * world.size.block_size + 2))]
             next_id += 1

@@ -23,6 +23,7 @@ from quire.memory import (
     check,
 )
 from quire.memory.invariants import snapshot
+from tests.memory.disk import Disk
 from tests.memory.host_twin import HostTwin
 from tests.memory.host_world import compare_hosts, verify_host_index
 from tests.memory.twin import Match, Page, Twin
@@ -62,7 +63,9 @@ class World:
             pin_limit=size.pins,
             retention_limit=size.retention,
             snapshot_interval=size.interval,
+            has_disk=size.has_disk,
         )
+        self.disk = None if self.manager.archive is None else Disk(self, self.manager.archive)
         self.twin = Twin(
             size.num_blocks,
             size.block_size,
@@ -236,7 +239,7 @@ class World:
             for position in range(start, end):
                 block_idx, offset = divmod(position, self.size.block_size)
                 assert table[block_idx] != 0, "the null block is written"
-                for byte in self._bytes_of(group_idx, table[block_idx], offset):
+                for byte in self.bytes_of(group_idx, table[block_idx], offset):
                     self.stored[Tier.DEVICE][byte] = prefixes[position]
             for position in range(start, end):
                 self._reads_back(group_idx, [(Tier.DEVICE, block_id) for block_id in table], prefixes, position)
@@ -344,7 +347,8 @@ class World:
 
     def verify(self) -> None:
         """Check the invariants, the twin, and what every sequence reads."""
-        self.pending += self.manager.take_ops().copies
+        ops = self.manager.take_ops()
+        self.pending += ops.copies if self.disk is None else self.disk.note(ops)
         check(self.manager)
         for seq_id, tokens in self.tokens.items():
             count = self.num_computed(seq_id)
@@ -420,7 +424,7 @@ class World:
     def prefixes(self, namespace: Namespace, tokens: list[int], count: int) -> list[Content]:
         return [(namespace, tuple(tokens[: position + 1])) for position in range(count)]
 
-    def _bytes_of(self, group_idx: int, block_id: int, offset: int) -> range:
+    def bytes_of(self, group_idx: int, block_id: int, offset: int) -> range:
         """Return the bytes of a slot."""
         token_bytes = self.manager.groups[group_idx].spec.bytes_per_block // self.size.block_size
         start = (block_id * self.size.block_size + offset) * token_bytes
@@ -459,7 +463,7 @@ class World:
         for position in positions:
             block_idx, offset = divmod(position, self.size.block_size)
             tier, block_id = sources.get(places[block_idx], places[block_idx])
-            for byte in self._bytes_of(group_idx, block_id, offset):
+            for byte in self.bytes_of(group_idx, block_id, offset):
                 content = self.stored[tier].get(byte)
                 assert content == prefixes[position], f"M5: group {group_idx} reads other tokens at {position}"
 

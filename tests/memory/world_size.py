@@ -24,6 +24,7 @@ class WorldSize(NamedTuple):
         host_bytes: of the host tier.
         pins: blocks of all groups that may be pinned.
         retention: blocks of all groups that may be retained.
+        has_disk: what the host evicts is saved, and can be loaded.
         interval: tokens between regular snapshots of states, None for the default.
     """
 
@@ -39,6 +40,7 @@ class WorldSize(NamedTuple):
     host_bytes: int = 0
     pins: int = 0
     retention: int = 0
+    has_disk: bool = False
     interval: int | None = None
 
 

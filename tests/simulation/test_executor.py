@@ -35,6 +35,16 @@ def item(seq_id: int, start: int, token_ids: tuple[int, ...], table: tuple[int, 
     )
 
 
+def test_movements_are_made_without_a_step_too() -> None:
+    executor = SimulatedExecutor(BLOCK_SIZE, 13)
+    executor.execute(plan(item(1, 0, (5, 6), (1,), opening=opening(5, 6))))
+    executor.move(MemoryOps((BlockCopy(0, 1, 2),)))
+    moved = (TableDelta(0, 0, (2, 3)),)
+    (result,) = executor.execute(plan(item(1, 2, (7,), table_deltas=moved))).items
+    assert len(result.token_ids) == 1
+    CountingExecutor().move(MemoryOps((BlockCopy(0, 1, 2),)))
+
+
 def plan(*items: PlanItem, copies: tuple[BlockCopy, ...] = (), closed: tuple[int, ...] = ()) -> StepPlan:
     return StepPlan(0, items, MemoryOps(copies), closed)
 

@@ -98,6 +98,7 @@ def as_json(output: RequestOutput) -> dict[str, Any]:
         "prompt": output.prompt,
         "num_prompt_tokens": len(output.prompt_token_ids),
         "num_cached_tokens": output.num_cached_tokens,
+        "num_disk_tokens": output.num_disk_tokens,
         "cache_hit_end": output.cache_hit_end,
         "cache_differs_at": output.cache_differs_at,
         "prompt_tokens_by_source": None if account is None else account.sources._asdict(),

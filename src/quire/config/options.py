@@ -86,6 +86,9 @@ class CacheConfig:
             after all others; 0 ignores `retain_cache`.
         kv_cache_metrics_sample: share of the blocks whose lifetime, idle time and reuse are measured; 0 measures none.
         swap_space: bytes of host memory for the blocks of sequences that lose theirs on the device; 0 for none.
+        prefix_cache_dir: a folder for a prefix cache on disk, which outlives the engine; None for none. One engine
+            at a time uses it.
+        prefix_cache_disk_bytes: what that may take of the disk; blocks used least recently make room.
         record_memory: a file, not there yet, for a log of every memory command; `quire replay` runs it again.
     """
 
@@ -102,6 +105,8 @@ class CacheConfig:
     pin_limit: float = 0.0
     retention_limit: float = 0.25
     kv_cache_metrics_sample: float = 0.01
+    prefix_cache_dir: str | None = None
+    prefix_cache_disk_bytes: int = 8 << 30
     record_memory: str | None = None
 
     def __post_init__(self) -> None:
@@ -125,6 +130,13 @@ class CacheConfig:
         check_share("retention_limit", self.retention_limit, 0.9)
         check_share("kv_cache_metrics_sample", self.kv_cache_metrics_sample, 1.0)
         check_whole("swap_space", self.swap_space, 0)
+        check_text("prefix_cache_dir", self.prefix_cache_dir, optional=True)
+        check_whole("prefix_cache_disk_bytes", self.prefix_cache_disk_bytes, 1)
+        if self.prefix_cache_dir is not None and not self.enable_prefix_caching:
+            raise ConfigError(
+                f"prefix_cache_dir ({self.prefix_cache_dir}) needs enable_prefix_caching, which is off",
+                field="prefix_cache_dir",
+            )
         check_text("record_memory", self.record_memory, optional=True)
 
 

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from quire.errors import WorkerError
 from quire.execution.runner import ModelRunner
+from quire.memory.ops import MemoryOps
 from quire.scheduling.plan import StepPlan, StepResult
 
 
@@ -21,6 +22,13 @@ class Executor(Protocol):
 
     def measure_copies(self) -> float | None:
         """Return the bytes that move between the tiers in a second, None without a host tier; before the first step."""
+
+    def move(self, ops: MemoryOps) -> None:
+        """Make movements without a step.
+
+        Raises:
+            WorkerError: they failed.
+        """
 
     def close(self) -> None:
         """Let go of the workers and of all that they hold."""
@@ -52,6 +60,19 @@ class InProcessExecutor:
     def measure_copies(self) -> float | None:
         """Return the bytes that move between the tiers in a second, None without a host tier; before the first step."""
         return None if self._runner is None else self._runner.measure_copies()
+
+    def move(self, ops: MemoryOps) -> None:
+        """Make movements without a step.
+
+        Raises:
+            WorkerError: they failed.
+        """
+        if self._runner is None:
+            return
+        try:
+            self._runner.move(ops)
+        except Exception as error:
+            raise WorkerError(f"blocks could not be moved ({type(error).__name__}: {error})") from error
 
     def close(self) -> None:
         """Drop the runner, and with it the weights and the KV memory."""

@@ -51,6 +51,7 @@ class AsyncLLM:
         self.metrics = metrics or Metrics(model.name)
         self.metrics.set_config(self.resolved)
         self.metrics.set_engine(model.engine)
+        self.metrics.watch_store(lambda: model.engine.stats.disk)
         self._defaults = model.default_params
         self._engine = model.engine
         # In the names that requests get here, so that no caller's own name is one of them.

@@ -15,9 +15,11 @@ from quire.engine.outputs import RequestMetrics, RequestOutput
 from quire.engine.pinning import PrefixPins
 from quire.engine.prompts import Prompt, to_tokens
 from quire.engine.residency import Residency
+from quire.engine.staging import Staging
 from quire.engine.stats import StepStats, Totals
 from quire.engine.transcript import RequestTranscript
 from quire.errors import InvalidParameter, PromptTooLong, UnsupportedFeature, WorkerError
+from quire.execution.prefix_store import StoreStats
 from quire.memory.chain import Namespace
 from quire.memory.status import NO_TOKENS, TokenAccount
 from quire.memory.usage import Usage
@@ -47,6 +49,7 @@ class EngineStats(NamedTuple):
         prompt_tokens: prompt tokens of the requests that were let in.
         generation_tokens: tokens generated.
         computed_tokens: tokens that went through the model.
+        disk: of the prefix cache on disk, None without one.
     """
 
     num_steps: int
@@ -65,6 +68,7 @@ class EngineStats(NamedTuple):
     num_merges: int
     first_time: TokenAccount = NO_TOKENS
     resumed: TokenAccount = NO_TOKENS
+    disk: StoreStats | None = None
 
 
 class Engine:
@@ -79,6 +83,7 @@ class Engine:
         cache_name: what, of the model, the prefix cache depends on.
         clock: seconds, monotonic.
         memory_log: what memory commands are recorded in; closed with the engine.
+        staging: brings up what is on disk; None without a prefix cache there. Closed with the engine.
 
     Attributes:
         last_step: the numbers of the last step, None where it did nothing.
@@ -97,6 +102,7 @@ class Engine:
         cache_name: str,
         clock: Callable[[], float] = time.monotonic,
         memory_log: TextIO | None = None,
+        staging: Staging | None = None,
     ) -> None:
         self.config = config
         self.scheduler = scheduler
@@ -112,6 +118,7 @@ class Engine:
         self._cache_name = cache_name
         self._clock = clock
         self._memory_log = memory_log
+        self._staging = staging
         self._transcripts: dict[str, RequestTranscript] = {}
         self._news: dict[str, RequestTranscript] = {}
         self._num_requests = 0
@@ -216,6 +223,8 @@ class Engine:
             WorkerError: the data plane failed in several steps in a row.
         """
         self.last_step = None
+        if self._staging is not None:
+            self._staging.begin_step()
         plan = self.scheduler.plan(self.num_steps)
         self.num_steps += 1
         if not plan.items:
@@ -239,6 +248,8 @@ class Engine:
             else:
                 num_generated += self._take_result(item, outcome)
         outputs = self._drain()
+        if self._staging is not None and step_tokens > 2 * len(plan.items):
+            self._staging.note_prefill(step_tokens, self._clock() - started_s)
         self.last_step = self.measure(num_generated=num_generated, step_tokens=step_tokens)
         return failed + outputs
 
@@ -249,6 +260,8 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Let no request find what was computed before this call; who runs goes on with what it has, pins are gone."""
         self.scheduler.memory.reset_prefix_cache()
+        if self._staging is not None:
+            self._staging.reset()
 
     @property
     def stats(self) -> EngineStats:
@@ -271,6 +284,7 @@ class Engine:
             num_merges=usage.num_merges,
             first_time=stats.first_time,
             resumed=stats.resumed,
+            disk=None if self._staging is None else self._staging.stats,
         )
 
     def measure(self, *, num_generated: int = 0, step_tokens: int = 0) -> StepStats:
@@ -316,8 +330,13 @@ class Engine:
         try:
             for request_id in tuple(self._transcripts):
                 self.abort_request(request_id)
+            # After a failure of the worker, nobody knows what its blocks hold.
+            if self._staging is not None and not self._num_failures:
+                self._staging.save_all(self.executor, self.scheduler.memory.take_ops())
         finally:
             self.executor.close()
+            if self._staging is not None:
+                self._staging.close()
             if self._memory_log is not None:
                 self._memory_log.close()
 

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, TextIO
 
@@ -14,8 +15,11 @@ import torch
 from quire.config import EngineConfig, ModelFacts, ResolvedConfig, StepCost, context_length, resolve, step_tokens
 from quire.decoding.strategies import Sampling
 from quire.distributed.executor import InProcessExecutor
+from quire.engine.disk_cache import host_bytes, make_staging, open_disk
 from quire.engine.engine import Engine
+from quire.engine.staging import Staging
 from quire.errors import ConfigError, InvalidParameter
+from quire.execution.disk_blocks import DiskBlocks
 from quire.execution.heap import keep_freed_memory, use_huge_pages
 from quire.execution.machine import pick_device, probe
 from quire.execution.profiling import StepLimits, measure_step_cost
@@ -101,24 +105,33 @@ def load(config: EngineConfig) -> LoadedModel:
     _check_pin_limit(resolved, groups)
     name = options.served_model_name or options.model
     memory_log = _open_log(config.cache.record_memory)
-    memory = _memory(resolved, groups, memory_log)
-    runner = ModelRunner.build(
-        decoder,
-        num_blocks=[len(group.pool.ref_counts) for group in memory.groups],
-        block_size=resolved.block_size,
-        device=device,
-        dtype=dtype,
-        host_bytes=resolved.swap_space,
-    )
-    engine = Engine(
-        resolved,
-        _scheduler(resolved, memory),
-        InProcessExecutor(runner),
-        tokenizer,
-        end_token_ids=_end_token_ids(checkpoint, tokenizer),
-        cache_name=f"{name}:{dtype}",
-        memory_log=memory_log,
-    )
+    disk = None if config.cache.prefix_cache_dir is None else open_disk(config, checkpoint, resolved, groups, dtype)
+    with ExitStack() as stack:
+        if disk is not None:
+            stack.callback(disk.close)
+        memory = _memory(resolved, groups, memory_log, disk)
+        runner = ModelRunner.build(
+            decoder,
+            num_blocks=[len(group.pool.ref_counts) for group in memory.groups],
+            block_size=resolved.block_size,
+            device=device,
+            dtype=dtype,
+            host_bytes=host_bytes(resolved, disk),
+            disk=disk,
+        )
+        staging = None if disk is None else make_staging(memory, disk, resolved, groups)
+        engine = Engine(
+            resolved,
+            _scheduler(resolved, memory, staging),
+            InProcessExecutor(runner),
+            tokenizer,
+            end_token_ids=_end_token_ids(checkpoint, tokenizer),
+            cache_name=f"{name}:{dtype}",
+            memory_log=memory_log,
+            staging=staging,
+        )
+        # From here on the engine closes it.
+        stack.pop_all()
     return LoadedModel(name, engine, _default_params(checkpoint))
 
 
@@ -178,7 +191,7 @@ def _open_log(path: str | None) -> TextIO | None:
 
 
 def _memory(
-    resolved: ResolvedConfig, groups: Sequence[KVCacheSpec], log: TextIO | None
+    resolved: ResolvedConfig, groups: Sequence[KVCacheSpec], log: TextIO | None, disk: DiskBlocks | None
 ) -> KVCacheManager | RecordedMemory:
     """Return the manager of as many bytes as `num_blocks` blocks of every group of tokens have, and the null blocks.
 
@@ -201,14 +214,15 @@ def _memory(
         eviction=resolved.eviction_policy,
         pin_limit=int(num_slabs * resolved.pin_limit),
         retention_limit=int(num_slabs * resolved.retention_limit),
-        host_bytes=resolved.swap_space,
+        host_bytes=host_bytes(resolved, disk),
+        has_disk=disk is not None,
         snapshot_interval=resolved.state_snapshot_interval,
     )
-    manager = settings.build(os.urandom(32))
+    manager = settings.build(os.urandom(32) if disk is None else disk.key)
     return manager if log is None else RecordedMemory(manager, settings, log)
 
 
-def _scheduler(resolved: ResolvedConfig, memory: KVCacheManager | RecordedMemory) -> Scheduler:
+def _scheduler(resolved: ResolvedConfig, memory: KVCacheManager | RecordedMemory, staging: Staging | None) -> Scheduler:
     return Scheduler(
         memory,
         Sampling(),
@@ -216,7 +230,9 @@ def _scheduler(resolved: ResolvedConfig, memory: KVCacheManager | RecordedMemory
         max_num_batched_tokens=resolved.max_num_batched_tokens,
         policy=resolved.scheduling_policy,
         preemption_policy=resolved.preemption_policy,
-        preemption_mode=resolved.preemption_mode,
+        # What is there for the disk alone is not for sequences.
+        preemption_mode=resolved.preemption_mode if resolved.swap_space else "recompute",
+        prepare=None if staging is None else staging.prepare,
     )
 
 

@@ -13,6 +13,8 @@ from quire.engine.engine import Engine
 from quire.engine.kv_metrics import KvMetrics
 from quire.engine.outputs import RequestMetrics, RequestOutput
 from quire.engine.stats import StepStats
+from quire.engine.store_metrics import StoreCollector
+from quire.execution.prefix_store import StoreStats
 from quire.memory.status import HitEnd, TokenAccount, TokenSources
 
 # A request whose sequences ended for several reasons counts once, under the first of these.
@@ -67,6 +69,15 @@ class Metrics:
     def set_engine(self, engine: Engine) -> None:
         """Show an engine's memory as it is whenever the metrics are rendered; once."""
         self.registry.register(KvMetrics(engine, self._model_name, self._prefix))
+
+    def watch_store(self, stats: Callable[[], StoreStats | None]) -> None:
+        """Show the counters of the prefix cache on disk, if there is one; once.
+
+        Args:
+            stats: returns them whenever metrics are asked for.
+        """
+        if stats() is not None:
+            self.registry.register(StoreCollector(stats, self._model_name, self._prefix))
 
     def on_step(self, stats: StepStats) -> None:
         """Take in the numbers of one step."""

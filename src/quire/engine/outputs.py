@@ -81,6 +81,7 @@ class RequestOutput:
         finished: True in the last output of the request.
         prompt_logprobs: for each prompt token, None for the first one; only once, in the first delta.
         num_cached_tokens: tokens of the prompt that came from the prefix cache (first admission).
+        num_disk_tokens: of those, tokens for which blocks were loaded from disk.
         cache_hit_end: why no more of them did, in words; None until the request was let in.
         cache_differs_at: the position of the first token that differs from what is cached, when that is why; else None.
         prompt_account: the prompt's tokens by source, and those that were computed by reason; None until it was let in.
@@ -95,6 +96,7 @@ class RequestOutput:
     finished: bool = False
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     num_cached_tokens: int = 0
+    num_disk_tokens: int = 0
     cache_hit_end: str | None = None
     cache_differs_at: int | None = None
     prompt_account: TokenAccount | None = None
@@ -120,6 +122,7 @@ class RequestOutput:
         self.finished = delta.finished
         self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
         self.num_cached_tokens = delta.num_cached_tokens
+        self.num_disk_tokens = delta.num_disk_tokens
         self.cache_hit_end = delta.cache_hit_end
         self.cache_differs_at = delta.cache_differs_at
         self.prompt_account = delta.prompt_account

@@ -136,6 +136,7 @@ class RequestTranscript:
             finished=is_finished,
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=request.num_cached_tokens or 0,
+            num_disk_tokens=request.num_disk_tokens,
             cache_hit_end=None if request.hit_end is None else request.hit_end.value,
             cache_differs_at=request.differs_at,
             prompt_account=request.account,

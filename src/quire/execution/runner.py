@@ -7,10 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from quire.execution.batch import BatchBuilder
+from quire.execution.disk_blocks import DiskBlocks
 from quire.execution.host_blocks import TieredBlocks
 from quire.execution.logprobs import measure, rows_per_tile
 from quire.execution.sampler import BAD_LOGITS, Sampler
 from quire.execution.storage import Storage, make_storages
+from quire.memory.ops import MemoryOps
 from quire.models.decoder import Decoder
 from quire.scheduling.plan import ItemResult, PlanItem, StepPlan, StepResult, TokenLogprobs
 
@@ -26,6 +28,7 @@ class ModelRunner:
         builder: turns a plan into the model's inputs.
         sampler: turns logits into tokens.
         host_bytes: of the host tier; 0 for none.
+        disk: the tier below that, if there is one.
     """
 
     def __init__(
@@ -35,10 +38,11 @@ class ModelRunner:
         builder: BatchBuilder,
         sampler: Sampler,
         host_bytes: int = 0,
+        disk: DiskBlocks | None = None,
     ) -> None:
         self._decoder = decoder
         self._storages = tuple(storages)
-        self._blocks = TieredBlocks(self._storages, host_bytes)
+        self._blocks = TieredBlocks(self._storages, host_bytes, disk)
         self._builder = builder
         self._sampler = sampler
 
@@ -52,6 +56,7 @@ class ModelRunner:
         device: str,
         dtype: torch.dtype,
         host_bytes: int = 0,
+        disk: DiskBlocks | None = None,
     ) -> ModelRunner:
         """Give a loaded decoder its KV memory, and all else that a step takes.
 
@@ -62,16 +67,22 @@ class ModelRunner:
             device: the decoder's.
             dtype: of the cache; the decoder's.
             host_bytes: of the host tier; 0 for none.
+            disk: the tier below that, if there is one.
         """
         place = torch.device(device)
         groups = decoder.cache_groups
         storages = make_storages(groups, num_blocks, block_size, dtype, place)
         builder = BatchBuilder(block_size, place, [group.kept for group in groups])
-        return cls(decoder, storages, builder, Sampler(place), host_bytes)
+        return cls(decoder, storages, builder, Sampler(place), host_bytes, disk)
 
     def measure_copies(self) -> float | None:
         """Return the bytes that move between the tiers in a second, None without a host tier; before the first plan."""
         return self._blocks.measure_copies()
+
+    @torch.inference_mode()
+    def move(self, ops: MemoryOps) -> None:
+        """Make movements without a step, and wait for the disk where they are too many for it."""
+        self._blocks.apply(ops.copies, ops.saves, wait=True)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -83,7 +94,7 @@ class ModelRunner:
         Returns:
             One result for each item, in the plan's order.
         """
-        self._blocks.apply(plan.ops.copies)
+        self._blocks.apply(plan.ops.copies, plan.ops.saves)
         self._sampler.follow(plan)
         batch = self._builder.build(plan)
         hidden = self._decoder(batch.input_ids, batch.positions, batch.groups, self._storages)

@@ -21,7 +21,7 @@ def check(manager: KVCacheManager) -> None:
     Raises:
         InvariantViolation: naming the first invariant that does not hold.
     """
-    for tier in Tier if manager.host is not None else (Tier.DEVICE,):
+    for tier in (Tier.DEVICE, Tier.HOST) if manager.host is not None else (Tier.DEVICE,):
         _check_tier(manager, tier)
     num_swapped = sum(state.is_swapped for state in manager.sequences.values())
     if num_swapped != (manager.host.num_sequences if manager.host is not None else 0):

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from quire.memory import swap
 from quire.memory.admission import count_loads, count_woken, judge, refuse_for_ever
+from quire.memory.archive import Archive
 from quire.memory.arena import build_arena
 from quire.memory.chain import Link, Namespace, TokenChain
 from quire.memory.continuation import publish_tail, tail_of
@@ -55,6 +56,7 @@ class KVCacheManager:
         snapshot_interval: tokens, a multiple of the block size: a group of states publishes one every so often.
         host_bytes: the memory of the host tier, its null block included; 0 for none.
         retention_limit: slabs (with one group: blocks) whose bytes blocks with the hint to evict them last may fill.
+        has_disk: what the host evicts is saved to disk; `archive` has the verbs for that.
         key: a secret for the digests, at most 64 bytes.
 
     Invariants: M1 to M11, checked by `quire.memory.invariants.check`.
@@ -73,6 +75,7 @@ class KVCacheManager:
         snapshot_interval: int | None = None,
         host_bytes: int = 0,
         retention_limit: int = 0,
+        has_disk: bool = False,
         key: bytes = b"",
     ) -> None:
         sizes = {spec.block_size for spec in specs}
@@ -86,6 +89,7 @@ class KVCacheManager:
         self.groups = tuple(CacheGroup(spec, pool) for spec, pool in zip(specs, self.arena.pools, strict=True))
         self.host = HostTier(self.arena, self.groups, host_bytes, policy) if host_bytes else None
         self.tables = BlockTables(self.arena, self.groups, self.pins, self.host)
+        self.archive = Archive(self.tables) if has_disk else None
         self._snapshots = Snapshots.of(self.groups, snapshot_interval)
         self.watermark = watermark
         self.enable_prefix_caching = enable_prefix_caching
@@ -468,6 +472,8 @@ class KVCacheManager:
             group.pool.reset()
         if self.host is not None:
             self.host.reset()
+        if self.archive is not None:
+            self.archive.forget_saves()
         self.pins.clear()
 
     def pin(self, name: str, chain: TokenChain) -> int:
@@ -495,11 +501,9 @@ class KVCacheManager:
 
     def take_ops(self) -> MemoryOps:
         """Hand over the movements that the workers must make before this step's kernels."""
-        if not self.tables.pending_copies:
-            return NO_OPS
-        ops = MemoryOps(tuple(self.tables.pending_copies))
-        self.tables.pending_copies = []
-        return ops
+        copies = self.tables.take_copies()
+        saves = () if self.archive is None else self.archive.take_saves()
+        return MemoryOps(copies, saves) if copies else NO_OPS
 
     def take_table_deltas(self, seq_id: int) -> tuple[TableDelta, ...]:
         """Hand over the table entries that changed since the last call for this sequence."""

@@ -11,6 +11,23 @@ class Tier(IntEnum):
 
     DEVICE = 0
     HOST = 1
+    DISK = 2
+
+
+class StoredBlock(NamedTuple):
+    """What a published block is, in a form that outlives the process.
+
+    Args:
+        group_idx: the cache group.
+        digest: its identity.
+        tokens: its own, as the link has them.
+        parent: the identity of the block before it, or of the namespace.
+    """
+
+    group_idx: int
+    digest: bytes
+    tokens: bytes
+    parent: bytes
 
 
 class BlockCopy(NamedTuple):
@@ -18,7 +35,8 @@ class BlockCopy(NamedTuple):
 
     Args:
         group_idx: the group.
-        src_id, dst_id: block ids, each of its own tier.
+        src_id, dst_id: block ids, each of its own tier. From disk: the ticket under which the block was read. To disk:
+            the place of what it is in `MemoryOps.saves`.
         src_tier, dst_tier: where the blocks lie.
     """
 
@@ -30,9 +48,15 @@ class BlockCopy(NamedTuple):
 
 
 class MemoryOps(NamedTuple):
-    """Ordered byte movements; a later one may read what an earlier one wrote, so they are never reordered."""
+    """Ordered byte movements; a later one may read what an earlier one wrote, so they are never reordered.
+
+    Args:
+        copies: the movements.
+        saves: what those are that go to disk.
+    """
 
     copies: tuple[BlockCopy, ...] = ()
+    saves: tuple[StoredBlock, ...] = ()
 
 
 class TableDelta(NamedTuple):

@@ -17,11 +17,14 @@ A line has what the command needs to be run again, and what came of it:
                              its published tail, or of the block that has its tokens already
  > SEQ ...                   swap_out: of these sequences together
  < SEQ ...                   swap_in
+ l TOKENS NAME ... GROUP:BLOCK:TICKET ...
+                             archive.adopt: for a hit of so many tokens, with the names of all its blocks
  r                           reset_prefix_cache
  + PIN TOKENS NAME ...       pin: of so many tokens, with names like a hit; pins are numbered
  - PIN                       unpin
  d SEQ [GROUP:START:ID,ID]   take_table_deltas: the block ids that the data plane is told
- o [GROUP:SRC>DST ...]       take_ops: the copies that it is told to make; an `h` follows the id of a host block
+ o [GROUP:SRC>DST ...]       take_ops: the copies that it is told to make; an `h` follows the id of a host block, a `d`
+                             the number of one on disk
  = COUNT ...                 no command: how many there were, and the counts of `Usage`, those of the host tier, if
                              there is one, behind them; every 256 commands and when the last sequence is freed
 ```
@@ -36,6 +39,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TextIO
 
+from quire.memory.archive import Archive, FetchedBlock
 from quire.memory.chain import DIGEST_BYTES, Link, TokenChain
 from quire.memory.manager import KVCacheManager
 from quire.memory.ops import BlockCopy, MemoryOps, TableDelta, Tier
@@ -48,11 +52,41 @@ COUNT_EVERY = 256
 # The first fields of `Usage` count blocks, sequences, tokens and events; the others follow from them.
 NUM_COUNTS = 9
 NUM_HOST_COUNTS = 10
+TIER_MARKS = {Tier.DEVICE: "", Tier.HOST: "h", Tier.DISK: "d"}
 
 
 def keyed_name(link: Link) -> str:
     """Return half of a block's digest: nobody without the manager's key can tell the tokens, or guess and compare."""
     return link[0][: DIGEST_BYTES // 2].hex()
+
+
+class RecordedArchive:
+    """An archive whose commands are written down with those of its manager.
+
+    Args:
+        archive: the manager's.
+        write: writes a line of the log.
+        name: see `RecordedMemory`.
+        block_size: tokens of a block.
+    """
+
+    def __init__(
+        self, archive: Archive, write: Callable[[str], None], name: Callable[[Link], str], block_size: int
+    ) -> None:
+        self.archive = archive
+        self.find_loads = archive.find_loads
+        self.saving_ops = archive.saving_ops
+        self._write = write
+        self._name = name
+        self._block_size = block_size
+
+    def adopt(self, chain: TokenChain, num_blocks: int, fetched: Sequence[FetchedBlock]) -> list[int]:
+        """See `Archive.adopt`."""
+        adopted = self.archive.adopt(chain, num_blocks, fetched)
+        names = map(self._name, chain.links(num_blocks)[:num_blocks])
+        blocks = (":".join(map(str, block)) for block in fetched)
+        self._write(" ".join([f"l {num_blocks * self._block_size}", *names, *blocks]))
+        return adopted
 
 
 class RecordedMemory:
@@ -97,6 +131,8 @@ class RecordedMemory:
         self._num_commands = 0
         self._pins: dict[str, int] = {}
         self._num_pins = 0
+        archive = manager.archive
+        self.archive = None if archive is None else RecordedArchive(archive, self._write, name, self.block_size)
         log.write(f"{TITLE} {VERSION} {settings.to_json()}\n")
         log.flush()
 
@@ -215,5 +251,5 @@ class RecordedMemory:
 
 
 def _movement(copy: BlockCopy) -> str:
-    src, dst = ("h" if tier is Tier.HOST else "" for tier in (copy.src_tier, copy.dst_tier))
+    src, dst = (TIER_MARKS[tier] for tier in (copy.src_tier, copy.dst_tier))
     return f"{copy.group_idx}:{copy.src_id}{src}>{copy.dst_id}{dst}"

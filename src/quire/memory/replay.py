@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from quire.errors import InvariantViolation, LogError
+from quire.memory.archive import FetchedBlock
 from quire.memory.chain import Link, Namespace, TokenChain
 from quire.memory.invariants import check
 from quire.memory.recorder import TITLE, VERSION, RecordedMemory
@@ -27,6 +28,7 @@ VERBS = {
     "f": "free",
     ">": "swap_out",
     "<": "swap_in",
+    "l": "adopt",
     "r": "reset_prefix_cache",
     "+": "pin",
     "-": "unpin",
@@ -173,6 +175,7 @@ class _Replay:
             "f": self._free,
             ">": lambda words: self.memory.swap_out([int(word) for word in words]),
             "<": lambda words: self.memory.swap_in([int(word) for word in words]),
+            "l": self._adopt,
             "r": lambda _: self.memory.reset_prefix_cache(),
             "+": self._pin,
             "-": lambda words: self.memory.unpin(words[0]),
@@ -306,6 +309,14 @@ class _Replay:
             parent = self._blocks.number(name, parent)
             tokens[block_idx * size : (block_idx + 1) * size] = [parent] * size
         self.memory.publish(seq_id, num_computed)
+
+    def _adopt(self, words: list[str]) -> None:
+        num_tokens, archive = int(words[0]), self.memory.archive
+        num_blocks = num_tokens // self.memory.block_size
+        if archive is None:
+            raise ValueError("this memory has no disk")
+        fetched = [FetchedBlock(*map(int, word.split(":"))) for word in words[1 + num_blocks :]]
+        archive.adopt(self._prefix(num_tokens, words[1 : 1 + num_blocks]), num_blocks, fetched)
 
     def _pin(self, words: list[str]) -> None:
         self.memory.pin(words[0], self._prefix(int(words[1]), words[2:]))

@@ -31,6 +31,7 @@ class MemorySettings:
     snapshot_interval: int | None = None
     host_bytes: int = 0
     retention_limit: int = 0
+    has_disk: bool = False
 
     def build(self, key: bytes = b"") -> KVCacheManager:
         """Return a new manager.

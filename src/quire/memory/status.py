@@ -156,15 +156,20 @@ class PrefixHit(NamedTuple):
     num_host_tokens: int = 0
     parted_at: int = 0
 
-    def account(self, num_tokens: int) -> TokenAccount:
+    def account(self, num_tokens: int, num_disk_tokens: int = 0) -> TokenAccount:
         """Return the account of a sequence of so many tokens that opens on this hit.
 
         The last token is computed whatever is published; the others that are computed, because the hit ended.
+
+        Args:
+            num_tokens: of the sequence.
+            num_disk_tokens: of those that the host has, the ones that were loaded from disk for this sequence.
         """
         num_computed = num_tokens - self.num_tokens
         reasons = dict.fromkeys(HitEnd, 0)
         reasons[HitEnd.LAST_TOKEN] += 1
         reasons[self.end] += num_computed - 1
         num_device = self.num_tokens - self.num_copied - self.num_host_tokens
-        sources = TokenSources(num_device, self.num_host_tokens, 0, self.num_copied, num_computed)
+        num_host = self.num_host_tokens - num_disk_tokens
+        sources = TokenSources(num_device, num_host, num_disk_tokens, self.num_copied, num_computed)
         return TokenAccount(sources, tuple(reasons.values()))

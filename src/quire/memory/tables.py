@@ -152,6 +152,11 @@ class BlockTables:
         self.arena.moves.clear()
         return block_ids
 
+    def take_copies(self) -> tuple[BlockCopy, ...]:
+        """Hand over the movements that are asked for."""
+        copies, self.pending_copies = tuple(self.pending_copies), []
+        return copies
+
     def resident(self, seq_id: int) -> SequenceMemory:
         """Return what is kept of a live sequence whose blocks are on the device.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire.errors import InvariantViolation
@@ -41,6 +42,7 @@ class Admission:
         preemption: drops samples of a swapped family that no longer fits as one.
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: tokens of a step.
+        prepare: called for each sequence before its prefix is matched; it waits while that says False.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Admission:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        prepare: Callable[[Sequence], bool] | None = None,
     ) -> None:
         self._memory = memory
         self._queues = queues
@@ -59,6 +62,7 @@ class Admission:
         self._preemption = preemption
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._prepare = prepare
 
     def let_in(self, granted: list[tuple[Sequence, int]], spare: int) -> None:
         """Let in who waits or is swapped out, in order, until tokens, seats or memory say stop.
@@ -85,6 +89,8 @@ class Admission:
         """Open a waiting sequence on its longest hit and grant its first tokens, if there is room for all it has."""
         memory, num_tokens = self._memory, len(sequence.tokens)
         if _seats(sequence) > room.seats:
+            return False
+        if self._prepare is not None and not self._prepare(sequence):
             return False
         hit = memory.match_prefix(sequence.chain, sequence.request.hit_limit)
         step = self._max_num_batched_tokens
@@ -158,9 +164,10 @@ class Admission:
         num_queried = len(sequence.tokens)
         if hit.end in (HitEnd.DISABLED, HitEnd.LIMIT):
             num_queried = hit.num_tokens
-        account = hit.account(len(sequence.tokens))
+        num_staged = len({load.block_idx for load in hit.loads} & sequence.staged)
+        account = hit.account(len(sequence.tokens), num_staged * self._memory.block_size)
         if request.account is None:
-            request.note_hit(hit)
+            request.note_hit(hit, account)
             stats.first_time = stats.first_time.plus(account)
             stats.prefix_queries += num_queried
             stats.prefix_hits += hit.num_tokens

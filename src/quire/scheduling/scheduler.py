@@ -12,6 +12,7 @@ Invariants: S1 to S6.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 
 from quire.decoding.edits import Append, Finish, Fork
@@ -44,6 +45,8 @@ class Scheduler:
         policy: a name in `ORDER_POLICIES`.
         preemption_policy: a name in `PREEMPTION_POLICIES`: whose memory is taken.
         preemption_mode: "recompute", "swap" or "auto": how it is given back; see `Preemption`.
+        prepare: called for each sequence before its prefix is matched; it, and who is behind it, waits while that
+            says False.
 
     Attributes:
         waiting, running, swapped: see `Queues`.
@@ -60,6 +63,7 @@ class Scheduler:
         policy: str = "fcfs",
         preemption_policy: str = "last",
         preemption_mode: str = "auto",
+        prepare: Callable[[Sequence], bool] | None = None,
     ) -> None:
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(f"{max_num_batched_tokens} tokens a step cannot serve {max_num_seqs} sequences")
@@ -81,6 +85,7 @@ class Scheduler:
             self.preemption,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            prepare=prepare,
         )
         self._order = ORDER_POLICIES[policy]
         self._next_seq_id = 0

@@ -60,9 +60,14 @@ class Request:
         """Tokens of the prompt that were found in the prefix cache at the first admission; None before it."""
         return None if self.account is None else sum(self.account.sources) - self.account.sources.computed
 
-    def note_hit(self, hit: PrefixHit) -> None:
+    @property
+    def num_disk_tokens(self) -> int:
+        """Of the cached tokens, those for which blocks were loaded from disk."""
+        return 0 if self.account is None else self.account.sources.disk
+
+    def note_hit(self, hit: PrefixHit, account: TokenAccount) -> None:
         """Note on what the prompt is opened, without what only the operator may know."""
-        self.account = hit.account(self.num_prompt).told()
+        self.account = account.told()
         self.hit_end = hit.end.told
         self.differs_at = hit.differs_at
 

@@ -56,6 +56,8 @@ class Sequence:
     Attributes:
         num_computed: tokens whose KV is stored.
         is_open: True when the data plane knows the sequence.
+        is_staged: True once what is on disk of its prompt was brought up, or found not to be worth that.
+        staged: places in its chain of the blocks that were.
         key: its place in every queue: the smaller, the earlier.
     """
 
@@ -63,12 +65,14 @@ class Sequence:
         "chain",
         "finish_reason",
         "is_open",
+        "is_staged",
         "key",
         "num_computed",
         "num_prompt",
         "request",
         "sample_idx",
         "seq_id",
+        "staged",
         "status",
         "stop_reason",
         "tokens",
@@ -92,6 +96,8 @@ class Sequence:
         self.num_prompt = request.num_prompt
         self.num_computed = 0
         self.is_open = False
+        self.is_staged = False
+        self.staged: set[int] = set()
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None

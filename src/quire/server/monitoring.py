@@ -118,6 +118,7 @@ async def kv(state: ServerState, request: Request) -> Response:  # noqa: ARG001 
             "retention_limit_bytes": report.retention_limit_bytes,
             "residency": report.residency and {name: times._asdict() for name, times in report.residency.items()},
             "host": host_to_json(usage),
+            "disk": None if stats.disk is None else stats.disk._asdict(),
         }
     )
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from quire.errors import InvariantViolation
-from quire.memory.ops import BlockCopy, Tier
+from quire.memory.ops import BlockCopy, MemoryOps, Tier
 from quire.memory.pool import NULL_BLOCK
 from quire.memory.specs import FullAttention, KVCacheSpec
 from quire.scheduling.plan import ItemResult, Opening, PlanItem, StepPlan, StepResult
@@ -73,6 +73,11 @@ class SimulatedExecutor:
 
     def measure_copies(self) -> None:
         """Return None: time has no meaning here."""
+
+    def move(self, ops: MemoryOps) -> None:
+        """Perform movements without a step."""
+        for copy in ops.copies:
+            self._copy_block(copy)
 
     def close(self) -> None:
         """Forget everything."""
@@ -185,6 +190,9 @@ class CountingExecutor:
 
     def measure_copies(self) -> None:
         """Return None: there is nothing to copy."""
+
+    def move(self, ops: MemoryOps) -> None:
+        """Do nothing."""
 
     def close(self) -> None:
         """Do nothing."""

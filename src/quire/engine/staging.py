@@ -1,0 +1,149 @@
+"""Staging: what of a waiting prompt lies on disk is brought to host memory before its prefix is matched.
+
+The scheduler calls it for the sequence that is next to be let in: nothing is read for those who still wait long.
+A step reads no more tokens than it could compute; a sequence with more on disk waits until all of it is there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as Blocks
+
+from quire.distributed.executor import Executor
+from quire.errors import WorkerError
+from quire.execution.disk_blocks import DiskBlocks
+from quire.execution.prefix_store import StoreStats
+from quire.memory.archive import Archive, DiskLoad, FetchedBlock
+from quire.memory.ops import MemoryOps
+from quire.memory.recorder import RecordedArchive
+from quire.sequences.sequence import Sequence
+
+logger = logging.getLogger(__name__)
+
+# Of the loads that seem slower than computing, so many are left out before one is made, which measures anew.
+REFUSALS = 16
+# How much a new measurement of the speed of computing counts.
+WEIGHT = 0.2
+
+
+class Staging:
+    """Loads stored blocks where that is faster than computing their tokens.
+
+    Args:
+        archive: the memory's verbs for it.
+        disk: has the blocks; closed with this.
+        block_size: tokens of a block.
+        block_bytes: of each cache group.
+        step_tokens: the most tokens of a step.
+    """
+
+    def __init__(
+        self,
+        archive: Archive | RecordedArchive,
+        disk: DiskBlocks,
+        *,
+        block_size: int,
+        block_bytes: Blocks[int],
+        step_tokens: int,
+    ) -> None:
+        self._archive = archive
+        self._disk = disk
+        self._block_size = block_size
+        self._block_bytes = tuple(block_bytes)
+        self._step_blocks = max(1, step_tokens // block_size)
+        self._spare = self._step_blocks
+        self._tokens_per_s: float | None = None
+        self._num_refused = 0
+
+    def begin_step(self) -> None:
+        """Note that a step begins: it may load as much as one may."""
+        self._spare = self._step_blocks
+
+    def note_prefill(self, num_tokens: int, seconds: float) -> None:
+        """Note how long a step took that computed prompts.
+
+        Args:
+            num_tokens: of the step.
+            seconds: that it took.
+        """
+        rate = num_tokens / max(seconds, 1e-9)
+        before = self._tokens_per_s
+        self._tokens_per_s = rate if before is None else before + WEIGHT * (rate - before)
+
+    def prepare(self, sequence: Sequence) -> bool:
+        """Bring up what is on disk of a sequence that is to be let in; False while there is more to come."""
+        if sequence.is_staged:
+            return True
+        num_blocks, loads = self._archive.find_loads(sequence.chain, self._disk.holds, sequence.request.hit_limit)
+        if loads and (sequence.staged or self._is_worth_it(loads)):
+            # The first places of the chain, each with the blocks of all groups.
+            places = sorted({load.block_idx for load in loads})[: self._spare]
+            self._spare -= len(places)
+            part = [load for load in loads if load.block_idx in places]
+            # What was lost again meanwhile is not loaded twice: the host is too small for it.
+            is_new = sequence.staged.isdisjoint(places)
+            if is_new and self._load(sequence, num_blocks, part) and len(part) < len(loads):
+                return False
+        sequence.is_staged = True
+        return True
+
+    def reset(self) -> None:
+        """Make nothing that was saved until now be hit again."""
+        self._disk.reset()
+
+    def save_all(self, executor: Executor, pending: MemoryOps) -> None:
+        """Save all that is published, so that it is found after a restart; the process may be killed on the way.
+
+        Args:
+            executor: makes the movements.
+            pending: movements that were asked for and not made yet.
+        """
+        ops = self._archive.saving_ops()
+        num_bytes, copies = 0, []
+        # What is evicted last is worth most: it is saved first, as far as the disk has room.
+        for copy in reversed(ops.copies):
+            num_bytes += self._block_bytes[copy.group_idx]
+            if num_bytes > self._disk.capacity:
+                break
+            copies.append(copy)
+        try:
+            executor.move(pending)
+            executor.move(MemoryOps(tuple(copies), ops.saves))
+        except WorkerError as error:
+            logger.warning("not all of the prefix cache could be saved: %s", error)
+        # And it is to be deleted last.
+        self._disk.touch(ops.saves)
+
+    def close(self) -> None:
+        """Write what waits, and let go of the disk."""
+        self._disk.close()
+
+    @property
+    def stats(self) -> StoreStats:
+        """The counters of the store."""
+        return self._disk.stats
+
+    def _load(self, sequence: Sequence, num_blocks: int, loads: Blocks[DiskLoad]) -> bool:
+        """Read blocks and publish them on the host; False where not all of them could be had."""
+        fetched = []
+        for load in loads:
+            ticket = self._disk.fetch(load.block)
+            if ticket is None:
+                break
+            fetched.append(FetchedBlock(load.block.group_idx, load.block_idx, ticket))
+        adopted = set(self._archive.adopt(sequence.chain, num_blocks, fetched)) if fetched else set()
+        self._disk.drop(block.ticket for block in fetched if block.ticket not in adopted)
+        sequence.staged.update(block.block_idx for block in fetched if block.ticket in adopted)
+        return len(adopted) == len(loads)
+
+    def _is_worth_it(self, loads: Blocks[DiskLoad]) -> bool:
+        """Say whether loading is faster than computing, as far as both have been measured."""
+        stats = self._disk.stats
+        if self._tokens_per_s is None or not stats.loaded_bytes:
+            return True
+        num_bytes = sum(self._block_bytes[load.block.group_idx] for load in loads)
+        num_tokens = len({load.block_idx for load in loads}) * self._block_size
+        if num_bytes * stats.load_s / stats.loaded_bytes < num_tokens / self._tokens_per_s:
+            return True
+        self._num_refused += 1
+        return self._num_refused % REFUSALS == 0

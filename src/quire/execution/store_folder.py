@@ -1,0 +1,90 @@
+"""The folder of a durable prefix cache: one engine's at a time, with the secret that its digests are keyed with."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+from pathlib import Path
+
+from quire.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+KEY_BYTES = 32
+
+
+class StoreFolder:
+    """A folder that this process alone uses until `close`, or until it ends, however it ends.
+
+    What lies in it can be read by its owner only: it holds what people asked, and what it was computed from.
+
+    Args:
+        path: made if it is not there.
+
+    Attributes:
+        key: the secret of the digests: random, drawn when the folder was made. Digests must be the same after a
+            restart, and nobody who can only send requests must be able to construct one.
+
+    Raises:
+        ConfigError: the folder cannot be made or written, or another engine uses it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise _unusable(path, error) from error
+        try:
+            self._take_lock()
+            self.key = self._read_key() or self._make_key()
+        except OSError as error:
+            os.close(self._lock)
+            raise _unusable(path, error) from error
+        except ConfigError:
+            os.close(self._lock)
+            raise
+
+    def close(self) -> None:
+        """Let others use the folder."""
+        os.close(self._lock)
+
+    def _take_lock(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"prefix_cache_dir {self.path} is in use by another engine; give each engine a folder of its own",
+                field="prefix_cache_dir",
+            ) from None
+
+    def _read_key(self) -> bytes | None:
+        """Return the key, None where there is none or it is damaged: then no digest in the folder can be met again."""
+        path = self.path / "key"
+        if not path.exists():
+            return None
+        key = path.read_bytes()
+        if len(key) == KEY_BYTES:
+            return key
+        logger.warning("%s has %d bytes instead of %d: the prefix cache begins anew", path, len(key), KEY_BYTES)
+        return None
+
+    def _make_key(self) -> bytes:
+        """Draw a key and put it in place whole."""
+        key, part = os.urandom(KEY_BYTES), self.path / "key.new"
+        part.unlink(missing_ok=True)
+        file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with open(file, "wb") as stream:
+            stream.write(key)
+            stream.flush()
+            os.fsync(file)
+        part.replace(self.path / "key")
+        return key
+
+
+def _unusable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"prefix_cache_dir must be a folder that can be written: {path}: {error.strerror}", field="prefix_cache_dir"
+    )

@@ -1,0 +1,55 @@
+"""What a model's KV depends on besides the tokens, as one digest: weights, configuration, and how both are used.
+
+Names, sizes and headers tell fine-tuned weights not apart, and no sample of their bytes does so surely. So every byte
+is read, once: the digest of a file is remembered with what the file system knows of it, and a file that nobody has
+touched since is not read again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from hashlib import blake2b, file_digest
+from pathlib import Path
+from typing import Any
+
+from quire.models.checkpoint import Checkpoint
+
+
+def fingerprint(checkpoint: Checkpoint, layout: Sequence[str], known: Path, num_bytes: int = 16) -> bytes:
+    """Return a digest that is another wherever KV could be another.
+
+    Args:
+        checkpoint: the model's files; where they lie does not matter.
+        layout: in words, all else: dtype, what computes, cache groups.
+        known: a JSON file that remembers the digests of files; made if it is not there or cannot be read.
+        num_bytes: of the digest.
+    """
+    remembered = _read(known)
+    paths = sorted({tensor.path for tensor in checkpoint.tensors.values()})
+    digests = {}
+    for path in paths:
+        # Links are followed; whoever writes to a file, or puts another in its place, changes one of these.
+        status = path.stat()
+        name = json.dumps([status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns])
+        digests[name] = remembered.get(name) or _digest(path)
+    if remembered != digests:
+        part = known.with_name(known.name + ".new")
+        part.write_text(json.dumps(remembered | digests))
+        os.replace(part, known)
+    parts = [json.dumps(dict(checkpoint.config), sort_keys=True), *digests.values(), *layout]
+    return blake2b(json.dumps(parts).encode(), digest_size=num_bytes).digest()
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return file_digest(file, "sha256").hexdigest()
+
+
+def _read(known: Path) -> dict[str, str]:
+    try:
+        remembered: Any = json.loads(known.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return remembered if isinstance(remembered, dict) else {}

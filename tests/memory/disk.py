@@ -1,0 +1,81 @@
+"""What a small world has on disk: saved blocks, each under a number, and loads of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from quire.memory import BlockCopy, MemoryOps, Namespace, Tier
+from quire.memory.archive import Archive, FetchedBlock
+from quire.memory.invariants import snapshot
+from quire.memory.ops import StoredBlock
+
+if TYPE_CHECKING:
+    from tests.memory.world import World
+
+# Apart for each group, so that the numbers of no two groups name the same bytes.
+GROUP_STRIDE = 1_000_000
+
+
+class Disk:
+    """The disk of a world; a block's number there serves as its ticket when it comes back.
+
+    Args:
+        world: whose manager has an archive.
+        archive: of the manager.
+    """
+
+    def __init__(self, world: World, archive: Archive) -> None:
+        self.world = world
+        self.archive = archive
+        self.numbers: dict[StoredBlock, int] = {}
+        self.num_saves = 0
+        self.num_resets = 0
+
+    def note(self, ops: MemoryOps) -> list[BlockCopy]:
+        """Return movements as the world makes them: each save under a number of its own."""
+        copies = []
+        for copy in ops.copies:
+            if copy.dst_tier is Tier.DISK:
+                block = ops.saves[copy.dst_id]
+                assert block.group_idx == copy.group_idx
+                self.num_saves += 1
+                self.numbers[block] = copy.group_idx * GROUP_STRIDE + self.num_saves
+                copy = copy._replace(dst_id=self.numbers[block])
+            copies.append(copy)
+        assert sum(copy.dst_tier is Tier.DISK for copy in copies) == len(ops.saves), "a save without a movement"
+        return copies
+
+    def load(self, tokens: list[int], namespace: Namespace, max_tokens: int | None = None) -> int:
+        """Bring up what of a prompt is on disk only, and find that nothing of a hit is missing then."""
+        world, manager = self.world, self.world.manager
+        world.perform_copies()
+        if manager.num_resets != self.num_resets:
+            self.num_resets = manager.num_resets
+            self.numbers.clear()
+        chain = manager.chain(tokens, namespace)
+        before = snapshot(manager)
+        num_blocks, loads = self.archive.find_loads(chain, self.numbers.__contains__, max_tokens)
+        assert snapshot(manager) == before, "a question changed the manager"
+        if world.has_twin and world.twin.host is not None:
+            mine = [(load.block_idx, load.block.group_idx) for load in loads]
+            assert mine == world.twin.host.find_loads(namespace, tokens, max_tokens, self.contents())
+        fetched = [FetchedBlock(load.block.group_idx, load.block_idx, self.numbers[load.block]) for load in loads]
+        adopted = self.archive.adopt(chain, num_blocks, fetched)
+        assert adopted == [block.ticket for block in fetched], "find_loads named more than there is room for"
+        if world.has_twin and world.twin.host is not None:
+            places = [(block.block_idx, block.group_idx) for block in fetched]
+            world.twin.host.adopt(namespace, tokens, num_blocks, places)
+        world.verify()
+        hit = manager.match_prefix(chain, max_tokens)
+        assert hit.num_tokens >= num_blocks * world.size.block_size, "what was loaded is not found"
+        return len(adopted)
+
+    def contents(self) -> set[tuple[int, Namespace, tuple[int, ...]]]:
+        """Return what is on disk: the prefixes of whose last blocks the bytes are there."""
+        contents = set()
+        for block, number in self.numbers.items():
+            slots = self.world.bytes_of(block.group_idx, number, self.world.size.block_size - 1)
+            content = self.world.stored[Tier.DISK][slots[0]]
+            assert content is not None, "a block was saved that held nothing"
+            contents.add((block.group_idx, *content))
+        return contents

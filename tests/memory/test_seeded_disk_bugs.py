@@ -1,0 +1,105 @@
+"""Bugs of the disk put in on purpose, and the nets that must catch them; see `test_seeded_bugs`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from quire.errors import InvariantViolation
+from quire.memory import BlockCopy, Tier, TokenChain, archive
+from quire.memory.archive import Archive, FetchedBlock, Shelf
+from quire.memory.chain import Link
+from quire.memory.manager import KVCacheManager
+from tests.memory.nets import disk_reading_back, disk_twin
+
+Patch = pytest.MonkeyPatch
+
+
+def save_nothing(patch: Patch) -> None:
+    patch.setattr(Shelf, "keep", lambda *_: None)
+
+
+def save_after_the_block_is_taken(patch: Patch) -> None:
+    def save(self: Archive, group_idx: int, block_id: int, link: Link) -> None:
+        self._late.append(BlockCopy(group_idx, block_id, len(self._saves), Tier.HOST, Tier.DISK))  # type: ignore[attr-defined]
+        self._saves.append(archive.describe(group_idx, link))
+        self.num_saves += 1
+
+    honest = KVCacheManager.take_ops
+
+    def take_ops(self: KVCacheManager) -> object:
+        if self.archive is not None:
+            self.tables.pending_copies += LATE.pop(id(self.archive), [])
+        return honest(self)
+
+    LATE: dict[int, list[BlockCopy]] = {}
+    patch.setattr(Archive, "_late", property(lambda self: LATE.setdefault(id(self), [])), raising=False)
+    patch.setattr(Archive, "save", save)
+    patch.setattr(KVCacheManager, "take_ops", take_ops)
+
+
+def publish_without_the_bytes(patch: Patch) -> None:
+    honest = Archive.adopt
+
+    def adopt(self: Archive, chain: TokenChain, num_blocks: int, fetched: Sequence[FetchedBlock]) -> list[int]:
+        adopted = honest(self, chain, num_blocks, fetched)
+        pending = self._tables.pending_copies
+        pending[:] = [copy for copy in pending if copy.src_tier is not Tier.DISK]
+        return adopted
+
+    patch.setattr(Archive, "adopt", adopt)
+
+
+def load_into_the_next_place(patch: Patch) -> None:
+    honest = Archive.adopt
+
+    def adopt(self: Archive, chain: TokenChain, num_blocks: int, fetched: Sequence[FetchedBlock]) -> list[int]:
+        tickets = [block.ticket for block in fetched]
+        mixed = [block._replace(ticket=ticket) for block, ticket in zip(fetched, reversed(tickets), strict=True)]
+        return honest(self, chain, num_blocks, mixed)[::-1]
+
+    patch.setattr(Archive, "adopt", adopt)
+
+
+def let_loads_make_room_for_each_other(patch: Patch) -> None:
+    patch.setattr(Archive, "_resting", lambda *_: [])
+
+
+def keep_what_was_adopted(patch: Patch) -> None:
+    """Release nothing at the end: host blocks with holders that no table names."""
+    honest = archive._published_as
+    patch.setattr(archive, "_published_as", lambda pool, digest: honest(pool, digest) if pool.free else ())
+
+
+def load_what_the_device_has(patch: Patch) -> None:
+    patch.setattr(archive._Reach, "_is_on_a_tier", lambda *_: False)
+
+
+def load_dead_blocks(patch: Patch) -> None:
+    honest = archive._Reach.loads
+    patch.setattr(archive._Reach, "loads", lambda self, _, end: honest(self, 0, end))
+
+
+CAUGHT: list[tuple[Callable[[Patch], None], tuple[Callable[[], None], ...]]] = [
+    (save_nothing, (disk_twin,)),
+    (save_after_the_block_is_taken, (disk_reading_back, disk_twin)),
+    (publish_without_the_bytes, (disk_reading_back, disk_twin)),
+    (load_into_the_next_place, (disk_reading_back, disk_twin)),
+    (let_loads_make_room_for_each_other, (disk_reading_back, disk_twin)),
+    (keep_what_was_adopted, (disk_reading_back, disk_twin)),
+    (load_what_the_device_has, (disk_reading_back, disk_twin)),
+    (load_dead_blocks, (disk_twin,)),
+]
+
+
+@pytest.mark.parametrize(
+    ("seed_bug", "net"),
+    [pytest.param(bug, net, id=f"{bug.__name__} - {net.__name__}") for bug, nets in CAUGHT for net in nets],
+)
+def test_the_net_catches_the_bug(
+    monkeypatch: pytest.MonkeyPatch, seed_bug: Callable[[Patch], None], net: Callable[[], None]
+) -> None:
+    seed_bug(monkeypatch)
+    with pytest.raises((AssertionError, InvariantViolation, LookupError, StopIteration, ValueError)):
+        net()
