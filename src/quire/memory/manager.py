@@ -84,7 +84,7 @@ class KVCacheManager:
         self.block_size = sizes.pop()
         block_bytes = [spec.bytes_per_block for spec in specs]
         policy = EVICTION_POLICIES[eviction]
-        self.arena = build_arena(block_bytes, num_blocks, num_bytes, policy, retention_limit)
+        self.arena = build_arena(block_bytes, num_blocks, num_bytes, policy, retention_limit=retention_limit)
         self.pins = Pins(self.arena, pin_limit)
         self.groups = tuple(CacheGroup(spec, pool) for spec, pool in zip(specs, self.arena.pools, strict=True))
         self.host = HostTier(self.arena, self.groups, host_bytes, policy) if host_bytes else None
