@@ -107,8 +107,8 @@ def verify_host_index(world: World, spoken: Iterable[Namespace]) -> None:
                 ancestor = ancestor[2]
             assert ancestor is not None
             prefixes = world.prefixes(namespaces[ancestor[1]], tokens, len(tokens))
-            places = [(Tier.HOST, block_id)] * (len(tokens) // world.size.block_size)
-            first = len(tokens) - world.size.block_size
+            places = [(Tier.HOST, block_id)] * -(-len(tokens) // world.size.block_size)
+            first = len(tokens) - len(array("I", link[1]))
             world.positions_hold(group_idx, places, prefixes, range(first, len(tokens)))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from quire.errors import InvariantViolation
 from quire.memory import (
     BlockCopy,
     FullAttention,
@@ -213,3 +214,18 @@ def test_what_meets_a_collision_on_its_way_back_is_published_no_more(monkeypatch
     assert (state.num_published, state.is_publishing) == (0, False)
     assert memory.append_slots(1, 1) is True
     check(memory)
+
+
+def test_check_finds_a_sequence_on_both_tiers_and_one_that_is_not_counted() -> None:
+    memory = open_memory(4, 4)
+    enter(memory, 1, list(range(8)))
+    memory.swap_out([1])
+    assert memory.host is not None
+    memory.host.num_sequences = 0
+    with pytest.raises(InvariantViolation, match=r"M1.* 1 sequences are swapped out"):
+        check(memory)
+    memory.host.num_sequences = 1
+    memory.groups[0].pool.retain([1])
+    memory.sequences[1].tables[0] = [1]
+    with pytest.raises(InvariantViolation, match=r"M2.* on both tiers"):
+        check(memory)
