@@ -185,13 +185,13 @@ def test_a_family_that_fits_no_more_loses_its_last_samples_to_recomputation(
     family = rig.add(job(9, 14, n=2), seed=1)
     rig.step()
     step_until_swapped(rig)
-    can_swap_in = KVCacheManager.can_swap_in
+    can_swap_in = rig.memory.can_swap_in
 
-    def can_only_swap_in_few(memory: KVCacheManager, seq_ids: list[int], *args: Any) -> AllocStatus:
-        status = can_swap_in(memory, seq_ids, *args)
+    def can_only_swap_in_few(seq_ids: list[int], *args: Any) -> AllocStatus:
+        status = can_swap_in(seq_ids, *args)
         return status if len(seq_ids) <= num_fitting else status._replace(verdict=Verdict.LATER)
 
-    monkeypatch.setattr(KVCacheManager, "can_swap_in", can_only_swap_in_few)
+    monkeypatch.setattr(rig.memory, "can_swap_in", can_only_swap_in_few)
     ids, num_openings = {sequence.seq_id for sequence in family.sequences}, 0
     stats = rig.scheduler.stats
     num_lost = stats.num_preemptions - stats.num_swaps
