@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quire.errors import InvariantViolation
-from quire.memory import FullAttention, KVCacheManager, MemoryOps, Tier
+from quire.memory import FullAttention, KVCacheManager, MemoryOps, RecurrentState, Tier
 from quire.memory.status import AllocStatus, Verdict
 from quire.scheduling import SwapCosts
 from quire.scheduling.preemption import Loss
@@ -267,3 +267,23 @@ def test_a_release_counts_what_nobody_else_holds() -> None:
     assert memory.append_slots(2, 1)
     memory.publish(2, 11)
     assert memory.would_release([2]) == (block_bytes, 3), "the copied tail: tokens 8, 9 and 10"
+
+
+def test_a_release_of_a_state_loses_all_that_it_sums_up() -> None:
+    state = RecurrentState(block_size=4, layer_bytes=FullAttention(block_size=4).bytes_per_block)
+    memory = KVCacheManager([FullAttention(block_size=4), state], 20)
+    block_bytes = state.bytes_per_block
+    tokens = list(range(10))
+    chain = memory.chain(tokens, Rig(Setting()).add(job(1, 1), seed=0).namespace)
+    memory.allocate(1, chain, memory.match_prefix(chain))
+    for length in (8, 10):
+        assert memory.append_slots(1, length - memory.sequences[1].num_slots)
+        memory.publish(1, length)
+    assert memory.would_release([1]) == (4 * block_bytes, 10)
+    copy = tokens.copy()
+    memory.fork(1, 2, copy)
+    assert memory.would_release([1]) == (0, 0), "the child keeps it all"
+    copy.append(5)
+    assert memory.append_slots(2, 1)
+    memory.publish(2, 11)
+    assert memory.would_release([2]) == (2 * block_bytes, 11), "the copied tail, and the state"
