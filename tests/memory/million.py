@@ -49,15 +49,26 @@ def random_world(rng: random.Random) -> CountingWorld:
     size = WorldSize(
         rng.randrange(1, 13), rng.randrange(1, 5), rng.randrange(3), caching=rng.random() < 0.9, kinds=kinds
     )
-    size = size._replace(interval=rng.choice((None, size.block_size, 2 * size.block_size)))
+    size = size._replace(
+        interval=rng.choice((None, size.block_size, 2 * size.block_size)),
+        pins=rng.choice((0, 0, 1, 4)),
+        retention=rng.choice((0, 0, 2, 5)),
+    )
+    host_blocks = rng.choice((0, 0, rng.randrange(1, 6), rng.randrange(6, 25)))
     if rng.random() < 0.5:
-        return CountingWorld(size)
+        return CountingWorld(size._replace(host_blocks=host_blocks))
     size = size._replace(eviction=rng.choice(tuple(EVICTION_POLICIES)))
     if len(kinds) > 1:
         # Blocks of different sizes, which move and are lent by the slab.
         layers = tuple(rng.randrange(1, 5) for _ in kinds)
         block_bytes = max(layers) * size.block_size * 2
-        size = size._replace(layers=layers, num_bytes=block_bytes * 4 * rng.randrange(3, 10))
+        size = size._replace(
+            layers=layers,
+            num_bytes=block_bytes * 4 * rng.randrange(3, 10),
+            host_bytes=block_bytes * 4 * rng.choice((0, 0, 3, 6, 10)),
+        )
+    else:
+        size = size._replace(host_blocks=host_blocks)
     return CountingWorld(size, has_twin=False)
 
 

@@ -10,6 +10,7 @@ from quire.memory import (
     KVCacheManager,
     Namespace,
     PrefixHit,
+    RecurrentState,
     TokenAccount,
     TokenSources,
     Verdict,
@@ -22,14 +23,6 @@ from tests.memory.twin import Kind
 from tests.memory.world import NAMESPACES, World, WorldSize
 
 PUBLISHED = list(range(12))
-
-
-class Undivided(FullAttention):
-    """A kind of cache of whose blocks only the whole can be used."""
-
-    @property
-    def is_divisible(self) -> bool:
-        return False
 
 
 def ask(world: World, tokens: list[int], namespace: Namespace = NAMESPACES[0]) -> PrefixHit:
@@ -109,20 +102,22 @@ def test_a_copy_of_what_others_hold_needs_a_block() -> None:
     assert 2 not in world.tokens
 
 
-def test_blocks_that_only_the_whole_can_be_used_of_are_not_divided() -> None:
-    memory = KVCacheManager([Undivided(block_size=4), FullAttention(block_size=4)], 8)
+def test_beside_a_state_no_block_is_used_in_part() -> None:
+    state = RecurrentState(block_size=4, num_layers=1, layer_bytes=16)
+    memory = KVCacheManager([FullAttention(block_size=4), state], 8)
     chain = memory.chain(PUBLISHED[:11], Namespace())
     memory.allocate(1, chain, memory.match_prefix(chain))
-    memory.append_slots(1, 11)
-    memory.publish(1, 11)
+    for num_tokens in (8, 11):
+        memory.append_slots(1, memory.step_limit(1, num_tokens - memory.sequences[1].num_slots))
+        memory.publish(1, num_tokens)
     memory.free(1)
     check(memory)
-    assert memory.usage().idle == 4, "its tail is not published"
+    assert memory.usage().idle == 2 + 1, "its tail is published"
     ends = [
-        memory.match_prefix(memory.chain([*PUBLISHED[:6], *more], Namespace()))[:3:2]
-        for more in ([], [6], [6, 7], [99, 99, 99])
+        memory.match_prefix(memory.chain([*PUBLISHED[:9], *more], Namespace()))[:3:2]
+        for more in ([], [9], [9, 10, 11], [99, 99, 99])
     ]
-    assert ends == [(4, HitEnd.LAST_TOKEN), (4, HitEnd.LAST_TOKEN), (4, HitEnd.LAST_TOKEN), (4, HitEnd.DIFFERENT)]
+    assert ends == [(8, HitEnd.LAST_TOKEN), (8, HitEnd.LAST_TOKEN), (8, HitEnd.LAST_TOKEN), (8, HitEnd.LAST_TOKEN)]
 
 
 # ---- tails ----
@@ -188,7 +183,6 @@ def test_no_tail_after_a_reset_or_an_unsound_end_or_of_what_is_not_computed() ->
     world.manager.free(2, is_sound=False)
     world.manager.free(3)
     world.manager.reset_prefix_cache()
-    assert world.manager.tail_link(1) is None
     world.manager.free(1)
     assert world.manager.usage().idle == 0
     check(world.manager)

@@ -135,7 +135,7 @@ def test_a_hit_ends_at_the_last_snapshot_and_says_so() -> None:
     hit = ask(world, list(range(17)))
     assert (hit.num_tokens, hit.end, hit.parted_at) == (16, HitEnd.LAST_TOKEN, 0)
     hit = ask(world, [99] * 9)
-    assert (hit.num_tokens, hit.end, hit.group_idx, hit.parted_at) == (0, HitEnd.NOT_PUBLISHED, 0, 0)
+    assert (hit.num_tokens, hit.end, hit.group_idx, hit.parted_at) == (0, HitEnd.NEVER_SEEN, None, 0)
 
 
 def test_the_second_prompt_that_parts_takes_the_snapshot_that_the_third_hits() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quire.errors import InvariantViolation
-from quire.memory import FullAttention, KVCacheManager, MemoryOps, Tier
+from quire.memory import FullAttention, KVCacheManager, MemoryOps, RecurrentState, Tier
 from quire.memory.status import AllocStatus, Verdict
 from quire.scheduling import SwapCosts
 from quire.scheduling.preemption import Loss
@@ -185,13 +185,13 @@ def test_a_family_that_fits_no_more_loses_its_last_samples_to_recomputation(
     family = rig.add(job(9, 14, n=2), seed=1)
     rig.step()
     step_until_swapped(rig)
-    can_swap_in = KVCacheManager.can_swap_in
+    can_swap_in = rig.memory.can_swap_in
 
-    def can_only_swap_in_few(memory: KVCacheManager, seq_ids: list[int], *args: Any) -> AllocStatus:
-        status = can_swap_in(memory, seq_ids, *args)
+    def can_only_swap_in_few(seq_ids: list[int], *args: Any) -> AllocStatus:
+        status = can_swap_in(seq_ids, *args)
         return status if len(seq_ids) <= num_fitting else status._replace(verdict=Verdict.LATER)
 
-    monkeypatch.setattr(KVCacheManager, "can_swap_in", can_only_swap_in_few)
+    monkeypatch.setattr(rig.memory, "can_swap_in", can_only_swap_in_few)
     ids, num_openings = {sequence.seq_id for sequence in family.sequences}, 0
     stats = rig.scheduler.stats
     num_lost = stats.num_preemptions - stats.num_swaps
@@ -267,3 +267,23 @@ def test_a_release_counts_what_nobody_else_holds() -> None:
     assert memory.append_slots(2, 1)
     memory.publish(2, 11)
     assert memory.would_release([2]) == (block_bytes, 3), "the copied tail: tokens 8, 9 and 10"
+
+
+def test_a_release_of_a_state_loses_all_that_it_sums_up() -> None:
+    state = RecurrentState(block_size=4, layer_bytes=FullAttention(block_size=4).bytes_per_block)
+    memory = KVCacheManager([FullAttention(block_size=4), state], 20)
+    block_bytes = state.bytes_per_block
+    tokens = list(range(10))
+    chain = memory.chain(tokens, Rig(Setting()).add(job(1, 1), seed=0).namespace)
+    memory.allocate(1, chain, memory.match_prefix(chain))
+    for length in (8, 10):
+        assert memory.append_slots(1, length - memory.sequences[1].num_slots)
+        memory.publish(1, length)
+    assert memory.would_release([1]) == (4 * block_bytes, 10)
+    copy = tokens.copy()
+    memory.fork(1, 2, copy)
+    assert memory.would_release([1]) == (0, 0), "the child keeps it all"
+    copy.append(5)
+    assert memory.append_slots(2, 1)
+    memory.publish(2, 11)
+    assert memory.would_release([2]) == (2 * block_bytes, 11), "the copied tail, and the state"

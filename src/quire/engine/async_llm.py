@@ -15,7 +15,7 @@ from typing import Any
 
 from quire.config import EngineConfig, ResolvedConfig
 from quire.engine.commands import Abort, Call, Stream
-from quire.engine.engine import Engine, EngineStats
+from quire.engine.engine import Engine
 from quire.engine.kv_report import KvReport
 from quire.engine.loading import LoadedModel, load
 from quire.engine.metrics import Metrics
@@ -23,7 +23,7 @@ from quire.engine.outputs import RequestOutput
 from quire.engine.pinning import ONE_TOKEN
 from quire.engine.prompts import Prompt
 from quire.engine.reservation import Reservation
-from quire.engine.stats import Health
+from quire.engine.stats import EngineStats, Health
 from quire.errors import QueueFull, RequestError, WorkerError
 from quire.memory.usage import Usage
 from quire.sequences.params import SamplingParams

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from hashlib import blake2b
-from typing import NamedTuple, TextIO
+from typing import TextIO
 
 from quire.config import ResolvedConfig
 from quire.decoding.edits import Append, Finish
@@ -16,12 +16,11 @@ from quire.engine.pinning import PrefixPins
 from quire.engine.prompts import Prompt, to_tokens
 from quire.engine.residency import Residency
 from quire.engine.staging import Staging
-from quire.engine.stats import StepStats, Totals
+from quire.engine.stats import EngineStats, StepStats, Totals
 from quire.engine.transcript import RequestTranscript
 from quire.errors import InvalidParameter, PromptTooLong, UnsupportedFeature, WorkerError
-from quire.execution.prefix_store import StoreStats
 from quire.memory.chain import Namespace
-from quire.memory.status import NO_TOKENS, TokenAccount
+from quire.memory.status import NO_TOKENS
 from quire.memory.usage import Usage
 from quire.scheduling.plan import ItemResult, PlanItem, StepPlan
 from quire.scheduling.scheduler import Scheduler
@@ -32,43 +31,6 @@ from quire.text.tokenizer import Tokenizer
 
 MAX_CONSECUTIVE_FAILURES = 3
 MAX_PRIORITY = 2**31 - 1
-
-
-class EngineStats(NamedTuple):
-    """Totals since the start.
-
-    Args:
-        prefix_queries: prompt tokens looked up in the prefix index, at first admission.
-        prefix_hits: of those, tokens found.
-        resumed_queries: tokens looked up when preempted sequences came back.
-        resumed_hits: of those, tokens found.
-        num_swaps: of the preemptions, those that swapped a sequence out.
-        first_time: prompt tokens by source at first admission, and the computed ones by reason.
-        resumed: the same of all tokens of preempted sequences that came back.
-        wasted_tokens: computed tokens that sequences lost which were not swapped.
-        prompt_tokens: prompt tokens of the requests that were let in.
-        generation_tokens: tokens generated.
-        computed_tokens: tokens that went through the model.
-        disk: of the prefix cache on disk, None without one.
-    """
-
-    num_steps: int
-    num_preemptions: int
-    num_swaps: int
-    prefix_queries: int
-    prefix_hits: int
-    resumed_queries: int
-    resumed_hits: int
-    wasted_tokens: int
-    prompt_tokens: int
-    generation_tokens: int
-    computed_tokens: int
-    num_copies: int
-    num_evictions: int
-    num_merges: int
-    first_time: TokenAccount = NO_TOKENS
-    resumed: TokenAccount = NO_TOKENS
-    disk: StoreStats | None = None
 
 
 class Engine:

@@ -7,12 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from quire.config import EngineConfig, ResolvedConfig
-from quire.engine.engine import Engine, EngineStats
+from quire.engine.engine import Engine
 from quire.engine.kv_report import KvReport
 from quire.engine.loading import load
 from quire.engine.outputs import RequestOutput
 from quire.engine.pinning import ONE_TOKEN
 from quire.engine.prompts import Prompt
+from quire.engine.stats import EngineStats
 from quire.errors import InvalidParameter, UnsupportedFeature, WorkerError
 from quire.memory.usage import Usage
 from quire.sequences.params import SamplingParams

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from quire.execution.prefix_store import StoreStats
 from quire.memory.status import NO_TOKENS, TokenAccount
 
 
@@ -78,3 +79,40 @@ class Health(NamedTuple):
     num_running: int
     num_waiting: int
     num_steps: int
+
+
+class EngineStats(NamedTuple):
+    """Totals since the start.
+
+    Args:
+        prefix_queries: prompt tokens looked up in the prefix index, at first admission.
+        prefix_hits: of those, tokens found.
+        resumed_queries: tokens looked up when preempted sequences came back.
+        resumed_hits: of those, tokens found.
+        num_swaps: of the preemptions, those that swapped a sequence out.
+        first_time: prompt tokens by source at first admission, and the computed ones by reason.
+        resumed: the same of all tokens of preempted sequences that came back.
+        wasted_tokens: computed tokens that sequences lost which were not swapped.
+        prompt_tokens: prompt tokens of the requests that were let in.
+        generation_tokens: tokens generated.
+        computed_tokens: tokens that went through the model.
+        disk: of the prefix cache on disk, None without one.
+    """
+
+    num_steps: int
+    num_preemptions: int
+    num_swaps: int
+    prefix_queries: int
+    prefix_hits: int
+    resumed_queries: int
+    resumed_hits: int
+    wasted_tokens: int
+    prompt_tokens: int
+    generation_tokens: int
+    computed_tokens: int
+    num_copies: int
+    num_evictions: int
+    num_merges: int
+    first_time: TokenAccount = NO_TOKENS
+    resumed: TokenAccount = NO_TOKENS
+    disk: StoreStats | None = None

@@ -127,6 +127,7 @@ def build_arena(
     num_blocks: int | None,
     num_bytes: int | None,
     policy: Callable[[], EvictionPolicy],
+    *,
     retention_limit: int = 0,
     tier: Tier = Tier.DEVICE,
 ) -> Arena:

@@ -58,7 +58,7 @@ class HostTier:
     def __init__(
         self, device: Arena, groups: Sequence[CacheGroup], num_bytes: int, policy: Callable[[], EvictionPolicy]
     ) -> None:
-        self.arena = build_arena(device.layout.block_bytes, None, num_bytes, policy, Tier.HOST)
+        self.arena = build_arena(device.layout.block_bytes, None, num_bytes, policy, tier=Tier.HOST)
         self.arena.moves = device.moves
         self.groups = tuple(CacheGroup(group.spec, pool) for group, pool in zip(groups, self.arena.pools, strict=True))
         self.num_sequences = 0

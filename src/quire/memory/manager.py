@@ -17,13 +17,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.memory import swap
-from quire.memory.admission import count_loads, count_woken, judge, refuse_for_ever
+from quire.memory.admission import count_loads, count_woken
 from quire.memory.archive import Archive
 from quire.memory.arena import build_arena
-from quire.memory.chain import Link, Namespace, TokenChain
-from quire.memory.continuation import publish_tail, tail_of
+from quire.memory.chain import Namespace, TokenChain
+from quire.memory.continuation import publish_tail
 from quire.memory.departed import Namespaces
 from quire.memory.eviction import EVICTION_POLICIES
+from quire.memory.forecast import Forecast
 from quire.memory.groups import CacheGroup, find_prefix
 from quire.memory.hit import find_hit
 from quire.memory.host_tier import HostTier
@@ -31,18 +32,16 @@ from quire.memory.ops import NO_OPS, MemoryOps, TableDelta, Tier
 from quire.memory.pins import Pins
 from quire.memory.pool import NULL_BLOCK
 from quire.memory.progress import bury, next_event, publish_blocks
-from quire.memory.release import Release, measure_release
 from quire.memory.sequence_memory import SequenceMemory
 from quire.memory.specs import IMMORTAL, KVCacheSpec
 from quire.memory.states import Snapshots
-from quire.memory.status import AllocStatus, HitEnd, PrefixHit
-from quire.memory.swap import SwapSize
+from quire.memory.status import HitEnd, PrefixHit
 from quire.memory.tables import BlockTables
 from quire.memory.usage import Usage, measure
 
 
 class KVCacheManager:
-    """Owns every block of the KV cache.
+    """Owns every block of the KV cache. Its questions of room are those of `Forecast`.
 
     Args:
         specs: one for each cache group; all with the same block size.
@@ -84,7 +83,7 @@ class KVCacheManager:
         self.block_size = sizes.pop()
         block_bytes = [spec.bytes_per_block for spec in specs]
         policy = EVICTION_POLICIES[eviction]
-        self.arena = build_arena(block_bytes, num_blocks, num_bytes, policy, retention_limit)
+        self.arena = build_arena(block_bytes, num_blocks, num_bytes, policy, retention_limit=retention_limit)
         self.pins = Pins(self.arena, pin_limit)
         self.groups = tuple(CacheGroup(spec, pool) for spec, pool in zip(specs, self.arena.pools, strict=True))
         self.host = HostTier(self.arena, self.groups, host_bytes, policy) if host_bytes else None
@@ -95,7 +94,14 @@ class KVCacheManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.sequences = self.tables.sequences
         self._key = key
-        self._num_slabs = self.arena.layout.num_slabs - pin_limit
+        forecast = Forecast(self.tables, watermark, self.arena.layout.num_slabs - pin_limit)
+        self.can_allocate = forecast.can_allocate
+        self.can_ever_hold = forecast.can_ever_hold
+        self.blocks_missing = forecast.blocks_missing
+        self.can_swap_out = forecast.can_swap_out
+        self.can_swap_in = forecast.can_swap_in
+        self.swap_size = forecast.swap_size
+        self.would_release = forecast.would_release
         self._mortal = tuple(idx for idx, spec in enumerate(specs) if spec.death(0) < IMMORTAL)
         self.num_resets = 0
         self.namespaces = Namespaces()
@@ -118,86 +124,6 @@ class KVCacheManager:
             return PrefixHit(0, ((),) * len(self.groups), HitEnd.DISABLED, None, self.tables.version)
         host_groups = self.host.groups if self.host is not None else ()
         return find_hit(self.groups, chain, max_tokens, self.tables.version, self.namespaces, host_groups)
-
-    def can_allocate(
-        self, num_tokens: int, hit: PrefixHit, step_tokens: int | None = None, reserved: Sequence[int] = ()
-    ) -> AllocStatus:
-        """Say whether a new sequence of `num_tokens` tokens can be opened on a hit and grow to that length.
-
-        While other sequences live, `watermark` blocks and the `reserved` ones must stay free for their growth;
-        alone, a sequence may take everything, so that nothing that fits waits for ever.
-
-        Args:
-            num_tokens: tokens to hold, those of the hit included.
-            hit: the prefix to open on.
-            step_tokens: the most tokens that will be appended at once, None for all: what dies between the steps of
-                a prompt makes room for the next.
-            reserved: blocks of each group that sequences already let in will still ask for.
-        """
-        spare = self._spare(reserved)
-        return judge(self.arena, self.groups, num_tokens, hit, step_tokens or num_tokens, spare, self._num_slabs)
-
-    def blocks_missing(self, seq_id: int, num_tokens: int, step_tokens: int | None = None) -> tuple[int, ...]:
-        """Return the blocks of each group that a live sequence will still ask for on its way to `num_tokens` tokens.
-
-        Args:
-            seq_id: a live sequence that is not swapped out.
-            num_tokens: where it goes.
-            step_tokens: see `can_allocate`.
-        """
-        state = self.tables.resident(seq_id)
-        missing = []
-        for group, table, num_dead in zip(self.groups, state.tables, state.num_dead, strict=True):
-            if group.spec.carries:
-                # A state that somebody else holds too is copied by the next step.
-                missing.append(int(not table or group.pool.ref_counts[table[-1]] > 1))
-                continue
-            more = group.spec.peak_blocks(num_tokens, step_tokens or num_tokens) - (len(table) - num_dead)
-            missing.append(max(0, min(more, group.spec.num_blocks(num_tokens) - len(table))))
-        return tuple(missing)
-
-    def can_swap_out(self, seq_ids: Sequence[int]) -> AllocStatus:
-        """Say whether the host has room for a family: LATER when others' blocks take it, NEVER when it is too small.
-
-        Raises:
-            ValueError: see `swap_out`.
-        """
-        return swap.judge_swap_out(self.tables, self.tables.family(seq_ids, Tier.DEVICE))
-
-    def can_swap_in(
-        self,
-        seq_ids: Sequence[int],
-        num_tokens: Sequence[int],
-        step_tokens: int | None = None,
-        reserved: Sequence[int] = (),
-    ) -> AllocStatus:
-        """Say whether a family that is swapped out can come back and grow to some lengths.
-
-        NEVER means: not in these steps, even alone.
-
-        Args:
-            seq_ids: the sequences.
-            num_tokens: tokens that each is to hold.
-            step_tokens, reserved: see `can_allocate`.
-
-        Raises:
-            ValueError: see `swap_in`.
-        """
-        states = self.tables.family(seq_ids, Tier.HOST)
-        return swap.judge_swap_in(self.tables, states, num_tokens, step_tokens, self._spare(reserved), self._num_slabs)
-
-    def swap_size(self, seq_ids: Sequence[int]) -> SwapSize:
-        """Return what would be copied to swap a family, out or in, as things are now.
-
-        Raises:
-            ValueError: see `swap_out` and `swap_in`.
-        """
-        tier = Tier.HOST if any(self.sequences[seq_id].is_swapped for seq_id in seq_ids) else Tier.DEVICE
-        return swap.measure_swap(self.tables, self.tables.family(seq_ids, tier), tier)
-
-    def can_ever_hold(self, num_tokens: int) -> bool:
-        """Say whether a sequence of `num_tokens` tokens could be held at all, by itself and in the shortest steps."""
-        return refuse_for_ever(self.arena, self.groups, num_tokens, self._num_slabs) is None
 
     def rollback_limit(self, seq_id: int) -> int:
         """Return the least length to which a live sequence can be truncated: before it, live tokens would be gone.
@@ -225,32 +151,15 @@ class KVCacheManager:
             return num_tokens
         return min(num_tokens, self._snapshots.next_after(state.num_slots, state.stops) - state.num_slots)
 
-    def would_release(self, seq_ids: Sequence[int]) -> Release:
-        """Say what live sequences hold for themselves, and what would be lost if they were released."""
-        return measure_release(self.groups, [self.sequences[seq_id] for seq_id in seq_ids])
-
     def block_table(self, seq_id: int, group_idx: int = 0) -> tuple[int, ...]:
         """Return a live sequence's block ids in one cache group."""
         return tuple(self.sequences[seq_id].tables[group_idx])
-
-    def tail_link(self, seq_id: int) -> Link | None:
-        """Return under which link the tokens of a live sequence's last block will be found once it is freed, if any."""
-        state = self.sequences[seq_id]
-        is_found = not state.is_swapped and state.num_resets == self.num_resets
-        tail = tail_of(self.groups, state) if is_found else None
-        return None if tail is None else tail.link
 
     def usage(self) -> Usage:
         """Return block counts, of all groups and of each, and counters since the start."""
         states = tuple(self.sequences.values())
         num_slots = sum(state.num_slots for state in states if not state.is_swapped)
         return measure(self.arena, self.host, len(states), num_slots, self.tables.num_copies, self._num_merges)
-
-    def _spare(self, reserved: Sequence[int]) -> list[int]:
-        """Return the blocks of each group that must stay free for those who hold blocks of the device."""
-        if len(self.sequences) == (self.host.num_sequences if self.host else 0):
-            return [0] * len(self.groups)
-        return [self.watermark + count for count in reserved or [0] * len(self.groups)]
 
     # ---- commands ----
 

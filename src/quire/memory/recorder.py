@@ -41,8 +41,10 @@ from typing import TextIO
 
 from quire.memory.archive import Archive, FetchedBlock
 from quire.memory.chain import DIGEST_BYTES, Link, TokenChain
+from quire.memory.continuation import tail_of
 from quire.memory.manager import KVCacheManager
 from quire.memory.ops import BlockCopy, MemoryOps, TableDelta, Tier
+from quire.memory.sequence_memory import SequenceMemory
 from quire.memory.settings import MemorySettings
 from quire.memory.status import PrefixHit
 
@@ -124,7 +126,6 @@ class RecordedMemory:
         self.can_swap_out = manager.can_swap_out
         self.can_swap_in = manager.can_swap_in
         self.swap_size = manager.swap_size
-        self.tail_link = manager.tail_link
         self.usage = manager.usage
         self._log = log
         self._name = name
@@ -177,7 +178,7 @@ class RecordedMemory:
     def free(self, seq_id: int, *, retain: bool = False, is_sound: bool = True) -> None:
         """See `KVCacheManager.free`."""
         state = self.manager.sequences[seq_id]
-        link = self.manager.tail_link(seq_id) if is_sound else None
+        link = self._tail_link(state) if is_sound else None
         self.manager.free(seq_id, retain=retain, is_sound=is_sound)
         tail = "" if link is None else f" {self._name(link)}"
         self._write(f"f {seq_id} {state.num_slots} {state.num_computed} {int(retain)}{tail}")
@@ -237,6 +238,12 @@ class RecordedMemory:
             links = links[-1:]
         # Else the hit needs no block, and so nobody need have published one.
         return "".join(f" {self._name(link)}" for link in links)
+
+    def _tail_link(self, state: SequenceMemory) -> Link | None:
+        """Return under which link the tokens of a sequence's last block will be found once it is freed, if any."""
+        is_found = not state.is_swapped and state.num_resets == self.manager.num_resets
+        tail = tail_of(self.groups, state) if is_found else None
+        return None if tail is None else tail.link
 
     def _write(self, line: str) -> None:
         self._log.write(line + "\n")

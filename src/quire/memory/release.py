@@ -43,5 +43,8 @@ def measure_release(groups: Sequence[CacheGroup], states: Sequence[SequenceMemor
         freed_bytes += len(own) * group.spec.bytes_per_block
         for which, table in enumerate(tables):
             first = next((block_idx for block_idx, block_id in enumerate(table) if block_id in own), len(table))
+            if group.spec.carries and first < len(table):
+                # All tokens are summed up in the one state.
+                first = 0
             kept[which] = min(kept[which], first * group.spec.block_size)
     return Release(freed_bytes, sum(state.num_computed for state in states) - sum(kept))

@@ -1,0 +1,121 @@
+"""What memory says of room: whether something would fit, what it would ask for, what it would give back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.memory import swap
+from quire.memory.admission import judge, refuse_for_ever
+from quire.memory.ops import Tier
+from quire.memory.release import Release, measure_release
+from quire.memory.status import AllocStatus, PrefixHit
+from quire.memory.swap import SwapSize
+from quire.memory.tables import BlockTables
+
+
+class Forecast:
+    """Answers questions of room; nothing here changes anything.
+
+    Args:
+        tables: of all sequences.
+        watermark: blocks of each group that an admission leaves free while other sequences live.
+        num_slabs: slabs that a sequence alone can count on.
+    """
+
+    __slots__ = ("_num_slabs", "_tables", "_watermark")
+
+    def __init__(self, tables: BlockTables, watermark: int, num_slabs: int) -> None:
+        self._tables = tables
+        self._watermark = watermark
+        self._num_slabs = num_slabs
+
+    def can_allocate(
+        self, num_tokens: int, hit: PrefixHit, step_tokens: int | None = None, reserved: Sequence[int] = ()
+    ) -> AllocStatus:
+        """Say whether a new sequence of `num_tokens` tokens can be opened on a hit and grow to that length.
+
+        While other sequences live, `watermark` blocks and the `reserved` ones must stay free for their growth;
+        alone, a sequence may take everything, so that nothing that fits waits for ever.
+
+        Args:
+            num_tokens: tokens to hold, those of the hit included.
+            hit: the prefix to open on.
+            step_tokens: the most tokens that will be appended at once, None for all: what dies between the steps of
+                a prompt makes room for the next.
+            reserved: blocks of each group that sequences already let in will still ask for.
+        """
+        spare = self._spare(reserved)
+        arena, groups = self._tables.arena, self._tables.groups
+        return judge(arena, groups, num_tokens, hit, step_tokens or num_tokens, spare, self._num_slabs)
+
+    def can_ever_hold(self, num_tokens: int) -> bool:
+        """Say whether a sequence of `num_tokens` tokens could be held at all, by itself and in the shortest steps."""
+        return refuse_for_ever(self._tables.arena, self._tables.groups, num_tokens, self._num_slabs) is None
+
+    def blocks_missing(self, seq_id: int, num_tokens: int, step_tokens: int | None = None) -> tuple[int, ...]:
+        """Return the blocks of each group that a live sequence will still ask for on its way to `num_tokens` tokens.
+
+        Args:
+            seq_id: a live sequence that is not swapped out.
+            num_tokens: where it goes.
+            step_tokens: see `can_allocate`.
+        """
+        state = self._tables.resident(seq_id)
+        missing = []
+        for group, table, num_dead in zip(self._tables.groups, state.tables, state.num_dead, strict=True):
+            if group.spec.carries:
+                # A state that somebody else holds too is copied by the next step.
+                missing.append(int(not table or group.pool.ref_counts[table[-1]] > 1))
+                continue
+            more = group.spec.peak_blocks(num_tokens, step_tokens or num_tokens) - (len(table) - num_dead)
+            missing.append(max(0, min(more, group.spec.num_blocks(num_tokens) - len(table))))
+        return tuple(missing)
+
+    def can_swap_out(self, seq_ids: Sequence[int]) -> AllocStatus:
+        """Say whether the host has room for a family: LATER when others' blocks take it, NEVER when it is too small.
+
+        Raises:
+            ValueError: see `swap_out`.
+        """
+        return swap.judge_swap_out(self._tables, self._tables.family(seq_ids, Tier.DEVICE))
+
+    def can_swap_in(
+        self,
+        seq_ids: Sequence[int],
+        num_tokens: Sequence[int],
+        step_tokens: int | None = None,
+        reserved: Sequence[int] = (),
+    ) -> AllocStatus:
+        """Say whether a family that is swapped out can come back and grow to some lengths.
+
+        NEVER means: not in these steps, even alone.
+
+        Args:
+            seq_ids: the sequences.
+            num_tokens: tokens that each is to hold.
+            step_tokens, reserved: see `can_allocate`.
+
+        Raises:
+            ValueError: see `swap_in`.
+        """
+        states = self._tables.family(seq_ids, Tier.HOST)
+        return swap.judge_swap_in(self._tables, states, num_tokens, step_tokens, self._spare(reserved), self._num_slabs)
+
+    def swap_size(self, seq_ids: Sequence[int]) -> SwapSize:
+        """Return what would be copied to swap a family, out or in, as things are now.
+
+        Raises:
+            ValueError: see `swap_out` and `swap_in`.
+        """
+        tier = Tier.HOST if any(self._tables.sequences[seq_id].is_swapped for seq_id in seq_ids) else Tier.DEVICE
+        return swap.measure_swap(self._tables, self._tables.family(seq_ids, tier), tier)
+
+    def would_release(self, seq_ids: Sequence[int]) -> Release:
+        """Say what live sequences hold for themselves, and what would be lost if they were released."""
+        return measure_release(self._tables.groups, [self._tables.sequences[seq_id] for seq_id in seq_ids])
+
+    def _spare(self, reserved: Sequence[int]) -> list[int]:
+        """Return the blocks of each group that must stay free for those who hold blocks of the device."""
+        if len(self._tables.sequences) == (self._tables.host.num_sequences if self._tables.host else 0):
+            return [0] * len(self._tables.groups)
+        return [self._watermark + count for count in reserved or [0] * len(self._tables.groups)]
