@@ -13,7 +13,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from quire.memory import FullAttention, KVCacheManager, KVCacheSpec, Namespace, SlidingWindow, TokenChain, Verdict
+from quire.memory import (
+    FullAttention,
+    KVCacheManager,
+    KVCacheSpec,
+    Namespace,
+    PrefixHit,
+    SlidingWindow,
+    TokenChain,
+    Verdict,
+)
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 65536

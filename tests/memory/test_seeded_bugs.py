@@ -252,8 +252,12 @@ def move_blocks_without_telling_the_tables(patch: Patch) -> None:
 
 def overlap_the_views(patch: Patch) -> None:
     """Slabs whose blocks start a block too early."""
-    honest = SlabLayout.first_block
-    patch.setattr(SlabLayout, "first_block", lambda layout, idx, slab: honest(layout, idx, slab) - idx)
+    honest = SlabLayout.first_blocks
+
+    def first_blocks(layout: SlabLayout, idx: int, slabs: Iterable[int]) -> list[int]:
+        return [block_id - idx for block_id in honest(layout, idx, slabs)]
+
+    patch.setattr(SlabLayout, "first_blocks", first_blocks)
 
 
 def let_the_living_publish_after_a_reset(patch: Patch) -> None:
@@ -291,9 +295,9 @@ def half_refuse(patch: Patch) -> None:
 
 
 def promise_too_much(patch: Patch) -> None:
-    can_hold, room = Arena.can_hold, Arena.room
+    can_hold, rooms = Arena.can_hold, Arena.rooms
     patch.setattr(Arena, "can_hold", lambda arena, needs: can_hold(arena, [max(0, need - 1) for need in needs]))
-    patch.setattr(Arena, "room", lambda arena, idx, needs: room(arena, idx, needs) + 1)
+    patch.setattr(Arena, "rooms", lambda arena, needs: [room + 1 for room in rooms(arena, needs)])
 
 
 def shrink_digests(patch: Patch) -> None:

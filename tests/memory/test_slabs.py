@@ -87,7 +87,10 @@ def test_an_arena_needs_a_size() -> None:
         KVCacheManager([FullAttention(block_size=4), FullAttention(block_size=4, num_layers=2)], 4)
 
 
-@given(counts=st.lists(st.integers(0, 12), min_size=2, max_size=2), needs=st.lists(st.integers(0, 12), min_size=2))
+@given(
+    counts=st.lists(st.integers(0, 12), min_size=2, max_size=2),
+    needs=st.lists(st.integers(0, 12), min_size=2, max_size=2),
+)
 def test_the_arena_promises_exactly_what_it_can_hold(counts: list[int], needs: list[int]) -> None:
     """It can hold what lies in slabs of one group each, however slabs are given to groups."""
     layout = lay_out([2, 6], num_slabs=4)
@@ -105,7 +108,7 @@ def test_the_arena_promises_exactly_what_it_can_hold(counts: list[int], needs: l
     for pool, count in zip(arena.pools, counts, strict=True):
         pool.take(count)
     assert arena.can_hold(needs) == fits(totals)
-    assert all((needs[idx] <= arena.room(idx, needs)) == fits(totals) for idx in (0, 1))
+    assert all((needs[idx] <= arena.rooms(needs)[idx]) == fits(totals) for idx in (0, 1))
     if fits(totals):
         for pool, count, total in zip(arena.pools, needs, totals, strict=False):
             pool.take(count)

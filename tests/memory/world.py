@@ -309,8 +309,8 @@ class World:
             pool.evict((block_id,))
             pool.free.append(block_id)
         else:
-            loan._evict(block_id)
-            loan._give_back([loan._slab_of(block_id)])
+            loan._evict((block_id,))
+            loan._give_back(loan._slabs_of((block_id,)))
 
     def reset(self) -> None:
         """Forget all that is published."""

@@ -72,8 +72,9 @@ def weigh(arena: Arena, needs: Sequence[int], woken: Sequence[int]) -> AllocStat
         needs: blocks of each group that are to have holders beyond those that have some now.
         woken: those of them that are idle now, which neither number counts.
     """
-    rooms = [arena.room(idx, needs) for idx in range(len(needs))]
-    idx = min(range(len(needs)), key=lambda idx: rooms[idx] - needs[idx])
+    rooms = arena.rooms(needs)
+    left = [room - need for room, need in zip(rooms, needs, strict=True)]
+    idx = left.index(min(left))
     verdict = Verdict.OK if needs[idx] <= rooms[idx] else Verdict.LATER
     return AllocStatus(verdict, idx, needs[idx] - woken[idx], rooms[idx] - woken[idx])
 

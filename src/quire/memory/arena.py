@@ -9,15 +9,21 @@ they lie close, and that is what `can_hold` adds up: its answer is exact.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import zip_longest
+from itertools import islice, takewhile, zip_longest
+from operator import itemgetter
+from sys import maxsize
 
 from quire.memory.eviction import EvictionPolicy
 from quire.memory.ops import BlockCopy, Tier
 from quire.memory.pool import NULL_BLOCK, BlockPool
 from quire.memory.retention import HintedLast, Retention
 from quire.memory.slabs import SlabLayout, lay_out
+
+# Whether something carries the hint, and since when it has been idle: the least goes first.
+Age = tuple[bool, int]
+NEVER: Age = (True, maxsize)
 
 
 class Arena:
@@ -64,45 +70,45 @@ class Arena:
         filled = sum(self.num_slabs_for(idx, pool.num_used + needs[idx]) for idx, pool in enumerate(self.pools))
         return filled <= self.layout.num_slabs
 
-    def room(self, group_idx: int, needs: Sequence[int]) -> int:
-        """Return the blocks that a group could have beyond its used ones if all others got what they need.
+    def rooms(self, needs: Sequence[int]) -> list[int]:
+        """Return for each group the blocks that it could have beyond its used ones if all others got what they need.
 
-        `can_hold(needs)` exactly when the group's need is no more than that; negative when even nothing is too much.
+        `can_hold(needs)` exactly when no group needs more than that; negative when even nothing is too much.
         """
-        others = sum(
-            self.num_slabs_for(idx, pool.num_used + needs[idx])
-            for idx, pool in enumerate(self.pools)
-            if idx != group_idx
-        )
-        blocks = self.layout.blocks_per_slab[group_idx] * (self.layout.num_slabs - others)
-        return blocks - self.pools[group_idx].num_used
+        filled = [self.num_slabs_for(idx, pool.num_used + needs[idx]) for idx, pool in enumerate(self.pools)]
+        left = self.layout.num_slabs - sum(filled)
+        per_slab = self.layout.blocks_per_slab
+        return [(left + filled[idx]) * per_slab[idx] - pool.num_used for idx, pool in enumerate(self.pools)]
 
-    def tick(self) -> int:
-        """Return the next moment; blocks that became idle at an earlier one are older."""
-        self._clock += 1
-        return self._clock
+    def ticks(self, count: int) -> range:
+        """Return the next moments; blocks that became idle at an earlier one are older."""
+        start = self._clock
+        self._clock += count
+        return range(start, self._clock)
 
-    def free_a_slab(self, wanted_by: Loan) -> bool:
-        """Have a slab returned for a group, or leave it to the group to evict a block of its own.
+    def make_room(self, wanted_by: Loan, num_blocks: int) -> None:
+        """Have slabs returned for a group that lacks blocks, or leave it to the group to evict some of its own.
 
-        What carries the hint goes after what does not.
-
-        Returns:
-            False when the group's own next victim has been idle for longer than any other group's whole slab.
+        What has been idle for longest goes first, and no more of it than is wanted and older than all else; but what
+        carries the hint goes after what does not.
         """
         own = wanted_by.oldest_idle()
-        others = [(*loan.oldest_resting(), loan) for loan in self.loans if loan is not wanted_by and loan.resting]
-        if others:
-            is_hinted, since, slab, loan = min(others, key=lambda resting: resting[:2])
-            if own is None or (is_hinted, since) < own:
-                loan.return_resting_slab(slab)
-                return True
-        if own is not None:
-            return False
+        others = [(loan.oldest_resting(), loan) for loan in self.loans if loan is not wanted_by and loan.resting]
+        others.sort(key=itemgetter(0))
+        rests = [*map(itemgetter(0), others), NEVER, NEVER]
+        if rests[0] < own:
+            most = self.num_slabs_for(wanted_by.group_idx, num_blocks)
+            others[0][1].return_resting_slabs(most, min(own, rests[1]))
+        elif own < NEVER:
+            wanted_by.evict_oldest(num_blocks, rests[0])
+        else:
+            self._scattered(wanted_by).vacate_a_slab()
+
+    def _scattered(self, wanted_by: Loan) -> Loan:
+        """Return another group whose used blocks would fill fewer slabs than it has."""
         for loan in self.loans:
             if loan is not wanted_by and len(loan.used) > self.num_slabs_for(loan.group_idx, loan.pool.num_used):
-                loan.vacate_a_slab()
-                return True
+                return loan
         raise AssertionError("more blocks are taken than can_hold allows")
 
     def evict_last(self, tables: Sequence[Sequence[int]]) -> None:
@@ -190,56 +196,54 @@ class Loan:
         """See that `count` blocks are free."""
         arena, free = self._arena, self.pool.free
         while len(free) < count:
-            if arena.free_slabs or arena.free_a_slab(self):
-                slab = arena.free_slabs.pop()
-                self.used[slab] = self._idle[slab] = 0
-                # Below all else: what is left over is then part of one slab, of which another part is taken.
-                free[:0] = reversed(arena.layout.blocks_of(self.group_idx, slab))
+            if arena.free_slabs:
+                self._borrow(arena.num_slabs_for(self.group_idx, count - len(free)))
             else:
-                self._evict_next()
+                arena.make_room(self, count - len(free))
 
     def took(self, block_ids: Sequence[int]) -> None:
         """Note that free blocks have holders now."""
-        for block_id in block_ids:
-            slab = self._slab_of(block_id)
-            self.used[slab] += 1
-            self.resting.pop(slab, None)
+        used, resting = self.used, self.resting
+        for slab in self._slabs_of(block_ids):
+            if slab in resting:
+                del resting[slab]
+            used[slab] += 1
 
     def woke(self, block_ids: Sequence[int]) -> None:
         """Note that idle blocks have holders now."""
-        for block_id in block_ids:
-            slab = self._slab_of(block_id)
-            del self._idle_since[block_id]
-            self._idle[slab] -= 1
-            self.used[slab] += 1
-            self.resting.pop(slab, None)
+        idle, since = self._idle, self._idle_since
+        for block_id, slab in zip(block_ids, self._slabs_of(block_ids), strict=True):
+            del since[block_id]
+            idle[slab] -= 1
+        self.took(block_ids)
 
     def rested(self, block_ids: Sequence[int]) -> None:
         """Note that blocks have no holders any more, but are published."""
-        for block_id in block_ids:
-            slab = self._slab_of(block_id)
-            now = self._idle_since[block_id] = self._arena.tick()
-            self._idle[slab] += 1
-            self.used[slab] -= 1
-            if not self.used[slab]:
-                self.resting[slab] = now
+        used, idle, resting = self.used, self._idle, self.resting
+        moments = self._arena.ticks(len(block_ids))
+        self._idle_since.update(zip(block_ids, moments, strict=True))
+        for slab, now in zip(self._slabs_of(block_ids), moments, strict=True):
+            idle[slab] += 1
+            used[slab] = left = used[slab] - 1
+            if not left:
+                resting[slab] = now
 
     def rested_anew(self, block_id: int) -> None:
         """Note that an idle block counts as if it had just become idle; so does its slab, if that is at rest."""
-        slab = self._slab_of(block_id)
-        now = self._idle_since[block_id] = self._arena.tick()
+        (slab,) = self._slabs_of((block_id,))
+        (now,) = self._arena.ticks(1)
+        self._idle_since[block_id] = now
         if self.resting.pop(slab, None) is not None:
             self.resting[slab] = now
 
     def freed(self, block_ids: Sequence[int]) -> None:
         """Note that blocks hold nothing any more; slabs of which all blocks are free go back."""
-        emptied = []
-        for block_id in block_ids:
-            slab = self._slab_of(block_id)
-            self.used[slab] -= 1
-            if not self.used[slab]:
+        used, emptied = self.used, []
+        for slab in self._slabs_of(block_ids):
+            used[slab] -= 1
+            if not used[slab]:
                 if self._idle[slab]:
-                    self.resting[slab] = self._arena.tick()
+                    self.resting[slab] = self._arena.ticks(1)[0]
                 else:
                     emptied.append(slab)
         if emptied:
@@ -247,36 +251,44 @@ class Loan:
 
     # ---- what the arena asks for ----
 
-    def oldest_idle(self) -> tuple[bool, int] | None:
-        """Return whether the pool's next victim carries the hint and since when it is idle, None without one."""
-        if not self._idle_since:
-            return None
-        victim = self.pool.next_victim()
-        return victim in self._arena.retention.of_group[self.group_idx], self._idle_since[victim]
+    def oldest_idle(self) -> Age:
+        """Return the age of the pool's next victim, `NEVER` without one."""
+        return self._age(self.pool.next_victim()) if self._idle_since else NEVER
 
-    def oldest_resting(self) -> tuple[bool, int, int]:
-        """Return whether the slab at rest that is to go first has blocks with the hint, since when it rests, and it."""
-        is_hinted = self._arena.retention.is_in_slab
-        for slab, since in self.resting.items():
-            if not is_hinted(self.group_idx, slab):
-                return False, since, slab
-        slab, since = next(iter(self.resting.items()))
-        return True, since, slab
+    def oldest_resting(self) -> Age:
+        """Return the age of the slab at rest that is to go first, of at least one."""
+        ((age, _),) = self._next_resting(1)
+        return age
 
-    def return_resting_slab(self, slab: int) -> None:
-        """Evict what is idle in a slab at rest, and give it back."""
-        for block_id in self._blocks_of(slab):
-            if block_id in self._idle_since:
-                self._evict(block_id)
-        self._give_back([slab])
+    def return_resting_slabs(self, most: int, before: Age) -> None:
+        """Evict what is idle in the slabs at rest that are to go first, and give them back.
+
+        Args:
+            most: slabs.
+            before: only slabs that go before what is of that age.
+        """
+        slabs = [slab for age, slab in self._next_resting(most) if age < before]
+        blocks = self._arena.layout.blocks_in(self.group_idx, slabs)
+        self._evict([block_id for block_id in blocks if block_id in self._idle_since])
+        self._give_back(slabs)
+
+    def evict_oldest(self, most: int, before: Age) -> None:
+        """Evict the next victims.
+
+        Args:
+            most: blocks.
+            before: none from the first on that does not go before what is of that age.
+        """
+        victims = self.pool.next_victims(most)
+        if before < NEVER:
+            victims = list(takewhile(lambda block_id: self._age(block_id) < before, victims))
+        self._evict(victims)
 
     def vacate_a_slab(self) -> None:
         """Move the used blocks of the slab that has fewest to the group's other slabs, and give it back."""
         slab = min(self.used, key=lambda slab: (self.used[slab], slab))
         blocks = self._blocks_of(slab)
-        for block_id in blocks:
-            if block_id in self._idle_since:
-                self._evict(block_id)
+        self._evict([block_id for block_id in blocks if block_id in self._idle_since])
         for block_id in blocks:
             if self.pool.ref_counts[block_id]:
                 self._move(block_id, slab)
@@ -284,33 +296,61 @@ class Loan:
 
     # ---- steps ----
 
-    def _slab_of(self, block_id: int) -> int:
-        return self._arena.layout.slab_of(self.group_idx, block_id)
+    def _age(self, block_id: int) -> Age:
+        return block_id in self._arena.retention.of_group[self.group_idx], self._idle_since[block_id]
+
+    def _next_resting(self, most: int) -> list[tuple[Age, int]]:
+        """Return the slabs at rest that are to go first, each with its age; those with the hint come last."""
+        if not self._arena.retention.of_group[self.group_idx]:
+            return [((False, since), slab) for slab, since in islice(self.resting.items(), most)]
+        is_hinted = self._arena.retention.is_in_slab
+        plain, hinted = [], []
+        for slab, since in self.resting.items():
+            if is_hinted(self.group_idx, slab):
+                hinted.append(((True, since), slab))
+            else:
+                plain.append(((False, since), slab))
+                if len(plain) == most:
+                    break
+        return (plain + hinted)[:most]
+
+    def _slabs_of(self, block_ids: Iterable[int]) -> list[int]:
+        return self._arena.layout.slabs_of(self.group_idx, block_ids)
 
     def _blocks_of(self, slab: int) -> range:
         return self._arena.layout.blocks_of(self.group_idx, slab)
 
-    def _evict_next(self) -> None:
-        self._evict(self.pool.next_victim())
+    def _borrow(self, most: int) -> None:
+        """Take slabs that nobody has."""
+        stack = self._arena.free_slabs
+        slabs = stack[-most:]
+        del stack[-most:]
+        for counts in (self.used, self._idle):
+            counts.update(dict.fromkeys(slabs, 0))
+        # Below all else: what is left over is then part of one slab, of which another part is taken.
+        slabs.reverse()
+        self.pool.free[:0] = reversed(self._arena.layout.blocks_in(self.group_idx, slabs))
 
-    def _evict(self, block_id: int) -> None:
-        self.pool.evict((block_id,))
-        self.pool.free.append(block_id)
-        del self._idle_since[block_id]
-        slab = self._slab_of(block_id)
-        self._idle[slab] -= 1
-        if not self._idle[slab]:
-            self.resting.pop(slab, None)
+    def _evict(self, block_ids: Sequence[int]) -> None:
+        self.pool.evict(block_ids)
+        self.pool.free += block_ids
+        idle, since = self._idle, self._idle_since
+        for block_id, slab in zip(block_ids, self._slabs_of(block_ids), strict=True):
+            del since[block_id]
+            idle[slab] -= 1
+            if not idle[slab]:
+                self.resting.pop(slab, None)
 
     def _move(self, block_id: int, slab: int) -> None:
         """Move one used block out of a slab, to a free block elsewhere, or one that must first be evicted."""
-        elsewhere = next((target for target in reversed(self.pool.free) if self._slab_of(target) != slab), None)
+        inside = self._blocks_of(slab)
+        elsewhere = next((target for target in reversed(self.pool.free) if target not in inside), None)
         if elsewhere is None:
-            self._evict_next()
+            self._evict(self.pool.next_victims(1))
             elsewhere = self.pool.free[-1]
         self.pool.move(block_id, elsewhere)
         self.used[slab] -= 1
-        target_slab = self._slab_of(elsewhere)
+        (target_slab,) = self._slabs_of((elsewhere,))
         self.used[target_slab] += 1
         self.resting.pop(target_slab, None)
         tier = self._arena.tier
@@ -318,8 +358,10 @@ class Loan:
 
     def _give_back(self, slabs: list[int]) -> None:
         """Return slabs of which all blocks are free."""
-        gone = set(slabs)
-        self.pool.free = [block_id for block_id in self.pool.free if self._slab_of(block_id) not in gone]
+        gone, free = set(slabs), self.pool.free
+        self.pool.free = [
+            block_id for block_id, slab in zip(free, self._slabs_of(free), strict=True) if slab not in gone
+        ]
         for slab in slabs:
             del self.used[slab], self._idle[slab]
             self.resting.pop(slab, None)

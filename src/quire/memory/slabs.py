@@ -13,7 +13,7 @@ table, no group is padded to another's block, and what a group gives back anothe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import count
 from math import gcd
 from typing import NamedTuple
@@ -50,16 +50,31 @@ class SlabLayout(NamedTuple):
 
     def first_block(self, group_idx: int, slab: int) -> int:
         """Return the first block of a group inside a slab."""
-        return -(-(self.first_byte + slab * self.slab_bytes) // self.block_bytes[group_idx])
+        return self.first_blocks(group_idx, (slab,))[0]
+
+    def first_blocks(self, group_idx: int, slabs: Iterable[int]) -> list[int]:
+        """Return the first block of a group inside each slab."""
+        block_bytes, first_byte, slab_bytes = self.block_bytes[group_idx], self.first_byte, self.slab_bytes
+        return [-(-(first_byte + slab * slab_bytes) // block_bytes) for slab in slabs]
 
     def blocks_of(self, group_idx: int, slab: int) -> range:
         """Return the blocks of a group inside a slab."""
-        first = self.first_block(group_idx, slab)
+        (first,) = self.first_blocks(group_idx, (slab,))
         return range(first, first + self.blocks_per_slab[group_idx])
+
+    def blocks_in(self, group_idx: int, slabs: Iterable[int]) -> list[int]:
+        """Return the blocks of a group inside some slabs."""
+        firsts, count = self.first_blocks(group_idx, slabs), self.blocks_per_slab[group_idx]
+        return firsts if count == 1 else [block_id for first in firsts for block_id in range(first, first + count)]
 
     def slab_of(self, group_idx: int, block_id: int) -> int:
         """Return the slab that a block of a group lies in."""
-        return (block_id * self.block_bytes[group_idx] - self.first_byte) // self.slab_bytes
+        return self.slabs_of(group_idx, (block_id,))[0]
+
+    def slabs_of(self, group_idx: int, block_ids: Iterable[int]) -> list[int]:
+        """Return the slab of each of a group's blocks."""
+        block_bytes, first_byte, slab_bytes = self.block_bytes[group_idx], self.first_byte, self.slab_bytes
+        return [(block_id * block_bytes - first_byte) // slab_bytes for block_id in block_ids]
 
     def alignment_loss(self, group_idx: int) -> float:
         """Return the share of a slab that a group's blocks leave over."""
