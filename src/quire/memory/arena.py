@@ -280,8 +280,12 @@ class Loan:
             before: none from the first on that does not go before what is of that age.
         """
         victims = self.pool.next_victims(most)
-        if before < NEVER:
+        hints, since = self._arena.retention.of_group[self.group_idx], self._idle_since
+        if hints:
             victims = list(takewhile(lambda block_id: self._age(block_id) < before, victims))
+        elif not before[0]:
+            moment = before[1]
+            victims = list(takewhile(lambda block_id: since[block_id] < moment, victims))
         self._evict(victims)
 
     def vacate_a_slab(self) -> None:
