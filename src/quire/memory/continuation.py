@@ -48,14 +48,18 @@ def longest_continuation(
     """
     best: Continuation | None = None
     first = content[:TOKEN_BYTES]
-    for link in groups[0].pool.index.children(chain.digest_before(num_blocks), MAX_CANDIDATES):
-        # Most of many begin otherwise.
-        count = num_common(link[1], content) if link[1].startswith(first) else 0
+    children = groups[0].pool.index.children(chain.digest_before(num_blocks), MAX_CANDIDATES)
+    # Most of many begin otherwise.
+    for link in [link for link in children if link[1].startswith(first)]:
+        count = num_common(link[1], content)
         if best is None or count > best.num_tokens:
             block_ids = _in_every_group(groups, chain, num_blocks, link)
             if block_ids:
                 best = Continuation(count, link, block_ids)
-    return best
+    if best is not None:
+        return best
+    others = ((link, _in_every_group(groups, chain, num_blocks, link)) for link in children)
+    return next((Continuation(0, link, block_ids) for link, block_ids in others if block_ids), None)
 
 
 def publish_tail(groups: Sequence[CacheGroup], state: SequenceMemory) -> None:

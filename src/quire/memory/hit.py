@@ -92,9 +92,10 @@ def _reason(
         # All prompts that have nothing in common would differ at token 0.
         is_parting = next_one.num_tokens * TOKEN_BYTES < len(next_one.link[1])
         return HitEnd.DIFFERENT if is_parting else HitEnd.NEVER_SEEN
-    if is_whole and not block_idx:
+    others = namespaces.others(chain.root) if is_whole and not block_idx else ()
+    if others:
         content = chain.content(0, size)
-        digests = [block_digest(root[0], content) for root in namespaces.others(chain.root)]
+        digests = [block_digest(root[0], content) for root in others]
         if any(index.get(digest) for digest in digests for index in indexes):
             return HitEnd.NAMESPACE
     return HitEnd.NEVER_SEEN

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
-from operator import is_
+from itertools import compress, islice
+from operator import eq, is_
 
 from quire.memory.chain import Link, TokenChain
 from quire.memory.departed import Departed
@@ -72,11 +72,30 @@ class PrefixIndex:
         self._links[block_id] = link
         self.siblings.add(parent[0], block_id)
 
-    def add_run(self, digests: Sequence[bytes], links: Sequence[Link], block_ids: list[int]) -> None:
-        """Publish blocks, one after the other, under digests, those of their links, that no block has."""
-        self._block_ids.update(zip(digests, block_ids, strict=True))
-        self._links.update(zip(block_ids, links, strict=True))
-        self.siblings.add_run([links[0][2][0], *digests[:-1]], block_ids)  # type: ignore[index]
+    def add_run(self, digests: Sequence[bytes], links: Sequence[Link], block_ids: list[int]) -> int:
+        """Publish blocks, one after the other, up to the first under whose digest there is one.
+
+        Args:
+            digests: of the links.
+            links: of the blocks, at least one; each has the one before it as its parent.
+            block_ids: not published.
+
+        Returns:
+            How many are published.
+        """
+        known = self._block_ids
+        held = list(map(known.setdefault, digests, block_ids))
+        num_new = len(held)
+        if held != block_ids:
+            is_new = list(map(eq, held, block_ids))
+            num_new = is_new.index(False)
+            for digest in compress(digests[num_new:], is_new[num_new:]):
+                del known[digest]
+            digests, links, block_ids = digests[:num_new], links[:num_new], block_ids[:num_new]
+        if num_new:
+            self._links.update(zip(block_ids, links, strict=True))
+            self.siblings.add_run([links[0][2][0], *digests[:-1]], block_ids)  # type: ignore[index]
+        return num_new
 
     def remove(self, block_ids: Sequence[int]) -> None:
         """Take published blocks out of the index."""

@@ -38,13 +38,13 @@ def publish_blocks(groups: Sequence[CacheGroup], state: SequenceMemory, num_full
     digests = chain.digests(num_full)[start:num_full]
     kept = [idx for idx, group in enumerate(groups) if not group.spec.carries]
     # What is new must be so in every group: all groups publish the same blocks.
-    num_new = min((groups[idx].pool.index.num_new(digests) for idx in kept), default=len(digests))
-    end = start + num_new
+    num_new = min((groups[idx].pool.index.num_new(digests) for idx in kept[1:]), default=len(digests))
     if num_new:
-        links = chain.links(end)[start:end]
+        links = chain.links(start + num_new)[start : start + num_new]
         for idx in kept:
-            groups[idx].pool.index.add_run(digests[:num_new], links, state.tables[idx][start:end])
-        state.num_published = end
+            block_ids = state.tables[idx][start : start + num_new]
+            num_new = groups[idx].pool.index.add_run(digests[:num_new], links[:num_new], block_ids)
+    state.num_published = end = start + num_new
     return _publish_or_merge(groups, kept, state, num_full) if end < num_full else 0
 
 
