@@ -103,6 +103,7 @@ class Arena:
             wanted_by.evict_oldest(num_blocks, rests[0])
         else:
             self._scattered(wanted_by).vacate_a_slab()
+            assert self.free_slabs, "a slab that is vacated is returned"
 
     def _scattered(self, wanted_by: Loan) -> Loan:
         """Return another group whose used blocks would fill fewer slabs than it has."""
