@@ -86,7 +86,7 @@ def test_what_continued_a_rewritten_block_does_not_continue_another(
     world = colliding_first_blocks
     world.enter(1, [0, 0, 1, 1])
     world.truncate(1, 1)
-    monkeypatch.setattr(BlockTables, "_kept", lambda *_: [])
+    monkeypatch.setattr(BlockTables, "_used_in_part", lambda *_: [])
     world.grow(1, 1)
     world.tokens[1].append(1)
     world.store(1, 1)

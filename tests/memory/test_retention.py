@@ -57,13 +57,15 @@ def test_a_hint_given_anew_is_young_again() -> None:
 
 
 def test_a_hit_keeps_the_hint_and_a_block_that_is_rewritten_loses_it() -> None:
-    world = World(WorldSize(6, 2, retention=4))
+    world = World(WorldSize(4, 2, retention=4))
     leave(world, 1, [0, 0, 0, 0], retain=True)
     world.enter(2, [0, 0, 0, 0, 0])
     world.free(2)
     assert len(list(world.manager.arena.retention.hints())) == 2
     world.enter(3, [0, 0, 0, 0, 0])
     world.truncate(3, 3)
+    # No room for a copy.
+    world.enter(4, [1, 1, 1])
     assert world.grow(3, 1)
     assert len(list(world.manager.arena.retention.hints())) == 1
 

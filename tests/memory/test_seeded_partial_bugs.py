@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quire.errors import InvariantViolation
-from quire.memory import KVCacheManager, PrefixHit, TokenChain, admission, chain, continuation, manager
+from quire.memory import KVCacheManager, PrefixHit, TokenChain, admission, chain, continuation, forecast, manager
 from quire.memory.siblings import Siblings
 from quire.memory.tables import BlockTables
 from tests.memory.nets import (
@@ -71,7 +71,7 @@ def hit_a_part_that_only_the_first_group_has(patch: Patch) -> None:
 def promise_without_the_copy(patch: Patch) -> None:
     honest = admission.judge
     patch.setattr(
-        manager,
+        forecast,
         "judge",
         lambda arena, groups, num_tokens, hit, *rest: honest(
             arena, groups, num_tokens, hit._replace(num_copied=0), *rest
@@ -84,7 +84,7 @@ def keep_the_children_of_evicted_blocks(patch: Patch) -> None:
 
 
 def rewrite_what_could_be_kept(patch: Patch) -> None:
-    patch.setattr(BlockTables, "_kept", lambda *_: [])
+    patch.setattr(BlockTables, "_used_in_part", lambda *_: [])
 
 
 def publish_no_tails(patch: Patch) -> None:

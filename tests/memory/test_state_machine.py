@@ -46,6 +46,7 @@ sizes = st.builds(
     retention=st.integers(0, 6),
     host_blocks=st.just(0) | st.integers(1, 12),
     host_bytes=st.just(0),
+    has_disk=st.just(False),
     interval=st.none(),
 ).flatmap(lambda size: st.sampled_from((None, 1, 2)).map(lambda n: size._replace(interval=n and n * size.block_size)))
 
