@@ -245,9 +245,9 @@ def test_an_output_says_why_its_hit_ended(reference: Reference) -> None:
     parting = [*prompt[:13], prompt[13] ^ 1, *prompt[14:]]
     (other,) = llm.generate([parting], GREEDY, use_tqdm=False)
     assert (other.num_cached_tokens, other.cache_hit_end, other.cache_differs_at) == (
-        13,
-        "what is known goes on with another token",
-        13,
+        (0, "a group of states has no snapshot where a longer hit would end", None)
+        if has_states(llm)
+        else (13, "what is known goes on with another token", 13)
     )
     (off,) = load(reference, enable_prefix_caching=False).generate([prompt], GREEDY, use_tqdm=False)
     assert (off.num_cached_tokens, off.cache_hit_end) == (0, "prefix caching is off")

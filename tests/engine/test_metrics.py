@@ -9,6 +9,7 @@ from quire.config import ResolvedConfig
 from quire.engine.metrics import Metrics
 from quire.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.engine.stats import StepStats
+from quire.memory.status import NO_TOKENS
 
 CONFIG = ResolvedConfig(
     device="cpu", num_threads=1, max_model_len=300, block_size=16, num_blocks=40, bytes_per_block=1024,
@@ -38,7 +39,7 @@ class Clock:
 
 
 def step(**changes: float) -> StepStats:
-    zero = StepStats(*(0 for _ in StepStats._fields))
+    zero = StepStats(*(0 for _ in StepStats._fields))._replace(first_time=NO_TOKENS, resumed=NO_TOKENS)
     return zero._replace(**changes)  # type: ignore[arg-type]
 
 

@@ -36,9 +36,9 @@ def test_lives_gaps_and_ends_are_timed() -> None:
     assert (residency.idle.sum_s, sum(residency.idle.counts)) == (3.0, 1)
     clock.now_s = 10.0
     live(manager, 3, [1, 1, 1, 1])
-    # One idle block is left: it was taken at 0 s, and came to rest at 3 s.
-    assert (residency.idle.sum_s, residency.lifetime.sum_s) == (3.0 + 7.0, 3.0 + 10.0)
-    assert sum(residency.lifetime.counts) == 2
+    # Both blocks came to rest at 3 s; the first was taken at 0 s, the second, which the tail is in, at 3 s.
+    assert (residency.idle.sum_s, residency.lifetime.sum_s) == (3.0 + 7.0 + 7.0, 3.0 + 10.0 + 7.0)
+    assert sum(residency.lifetime.counts) == 3
 
 
 def test_a_reset_is_no_eviction_and_a_move_no_life() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from quire.memory import Namespace
-from tests.memory.twin import Page, Pages, Prefix, Twin, TwinGroup
+from tests.memory.twin import Twin
+from tests.memory.twin_pages import Page, Pages, Prefix, TwinGroup
 
 
 class HostTwin:

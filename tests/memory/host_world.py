@@ -6,11 +6,11 @@ from array import array
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from quire.memory import Namespace, Tier, Verdict
+from quire.memory import Namespace, PrefixHit, Tier, Verdict
 from quire.memory.chain import Link
 from quire.memory.invariants import snapshot
 from tests.memory.host_twin import HostTwin
-from tests.memory.twin import Page
+from tests.memory.twin_pages import Page
 
 if TYPE_CHECKING:
     from tests.memory.world import World
@@ -139,3 +139,14 @@ def compare_hosts(world: World, theirs: HostTwin, block_of: dict[Page, int]) -> 
             assert block_of.setdefault(page, block_id) == block_id, "evicted from the host in another order"
         published = {block_id for block_id, _ in group.pool.index.items()}
         assert published == {block_of[page] for page in twins.published.values()}
+
+
+def can_load(world: World, hit: PrefixHit) -> bool:
+    """Say whether the device has room for the blocks of a hit that have no holders there."""
+    needs = [0] * len(world.size.kinds)
+    for load in hit.loads:
+        needs[load.group_idx] += 1
+    for idx, blocks in enumerate(hit.block_ids):
+        ref_counts = world.manager.groups[idx].pool.ref_counts
+        needs[idx] += sum(block_id != 0 and ref_counts[block_id] == 0 for block_id in blocks)
+    return not hit.loads or world.manager.arena.can_hold(needs)

@@ -7,7 +7,7 @@ import random
 from quire.errors import InvariantViolation
 from quire.memory import FullAttention
 from tests.memory.search import search
-from tests.memory.twin import Kind
+from tests.memory.twin_pages import Kind
 from tests.memory.walk import random_walk
 from tests.memory.world import World
 from tests.memory.world_size import WorldSize

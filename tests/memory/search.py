@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from quire.memory import Verdict
 from tests.memory.host_world import swap_in, swap_out
-from tests.memory.twin import Page
+from tests.memory.twin_pages import Page
 from tests.memory.world import NAMESPACES, World
 from tests.memory.world_size import WorldSize
 

@@ -11,7 +11,7 @@ from quire.memory.archive import Archive, FetchedBlock
 from quire.memory.ops import BlockCopy, StoredBlock
 from tests.memory.nets import disk_reading_back, disk_twin
 from tests.memory.search import Searched, search
-from tests.memory.twin import Kind
+from tests.memory.twin_pages import Kind
 from tests.memory.world import World, WorldSize
 
 

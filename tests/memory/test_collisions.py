@@ -8,7 +8,7 @@ import pytest
 
 from quire.memory import chain
 from quire.memory.tables import BlockTables
-from tests.memory.twin import Kind
+from tests.memory.twin_pages import Kind
 from tests.memory.world import NAMESPACES, World
 from tests.memory.world_size import WorldSize
 

@@ -8,7 +8,7 @@ import pytest
 
 from quire.memory import KVCacheManager
 from quire.memory.eviction import EVICTION_POLICIES, SegmentedLru
-from tests.memory.twin import Kind
+from tests.memory.twin_pages import Kind
 from tests.memory.walk import random_walk
 from tests.memory.world import NAMESPACES, World
 from tests.memory.world_size import WorldSize, spec_of

@@ -9,7 +9,7 @@ import pytest
 from quire.memory import Tier
 from quire.memory.tables import BlockTables
 from tests.memory.million import walk
-from tests.memory.twin import Kind
+from tests.memory.twin_pages import Kind
 from tests.memory.walk import random_walk
 from tests.memory.world import World
 from tests.memory.world_size import WorldSize

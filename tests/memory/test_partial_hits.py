@@ -19,7 +19,7 @@ from quire.memory import (
 from quire.memory.continuation import MAX_CANDIDATES
 from quire.memory.departed import Departed, Namespaces
 from quire.memory.status import NO_TOKENS
-from tests.memory.twin import Kind
+from tests.memory.twin_pages import Kind
 from tests.memory.world import NAMESPACES, World, WorldSize
 
 PUBLISHED = list(range(12))

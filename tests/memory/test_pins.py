@@ -10,7 +10,7 @@ from quire.errors import InvariantViolation
 from quire.memory import KVCacheManager, TokenChain, Verdict, check
 from quire.memory.invariants import snapshot
 from quire.memory.pins import Pins
-from tests.memory.twin import Kind
+from tests.memory.twin_pages import Kind
 from tests.memory.walk import random_walk
 from tests.memory.world import NAMESPACES, World
 from tests.memory.world_size import WorldSize, spec_of

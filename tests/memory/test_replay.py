@@ -83,7 +83,7 @@ def walk(memory: RecordedMemory, rng: random.Random, num_commands: int) -> None:
                 memory.pin(name, manager.sequences[rng.choice(live)].chain)
         elif verb == "tell":
             memory.take_ops()
-            if rng.random() < 0.05:
+            if rng.random() < 0.1:
                 memory.reset_prefix_cache()
         elif verb in swaps:
             settled = [(key, state) for key, state in sorted(manager.sequences.items()) if is_settled(state)]
@@ -99,16 +99,7 @@ def walk(memory: RecordedMemory, rng: random.Random, num_commands: int) -> None:
                 continue
             tokens = state.chain.tokens
             if verb == "grow":
-                lookahead = rng.randrange(3)
-                tokens += [rng.randrange(2) for _ in range(max(0, state.num_slots + 1 - len(tokens)))]
-                if memory.append_slots(seq_id, rng.randrange(1, len(tokens) - state.num_slots + 1), lookahead):
-                    if state.checkpoint is None:
-                        most = min(len(tokens), state.num_slots)
-                        memory.publish(seq_id, rng.randrange(state.num_computed, most + 1))
-                    elif rng.random() < 0.5:
-                        tokens += [0] * (state.num_slots - len(tokens))
-                        memory.publish(seq_id, state.num_slots)
-                    memory.take_table_deltas(seq_id)
+                grow(memory, rng, seq_id)
             elif verb == "fork" and state.num_slots == state.num_computed:
                 memory.fork(seq_id, next_id, tokens[: state.num_computed])
                 next_id += 1
@@ -120,6 +111,22 @@ def walk(memory: RecordedMemory, rng: random.Random, num_commands: int) -> None:
                 del tokens[length:]
             elif verb == "free":
                 memory.free(seq_id, retain=rng.random() < 0.5, is_sound=rng.random() < 0.9)
+
+
+def grow(memory: RecordedMemory, rng: random.Random, seq_id: int) -> None:
+    """Give a sequence slots, some to look ahead, and compute some of them."""
+    state = memory.manager.sequences[seq_id]
+    tokens, lookahead = state.chain.tokens, rng.randrange(3)
+    tokens += [rng.randrange(2) for _ in range(max(0, state.num_slots + 1 - len(tokens)))]
+    if not memory.append_slots(seq_id, rng.randrange(1, len(tokens) - state.num_slots + 1), lookahead):
+        return
+    if state.checkpoint is None:
+        most = min(len(tokens), state.num_slots)
+        memory.publish(seq_id, rng.randrange(state.num_computed, most + 1))
+    elif rng.random() < 0.5:
+        tokens += [0] * (state.num_slots - len(tokens))
+        memory.publish(seq_id, state.num_slots)
+    memory.take_table_deltas(seq_id)
 
 
 def is_settled(state: SequenceMemory) -> bool:

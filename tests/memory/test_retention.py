@@ -11,7 +11,7 @@ from quire.memory import check
 from quire.memory.eviction import EVICTION_POLICIES
 from quire.memory.retention import Retention
 from tests.memory.test_eviction import hit_length
-from tests.memory.twin import Kind
+from tests.memory.twin_pages import Kind
 from tests.memory.walk import random_walk
 from tests.memory.world import World, WorldSize
 

@@ -14,7 +14,7 @@ from quire.memory.arena import Arena
 from quire.memory.eviction import LeastRecentlyUsed
 from quire.memory.pool import BlockPool
 from quire.memory.slabs import MOST_ALIGNMENT_LOSS, SlabLayout, lay_out
-from tests.memory.twin import Kind
+from tests.memory.twin_pages import Kind
 from tests.memory.walk import random_walk
 from tests.memory.world import NAMESPACES, World
 from tests.memory.world_size import WorldSize

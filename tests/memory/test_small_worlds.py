@@ -12,7 +12,7 @@ from __future__ import annotations
 import pytest
 
 from tests.memory.search import Searched, search
-from tests.memory.twin import Kind
+from tests.memory.twin_pages import Kind
 from tests.memory.world_size import WorldSize
 
 

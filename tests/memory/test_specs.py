@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.memory.specs import IMMORTAL
-from tests.memory.twin import Kind, Twin
+from tests.memory.twin import Twin
+from tests.memory.twin_pages import Kind
 from tests.memory.world_size import spec_of
 
 block_sizes = st.integers(1, 5)

@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 
 from quire.memory import Verdict, chain
 from tests.memory.host_world import swap_in, swap_out
-from tests.memory.twin import Kind
+from tests.memory.twin_pages import Kind
 from tests.memory.world import NAMESPACES, World
 from tests.memory.world_size import WorldSize
 

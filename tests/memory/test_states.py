@@ -6,7 +6,7 @@ import pytest
 
 from quire.memory import FullAttention, HitEnd, KVCacheManager, PrefixHit, RecurrentState, Verdict
 from quire.memory.settings import MemorySettings
-from tests.memory.twin import Kind
+from tests.memory.twin_pages import Kind
 from tests.memory.world import NAMESPACES, World
 from tests.memory.world_size import WorldSize
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.memory import HitEnd, PrefixHit, Verdict
-from tests.memory.twin import Kind
+from tests.memory.twin_pages import Kind
 from tests.memory.world import NAMESPACES, World
 from tests.memory.world_size import WorldSize
 

@@ -9,122 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from quire.memory import HitEnd, Namespace
+from quire.memory import Namespace
+from tests.memory.twin_hits import longest, longest_continuation
+from tests.memory.twin_pages import Kind, Match, Page, Pages, Prefix, TwinGroup, TwinSequence
 
 if TYPE_CHECKING:
     from tests.memory.host_twin import HostTwin
-
-Prefix = tuple[Namespace, tuple[int, ...]]
-
-
-class Kind(NamedTuple):
-    """What the queries of a cache group read.
-
-    Args:
-        name: "full", "window", "chunk", or "state" for what sums all tokens up in its last page.
-        extent: tokens of the window or of a chunk.
-    """
-
-    name: str = "full"
-    extent: int = 0
-
-    @property
-    def is_state(self) -> bool:
-        """Tell whether one page is all there is."""
-        return self.name == "state"
-
-    def reads(self, query: int, token: int) -> bool:
-        """Tell whether the query at one position reads the token at another, not later, one."""
-        if self.name == "window":
-            return query - token < self.extent
-        if self.name == "chunk":
-            return query // self.extent == token // self.extent
-        return True
-
-
-class Page:
-    """Room for one block's worth of tokens; equal only to itself."""
-
-    __slots__ = ("goes_last", "idle_since", "prefix")
-
-    def __init__(self) -> None:
-        self.prefix: Prefix | None = None
-        self.idle_since = 0
-        self.goes_last = False
-
-    @property
-    def turn(self) -> tuple[bool, int]:
-        """When an idle page is evicted: lower is sooner."""
-        return self.goes_last, self.idle_since
-
-
-# A dead page, of which nothing is left, is None.
-Pages = list[Page | None]
-
-
-class Match(NamedTuple):
-    """What is hit.
-
-    Args:
-        pages: of each group.
-        num_tokens: of them.
-        ends: what may be given as the reason why there are no more.
-    """
-
-    pages: list[Pages]
-    num_tokens: int
-    ends: set[HitEnd]
-
-
-class Continuation(NamedTuple):
-    """A page of each group that goes on with some of the tokens wanted.
-
-    Args:
-        num_tokens: that are those wanted.
-        num_theirs: that it is published with.
-        pages: of each group.
-    """
-
-    num_tokens: int
-    num_theirs: int
-    pages: list[Page]
-
-
-class TwinGroup:
-    """The pages of one cache group that are published, and those of them that nobody holds."""
-
-    def __init__(self, kind: Kind) -> None:
-        self.kind = kind
-        self.published: dict[Prefix, Page] = {}
-        self.idle: list[Page] = []
-
-    @property
-    def by_turn(self) -> list[Page]:
-        """The idle pages in the order of their eviction."""
-        return sorted(self.idle, key=lambda page: page.turn)
-
-
-class TwinSequence:
-    """A sequence as its owner sees it, and its pages in each group."""
-
-    def __init__(self, namespace: Namespace, tokens: list[int], pages: list[Pages], num_slots: int) -> None:
-        self.namespace = namespace
-        self.tokens = tokens
-        self.pages = pages
-        self.num_slots = num_slots
-        self.num_computed = num_slots
-        self.is_publishing = True
-        # Lengths at which states are published besides the regular ones.
-        self.stops: set[int] = set()
-        # The length to go back to, and by group the pages that are held for it.
-        self.checkpoint: tuple[int, dict[int, Page]] | None = None
-
-    def held(self, idx: int) -> Pages:
-        """Return the pages of a group that the sequence holds."""
-        spare = self.checkpoint[1] if self.checkpoint else {}
-        return [*self.pages[idx], *([spare[idx]] if idx in spare else [])]
 
 
 class Twin:
@@ -206,96 +98,9 @@ class Twin:
             return [num_pages - 1] if num_pages else []
         return [i for i in range(num_pages) if self.is_alive(idx, i, num_computed)]
 
-    def match(self, namespace: Namespace, tokens: list[int], max_tokens: int | None) -> Match:
-        """Return the longest prefix of whole pages that leaves a token to compute, and what goes on inside a page."""
-        most = len(tokens) - 1 if max_tokens is None else min(len(tokens) - 1, max_tokens)
-        if not self.caching:
-            return Match([[] for _ in self.groups], 0, {HitEnd.DISABLED})
-        groups = range(len(self.groups))
-        pages = self.longest(namespace, tokens, most, groups)
-        start = num_tokens = len(pages[0]) * self.page_size
-        last = self.longest_continuation(namespace, tokens, start)
-        if last and not self.states:
-            num_tokens = min(most, start + last.num_tokens)
-        if last and num_tokens > start:
-            for idx, page in zip(groups, last.pages, strict=True):
-                alive = [self.is_alive(idx, i, num_tokens) for i in range(len(pages[idx]))]
-                pages[idx] = [old if is_alive else None for old, is_alive in zip(pages[idx], alive, strict=True)]
-                pages[idx].append(page)
-        if num_tokens == most or (self.states and start + self.page_size > most):
-            return Match(pages, num_tokens, {HitEnd.LAST_TOKEN if most == len(tokens) - 1 else HitEnd.LIMIT})
-        if self.states and len(self.longest(namespace, tokens, most, self.kept)[0] if self.kept else [0] * most) > len(
-            pages[0]
-        ):
-            return Match(pages, num_tokens, {HitEnd.NO_SNAPSHOT, HitEnd.GROUP})
-        return Match(pages, num_tokens, self._reasons(namespace, tokens, start, last))
-
-    def parted_at(self, namespace: Namespace, tokens: list[int], max_tokens: int | None) -> int:
-        """Return the tokens of the hit that there would be without groups of states, 0 if it is no longer one."""
-        if not self.states or not self.kept or not self.caching:
-            return 0
-        most = len(tokens) - 1 if max_tokens is None else min(len(tokens) - 1, max_tokens)
-        longest = len(self.longest(namespace, tokens, most, self.kept)[0])
-        found = len(self.longest(namespace, tokens, most, range(len(self.groups)))[0])
-        return longest * self.page_size if longest > found else 0
-
-    def longest(self, namespace: Namespace, tokens: list[int], most: int, members: Sequence[int]) -> list[Pages]:
-        """Return the pages of the longest prefix of at most so many tokens whose live pages are all published."""
-        for length in range(most // self.page_size if self.caching else 0, 0, -1):
-            hit = [self._hit(namespace, tokens, idx, length) for idx in members]
-            if all(page_idx is not None for page_idx in hit):
-                return [pages for pages in hit if pages is not None]
-        return [[] for _ in members]
-
     def is_on_host(self, idx: int, page: Page | None) -> bool:
         """Tell whether a page that was found is one of the host's."""
         return self.host is not None and page in self.host.groups[idx].published.values()
-
-    def longest_continuation(self, namespace: Namespace, tokens: list[int], start: int) -> Continuation | None:
-        """Return the pages, one in each group, that have most of the tokens after the first whole pages."""
-        best = None
-        if not self.kept:
-            return None
-        for known, words in reversed(self.groups[self.kept[0]].published):
-            if known == namespace and words[:start] == tuple(tokens[:start]) and start < len(words):
-                pages = [self.groups[idx].published.get((known, words)) for idx in self.kept]
-                if len(words) <= start + self.page_size and all(pages):
-                    theirs, wanted = words[start:], tokens[start:]
-                    count = next((i for i, (a, b) in enumerate(zip(theirs, wanted, strict=False)) if a != b), None)
-                    count = min(len(theirs), len(wanted)) if count is None else count
-                    if best is None or count > best.num_tokens:
-                        best = Continuation(count, len(theirs), [page for page in pages if page])
-        return best
-
-    def _reasons(self, namespace: Namespace, tokens: list[int], start: int, last: Continuation | None) -> set[HitEnd]:
-        """Return what may be said of a hit that ends early; what was evicted may be forgotten."""
-        words = tuple(tokens[: start + self.page_size])
-        is_whole = len(words) == start + self.page_size
-        if is_whole and any((namespace, words) in group.published for group in self.groups):
-            return {HitEnd.GROUP}
-        reason = HitEnd.NEVER_SEEN
-        if last and (start or last.num_tokens):
-            reason = HitEnd.DIFFERENT if last.num_tokens < last.num_theirs else HitEnd.NEVER_SEEN
-        elif is_whole and not start:
-            elsewhere = {known for group in self.groups for known, theirs in group.published if theirs == words}
-            reason = HitEnd.NAMESPACE if elsewhere else HitEnd.NEVER_SEEN
-        return {reason, HitEnd.EVICTED} if is_whole and (namespace, words) in self.departed else {reason}
-
-    def _hit(self, namespace: Namespace, tokens: list[int], idx: int, length: int) -> Pages | None:
-        pages: Pages = []
-        alive = self.alive(idx, length * self.page_size, length * self.page_size)
-        for i in range(length):
-            if i in alive:
-                prefix = namespace, tuple(tokens[: (i + 1) * self.page_size])
-                page = self.groups[idx].published.get(prefix)
-                if page is None and self.host is not None:
-                    page = self.host.groups[idx].published.get(prefix)
-                if page is None:
-                    return None
-                pages.append(page)
-            else:
-                pages.append(None)
-        return pages
 
     def peak(self, idx: int, num_tokens: int, step: int) -> int:
         """Return the most pages of a group that a sequence holds at once, trying every way to cut it into steps."""
@@ -489,7 +294,7 @@ class Twin:
         """Hold the longest published prefix, unless that is too much; return its tokens."""
         # Only what is on the device can be held there.
         host, self.host = self.host, None
-        pages = self.longest(namespace, tokens, len(tokens), range(len(self.groups)))
+        pages = longest(self, namespace, tokens, len(tokens), range(len(self.groups)))
         self.host = host
         held = {page for table in [*pages, *(table for pin in self.pins.values() for table in pin)] for page in table}
         if not pages[0] or len(held - {None}) > self.pin_limit:
@@ -517,7 +322,7 @@ class Twin:
         if any(page is None or page.prefix is not None or self.num_holders(page) > 1 for page in tails):
             return
         tokens = sequence.tokens[: sequence.num_computed]
-        known = self.longest_continuation(sequence.namespace, tokens, page_idx * self.page_size)
+        known = longest_continuation(self, sequence.namespace, tokens, page_idx * self.page_size)
         prefix = (sequence.namespace, tuple(tokens))
         if (known and known.num_tokens == num_tokens) or any(prefix in group.published for group in self.groups):
             return

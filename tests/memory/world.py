@@ -16,7 +16,6 @@ from quire.memory import (
     BlockCopy,
     KVCacheManager,
     Namespace,
-    PrefixHit,
     Tier,
     TokenChain,
     Verdict,
@@ -25,8 +24,12 @@ from quire.memory import (
 from quire.memory.invariants import snapshot
 from tests.memory.disk import Disk
 from tests.memory.host_twin import HostTwin
-from tests.memory.host_world import compare_hosts, verify_host_index
-from tests.memory.twin import Match, Page, Twin
+from tests.memory.host_world import can_load, verify_host_index
+from tests.memory.twin import Twin
+from tests.memory.twin_hits import match as match_prefix
+from tests.memory.twin_hits import parted_at as parted_at_of
+from tests.memory.twin_pages import Page
+from tests.memory.twin_world import compare_verdict, compare_with_twin
 from tests.memory.world_size import WorldSize, spec_of
 
 # What a slot's KV depends on: the namespace and all tokens up to its own; None before anything is written.
@@ -146,17 +149,17 @@ class World:
         for group_idx, blocks in enumerate(places):
             self._reads_back(group_idx, blocks, prefixes, hit.num_tokens)
         if self.has_twin:
-            match = twin.match(namespace, tokens, max_tokens)
+            match = match_prefix(twin, namespace, tokens, max_tokens)
             found = [
                 [(Tier(twin.is_on_host(idx, page)), self.block_of[page] if page else 0) for page in group]
                 for idx, group in enumerate(match.pages)
             ]
             assert (found, match.num_tokens) == (places, hit.num_tokens), "the twin found another hit"
             assert hit.end in match.ends, "the twin gives another reason"
-            parted_at = twin.parted_at(namespace, tokens, max_tokens)
+            parted_at = parted_at_of(twin, namespace, tokens, max_tokens)
             assert parted_at == hit.parted_at, "the twin sees prompts part elsewhere"
-            self._compare_verdict(status, len(tokens), match, step or len(tokens), reserved)
-        if status.verdict is Verdict.LATER and not self._can_load(hit):
+            compare_verdict(self, status, len(tokens), match, step or len(tokens), reserved)
+        if status.verdict is Verdict.LATER and not can_load(self, hit):
             self.refuses(ValueError, lambda: manager.allocate(seq_id, chain, hit))
         elif status.verdict is not Verdict.NEVER:
             manager.allocate(seq_id, chain, hit)
@@ -165,36 +168,6 @@ class World:
                 twin.open(seq_id, namespace, tokens, match, parted_at)
         self.verify()
         return status
-
-    def _can_load(self, hit: PrefixHit) -> bool:
-        """Say whether the device has room for the blocks of a hit that have no holders there."""
-        needs = [0] * len(self.size.kinds)
-        for load in hit.loads:
-            needs[load.group_idx] += 1
-        for idx, blocks in enumerate(hit.block_ids):
-            ref_counts = self.manager.groups[idx].pool.ref_counts
-            needs[idx] += sum(block_id != 0 and ref_counts[block_id] == 0 for block_id in blocks)
-        return not hit.loads or self.manager.arena.can_hold(needs)
-
-    def _compare_verdict(self, status: AllocStatus, num_tokens: int, hit: Match, step: int, reserved: int) -> None:
-        twin = self.twin
-        groups = range(len(self.size.kinds))
-        if twin.joint_peak(num_tokens) > twin.num_pages - twin.pin_limit:
-            assert status.verdict is Verdict.NEVER, "NEVER was not said"
-            assert status.needed > status.available
-            return
-        assert status.verdict is not Verdict.NEVER, "NEVER was said though it fits"
-        num_swapped = 0 if twin.host is None else len(twin.host.tables)
-        spare = self.size.watermark + reserved if len(twin.sequences) > num_swapped else 0
-        margin, is_exact = twin.num_available(), True
-        for idx in groups:
-            margin -= twin.least_needed(idx, num_tokens, hit.pages[idx], hit.num_tokens, step) + spare
-            margin -= sum(page in twin.groups[idx].idle for page in hit.pages[idx])
-            is_exact &= not hit.pages[idx] or self.size.kinds[idx].name in ("full", "state")
-        # With a hit of a window the closed form may ask for more than is needed, never for less.
-        assert status.available - status.needed <= margin
-        assert status.available - status.needed == margin or not is_exact
-        assert (status.verdict is Verdict.OK) == (status.needed <= status.available)
 
     def enter(self, seq_id: int, tokens: list[int], namespace: Namespace = NAMESPACES[0]) -> bool:
         """Open, get slots for and store a whole prompt; False, and nothing changed, when memory says no."""
@@ -364,55 +337,7 @@ class World:
                     self._reads_back(group_idx, [(Tier.DEVICE, block_id)], prefixes, checkpoint.num_tokens)
         verify_host_index(self, NAMESPACES)
         if self.has_twin:
-            self._compare_with_twin()
-
-    def _compare_with_twin(self) -> None:
-        manager, twin = self.manager, self.twin
-        usage = manager.usage()
-        groups = range(len(self.size.kinds))
-        num_idle = sum(len(group.idle) for group in twin.groups)
-        num_used = sum(map(twin.num_used, groups))
-        num_free = len(groups) * self.size.num_blocks - num_used - num_idle
-        real = (usage.used, usage.idle, usage.free, usage.num_copies, usage.num_merges, usage.num_evictions)
-        counts = (num_used, num_idle, num_free, twin.num_copies, twin.num_merges, twin.num_evictions)
-        assert real == counts, "the twin counts otherwise"
-        assert manager.sequences.keys() == twin.sequences.keys()
-        block_of: dict[Page, int] = {}
-        for seq_id, sequence in twin.sequences.items():
-            state = manager.sequences[seq_id]
-            assert (state.num_slots, state.num_computed) == (sequence.num_slots, sequence.num_computed)
-            limit = 0 if state.is_swapped else manager.rollback_limit(seq_id)
-            assert limit == 0 or not twin.can_truncate(seq_id, limit - 1), "it could be rolled back further"
-            assert manager.step_limit(seq_id, 20) == twin.step_limit(seq_id, 20), "the twin makes other steps"
-            held = state.checkpoint and (state.checkpoint.num_tokens, state.checkpoint.block_ids.keys())
-            assert held == (sequence.checkpoint and (sequence.checkpoint[0], sequence.checkpoint[1].keys()))
-            for group_idx, page in (sequence.checkpoint[1] if sequence.checkpoint else {}).items():
-                block_of[page] = state.checkpoint.block_ids[group_idx]  # type: ignore[union-attr]
-            for group_idx, pages in enumerate(sequence.pages):
-                table = manager.block_table(seq_id, group_idx)
-                assert len(table) == len(pages)
-                for page, block_id in zip(pages, table, strict=True):
-                    assert (page is None) == (block_id == 0), "the twin thinks otherwise of what is dead"
-                    if page is not None:
-                        assert block_of.setdefault(page, block_id) == block_id, "shared otherwise than in the twin"
-        for idx, (group, theirs) in enumerate(zip(manager.groups, twin.groups, strict=True)):
-            for name, pages in twin.pins.items():
-                held = [page for page in pages[idx] if page is not None]
-                for page, block_id in zip(held, manager.pins.blocks_of(name, idx), strict=True):
-                    assert block_of.setdefault(page, block_id) == block_id, "pinned otherwise than in the twin"
-            for page, block_id in zip(theirs.by_turn, group.pool.idle, strict=True):
-                assert block_of.setdefault(page, block_id) == block_id, "evicted in another order than in the twin"
-            published = {block_id for block_id, _ in group.pool.index.items()}
-            assert published == {block_of[page] for page in theirs.published.values()}
-            mine = [block_of[page] for page in block_of if page in theirs.idle or page in theirs.published.values()]
-            assert len(set(mine)) == len(mine), "two pages of the twin are one block"
-        if twin.host is not None:
-            compare_hosts(self, twin.host, block_of)
-        hints = [(idx, block_of[page]) for idx, page in twin.hints]
-        assert list(manager.arena.retention.hints()) == hints, "the twin retains other blocks"
-        for page, block_id in block_of.items():
-            assert self.block_of.get(page, block_id) == block_id, "a page of the twin moved"
-        self.block_of = block_of
+            compare_with_twin(self)
 
     # ---- the worker's side ----
 

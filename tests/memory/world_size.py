@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from quire.memory import ChunkedLocal, FullAttention, KVCacheSpec, RecurrentState, SlidingWindow
-from tests.memory.twin import Kind
+from tests.memory.twin_pages import Kind
 
 
 class WorldSize(NamedTuple):

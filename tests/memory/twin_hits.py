@@ -1,0 +1,105 @@
+"""What the twin finds of a prompt: the longest prefix that all groups have, what goes on inside a page, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from quire.memory import HitEnd, Namespace
+from tests.memory.twin_pages import Continuation, Match, Pages
+
+if TYPE_CHECKING:
+    from tests.memory.twin import Twin
+
+
+def match(twin: Twin, namespace: Namespace, tokens: list[int], max_tokens: int | None) -> Match:
+    """Return the longest prefix of whole pages that leaves a token to compute, and what goes on inside a page."""
+    most = len(tokens) - 1 if max_tokens is None else min(len(tokens) - 1, max_tokens)
+    if not twin.caching:
+        return Match([[] for _ in twin.groups], 0, {HitEnd.DISABLED})
+    groups = range(len(twin.groups))
+    pages = longest(twin, namespace, tokens, most, groups)
+    start = num_tokens = len(pages[0]) * twin.page_size
+    last = longest_continuation(twin, namespace, tokens, start)
+    if last and not twin.states:
+        num_tokens = min(most, start + last.num_tokens)
+    if last and num_tokens > start:
+        for idx, page in zip(groups, last.pages, strict=True):
+            alive = [twin.is_alive(idx, i, num_tokens) for i in range(len(pages[idx]))]
+            pages[idx] = [old if is_alive else None for old, is_alive in zip(pages[idx], alive, strict=True)]
+            pages[idx].append(page)
+    if num_tokens == most or (twin.states and start + twin.page_size > most):
+        return Match(pages, num_tokens, {HitEnd.LAST_TOKEN if most == len(tokens) - 1 else HitEnd.LIMIT})
+    if twin.states and len(longest(twin, namespace, tokens, most, twin.kept)[0] if twin.kept else [0] * most) > len(
+        pages[0]
+    ):
+        return Match(pages, num_tokens, {HitEnd.NO_SNAPSHOT, HitEnd.GROUP})
+    return Match(pages, num_tokens, _reasons(twin, namespace, tokens, start, last))
+
+
+def parted_at(twin: Twin, namespace: Namespace, tokens: list[int], max_tokens: int | None) -> int:
+    """Return the tokens of the hit that there would be without groups of states, 0 if it is no longer one."""
+    if not twin.states or not twin.kept or not twin.caching:
+        return 0
+    most = len(tokens) - 1 if max_tokens is None else min(len(tokens) - 1, max_tokens)
+    most_pages = len(longest(twin, namespace, tokens, most, twin.kept)[0])
+    found = len(longest(twin, namespace, tokens, most, range(len(twin.groups)))[0])
+    return most_pages * twin.page_size if most_pages > found else 0
+
+
+def longest(twin: Twin, namespace: Namespace, tokens: list[int], most: int, members: Sequence[int]) -> list[Pages]:
+    """Return the pages of the longest prefix of at most so many tokens whose live pages are all published."""
+    for length in range(most // twin.page_size if twin.caching else 0, 0, -1):
+        hit = [_hit(twin, namespace, tokens, idx, length) for idx in members]
+        if all(page_idx is not None for page_idx in hit):
+            return [pages for pages in hit if pages is not None]
+    return [[] for _ in members]
+
+
+def longest_continuation(twin: Twin, namespace: Namespace, tokens: list[int], start: int) -> Continuation | None:
+    """Return the pages, one in each group, that have most of the tokens after the first whole pages."""
+    best = None
+    if not twin.kept:
+        return None
+    for known, words in reversed(twin.groups[twin.kept[0]].published):
+        if known == namespace and words[:start] == tuple(tokens[:start]) and start < len(words):
+            pages = [twin.groups[idx].published.get((known, words)) for idx in twin.kept]
+            if len(words) <= start + twin.page_size and all(pages):
+                theirs, wanted = words[start:], tokens[start:]
+                count = next((i for i, (a, b) in enumerate(zip(theirs, wanted, strict=False)) if a != b), None)
+                count = min(len(theirs), len(wanted)) if count is None else count
+                if best is None or count > best.num_tokens:
+                    best = Continuation(count, len(theirs), [page for page in pages if page])
+    return best
+
+
+def _reasons(twin: Twin, namespace: Namespace, tokens: list[int], start: int, last: Continuation | None) -> set[HitEnd]:
+    """Return what may be said of a hit that ends early; what was evicted may be forgotten."""
+    words = tuple(tokens[: start + twin.page_size])
+    is_whole = len(words) == start + twin.page_size
+    if is_whole and any((namespace, words) in group.published for group in twin.groups):
+        return {HitEnd.GROUP}
+    reason = HitEnd.NEVER_SEEN
+    if last and (start or last.num_tokens):
+        reason = HitEnd.DIFFERENT if last.num_tokens < last.num_theirs else HitEnd.NEVER_SEEN
+    elif is_whole and not start:
+        elsewhere = {known for group in twin.groups for known, theirs in group.published if theirs == words}
+        reason = HitEnd.NAMESPACE if elsewhere else HitEnd.NEVER_SEEN
+    return {reason, HitEnd.EVICTED} if is_whole and (namespace, words) in twin.departed else {reason}
+
+
+def _hit(twin: Twin, namespace: Namespace, tokens: list[int], idx: int, length: int) -> Pages | None:
+    pages: Pages = []
+    alive = twin.alive(idx, length * twin.page_size, length * twin.page_size)
+    for i in range(length):
+        if i in alive:
+            prefix = namespace, tuple(tokens[: (i + 1) * twin.page_size])
+            page = twin.groups[idx].published.get(prefix)
+            if page is None and twin.host is not None:
+                page = twin.host.groups[idx].published.get(prefix)
+            if page is None:
+                return None
+            pages.append(page)
+        else:
+            pages.append(None)
+    return pages
