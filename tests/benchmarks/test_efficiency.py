@@ -132,10 +132,10 @@ def test_samples_of_a_prompt_share_its_full_blocks_and_nothing_else() -> None:
 def test_a_leaked_block_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     free = KVCacheManager.free
 
-    def free_all_but_one(memory: KVCacheManager, seq_id: int) -> None:
+    def free_all_but_one(memory: KVCacheManager, seq_id: int, **how: bool) -> None:
         if seq_id == 0:
             memory.groups[0].pool.retain(memory.block_table(seq_id)[:1])
-        free(memory, seq_id)
+        free(memory, seq_id, **how)
 
     monkeypatch.setattr(KVCacheManager, "free", free_all_but_one)
     with pytest.raises(RuntimeError, match="1 blocks are used after all requests have finished"):
