@@ -61,7 +61,9 @@ def walk(memory: RecordedMemory, rng: random.Random, num_commands: int) -> None:
     """Issue random commands of every verb, as a careful owner may."""
     manager, next_id = memory.manager, 0
     swaps = ("out", "in", "in") * (manager.host is not None) + ("load", "load") * (manager.archive is not None)
-    for _ in range(num_commands):
+    for number in range(num_commands):
+        if number % 400 == 399:
+            memory.reset_prefix_cache()
         live = sorted(manager.sequences)
         verb = rng.choice(
             ("enter", "enter", "grow", "grow", "grow", "grow", "fork", "truncate", "free", "pin", "tell", *swaps)
@@ -83,8 +85,6 @@ def walk(memory: RecordedMemory, rng: random.Random, num_commands: int) -> None:
                 memory.pin(name, manager.sequences[rng.choice(live)].chain)
         elif verb == "tell":
             memory.take_ops()
-            if rng.random() < 0.1:
-                memory.reset_prefix_cache()
         elif verb in swaps:
             settled = [(key, state) for key, state in sorted(manager.sequences.items()) if is_settled(state)]
             family = [key for key, state in settled if state.is_swapped == (verb == "in") and rng.random() < 0.7]

@@ -28,7 +28,8 @@ from quire.memory.prefix_index import ChainView, PrefixIndex
 from quire.memory.sequence_memory import SequenceMemory
 from quire.memory.slabs import SlabLayout
 from quire.memory.tables import BlockTables
-from quire.scheduling import Scheduler, scheduler
+from quire.scheduling import admission as seating
+from quire.scheduling.queues import Queues
 from tests.memory.nets import (
     HONEST_NETS,
     NETS,
@@ -322,15 +323,14 @@ def trust_the_digest(patch: Patch) -> None:
 
 
 def keep_a_preempted_sequence_open(patch: Patch) -> None:
-    def release(self: Scheduler, sequence: Any) -> None:
-        self.memory.free(sequence.seq_id, retain=sequence.request.retain_cache)
+    def close(_: Queues, sequence: Any) -> None:
         sequence.is_open = False
 
-    patch.setattr(Scheduler, "_release", release)
+    patch.setattr(Queues, "close", close)
 
 
 def give_no_seats_to_samples(patch: Patch) -> None:
-    patch.setattr(scheduler, "_seats", lambda _: 1)
+    patch.setattr(seating, "_seats", lambda _: 1)
 
 
 CAUGHT: list[tuple[Callable[[Patch], None], tuple[Callable[[], None], ...]]] = [
