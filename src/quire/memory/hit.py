@@ -51,8 +51,10 @@ def find_hit(
             _without_dead((*shared, last), group.num_dead(end))
             for group, shared, last in zip(groups, run.block_ids, next_one.block_ids, strict=True)
         )
-    num_host_tokens = len({load.block_idx for load in run.loads}) * size
-    hit = PrefixHit(end, block_ids, HitEnd.LIMIT, None, version, num_copied, None, run.loads, num_host_tokens)
+    # What the longer hit needs no more is not copied from the host for it.
+    loads = tuple(load for load in run.loads if load.block_idx >= groups[load.group_idx].num_dead(end))
+    num_host_tokens = len({load.block_idx for load in loads}) * size
+    hit = PrefixHit(end, block_ids, HitEnd.LIMIT, None, version, num_copied, None, loads, num_host_tokens)
     if end == limit or (not is_divisible and run.num_blocks == limit // size):
         return hit._replace(end=HitEnd.LAST_TOKEN) if limit == most else hit
     parted_at = run.most_blocks * size if run.num_blocks < run.most_blocks else 0
