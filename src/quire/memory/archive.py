@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from quire.memory.arena import Arena
 from quire.memory.chain import TOKEN_BYTES, Link, TokenChain
-from quire.memory.groups import CacheGroup
+from quire.memory.groups import longest_agreed
 from quire.memory.ops import BlockCopy, MemoryOps, StoredBlock, Tier
 from quire.memory.pool import BlockPool
 from quire.memory.prefix_index import PrefixIndex
@@ -104,7 +104,7 @@ class Archive:
         limit = min(len(chain.tokens) - 1, len(chain.tokens) if max_tokens is None else max_tokens) // size
         views = [_Reach(indexes, idx, chain, holds) for idx, indexes in enumerate(self._indexes())]
         while True:
-            length = _agree(groups, views, limit)
+            length, _ = longest_agreed(groups, views, range(len(groups)), limit)
             loads = [
                 view.loads(group.num_dead(length * size), length) for group, view in zip(groups, views, strict=True)
             ]
@@ -290,13 +290,3 @@ def _published_as(pool: BlockPool, digest: bytes) -> tuple[int]:
     entry = pool.index.get(digest)
     assert entry is not None, "what has a holder is not evicted"
     return entry[:1]
-
-
-def _agree(groups: Sequence[CacheGroup], views: Sequence[_Reach], length: int) -> int:
-    """Return the longest prefix, in blocks and at most `length`, that every group can serve."""
-    before = -1
-    while before != length:
-        before = length
-        for group, view in zip(groups, views, strict=True):
-            length = group.spec.longest_hit(view, length)
-    return length

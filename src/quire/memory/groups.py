@@ -8,7 +8,7 @@ from typing import NamedTuple
 from quire.memory.chain import TokenChain
 from quire.memory.pool import NULL_BLOCK, BlockPool
 from quire.memory.prefix_index import ChainView
-from quire.memory.specs import KVCacheSpec
+from quire.memory.specs import KVCacheSpec, PublishedRun
 from quire.memory.status import BlockLoad
 from quire.memory.tiered_view import TieredView
 
@@ -67,10 +67,10 @@ def find_prefix(
     ]
     views: Sequence[ChainView | TieredView] = tiered or [group.pool.index.view(chain, limit) for group in groups]
     kept = [idx for idx, group in enumerate(groups) if not group.spec.carries]
-    length, ended_by = _agree(groups, views, kept, limit)
+    length, ended_by = longest_agreed(groups, views, kept, limit)
     longest = length if kept else 0
     if len(kept) < len(groups):
-        length, lacking = _agree(groups, views, range(len(groups)), length)
+        length, lacking = longest_agreed(groups, views, range(len(groups)), length)
         ended_by = ended_by if lacking is None else lacking
     block_ids = []
     for group, view in zip(groups, views, strict=True):
@@ -84,8 +84,8 @@ def find_prefix(
     return PrefixRun(length, tuple(block_ids), ended_by, loads, longest)
 
 
-def _agree(
-    groups: Sequence[CacheGroup], views: Sequence[ChainView | TieredView], members: Sequence[int], length: int
+def longest_agreed(
+    groups: Sequence[CacheGroup], views: Sequence[PublishedRun], members: Sequence[int], length: int
 ) -> tuple[int, int | None]:
     """Return the longest prefix, in blocks, that some groups can serve, and the group that shortened it last."""
     turn, num_agreed, lacking = 0, 0, None
