@@ -21,8 +21,9 @@ from quire.memory import (
     manager,
     progress,
 )
-from quire.memory.arena import Arena, Loan
+from quire.memory.arena import Arena
 from quire.memory.groups import CacheGroup
+from quire.memory.loan import Loan
 from quire.memory.pool import NULL_BLOCK, BlockPool
 from quire.memory.prefix_index import ChainView, PrefixIndex
 from quire.memory.sequence_memory import SequenceMemory

@@ -98,7 +98,7 @@ def snapshot(manager: KVCacheManager) -> tuple[object, ...]:
     slabs = tuple(
         (
             tuple(arena.free_slabs),
-            tuple((tuple(loan.used.items()), tuple(loan.resting.items())) for loan in arena.loans),
+            tuple((sorted(loan.slabs()), tuple(loan.used.items()), tuple(loan.resting.items())) for loan in arena.loans),
             tuple(arena.retention.hints()),
         )
         for arena in (manager.arena, *((manager.host.arena,) if manager.host else ()))
@@ -111,18 +111,20 @@ def _lent_blocks(arena: Arena, group_idx: int) -> list[int]:
     """Return the blocks that a group has."""
     if len(arena.pools) == 1:
         return list(range(1, arena.layout.num_slabs + 1))
-    return sorted(block for slab in arena.loans[group_idx].used for block in arena.layout.blocks_of(group_idx, slab))
+    return sorted(block for slab in arena.loans[group_idx].slabs() for block in arena.layout.blocks_of(group_idx, slab))
 
 
 def _check_slabs(arena: Arena) -> None:
     """M1: a slab is free or lent to one group, which uses some of it; what is counted of it is so."""
     if len(arena.pools) == 1:
         return
-    slabs = sorted([*arena.free_slabs, *(slab for loan in arena.loans for slab in loan.used)])
+    slabs = sorted([*arena.free_slabs, *(slab for loan in arena.loans for slab in loan.slabs())])
     if slabs != list(range(arena.layout.num_slabs)):
         raise InvariantViolation("M1", f"free and lent slabs are {slabs}, not {arena.layout.num_slabs} of them")
     for loan in arena.loans:
         idle = Counter(arena.layout.slab_of(loan.group_idx, block_id) for block_id in _resting_blocks(loan.pool))
+        if loan.is_whole and idle.keys() != loan.resting.keys():
+            raise InvariantViolation("M1", f"of the slabs {sorted(idle)} those of {list(loan.resting)} are at rest")
         for slab, num_used in loan.used.items():
             blocks = arena.layout.blocks_of(loan.group_idx, slab)
             if num_used != sum(loan.pool.ref_counts[block_id] > 0 for block_id in blocks):
@@ -149,7 +151,7 @@ def _check_retention(arena: Arena) -> None:
         go_last = [block_id in retention.of_group[idx] for block_id in pool.idle]
         if go_last != sorted(go_last):
             raise InvariantViolation("M1", f"of the idle blocks {list(pool.idle)} those with the hint are not last")
-        for slab in arena.loans[idx].used:
+        for slab in arena.loans[idx].slabs():
             hinted = any((idx, block_id) in hints for block_id in arena.layout.blocks_of(idx, slab))
             if hinted != retention.is_in_slab(idx, slab):
                 raise InvariantViolation("M1", f"slab {slab} counts blocks with the hint wrongly")

@@ -55,6 +55,9 @@ class SlabLayout(NamedTuple):
     def first_blocks(self, group_idx: int, slabs: Iterable[int]) -> list[int]:
         """Return the first block of a group inside each slab."""
         block_bytes, first_byte, slab_bytes = self.block_bytes[group_idx], self.first_byte, self.slab_bytes
+        if block_bytes == slab_bytes:
+            first = -(-first_byte // block_bytes)
+            return [first + slab for slab in slabs]
         return [-(-(first_byte + slab * slab_bytes) // block_bytes) for slab in slabs]
 
     def blocks_of(self, group_idx: int, slab: int) -> range:
@@ -74,6 +77,9 @@ class SlabLayout(NamedTuple):
     def slabs_of(self, group_idx: int, block_ids: Iterable[int]) -> list[int]:
         """Return the slab of each of a group's blocks."""
         block_bytes, first_byte, slab_bytes = self.block_bytes[group_idx], self.first_byte, self.slab_bytes
+        if block_bytes == slab_bytes:
+            first = -(-first_byte // block_bytes)
+            return [block_id - first for block_id in block_ids]
         return [(block_id * block_bytes - first_byte) // slab_bytes for block_id in block_ids]
 
     def alignment_loss(self, group_idx: int) -> float:

@@ -155,7 +155,7 @@ def _measure_groups(arena: Arena) -> tuple[GroupUsage, ...]:
             pool.num_used,
             len(pool.idle),
             len(pool.free) + pool.num_retired,
-            len(loan.used) if len(arena.pools) > 1 else arena.layout.num_slabs,
+            loan.num_slabs if len(arena.pools) > 1 else arena.layout.num_slabs,
             arena.layout.block_bytes[idx],
         )
         for idx, (pool, loan) in enumerate(zip(arena.pools, arena.loans, strict=True))
