@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.outputs import RequestOutput
-from quire.engine.staging import REFUSALS
+from quire.engine.staging import REFUSALS, SAVE_S
 from quire.errors import ConfigError
 from quire.execution.prefix_store import StoreStats
 from quire.memory import check
@@ -79,6 +80,17 @@ def test_a_restart_finds_what_was_computed_before(tmp_path: Path, expected: list
     assert disk_stats(llm).num_hits * 8 == num_disk
     llm.close()
     llm.close()
+
+
+def test_saving_at_the_end_takes_no_longer_than_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.engine.staging.PART_BYTES", 1)
+    llm = start(tmp_path / "cache")
+    run(llm)
+    assert disk_stats(llm).num_saved == 0
+    # A clock that goes on by a quarter of the time whenever somebody looks: each part, here a block, takes so long.
+    llm.engine._clock = itertools.count(0.0, SAVE_S / 4).__next__
+    llm.close()
+    assert disk_stats(llm).num_saved == 4
 
 
 def test_another_salt_finds_nothing(tmp_path: Path, expected: list[str]) -> None:
@@ -213,14 +225,11 @@ def test_the_command_line_finds_what_it_computed_before(tmp_path: Path) -> None:
 
 def test_what_is_slower_to_load_is_computed_but_for_a_try_now_and_then(tmp_path: Path, expected: list[str]) -> None:
     llm = start(tmp_path / "cache")
-    staging = llm.engine._staging
-    assert staging is not None
     assert expected
     run(llm)
     num_hits = disk_stats(llm).num_hits
     # As fast a processor as there never was: loading cannot win, and is tried once in so many times.
-    for _ in range(100):
-        staging.note_prefill(10**12, 1e-6)
+    llm.engine._calibration.note_step(10**15, 1, 1e-6)
     assert num_hits > 0
     llm.engine.scheduler.memory.reset_prefix_cache()
     for number in range(1, 2 * REFUSALS + 1):

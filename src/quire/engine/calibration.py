@@ -1,4 +1,4 @@
-"""How fast the data plane is, as the scheduler needs it to choose between computing again and moving blocks."""
+"""How fast the data plane is, for the choice between computing tokens again and moving or loading their blocks."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ MEMORY_TOKENS = 20_000
 
 
 class Calibration:
-    """Measures the rates that preemption reckons with.
+    """Measures the rates that preemption and loads from disk reckon with.
 
     Args:
-        copy_bytes_per_s: as measured by the data plane at its start.
+        copy_bytes_per_s: as measured by the data plane at its start; None where nothing is ever swapped.
 
     Attributes:
         costs: the rates as they are known now.
+        tokens_per_s: computed when many are at once; None until that was measured.
     """
 
-    def __init__(self, copy_bytes_per_s: float) -> None:
-        self.costs = replace(SwapCosts(), copy_bytes_per_s=copy_bytes_per_s)
+    def __init__(self, copy_bytes_per_s: float | None) -> None:
+        self.costs = SwapCosts() if copy_bytes_per_s is None else SwapCosts(copy_bytes_per_s=copy_bytes_per_s)
+        self.tokens_per_s: float | None = None
         self._tokens = 0.0
         self._seconds = 0.0
 
@@ -38,4 +40,5 @@ class Calibration:
         kept = MEMORY_TOKENS / (MEMORY_TOKENS + num_tokens)
         self._tokens = self._tokens * kept + num_tokens
         self._seconds = self._seconds * kept + elapsed_s
-        self.costs = replace(self.costs, prefill_tokens_per_s=self._tokens / self._seconds)
+        self.tokens_per_s = self._tokens / self._seconds
+        self.costs = replace(self.costs, prefill_tokens_per_s=self.tokens_per_s)

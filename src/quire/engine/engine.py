@@ -90,8 +90,7 @@ class Engine:
         self._computed_tokens = 0
         self._counted = Totals(*(0 for _ in Totals._fields))
         self._accounts = (NO_TOKENS, NO_TOKENS)
-        copy_bytes_per_s = executor.measure_copies()
-        self._calibration = None if copy_bytes_per_s is None else Calibration(copy_bytes_per_s)
+        self._calibration = Calibration(executor.measure_copies())
 
     # ---- requests ----
 
@@ -186,7 +185,7 @@ class Engine:
         """
         self.last_step = None
         if self._staging is not None:
-            self._staging.begin_step()
+            self._staging.begin_step(self._calibration.tokens_per_s)
         plan = self.scheduler.plan(self.num_steps)
         self.num_steps += 1
         if not plan.items:
@@ -199,9 +198,8 @@ class Engine:
             return self._fail_step(plan, error)
         self._num_failures = 0
         step_tokens = sum(len(item.token_ids) for item in plan.items)
-        if self._calibration is not None:
-            self._calibration.note_step(step_tokens, len(plan.items), self._clock() - started_s)
-            self.scheduler.preemption.costs = self._calibration.costs
+        self._calibration.note_step(step_tokens, len(plan.items), self._clock() - started_s)
+        self.scheduler.preemption.costs = self._calibration.costs
         failed: list[RequestOutput] = []
         num_generated = 0
         for item, outcome in zip(plan.items, result.items, strict=True):
@@ -210,8 +208,6 @@ class Engine:
             else:
                 num_generated += self._take_result(item, outcome)
         outputs = self._drain()
-        if self._staging is not None and step_tokens > 2 * len(plan.items):
-            self._staging.note_prefill(step_tokens, self._clock() - started_s)
         self.last_step = self.measure(num_generated=num_generated, step_tokens=step_tokens)
         return failed + outputs
 
@@ -294,7 +290,7 @@ class Engine:
                 self.abort_request(request_id)
             # After a failure of the worker, nobody knows what its blocks hold.
             if self._staging is not None and not self._num_failures:
-                self._staging.save_all(self.executor, self.scheduler.memory.take_ops())
+                self._staging.save_all(self.executor, self.scheduler.memory.take_ops(), self._clock)
         finally:
             self.executor.close()
             if self._staging is not None:

@@ -7,6 +7,7 @@ A step reads no more tokens than it could compute; a sequence with more on disk 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Blocks
 
 from quire.distributed.executor import Executor
@@ -14,7 +15,7 @@ from quire.errors import WorkerError
 from quire.execution.disk_blocks import DiskBlocks
 from quire.execution.prefix_store import StoreStats
 from quire.memory.archive import Archive, DiskLoad, FetchedBlock
-from quire.memory.ops import MemoryOps
+from quire.memory.ops import BlockCopy, MemoryOps
 from quire.memory.recorder import RecordedArchive
 from quire.sequences.sequence import Sequence
 
@@ -22,8 +23,9 @@ logger = logging.getLogger(__name__)
 
 # Of the loads that seem slower than computing, so many are left out before one is made, which measures anew.
 REFUSALS = 16
-# How much a new measurement of the speed of computing counts.
-WEIGHT = 0.2
+# Saving at the end takes no longer than this, and one part of so many bytes: whoever shuts the engine down waits.
+SAVE_S = 20.0
+PART_BYTES = 16 << 20
 
 
 class Staging:
@@ -55,20 +57,14 @@ class Staging:
         self._tokens_per_s: float | None = None
         self._num_refused = 0
 
-    def begin_step(self) -> None:
-        """Note that a step begins: it may load as much as one may."""
-        self._spare = self._step_blocks
-
-    def note_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Note how long a step took that computed prompts.
+    def begin_step(self, tokens_per_s: float | None) -> None:
+        """Note that a step begins: it may load as much as one may.
 
         Args:
-            num_tokens: of the step.
-            seconds: that it took.
+            tokens_per_s: how fast prompts are computed; None while nobody knows.
         """
-        rate = num_tokens / max(seconds, 1e-9)
-        before = self._tokens_per_s
-        self._tokens_per_s = rate if before is None else before + WEIGHT * (rate - before)
+        self._spare = self._step_blocks
+        self._tokens_per_s = tokens_per_s
 
     def prepare(self, sequence: Sequence) -> bool:
         """Bring up what is on disk of a sequence that is to be let in; False while there is more to come."""
@@ -91,28 +87,47 @@ class Staging:
         """Make nothing that was saved until now be hit again."""
         self._disk.reset()
 
-    def save_all(self, executor: Executor, pending: MemoryOps) -> None:
-        """Save all that is published, so that it is found after a restart; the process may be killed on the way.
+    def save_all(self, executor: Executor, pending: MemoryOps, clock: Callable[[], float]) -> None:
+        """Save what is published, so that it is found after a restart; the process may be killed on the way.
+
+        What is evicted last is worth most: it is saved first, as far as the disk has room and there is time.
 
         Args:
             executor: makes the movements.
             pending: movements that were asked for and not made yet.
+            clock: in seconds.
         """
+        deadline_s = clock() + SAVE_S
         ops = self._archive.saving_ops()
-        num_bytes, copies = 0, []
-        # What is evicted last is worth most: it is saved first, as far as the disk has room.
-        for copy in reversed(ops.copies):
-            num_bytes += self._block_bytes[copy.group_idx]
-            if num_bytes > self._disk.capacity:
-                break
-            copies.append(copy)
+        saved_bytes = 0
         try:
             executor.move(pending)
-            executor.move(MemoryOps(tuple(copies), ops.saves))
+            for part, num_bytes in self._parts(ops.copies):
+                if clock() > deadline_s:
+                    logger.warning("after %g seconds, %d bytes of the prefix cache are saved", SAVE_S, saved_bytes)
+                    break
+                executor.move(MemoryOps(part, ops.saves))
+                saved_bytes += num_bytes
         except WorkerError as error:
             logger.warning("not all of the prefix cache could be saved: %s", error)
         # And it is to be deleted last.
         self._disk.touch(ops.saves)
+
+    def _parts(self, copies: Blocks[BlockCopy]) -> Iterator[tuple[tuple[BlockCopy, ...], int]]:
+        """Yield copies from the last one back, as far as the disk holds them, in parts; and the bytes of each part."""
+        part: list[BlockCopy] = []
+        part_bytes, num_bytes = 0, 0
+        for copy in reversed(copies):
+            block_bytes = self._block_bytes[copy.group_idx]
+            num_bytes += block_bytes
+            if num_bytes > self._disk.capacity:
+                break
+            part.append(copy)
+            part_bytes += block_bytes
+            if part_bytes >= PART_BYTES:
+                yield tuple(part), part_bytes
+                part, part_bytes = [], 0
+        yield tuple(part), part_bytes
 
     def close(self) -> None:
         """Write what waits, and let go of the disk."""
