@@ -18,9 +18,8 @@ def judge(
     hit: PrefixHit,
     step_tokens: int,
     spare: Sequence[int],
-    num_slabs: int,
 ) -> AllocStatus:
-    """Say whether a new sequence can be opened on a hit and grow to a length.
+    """Say whether a new sequence, for which memory is not too small, can be opened on a hit and grow to a length.
 
     Args:
         arena: with what is held now.
@@ -29,27 +28,24 @@ def judge(
         hit: the prefix to open on.
         step_tokens: the most tokens that will be appended at once.
         spare: blocks of each group that must stay free.
-        num_slabs: slabs that a sequence alone can count on.
     """
-    refusal = refuse_for_ever(arena, groups, num_tokens, num_slabs)
-    if refusal is not None:
-        return refusal
     # Idle blocks of the hit count twice: they are not available any more, and nothing new is needed for them.
     woken, loads = count_woken(groups, hit), count_loads(groups, hit)
     needs = []
-    for idx, (group, shared) in enumerate(zip(groups, hit.block_ids, strict=True)):
+    for group, shared, num_woken, num_loads, num_spare in zip(groups, hit.block_ids, woken, loads, spare, strict=True):
         peak = group.spec.peak_blocks(num_tokens, step_tokens)
         # Of a block that is used in part, who writes behind that part needs a copy, unless it is woken: then it can be
         # written in place.
         is_copied = hit.num_copied > 0 and group.pool.ref_counts[shared[-1]] > 0
-        missing = group.spec.num_blocks(num_tokens) - len(shared) + loads[idx] + is_copied
-        num_new = min(peak - woken[idx], missing)
-        needs.append(woken[idx] + num_new + spare[idx])
+        missing = group.spec.num_blocks(num_tokens) - len(shared) + num_loads + is_copied
+        needs.append(num_woken + min(peak - num_woken, missing) + num_spare)
     return weigh(arena, needs, woken)
 
 
 def count_woken(groups: Sequence[CacheGroup], hit: PrefixHit) -> list[int]:
     """Return for each group the blocks of a hit that are idle."""
+    if not hit.num_tokens:
+        return [0] * len(groups)
     return [
         [group.pool.ref_counts[block_id] for block_id in shared].count(0) - shared.count(NULL_BLOCK)
         for group, shared in zip(groups, hit.block_ids, strict=True)
@@ -81,17 +77,13 @@ def weigh(arena: Arena, needs: Sequence[int], woken: Sequence[int]) -> AllocStat
 
 def refuse_for_ever(arena: Arena, groups: Sequence[CacheGroup], num_tokens: int, num_slabs: int) -> AllocStatus | None:
     """Return NEVER with its numbers when a sequence alone, in steps of one token, could not reach a length."""
-
-    def slabs_of(blocks: Sequence[int]) -> int:
-        return sum(arena.num_slabs_for(idx, count) for idx, count in enumerate(blocks))
-
-    worst = worst_moment([group.spec for group in groups], num_tokens, slabs_of, num_slabs)
+    worst = worst_moment([group.spec for group in groups], num_tokens, arena.layout, num_slabs)
     return None if worst is None else refuse_blocks(arena, worst, num_slabs)
 
 
 def refuse_blocks(arena: Arena, blocks: Sequence[int], num_slabs: int) -> AllocStatus | None:
     """Return NEVER with its numbers when so many blocks of each group fill more than some slabs."""
-    filled = [arena.num_slabs_for(idx, count) for idx, count in enumerate(blocks)]
+    filled = arena.layout.filled(blocks)
     if sum(filled) <= num_slabs:
         return None
     idx = filled.index(max(filled))

@@ -62,18 +62,23 @@ class Arena:
 
     def can_hold(self, needs: Sequence[int]) -> bool:
         """Say whether every group can have so many blocks with holders more than it has now."""
-        filled = sum(self.num_slabs_for(idx, pool.num_used + needs[idx]) for idx, pool in enumerate(self.pools))
-        return filled <= self.layout.num_slabs
+        return sum(self._filled(needs)) <= self.layout.num_slabs
 
     def rooms(self, needs: Sequence[int]) -> list[int]:
         """Return for each group the blocks that it could have beyond its used ones if all others got what they need.
 
         `can_hold(needs)` exactly when no group needs more than that; negative when even nothing is too much.
         """
-        filled = [self.num_slabs_for(idx, pool.num_used + needs[idx]) for idx, pool in enumerate(self.pools)]
+        filled = self._filled(needs)
         left = self.layout.num_slabs - sum(filled)
-        per_slab = self.layout.blocks_per_slab
-        return [(left + filled[idx]) * per_slab[idx] - pool.num_used for idx, pool in enumerate(self.pools)]
+        return [
+            (left + count) * per_slab - pool.num_used
+            for count, per_slab, pool in zip(filled, self.layout.blocks_per_slab, self.pools, strict=True)
+        ]
+
+    def _filled(self, needs: Sequence[int]) -> list[int]:
+        """Return for each group the slabs that its used blocks and so many more fill."""
+        return self.layout.filled([pool.num_used + need for pool, need in zip(self.pools, needs, strict=True)])
 
     def ticks(self, count: int) -> range:
         """Return the next moments; blocks that became idle at an earlier one are older."""

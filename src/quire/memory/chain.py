@@ -105,9 +105,8 @@ class TokenChain:
         if known < num_blocks:
             digests, contents = self.digests(num_blocks), self._contents
             parent = links[-1] if known else self.root
-            for idx in range(known, num_blocks):
-                parent = (digests[idx], contents[idx], parent)
-                links.append(parent)
+            content_of = zip(digests[known:num_blocks], contents[known:num_blocks], strict=True)
+            links += [parent := (digest, content, parent) for digest, content in content_of]
         return links
 
     def recognises(self, block_idx: int, link: Link) -> bool:

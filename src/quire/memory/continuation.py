@@ -44,11 +44,12 @@ def longest_continuation(
 ) -> Continuation | None:
     """Return the child of a chain's first blocks that has most leading tokens in common with a content.
 
-    The youngest of several. Tokens are compared, and so are parents: a collision is never a hit (M4).
+    The youngest of several; behind at least one block also one that has nothing in common. Tokens are compared, and so
+    are parents: a collision is never a hit (M4).
     """
     best: Continuation | None = None
-    first = content[:TOKEN_BYTES]
     children = groups[0].pool.index.children(chain.digest_before(num_blocks), MAX_CANDIDATES)
+    first = content[:TOKEN_BYTES]
     # Most of many begin otherwise.
     for link in [link for link in children if link[1].startswith(first)]:
         count = num_common(link[1], content)
@@ -56,7 +57,8 @@ def longest_continuation(
             block_ids = _in_every_group(groups, chain, num_blocks, link)
             if block_ids:
                 best = Continuation(count, link, block_ids)
-    if best is not None:
+    if best is not None or not num_blocks:
+        # All prompts that have nothing in common follow the same root: that says nothing.
         return best
     others = ((link, _in_every_group(groups, chain, num_blocks, link)) for link in children)
     return next((Continuation(0, link, block_ids) for link, block_ids in others if block_ids), None)

@@ -22,12 +22,14 @@ class Forecast:
         num_slabs: slabs that a sequence alone can count on.
     """
 
-    __slots__ = ("_num_slabs", "_tables", "_watermark")
+    __slots__ = ("_known_to_fit", "_num_slabs", "_tables", "_watermark")
 
     def __init__(self, tables: BlockTables, watermark: int, num_slabs: int) -> None:
         self._tables = tables
         self._watermark = watermark
         self._num_slabs = num_slabs
+        # Tokens that a sequence alone was found to have room for: fewer have it too.
+        self._known_to_fit = 0
 
     def can_allocate(
         self, num_tokens: int, hit: PrefixHit, step_tokens: int | None = None, reserved: Sequence[int] = ()
@@ -44,13 +46,15 @@ class Forecast:
                 a prompt makes room for the next.
             reserved: blocks of each group that sequences already let in will still ask for.
         """
-        spare = self._spare(reserved)
+        refusal = self._refuse_for_ever(num_tokens)
+        if refusal is not None:
+            return refusal
         arena, groups = self._tables.arena, self._tables.groups
-        return judge(arena, groups, num_tokens, hit, step_tokens or num_tokens, spare, self._num_slabs)
+        return judge(arena, groups, num_tokens, hit, step_tokens or num_tokens, self._spare(reserved))
 
     def can_ever_hold(self, num_tokens: int) -> bool:
         """Say whether a sequence of `num_tokens` tokens could be held at all, by itself and in the shortest steps."""
-        return refuse_for_ever(self._tables.arena, self._tables.groups, num_tokens, self._num_slabs) is None
+        return self._refuse_for_ever(num_tokens) is None
 
     def blocks_missing(self, seq_id: int, num_tokens: int, step_tokens: int | None = None) -> tuple[int, ...]:
         """Return the blocks of each group that a live sequence will still ask for on its way to `num_tokens` tokens.
@@ -113,6 +117,14 @@ class Forecast:
     def would_release(self, seq_ids: Sequence[int]) -> Release:
         """Say what live sequences hold for themselves, and what would be lost if they were released."""
         return measure_release(self._tables.groups, [self._tables.sequences[seq_id] for seq_id in seq_ids])
+
+    def _refuse_for_ever(self, num_tokens: int) -> AllocStatus | None:
+        if num_tokens <= self._known_to_fit:
+            return None
+        refusal = refuse_for_ever(self._tables.arena, self._tables.groups, num_tokens, self._num_slabs)
+        if refusal is None:
+            self._known_to_fit = num_tokens
+        return refusal
 
     def _spare(self, reserved: Sequence[int]) -> list[int]:
         """Return the blocks of each group that must stay free for those who hold blocks of the device."""

@@ -43,29 +43,33 @@ def find_hit(
     content = chain.content(start, min(start + size, num_tokens))
     next_one = longest_continuation(kept, chain, run.num_blocks, content) if kept else None
     is_divisible = len(kept) == len(groups)
-    num_copied = min(next_one.num_tokens, limit - start) if next_one is not None and is_divisible else 0
+    num_copied, block_ids, loads = 0, run.block_ids, run.loads
+    if next_one is not None and is_divisible:
+        num_copied = min(next_one.num_tokens, limit - start)
     end = start + num_copied
-    block_ids = run.block_ids
     if num_copied and next_one is not None:
         block_ids = tuple(
             _without_dead((*shared, last), group.num_dead(end))
             for group, shared, last in zip(groups, run.block_ids, next_one.block_ids, strict=True)
         )
-    # What the longer hit needs no more is not copied from the host for it.
-    loads = tuple(load for load in run.loads if load.block_idx >= groups[load.group_idx].num_dead(end))
-    num_host_tokens = len({load.block_idx for load in loads}) * size
-    hit = PrefixHit(end, block_ids, HitEnd.LIMIT, None, version, num_copied, None, loads, num_host_tokens)
+    if loads:
+        # What the longer hit needs no more is not copied from the host for it.
+        loads = tuple(load for load in loads if load.block_idx >= groups[load.group_idx].num_dead(end))
+    group_idx, differs_at, parted_at = None, None, 0
     if end == limit or (not is_divisible and run.num_blocks == limit // size):
-        return hit._replace(end=HitEnd.LAST_TOKEN) if limit == most else hit
-    parted_at = run.most_blocks * size if run.num_blocks < run.most_blocks else 0
-    if run.group_idx is not None and groups[run.group_idx].spec.carries:
-        return hit._replace(end=HitEnd.NO_SNAPSHOT, group_idx=run.group_idx, parted_at=parted_at)
-    reason = _reason(groups, chain, run, next_one, namespaces)
-    return hit._replace(
-        end=reason,
-        group_idx=run.group_idx if reason is HitEnd.GROUP else None,
-        differs_at=start + next_one.num_tokens if next_one is not None and reason is HitEnd.DIFFERENT else None,
-        parted_at=parted_at,
+        reason = HitEnd.LAST_TOKEN if limit == most else HitEnd.LIMIT
+    else:
+        parted_at = run.most_blocks * size if run.num_blocks < run.most_blocks else 0
+        if run.group_idx is not None and groups[run.group_idx].spec.carries:
+            reason, group_idx = HitEnd.NO_SNAPSHOT, run.group_idx
+        else:
+            reason = _reason(groups, chain, run, next_one, namespaces)
+            group_idx = run.group_idx if reason is HitEnd.GROUP else None
+            if next_one is not None and reason is HitEnd.DIFFERENT:
+                differs_at = start + next_one.num_tokens
+    num_host_tokens = len({load.block_idx for load in loads}) * size
+    return PrefixHit(
+        end, block_ids, reason, group_idx, version, num_copied, differs_at, loads, num_host_tokens, parted_at
     )
 
 
@@ -90,8 +94,7 @@ def _reason(
         digest = chain.digests(block_idx + 1)[block_idx]
         if any(digest in index.departed for index in indexes):
             return HitEnd.EVICTED
-    if next_one is not None and (block_idx or next_one.num_tokens):
-        # All prompts that have nothing in common would differ at token 0.
+    if next_one is not None:
         is_parting = next_one.num_tokens * TOKEN_BYTES < len(next_one.link[1])
         return HitEnd.DIFFERENT if is_parting else HitEnd.NEVER_SEEN
     others = namespaces.others(chain.root) if is_whole and not block_idx else ()

@@ -89,7 +89,7 @@ def snapshot(manager: KVCacheManager) -> tuple[object, ...]:
             tuple(group.pool.idle),
             tuple(tuple(retired.idle) for retired in group.pool.retired),
             tuple(group.pool.ref_counts),
-            group.pool.index.siblings.snapshot(),
+            group.pool.index.siblings and group.pool.index.siblings.snapshot(),
             group.pool.index.departed.snapshot(),
             tuple((block_id, link[:2]) for block_id, link in group.pool.index.items()),
         )
@@ -98,7 +98,8 @@ def snapshot(manager: KVCacheManager) -> tuple[object, ...]:
     slabs = tuple(
         (
             tuple(arena.free_slabs),
-            tuple((sorted(loan.slabs()), tuple(loan.used.items()), tuple(loan.resting.items())) for loan in arena.loans),
+            tuple(tuple(sorted(loan.slabs())) for loan in arena.loans),
+            tuple((tuple(loan.used.items()), tuple(loan.resting.items())) for loan in arena.loans),
             tuple(arena.retention.hints()),
         )
         for arena in (manager.arena, *((manager.host.arena,) if manager.host else ()))
@@ -205,8 +206,9 @@ def _check_index(group: CacheGroup) -> None:
         num_published += 1
     if num_published != len(index):
         raise InvariantViolation("M4", f"{num_published} blocks have an identity, {len(index)} identities a block")
-    known = {parent: set(block_ids) for parent, block_ids in index.siblings.snapshot()}
-    if known != children:
+    siblings = index.siblings.snapshot() if index.siblings is not None else ()
+    known = {parent: set(block_ids) for parent, block_ids in siblings}
+    if index.siblings is not None and known != children:
         raise InvariantViolation("M4", f"the children of published blocks are {list(children.values())}, not {known}")
 
 

@@ -87,6 +87,7 @@ class KVCacheManager:
         self.pins = Pins(self.arena, pin_limit)
         self.groups = tuple(CacheGroup(spec, pool) for spec, pool in zip(specs, self.arena.pools, strict=True))
         self.host = HostTier(self.arena, self.groups, host_bytes, policy) if host_bytes else None
+        self._ask_one_group_for_children()
         self.tables = BlockTables(self.arena, self.groups, self.pins, self.host)
         self.archive = Archive(self.tables) if has_disk else None
         self._snapshots = Snapshots.of(self.groups, snapshot_interval)
@@ -106,6 +107,13 @@ class KVCacheManager:
         self.num_resets = 0
         self.namespaces = Namespaces()
         self._num_merges = 0
+
+    def _ask_one_group_for_children(self) -> None:
+        """Let only the first group of tokens note what follows a block: all of them publish the same blocks."""
+        asked = next((group for group in self.groups if not group.spec.carries), None)
+        for group in (*self.groups, *(self.host.groups if self.host else ())):
+            if group is not asked:
+                group.pool.index.siblings = None
 
     # ---- questions ----
 

@@ -150,13 +150,14 @@ class BlockPool:
                 self.watcher.woke(woken)
 
     def release(self, block_ids: Iterable[int]) -> None:
-        """Remove one holder from each block; without holders a block becomes idle if published, else free."""
+        """Remove one holder from each block, all different; without one it becomes idle if published, else free."""
         ref_counts = self.ref_counts
-        released = []
-        for block_id in block_ids:
-            ref_counts[block_id] = count = ref_counts[block_id] - 1
-            if not count:
-                released.append(block_id)
+        released = list(block_ids)
+        is_shared = len(released) != [ref_counts[block_id] for block_id in released].count(1)
+        for block_id in released:
+            ref_counts[block_id] -= 1
+        if is_shared:
+            released = [block_id for block_id in released if not ref_counts[block_id]]
         self.num_used -= len(released)
         rested, freed = self.index.split(released)
         if rested:
@@ -224,7 +225,8 @@ class BlockPool:
         """Make nothing published be found again, in constant time: what is idle is evicted as it is wanted."""
         if self.idle:
             self.retired.append(Retired(self.idle, self.index))
-        self.idle, self.index = self._policy(), PrefixIndex(len(self.ref_counts) - 1)
+        has_siblings = self.index.siblings is not None
+        self.idle, self.index = self._policy(), PrefixIndex(len(self.ref_counts) - 1, has_siblings=has_siblings)
 
     def move(self, src_id: int, dst_id: int) -> None:
         """Let a free block take the place of a used one: holders and identity."""

@@ -16,9 +16,10 @@ class PrefixIndex:
 
     Args:
         num_remembered: identities that are remembered when their blocks have gone.
+        has_siblings: whether somebody will ask for the blocks that follow one.
 
     Attributes:
-        siblings: the published blocks by the block before them.
+        siblings: the published blocks by the block before them; None where nobody asks.
         departed: identities whose blocks have gone.
 
     Invariants: M4.
@@ -26,10 +27,10 @@ class PrefixIndex:
 
     __slots__ = ("_block_ids", "_links", "departed", "siblings")
 
-    def __init__(self, num_remembered: int = 0) -> None:
+    def __init__(self, num_remembered: int = 0, *, has_siblings: bool = True) -> None:
         self._block_ids: dict[bytes, int] = {}
         self._links: dict[int, Link] = {}
-        self.siblings = Siblings()
+        self.siblings = Siblings() if has_siblings else None
         self.departed = Departed(num_remembered)
 
     def __len__(self) -> int:
@@ -61,8 +62,8 @@ class PrefixIndex:
 
     def children(self, parent: bytes, limit: int) -> list[Link]:
         """Return the links of published blocks that follow one of a digest, the youngest first."""
-        links = self._links
-        return [links[block_id] for block_id in self.siblings.of(parent, limit)]
+        assert self.siblings is not None, "nobody was to ask for children"
+        return list(map(self._links.__getitem__, self.siblings.of(parent, limit)))
 
     def add(self, link: Link, block_id: int) -> None:
         """Publish a block under a digest that no block has."""
@@ -70,7 +71,8 @@ class PrefixIndex:
         assert parent is not None, "the root is no block"
         self._block_ids[digest] = block_id
         self._links[block_id] = link
-        self.siblings.add(parent[0], block_id)
+        if self.siblings is not None:
+            self.siblings.add(parent[0], block_id)
 
     def add_run(self, digests: Sequence[bytes], links: Sequence[Link], block_ids: list[int]) -> int:
         """Publish blocks, one after the other, up to the first under whose digest there is one.
@@ -94,25 +96,27 @@ class PrefixIndex:
             digests, links, block_ids = digests[:num_new], links[:num_new], block_ids[:num_new]
         if num_new:
             self._links.update(zip(block_ids, links, strict=True))
-            self.siblings.add_run([links[0][2][0], *digests[:-1]], block_ids)  # type: ignore[index]
+            if self.siblings is not None:
+                self.siblings.add_run([links[0][2][0], *digests[:-1]], block_ids)  # type: ignore[index]
         return num_new
 
     def remove(self, block_ids: Sequence[int]) -> None:
         """Take published blocks out of the index."""
         known = self._block_ids
-        gone, parents = [], []
-        for digest, _, parent in map(self._links.pop, block_ids):
+        links = list(map(self._links.pop, block_ids))
+        gone = [link[0] for link in links]
+        for digest in gone:
             del known[digest]
-            gone.append(digest)
-            parents.append(parent[0])  # type: ignore[index]
-        self.siblings.remove_run(parents, block_ids)
+        if self.siblings is not None:
+            self.siblings.remove_run([link[2][0] for link in links], block_ids)  # type: ignore[index]
         self.departed.add(gone)
 
     def move(self, src_id: int, dst_id: int) -> None:
         """Publish another block in place of one, if that is published at all."""
         link = self._links.pop(src_id, None)
         if link is not None:
-            self.siblings.remove(link[2][0], src_id)  # type: ignore[index]
+            if self.siblings is not None:
+                self.siblings.remove(link[2][0], src_id)  # type: ignore[index]
             self.add(link, dst_id)
 
     def items(self) -> list[tuple[int, Link]]:
@@ -140,9 +144,11 @@ class PrefixIndex:
             chain: whose blocks.
             num_blocks: full blocks of the chain, the most to return.
         """
-        digests = islice(chain.digests(num_blocks), num_blocks)
+        digests, known = chain.digests(num_blocks), self._block_ids
+        if not num_blocks or digests[0] not in known:
+            return []
         # Ends at the first digest that is not known, or with the last one.
-        found = list(iter(map(self._block_ids.get, digests).__next__, None))
+        found = list(iter(map(known.get, islice(digests, num_blocks)).__next__, None))
         return found[: chain.recognise_run(list(map(self._links.__getitem__, found)))]
 
     def holds(self, chain: TokenChain, block_idx: int) -> bool:

@@ -28,9 +28,14 @@ class Siblings:
 
     def add_run(self, parents: Sequence[bytes], block_ids: list[int]) -> None:
         """Note a further child of each parent, one after the other."""
-        if list(map(self.only.setdefault, parents, block_ids)) != block_ids:
-            for parent, block_id in zip(parents, block_ids, strict=True):
-                if self.only[parent] != block_id:
+        held = list(map(self.only.setdefault, parents, block_ids))
+        # Mostly it is the first that has children already: there sequences part.
+        if held[0] != block_ids[0]:
+            self.crowd(parents[0], block_ids[0])
+            held[0] = block_ids[0]
+        if held != block_ids:
+            for parent, block_id, other in zip(parents, block_ids, held, strict=True):
+                if other != block_id:
                     self.crowd(parent, block_id)
 
     def crowd(self, parent: bytes, block_id: int) -> None:

@@ -10,9 +10,8 @@ The same specs and slabs as the manager's, so that a plan and the engine that fo
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import lcm
 from typing import Final, NamedTuple
 
@@ -71,9 +70,7 @@ def tokens_bytes(specs: Sequence[KVCacheSpec]) -> int:
     return sum(spec.bytes_per_block for spec in specs if not spec.carries)
 
 
-def worst_moment(
-    specs: Sequence[KVCacheSpec], num_tokens: int, slabs_of: Callable[[Sequence[int]], int], num_slabs: int
-) -> list[int] | None:
+def worst_moment(specs: Sequence[KVCacheSpec], num_tokens: int, layout: SlabLayout, num_slabs: int) -> list[int] | None:
     """Return the blocks of each group at the worst moment of a sequence alone, in steps of one token; None if it fits.
 
     Groups need most when a block has just begun. What is full only grows, what slides repeats: so the last moments of
@@ -82,10 +79,10 @@ def worst_moment(
     Args:
         specs: of the groups, with one block size.
         num_tokens: the length that the sequence would reach.
-        slabs_of: the slabs that so many blocks of each group fill.
-        num_slabs: slabs that there are.
+        layout: of their blocks.
+        num_slabs: slabs that there are for it.
     """
-    if slabs_of([spec.peak_blocks(num_tokens, 1) for spec in specs]) <= num_slabs:
+    if layout.num_filled([spec.peak_blocks(num_tokens, 1) for spec in specs]) <= num_slabs:
         return None
     size = specs[0].block_size
     last = (num_tokens - 1) // size
@@ -95,8 +92,8 @@ def worst_moment(
         [block_idx + 1 - spec.first_live_token(block_idx * size + spec.carries) // size for spec in specs]
         for block_idx in range(max(0, last - period + 1), last + 1)
     ]
-    worst = max(moments, key=slabs_of)
-    return worst if slabs_of(worst) > num_slabs else None
+    worst = max(moments, key=layout.num_filled)
+    return worst if layout.num_filled(worst) > num_slabs else None
 
 
 def sequence_bytes(specs: Sequence[KVCacheSpec], num_tokens: int) -> int:
@@ -120,7 +117,7 @@ def most_bytes(specs: Sequence[KVCacheSpec], num_tokens: int, num_seqs: int, int
     layout = lay_out([spec.bytes_per_block for spec in specs], num_slabs=1)
     num_states = 2 + num_tokens // (interval or DEFAULT_SNAPSHOT_INTERVAL)
     needs = [num_seqs * (num_states if spec.carries else spec.num_blocks(num_tokens)) for spec in specs]
-    return layout._replace(num_slabs=_num_slabs(layout, needs)).num_bytes
+    return layout._replace(num_slabs=layout.num_filled(needs)).num_bytes
 
 
 def paged_bytes(specs: Sequence[KVCacheSpec], num_tokens: int) -> int:
@@ -183,18 +180,18 @@ class ArenaSizing:
         at_once = bisect_left(
             range(1, most + 1),
             True,
-            key=lambda count: _num_slabs(self.layout, [count * need for need in needs]) > self.layout.num_slabs,
+            key=lambda count: self.layout.num_filled([count * need for need in needs]) > self.layout.num_slabs,
         )
         # One alone fits even where its groups' peaks, which come at different moments, do not fit together.
         return max(1, at_once)
 
     def shortage(self, num_tokens: int) -> Shortage | None:
         """Say why a sequence alone, in steps of one token, could not reach a length; None where it can."""
-        worst = worst_moment(self.specs, num_tokens, partial(_num_slabs, self.layout), self.layout.num_slabs)
+        worst = worst_moment(self.specs, num_tokens, self.layout, self.layout.num_slabs)
         if worst is None:
             return None
         held = [count * spec.bytes_per_block for count, spec in zip(worst, self.specs, strict=True)]
-        return Shortage(held.index(max(held)), _num_slabs(self.layout, worst), self.layout.num_slabs)
+        return Shortage(held.index(max(held)), self.layout.num_filled(worst), self.layout.num_slabs)
 
     def longest(self, limit: int) -> int:
         """Return the longest sequence, of at most `limit` tokens, that fits alone; 0 when none does."""
@@ -202,14 +199,10 @@ class ArenaSizing:
 
     def bytes_for(self, num_tokens: int) -> int:
         """Return the bytes of the smallest arena that holds a sequence of `num_tokens` tokens."""
-        most = _num_slabs(self.layout, [spec.peak_blocks(num_tokens, 1) for spec in self.specs])
+        most = self.layout.num_filled([spec.peak_blocks(num_tokens, 1) for spec in self.specs])
         num_slabs = 1 + bisect_left(
             range(1, most),
             True,
             key=lambda count: replace(self, layout=self.layout._replace(num_slabs=count)).shortage(num_tokens) is None,
         )
         return self.layout._replace(num_slabs=num_slabs).num_bytes
-
-
-def _num_slabs(layout: SlabLayout, needs: Sequence[int]) -> int:
-    return sum(-(-need // count) for need, count in zip(needs, layout.blocks_per_slab, strict=True))

@@ -48,6 +48,14 @@ class SlabLayout(NamedTuple):
         """Return the blocks of a group's view, usable or not: the ids are `[0, num_ids)`."""
         return self.num_bytes // self.block_bytes[group_idx]
 
+    def filled(self, num_blocks: Sequence[int]) -> list[int]:
+        """Return the slabs that so many blocks of each group fill."""
+        return [-(-count // per_slab) for count, per_slab in zip(num_blocks, self.blocks_per_slab, strict=True)]
+
+    def num_filled(self, num_blocks: Sequence[int]) -> int:
+        """Return the slabs that so many blocks of each group fill together."""
+        return sum(self.filled(num_blocks))
+
     def first_block(self, group_idx: int, slab: int) -> int:
         """Return the first block of a group inside a slab."""
         return self.first_blocks(group_idx, (slab,))[0]
