@@ -206,6 +206,19 @@ Mixer = Attention | ShortConv | Mamba2
 
 
 @dataclass(frozen=True, slots=True)
+class Parallel:
+    """Mixers side by side: each sees the same rows, and what they give is multiplied by their scales and added.
+
+    Args:
+        parts: the mixers.
+        scales: one for each part.
+    """
+
+    parts: tuple[Mixer, ...]
+    scales: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class GatedMLP:
     """`down(activation(gate(x)) * up(x))`.
 
@@ -227,19 +240,25 @@ class LayerSpec:
     Args:
         norm: before the mixer, and before the FFN.
         mixer, ffn: the two halves.
-        post_norm: of what the mixer gives, and of what the FFN gives; None adds it as it is.
+        post_norm: of what the mixer gives, and of what the FFN gives; None adds it as it is, as mixers side by side
+            must be.
         residual_scale: what both are multiplied by before they are added.
     """
 
     norm: RMSNorm
-    mixer: Mixer
+    mixer: Mixer | Parallel
     ffn: GatedMLP
     post_norm: RMSNorm | None = None
     residual_scale: float = 1.0
 
+    @property
+    def parts(self) -> tuple[Mixer, ...]:
+        """The mixers, each of which keeps something of its own."""
+        return self.mixer.parts if isinstance(self.mixer, Parallel) else (self.mixer,)
+
 
 class CacheGroup(NamedTuple):
-    """Layers that keep the same, and so share one block table.
+    """Layers that keep the same, and so share one block table; a layer with mixers side by side is in several groups.
 
     Args:
         num_layers: layers of the group; a block holds all of them.
@@ -279,20 +298,23 @@ class ModelSpec:
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
         """The cache groups in the order of their first layers, those that keep tokens before those that keep states."""
-        kept = [layer.mixer.kept for layer in self.layers]
+        kept = [mixer.kept for layer in self.layers for mixer in layer.parts]
         kinds = sorted(dict.fromkeys(kept), key=lambda each: isinstance(each, KeptState))
         return tuple(CacheGroup(kept.count(each), each) for each in kinds)
 
     @property
-    def cache_places(self) -> tuple[tuple[int, int], ...]:
-        """For each layer, its cache group and its place in it."""
+    def cache_places(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """For each layer and each of its parts, the cache group and the place in it."""
         kinds = [group.kept for group in self.cache_groups]
         filled = [0] * len(kinds)
         places = []
         for layer in self.layers:
-            group_idx = kinds.index(layer.mixer.kept)
-            places.append((group_idx, filled[group_idx]))
-            filled[group_idx] += 1
+            parts = []
+            for mixer in layer.parts:
+                group_idx = kinds.index(mixer.kept)
+                parts.append((group_idx, filled[group_idx]))
+                filled[group_idx] += 1
+            places.append(tuple(parts))
         return tuple(places)
 
 
