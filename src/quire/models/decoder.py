@@ -68,8 +68,10 @@ class Decoder:
         self._layers = []
         for idx, (layer, places) in enumerate(zip(spec.layers, spec.cache_places, strict=True)):
             mixer_norm, ffn_norm = new_norm(layer.norm), new_norm(layer.norm)
-            post_norms = [None if layer.post_norm is None else new_norm(layer.post_norm) for _ in range(2)]
-            additions = [Addition(norm, layer.residual_scale) for norm in post_norms]
+            additions = [
+                Addition(None if layer.post_norm is None else new_norm(layer.post_norm), scale)
+                for scale in (layer.mixer_scale, layer.ffn_scale)
+            ]
             mixers = self._make_mixers(layer, places, additions[0])
             input_idxs = [self._inputs.index(_input_kind(*part)) for part in zip(layer.parts, places, strict=True)]
             ffn = GatedMLPBlock(layer.ffn, spec.width, additions[1], ops)

@@ -164,15 +164,16 @@ class ShortConv:
 class Mamba2:
     """A selective state space: each head keeps a matrix that forgets and takes in as the token says.
 
-    A short convolution comes before it, a gated norm and a projection after it.
+    A short convolution comes before it; gates, a norm and a projection after it.
 
     Args:
         num_heads: H; head_dim: D.
         num_groups: groups of heads that share what is read from and written to the state.
         state_dim: columns of a head's matrix.
         kernel: tokens that the convolution sees, the token itself included.
-        norm: of what the heads give, each group by itself.
-        conv_bias, bias: whether the convolution, and the projections, add a learned bias.
+        norm: of what the heads give, gated, each group by itself; None leaves it gated.
+        conv_bias, input_bias, output_bias: whether the convolution and the projections add a learned bias.
+        scales: what gates, values, writes, reads and steps are multiplied by when they have been projected.
 
     Source: Mamba 2, arXiv 2405.21060.
     """
@@ -182,9 +183,11 @@ class Mamba2:
     num_groups: int
     state_dim: int
     kernel: int
-    norm: RMSNorm
+    norm: RMSNorm | None
     conv_bias: bool = True
-    bias: bool = False
+    input_bias: bool = False
+    output_bias: bool = False
+    scales: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
 
     @property
     def inner(self) -> int:
@@ -220,36 +223,39 @@ class Parallel:
 
 @dataclass(frozen=True, slots=True)
 class GatedMLP:
-    """`down(activation(gate(x)) * up(x))`.
+    """`down(activation(gate_scale * gate(x)) * up(x))`.
 
     Args:
         width: columns of gate and up.
         bias: whether all three projections add a learned bias.
         activation: of the gate.
+        gate_scale: what the gate is multiplied by before it.
     """
 
     width: int
     bias: bool = False
     activation: Activation = "silu"
+    gate_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One layer: `x += scale * post_norm(mixer(norm(x)))`, then `x += scale * post_norm(ffn(norm(x)))`.
+    """One layer: `x += mixer_scale * post_norm(mixer(norm(x)))`, then the same with the FFN.
 
     Args:
         norm: before the mixer, and before the FFN.
         mixer, ffn: the two halves.
         post_norm: of what the mixer gives, and of what the FFN gives; None adds it as it is, as mixers side by side
             must be.
-        residual_scale: what both are multiplied by before they are added.
+        mixer_scale, ffn_scale: what they are multiplied by before they are added.
     """
 
     norm: RMSNorm
     mixer: Mixer | Parallel
     ffn: GatedMLP
     post_norm: RMSNorm | None = None
-    residual_scale: float = 1.0
+    mixer_scale: float = 1.0
+    ffn_scale: float = 1.0
 
     @property
     def parts(self) -> tuple[Mixer, ...]:
