@@ -138,6 +138,23 @@ def test_states_have_a_row_of_their_own(tmp_path: Path, capsys: pytest.CaptureFi
     assert "Weights: 2.18 GiB (an estimate: parameters x dtype)" in shown
 
 
+@pytest.mark.parametrize(
+    ("origin", "changes"),
+    [("family", {}), ("generic fields", {"mamba_rms_norm": True, "mamba_norm_before_gate": True})],
+)
+def test_every_layer_may_be_in_both_groups(
+    origin: str, changes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = planned(capsys, written(tmp_path, "Falcon-H1 0.5B", **changes), "--kv-cache-memory-bytes", "1G")
+    assert plan["origin"] == origin
+    assert [(group["kind"], group["num_layers"]) for group in plan["groups"]] == [
+        ("all tokens", 36),
+        ("recurrent state", 36),
+    ]
+    # 24 heads of 64 x 128 in float32, and three inputs of 1,792 values.
+    assert plan["sequence_bytes"] == 36 * (16384 * 512 + 24 * 64 * 128 * 4 + 3 * 1792 * 2)
+
+
 def test_a_state_that_does_not_fit_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Null blocks take a slab of 21.3 MiB, a state another: what is left is for blocks."""
     model = written(tmp_path, "Granite 4.0 H-350M")

@@ -35,6 +35,22 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+# Every multiplier is another number.
+FALCON = {
+    "num_hidden_layers": 2,
+    "mamba_d_ssm": 32,
+    "mamba_n_heads": 4,
+    "mamba_d_state": 16,
+    "embedding_multiplier": 5.0,
+    "lm_head_multiplier": 0.7,
+    "key_multiplier": 0.8,
+    "attention_in_multiplier": 1.1,
+    "attention_out_multiplier": 0.9,
+    "ssm_in_multiplier": 1.2,
+    "ssm_multipliers": [0.6, 0.7, 0.8, 0.75, 0.9],
+    "ssm_out_multiplier": 0.8,
+    "mlp_multipliers": [0.88, 0.6],
+}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", {**_SMALL, "num_key_value_heads": 4}),
@@ -72,10 +88,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "logits_scaling": 2.0,
         },
     ),
+    # Both side by side in every layer; gated with a norm, and without one.
+    "falcon-h1": ("FalconH1", {**_SMALL, **FALCON}),
+    "falcon-h1-norm": (
+        "FalconH1",
+        {
+            **_SMALL,
+            **FALCON,
+            "mamba_d_ssm": None,
+            "mamba_expand": 1,
+            "mamba_n_groups": 2,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+        },
+    ),
 }
 
 # How many times larger a pool must be for the same sequences, since states lie in it too.
-POOL_FACTORS = {"lfm2": 2, "granite4": 4}
+POOL_FACTORS = {"lfm2": 2, "granite4": 4, "falcon-h1": 4, "falcon-h1-norm": 4}
 
 
 def save_checkpoint(family: str, folder: Path) -> Path:

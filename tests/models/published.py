@@ -105,6 +105,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         attn_layer_offset=4, expert_layer_period=2, expert_layer_offset=1, num_experts=16, mamba_d_state=16,
         mamba_d_conv=4, mamba_expand=2, mamba_dt_rank=256,
     ),
+    "Falcon-H1 0.5B": llama(
+        1024, 36, 8, 2, 2048, 32784, architectures=["FalconH1ForCausalLM"], model_type="falcon_h1", head_dim=64,
+        attention_in_multiplier=1.0, attention_out_multiplier=0.9375, key_multiplier=0.390625, ssm_in_multiplier=1.25,
+        ssm_out_multiplier=0.23570226039551587, mlp_multipliers=[0.8838834764831844, 0.5859375], mamba_rms_norm=False,
+        ssm_multipliers=[0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738], mamba_use_mlp=True,
+        embedding_multiplier=5.656854249492381, lm_head_multiplier=0.0390625, attn_layer_indices=None, mamba_expand=2,
+        mamba_d_ssm=1536, mamba_n_heads=24, mamba_d_head=64, mamba_n_groups=1, mamba_d_state=128, mamba_d_conv=4,
+        mamba_norm_before_gate=False, max_position_embeddings=16384,
+    ),
     "Qwen3-Next 80B": llama(
         2048, 48, 16, 2, 5120, 151936, architectures=["Qwen3NextForCausalLM"], model_type="qwen3_next", head_dim=256,
         full_attention_interval=4, **DELTA_NET, linear_num_key_heads=16, linear_num_value_heads=32, num_experts=512,

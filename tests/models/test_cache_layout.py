@@ -50,6 +50,8 @@ EXPECTED: dict[str, tuple[list[tuple[str, int]], int]] = {
     "Bamba 9B": ([("all", 3 * 4 * KIB)], 29 * (128 * 64 * 128 * 4 + 3 * (8192 + 256) * 2)),
     # 8,192 rows of 16 in float32; three inputs.
     "Jamba 52B": ([("all", 4 * 4 * KIB)], 28 * (8192 * 16 * 4 + 3 * 8192 * 2)),
+    # Every layer keeps both: 24 heads of 64 x 128, three inputs.
+    "Falcon-H1 0.5B": ([("all", 36 * 512)], 36 * (24 * 64 * 128 * 4 + 3 * (1536 + 256) * 2)),
     # 32 matrices of 128 x 128 in float32; three inputs of 16 queries, 16 keys and 32 values of 128.
     "Qwen3-Next 80B": ([("all", 12 * 2 * KIB)], 36 * (32 * 128 * 128 * 4 + 3 * 64 * 128 * 2)),
     "Qwen3.5 of 24 layers": ([("all", 6 * 2 * KIB)], 18 * (16 * 128 * 128 * 4 + 3 * 48 * 128 * 2)),

@@ -19,6 +19,7 @@ from quire.models.spec import (
     Mamba2,
     Mixer,
     ModelSpec,
+    Parallel,
     RMSNorm,
     Rope,
     ShortConv,
@@ -31,7 +32,7 @@ SMALL = Attention(4, 2, 16, Rope(1e4))
 LARGE = Attention(4, 4, 32, Rope(1e4))
 
 
-def spec_of(*mixers: Mixer, tied_head: bool = False) -> ModelSpec:
+def spec_of(*mixers: Mixer | Parallel, tied_head: bool = False) -> ModelSpec:
     layers = tuple(LayerSpec(NORM, mixer, GatedMLP(48)) for mixer in mixers)
     return ModelSpec(50, 32, layers, NORM, tied_head, 64)
 
@@ -59,7 +60,7 @@ def test_every_weight_has_a_source_of_its_shape(name: str) -> None:
 def test_layers_of_one_shape_share_a_cache_group() -> None:
     spec = spec_of(SMALL, LARGE, SMALL, replace(SMALL, num_heads=2))
     assert spec.cache_groups == (CacheGroup(3, KeptTokens(2, 16)), CacheGroup(1, KeptTokens(4, 32)))
-    assert spec.cache_places == ((0, 0), (1, 0), (0, 1), (0, 2))
+    assert spec.cache_places == (((0, 0),), ((1, 0),), ((0, 1),), ((0, 2),))
     assert decoder_of(spec).cache_groups == spec.cache_groups
 
 
@@ -71,7 +72,7 @@ def test_layers_with_another_window_are_another_cache_group() -> None:
         CacheGroup(1, KeptTokens(2, 16)),
         CacheGroup(1, KeptTokens(2, 16, 32)),
     )
-    assert spec.cache_places == ((0, 0), (1, 0), (0, 1), (2, 0), (0, 2))
+    assert spec.cache_places == (((0, 0),), ((1, 0),), ((0, 1),), ((2, 0),), ((0, 2),))
 
 
 def test_groups_of_states_come_after_those_of_tokens() -> None:
@@ -83,7 +84,24 @@ def test_groups_of_states_come_after_those_of_tokens() -> None:
         CacheGroup(2, KeptState(2, 32)),
         CacheGroup(1, KeptState(3, 48, (2, 8, 16))),
     )
-    assert spec.cache_places == ((2, 0), (3, 0), (0, 0), (2, 1), (1, 0))
+    assert spec.cache_places == (((2, 0),), ((3, 0),), ((0, 0),), ((2, 1),), ((1, 0),))
+
+
+def test_a_layer_is_in_the_cache_group_of_each_of_its_parts() -> None:
+    mamba = Mamba2(2, 8, 1, 16, 4, NORM)
+    both = Parallel((mamba, SMALL), (0.5, 2.0))
+    spec = spec_of(both, SMALL, both, Parallel((SMALL, LARGE), (1.0, 1.0)))
+    assert spec.cache_groups == (
+        CacheGroup(4, KeptTokens(2, 16)),
+        CacheGroup(1, KeptTokens(4, 32)),
+        CacheGroup(2, KeptState(3, 48, (2, 8, 16))),
+    )
+    assert spec.cache_places == (((2, 0), (0, 0)), ((0, 1),), ((2, 1), (0, 2)), ((0, 3), (1, 0)))
+    decoder = decoder_of(spec)
+    assert decoder.cache_groups == spec.cache_groups
+    shapes = decoder.weight_shapes()
+    assert shapes["layers.0.mixer.1.qkv.weight"] == shapes["layers.1.mixer.qkv.weight"] == (8 * 16, 32)
+    assert shapes["layers.0.mixer.0.decays"] == (2,)
 
 
 def test_a_tied_head_is_no_weight_of_its_own() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from transformers import Lfm2Config
+from transformers import FalconH1Config, Lfm2Config
 from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
 
 from quire.errors import CheckpointError, UnsupportedModel
@@ -16,6 +16,8 @@ from tests.models.published import CONFIGS
 
 LFM2 = {"architectures": ["Lfm2ForCausalLM"]}
 GRANITE = CONFIGS["Granite 4.0 H-350M"]
+FALCON = CONFIGS["Falcon-H1 0.5B"]
+NORMED = {"mamba_rms_norm": True, "mamba_norm_before_gate": False}
 
 
 def read(config: dict[str, Any], **changes: Any) -> ModelSpec:
@@ -82,6 +84,29 @@ def test_granite_as_released() -> None:
     assert read(GRANITE, position_embedding_type="rope").layers[10].mixer.rope == Rope(10000.0)
 
 
+def test_falcon_as_released() -> None:
+    """Every layer has both mixers; what multiplies inputs and keys is multiplied where nothing is rounded."""
+    spec = read(FALCON, rope_theta=1e11)
+    (layer,) = set(spec.layers)
+    attention, mamba = layer.parts
+    assert (len(spec.layers), layer.mixer.scales) == (36, (0.9375, 0.23570226039551587))
+    assert attention == Attention(8, 2, 64, Rope(1e11), score_scale=0.125 * 0.390625)
+    assert mamba == Mamba2(24, 64, 1, 128, 4, None, scales=tuple(1.25 * each for each in FALCON["ssm_multipliers"]))
+    assert (layer.ffn.gate_scale, layer.ffn_scale) == tuple(FALCON["mlp_multipliers"])
+    assert (spec.embedding_scale, spec.logit_scale) == (5.656854249492381, 0.0390625)
+    (doubled,) = {layer.mixer for layer in read(FALCON, attention_in_multiplier=2.0).layers}
+    assert doubled.scales == (2 * 0.9375, 0.23570226039551587)
+    assert doubled.parts[0].score_scale == 4 * attention.score_scale
+    assert read(FALCON, **NORMED).layers[0].parts[1].norm == spec.norm
+
+
+@pytest.mark.parametrize(("stated", "num_heads", "inner"), [(1536, 24, 1536), (None, 32, 2048), (..., 16, 1024)])
+def test_the_inner_width_of_falcon_is_that_of_transformers(stated: Any, num_heads: int, inner: int) -> None:
+    changes = {"mamba_d_ssm": stated, "mamba_n_heads": num_heads}
+    config = FalconH1Config(**{name: value for name, value in changes.items() if value is not ...}, hidden_size=1024)
+    assert read(FALCON, **changes).layers[0].parts[1].inner == inner == num_heads * config.mamba_d_head
+
+
 @pytest.mark.parametrize("limit", [..., None, [0.0, float("inf")], [0.0, {"__float__": "Infinity"}]], ids=str)
 def test_steps_without_limits(limit: object) -> None:
     assert read(GRANITE, time_step_limit=limit) == read(GRANITE)
@@ -97,6 +122,15 @@ def test_steps_without_limits(limit: object) -> None:
         ("time_step_limit", GRANITE, {"time_step_limit": [0.001, 0.1]}),
         ("mamba_d_head", GRANITE, {"mamba_d_head": 64}),
         ("layer_types", GRANITE, {"layer_types": ["mamba", "conv"] * 16}),
+        ("attention_bias", FALCON, {"attention_bias": True, "attention_in_multiplier": 1.5}),
+        ("mamba_proj_bias", FALCON, {"mamba_proj_bias": True}),
+        ("mamba_norm_before_gate", FALCON, NORMED | {"mamba_norm_before_gate": True}),
+        ("mamba_norm_before_gate", FALCON, NORMED | {"mamba_norm_before_gate": ...}),
+        ("mamba_use_mlp", FALCON, {"mamba_use_mlp": False}),
+        ("attn_layer_indices", FALCON, {"attn_layer_indices": [3]}),
+        ("layer_types", FALCON, {"layer_types": ["full_attention"] * 36}),
+        ("hidden_act", FALCON, {"hidden_act": "gelu"}),
+        ("time_step_limit", FALCON, {"time_step_limit": [0.001, 0.1]}),
         ("layer_types", LFM2, {"layer_types": ["conv", "sliding_attention"] * 16}),
         ("rope_type", LFM2, {"rope_parameters": {"rope_type": "longrope"}}),
     ],
@@ -117,6 +151,11 @@ def test_what_is_not_implemented_is_refused_by_name(
         ("mamba_d_conv", GRANITE, {"mamba_d_conv": 1}),
         ("layer_types", GRANITE, {"layer_types": ["mamba"] * 3}),
         ("residual_multiplier", GRANITE, {"residual_multiplier": 0}),
+        ("mamba_n_heads", FALCON, {"mamba_n_heads": 25, "mamba_d_head": "auto"}),
+        ("mlp_multipliers", FALCON, {"mlp_multipliers": [1.0]}),
+        ("ssm_multipliers", FALCON, {"ssm_multipliers": [1.0, 1.0, -1.0, 1.0, 1.0]}),
+        ("ssm_multipliers", FALCON, {"ssm_multipliers": 1.0}),
+        ("key_multiplier", FALCON, {"key_multiplier": 0}),
         ("conv_L_cache", LFM2, {"conv_L_cache": 1}),
         ("conv_bias", LFM2, {"conv_bias": "yes"}),
         ("block_ff_dim", LFM2, {"block_ff_dim": -1}),

@@ -31,6 +31,7 @@ PUBLISHED = {
     "Granite 4.0 H-350M": 0.34,
     "Bamba 9B": 9.78,
     "Jamba 52B": 51.6,
+    "Falcon-H1 0.5B": 0.521,
     "Qwen3-Next 80B": 79.7,
 }
 

@@ -191,7 +191,7 @@ class GatedMLPBlock:
     """A gated two-layer perceptron.
 
     Args:
-        mlp: its width and activation.
+        mlp: its width, activation and scale.
         width: E.
         addition: how the result is added to the residual.
 
@@ -203,9 +203,12 @@ class GatedMLPBlock:
         self._gate_up = Projection(width, 2 * mlp.width, mlp.bias, ops)
         self._down = ResidualProjection(mlp.width, width, mlp.bias, addition, ops)
         self._gate = ops.gate
-        self._activation = mlp.activation
+        self._mlp = mlp
         self.slots = nested(gate_up=self._gate_up.slots, down=self._down.slots)
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
         """Add to `residual` [T, E] what the perceptron makes of `x` [T, E]."""
-        return self._down(self._gate(self._gate_up.run(x), self._activation), residual)
+        gate_up, mlp = self._gate_up.run(x), self._mlp
+        if mlp.gate_scale != 1.0:
+            gate_up[:, : mlp.width].mul_(mlp.gate_scale)
+        return self._down(self._gate(gate_up, mlp.activation), residual)

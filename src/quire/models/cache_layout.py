@@ -19,6 +19,8 @@ from quire.models.spec import KeptState, KeptTokens, ModelSpec
 
 FULL, WINDOWED, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 RECURRENT, SHORT_CONV = "linear_attention", "conv"
+# A kind that no configuration lists: two kinds side by side in every layer.
+BOTH = "both"
 # What configurations call the kinds of layer -> one name for each. Which recurrence it is, other fields tell.
 KINDS: Final[Mapping[str, str]] = {
     "full_attention": FULL,
@@ -45,6 +47,8 @@ DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 # `model_type` of those whose layers all have the window that `sliding_window` names.
 ALL_WINDOWED: Final = frozenset({"mistral", "mixtral", "phi3", "starcoder2"})
+# `model_type` of those whose layers all have attention and a recurrence side by side.
+ALL_BOTH: Final = frozenset({"falcon_h1"})
 # Fields that change what a token or a sequence costs in ways that are not read here.
 UNREAD: Final = (
     "kv_lora_rank",
@@ -158,7 +162,9 @@ def read_layout(config: Mapping[str, Any]) -> CacheLayout:
     """
     fields = text_fields(config)
     _require_generic_fields(config, fields)
-    layers: list[AttentionLayer | StateLayer] = [_read_layer(kind, fields) for kind in read_kinds(config)]
+    layers: list[AttentionLayer | StateLayer] = [
+        _read_layer(part, fields) for kind in read_kinds(config) for part in parts_of(kind)
+    ]
     attention = _counted(layer for layer in layers if isinstance(layer, AttentionLayer))
     states = _counted(layer for layer in layers if isinstance(layer, StateLayer))
     return _checked(CacheLayout(attention, states, fields.integer("max_position_embeddings")))
@@ -227,8 +233,15 @@ def read_kinds(config: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(KINDS[kind] for kind in stated)
 
 
+def parts_of(kind: str) -> tuple[str, ...]:
+    """Return the kinds that lie side by side in a layer of a kind."""
+    return (FULL, RECURRENT) if kind == BOTH else (kind,)
+
+
 def _derived_kind(fields: HFConfig, names: Mapping[str, Any], idx: int) -> str:
     """Return the kind of a layer where the configuration does not list them."""
+    if fields.text("model_type", "") in ALL_BOTH:
+        return BOTH
     if fields.has("full_attn_idxs"):
         return FULL if idx in fields.indices("full_attn_idxs") else SHORT_CONV
     if fields.has("attn_layer_indices"):
@@ -284,6 +297,13 @@ def read_head_dim(fields: HFConfig) -> int:
     return fields.integer("hidden_size") // fields.integer("num_attention_heads")
 
 
+def read_inner(fields: HFConfig) -> int:
+    """Read the inner values of a Mamba layer; where they are not given, they are a multiple of the width."""
+    if fields.has("mamba_d_ssm"):
+        return fields.integer("mamba_d_ssm")
+    return fields.integer("hidden_size") * fields.integer("mamba_expand")
+
+
 def _read_delta_net(fields: HFConfig) -> StateLayer:
     """Read a gated delta net: inputs of queries, keys and values, and one matrix for each value head."""
     key_dim, value_dim = fields.integer("linear_key_head_dim"), fields.integer("linear_value_head_dim")
@@ -294,14 +314,14 @@ def _read_delta_net(fields: HFConfig) -> StateLayer:
 
 def _read_mamba(fields: HFConfig) -> StateLayer:
     """Read a Mamba layer: its inner inputs, and a row of states for each."""
-    inner = fields.integer("hidden_size") * fields.integer("mamba_expand")
+    inner = read_inner(fields)
     num_inputs = inner * (fields.integer("mamba_d_conv") - 1)
     return StateLayer(num_inputs, inner * fields.integer("mamba_d_state") * _state_element_bytes(fields))
 
 
 def _read_mamba2(fields: HFConfig) -> StateLayer:
     """Read a Mamba 2 layer: inputs of the heads and of both projections of each group, and a matrix for each head."""
-    inner = fields.integer("hidden_size") * fields.integer("mamba_expand")
+    inner = read_inner(fields)
     state = fields.integer("mamba_d_state")
     num_inputs = (inner + 2 * fields.integer("mamba_n_groups") * state) * (fields.integer("mamba_d_conv") - 1)
     return StateLayer(num_inputs, inner * state * _state_element_bytes(fields))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +24,7 @@ from quire.models.blocks import (
 )
 from quire.models.recurrent import Mamba2Block, ShortConvBlock
 from quire.models.rope import RotaryEmbedding
-from quire.models.spec import Attention, CacheGroup, LayerSpec, Mamba2, Mixer, ModelSpec, Rope, ShortConv
+from quire.models.spec import Attention, CacheGroup, LayerSpec, Mamba2, Mixer, ModelSpec, Parallel, Rope, ShortConv
 from quire.ops.interface import AttentionBatch, Ops, PagedKV, PagedStates, StateBatch
 
 
@@ -59,25 +60,42 @@ class Decoder:
         new_norm = partial(Norm, width=spec.width, ops=ops, dtype=dtype, device=device)
         self._norm = new_norm(spec.norm)
         # What mixers are given each step: a cache group's step, for attention with a rotation.
-        self._inputs = list(dict.fromkeys(map(_input_kind, spec.layers, spec.cache_places)))
+        mixers_of_all = (mixer for layer in spec.layers for mixer in layer.parts)
+        self._inputs = list(dict.fromkeys(map(_input_kind, mixers_of_all, chain.from_iterable(spec.cache_places))))
         turns = dict.fromkeys(turn for _, turn in self._inputs if turn is not None)
         self._rotations = {turn: RotaryEmbedding(*turn, dtype, device) for turn in turns}
         slots = {"embedding.weight": WeightSlot((spec.vocab_size, spec.width), self._fill_embedding)}
         self._layers = []
-        for idx, (layer, place) in enumerate(zip(spec.layers, spec.cache_places, strict=True)):
+        for idx, (layer, places) in enumerate(zip(spec.layers, spec.cache_places, strict=True)):
             mixer_norm, ffn_norm = new_norm(layer.norm), new_norm(layer.norm)
-            post_norms = [None if layer.post_norm is None else new_norm(layer.post_norm) for _ in range(2)]
-            additions = [Addition(norm, layer.residual_scale) for norm in post_norms]
-            mixer = self._make_mixer(layer.mixer, place[1], additions[0])
+            additions = [
+                Addition(None if layer.post_norm is None else new_norm(layer.post_norm), scale)
+                for scale in (layer.mixer_scale, layer.ffn_scale)
+            ]
+            mixers = self._make_mixers(layer, places, additions[0])
+            input_idxs = [self._inputs.index(_input_kind(*part)) for part in zip(layer.parts, places, strict=True)]
             ffn = GatedMLPBlock(layer.ffn, spec.width, additions[1], ops)
-            parts = nested(mixer_norm=mixer_norm.slots, mixer=mixer.slots, ffn_norm=ffn_norm.slots, ffn=ffn.slots)
+            mixer_slots = {name: mixer.slots for name, mixer in mixers.items()}
+            parts = nested(mixer_norm=mixer_norm.slots, **mixer_slots, ffn_norm=ffn_norm.slots, ffn=ffn.slots)
             slots |= nested(**{f"layers.{idx}": parts})
-            self._layers.append((mixer_norm, mixer, ffn_norm, ffn, self._inputs.index(_input_kind(layer, place))))
+            self._layers.append((mixer_norm, [*zip(mixers.values(), input_idxs, strict=True)], ffn_norm, ffn))
         slots |= nested(norm=self._norm.slots)
         if not spec.tied_head:
             slots |= nested(head=self._head.slots)
         self._slots: WeightSlots = slots
         self._missing = dict.fromkeys(slots)
+
+    def _make_mixers(
+        self, layer: LayerSpec, places: Sequence[tuple[int, int]], addition: Addition
+    ) -> dict[str, MixerBlock]:
+        """Make each part of a layer's mixer, under the name that its weights have."""
+        if not isinstance(layer.mixer, Parallel):
+            return {"mixer": self._make_mixer(layer.mixer, places[0][1], addition)}
+        assert addition.norm is None, "mixers side by side are added as they are"
+        return {
+            f"mixer.{idx}": self._make_mixer(part, place[1], Addition(scale=addition.scale * scale))
+            for idx, (part, scale, place) in enumerate(zip(layer.parts, layer.mixer.scales, places, strict=True))
+        }
 
     def _make_mixer(self, mixer: Mixer, layer_idx: int, addition: Addition) -> MixerBlock:
         place = (self.spec.width, layer_idx, addition, self._ops)
@@ -159,8 +177,10 @@ class Decoder:
         x = ops.embedding(input_ids, self._embedding)
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
-        for mixer_norm, mixer, ffn_norm, ffn, input_idx in self._layers:
-            x = mixer(mixer_norm(x), x, inputs[input_idx])
+        for mixer_norm, mixers, ffn_norm, ffn in self._layers:
+            normed = mixer_norm(x)
+            for mixer, input_idx in mixers:
+                x = mixer(normed, x, inputs[input_idx])
             x = ffn(ffn_norm(x), x)
         return x
 
@@ -190,7 +210,6 @@ class Decoder:
             self._head.slots["weight"].fill(tensor)
 
 
-def _input_kind(layer: LayerSpec, place: tuple[int, int]) -> tuple[int, tuple[Rope | None, int] | None]:
-    """Return what layers that are given the same each step have in common: cache group, rotation and head dim."""
-    mixer = layer.mixer
+def _input_kind(mixer: Mixer, place: tuple[int, int]) -> tuple[int, tuple[Rope | None, int] | None]:
+    """Return what mixers that are given the same each step have in common: cache group, rotation and head dim."""
     return place[0], (mixer.rope, mixer.head_dim) if isinstance(mixer, Attention) else None

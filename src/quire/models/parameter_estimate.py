@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from quire.models.cache_layout import RECURRENT, SHORT_CONV, read_head_dim, read_kinds, text_fields
+from quire.models.cache_layout import (
+    RECURRENT,
+    SHORT_CONV,
+    parts_of,
+    read_head_dim,
+    read_inner,
+    read_kinds,
+    text_fields,
+)
 from quire.models.families.hf_config import HFConfig
 from quire.models.families.lfm2 import read_mlp_width
 
@@ -29,7 +37,7 @@ def estimate_parameters(config: Mapping[str, Any]) -> int:
     is_tied = fields.flag("tie_word_embeddings", config.get("tie_word_embeddings") is True)
     embeddings = vocab_size * width * (1 if is_tied else 2)
     kinds = read_kinds(config)
-    mixers = {kind: _mixer(kind, fields, width) for kind in set(kinds)}
+    mixers = {kind: sum(_mixer(part, fields, width) for part in parts_of(kind)) for kind in set(kinds)}
     return embeddings + sum(mixers[kind] + _ffn(idx, fields, width) for idx, kind in enumerate(kinds))
 
 
@@ -54,7 +62,7 @@ def _delta_net(fields: HFConfig, width: int) -> int:
 
 
 def _mamba(fields: HFConfig, width: int) -> int:
-    inner, state = width * fields.integer("mamba_expand"), fields.integer("mamba_d_state")
+    inner, state = read_inner(fields), fields.integer("mamba_d_state")
     if fields.has("mamba_n_heads"):
         projections = 2 * fields.integer("mamba_n_groups") * state
         return width * (2 * inner + projections + fields.integer("mamba_n_heads")) + inner * width

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from quire.models import spec
 from quire.models.blocks import Addition, Projection, ResidualProjection, WeightSlot, WeightSlots, nested
@@ -16,6 +17,7 @@ class Convolution:
     Args:
         num_channels: C.
         kernel: k.
+        scales: of what is convolved, [C] of float32 or one for all; the taps take them, so that nothing is rounded.
 
     Attributes:
         slots: "weight" and, if there is one, "bias".
@@ -23,11 +25,13 @@ class Convolution:
 
     __slots__ = ("_bias", "_taps", "slots")
 
-    def __init__(self, num_channels: int, kernel: int, has_bias: bool, device: torch.device) -> None:
+    def __init__(
+        self, num_channels: int, kernel: int, has_bias: bool, device: torch.device, scales: Tensor | float = 1.0
+    ) -> None:
         taps = self._taps = torch.empty(kernel, num_channels, device=device)
         self._bias = torch.empty(num_channels, device=device) if has_bias else None
         self.slots: WeightSlots = {
-            "weight": WeightSlot((num_channels, 1, kernel), lambda weight: taps.copy_(weight.squeeze(1).T))
+            "weight": WeightSlot((num_channels, 1, kernel), lambda weight: taps.copy_(weight.squeeze(1).T).mul_(scales))
         }
         if self._bias is not None:
             self.slots["bias"] = WeightSlot((num_channels,), self._bias.copy_)
@@ -71,7 +75,7 @@ class Mamba2Block:
     ```
      x -> input -> | gates | values, writes, reads | steps |
                               conv, silu -> scan <---'
-                       '--------------------> gated norm -> output
+                       '--------------------> gate, norm -> output
     ```
 
     Args:
@@ -81,7 +85,7 @@ class Mamba2Block:
         addition: how the result is added to the residual.
 
     Attributes:
-        slots: "input", "conv", "decays" (logarithms), "step_biases", "skips", "norm" and "output".
+        slots: "input", "conv", "decays" (logarithms), "step_biases", "skips", "output" and, if there is one, "norm".
     """
 
     def __init__(
@@ -90,24 +94,37 @@ class Mamba2Block:
         num_heads, inner, written = mamba.num_heads, mamba.inner, mamba.num_groups * mamba.state_dim
         self._layer_idx = layer_idx
         self._gated_norm = ops.gated_norm
-        self._eps = mamba.norm.eps
+        self._norm = mamba.norm
+        self._gate_scale, *conv_scales, self._step_scale = mamba.scales
         self._parts = (inner, mamba.num_channels, num_heads)
         self._conv_parts = (inner, written, written)
-        self._input = Projection(width, sum(self._parts), mamba.bias, ops)
-        self._conv = Convolution(mamba.num_channels, mamba.kernel, mamba.conv_bias, device)
+        self._input = Projection(width, sum(self._parts), mamba.input_bias, ops)
+        scales = torch.tensor(conv_scales).repeat_interleave(torch.tensor(self._conv_parts)).to(device)
+        self._conv = Convolution(mamba.num_channels, mamba.kernel, mamba.conv_bias, device, scales)
         heads = self._heads = ScanHeads(*torch.empty(3, num_heads, device=device))
-        scale = self._scale = torch.empty(mamba.num_groups, inner // mamba.num_groups, device=device)
-        self._output = ResidualProjection(inner, width, mamba.bias, addition, ops)
+        self._output = ResidualProjection(inner, width, mamba.output_bias, addition, ops)
         self.slots = nested(input=self._input.slots, conv=self._conv.slots, output=self._output.slots)
         self.slots["decays"] = WeightSlot((num_heads,), lambda weight: heads.decays.copy_(weight).exp_().neg_())
         self.slots["step_biases"] = WeightSlot((num_heads,), heads.step_biases.copy_)
         self.slots["skips"] = WeightSlot((num_heads,), heads.skips.copy_)
-        self.slots["norm.weight"] = WeightSlot((inner,), lambda weight: scale.copy_(weight.view_as(scale)))
+        if self._norm is not None:
+            scale = self._scale = torch.empty(mamba.num_groups, inner // mamba.num_groups, device=device)
+            self.slots["norm.weight"] = WeightSlot((inner,), lambda weight: scale.copy_(weight.view_as(scale)))
 
     def __call__(self, x: Tensor, residual: Tensor, step: StepStates) -> Tensor:
         """Add to `residual` [T, E] what the block makes of `x` [T, E]; the states of the rows' sequences go on."""
         gates, conv_inputs, steps = self._input.run(x).split_with_sizes(self._parts, 1)
+        if self._step_scale != 1.0:
+            steps = steps.float() * self._step_scale
         convolved = self._conv(conv_inputs, step, self._layer_idx, activation=True)
         values, writes, reads = convolved.split_with_sizes(self._conv_parts, 1)
         y = step.scan(self._layer_idx, values, writes, reads, steps, self._heads)
-        return self._output(self._gated_norm(y, gates, self._scale, self._eps), residual)
+        return self._output(self._gate(y, gates).to(x.dtype), residual)
+
+    def _gate(self, y: Tensor, gates: Tensor) -> Tensor:
+        """Gate what the heads give [T, H * D], and norm it; where gates are scaled, in float32."""
+        if self._gate_scale != 1.0:
+            gates = gates.float() * self._gate_scale
+        if self._norm is None:
+            return functional.silu(gates.float()).mul_(y)
+        return self._gated_norm(y, gates, self._scale, self._norm.eps)

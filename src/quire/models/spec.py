@@ -164,15 +164,16 @@ class ShortConv:
 class Mamba2:
     """A selective state space: each head keeps a matrix that forgets and takes in as the token says.
 
-    A short convolution comes before it, a gated norm and a projection after it.
+    A short convolution comes before it; gates, a norm and a projection after it.
 
     Args:
         num_heads: H; head_dim: D.
         num_groups: groups of heads that share what is read from and written to the state.
         state_dim: columns of a head's matrix.
         kernel: tokens that the convolution sees, the token itself included.
-        norm: of what the heads give, each group by itself.
-        conv_bias, bias: whether the convolution, and the projections, add a learned bias.
+        norm: of what the heads give, gated, each group by itself; None leaves it gated.
+        conv_bias, input_bias, output_bias: whether the convolution and the projections add a learned bias.
+        scales: what gates, values, writes, reads and steps are multiplied by when they have been projected.
 
     Source: Mamba 2, arXiv 2405.21060.
     """
@@ -182,9 +183,11 @@ class Mamba2:
     num_groups: int
     state_dim: int
     kernel: int
-    norm: RMSNorm
+    norm: RMSNorm | None
     conv_bias: bool = True
-    bias: bool = False
+    input_bias: bool = False
+    output_bias: bool = False
+    scales: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
 
     @property
     def inner(self) -> int:
@@ -206,40 +209,62 @@ Mixer = Attention | ShortConv | Mamba2
 
 
 @dataclass(frozen=True, slots=True)
+class Parallel:
+    """Mixers side by side: each sees the same rows, and what they give is multiplied by their scales and added.
+
+    Args:
+        parts: the mixers.
+        scales: one for each part.
+    """
+
+    parts: tuple[Mixer, ...]
+    scales: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class GatedMLP:
-    """`down(activation(gate(x)) * up(x))`.
+    """`down(activation(gate_scale * gate(x)) * up(x))`.
 
     Args:
         width: columns of gate and up.
         bias: whether all three projections add a learned bias.
         activation: of the gate.
+        gate_scale: what the gate is multiplied by before it.
     """
 
     width: int
     bias: bool = False
     activation: Activation = "silu"
+    gate_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One layer: `x += scale * post_norm(mixer(norm(x)))`, then `x += scale * post_norm(ffn(norm(x)))`.
+    """One layer: `x += mixer_scale * post_norm(mixer(norm(x)))`, then the same with the FFN.
 
     Args:
         norm: before the mixer, and before the FFN.
         mixer, ffn: the two halves.
-        post_norm: of what the mixer gives, and of what the FFN gives; None adds it as it is.
-        residual_scale: what both are multiplied by before they are added.
+        post_norm: of what the mixer gives, and of what the FFN gives; None adds it as it is, as mixers side by side
+            must be.
+        mixer_scale, ffn_scale: what they are multiplied by before they are added.
     """
 
     norm: RMSNorm
-    mixer: Mixer
+    mixer: Mixer | Parallel
     ffn: GatedMLP
     post_norm: RMSNorm | None = None
-    residual_scale: float = 1.0
+    mixer_scale: float = 1.0
+    ffn_scale: float = 1.0
+
+    @property
+    def parts(self) -> tuple[Mixer, ...]:
+        """The mixers, each of which keeps something of its own."""
+        return self.mixer.parts if isinstance(self.mixer, Parallel) else (self.mixer,)
 
 
 class CacheGroup(NamedTuple):
-    """Layers that keep the same, and so share one block table.
+    """Layers that keep the same, and so share one block table; a layer with mixers side by side is in several groups.
 
     Args:
         num_layers: layers of the group; a block holds all of them.
@@ -279,20 +304,23 @@ class ModelSpec:
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
         """The cache groups in the order of their first layers, those that keep tokens before those that keep states."""
-        kept = [layer.mixer.kept for layer in self.layers]
+        kept = [mixer.kept for layer in self.layers for mixer in layer.parts]
         kinds = sorted(dict.fromkeys(kept), key=lambda each: isinstance(each, KeptState))
         return tuple(CacheGroup(kept.count(each), each) for each in kinds)
 
     @property
-    def cache_places(self) -> tuple[tuple[int, int], ...]:
-        """For each layer, its cache group and its place in it."""
+    def cache_places(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """For each layer and each of its parts, the cache group and the place in it."""
         kinds = [group.kept for group in self.cache_groups]
         filled = [0] * len(kinds)
         places = []
         for layer in self.layers:
-            group_idx = kinds.index(layer.mixer.kept)
-            places.append((group_idx, filled[group_idx]))
-            filled[group_idx] += 1
+            parts = []
+            for mixer in layer.parts:
+                group_idx = kinds.index(mixer.kept)
+                parts.append((group_idx, filled[group_idx]))
+                filled[group_idx] += 1
+            places.append(tuple(parts))
         return tuple(places)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from quire.errors import CheckpointError, UnsupportedModel
+from quire.models.families.falcon_h1 import falcon_h1
 from quire.models.families.gemma3 import gemma3, gemma3_of_text_and_images
 from quire.models.families.granitemoehybrid import granitemoehybrid
 from quire.models.families.hf_config import HFConfig
@@ -18,6 +19,7 @@ from quire.models.spec import ModelSpec, WeightMap
 
 # The name that a checkpoint's config.json lists under "architectures" -> how such a configuration is read.
 FAMILIES: Final[dict[str, Callable[[HFConfig], tuple[ModelSpec, WeightMap]]]] = {
+    "FalconH1ForCausalLM": falcon_h1,
     "Gemma3ForCausalLM": gemma3,
     "Gemma3ForConditionalGeneration": gemma3_of_text_and_images,
     "GraniteMoeHybridForCausalLM": granitemoehybrid,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from quire.errors import CheckpointError, UnsupportedModel
 from quire.models.spec import LinearScaling, Llama3Scaling, Rope, RopeScaling, YarnScaling
@@ -71,7 +71,7 @@ class HFConfig:
     def number(self, name: str, default: float | None = None) -> float:
         """Read a positive number; null counts as missing."""
         value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        if not _is_positive(value):
             raise self._wrong(name, value, "a positive number")
         return float(value)
 
@@ -129,6 +129,15 @@ class HFConfig:
             raise self._wrong(name, value, "a list of indices")
         return frozenset(value)
 
+    def numbers(self, name: str, default: tuple[float, ...]) -> tuple[float, ...]:
+        """Read a list of as many positive numbers as `default` has; null counts as missing."""
+        value = self._fields.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, list) or len(value) != len(default) or not all(map(_is_positive, value)):
+            raise self._wrong(name, value, f"a list of {len(default)} positive numbers")
+        return tuple(map(float, value))
+
     def _get(self, name: str, default: object) -> object:
         value = self._fields.get(name)
         if value is None:
@@ -139,6 +148,10 @@ class HFConfig:
 
     def _wrong(self, name: str, value: object, allowed: str) -> CheckpointError:
         return CheckpointError(f"config.json: {self._prefix}{name} must be {allowed}, got {value!r}", field=name)
+
+
+def _is_positive(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def read_rope(config: HFConfig, default_theta: float = 10_000.0) -> Rope:
