@@ -86,6 +86,19 @@ def test_groups_of_states_come_after_those_of_tokens() -> None:
     assert spec.cache_places == ((2, 0), (3, 0), (0, 0), (2, 1), (1, 0))
 
 
+def test_a_layer_that_reads_another_ones_cache_keeps_nothing() -> None:
+    near = replace(SMALL, window=8)
+    spec = spec_of(near, SMALL, near, replace(SMALL, source=1), replace(near, source=2), replace(near, source=0))
+    assert spec.cache_groups == (CacheGroup(2, KeptTokens(2, 16, 8)), CacheGroup(1, KeptTokens(2, 16)))
+    assert spec.cache_places == ((0, 0), (1, 0), (0, 1), (1, 0), (0, 1), (0, 0))
+
+
+@pytest.mark.parametrize("other", [replace(SMALL, window=8), LARGE])
+def test_a_cache_of_another_shape_cannot_be_read(other: Attention) -> None:
+    with pytest.raises(AssertionError, match="another shape"):
+        _ = spec_of(SMALL, replace(other, source=0)).cache_places
+
+
 def test_a_tied_head_is_no_weight_of_its_own() -> None:
     assert "head.weight" in decoder_of(spec_of(SMALL)).weight_shapes()
     assert "head.weight" not in decoder_of(spec_of(SMALL, tied_head=True)).weight_shapes()

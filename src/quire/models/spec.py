@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:  # planning reads configurations without torch
@@ -120,6 +120,7 @@ class Attention:
         qkv_bias, output_bias: whether the projections add a learned bias.
         window: tokens that a token sees, itself included; None for all before it.
         score_scale: what scores are multiplied by before the softmax; None for `head_dim ** -0.5`.
+        source: the earlier layer whose keys and values are read; None for the layer's own.
     """
 
     num_heads: int
@@ -131,11 +132,12 @@ class Attention:
     output_bias: bool = False
     window: int | None = None
     score_scale: float | None = None
+    source: int | None = None
 
     @property
-    def kept(self) -> KeptTokens:
-        """What a layer keeps: keys and values of the tokens that it still sees."""
-        return KeptTokens(self.num_kv_heads, self.head_dim, self.window)
+    def kept(self) -> KeptTokens | None:
+        """What a layer keeps: keys and values of the tokens that it still sees; nothing where it reads another's."""
+        return KeptTokens(self.num_kv_heads, self.head_dim, self.window) if self.source is None else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,18 +281,23 @@ class ModelSpec:
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
         """The cache groups in the order of their first layers, those that keep tokens before those that keep states."""
-        kept = [layer.mixer.kept for layer in self.layers]
+        kept = [layer.mixer.kept for layer in self.layers if layer.mixer.kept is not None]
         kinds = sorted(dict.fromkeys(kept), key=lambda each: isinstance(each, KeptState))
         return tuple(CacheGroup(kept.count(each), each) for each in kinds)
 
     @property
     def cache_places(self) -> tuple[tuple[int, int], ...]:
-        """For each layer, its cache group and its place in it."""
-        kinds = [group.kept for group in self.cache_groups]
+        """For each layer, its cache group and its place in it; of a layer that reads another's cache, those of that."""
+        kinds: list[KeptTokens | KeptState | None] = [group.kept for group in self.cache_groups]
         filled = [0] * len(kinds)
-        places = []
+        places: list[tuple[int, int]] = []
         for layer in self.layers:
-            group_idx = kinds.index(layer.mixer.kept)
+            mixer = layer.mixer
+            if isinstance(mixer, Attention) and mixer.source is not None:
+                places.append(places[mixer.source])
+                assert kinds[places[-1][0]] == replace(mixer, source=None).kept, "a cache of another shape"
+                continue
+            group_idx = kinds.index(mixer.kept)
             places.append((group_idx, filled[group_idx]))
             filled[group_idx] += 1
         return tuple(places)
