@@ -15,12 +15,15 @@ from quire.models.blocks import (
     AttentionBlock,
     AttentionInputs,
     GatedMLPBlock,
+    LearnedScale,
     Norm,
     Projection,
+    SharedAttentionBlock,
     WeightSlot,
     WeightSlots,
     nested,
 )
+from quire.models.per_layer_inputs import PerLayerEmbedding, PerLayerGate
 from quire.models.recurrent import Mamba2Block, ShortConvBlock
 from quire.models.rope import RotaryEmbedding
 from quire.models.spec import Attention, CacheGroup, LayerSpec, Mamba2, Mixer, ModelSpec, Rope, ShortConv
@@ -63,6 +66,11 @@ class Decoder:
         turns = dict.fromkeys(turn for _, turn in self._inputs if turn is not None)
         self._rotations = {turn: RotaryEmbedding(*turn, dtype, device) for turn in turns}
         slots = {"embedding.weight": WeightSlot((spec.vocab_size, spec.width), self._fill_embedding)}
+        self._per_layer_inputs: PerLayerEmbedding | None = None
+        if spec.per_layer_inputs is not None:
+            shape = len(spec.layers), spec.width
+            self._per_layer_inputs = PerLayerEmbedding(spec.per_layer_inputs, *shape, ops, dtype, device)
+            slots |= nested(per_layer_inputs=self._per_layer_inputs.slots)
         self._layers = []
         for idx, (layer, place) in enumerate(zip(spec.layers, spec.cache_places, strict=True)):
             mixer_norm, ffn_norm = new_norm(layer.norm), new_norm(layer.norm)
@@ -71,8 +79,16 @@ class Decoder:
             mixer = self._make_mixer(layer.mixer, place[1], additions[0])
             ffn = GatedMLPBlock(layer.ffn, spec.width, additions[1], ops)
             parts = nested(mixer_norm=mixer_norm.slots, mixer=mixer.slots, ffn_norm=ffn_norm.slots, ffn=ffn.slots)
+            gate = scale = None
+            if spec.per_layer_inputs is not None:
+                gate = PerLayerGate(spec.per_layer_inputs, spec.width, new_norm(spec.per_layer_inputs.norm), ops)
+                parts |= nested(per_layer_gate=gate.slots)
+            if layer.learned_scale:
+                scale = LearnedScale()
+                parts |= nested(scale=scale.slots)
             slots |= nested(**{f"layers.{idx}": parts})
-            self._layers.append((mixer_norm, mixer, ffn_norm, ffn, self._inputs.index(_input_kind(layer, place))))
+            input_idx = self._inputs.index(_input_kind(layer, place))
+            self._layers.append((mixer_norm, mixer, ffn_norm, ffn, gate, scale, input_idx))
         slots |= nested(norm=self._norm.slots)
         if not spec.tied_head:
             slots |= nested(head=self._head.slots)
@@ -83,7 +99,8 @@ class Decoder:
         place = (self.spec.width, layer_idx, addition, self._ops)
         match mixer:
             case Attention():
-                return AttentionBlock(mixer, *place, self.dtype, self._device)
+                block = AttentionBlock if mixer.source is None else SharedAttentionBlock
+                return block(mixer, *place, self.dtype, self._device)
             case ShortConv():
                 return ShortConvBlock(mixer, *place, self._device)
             case Mamba2():
@@ -159,9 +176,14 @@ class Decoder:
         x = ops.embedding(input_ids, self._embedding)
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
-        for mixer_norm, mixer, ffn_norm, ffn, input_idx in self._layers:
+        told = None if self._per_layer_inputs is None else self._per_layer_inputs(input_ids, x)
+        for idx, (mixer_norm, mixer, ffn_norm, ffn, gate, scale, input_idx) in enumerate(self._layers):
             x = mixer(mixer_norm(x), x, inputs[input_idx])
             x = ffn(ffn_norm(x), x)
+            if gate is not None and told is not None:
+                x = gate(x, told[:, idx])
+            if scale is not None:
+                x = scale(x)
         return x
 
     def _step(self, batch: AttentionBatch | StateBatch, storage: Any) -> Any:

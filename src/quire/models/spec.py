@@ -46,7 +46,19 @@ class YarnScaling:
     truncate: bool
 
 
-RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
+@dataclass(frozen=True, slots=True)
+class ProportionalScaling:
+    """Only the first pairs of a head turn, as fast as if all did, divided by `factor`.
+
+    Args:
+        fraction: of the head's pairs that turn.
+    """
+
+    fraction: float
+    factor: float
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | ProportionalScaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +80,12 @@ class RMSNorm:
         eps: added to the mean square.
         zero_centred: the weight is what the scale has more than 1. Their sum, which bfloat16 does not hold, is kept
             and applied in float32.
+        wide: the scale is applied in float32, before the one rounding, even where the model's dtype holds it.
     """
 
     eps: float
     zero_centred: bool = False
+    wide: bool = False
 
 
 class KeptTokens(NamedTuple):
@@ -117,6 +131,7 @@ class Attention:
     Args:
         rope: of queries and keys; None leaves them as they are.
         qk_norm: norm of each query and key head before the rotation, or None.
+        value_norm: values are divided by their root mean square, with the epsilon of `qk_norm`.
         qkv_bias, output_bias: whether the projections add a learned bias.
         window: tokens that a token sees, itself included; None for all before it.
         score_scale: what scores are multiplied by before the softmax; None for `head_dim ** -0.5`.
@@ -128,6 +143,7 @@ class Attention:
     head_dim: int
     rope: Rope | None
     qk_norm: RMSNorm | None = None
+    value_norm: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
     window: int | None = None
@@ -231,6 +247,7 @@ class LayerSpec:
         mixer, ffn: the two halves.
         post_norm: of what the mixer gives, and of what the FFN gives; None adds it as it is.
         residual_scale: what both are multiplied by before they are added.
+        learned_scale: whether `x` is multiplied by a learned number at the end.
     """
 
     norm: RMSNorm
@@ -238,6 +255,29 @@ class LayerSpec:
     ffn: GatedMLP
     post_norm: RMSNorm | None = None
     residual_scale: float = 1.0
+    learned_scale: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PerLayerInputs:
+    """What every layer is told of a token besides the hidden state: P values of its own.
+
+    They are `sqrt(1 / 2) * (norm(projection(e) / sqrt(E)) + sqrt(P) * table[token])`, `e` being the token's embedding.
+    After its FFN, a layer takes them in: `x += norm(projection(activation(gate(x)) * told))`.
+
+    Args:
+        vocab_size: rows of the table.
+        width: P.
+        norm: of both.
+        activation: of the gate.
+
+    Source: per-layer embeddings of Gemma 3n.
+    """
+
+    vocab_size: int
+    width: int
+    norm: RMSNorm
+    activation: Activation
 
 
 class CacheGroup(NamedTuple):
@@ -266,6 +306,7 @@ class ModelSpec:
         embedding_scale: what embeddings are multiplied by, rounded to their dtype first; the head is not.
         logit_scale: what logits are multiplied by.
         logit_cap: logits then become `logit_cap * tanh(logits / logit_cap)`; None leaves them.
+        per_layer_inputs: what every layer is told besides the hidden state, or None.
     """
 
     vocab_size: int
@@ -277,6 +318,7 @@ class ModelSpec:
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_cap: float | None = None
+    per_layer_inputs: PerLayerInputs | None = None
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
