@@ -76,7 +76,9 @@ def test_greedy_tokens(name: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["llama3-rope", "qwen2", "qwen3", "mistral-window", "gemma3", "lfm2", "granite4"])
+@pytest.mark.parametrize(
+    "name", ["llama3-rope", "qwen2", "qwen3", "mistral-window", "gemma3", "gemma4", "lfm2", "granite4"]
+)
 def test_half_precision_stays_near(name: str, dtype: torch.dtype, device: str) -> None:
     """Half precision errs no more than transformers in the same precision does, give or take its noise."""
     tiny = make_tiny(name, dtype, device)

@@ -24,7 +24,7 @@ from quire.models.spec import (
     ShortConv,
 )
 from quire.ops import make_ops
-from tests.models.tiny import CASES, make_tiny
+from tests.models.tiny import CASES, make_tiny, stored_buffers
 
 NORM = RMSNorm(1e-6)
 SMALL = Attention(4, 2, 16, Rope(1e4))
@@ -45,13 +45,14 @@ def decoder_of(spec: ModelSpec) -> Decoder:
 def test_every_weight_has_a_source_of_its_shape(name: str) -> None:
     """Ours and the checkpoint's parameters are the same numbers, each exactly once."""
     tiny = make_tiny(name)
-    tensors = dict(tiny.reference.named_parameters())
+    tensors = dict(tiny.reference.named_parameters()) | stored_buffers(tiny.reference)
     shapes = tiny.decoder.weight_shapes()
     assert shapes.keys() == tiny.weight_map.keys()
     for weight, shape in shapes.items():
         parts = [tensors[source].shape for source in tiny.weight_map[weight]]
         assert shape == (sum(part[0] for part in parts), *parts[0][1:])
-    used = [source for sources in tiny.weight_map.values() for source in sources]
+    # Keys and values may be made of the same.
+    used = [source for sources in tiny.weight_map.values() for source in dict.fromkeys(sources)]
     assert sorted(used) == sorted(tensors)
     assert tiny.decoder.missing_weights == ()
 
