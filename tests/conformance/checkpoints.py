@@ -65,6 +65,40 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3",
         {**_SMALL, "num_hidden_layers": 7, "head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 24},
     ),
+    # Layers that read the cache of another, with a window and without; heads of two shapes.
+    "gemma4": (
+        "Gemma4",
+        {
+            **_SMALL,
+            "num_hidden_layers": 7,
+            "head_dim": 16,
+            "global_head_dim": 24,
+            "layer_types": [
+                *["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+                *["sliding_attention", "sliding_attention", "full_attention"],
+            ],
+            "num_kv_shared_layers": 3,
+            "sliding_window": 11,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+            "use_double_wide_mlp": True,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
+    # Values made of what makes the keys, fewer KV heads where all tokens are seen; nothing is shared.
+    "gemma4-keys-as-values": (
+        "Gemma4",
+        {
+            **_SMALL,
+            "num_global_key_value_heads": 1,
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "sliding_window": 20,
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+        },
+    ),
     # Short convolutions, and a selective state space, beside attention.
     "lfm2": (
         "Lfm2",
@@ -115,9 +149,9 @@ def save_checkpoint(family: str, folder: Path) -> Path:
     torch.manual_seed(20)
     model = model_class(model_class.config_class(**options))
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:  # biases and norms
-                parameter.add_(torch.randn_like(parameter) * 0.2)
+        for tensor in model.state_dict().values():
+            if tensor.dim() == 1:  # biases, norms and the scales of layers
+                tensor.add_(torch.randn_like(tensor) * 0.2)
     model.save_pretrained(folder)
     return folder
 

@@ -16,7 +16,7 @@ BLOCK_SIZE = 8
 MAX_TOKENS = 60
 
 
-@pytest.mark.parametrize("family", ["gemma3", "mistral-window", "qwen2-window"])
+@pytest.mark.parametrize("family", ["gemma3", "gemma4", "mistral-window", "qwen2-window"])
 @pytest.mark.parametrize("budget", [8, 64])
 def test_what_left_the_window_is_given_back_in_the_same_step(family: str, budget: int, tmp_path: Path) -> None:
     llm = LLM(

@@ -20,6 +20,25 @@ def llama(width: int, layers: int, heads: int, kv_heads: int, mlp: int, vocab: i
     } | more
 
 
+def gemma4(**text: Any) -> dict[str, Any]:
+    """Return the configuration of a Gemma 4, with the fields of its text that differ from one size to another."""
+    return {
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "model_type": "gemma4",
+        "dtype": "bfloat16",
+        "text_config": {
+            "model_type": "gemma4_text",
+            "head_dim": 256,
+            "global_head_dim": 512,
+            "num_attention_heads": 8,
+            "num_global_key_value_heads": None,
+            "sliding_window": 512,
+            "vocab_size": 262144,
+        }
+        | text,
+    }
+
+
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128}
 DELTA_NET = {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
@@ -67,6 +86,37 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "sliding_window": 1024,
         },
     },
+    "Gemma 3n E2B": {
+        "architectures": ["Gemma3nForConditionalGeneration"],
+        "model_type": "gemma3n",
+        "torch_dtype": "bfloat16",
+        "text_config": {
+            "model_type": "gemma3n_text",
+            "num_hidden_layers": 30,
+            "intermediate_size": [8192] * 30,
+            "num_kv_shared_layers": 10,
+        },
+    },
+    # All of its text configuration is the default.
+    "Gemma 3n E4B": {
+        "architectures": ["Gemma3nForConditionalGeneration"],
+        "model_type": "gemma3n",
+        "torch_dtype": "bfloat16",
+        "text_config": {"model_type": "gemma3n_text", "intermediate_size": 16384},
+    },
+    "Gemma 4 E2B": gemma4(
+        hidden_size=1536, num_hidden_layers=35, num_key_value_heads=1, intermediate_size=6144, num_kv_shared_layers=20,
+        use_double_wide_mlp=True, layer_types=(["sliding_attention"] * 4 + ["full_attention"]) * 7,
+    ),
+    "Gemma 4 E4B": gemma4(
+        hidden_size=2560, num_hidden_layers=42, num_key_value_heads=2, intermediate_size=10240, num_kv_shared_layers=18,
+        layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 7,
+    ),
+    "Gemma 4 31B": gemma4(
+        hidden_size=5376, num_hidden_layers=60, num_attention_heads=32, num_key_value_heads=16,
+        num_global_key_value_heads=4, attention_k_eq_v=True, intermediate_size=21504, sliding_window=1024,
+        hidden_size_per_layer_input=0, layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 10,
+    ),
     "gpt-oss 20B": llama(
         2880, 24, 64, 8, 2880, 201088, architectures=["GptOssForCausalLM"], model_type="gpt_oss", head_dim=64,
         sliding_window=128, layer_types=["sliding_attention", "full_attention"] * 12, num_local_experts=32,

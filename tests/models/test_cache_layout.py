@@ -8,7 +8,9 @@ import pytest
 from transformers import (
     BambaConfig,
     Gemma2Config,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     JambaConfig,
     Lfm2Config,
     Llama4TextConfig,
@@ -20,7 +22,7 @@ from transformers import (
 from quire.errors import CheckpointError, UnsupportedModel
 from quire.memory import ChunkedLocal, FullAttention, RecurrentState, SlidingWindow
 from quire.memory.sizing import CACHE_DTYPES, tokens_bytes
-from quire.models.cache_layout import KINDS, layout_of, read_kinds, read_layout
+from quire.models.cache_layout import KINDS, READ, layout_of, read_kinds, read_layout
 from quire.models.families import FAMILIES, build
 from tests.models.published import CONFIGS, llama
 
@@ -39,6 +41,12 @@ EXPECTED: dict[str, tuple[list[tuple[str, int]], int]] = {
     "Gemma 2 9B": ([("4096", 21 * 8 * KIB), ("all", 21 * 8 * KIB)], 0),
     "Gemma 3 4B": ([("1024", 29 * 4 * KIB), ("all", 5 * 4 * KIB)], 0),
     "Gemma 3 27B": ([("1024", 52 * 8 * KIB), ("all", 10 * 8 * KIB)], 0),
+    # The last 10, 15, 20 and 18 layers keep nothing.
+    "Gemma 3n E2B": ([("512", 16 * 2 * KIB), ("all", 4 * 2 * KIB)], 0),
+    "Gemma 3n E4B": ([("512", 16 * 2 * KIB), ("all", 4 * 2 * KIB)], 0),
+    "Gemma 4 E2B": ([("512", 12 * KIB), ("all", 3 * 2 * KIB)], 0),
+    "Gemma 4 E4B": ([("512", 20 * 2 * KIB), ("all", 4 * 4 * KIB)], 0),
+    "Gemma 4 31B": ([("1024", 50 * 16 * KIB), ("all", 10 * 8 * KIB)], 0),
     "gpt-oss 20B": ([("128", 12 * 2 * KIB), ("all", 12 * 2 * KIB)], 0),
     "Llama 4 Scout": ([("chunk 8192", 36 * 4 * KIB), ("all", 12 * 4 * KIB)], 0),
     # Two inputs of 2,048 values.
@@ -115,6 +123,8 @@ def test_a_family_and_the_generic_fields_agree(name: str) -> None:
     [
         (Gemma3TextConfig(num_hidden_layers=34), {}),
         (Gemma2Config(num_hidden_layers=9), {}),
+        (Gemma3nTextConfig(num_hidden_layers=12, num_kv_shared_layers=3), {}),
+        (Gemma4TextConfig(num_hidden_layers=13), {}),
         (Llama4TextConfig(num_hidden_layers=12, moe_layers=[]), {}),
         (Qwen3NextConfig(num_hidden_layers=10), {"full_attention_interval": 4}),
         (Qwen2Config(num_hidden_layers=8, use_sliding_window=True, max_window_layers=5), {}),
@@ -155,6 +165,15 @@ def test_what_changes_the_cache_and_is_not_understood_is_refused(field: str, cha
     with pytest.raises(UnsupportedModel, match=field) as caught:
         read_layout(config | changes)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("fields", [("num_kv_shared_layers",), ("global_head_dim",), ("num_global_key_value_heads",)])
+def test_what_is_read_of_gemma4_is_refused_of_others(fields: tuple[str, ...]) -> None:
+    text = CONFIGS["Gemma 4 31B"]["text_config"] | {"num_kv_shared_layers": 6}
+    read_layout({"text_config": text})
+    unknown = {name: value for name, value in text.items() if name in fields or name not in READ["gemma4_text"]}
+    with pytest.raises(UnsupportedModel, match=fields[0]):
+        read_layout({"text_config": unknown | {"model_type": "gemma9_text", "max_position_embeddings": 100}})
 
 
 def test_missing_fields_are_all_named() -> None:

@@ -8,7 +8,7 @@ import torch
 from tests.models.tiny import CASES, PagedRun, make_tiny, random_tokens, reference_logits
 
 # Of every family, one.
-HALVED = ["llama3-rope", "qwen2", "qwen3", "mistral-window", "gemma3", "lfm2", "granite4", "falcon-h1"]
+HALVED = ["llama3-rope", "qwen2", "qwen3", "mistral-window", "gemma3", "gemma4", "lfm2", "granite4", "falcon-h1"]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 

@@ -25,7 +25,7 @@ from quire.models.spec import (
     ShortConv,
 )
 from quire.ops import make_ops
-from tests.models.tiny import CASES, make_tiny
+from tests.models.tiny import CASES, make_tiny, stored_buffers
 
 NORM = RMSNorm(1e-6)
 SMALL = Attention(4, 2, 16, Rope(1e4))
@@ -46,13 +46,14 @@ def decoder_of(spec: ModelSpec) -> Decoder:
 def test_every_weight_has_a_source_of_its_shape(name: str) -> None:
     """Ours and the checkpoint's parameters are the same numbers, each exactly once."""
     tiny = make_tiny(name)
-    tensors = dict(tiny.reference.named_parameters())
+    tensors = dict(tiny.reference.named_parameters()) | stored_buffers(tiny.reference)
     shapes = tiny.decoder.weight_shapes()
     assert shapes.keys() == tiny.weight_map.keys()
     for weight, shape in shapes.items():
         parts = [tensors[source].shape for source in tiny.weight_map[weight]]
         assert shape == (sum(part[0] for part in parts), *parts[0][1:])
-    used = [source for sources in tiny.weight_map.values() for source in sources]
+    # Keys and values may be made of the same.
+    used = [source for sources in tiny.weight_map.values() for source in dict.fromkeys(sources)]
     assert sorted(used) == sorted(tensors)
     assert tiny.decoder.missing_weights == ()
 
@@ -102,6 +103,19 @@ def test_a_layer_is_in_the_cache_group_of_each_of_its_parts() -> None:
     shapes = decoder.weight_shapes()
     assert shapes["layers.0.mixer.1.qkv.weight"] == shapes["layers.1.mixer.qkv.weight"] == (8 * 16, 32)
     assert shapes["layers.0.mixer.0.decays"] == (2,)
+
+
+def test_a_layer_that_reads_another_ones_cache_keeps_nothing() -> None:
+    near = replace(SMALL, window=8)
+    spec = spec_of(near, SMALL, near, replace(SMALL, source=1), replace(near, source=2), replace(near, source=0))
+    assert spec.cache_groups == (CacheGroup(2, KeptTokens(2, 16, 8)), CacheGroup(1, KeptTokens(2, 16)))
+    assert spec.cache_places == (((0, 0),), ((1, 0),), ((0, 1),), ((1, 0),), ((0, 1),), ((0, 0),))
+
+
+@pytest.mark.parametrize("other", [replace(SMALL, window=8), LARGE])
+def test_a_cache_of_another_shape_cannot_be_read(other: Attention) -> None:
+    with pytest.raises(AssertionError, match="another shape"):
+        _ = spec_of(SMALL, replace(other, source=0)).cache_places
 
 
 def test_a_tied_head_is_no_weight_of_its_own() -> None:

@@ -67,6 +67,8 @@ def test_theta_is_found_in_all_places() -> None:
         YARN_ROPE | {"beta_fast": 20.0, "beta_slow": 2.0, "truncate": False},
         YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 1.3},
         YARN_ROPE | {"attention_factor": 1.25},
+        {"rope_type": "proportional", "rope_theta": 5000.0, "partial_rotary_factor": 0.25},
+        {"rope_type": "proportional", "rope_theta": 5000.0, "partial_rotary_factor": 0.3, "factor": 4.0},
     ],
     ids=lambda parameters: str(parameters["rope_type"]),
 )

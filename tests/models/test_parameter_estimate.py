@@ -25,6 +25,7 @@ PUBLISHED = {
     "Gemma 2 9B": 9.24,
     "Gemma 3 4B": 3.88,
     "Gemma 3 27B": 27.0,
+    "Gemma 4 31B": 30.7,
     "gpt-oss 20B": 20.9,
     "LFM2 1.2B": 1.17,
     "Granite 4.0 H-Tiny": 6.94,

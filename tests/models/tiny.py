@@ -38,6 +38,7 @@ from quire.models.spec import KeptState, KeptTokens, WeightMap
 from quire.ops import make_ops
 from quire.scheduling.plan import Opening, PlanItem, StepPlan, TableDelta
 from quire.sequences.params import SamplingParams
+from tests.models.gemma4_cases import GEMMA4_CASES
 
 SHAPE = {
     "vocab_size": 211,
@@ -160,6 +161,7 @@ CASES: dict[str, tuple[type, type, dict[str, Any]]] = {
     ),
 }
 
+CASES |= GEMMA4_CASES
 CASES |= {
     "lfm2": (
         Lfm2Config,
@@ -294,12 +296,20 @@ def make_tiny(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu"
             parameter.copy_(torch.randn_like(parameter) * (0.15 if parameter.dim() > 1 else 0.4))
             if parameter.dim() == 1:
                 parameter.add_(1.0)
+        for learned in stored_buffers(reference).values():
+            learned.copy_(1.0 + torch.randn_like(learned) * 0.4)
     reference.config.architectures = [model_class.__name__]
     config = json.loads(reference.config.to_json_string())
     spec, weight_map = build(config)
     decoder = Decoder(spec, ops=make_ops(torch.device(device)), dtype=dtype, device=torch.device(device))
     fill(decoder, weight_map, reference.state_dict())
     return Tiny(reference.to(device), config, weight_map, decoder)
+
+
+def stored_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return what a checkpoint has besides parameters."""
+    stored = model.state_dict()
+    return {name: buffer for name, buffer in model.named_buffers() if name in stored}
 
 
 def fill(decoder: Decoder, weight_map: WeightMap, tensors: dict[str, torch.Tensor]) -> None:

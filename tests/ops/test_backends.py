@@ -126,6 +126,34 @@ def test_attention_by_head_dim(backend: Backend, dtype: torch.dtype, head_dim: i
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [16, 80, 288])
+def test_values_may_be_normed(backend: Backend, dtype: torch.dtype, head_dim: int) -> None:
+    World(RAGGED, head_dim=head_dim, has_value_norms=True, dtype=dtype, device=backend.device).check(backend.make())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [16, 80, 288])
+@pytest.mark.parametrize("has_norms", [False, True])
+def test_queries_alone(backend: Backend, dtype: torch.dtype, head_dim: int, has_norms: bool) -> None:
+    """They are those that come with keys and values, and nothing is stored; another number of heads reads the same."""
+    world = World(RAGGED, head_dim=head_dim, has_norms=has_norms, dtype=dtype, device=backend.device)
+    steps = [ops.step_attention(world.batch, world.kv) for ops in (backend.make(), REFERENCE)]
+    queries = steps[0].prepare(1, world.qkv, world.norms, world.rotation)
+    stored = world.kv.data.clone()
+    for num_heads in (4, 2):
+        q = world.qkv[:, : num_heads * head_dim].contiguous()
+        norms = None if world.norms is None else HeadNorms(world.norms.scales[:num_heads], world.norms.eps)
+        found, expected = (step.prepare_queries(q, norms, world.rotation) for step in steps)
+        assert_near(found, expected, factor=2)
+        assert torch.equal(found, queries[:, :num_heads])
+        assert torch.equal(world.kv.data.nan_to_num(), stored.nan_to_num())
+        attended = [step.attend(1, expected, world.scale) for step in steps]
+        assert_near(*attended, factor=2)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("num_kv_heads", "group"), [(1, 1), (4, 1), (3, 2), (1, 3), (2, 4), (1, 7), (1, 8), (2, 16)])
 def test_attention_by_heads(backend: Backend, dtype: torch.dtype, num_kv_heads: int, group: int) -> None:

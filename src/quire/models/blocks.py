@@ -81,8 +81,8 @@ class Norm:
 
 
 def empty_scale(norm: spec.RMSNorm, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Make room for a norm's scale: of float32 where it is a sum with 1, else of the model's dtype."""
-    return torch.empty(shape, dtype=torch.float32 if norm.zero_centred else dtype, device=device)
+    """Make room for a norm's scale: of float32 where it is a sum with 1 or applied so, else of the model's dtype."""
+    return torch.empty(shape, dtype=torch.float32 if norm.zero_centred or norm.wide else dtype, device=device)
 
 
 def scale_slot(norm: spec.RMSNorm, scale: Tensor, shape: tuple[int, ...]) -> WeightSlot:
@@ -162,18 +162,20 @@ class AttentionBlock:
         device: torch.device,
     ) -> None:
         num_heads, num_kv_heads, head_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
-        self._score_scale = head_dim**-0.5 if attention.score_scale is None else attention.score_scale
+        self._score_scale = _score_scale(attention)
         self._layer_idx = layer_idx
         self._qkv = Projection(width, (num_heads + 2 * num_kv_heads) * head_dim, attention.qkv_bias, ops)
         self._output = ResidualProjection(num_heads * head_dim, width, attention.output_bias, addition, ops)
         self.slots = nested(qkv=self._qkv.slots, output=self._output.slots)
         self._norms: HeadNorms | None = None
         if attention.qk_norm is not None:
-            norm = attention.qk_norm
-            scales = empty_scale(norm, (num_heads + num_kv_heads, head_dim), dtype, device)
+            norm, num_normed = attention.qk_norm, num_heads + num_kv_heads * (2 if attention.value_norm else 1)
+            scales = empty_scale(norm, (num_normed, head_dim), dtype, device)
             self._norms = HeadNorms(scales, norm.eps)
-            self.slots["q_norm.weight"] = scale_slot(norm, scales[:num_heads], (head_dim,))
-            self.slots["k_norm.weight"] = scale_slot(norm, scales[num_heads:], (head_dim,))
+            q_scales, k_scales, v_scales = scales.tensor_split((num_heads, num_heads + num_kv_heads))
+            self.slots["q_norm.weight"] = scale_slot(norm, q_scales, (head_dim,))
+            self.slots["k_norm.weight"] = scale_slot(norm, k_scales, (head_dim,))
+            v_scales.fill_(1.0)
 
     def __call__(self, x: Tensor, residual: Tensor, inputs: AttentionInputs) -> Tensor:
         """Add to `residual` what each row of `x` gathers from its sequence; its keys and values are stored.
@@ -185,6 +187,73 @@ class AttentionBlock:
         rotation, step = inputs
         q = step.prepare(self._layer_idx, self._qkv.run(x), self._norms, rotation)
         return self._output(step.attend(self._layer_idx, q, self._score_scale), residual)
+
+
+class SharedAttentionBlock:
+    """Grouped-query attention over the keys and values that an earlier layer has stored.
+
+    Args:
+        attention: heads and what is done to them.
+        width: E.
+        layer_idx: that layer's place in its cache group.
+        addition: how the result is added to the residual.
+
+    Attributes:
+        slots: "q", "output" and, where heads are normed, "q_norm".
+    """
+
+    def __init__(
+        self,
+        attention: spec.Attention,
+        width: int,
+        layer_idx: int,
+        addition: Addition,
+        ops: Ops,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        num_heads, head_dim = attention.num_heads, attention.head_dim
+        self._score_scale = _score_scale(attention)
+        self._layer_idx = layer_idx
+        self._q = Projection(width, num_heads * head_dim, attention.qkv_bias, ops)
+        self._output = ResidualProjection(num_heads * head_dim, width, attention.output_bias, addition, ops)
+        self.slots = nested(q=self._q.slots, output=self._output.slots)
+        self._norms: HeadNorms | None = None
+        if attention.qk_norm is not None:
+            scales = empty_scale(attention.qk_norm, (num_heads, head_dim), dtype, device)
+            self._norms = HeadNorms(scales, attention.qk_norm.eps)
+            self.slots["q_norm.weight"] = scale_slot(attention.qk_norm, scales, (head_dim,))
+
+    def __call__(self, x: Tensor, residual: Tensor, inputs: AttentionInputs) -> Tensor:
+        """Add to `residual` [T, E] what each row of `x` [T, E] gathers from its sequence."""
+        rotation, step = inputs
+        q = step.prepare_queries(self._q.run(x), self._norms, rotation)
+        return self._output(step.attend(self._layer_idx, q, self._score_scale), residual)
+
+
+def _score_scale(attention: spec.Attention) -> float:
+    return attention.head_dim**-0.5 if attention.score_scale is None else attention.score_scale
+
+
+class LearnedScale:
+    """Multiplication by one learned number.
+
+    Attributes:
+        slots: "weight".
+    """
+
+    __slots__ = ("_scale", "slots")
+
+    def __init__(self) -> None:
+        self._scale = 1.0
+        self.slots: WeightSlots = {"weight": WeightSlot((1,), self._fill)}
+
+    def _fill(self, tensor: Tensor) -> None:
+        self._scale = tensor.item()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return `x` [T, E], scaled."""
+        return x * self._scale
 
 
 class GatedMLPBlock:

@@ -14,7 +14,9 @@ from typing import Any, Final, NamedTuple, TypeVar
 from quire.errors import UnsupportedModel
 from quire.memory.sizing import CacheDtype
 from quire.memory.specs import ChunkedLocal, FullAttention, KVCacheSpec, RecurrentState, SlidingWindow
+from quire.models.families.gemma4 import DEFAULTS as GEMMA4
 from quire.models.families.hf_config import NEUTRAL, HFConfig
+from quire.models.families.layer_fields import read_layers, read_sources
 from quire.models.spec import KeptState, KeptTokens, ModelSpec
 
 FULL, WINDOWED, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
@@ -42,6 +44,22 @@ DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
         "sliding_window_pattern": 6,
         "tie_word_embeddings": True,
     },
+    "gemma3n_text": {
+        "vocab_size": 262400,
+        "hidden_size": 2048,
+        "num_hidden_layers": 35,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "max_position_embeddings": 32768,
+        "sliding_window": 512,
+        "sliding_window_pattern": 5,
+        "num_kv_shared_layers": 15,
+        "vocab_size_per_layer_input": 262144,
+        "hidden_size_per_layer_input": 256,
+        "tie_word_embeddings": True,
+    },
+    "gemma4_text": {**GEMMA4, "sliding_window_pattern": 6, "tie_word_embeddings": True},
     "gemma2": {"sliding_window_pattern": 2, "tie_word_embeddings": True},
     "lfm2": {"tie_word_embeddings": True},
 }
@@ -49,6 +67,8 @@ DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
 ALL_WINDOWED: Final = frozenset({"mistral", "mixtral", "phi3", "starcoder2"})
 # `model_type` of those whose layers all have attention and a recurrence side by side.
 ALL_BOTH: Final = frozenset({"falcon_h1"})
+# `model_type` of those whose last layer sees all tokens, whatever is stated.
+LAST_IS_FULL: Final = frozenset({"gemma4_text"})
 # Fields that change what a token or a sequence costs in ways that are not read here.
 UNREAD: Final = (
     "kv_lora_rank",
@@ -62,6 +82,11 @@ UNREAD: Final = (
     "is_encoder_decoder",
     "hybrid_override_pattern",
 )
+# `model_type` -> which of these are read all the same, for what they mean there is known.
+READ: Final[Mapping[str, frozenset[str]]] = {
+    "gemma3n_text": frozenset({"num_kv_shared_layers"}),
+    "gemma4_text": frozenset({"global_head_dim", "num_global_key_value_heads", "num_kv_shared_layers"}),
+}
 # Where a field starts like this and nothing says which layers it is for, the layers are not all attention.
 RECURRENT_PREFIXES: Final = ("mamba_", "ssm_", "linear_", "conv_", "rwkv_", "lru_")
 
@@ -162,9 +187,10 @@ def read_layout(config: Mapping[str, Any]) -> CacheLayout:
     """
     fields = text_fields(config)
     _require_generic_fields(config, fields)
-    layers: list[AttentionLayer | StateLayer] = [
-        _read_layer(part, fields) for kind in read_kinds(config) for part in parts_of(kind)
-    ]
+    kinds = read_kinds(config)
+    whole = zip(kinds, read_layers(fields, kinds), read_sources(fields, kinds), strict=True)
+    # A layer that reads another's cache keeps nothing.
+    layers = [_read_layer(part, layer) for kind, layer, source in whole if source is None for part in parts_of(kind)]
     attention = _counted(layer for layer in layers if isinstance(layer, AttentionLayer))
     states = _counted(layer for layer in layers if isinstance(layer, StateLayer))
     return _checked(CacheLayout(attention, states, fields.integer("max_position_embeddings")))
@@ -214,7 +240,8 @@ def read_kinds(config: Mapping[str, Any]) -> tuple[str, ...]:
     """
     raw = config.get("text_config")
     names = raw if isinstance(raw, Mapping) else config
-    unread = next((name for name in UNREAD if names.get(name) or config.get(name)), None)
+    read = READ.get(str(names.get("model_type")), frozenset())
+    unread = next((name for name in UNREAD if name not in read and (names.get(name) or config.get(name))), None)
     if unread is not None:
         raise UnsupportedModel(f"config.json: what {unread} means for the cache is not implemented", field=unread)
     fields = text_fields(config)
@@ -222,7 +249,7 @@ def read_kinds(config: Mapping[str, Any]) -> tuple[str, ...]:
     field = "layer_types" if fields.has("layer_types") else "layers_block_type"
     stated = fields.texts(field)
     if not stated:
-        return tuple(_derived_kind(fields, names, idx) for idx in range(num_layers))
+        return _with_last(fields, [_derived_kind(fields, names, idx) for idx in range(num_layers)])
     if len(stated) != num_layers:
         raise UnsupportedModel(f"config.json: {field} names {len(stated)} of {num_layers} layers", field=field)
     unknown = next((kind for kind in stated if kind not in KINDS), None)
@@ -230,7 +257,12 @@ def read_kinds(config: Mapping[str, Any]) -> tuple[str, ...]:
         raise UnsupportedModel(
             f"config.json: {field} names {unknown!r}; what is known to keep are {', '.join(KINDS)}", field=field
         )
-    return tuple(KINDS[kind] for kind in stated)
+    return _with_last(fields, [KINDS[kind] for kind in stated])
+
+
+def _with_last(fields: HFConfig, kinds: list[str]) -> tuple[str, ...]:
+    """Return the kinds with that of the last layer mended, where the model has only one for it."""
+    return (*kinds[:-1], FULL if fields.text("model_type", "") in LAST_IS_FULL else kinds[-1])
 
 
 def parts_of(kind: str) -> tuple[str, ...]:

@@ -16,12 +16,15 @@ from quire.models.blocks import (
     AttentionBlock,
     AttentionInputs,
     GatedMLPBlock,
+    LearnedScale,
     Norm,
     Projection,
+    SharedAttentionBlock,
     WeightSlot,
     WeightSlots,
     nested,
 )
+from quire.models.per_layer_inputs import PerLayerEmbedding, PerLayerGate
 from quire.models.recurrent import Mamba2Block, ShortConvBlock
 from quire.models.rope import RotaryEmbedding
 from quire.models.spec import Attention, CacheGroup, LayerSpec, Mamba2, Mixer, ModelSpec, Parallel, Rope, ShortConv
@@ -65,6 +68,11 @@ class Decoder:
         turns = dict.fromkeys(turn for _, turn in self._inputs if turn is not None)
         self._rotations = {turn: RotaryEmbedding(*turn, dtype, device) for turn in turns}
         slots = {"embedding.weight": WeightSlot((spec.vocab_size, spec.width), self._fill_embedding)}
+        self._per_layer_inputs: PerLayerEmbedding | None = None
+        if spec.per_layer_inputs is not None:
+            shape = len(spec.layers), spec.width
+            self._per_layer_inputs = PerLayerEmbedding(spec.per_layer_inputs, *shape, ops, dtype, device)
+            slots |= nested(per_layer_inputs=self._per_layer_inputs.slots)
         self._layers = []
         for idx, (layer, places) in enumerate(zip(spec.layers, spec.cache_places, strict=True)):
             mixer_norm, ffn_norm = new_norm(layer.norm), new_norm(layer.norm)
@@ -77,8 +85,16 @@ class Decoder:
             ffn = GatedMLPBlock(layer.ffn, spec.width, additions[1], ops)
             mixer_slots = {name: mixer.slots for name, mixer in mixers.items()}
             parts = nested(mixer_norm=mixer_norm.slots, **mixer_slots, ffn_norm=ffn_norm.slots, ffn=ffn.slots)
+            gate = scale = None
+            if spec.per_layer_inputs is not None:
+                gate = PerLayerGate(spec.per_layer_inputs, spec.width, new_norm(spec.per_layer_inputs.norm), ops)
+                parts |= nested(per_layer_gate=gate.slots)
+            if layer.learned_scale:
+                scale = LearnedScale()
+                parts |= nested(scale=scale.slots)
             slots |= nested(**{f"layers.{idx}": parts})
-            self._layers.append((mixer_norm, [*zip(mixers.values(), input_idxs, strict=True)], ffn_norm, ffn))
+            placed = [*zip(mixers.values(), input_idxs, strict=True)]
+            self._layers.append((mixer_norm, placed, ffn_norm, ffn, gate, scale))
         slots |= nested(norm=self._norm.slots)
         if not spec.tied_head:
             slots |= nested(head=self._head.slots)
@@ -101,7 +117,8 @@ class Decoder:
         place = (self.spec.width, layer_idx, addition, self._ops)
         match mixer:
             case Attention():
-                return AttentionBlock(mixer, *place, self.dtype, self._device)
+                block = AttentionBlock if mixer.source is None else SharedAttentionBlock
+                return block(mixer, *place, self.dtype, self._device)
             case ShortConv():
                 return ShortConvBlock(mixer, *place, self._device)
             case Mamba2():
@@ -177,11 +194,16 @@ class Decoder:
         x = ops.embedding(input_ids, self._embedding)
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
-        for mixer_norm, mixers, ffn_norm, ffn in self._layers:
+        told = None if self._per_layer_inputs is None else self._per_layer_inputs(input_ids, x)
+        for idx, (mixer_norm, mixers, ffn_norm, ffn, gate, scale) in enumerate(self._layers):
             normed = mixer_norm(x)
             for mixer, input_idx in mixers:
                 x = mixer(normed, x, inputs[input_idx])
             x = ffn(ffn_norm(x), x)
+            if gate is not None and told is not None:
+                x = gate(x, told[:, idx])
+            if scale is not None:
+                x = scale(x)
         return x
 
     def _step(self, batch: AttentionBatch | StateBatch, storage: Any) -> Any:

@@ -15,6 +15,7 @@ from quire.models.cache_layout import (
     text_fields,
 )
 from quire.models.families.hf_config import HFConfig
+from quire.models.families.layer_fields import read_layers, read_sources
 from quire.models.families.lfm2 import read_mlp_width
 
 # What configurations call the number of experts, and the width of the expert that every token goes through.
@@ -37,17 +38,28 @@ def estimate_parameters(config: Mapping[str, Any]) -> int:
     is_tied = fields.flag("tie_word_embeddings", config.get("tie_word_embeddings") is True)
     embeddings = vocab_size * width * (1 if is_tied else 2)
     kinds = read_kinds(config)
-    mixers = {kind: sum(_mixer(part, fields, width) for part in parts_of(kind)) for kind in set(kinds)}
-    return embeddings + sum(mixers[kind] + _ffn(idx, fields, width) for idx, kind in enumerate(kinds))
+    total = embeddings + _per_layer_inputs(fields, width, len(kinds))
+    layers = zip(kinds, read_layers(fields, kinds), read_sources(fields, kinds), strict=True)
+    for idx, (kind, layer, source) in enumerate(layers):
+        is_shared = source is not None
+        total += sum(_mixer(part, layer, width, is_shared) for part in parts_of(kind))
+        total += _ffn(idx, layer, width, is_shared)
+    return total
 
 
-def _mixer(kind: str, fields: HFConfig, width: int) -> int:
+def _per_layer_inputs(fields: HFConfig, width: int, num_layers: int) -> int:
+    """Return the parameters of what each layer is told of a token: a table, a projection, and two in every layer."""
+    told = num_layers * fields.count("hidden_size_per_layer_input", 0)
+    return told * (fields.integer("vocab_size_per_layer_input") + 3 * width) if told else 0
+
+
+def _mixer(kind: str, fields: HFConfig, width: int, is_shared: bool) -> int:
     if kind == SHORT_CONV:
         return 4 * width * width
     if kind == RECURRENT:
         return _mamba(fields, width) if fields.has("mamba_d_state") else _delta_net(fields, width)
     num_heads = fields.integer("num_attention_heads")
-    num_kv_heads = fields.integer("num_key_value_heads", num_heads)
+    num_kv_heads = 0 if is_shared else fields.integer("num_key_value_heads", num_heads)
     # An output gate is as large as the queries.
     num_query_parts = 2 if fields.flag("attn_output_gate", fields.has("full_attention_interval")) else 1
     return width * read_head_dim(fields) * ((1 + num_query_parts) * num_heads + 2 * num_kv_heads)
@@ -70,12 +82,13 @@ def _mamba(fields: HFConfig, width: int) -> int:
     return width * 2 * inner + inner * (rank + 2 * state) + rank * inner + inner * state + inner * width
 
 
-def _ffn(idx: int, fields: HFConfig, width: int) -> int:
+def _ffn(idx: int, fields: HFConfig, width: int, is_shared: bool) -> int:
     """Return the parameters of a layer's gated MLP, or of its experts, their router and the shared expert."""
     num_experts, shared = _first_of(EXPERT_COUNTS, fields), _first_of(SHARED_WIDTHS, fields)
     if num_experts == 0 or not _has_experts(idx, fields):
-        return 3 * width * ((shared if num_experts == 0 else 0) or _mlp_width(fields))
-    expert = fields.integer("moe_intermediate_size") if fields.has("moe_intermediate_size") else _mlp_width(fields)
+        factor = 2 if is_shared and fields.flag("use_double_wide_mlp", False) else 1
+        return 3 * width * factor * ((shared if num_experts == 0 else 0) or _mlp_width(idx, fields))
+    expert = fields.integer("moe_intermediate_size") if fields.has("moe_intermediate_size") else _mlp_width(idx, fields)
     return num_experts * (3 * width * expert + width) + 3 * width * shared
 
 
@@ -91,8 +104,8 @@ def _has_experts(idx: int, fields: HFConfig) -> bool:
     return (idx + 1) % fields.integer("decoder_sparse_step", 1) == 0
 
 
-def _mlp_width(fields: HFConfig) -> int:
+def _mlp_width(idx: int, fields: HFConfig) -> int:
     """Return the columns of a gate."""
     if fields.has("block_ff_dim") or fields.has("block_auto_adjust_ff_dim"):
         return read_mlp_width(fields)
-    return fields.integer("intermediate_size")
+    return fields.integer_of("intermediate_size", idx)

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from quire.models.spec import LinearScaling, Llama3Scaling, Rope, YarnScaling
+from quire.models.spec import LinearScaling, Llama3Scaling, ProportionalScaling, Rope, YarnScaling
 from quire.ops.interface import Rotation
 
 
@@ -58,6 +58,9 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
             return _llama3(frequencies, rope.scaling), 1.0
         case YarnScaling():
             return _yarn(frequencies, rope.theta, head_dim, rope.scaling), rope.scaling.attention_factor
+        case ProportionalScaling(fraction, factor):
+            frequencies[int(fraction * head_dim // 2) :] = 0.0
+            return frequencies / factor, 1.0
 
 
 def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:  # planning reads configurations without torch
@@ -46,7 +46,19 @@ class YarnScaling:
     truncate: bool
 
 
-RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
+@dataclass(frozen=True, slots=True)
+class ProportionalScaling:
+    """Only the first pairs of a head turn, as fast as if all did, divided by `factor`.
+
+    Args:
+        fraction: of the head's pairs that turn.
+    """
+
+    fraction: float
+    factor: float
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | ProportionalScaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +80,12 @@ class RMSNorm:
         eps: added to the mean square.
         zero_centred: the weight is what the scale has more than 1. Their sum, which bfloat16 does not hold, is kept
             and applied in float32.
+        wide: the scale is applied in float32, before the one rounding, even where the model's dtype holds it.
     """
 
     eps: float
     zero_centred: bool = False
+    wide: bool = False
 
 
 class KeptTokens(NamedTuple):
@@ -117,9 +131,11 @@ class Attention:
     Args:
         rope: of queries and keys; None leaves them as they are.
         qk_norm: norm of each query and key head before the rotation, or None.
+        value_norm: values are divided by their root mean square, with the epsilon of `qk_norm`.
         qkv_bias, output_bias: whether the projections add a learned bias.
         window: tokens that a token sees, itself included; None for all before it.
         score_scale: what scores are multiplied by before the softmax; None for `head_dim ** -0.5`.
+        source: the earlier layer whose keys and values are read; None for the layer's own.
     """
 
     num_heads: int
@@ -127,15 +143,17 @@ class Attention:
     head_dim: int
     rope: Rope | None
     qk_norm: RMSNorm | None = None
+    value_norm: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
     window: int | None = None
     score_scale: float | None = None
+    source: int | None = None
 
     @property
-    def kept(self) -> KeptTokens:
-        """What a layer keeps: keys and values of the tokens that it still sees."""
-        return KeptTokens(self.num_kv_heads, self.head_dim, self.window)
+    def kept(self) -> KeptTokens | None:
+        """What a layer keeps: keys and values of the tokens that it still sees; nothing where it reads another's."""
+        return KeptTokens(self.num_kv_heads, self.head_dim, self.window) if self.source is None else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +266,7 @@ class LayerSpec:
         post_norm: of what the mixer gives, and of what the FFN gives; None adds it as it is, as mixers side by side
             must be.
         mixer_scale, ffn_scale: what they are multiplied by before they are added.
+        learned_scale: whether `x` is multiplied by a learned number at the end.
     """
 
     norm: RMSNorm
@@ -256,11 +275,34 @@ class LayerSpec:
     post_norm: RMSNorm | None = None
     mixer_scale: float = 1.0
     ffn_scale: float = 1.0
+    learned_scale: bool = False
 
     @property
     def parts(self) -> tuple[Mixer, ...]:
-        """The mixers, each of which keeps something of its own."""
+        """The mixers, each of which keeps something of its own or reads what another layer's keeps."""
         return self.mixer.parts if isinstance(self.mixer, Parallel) else (self.mixer,)
+
+
+@dataclass(frozen=True, slots=True)
+class PerLayerInputs:
+    """What every layer is told of a token besides the hidden state: P values of its own.
+
+    They are `sqrt(1 / 2) * (norm(projection(e) / sqrt(E)) + sqrt(P) * table[token])`, `e` being the token's embedding.
+    After its FFN, a layer takes them in: `x += norm(projection(activation(gate(x)) * told))`.
+
+    Args:
+        vocab_size: rows of the table.
+        width: P.
+        norm: of both.
+        activation: of the gate.
+
+    Source: per-layer embeddings of Gemma 3n.
+    """
+
+    vocab_size: int
+    width: int
+    norm: RMSNorm
+    activation: Activation
 
 
 class CacheGroup(NamedTuple):
@@ -289,6 +331,7 @@ class ModelSpec:
         embedding_scale: what embeddings are multiplied by, rounded to their dtype first; the head is not.
         logit_scale: what logits are multiplied by.
         logit_cap: logits then become `logit_cap * tanh(logits / logit_cap)`; None leaves them.
+        per_layer_inputs: what every layer is told besides the hidden state, or None.
     """
 
     vocab_size: int
@@ -300,23 +343,33 @@ class ModelSpec:
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_cap: float | None = None
+    per_layer_inputs: PerLayerInputs | None = None
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
         """The cache groups in the order of their first layers, those that keep tokens before those that keep states."""
-        kept = [mixer.kept for layer in self.layers for mixer in layer.parts]
+        kept = [mixer.kept for layer in self.layers for mixer in layer.parts if mixer.kept is not None]
         kinds = sorted(dict.fromkeys(kept), key=lambda each: isinstance(each, KeptState))
         return tuple(CacheGroup(kept.count(each), each) for each in kinds)
 
     @property
     def cache_places(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """For each layer and each of its parts, the cache group and the place in it."""
-        kinds = [group.kept for group in self.cache_groups]
+        """For each layer and each of its parts, the cache group and the place in it.
+
+        Of a part that reads another layer's cache, those of that layer's part which keeps the same.
+        """
+        kinds: list[KeptTokens | KeptState | None] = [group.kept for group in self.cache_groups]
         filled = [0] * len(kinds)
-        places = []
+        places: list[tuple[tuple[int, int], ...]] = []
         for layer in self.layers:
             parts = []
             for mixer in layer.parts:
+                if isinstance(mixer, Attention) and mixer.source is not None:
+                    wanted = replace(mixer, source=None).kept
+                    place = next((place for place in places[mixer.source] if kinds[place[0]] == wanted), None)
+                    assert place is not None, "a cache of another shape"
+                    parts.append(place)
+                    continue
                 group_idx = kinds.index(mixer.kept)
                 parts.append((group_idx, filled[group_idx]))
                 filled[group_idx] += 1

@@ -91,11 +91,11 @@ class PagedStates(Protocol):
 
 
 class HeadNorms(NamedTuple):
-    """The norms of query and key heads.
+    """The norms of heads.
 
     Args:
-        scales: a row for each query head, then one for each KV head: [H + K, D], contiguous; of a dtype as
-            `Ops.rms_norm` takes it.
+        scales: a row for each query head, one for each key head and, where values are normed too, one for each value
+            head: [H + K, D] or [H + 2 K, D], contiguous; of a dtype as `Ops.rms_norm` takes it.
         eps: added to the mean square.
     """
 
@@ -119,7 +119,7 @@ class StepAttention(Protocol):
     """Attention of one step over one cache group; made once a step, used by every layer of the group."""
 
     def prepare(self, layer_idx: int, qkv: Tensor, norms: HeadNorms | None, rotation: Rotation) -> Tensor:
-        """Norm and rotate queries and keys, and store keys and values in the step's slots.
+        """Norm heads, rotate queries and keys, and store keys and values in the step's slots.
 
         Args:
             qkv: [T, (H + 2 K) * D], contiguous: query heads, key heads, value heads.
@@ -128,6 +128,18 @@ class StepAttention(Protocol):
 
         Returns:
             The queries, [T, H, D].
+        """
+        ...
+
+    def prepare_queries(self, q: Tensor, norms: HeadNorms | None, rotation: Rotation) -> Tensor:
+        """Norm and rotate the queries of a layer that reads what another layer stored; nothing is stored.
+
+        Args:
+            q: [T, H * D], contiguous.
+            norms: with `scales` of [H, D].
+
+        Returns:
+            [T, H, D].
         """
         ...
 

@@ -18,7 +18,7 @@ from quire.ops.interface import Activation
 
 FOLDER: Final = Path(__file__).parent / "native"
 # The number that `quire_interface_version` must return.
-INTERFACE_VERSION: Final = 3
+INTERFACE_VERSION: Final = 4
 # The best last; a processor that runs one runs those before it.
 LEVELS: Final = ("portable", "avx2", "avx512", "avx512_bf16")
 MAX_HEAD_DIM: Final = 256
@@ -87,7 +87,10 @@ class NativeLibrary:
         self.attend = _typed(library.quire_attend, rows, kv, _INT, _POINTER, _INT, _INT, _FLOAT, _INT, _POINTER)
         self.gate = _typed(library.quire_gate, _INT, _INT, _POINTER, _INT, _INT, _POINTER)
         self.prepare = _typed(
-            library.quire_prepare, rows, kv, _INT, _POINTER, _INT, _POINTER, _FLOAT, _POINTER, _POINTER, _INT, _POINTER
+            library.quire_prepare,
+            rows,
+            kv,
+            *(_INT, _POINTER, _INT, _POINTER, _INT, _FLOAT, _POINTER, _POINTER, _INT, _POINTER),
         )
         self.rms_norm = _typed(
             library.quire_rms_norm, _INT, _POINTER, _INT, _INT, _POINTER, _FLOAT, _INT, _INT, _POINTER

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ctypes import byref
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -134,32 +135,35 @@ class NativeStepAttention:
         pointers = [tensor.data_ptr() for tensor in (*numbers, batch.block_ids, batch.slot_mapping)]
         self._rows = byref(StepRows(len(batch.context_lens), *pointers))
         strides = kv.data.stride()
-        self._cache = byref(
-            Cache(
-                kv.data.data_ptr(),
-                TYPES[kv.data.dtype],
-                strides[0],
-                strides[1],
-                self._num_kv_heads,
-                block_size,
-                self._head_dim,
-            )
-        )
+        place = (kv.data.data_ptr(), TYPES[kv.data.dtype], strides[0], strides[1])
+        self._cache = byref(Cache(*place, self._num_kv_heads, block_size, self._head_dim))
+        self._no_cache = byref(Cache(*place, 0, block_size, self._head_dim))  # without heads: nothing is stored
 
     def prepare(self, layer_idx: int, qkv: Tensor, norms: HeadNorms | None, rotation: Rotation) -> Tensor:
-        """Norm and rotate queries and keys, store keys and values; return the queries [T, H, D]."""
+        """Norm heads, rotate queries and keys, store keys and values; return the queries [T, H, D]."""
         num_heads = qkv.shape[1] // self._head_dim - 2 * self._num_kv_heads
-        queries = qkv.new_empty(self._num_rows, num_heads, self._head_dim)
-        scale_type, scales, eps = TYPES[qkv.dtype], None, 0.0
+        return self._prepare(self._cache, layer_idx, qkv, num_heads, norms, rotation)
+
+    def prepare_queries(self, q: Tensor, norms: HeadNorms | None, rotation: Rotation) -> Tensor:
+        """Norm and rotate queries; return them as [T, H, D]."""
+        return self._prepare(self._no_cache, 0, q, q.shape[1] // self._head_dim, norms, rotation)
+
+    def _prepare(
+        self, cache: Any, layer_idx: int, heads: Tensor, num_heads: int, norms: HeadNorms | None, rotation: Rotation
+    ) -> Tensor:
+        queries = heads.new_empty(self._num_rows, num_heads, self._head_dim)
+        scale_type, scales, num_normed, eps = TYPES[heads.dtype], None, 0, 0.0
         if norms is not None:
-            scale_type, scales, eps = TYPES[norms.scales.dtype], norms.scales.data_ptr(), norms.eps
+            scale_type, scales, num_normed = TYPES[norms.scales.dtype], norms.scales.data_ptr(), len(norms.scales)
+            eps = norms.eps
         self._library.prepare(
             self._rows,
-            self._cache,
+            cache,
             layer_idx,
-            qkv.data_ptr(),
+            heads.data_ptr(),
             scale_type,
             scales,
+            num_normed,
             eps,
             rotation.cos.data_ptr(),
             rotation.sin.data_ptr(),

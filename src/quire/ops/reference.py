@@ -81,15 +81,21 @@ class ReferenceStepAttention:
         """Norm, rotate, then store one slot after the other."""
         num_kv_heads, block_size, head_dim = self._data.shape[3:]
         heads = qkv.view(len(qkv), -1, head_dim)
-        qk, v = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
         if norms is not None:
-            qk = rms_norm(qk, norms.scales, norms.eps)
-        qk = rotary(qk, rotation)
+            num_normed = len(norms.scales)
+            normed = rms_norm(heads[:, :num_normed], norms.scales, norms.eps)
+            heads = torch.cat((normed, heads[:, num_normed:]), 1)
+        qk, v = rotary(heads[:, :-num_kv_heads], rotation), heads[:, -num_kv_heads:]
         for row, slot in enumerate(self._batch.slot_mapping.tolist()):
             block_id, offset = divmod(slot, block_size)
             self._data[block_id, layer_idx, 0, :, offset] = qk[row, -num_kv_heads:]
             self._data[block_id, layer_idx, 1, :, offset] = v[row]
         return qk[:, :-num_kv_heads]
+
+    def prepare_queries(self, q: Tensor, norms: HeadNorms | None, rotation: Rotation) -> Tensor:
+        """Norm, then rotate."""
+        heads = q.view(len(q), -1, self._data.shape[5])
+        return rotary(heads if norms is None else rms_norm(heads, norms.scales, norms.eps), rotation)
 
     def attend(self, layer_idx: int, q: Tensor, scale: float) -> Tensor:
         """Let one row after the other collect what it sees."""

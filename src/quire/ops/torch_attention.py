@@ -148,10 +148,12 @@ class TorchStepAttention:
         return Gather(row_ids.flatten(), gathered, keys, wide_keys, values)
 
     def prepare(self, layer_idx: int, qkv: Tensor, norms: HeadNorms | None, rotation: Rotation) -> Tensor:
-        """Norm and rotate queries and keys, store keys and values; return the queries [T, H, D]."""
+        """Norm heads, rotate queries and keys, store keys and values; return the queries [T, H, D]."""
         rows = self._slot_rows[layer_idx]
         head_dim = rows.shape[1]
         heads = qkv.view(len(qkv), -1, head_dim)
+        if norms is not None and len(norms.scales) == heads.shape[1]:  # values too
+            heads, norms = torch_rows.rms_norm(heads, *norms), None
         qk, v = heads.split_with_sizes((heads.shape[1] - self._num_kv_heads, self._num_kv_heads), 1)
         if norms is not None:
             qk = torch_rows.rms_norm(qk, *norms)
@@ -161,6 +163,11 @@ class TorchStepAttention:
         rows.index_copy_(0, self._key_slots, k.reshape(-1, head_dim))
         rows.index_copy_(0, self._value_slots, v.reshape(-1, head_dim))
         return q
+
+    def prepare_queries(self, q: Tensor, norms: HeadNorms | None, rotation: Rotation) -> Tensor:
+        """Norm and rotate queries; return them as [T, H, D]."""
+        heads = q.view(len(q), -1, self._slot_rows[0].shape[1])
+        return torch_rows.rotary(heads if norms is None else torch_rows.rms_norm(heads, *norms), *rotation)
 
     def attend(self, layer_idx: int, q: Tensor, scale: float) -> Tensor:
         """Let each row of [T, H, D] see its sequence up to itself; return [T, H * D]."""

@@ -8,6 +8,7 @@ from typing import Any, Final
 from quire.errors import CheckpointError, UnsupportedModel
 from quire.models.families.falcon_h1 import falcon_h1
 from quire.models.families.gemma3 import gemma3, gemma3_of_text_and_images
+from quire.models.families.gemma4 import gemma4, gemma4_of_text_and_images
 from quire.models.families.granitemoehybrid import granitemoehybrid
 from quire.models.families.hf_config import HFConfig
 from quire.models.families.lfm2 import lfm2
@@ -22,6 +23,8 @@ FAMILIES: Final[dict[str, Callable[[HFConfig], tuple[ModelSpec, WeightMap]]]] = 
     "FalconH1ForCausalLM": falcon_h1,
     "Gemma3ForCausalLM": gemma3,
     "Gemma3ForConditionalGeneration": gemma3_of_text_and_images,
+    "Gemma4ForCausalLM": gemma4,
+    "Gemma4ForConditionalGeneration": gemma4_of_text_and_images,
     "GraniteMoeHybridForCausalLM": granitemoehybrid,
     "Lfm2ForCausalLM": lfm2,
     "LlamaForCausalLM": llama,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from quire.errors import CheckpointError, UnsupportedModel
-from quire.models.spec import LinearScaling, Llama3Scaling, Rope, RopeScaling, YarnScaling
+from quire.models.spec import LinearScaling, Llama3Scaling, ProportionalScaling, Rope, RopeScaling, YarnScaling
 
 if TYPE_CHECKING:  # planning reads configurations without torch
     from quire.ops.interface import Activation
@@ -16,7 +16,6 @@ if TYPE_CHECKING:  # planning reads configurations without torch
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "quantization_config": (None,),
     "compression_config": (None,),
-    "partial_rotary_factor": (None, 1.0),
     "attn_logit_softcapping": (None,),
     "is_encoder_decoder": (None, False),
     "add_cross_attention": (None, False),
@@ -25,7 +24,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
 ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 # What `layer_types` calls a layer that sees all earlier tokens, and one that sees a window.
 FULL, WINDOWED = "full_attention", "sliding_attention"
-ROPE_TYPES = "default, linear, dynamic, llama3, yarn"
+ROPE_TYPES = "default, linear, dynamic, llama3, yarn, proportional"
 _MISSING = object()
 
 
@@ -57,6 +56,10 @@ class HFConfig:
         given = {name: value for name, value in self._fields.items() if value is not None}
         return HFConfig({**defaults, **given}, self._prefix)
 
+    def changed(self, changes: Mapping[str, Any]) -> HFConfig:
+        """Return the same configuration with other fields in place of its own."""
+        return HFConfig({**self._fields, **changes}, self._prefix)
+
     def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
         """Read an integer, at least `least`; null counts as missing."""
         value = self._get(name, default)
@@ -74,6 +77,13 @@ class HFConfig:
         if not _is_positive(value):
             raise self._wrong(name, value, "a positive number")
         return float(value)
+
+    def fraction(self, name: str, default: float) -> float:
+        """Read a positive number of at most 1; null counts as missing."""
+        value = self.number(name, default)
+        if value > 1:
+            raise self._wrong(name, value, "at most 1")
+        return value
 
     def flag(self, name: str, default: bool) -> bool:
         """Read true or false; null counts as missing."""
@@ -97,6 +107,15 @@ class HFConfig:
             raise self._wrong(name, value, "an object")
         return None if value is None else HFConfig(value, f"{self._prefix}{name}.")
 
+    def parts(self, name: str) -> dict[str, HFConfig] | None:
+        """Read an object of objects, or None where it is missing or null."""
+        whole = self.part(name)
+        return None if whole is None else {key: whole.part(key) or HFConfig({}) for key in whole._fields}
+
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the fields."""
+        return tuple(self._fields)
+
     def text(self, name: str, default: str) -> str:
         """Read a string; null counts as missing."""
         value = self._get(name, default)
@@ -112,6 +131,15 @@ class HFConfig:
         if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
             raise self._wrong(name, value, "a list of strings")
         return tuple(value)
+
+    def integer_of(self, name: str, idx: int) -> int:
+        """Read a positive integer, or where there is one for each layer that of the layer `idx`."""
+        value = self._fields.get(name)
+        if not isinstance(value, list):
+            return self.integer(name)
+        if idx >= len(value):
+            raise self._wrong(name, value, "an integer or one for each layer")
+        return self.changed({name: value[idx]}).integer(name)
 
     def count(self, name: str, default: int) -> int:
         """Read an integer of at least 0; null counts as missing."""
@@ -162,6 +190,7 @@ def read_rope(config: HFConfig, default_theta: float = 10_000.0) -> Rope:
 
 def read_rope_part(config: HFConfig, part: HFConfig | None, default_theta: float) -> Rope:
     """Read a rotation from one of the configuration's objects, or as the plain one where there is none."""
+    config.require("partial_rotary_factor", None, 1.0)
     if part is None:
         return Rope(default_theta)
     return Rope(part.number("rope_theta", default_theta), _read_scaling(config, part))
@@ -243,6 +272,9 @@ def read_max_position(config: HFConfig, rope: Rope | None) -> int:
 
 def _read_scaling(config: HFConfig, part: HFConfig) -> RopeScaling | None:
     kind = part.text("rope_type", part.text("type", "default"))
+    if kind == "proportional":
+        return ProportionalScaling(part.fraction("partial_rotary_factor", 1.0), part.number("factor", 1.0))
+    part.require("partial_rotary_factor", None, 1.0)
     if kind in ("default", "dynamic"):
         # Dynamic NTK changes the base only past max_position_embeddings, where no context of ours reaches.
         return None

@@ -121,11 +121,12 @@ void gate_rows(int64_t type, const void* gate_up, int64_t num_rows, int64_t widt
 // What each row's heads go through on their way to the cache.
 struct Heads {
   const void* qkv;      // [rows, query heads + 2 KV heads, head dim]
-  const void* weights;  // [query heads + KV heads, head dim] of the heads' norms; null: heads are not normed
+  const void* weights;  // [normed heads, head dim] of the heads' norms
   const void* cos;      // [rows, head dim]
   const void* sin;
   void* queries;        // [rows, query heads, head dim]
   int64_t num_heads;
+  int64_t num_normed;   // the first of a row's heads: 0, all but the values, or all
   float eps;
 };
 
@@ -141,7 +142,7 @@ void prepare(const StepRows& rows, const Cache& cache, int64_t layer, const Head
   alignas(64) T normed[kMaxDim];
   for (int64_t head = 0; head < num_heads + num_kv_heads; ++head, from += head_dim) {
     const T* source = from;
-    if (weights != nullptr) {
+    if (head < heads.num_normed) {
       normalise(from, weights + head * head_dim, heads.eps, head_dim, normed);
       source = normed;
     }
@@ -149,8 +150,14 @@ void prepare(const StepRows& rows, const Cache& cache, int64_t layer, const Head
                              : cache.slot<T>(block, layer, 0, head - num_heads, offset);
     rotate(source, cos, sin, head_dim / 2, to);
   }
-  for (int64_t head = 0; head < num_kv_heads; ++head, from += head_dim)
-    std::memcpy(static_cast<void*>(cache.slot<T>(block, layer, 1, head, offset)), from, head_dim * sizeof(T));
+  for (int64_t head = 0; head < num_kv_heads; ++head, from += head_dim) {
+    T* to = cache.slot<T>(block, layer, 1, head, offset);
+    const int64_t idx = num_heads + num_kv_heads + head;
+    if (idx < heads.num_normed)
+      normalise(from, weights + idx * head_dim, heads.eps, head_dim, to);
+    else
+      std::memcpy(static_cast<void*>(to), from, head_dim * sizeof(T));
+  }
 }
 
 }  // namespace
@@ -175,11 +182,12 @@ QUIRE_EXPORT void quire_gate(int64_t type, int64_t activation, const void* gate_
   (activation == 0 ? gate_rows<Silu> : gate_rows<GeluTanh>)(type, gate_up, num_rows, width, output);
 }
 
-// Norms and rotates each row's query and key heads; stores its keys and values in its slot of the cache.
+// Norms the first heads of each row, and rotates its query and key heads; stores its keys and values in its slot of the
+// cache. Of a cache without heads, there are queries only.
 QUIRE_EXPORT void quire_prepare(const StepRows* rows, const Cache* cache, int64_t layer, const void* qkv,
-                                int64_t weight_type, const void* weights, float eps, const void* cos, const void* sin,
-                                int64_t num_heads, void* queries) {
-  const Heads heads{qkv, weights, cos, sin, queries, num_heads, eps};
+                                int64_t weight_type, const void* weights, int64_t num_normed, float eps,
+                                const void* cos, const void* sin, int64_t num_heads, void* queries) {
+  const Heads heads{qkv, weights, cos, sin, queries, num_heads, num_normed, eps};
   const int64_t num_rows = rows->row_starts[rows->num_seqs];
   const int64_t width = (num_heads + 2 * cache->num_kv_heads) * cache->head_dim;
   with_types(cache->type, static_cast<Type>(weight_type), [&](auto* as, auto* weight_as) {

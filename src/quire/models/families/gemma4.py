@@ -1,0 +1,183 @@
+"""Gemma 4 (dense, text): layers that read another's keys and values, and are told of each token once more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from quire.errors import CheckpointError
+from quire.models.families.gemma3 import NORMS
+from quire.models.families.hf_config import (
+    FULL,
+    WINDOWED,
+    HFConfig,
+    read_activation,
+    read_layer_kinds,
+    read_max_position,
+    read_rope_part,
+)
+from quire.models.families.layer_fields import read_layers, read_sources
+from quire.models.families.llama_layout import HEAD_NORMS, MLP, OUTPUT, QKV, map_ends, map_modules, read_attention
+from quire.models.spec import (
+    Attention,
+    GatedMLP,
+    LayerSpec,
+    ModelSpec,
+    PerLayerInputs,
+    ProportionalScaling,
+    RMSNorm,
+    Rope,
+    WeightMap,
+)
+
+# Checkpoints leave out what is equal to these.
+DEFAULTS: Final[Mapping[str, Any]] = {
+    "vocab_size": 262144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131072,
+    "sliding_window": 512,
+    "vocab_size_per_layer_input": 262144,
+    "hidden_size_per_layer_input": 256,
+}
+ROPES: Final = {FULL: Rope(1e6, ProportionalScaling(0.25, 1.0)), WINDOWED: Rope(1e4)}
+# What a layer has besides, if it is told of the tokens; what is told; and layers without keys and values of their own.
+GATE: Final = {
+    "per_layer_gate.gate": ("per_layer_input_gate",),
+    "per_layer_gate.output": ("per_layer_projection",),
+    "per_layer_gate.output.norm": ("post_per_layer_input_norm",),
+}
+TOLD: Final = {
+    "embedding": ("embed_tokens_per_layer",),
+    "projection": ("per_layer_model_projection",),
+    "norm": ("per_layer_projection_norm",),
+}
+QUERIES: Final = {"mixer.q": ("self_attn.q_proj",), "mixer.q_norm": ("self_attn.q_norm",)}
+SAME_KV: Final = {"mixer.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.k_proj")}
+
+
+def gemma4(config: HFConfig, prefix: str = "model") -> tuple[ModelSpec, WeightMap]:
+    """Read a `Gemma4ForCausalLM`.
+
+    Args:
+        prefix: of the tensors' names.
+
+    Raises:
+        CheckpointError: a field of the configuration is of the wrong type.
+        UnsupportedModel: the configuration asks for something that is not implemented: experts, say.
+    """
+    config = config.filled(DEFAULTS)
+    config.require("enable_moe_block", False)
+    config.require("use_bidirectional_attention", None, "vision")  # within images, which are refused at the door
+    config.require("attention_bias", False)
+    norm = RMSNorm(config.number("rms_norm_eps", 1e-6), wide=True)
+    mixers = _read_mixers(config, norm)
+    mlp = GatedMLP(config.integer("intermediate_size"), activation=read_activation(config, "hidden_activation"))
+    is_double = config.flag("use_double_wide_mlp", False)
+    wide_mlp = replace(mlp, width=2 * mlp.width) if is_double else mlp
+    spec = ModelSpec(
+        vocab_size=config.integer("vocab_size"),
+        width=config.integer("hidden_size"),
+        layers=tuple(
+            LayerSpec(norm, mixer, mlp if mixer.source is None else wide_mlp, post_norm=norm, learned_scale=True)
+            for mixer in mixers
+        ),
+        norm=norm,
+        tied_head=config.flag("tie_word_embeddings", True),
+        max_position=read_max_position(config, None),
+        embedding_scale=config.integer("hidden_size") ** 0.5,
+        logit_cap=config.number("final_logit_softcapping") if config.has("final_logit_softcapping") else None,
+        per_layer_inputs=_read_per_layer_inputs(config, norm, mlp),
+    )
+    return spec, _map_weights(spec, config.flag("attention_k_eq_v", False), prefix)
+
+
+def gemma4_of_text_and_images(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
+    """Read the language model of a `Gemma4ForConditionalGeneration`; what sees images and hears is left out."""
+    config.require("tie_word_embeddings", None, True)
+    text = config.part("text_config")
+    return gemma4(text if text is not None else HFConfig({}, "text_config."), "model.language_model")
+
+
+def _read_kinds(config: HFConfig) -> tuple[str, ...]:
+    """Read the kind of every layer; the last one sees all tokens, whatever is stated."""
+    kinds = read_layer_kinds(config, (FULL, WINDOWED), lambda idx: WINDOWED if (idx + 1) % 6 else FULL)
+    return (*kinds[:-1], FULL)
+
+
+def _read_mixers(config: HFConfig, norm: RMSNorm) -> list[Attention]:
+    """Read the attention of every layer."""
+    kinds, ropes = _read_kinds(config), _read_ropes(config)
+    mixers: list[Attention] = []
+    for kind, layer, source in zip(kinds, read_layers(config, kinds), read_sources(config, kinds), strict=True):
+        mixer = replace(
+            read_attention(layer, ropes[kind]),
+            qk_norm=norm,
+            value_norm=True,
+            window=config.integer("sliding_window") if kind == WINDOWED else None,
+            score_scale=1.0,
+        )
+        if source is not None and mixers[source].kept != mixer.kept:
+            raise CheckpointError(
+                f"config.json: layer {len(mixers)} reads keys and values of layer {source}, but per_layer_config "
+                "states another shape for one of them",
+                field="per_layer_config",
+            )
+        mixers.append(replace(mixer, source=source))
+    return mixers
+
+
+def _read_ropes(config: HFConfig) -> Mapping[str, Rope]:
+    """Read the rotation of each kind of layer."""
+    parts = config.part("rope_parameters") or HFConfig({})
+    parts.require("rope_type", None)
+    stated = {kind: parts.part(kind) for kind in ROPES}
+    return ROPES | {kind: read_rope_part(config, part, 1e4) for kind, part in stated.items() if part is not None}
+
+
+def _read_per_layer_inputs(config: HFConfig, norm: RMSNorm, mlp: GatedMLP) -> PerLayerInputs | None:
+    """Read what layers are told of the tokens; a width of 0 is nothing."""
+    if config.count("hidden_size_per_layer_input", 0) == 0:
+        return None
+    vocab_size = config.integer("vocab_size_per_layer_input")
+    if vocab_size < config.integer("vocab_size"):
+        raise CheckpointError(
+            f"config.json: vocab_size_per_layer_input must be at least vocab_size ({config.integer('vocab_size')}), "
+            f"got {vocab_size}",
+            field="vocab_size_per_layer_input",
+        )
+    return PerLayerInputs(vocab_size, config.integer("hidden_size_per_layer_input"), norm, mlp.activation)
+
+
+def _map_weights(spec: ModelSpec, is_kv_same: bool, prefix: str) -> WeightMap:
+    """Name the checkpoint's tensors.
+
+    Args:
+        is_kv_same: layers that see all tokens make their values of what makes their keys.
+        prefix: of all tensors but the head's.
+    """
+    names = map_ends(spec, prefix)
+    if spec.per_layer_inputs is not None:
+        names |= map_modules("per_layer_inputs", prefix, TOLD)
+    for idx, layer in enumerate(spec.layers):
+        attention = layer.mixer
+        assert isinstance(attention, Attention)
+        ours, theirs = f"layers.{idx}", f"{prefix}.layers.{idx}"
+        parts: list[Mapping[str, tuple[str, ...]]] = [{name: (norm,) for name, norm in NORMS.items()}, OUTPUT, MLP]
+        if attention.source is not None:
+            parts.append(QUERIES)
+        else:
+            parts += [SAME_KV if is_kv_same and attention.window is None else QKV, HEAD_NORMS]
+        if spec.per_layer_inputs is not None:
+            parts.append(GATE)
+        for modules in parts:
+            names |= map_modules(ours, theirs, modules)
+        names[f"{ours}.scale.weight"] = (f"{theirs}.layer_scalar",)
+    return names

@@ -1,0 +1,73 @@
+"""What configurations state for some layers only: the shape of their keys and values, and whose they read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from quire.errors import CheckpointError, UnsupportedModel
+from quire.models.families.hf_config import FULL, HFConfig
+
+# What `per_layer_config` may state for one layer.
+OWN_FIELDS: Final = ("head_dim", "num_key_value_heads")
+
+
+def read_layers(config: HFConfig, kinds: Sequence[str]) -> tuple[HFConfig, ...]:
+    """Read what is stated for single layers, or for those that see all tokens: the shape of their keys and values.
+
+    Args:
+        kinds: of all layers.
+
+    Returns:
+        For every layer the configuration, with what is stated for it in place of what is for all.
+
+    Raises:
+        CheckpointError: `per_layer_config` names something that is no layer.
+        UnsupportedModel: it states another field than the shape.
+    """
+    own = config.parts("per_layer_config")
+    if own is None:
+        shape = {"head_dim": "global_head_dim"}
+        if config.flag("attention_k_eq_v", False):
+            shape["num_key_value_heads"] = "num_global_key_value_heads"
+        full = config.changed({name: config.integer(field) for name, field in shape.items() if config.has(field)})
+        return tuple(full if kind == FULL else config for kind in kinds)
+    layers = [config] * len(kinds)
+    for name, part in own.items():
+        if not name.isdecimal() or int(name) >= len(kinds):
+            raise CheckpointError(
+                f"config.json: per_layer_config must name layers from 0 to {len(kinds) - 1}, got {name!r}",
+                field="per_layer_config",
+            )
+        unread = next((field for field in part.names() if field not in OWN_FIELDS), None)
+        if unread is not None:
+            raise UnsupportedModel(
+                f"config.json: per_layer_config.{name} states {unread}, but only {' and '.join(OWN_FIELDS)} can be "
+                "stated for one layer",
+                field="per_layer_config",
+            )
+        layers[int(name)] = config.changed({field: part.integer(field) for field in part.names()})
+    return tuple(layers)
+
+
+def read_sources(config: HFConfig, kinds: Sequence[str]) -> tuple[int | None, ...]:
+    """Read whose keys and values each layer reads: the last layers read those of the last one of their kind before.
+
+    Args:
+        kinds: of all layers.
+
+    Returns:
+        For every layer the index of another, or None where it has its own.
+
+    Raises:
+        CheckpointError: `num_kv_shared_layers` leaves no layer of a kind that has its own.
+    """
+    num_own = len(kinds) - config.count("num_kv_shared_layers", 0)
+    last = {kind: idx for idx, kind in enumerate(kinds[: max(0, num_own)])}
+    if not last.keys() >= {*kinds}:
+        raise CheckpointError(
+            f"config.json: num_kv_shared_layers must leave a layer of each kind out of {len(kinds)} layers, got "
+            f"{config.count('num_kv_shared_layers', 0)}",
+            field="num_kv_shared_layers",
+        )
+    return tuple(None if idx < num_own else last[kind] for idx, kind in enumerate(kinds))

@@ -1,0 +1,83 @@
+"""What every layer is told of the tokens besides the hidden states: made once a step, taken in by each layer."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from quire.models import spec
+from quire.models.blocks import Addition, Norm, Projection, ResidualProjection, WeightSlot, WeightSlots, nested
+from quire.ops.interface import Ops
+
+
+class PerLayerEmbedding:
+    """The sum of each token's rows of a table, one for each layer, and of what its embedding is projected to.
+
+    Args:
+        inputs: the table and the norm of what is projected.
+        num_layers: L.
+        width: E.
+
+    Attributes:
+        slots: "embedding", "projection" and "norm".
+    """
+
+    def __init__(
+        self,
+        inputs: spec.PerLayerInputs,
+        num_layers: int,
+        width: int,
+        ops: Ops,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._shape = num_layers, inputs.width
+        self._embed = ops.embedding
+        self._table = torch.empty(0)
+        self._table_scale = torch.tensor(inputs.width**0.5, dtype=dtype).item()
+        self._projection = Projection(width, num_layers * inputs.width, False, ops)
+        self._projection_scale = width**-0.5
+        self._norm = Norm(inputs.norm, inputs.width, ops, dtype, device)
+        table = WeightSlot((inputs.vocab_size, num_layers * inputs.width), self._fill_table)
+        self.slots = nested(embedding={"weight": table}, projection=self._projection.slots, norm=self._norm.slots)
+
+    def _fill_table(self, tensor: Tensor) -> None:
+        self._table = tensor
+
+    def __call__(self, input_ids: Tensor, x: Tensor) -> Tensor:
+        """Return what the layers are told, [T, L, P].
+
+        Args:
+            input_ids: [T] of int64.
+            x: their embeddings, scaled, [T, E].
+        """
+        of_token = self._embed(input_ids, self._table) * self._table_scale
+        projected = self._projection.run(x) * self._projection_scale
+        normed = self._norm(projected.view(-1, self._shape[1])).view(of_token.shape)
+        return ((normed + of_token) * math.sqrt(0.5)).view(-1, *self._shape)
+
+
+class PerLayerGate:
+    """What a layer makes of what it is told.
+
+    Args:
+        inputs: the width and the activation.
+        width: E.
+        norm: of what is added.
+
+    Attributes:
+        slots: "gate" and "output".
+    """
+
+    def __init__(self, inputs: spec.PerLayerInputs, width: int, norm: Norm, ops: Ops) -> None:
+        self._gates = Projection(width, inputs.width, False, ops)
+        self._output = ResidualProjection(inputs.width, width, False, Addition(norm), ops)
+        self._gate = ops.gate
+        self._activation = inputs.activation
+        self.slots: WeightSlots = nested(gate=self._gates.slots, output=self._output.slots)
+
+    def __call__(self, x: Tensor, told: Tensor) -> Tensor:
+        """Return `x` [T, E] and what the gates that it opens let through of `told` [T, P]."""
+        return self._output(self._gate(torch.cat((self._gates.run(x), told), 1), self._activation), x)

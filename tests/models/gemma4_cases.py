@@ -1,0 +1,57 @@
+"""Tiny models of Gemma 4, for the tests of all families."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+NEAR, FULL = "sliding_attention", "full_attention"
+GEMMA4_CASES: Final[dict[str, tuple[type, type, dict[str, Any]]]] = {
+    # Two layers of each kind read the cache of another; two shapes of heads.
+    "gemma4": (
+        Gemma4TextConfig,
+        Gemma4ForCausalLM,
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "num_hidden_layers": 8,
+            "layer_types": [NEAR, NEAR, FULL, NEAR, NEAR, NEAR, FULL, FULL],
+            "num_kv_shared_layers": 4,
+            "sliding_window": 9,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 211,
+            "use_double_wide_mlp": True,
+            "final_logit_softcapping": 6.0,
+        },
+    ),
+    # Values are the keys before norm and rotation; nothing is shared, and layers are told nothing.
+    "gemma4-keys-as-values": (
+        Gemma4TextConfig,
+        Gemma4ForCausalLM,
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "num_global_key_value_heads": 1,
+            "head_dim": 16,
+            "global_head_dim": 24,
+            "num_hidden_layers": 3,
+            "layer_types": [NEAR, FULL, FULL],
+            "sliding_window": 16,
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "tie_word_embeddings": False,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "partial_rotary_factor": 0.4,
+                    "rope_theta": 1e5,
+                    "factor": 2.0,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+            },
+        },
+    ),
+}
