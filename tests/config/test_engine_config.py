@@ -209,7 +209,7 @@ def test_resolve_keeps_what_was_asked_for() -> None:
     )
     assert dataclasses.astuple(config) == (
         *("cpu", 2, 100, 32, 40, 32768, 4, False, "slru", 4, 1 << 20, 6, 7),
-        *("priority", "least_waste", "swap", 9, 500, 11, "torch", 0.2, 0.3, 0.4, 64),
+        *("priority", "least_waste", "swap", 9, 500, 11, "torch", 0.2, 0.3, 0.4, 64, 1 << 20),
     )
     assert config.max_concurrency == 10.0
 
@@ -250,18 +250,28 @@ def test_swapping_needs_somewhere_to_swap_to() -> None:
 def test_swap_space_is_taken_off_the_memory_of_the_host() -> None:
     half = resolved(swap_space=1 << 29)
     assert half.num_blocks == (1 << 28) // half.bytes_per_block - 1
-    with pytest.raises(ConfigError, match=r"swap_space \(1,073,741,825\) .* 1,073,741,824 bytes") as caught:
+    with pytest.raises(ConfigError, match=r"swap_space \(1,073,741,825 .* 1,073,741,824 bytes") as caught:
         resolved(swap_space=(1 << 30) + 1)
     assert caught.value.field == "swap_space"
     with pytest.raises(ConfigError, match=r"536,870,912 bytes available .* 536,870,912 are set aside for swap_space"):
         resolved(swap_space=1 << 29, kv_cache_memory_bytes=(1 << 29) + 1)
 
 
+def test_so_is_what_comes_from_disk_through_it() -> None:
+    roomy = dataclasses.replace(CPU, available_bytes=(1 << 30) + (1 << 29))
+    half = resolved(roomy, prefix_cache_dir="cache")
+    assert (half.host_bytes, half.num_blocks) == (1 << 30, (1 << 28) // half.bytes_per_block - 1)
+    assert resolved(prefix_cache_dir="cache", swap_space=1 << 20).host_bytes == 1 << 20
+    with pytest.raises(ConfigError, match=r"prefix_cache_dir .* is more .*; ask for less with swap_space") as caught:
+        resolved(dataclasses.replace(CPU, available_bytes=(1 << 30) - 1), prefix_cache_dir="cache")
+    assert caught.value.field == "prefix_cache_dir"
+
+
 def test_a_gpu_has_memory_of_its_own_beside_the_swap_space() -> None:
     gpu = dataclasses.replace(CPU, device="cuda", host_bytes=1 << 20)
     assert resolved(gpu, swap_space=1 << 20).num_blocks == resolved(gpu).num_blocks
-    assert gpu.set_aside(1 << 10).host_bytes == (1 << 20) - (1 << 10)
-    with pytest.raises(ConfigError, match=r"swap_space \(1,048,577\) is more than the 1,048,576 bytes"):
+    assert gpu.set_aside(1 << 10, "swap_space").host_bytes == (1 << 20) - (1 << 10)
+    with pytest.raises(ConfigError, match=r"swap_space \(1,048,577 .*\) is more than the 1,048,576 bytes"):
         resolved(gpu, swap_space=(1 << 20) + 1)
 
 

@@ -158,7 +158,7 @@ def test_prompt_logprobs_load_nothing_for_what_must_be_computed(tmp_path: Path, 
 
 def test_what_memory_could_not_keep_is_found_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small device, small host: evicted blocks go down and come up again while the engine runs."""
-    monkeypatch.setattr("quire.engine.disk_cache.STAGING_BYTES", 9 * 16384)
+    monkeypatch.setattr("quire.config.options.STAGING_BYTES", 9 * 16384)
     llm = start(tmp_path / "cache", num_kv_blocks=14, max_model_len=96, max_num_seqs=2)
     assert llm.resolved.bytes_per_block == 16384
     names = ("Tom", "Anna", "Ben", "Mia", "Lily", "Sam")

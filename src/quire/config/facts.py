@@ -26,22 +26,26 @@ class Machine:
     host_bytes: int | None = None
     total_bytes: int | None = None
 
-    def set_aside(self, swap_space: int) -> Machine:
-        """Return the machine without the host memory that is for swapping.
+    def set_aside(self, tier_bytes: int, field: str) -> Machine:
+        """Return the machine without the host memory that is for the host tier.
+
+        Args:
+            tier_bytes: of the tier.
+            field: the option that asks for it.
 
         Raises:
             ConfigError: more is asked for than there is.
         """
         room = self.available_bytes if self.host_bytes is None else self.host_bytes
-        if swap_space > room:
+        if tier_bytes > room:
             raise ConfigError(
-                f"swap_space ({swap_space:,}) is more than the {room:,} bytes available on the host once the weights "
-                "are loaded; ask for less",
-                field="swap_space",
+                f"{field} ({tier_bytes:,} bytes of host memory) is more than the {room:,} bytes available there once "
+                "the weights are loaded; ask for less with swap_space",
+                field=field,
             )
         if self.host_bytes is None:
-            return replace(self, available_bytes=room - swap_space)
-        return replace(self, host_bytes=room - swap_space)
+            return replace(self, available_bytes=room - tier_bytes)
+        return replace(self, host_bytes=room - tier_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,6 +64,10 @@ class ModelConfig:
         check_whole("seed", self.seed, 0, 2**63 - 1)
 
 
+# Host memory through which blocks come from disk and go there, where the host has no tier for other ends.
+STAGING_BYTES = 1 << 30
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
     """How much KV memory, and how it is cut.
@@ -138,6 +142,11 @@ class CacheConfig:
                 field="prefix_cache_dir",
             )
         check_text("record_memory", self.record_memory, optional=True)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory for blocks: those asked for, or what a prefix cache on disk needs."""
+        return self.swap_space or (0 if self.prefix_cache_dir is None else STAGING_BYTES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,7 @@ class ResolvedConfig:
         pin_limit, retention_limit: shares of the KV memory.
         kv_cache_metrics_sample: share of the blocks.
         state_snapshot_interval: tokens; None for the manager's own.
+        host_bytes: of the host tier, for swapping or for what comes from disk.
     """
 
     device: str
@@ -54,6 +55,7 @@ class ResolvedConfig:
     retention_limit: float = 0.0
     kv_cache_metrics_sample: float = 0.0
     state_snapshot_interval: int | None = None
+    host_bytes: int = 0
 
     @property
     def kv_tokens(self) -> int:
@@ -94,7 +96,7 @@ def resolve(config: EngineConfig, machine: Machine, facts: ModelFacts) -> Resolv
             what.
     """
     cache, scheduler = config.cache, config.scheduler
-    machine = machine.set_aside(cache.swap_space)
+    machine = machine.set_aside(cache.host_bytes, "swap_space" if cache.swap_space else "prefix_cache_dir")
     max_model_len = context_length(config.model.max_model_len, facts.max_position)
     bytes_per_block = facts.bytes_per_token * cache.block_size
     num_blocks, origin = pool_blocks(
@@ -120,6 +122,7 @@ def resolve(config: EngineConfig, machine: Machine, facts: ModelFacts) -> Resolv
         eviction_policy=cache.eviction_policy,
         watermark_blocks=int(num_blocks * cache.watermark),
         swap_space=cache.swap_space,
+        host_bytes=cache.host_bytes,
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=step_tokens(scheduler, machine.device),
         scheduling_policy=scheduler.scheduling_policy,
@@ -214,7 +217,9 @@ def pool_blocks(
 
 
 def _beside(cache: CacheConfig) -> str:
-    return f" and {cache.swap_space:,} are set aside for swap_space" if cache.swap_space else ""
+    if not cache.host_bytes:
+        return ""
+    return f" and {cache.host_bytes:,} are set aside for {'swap_space' if cache.swap_space else 'prefix_cache_dir'}"
 
 
 def _too_few_blocks(

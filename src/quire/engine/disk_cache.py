@@ -20,9 +20,6 @@ from quire.memory.specs import KVCacheSpec
 from quire.models.checkpoint import Checkpoint
 from quire.models.fingerprint import fingerprint
 
-# Host memory through which blocks come from disk and go there, where the host has no tier for other ends.
-STAGING_BYTES = 1 << 30
-
 
 def open_disk(
     config: EngineConfig,
@@ -61,11 +58,6 @@ def open_disk(
         folder.close()
         raise
     return DiskBlocks(store, block_bytes)
-
-
-def host_bytes(resolved: ResolvedConfig, disk: DiskBlocks | None) -> int:
-    """Return the bytes of the host tier: those asked for, or what a prefix cache on disk needs."""
-    return resolved.swap_space or (0 if disk is None else STAGING_BYTES)
 
 
 def make_staging(

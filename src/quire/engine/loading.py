@@ -15,7 +15,7 @@ import torch
 from quire.config import EngineConfig, ModelFacts, ResolvedConfig, StepCost, context_length, resolve, step_tokens
 from quire.decoding.strategies import Sampling
 from quire.distributed.executor import InProcessExecutor
-from quire.engine.disk_cache import host_bytes, make_staging, open_disk
+from quire.engine.disk_cache import make_staging, open_disk
 from quire.engine.engine import Engine
 from quire.engine.staging import Staging
 from quire.errors import ConfigError, InvalidParameter
@@ -116,7 +116,7 @@ def load(config: EngineConfig) -> LoadedModel:
             block_size=resolved.block_size,
             device=device,
             dtype=dtype,
-            host_bytes=host_bytes(resolved, disk),
+            host_bytes=resolved.host_bytes,
             disk=disk,
         )
         staging = None if disk is None else make_staging(memory, disk, resolved, groups)
@@ -214,7 +214,7 @@ def _memory(
         eviction=resolved.eviction_policy,
         pin_limit=int(num_slabs * resolved.pin_limit),
         retention_limit=int(num_slabs * resolved.retention_limit),
-        host_bytes=host_bytes(resolved, disk),
+        host_bytes=resolved.host_bytes,
         has_disk=disk is not None,
         snapshot_interval=resolved.state_snapshot_interval,
     )
