@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import (
-    FalconH1Config,
-    FalconH1ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GraniteMoeHybridConfig,
@@ -38,7 +36,7 @@ from quire.models.spec import KeptState, KeptTokens, WeightMap
 from quire.ops import make_ops
 from quire.scheduling.plan import Opening, PlanItem, StepPlan, TableDelta
 from quire.sequences.params import SamplingParams
-from tests.models.gemma4_cases import GEMMA4_CASES
+from tests.models.family_cases import FALCON_CASES, GEMMA4_CASES
 
 SHAPE = {
     "vocab_size": 211,
@@ -161,7 +159,7 @@ CASES: dict[str, tuple[type, type, dict[str, Any]]] = {
     ),
 }
 
-CASES |= GEMMA4_CASES
+CASES |= GEMMA4_CASES | FALCON_CASES
 CASES |= {
     "lfm2": (
         Lfm2Config,
@@ -239,40 +237,6 @@ CASES |= {
             "position_embedding_type": "rope",
         },
     ),
-}
-
-# Every multiplier is another number; what multiplies inputs comes without biases.
-FALCON: dict[str, Any] = {
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 3,
-    "mamba_d_ssm": 96,
-    "mamba_n_heads": 6,
-    "mamba_d_state": 16,
-    "embedding_multiplier": 5.65,
-    "lm_head_multiplier": 0.3,
-    "key_multiplier": 0.4,
-    "attention_out_multiplier": 0.9,
-    "ssm_multipliers": [0.35, 0.25, 0.36, 0.5, 0.7],
-    "ssm_out_multiplier": 0.24,
-    "mlp_multipliers": [0.88, 0.6],
-}
-FALCON_OPTIONS: dict[str, Any] = {
-    "num_key_value_heads": 1,
-    "mamba_d_ssm": None,
-    "mamba_n_heads": 8,
-    "mamba_n_groups": 2,
-    "mamba_d_conv": 3,
-    "mamba_expand": 1,
-    "mamba_rms_norm": True,
-    "mamba_norm_before_gate": False,
-    "mamba_conv_bias": False,
-    **dict.fromkeys(("mamba_proj_bias", "projectors_bias", "attention_bias", "mlp_bias", "tie_word_embeddings"), True),
-}
-FALCON_INPUTS = {"attention_in_multiplier": 1.2, "ssm_in_multiplier": 1.25}
-CASES |= {
-    "falcon-h1": (FalconH1Config, FalconH1ForCausalLM, FALCON | FALCON_INPUTS),
-    "falcon-h1-options": (FalconH1Config, FalconH1ForCausalLM, FALCON | FALCON_OPTIONS),
 }
 
 

@@ -84,21 +84,9 @@ def load(config: EngineConfig) -> LoadedModel:
     use_huge_pages()
     keep_freed_memory()
     decoder = load_decoder(checkpoint, device=device, dtype=dtype, kernels=options.kernels)
-    max_model_len = context_length(options.max_model_len, decoder.spec.max_position)
     groups = layout_of(decoder.spec).specs(config.cache.block_size, CacheDtype(dtype.itemsize), dtype.itemsize)
-    facts = ModelFacts(
-        max_position=decoder.spec.max_position,
-        bytes_per_token=tokens_bytes(groups) // config.cache.block_size,
-        vocab_size=decoder.spec.vocab_size,
-        num_parameters=sum(math.prod(shape) for shape in decoder.weight_shapes().values()),
-        kernels=decoder.kernels,
-        most_bytes=most_bytes(
-            groups, max_model_len, config.scheduler.max_num_seqs, config.cache.state_snapshot_interval
-        ),
-        longest_bytes=_longest_bytes(groups, max_model_len),
-        step=_step_cost(config, decoder, device, dtype),
-    )
-    resolved = resolve(config, probe(device), facts)
+    step = _step_cost(config, decoder, device, dtype)
+    resolved = resolve(config, probe(device), _facts(config, decoder, groups, step))
     torch.set_num_threads(resolved.num_threads)
     for line in resolved.lines():
         logger.info(line)
@@ -133,6 +121,27 @@ def load(config: EngineConfig) -> LoadedModel:
         # From here on the engine closes it.
         stack.pop_all()
     return LoadedModel(name, engine, _default_params(checkpoint))
+
+
+def _facts(config: EngineConfig, decoder: Decoder, groups: Sequence[KVCacheSpec], step: StepCost) -> ModelFacts:
+    """Return what the configuration is resolved by.
+
+    Args:
+        groups: the cache groups.
+        step: what the worst step takes.
+    """
+    max_model_len = context_length(config.model.max_model_len, decoder.spec.max_position)
+    interval = config.cache.state_snapshot_interval
+    return ModelFacts(
+        max_position=decoder.spec.max_position,
+        bytes_per_token=tokens_bytes(groups) // config.cache.block_size,
+        vocab_size=decoder.spec.vocab_size,
+        num_parameters=sum(math.prod(shape) for shape in decoder.weight_shapes().values()),
+        kernels=decoder.kernels,
+        most_bytes=most_bytes(groups, max_model_len, config.scheduler.max_num_seqs, interval),
+        longest_bytes=_longest_bytes(groups, max_model_len),
+        step=step,
+    )
 
 
 def _step_cost(config: EngineConfig, decoder: Decoder, device: str, dtype: torch.dtype) -> StepCost:

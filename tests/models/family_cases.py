@@ -1,10 +1,10 @@
-"""Tiny models of Gemma 4, for the tests of all families."""
+"""Tiny models of Gemma 4 and Falcon-H1, for the tests of all families."""
 
 from __future__ import annotations
 
 from typing import Any, Final
 
-from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+from transformers import FalconH1Config, FalconH1ForCausalLM, Gemma4ForCausalLM, Gemma4TextConfig
 
 NEAR, FULL = "sliding_attention", "full_attention"
 GEMMA4_CASES: Final[dict[str, tuple[type, type, dict[str, Any]]]] = {
@@ -54,4 +54,38 @@ GEMMA4_CASES: Final[dict[str, tuple[type, type, dict[str, Any]]]] = {
             },
         },
     ),
+}
+
+# Every multiplier is another number; what multiplies inputs comes without biases.
+FALCON: Final[dict[str, Any]] = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 3,
+    "mamba_d_ssm": 96,
+    "mamba_n_heads": 6,
+    "mamba_d_state": 16,
+    "embedding_multiplier": 5.65,
+    "lm_head_multiplier": 0.3,
+    "key_multiplier": 0.4,
+    "attention_out_multiplier": 0.9,
+    "ssm_multipliers": [0.35, 0.25, 0.36, 0.5, 0.7],
+    "ssm_out_multiplier": 0.24,
+    "mlp_multipliers": [0.88, 0.6],
+}
+FALCON_OPTIONS: Final[dict[str, Any]] = {
+    "num_key_value_heads": 1,
+    "mamba_d_ssm": None,
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_conv": 3,
+    "mamba_expand": 1,
+    "mamba_rms_norm": True,
+    "mamba_norm_before_gate": False,
+    "mamba_conv_bias": False,
+    **dict.fromkeys(("mamba_proj_bias", "projectors_bias", "attention_bias", "mlp_bias", "tie_word_embeddings"), True),
+}
+FALCON_INPUTS: Final = {"attention_in_multiplier": 1.2, "ssm_in_multiplier": 1.25}
+FALCON_CASES: Final[dict[str, tuple[type, type, dict[str, Any]]]] = {
+    "falcon-h1": (FalconH1Config, FalconH1ForCausalLM, FALCON | FALCON_INPUTS),
+    "falcon-h1-options": (FalconH1Config, FalconH1ForCausalLM, FALCON | FALCON_OPTIONS),
 }
