@@ -13,7 +13,9 @@ BLOCK_SIZE = 3
 PLAIN = Namespace()
 ids = st.lists(st.integers(0, 2**31 - 1) | st.integers(0, 1), max_size=20)
 names = st.text(max_size=3) | st.sampled_from(["", "n", "s", "\x00", "s\x00", "\ud800"])
-namespaces = st.builds(Namespace, model=names, adapter=st.none() | names, cache_salt=st.none() | names)
+namespaces = st.builds(
+    Namespace, model=names, adapter=st.none() | names, cache_salt=st.none() | names, tenant=st.none() | names
+)
 
 
 def chain_of(tokens: list[int], namespace: Namespace = PLAIN, key: bytes = b"") -> TokenChain:
@@ -87,6 +89,7 @@ def test_no_two_namespaces_encode_alike(one: Namespace, other: Namespace) -> Non
         (Namespace("ab", "c"), Namespace("a", "bc"), Namespace("abc")),
         (Namespace("a", None, "b"), Namespace("a", "b", None), Namespace("a", "b", "")),
         (Namespace("a", None), Namespace("a", ""), Namespace("a", "None"), Namespace("a", "n")),
+        (Namespace("a", None, "b"), Namespace("a", None, None, "b"), Namespace("a", None, "b", "b")),
     ],
 )
 def test_names_do_not_flow_into_each_other(others: tuple[Namespace, ...]) -> None:

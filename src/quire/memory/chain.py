@@ -34,12 +34,14 @@ class Namespace(NamedTuple):
     Args:
         model: the weights' name.
         adapter: an adapter's name, or None.
-        cache_salt: a tenant's secret; sequences with different salts never share a block.
+        cache_salt: a secret of the client's own; sequences with different salts never share a block.
+        tenant: whose sequences these are, as the operator has it; those of different tenants never share a block.
     """
 
     model: str = ""
     adapter: str | None = None
     cache_salt: str | None = None
+    tenant: str | None = None
 
     def serialise(self) -> bytes:
         """Return a typed, length-prefixed encoding: no two namespaces encode alike."""
