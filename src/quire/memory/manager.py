@@ -28,6 +28,7 @@ from quire.memory.forecast import Forecast
 from quire.memory.groups import CacheGroup, find_prefix
 from quire.memory.hit import find_hit
 from quire.memory.host_tier import HostTier
+from quire.memory.media import MediaSpan
 from quire.memory.ops import NO_OPS, MemoryOps, TableDelta, Tier
 from quire.memory.pins import Pins
 from quire.memory.pool import NULL_BLOCK
@@ -109,9 +110,9 @@ class KVCacheManager:
 
     # ---- questions ----
 
-    def chain(self, tokens: list[int], namespace: Namespace) -> TokenChain:
+    def chain(self, tokens: list[int], namespace: Namespace, media: Sequence[MediaSpan] = ()) -> TokenChain:
         """Return a chain over `tokens` for the other verbs; see `TokenChain` for who owns the list."""
-        return TokenChain(tokens, namespace, self.block_size, self._key)
+        return TokenChain(tokens, namespace, self.block_size, self._key, media)
 
     def match_prefix(self, chain: TokenChain, max_tokens: int | None = None) -> PrefixHit:
         """Find the longest usable published prefix, over all groups and tiers: whole blocks, and part of one more.
