@@ -103,6 +103,18 @@ def test_another_salt_finds_nothing(tmp_path: Path, expected: list[str]) -> None
     llm.close()
 
 
+def test_tenants_find_their_own_after_a_restart_and_nobody_else_s(tmp_path: Path) -> None:
+    llm = start(tmp_path / "cache")
+    (first,) = llm.generate(PROMPTS[0], GREEDY, use_tqdm=False, tenant="acme")
+    llm.close()
+    llm = start(tmp_path / "cache")
+    for tenant, is_there in (("zeta", False), (None, False), ("acme", True)):
+        (output,) = llm.generate(PROMPTS[0], GREEDY, use_tqdm=False, tenant=tenant)
+        assert texts([output]) == texts([first])
+        assert (output.num_cached_tokens > 0, output.num_disk_tokens > 0) == (is_there, is_there)
+    llm.close()
+
+
 @pytest.mark.parametrize("options", [{"dtype": "float32"}, {"block_size": 16}])
 def test_another_layout_finds_nothing(tmp_path: Path, expected: list[str], options: dict[str, Any]) -> None:
     llm = start(tmp_path / "cache", **options)

@@ -13,6 +13,8 @@ from quire.errors import ConfigError, InvalidParameter, PromptTooLong, Unsupport
 from quire.scheduling.plan import StepPlan, StepResult
 
 STORIES = ["Once upon a time, a small fox", "Tom found a red kite", "The old sailor", "Once upon a time, a small fox"]
+# What keeps the prefixes of requests apart.
+NAMES = ("cache_salt", "tenant")
 
 
 def load(**options: Any) -> LLM:
@@ -253,7 +255,8 @@ def test_parameters_and_priorities_at_the_engines_door(llm: LLM) -> None:
     for params in wrong:
         with pytest.raises(InvalidParameter, match="sampling_params"):
             llm.generate(STORIES, params)
-    for field, value in (("priority", 1.5), ("priority", True), ("cache_salt", ""), ("cache_salt", 7)):
+    wrong = (("priority", 1.5), ("priority", True), *((field, value) for field in NAMES for value in ("", 7)))
+    for field, value in wrong:
         with pytest.raises(InvalidParameter, match=field):
             llm.engine.add_request("x", STORIES[0], greedy(), **{field: value})
     llm.engine.add_request("twice", STORIES[0], greedy())
@@ -263,11 +266,13 @@ def test_parameters_and_priorities_at_the_engines_door(llm: LLM) -> None:
     assert llm.engine.abort_request("twice") is None
 
 
-def test_cache_salts_keep_tenants_apart(llm: LLM) -> None:
+@pytest.mark.parametrize("field", NAMES)
+def test_what_has_another_name_is_kept_apart(llm: LLM, field: str) -> None:
     prompt = STORIES[1] * 6
+    llm.reset_prefix_cache()
 
-    def cached(salt: str | None) -> int:
-        llm.engine.add_request("salted", prompt, greedy(1), cache_salt=salt)
+    def cached(name: str | None) -> int:
+        llm.engine.add_request("named", prompt, greedy(1), **{field: name})
         (output,) = [output for output in llm.engine.step() if output.finished]
         return output.num_cached_tokens
 

@@ -76,6 +76,23 @@ def test_a_salt_has_pins_of_its_own(llm: LLM) -> None:
     assert num_cached(llm, SYSTEM, "tenant") == 48
 
 
+def test_a_tenant_has_pins_of_its_own(llm: LLM) -> None:
+    """Names too: no two pins are one, however they are named."""
+    pins: list[tuple[str | None, str]] = [(None, "a"), ("a", "a"), ("b", "a"), (None, "a/b"), ("a", "b"), ("a/b", "c")]
+    for tenant, name in pins:
+        assert llm.pin_prefix(name, SYSTEM[:16], tenant=tenant) == 16
+    assert list(llm.kv_report().pins.tokens) == ["a", "a/a", "b/a", "/a/b", "a/b", "a%2Fb/c"]
+    fill(llm)
+    for tenant, cached in ((None, 16), ("a", 16), ("c", 0)):
+        (output,) = llm.generate([SYSTEM], ONE, use_tqdm=False, tenant=tenant)
+        assert output.num_cached_tokens == cached
+    with pytest.raises(InvalidParameter, match="the name of a pinned prefix"):
+        llm.unpin_prefix("c", tenant="a")
+    for tenant, name in pins:
+        llm.unpin_prefix(name, tenant)
+    assert llm.kv_report().pins.tokens == {}
+
+
 def test_every_mistake_has_its_error_and_pins_nothing(llm: LLM) -> None:
     llm.pin_prefix("system", SYSTEM)
     with pytest.raises(InvalidParameter, match="not in use"):
@@ -94,6 +111,11 @@ def test_every_mistake_has_its_error_and_pins_nothing(llm: LLM) -> None:
             llm.pin_prefix(name, SYSTEM)  # type: ignore[arg-type]
     with pytest.raises(InvalidParameter, match="cache_salt"):
         llm.pin_prefix("other", SYSTEM, cache_salt="")
+    for tenant in ("", 5):
+        with pytest.raises(InvalidParameter, match="tenant"):
+            llm.pin_prefix("other", SYSTEM, tenant=tenant)  # type: ignore[arg-type]
+        with pytest.raises(InvalidParameter, match="tenant"):
+            llm.unpin_prefix("system", tenant)  # type: ignore[arg-type]
     assert llm.engine.pins.report().tokens == {"system": 48}
 
 

@@ -8,6 +8,7 @@ from quire.memory import BlockCopy, MemoryOps, Namespace, Tier
 from quire.memory.archive import Archive, FetchedBlock
 from quire.memory.invariants import snapshot
 from quire.memory.ops import StoredBlock
+from tests.memory.media import spans_of
 
 if TYPE_CHECKING:
     from tests.memory.world import World
@@ -52,7 +53,7 @@ class Disk:
         if manager.num_resets != self.num_resets:
             self.num_resets = manager.num_resets
             self.numbers.clear()
-        chain = manager.chain(tokens, namespace)
+        chain = manager.chain(tokens, namespace, spans_of(tokens))
         before = snapshot(manager)
         num_blocks, loads = self.archive.find_loads(chain, self.numbers.__contains__, max_tokens)
         assert snapshot(manager) == before, "a question changed the manager"

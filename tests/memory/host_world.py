@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
@@ -10,6 +9,7 @@ from quire.memory import Namespace, PrefixHit, Tier, Verdict
 from quire.memory.chain import Link
 from quire.memory.invariants import snapshot
 from tests.memory.host_twin import HostTwin
+from tests.memory.media import words_of
 from tests.memory.twin_pages import Page
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def verify_host_index(world: World, spoken: Iterable[Namespace]) -> None:
             tokens: list[int] = []
             ancestor: Link | None = link
             while ancestor is not None and ancestor[2] is not None:
-                tokens[:0] = array("I", ancestor[1])
+                tokens[:0] = words_of(ancestor[1], world.size.block_size)
                 ancestor = ancestor[2]
             assert ancestor is not None
             prefixes = world.prefixes(namespaces[ancestor[1]], tokens, len(tokens))
@@ -113,7 +113,7 @@ def verify_host_index(world: World, spoken: Iterable[Namespace]) -> None:
                 world.state_holds(group_idx, (Tier.HOST, block_id), prefixes[-1])
                 continue
             places = [(Tier.HOST, block_id)] * -(-len(tokens) // world.size.block_size)
-            first = len(tokens) - len(array("I", link[1]))
+            first = len(tokens) - len(words_of(link[1], world.size.block_size))
             world.positions_hold(group_idx, places, prefixes, range(first, len(tokens)))
 
 

@@ -57,6 +57,16 @@ def host_walk(*, has_twin: bool) -> None:
         random_walk(World(size, has_twin=has_twin), rng, 60)
 
 
+def media_walk(*, has_twin: bool) -> None:
+    """Random commands for prompts with media, on the device alone, over a host tier, and over a disk."""
+    for seed in range(45):
+        rng = random.Random(seed)
+        size = WorldSize(rng.randrange(2, 9), rng.randrange(1, 4), kinds=rng.choice(GROUPS + STATES), media=True)
+        if seed % 3:
+            size = size._replace(kinds=rng.choice(GROUPS), host_blocks=rng.randrange(1, 9), has_disk=seed % 3 == 2)
+        random_walk(World(size._replace(pins=seed % 2), has_twin=has_twin), rng, 80)
+
+
 def disk_walk(*, has_twin: bool) -> None:
     """The same over a disk, with loads."""
     for seed in range(10 if not has_twin else 0):
@@ -79,6 +89,22 @@ def disk_reading_back() -> None:
 def disk_twin() -> None:
     """The same, compared with the twin."""
     disk_walk(has_twin=True)
+
+
+def media_reading_back() -> None:
+    """`check()` and reading back, where tokens do not say all."""
+    media_walk(has_twin=False)
+
+
+def media_twin() -> None:
+    """The same, compared with the twin."""
+    media_walk(has_twin=True)
+
+
+def media_world() -> None:
+    """A complete search of small worlds with two media."""
+    search(WorldSize(1, 2, media=True), max_prompt=2, max_slots=2, num_sequences=1)
+    search(WorldSize(2, 1, media=True), max_prompt=1, max_slots=1)
 
 
 def host_reading_back() -> None:
@@ -151,4 +177,5 @@ def audited_run() -> None:
 
 
 NETS = (invariants_and_reading_back, slow_twin, small_world, long_run, audited_run)
-HONEST_NETS = (*NETS, window_world, hinted_world, state_world, host_reading_back, host_twin, host_world)
+MEDIA_NETS = (media_reading_back, media_twin, media_world)
+HONEST_NETS = (*NETS, *MEDIA_NETS, window_world, hinted_world, state_world, host_reading_back, host_twin, host_world)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from quire.memory import Verdict
 from tests.memory.host_world import swap_in, swap_out
+from tests.memory.media import all_prompts, renamed, spans_of, with_media
 from tests.memory.twin_pages import Page
 from tests.memory.world import NAMESPACES, World
 from tests.memory.world_size import WorldSize
@@ -65,6 +66,8 @@ def commands(world: World, max_prompt: int, max_slots: int, num_sequences: int) 
         for length in range(1, max_prompt + 1):
             for prompt in product(VOCABULARY, repeat=length):
                 yield "open", seq_id, prompt
+            for words in all_prompts(VOCABULARY, length) if world.size.media else ():
+                yield "open", seq_id, tuple(words)
     if world.twin.pins:
         yield "unpin", 0, ()
     elif world.size.pins:
@@ -117,7 +120,7 @@ def perform(world: World, command: Command) -> None:
     """Perform a command and have the worker catch up, so that equal states look equal."""
     verb, seq_id, args = command
     if verb == "open":
-        status = world.open(seq_id, list(args))
+        status = world.open(seq_id, with_media(args, spans_of(args)))
         # What memory promises, it keeps: the promise is redeemed in a copy of this very state.
         if status.verdict is Verdict.OK:
             copy: World = pickle.loads(pickle.dumps(world))
@@ -171,10 +174,11 @@ def redeem_swap_in(world: World, seq_ids: list[int]) -> None:
 def canonical(world: World) -> tuple[object, ...]:
     """Return a state as a value that is the same for states that differ in names only.
 
-    Blocks are named by where they are first met, free ones not at all; which sequence is which, and which token is
-    which, makes no difference. What each block is published under is read from the twin, which was found to agree.
+    Blocks are named by where they are first met, free ones not at all; which sequence is which, which token and which
+    medium, makes no difference. What each block is published under is read from the twin, which was found to agree.
     """
-    return min(_named(world, order, flip) for order in permutations(world.twin.sequences) for flip in (0, 1))
+    flips = range(4) if world.size.media else (0, 1)
+    return min(_named(world, order, flip) for order in permutations(world.twin.sequences) for flip in flips)
 
 
 def _named(world: World, order: tuple[int, ...], flip: int) -> tuple[object, ...]:
@@ -183,7 +187,7 @@ def _named(world: World, order: tuple[int, ...], flip: int) -> tuple[object, ...
     sequences = []
     for seq_id in order:
         sequence = world.twin.sequences[seq_id]
-        tokens = tuple(token_id ^ flip for token_id in sequence.tokens)
+        tokens = tuple(renamed(token_id, flip) for token_id in sequence.tokens)
         on_host = host is not None and seq_id in host.tables
         pages = tuple(
             tuple(names.setdefault(page, len(names)) if page else -1 for page in group)
@@ -211,10 +215,10 @@ def _named(world: World, order: tuple[int, ...], flip: int) -> tuple[object, ...
     )
     hints = tuple(names.setdefault(page, len(names)) for _, page in world.twin.hints)
     published = tuple(
-        () if page.prefix is None else tuple(token_id ^ flip for token_id in page.prefix[1]) for page in names
+        () if page.prefix is None else tuple(renamed(token_id, flip) for token_id in page.prefix[1]) for page in names
     )
     stored = () if world.disk is None else world.disk.contents()
-    on_disk = tuple(sorted((idx, tuple(token_id ^ flip for token_id in tokens)) for idx, _, tokens in stored))
+    on_disk = tuple(sorted((idx, tuple(renamed(token_id, flip) for token_id in tokens)) for idx, _, tokens in stored))
     return tuple(sequences), pins, idle, hints, published, _siblings(world, names), on_disk
 
 

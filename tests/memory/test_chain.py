@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.memory import Namespace, TokenChain
+from quire.memory import MediaSpan, Namespace, TokenChain
 from quire.memory.chain import Link, block_digest, block_digests, is_same_link
+from quire.memory.media import read_entries
 
 BLOCK_SIZE = 3
 PLAIN = Namespace()
 ids = st.lists(st.integers(0, 2**31 - 1) | st.integers(0, 1), max_size=20)
 names = st.text(max_size=3) | st.sampled_from(["", "n", "s", "\x00", "s\x00", "\ud800"])
-namespaces = st.builds(Namespace, model=names, adapter=st.none() | names, cache_salt=st.none() | names)
+namespaces = st.builds(
+    Namespace, model=names, adapter=st.none() | names, cache_salt=st.none() | names, tenant=st.none() | names
+)
 
 
 def chain_of(tokens: list[int], namespace: Namespace = PLAIN, key: bytes = b"") -> TokenChain:
@@ -87,6 +92,7 @@ def test_no_two_namespaces_encode_alike(one: Namespace, other: Namespace) -> Non
         (Namespace("ab", "c"), Namespace("a", "bc"), Namespace("abc")),
         (Namespace("a", None, "b"), Namespace("a", "b", None), Namespace("a", "b", "")),
         (Namespace("a", None), Namespace("a", ""), Namespace("a", "None"), Namespace("a", "n")),
+        (Namespace("a", None, "b"), Namespace("a", None, None, "b"), Namespace("a", None, "b", "b")),
     ],
 )
 def test_names_do_not_flow_into_each_other(others: tuple[Namespace, ...]) -> None:
@@ -111,6 +117,85 @@ def test_block_digests_depend_on_parent_and_content() -> None:
     digests = [block_digest(parent, content) for parent in (b"a" * 16, b"b" * 16) for content in (b"1", b"2")]
     assert len(set(digests)) == 4
     assert block_digests(b"a" * 16, (b"1", b"2")) == [digests[0], block_digest(digests[0], b"2")]
+
+
+# ---- media ----
+
+spans = st.lists(
+    st.builds(MediaSpan, st.integers(0, 12), st.integers(1, 9), st.sampled_from([b"", b"a", b"b", b"ab" * 9])),
+    max_size=3,
+)
+
+
+def contents_of(tokens: list[int], media: list[MediaSpan]) -> list[bytes]:
+    return [link[1] for link in TokenChain(tokens, PLAIN, BLOCK_SIZE, b"", media).links(len(tokens) // BLOCK_SIZE)]
+
+
+def rows_of(media: list[MediaSpan], block_idx: int) -> list[tuple[int, int, bytes]]:
+    """Return which row of which medium stands where in a block, the slow way."""
+    places = range(block_idx * BLOCK_SIZE, (block_idx + 1) * BLOCK_SIZE)
+    runs = [(span, [place for place in places if span.start <= place < span.end]) for span in sorted(media)]
+    return [(place, place - span.start, span.digest) for span, touched in runs for place in touched]
+
+
+@given(tokens=ids, one=spans, other=spans)
+def test_blocks_are_the_same_when_tokens_and_rows_of_media_are(
+    tokens: list[int], one: list[MediaSpan], other: list[MediaSpan]
+) -> None:
+    left, right = contents_of(tokens, one), contents_of(tokens, other)
+    for i in range(len(left)):
+        assert (left[i] == right[i]) == (rows_of(one, i) == rows_of(other, i))
+        found = read_entries(left[i][4 * BLOCK_SIZE :])
+        assert all(-span.start <= i * BLOCK_SIZE and 0 < span.end <= BLOCK_SIZE for span in found)
+        rows = [
+            (i * BLOCK_SIZE + at, at - span.start, span.digest)
+            for span in found
+            for at in range(max(0, span.start), span.end)
+        ]
+        assert rows == rows_of(one, i)
+
+
+@given(tokens=ids, media=spans, cuts=st.lists(st.integers(0, 20)))
+def test_media_do_not_depend_on_when_they_are_asked_for(
+    tokens: list[int], media: list[MediaSpan], cuts: list[int]
+) -> None:
+    growing: list[int] = []
+    chain = TokenChain(growing, PLAIN, BLOCK_SIZE, b"", media)
+    for cut in sorted(min(cut, len(tokens)) for cut in (*cuts, len(tokens))):
+        growing.extend(tokens[len(growing) : cut])
+        chain.digests(cut // BLOCK_SIZE)
+    whole = contents_of(tokens, media)
+    assert [link[1] for link in chain.links(len(whole))] == whole
+    assert [chain.content(i) for i in range(len(whole))] == whole
+    child = chain.fork(tokens.copy())
+    for each in (chain, child):
+        each.truncate(len(tokens) // 2)
+        assert [link[1] for link in each.links(len(whole))] == whole, "media stay where they are"
+
+
+@given(tokens=ids)
+def test_without_media_a_block_is_its_tokens(tokens: list[int]) -> None:
+    """Spelt out, so that what is on disk stays what it is."""
+    digest, expected = chain_of(tokens, key=b"key").root[0], []
+    for i in range(len(tokens) // BLOCK_SIZE):
+        content = b"".join(token.to_bytes(4, "little") for token in tokens[i * BLOCK_SIZE : (i + 1) * BLOCK_SIZE])
+        digest = blake2b(digest + content, digest_size=16).digest()
+        expected.append((digest, content))
+    assert [link[:2] for link in chain_of(tokens, key=b"key").links(len(expected))] == expected
+
+
+@pytest.mark.parametrize("span", [MediaSpan(-1, 3, b"a"), MediaSpan(0, 0, b"a"), MediaSpan(5, -1, b"a")])
+def test_media_stand_for_tokens(span: MediaSpan) -> None:
+    with pytest.raises(ValueError, match=f"at {span.num_tokens} tokens from {span.start} on"):
+        TokenChain([], PLAIN, BLOCK_SIZE, b"", [span])
+
+
+@pytest.mark.parametrize("cut", [slice(1, None), slice(-1), slice(8), slice(20)])
+def test_what_is_cut_is_no_entry(cut: slice) -> None:
+    entry = MediaSpan(2, 5, b"digest").entry(3, 6)
+    assert read_entries(entry * 2) == [MediaSpan(-1, 4, b"digest")] * 2
+    with pytest.raises(ValueError, match="not what a block keeps of media"):
+        read_entries(entry[cut])
 
 
 def test_links_are_the_same_when_all_before_them_is() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from quire.memory import chain
 from quire.memory.tables import BlockTables
+from tests.memory.media import laid_out, spans_of
 from tests.memory.twin_pages import Kind
 from tests.memory.world import NAMESPACES, World
 from tests.memory.world_size import WorldSize
@@ -40,6 +41,22 @@ def test_a_collision_is_a_miss(colliding_first_blocks: World) -> None:
     assert hit_length(world, [0, 0, 1, 1, 0]) == 4
     assert hit_length(world, [1, 0, 1, 1, 0]) == 0
     assert hit_length(world, [0, 1, 1, 1, 0]) == 1, "a part is found by its tokens, not by a digest"
+
+
+@pytest.mark.parametrize("media", [[(0, 2, b"fox")], [(1, 1, b"fox")], [(0, 3, b"kite")], [(0, 2, b"kite")], []])
+def test_equal_tokens_of_other_media_are_a_miss(
+    colliding_first_blocks: World, media: list[tuple[int, int, bytes]]
+) -> None:
+    world = colliding_first_blocks
+    world.enter(1, laid_out([0, 0, 1, 1], [(0, 3, b"fox")]))
+    same = laid_out([0, 0, 1, 1, 0], [(0, 3, b"fox")])
+    other = laid_out([0, 0, 1, 1, 0], media)
+    lengths = [
+        world.manager.match_prefix(world.manager.chain(tokens, NAMESPACES[0], spans_of(tokens))).num_tokens
+        for tokens in (same, other)
+    ]
+    # Of the first block the fox of 3 tokens has 2: there, 2 tokens of it are the same.
+    assert lengths == [4, 2 if media == [(0, 2, b"fox")] else 0]
 
 
 def test_a_collision_is_a_miss_where_the_blocks_before_are_gone(colliding_first_blocks: World) -> None:

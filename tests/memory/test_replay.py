@@ -15,6 +15,7 @@ from quire.memory import (
     FullAttention,
     KVCacheManager,
     KVCacheSpec,
+    MediaSpan,
     Namespace,
     RecurrentState,
     SlidingWindow,
@@ -70,7 +71,9 @@ def walk(memory: RecordedMemory, rng: random.Random, num_commands: int) -> None:
         )
         if verb == "enter" and len(live) < 5:
             tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 5 * SIZE))]
-            chain = memory.chain(tokens, Namespace(cache_salt=rng.choice((None, "tenant"))))
+            media = [MediaSpan(rng.randrange(9), rng.randrange(1, 9), rng.choice((b"fox", b"kite")))]
+            salt, media = rng.choice((None, "tenant")), media * (rng.random() < 0.4)
+            chain = memory.chain(tokens, Namespace(cache_salt=salt), media)
             hit = memory.match_prefix(chain, rng.choice((None, None, 2 * SIZE)))
             if not hit.loads or memory.can_allocate(len(tokens), hit).verdict is Verdict.OK:
                 memory.allocate(next_id, chain, hit)

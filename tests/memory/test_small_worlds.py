@@ -1,10 +1,10 @@
 """Small worlds, searched completely: 2 sequences, vocabulary 2, 2 to 4 blocks of 1 or 2 tokens.
 
-All worlds together have 30,431 states (up to the names of blocks, sequences and tokens) and 171,999 transitions, each
-followed by every check there is; some 30 s on one core. 8,791 of the states are those of windows and chunks alone,
+All worlds together have 42,876 states (up to the names of blocks, sequences and tokens) and 222,963 transitions, each
+followed by every check there is; some minutes on one core. 8,791 of the states are those of windows and chunks alone,
 3,205 those of two groups that take memory from each other, and 3,714 those of states, alone and beside full attention,
-with lookahead. The worlds with resets have 422 more, those with hints and pins 1,783, and those with a host tier
-18,126, every family being swapped out and in wherever that makes sense.
+with lookahead. The worlds with resets have 422 more, those with hints and pins 1,783, those with two media 12,445, and
+those with a host tier 18,126, every family being swapped out and in wherever that makes sense.
 """
 
 from __future__ import annotations
@@ -57,6 +57,20 @@ def test_every_command_in_every_state_with_resets(size: WorldSize, seen: Searche
 )
 def test_every_command_in_every_state_with_hints_and_pins(size: WorldSize, seen: Searched) -> None:
     assert search(size, max_prompt=1, max_slots=2, has_resets=True) == seen
+
+
+@pytest.mark.parametrize(
+    ("size", "max_slots", "num_sequences", "seen"),
+    [
+        (WorldSize(2, 1, media=True), 2, 2, Searched(676, 3603)),
+        pytest.param(WorldSize(2, 2, media=True), 3, 1, Searched(7862, 24679), marks=pytest.mark.slow),
+        pytest.param(WorldSize(1, 2, media=True), 2, 2, Searched(3907, 22682), marks=pytest.mark.slow),
+    ],
+)
+def test_every_command_in_every_state_with_two_media(
+    size: WorldSize, max_slots: int, num_sequences: int, seen: Searched
+) -> None:
+    assert search(size, max_prompt=size.block_size, max_slots=max_slots, num_sequences=num_sequences) == seen
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from hypothesis.stateful import (
 
 from quire.memory import Verdict, chain
 from tests.memory.host_world import swap_in, swap_out
+from tests.memory.media import MEDIA, laid_out
 from tests.memory.twin_pages import Kind
 from tests.memory.world import NAMESPACES, World
 from tests.memory.world_size import WorldSize
@@ -26,7 +27,8 @@ from tests.memory.world_size import WorldSize
 MAX_SEQUENCES = 5
 
 tokens = st.lists(st.integers(0, 1), max_size=4)
-prompts = st.lists(st.integers(0, 1), min_size=1, max_size=12)
+runs = st.tuples(st.integers(0, 4), st.integers(1, 6), st.sampled_from(MEDIA))
+prompts = st.builds(laid_out, st.lists(st.integers(0, 1), min_size=1, max_size=12), st.lists(runs, max_size=2))
 kinds = (
     st.just(Kind())
     | st.builds(Kind, st.just("window"), st.integers(1, 9))

@@ -12,6 +12,7 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from quire.memory import Namespace
+from tests.memory.media import Row
 from tests.memory.twin_hits import longest, longest_continuation
 from tests.memory.twin_pages import Kind, Match, Page, Pages, Prefix, TwinGroup, TwinSequence
 
@@ -322,6 +323,8 @@ class Twin:
         if any(page is None or page.prefix is not None or self.num_holders(page) > 1 for page in tails):
             return
         tokens = sequence.tokens[: sequence.num_computed]
+        if any(isinstance(word, Row) for word in tokens[page_idx * self.page_size :]):
+            return
         known = longest_continuation(self, sequence.namespace, tokens, page_idx * self.page_size)
         prefix = (sequence.namespace, tuple(tokens))
         if (known and known.num_tokens == num_tokens) or any(prefix in group.published for group in self.groups):

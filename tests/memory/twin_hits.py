@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from quire.memory import HitEnd, Namespace
+from tests.memory.media import Row
 from tests.memory.twin_pages import Continuation, Match, Pages
 
 if TYPE_CHECKING:
@@ -65,9 +66,12 @@ def longest_continuation(twin: Twin, namespace: Namespace, tokens: list[int], st
         if known == namespace and words[:start] == tuple(tokens[:start]) and start < len(words):
             pages = [twin.groups[idx].published.get((known, words)) for idx in twin.kept]
             if len(words) <= start + twin.page_size and all(pages):
-                theirs, wanted = words[start:], tokens[start:]
+                theirs, wanted = words[start:], tokens[start : start + twin.page_size]
                 count = next((i for i, (a, b) in enumerate(zip(theirs, wanted, strict=False)) if a != b), None)
                 count = min(len(theirs), len(wanted)) if count is None else count
+                if any(isinstance(word, Row) for word in (*theirs, *wanted)):
+                    # A page with media is wanted as it is, or not at all.
+                    count = len(theirs) if theirs == tuple(wanted) else 0
                 if best is None or count > best.num_tokens:
                     best = Continuation(count, len(theirs), [page for page in pages if page])
     return best

@@ -6,6 +6,7 @@ import random
 
 from quire.memory import Verdict
 from tests.memory.host_world import swap_in, swap_out
+from tests.memory.media import random_media
 from tests.memory.world import NAMESPACES, World
 
 VERBS = ("enter", "enter", "decode", "decode", "decode", "look ahead", "fork", "truncate", "free")
@@ -48,10 +49,10 @@ def random_walk(world: World, rng: random.Random, num_commands: int, *, max_sequ
         if world.size.pins and rng.random() < 0.1:
             pin_or_unpin(world, rng)
         if world.disk is not None and rng.random() < 0.2:
-            prompt = [rng.randrange(2) for _ in range(rng.randrange(1, 4 * world.size.block_size + 2))]
+            prompt = random_prompt(world, rng, 4)
             world.disk.load(prompt, rng.choice(NAMESPACES), rng.choice([None, None, rng.randrange(9)]))
         if verb == "enter" and len(live) < max_sequences:
-            prompt = [rng.randrange(2) for _ in range(rng.randrange(1, 3 * world.size.block_size + 2))]
+            prompt = random_prompt(world, rng, 3)
             next_id += 1
             world.enter(next_id, prompt, rng.choice(NAMESPACES))
             continue
@@ -94,6 +95,12 @@ def random_walk(world: World, rng: random.Random, num_commands: int, *, max_sequ
         world.free(seq_id)
     num_pinned = sum(len(world.manager.pins.counts(idx)) for idx in range(len(world.size.kinds)))
     assert world.manager.usage().used == num_pinned, "M11: nobody lives, but blocks are used"
+
+
+def random_prompt(world: World, rng: random.Random, num_blocks: int) -> list[int]:
+    """Return a prompt of at most so many blocks and a token, with media where the world has them."""
+    prompt = [rng.randrange(2) for _ in range(rng.randrange(1, num_blocks * world.size.block_size + 2))]
+    return random_media(rng, prompt) if world.size.media else prompt
 
 
 def pin_or_unpin(world: World, rng: random.Random) -> None:

@@ -25,6 +25,7 @@ from quire.memory.invariants import snapshot
 from tests.memory.disk import Disk
 from tests.memory.host_twin import HostTwin
 from tests.memory.host_world import can_load, verify_host_index
+from tests.memory.media import like, spans_of
 from tests.memory.twin import Twin
 from tests.memory.twin_hits import match as match_prefix
 from tests.memory.twin_hits import parted_at as parted_at_of
@@ -32,7 +33,7 @@ from tests.memory.twin_pages import Page
 from tests.memory.twin_world import compare_verdict, compare_with_twin
 from tests.memory.world_size import WorldSize, spec_of
 
-# What a slot's KV depends on: the namespace and all tokens up to its own; None before anything is written.
+# What a slot's KV depends on: the namespace and all tokens and media up to its own; None before anything is written.
 Content = tuple[Namespace, tuple[int, ...]] | None
 
 # A block of a tier.
@@ -132,7 +133,7 @@ class World:
         """Ask for a hit and for room, compare the answers, and open the sequence unless it can never fit."""
         manager, twin = self.manager, self.twin
         before = snapshot(manager)
-        chain = manager.chain(tokens, namespace)
+        chain = manager.chain(tokens, namespace, spans_of(tokens))
         hit = manager.match_prefix(chain, max_tokens)
         status = manager.can_allocate(len(tokens), hit, step, (reserved,) * len(self.size.kinds))
         assert snapshot(manager) == before, "a question changed the manager"
@@ -223,7 +224,8 @@ class World:
 
     def fork(self, parent_id: int, child_id: int, new_tokens: list[int]) -> None:
         """Fork a sequence; the child goes on with other tokens."""
-        tokens = self.tokens[parent_id][: self.num_computed(parent_id)] + new_tokens
+        parent = self.tokens[parent_id]
+        tokens = like(parent, parent[: self.num_computed(parent_id)] + new_tokens)
         chain = self.manager.fork(parent_id, child_id, tokens)
         assert chain.tokens is tokens
         self._adopt(child_id, chain, self.namespaces[parent_id])
@@ -260,7 +262,7 @@ class World:
     def pin(self, name: str, tokens: list[int], namespace: Namespace = NAMESPACES[0]) -> int:
         """Pin a prefix under a name that is not in use."""
         before = snapshot(self.manager)
-        num_tokens = self.manager.pin(name, self.manager.chain(tokens, namespace))
+        num_tokens = self.manager.pin(name, self.manager.chain(tokens, namespace, spans_of(tokens)))
         assert num_tokens or snapshot(self.manager) == before, "a refused pin changed the manager"
         if self.has_twin:
             assert num_tokens == self.twin.pin(name, namespace, tokens), "the twin pins otherwise"

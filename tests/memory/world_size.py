@@ -26,6 +26,7 @@ class WorldSize(NamedTuple):
         retention: blocks of all groups that may be retained.
         has_disk: what the host evicts is saved, and can be loaded.
         interval: tokens between regular snapshots of states, None for the default.
+        media: whether prompts have media.
     """
 
     num_blocks: int
@@ -42,6 +43,7 @@ class WorldSize(NamedTuple):
     retention: int = 0
     has_disk: bool = False
     interval: int | None = None
+    media: bool = False
 
 
 def spec_of(kind: Kind, block_size: int, num_layers: int = 1) -> KVCacheSpec:

@@ -37,6 +37,11 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="ORIGIN",
         help='a web origin whose pages may call the server, like "https://example.org"; may be repeated',
     )
+    add(
+        "--tenant-header",
+        metavar="NAME",
+        help="a header that a gateway in front sets: only requests with the same value share cached prefixes",
+    )
     for flag, default, help_text in (
         ("--drain-timeout", usual.drain_timeout_s, "seconds that requests may run on when stopping"),
         ("--ping-interval", usual.ping_interval_s, "seconds of silence before a stream sends a comment"),
@@ -67,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
         port=args.port,
         api_key=args.api_key,
         allow_origins=tuple(args.allow_origin),
+        tenant_header=args.tenant_header,
         max_body_bytes=args.max_body_bytes,
         max_prompts=args.max_prompts,
         drain_timeout_s=args.drain_timeout,

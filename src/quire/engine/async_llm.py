@@ -120,6 +120,7 @@ class AsyncLLM:
         place: Reservation | None = None,
         add_special_tokens: bool = True,
         cache_salt: str | None = None,
+        tenant: str | None = None,
         retain_cache: bool = False,
     ) -> AsyncIterator[RequestOutput]:
         """Generate, as a stream of deltas.
@@ -134,7 +135,7 @@ class AsyncLLM:
             priority: lower runs first, under the priority policy.
             place: a reservation to take the request's place from; None reserves here.
             add_special_tokens: for text prompts.
-            cache_salt: only requests with the same salt share cached prefixes.
+            cache_salt, tenant: only requests with the same of both share cached prefixes.
             retain_cache: have the blocks that it leaves in the prefix cache evicted last, within `retention_limit`.
 
         Raises:
@@ -145,6 +146,7 @@ class AsyncLLM:
             "priority": priority,
             "add_special_tokens": add_special_tokens,
             "cache_salt": cache_salt,
+            "tenant": tenant,
             "retain_cache": retain_cache,
         }
         return self._follow(partial(self._stream, prompt, sampling_params, request_id, options), place)
@@ -201,14 +203,20 @@ class AsyncLLM:
         self._commands.put(Call(Engine.reset_prefix_cache))
 
     async def pin_prefix(
-        self, name: str, prompt: Prompt, cache_salt: str | None = None, *, add_special_tokens: bool = True
+        self,
+        name: str,
+        prompt: Prompt,
+        cache_salt: str | None = None,
+        *,
+        tenant: str | None = None,
+        add_special_tokens: bool = True,
     ) -> int:
         """Keep a prompt's whole blocks in the prefix cache until `unpin_prefix`; compute them first if need be.
 
         Arguments, result and errors are those of `LLM.pin_prefix`; a prompt that must be computed needs a place in the
         queue, as any request does.
         """
-        options: dict[str, Any] = {"cache_salt": cache_salt, "add_special_tokens": add_special_tokens}
+        options: dict[str, Any] = {"cache_salt": cache_salt, "tenant": tenant, "add_special_tokens": add_special_tokens}
         num_tokens = await self._call(lambda engine: engine.pins.pin(name, prompt, **options))
 
         def pin(engine: Engine) -> None:
@@ -222,14 +230,14 @@ class AsyncLLM:
             raise WorkerError(f"the prefix {name!r} could not be computed")
         return int(num_tokens)
 
-    async def unpin_prefix(self, name: str) -> None:
+    async def unpin_prefix(self, name: str, tenant: str | None = None) -> None:
         """Let go of a pinned prefix.
 
         Raises:
-            RequestError: there is none of that name.
+            RequestError: the tenant has none of that name.
             WorkerError: the engine is dead.
         """
-        await self._call(lambda engine: engine.pins.unpin(name))
+        await self._call(lambda engine: engine.pins.unpin(name, tenant))
 
     async def _call(self, run: Callable[[Engine], Any]) -> Any:
         """Have the engine's thread do something between two steps, and return what comes of it."""

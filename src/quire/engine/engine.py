@@ -11,6 +11,7 @@ from quire.config import ResolvedConfig
 from quire.decoding.edits import Append, Finish
 from quire.distributed.executor import Executor
 from quire.engine.calibration import Calibration
+from quire.engine.namespaces import read_namespace
 from quire.engine.outputs import RequestMetrics, RequestOutput
 from quire.engine.pinning import PrefixPins
 from quire.engine.prompts import Prompt, to_tokens
@@ -19,7 +20,6 @@ from quire.engine.staging import Staging
 from quire.engine.stats import EngineStats, StepStats, Totals
 from quire.engine.transcript import RequestTranscript
 from quire.errors import InvalidParameter, PromptTooLong, UnsupportedFeature, WorkerError
-from quire.memory.chain import Namespace
 from quire.memory.status import NO_TOKENS
 from quire.memory.usage import Usage
 from quire.scheduling.plan import ItemResult, PlanItem, StepPlan
@@ -102,6 +102,7 @@ class Engine:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        tenant: str | None = None,
         retain_cache: bool = False,
         add_special_tokens: bool = True,
         arrival_s: float | None = None,
@@ -114,6 +115,7 @@ class Engine:
             params: valid sampling parameters.
             priority: lower runs first, under the priority policy.
             cache_salt: only requests with the same salt share cached prefixes.
+            tenant: only requests of the same tenant do.
             retain_cache: have the blocks that it leaves in the prefix cache evicted last, within `retention_limit`.
             add_special_tokens: for text prompts.
             arrival_s: when the request came, on the engine's clock; None is now.
@@ -127,8 +129,7 @@ class Engine:
             raise InvalidParameter("request_id", request_id, "unique among the requests in progress")
         if type(priority) is not int or abs(priority) > MAX_PRIORITY:
             raise InvalidParameter("priority", priority, f"an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}")
-        if cache_salt is not None and (type(cache_salt) is not str or not cache_salt):
-            raise InvalidParameter("cache_salt", cache_salt, "a non-empty string")
+        namespace = read_namespace(self._cache_name, cache_salt, tenant)
         if type(retain_cache) is not bool:
             raise InvalidParameter("retain_cache", retain_cache, "true or false")
         if type(params) is not SamplingParams:
@@ -150,7 +151,7 @@ class Engine:
             arrival=self._num_requests,
             seed=self._seed(self._num_requests) if params.seed is None else params.seed,
             priority=priority,
-            namespace=Namespace(self._cache_name, None, cache_salt),
+            namespace=namespace,
             retain_cache=retain_cache,
         )
         if params.allowed_token_ids is not None and set(params.allowed_token_ids) <= set(request.suppressed_ids):

@@ -70,13 +70,13 @@ class LLM:
         """Let no request find what was computed before this call; pins go too."""
         self.engine.reset_prefix_cache()
 
-    def pin_prefix(self, name: str, prompt: Prompt, cache_salt: str | None = None) -> int:
+    def pin_prefix(self, name: str, prompt: Prompt, cache_salt: str | None = None, *, tenant: str | None = None) -> int:
         """Keep a prompt's whole blocks in the prefix cache until `unpin_prefix`; compute them first if need be.
 
         Args:
-            name: to let go of it by; not in use.
+            name: to let go of it by; not in use by this tenant.
             prompt: text, token ids, or `{"prompt_token_ids": [...]}`; at least a block long.
-            cache_salt: of the requests that shall hit it.
+            cache_salt, tenant: of the requests that shall hit it.
 
         Returns:
             The tokens that are pinned.
@@ -86,22 +86,22 @@ class LLM:
                 with both numbers), or an engine without a `pin_limit` or without prefix caching.
             WorkerError: the prompt could not be computed.
         """
-        num_tokens = self.engine.pins.pin(name, prompt, cache_salt=cache_salt)
+        num_tokens = self.engine.pins.pin(name, prompt, cache_salt=cache_salt, tenant=tenant)
         if not num_tokens:
-            for _ in self._run(prompt, ONE_TOKEN, cache_salt=cache_salt):
+            for _ in self._run(prompt, ONE_TOKEN, cache_salt=cache_salt, tenant=tenant):
                 pass
-            num_tokens = self.engine.pins.pin(name, prompt, cache_salt=cache_salt)
+            num_tokens = self.engine.pins.pin(name, prompt, cache_salt=cache_salt, tenant=tenant)
         if not num_tokens:
             raise WorkerError(f"the prefix {name!r} could not be computed")
         return num_tokens
 
-    def unpin_prefix(self, name: str) -> None:
+    def unpin_prefix(self, name: str, tenant: str | None = None) -> None:
         """Let go of a pinned prefix.
 
         Raises:
-            RequestError: there is none of that name.
+            RequestError: the tenant has none of that name.
         """
-        self.engine.pins.unpin(name)
+        self.engine.pins.unpin(name, tenant)
 
     def default_sampling_params(self) -> SamplingParams:
         """Return sampling parameters as the model's generation config sets them."""
@@ -114,6 +114,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
         cache_salt: str | None = None,
+        tenant: str | None = None,
         retain_cache: bool = False,
     ) -> list[RequestOutput]:
         """Generate for all prompts at once.
@@ -122,7 +123,7 @@ class LLM:
             prompts: one prompt or several: text, token ids, or `{"prompt_token_ids": [...]}`.
             sampling_params: one for all, or one for each; None takes the model's own.
             use_tqdm: show a progress bar on standard error, where that is a terminal.
-            cache_salt: only requests with the same salt share cached prefixes.
+            cache_salt, tenant: only requests with the same of both share cached prefixes.
             retain_cache: have the blocks that they leave in the prefix cache evicted last, within `retention_limit`.
 
         Returns:
@@ -133,7 +134,8 @@ class LLM:
         """
         with _Progress(is_shown=use_tqdm) as progress:
             whole: dict[str, RequestOutput] = {}
-            for output in self._run(prompts, sampling_params, progress.start, cache_salt, retain_cache):
+            options = {"cache_salt": cache_salt, "tenant": tenant, "retain_cache": retain_cache}
+            for output in self._run(prompts, sampling_params, progress.start, **options):
                 known = whole.get(output.request_id)
                 if known is None:
                     whole[output.request_id] = output
@@ -149,6 +151,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
         cache_salt: str | None = None,
+        tenant: str | None = None,
         retain_cache: bool = False,
         **template_args: Any,
     ) -> list[RequestOutput]:
@@ -158,7 +161,7 @@ class LLM:
             messages: a list of `{"role": ..., "content": ...}`, or a list of such lists.
             sampling_params: as for `generate`.
             use_tqdm: show a progress bar.
-            cache_salt, retain_cache: as for `generate`.
+            cache_salt, tenant, retain_cache: as for `generate`.
             template_args: `add_generation_prompt`, and what else the model's chat template knows.
 
         Raises:
@@ -166,9 +169,8 @@ class LLM:
         """
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [self.render_chat(conversation, **template_args) for conversation in conversations]  # type: ignore[arg-type]
-        return self.generate(
-            prompts, sampling_params, use_tqdm=use_tqdm, cache_salt=cache_salt, retain_cache=retain_cache
-        )
+        options: dict[str, Any] = {"cache_salt": cache_salt, "tenant": tenant, "retain_cache": retain_cache}
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, **options)
 
     def render_chat(self, messages: Messages, *, add_generation_prompt: bool = True, **template_args: Any) -> list[int]:
         """Return the token ids of a conversation, by default ready for the assistant's turn."""
@@ -184,6 +186,7 @@ class LLM:
         sampling_params: Params = None,
         *,
         cache_salt: str | None = None,
+        tenant: str | None = None,
         retain_cache: bool = False,
     ) -> Iterator[RequestOutput]:
         """Generate for all prompts at once, yielding each step's news.
@@ -195,7 +198,7 @@ class LLM:
         Raises:
             RequestError: a prompt or parameter that is refused; then nothing runs.
         """
-        return self._run(prompts, sampling_params, None, cache_salt, retain_cache)
+        return self._run(prompts, sampling_params, cache_salt=cache_salt, tenant=tenant, retain_cache=retain_cache)
 
     def close(self) -> None:
         """Release weights and KV memory."""
@@ -206,17 +209,16 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: Params,
         on_start: Any = None,
-        cache_salt: str | None = None,
-        retain_cache: bool = False,
+        **options: Any,
     ) -> Iterator[RequestOutput]:
-        """Queue all prompts, or none; then step until they are finished."""
+        """Queue all prompts, or none, with options of `Engine.add_request`; then step until they are finished."""
         many = _as_prompts(prompts)
         each = self._params_of(params, len(many))
         names = [str(place) for place in range(len(many))]
         queued: list[str] = []
         try:
             for name, prompt, wanted in zip(names, many, each, strict=True):
-                self.engine.add_request(name, prompt, wanted, cache_salt=cache_salt, retain_cache=retain_cache)
+                self.engine.add_request(name, prompt, wanted, **options)
                 queued.append(name)
             if on_start is not None:
                 on_start(sum(wanted.n for wanted in each))

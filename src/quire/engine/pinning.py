@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from typing import NamedTuple
+from urllib.parse import quote
 
 from quire.config import ResolvedConfig
+from quire.engine.namespaces import read_namespace
 from quire.engine.prompts import Prompt, to_tokens
 from quire.errors import InvalidParameter, PinLimitReached, PromptTooLong, UnsupportedFeature
-from quire.memory.chain import Namespace
 from quire.memory.manager import KVCacheManager
 from quire.memory.recorder import RecordedMemory
 from quire.sequences.params import SamplingParams
@@ -24,7 +25,7 @@ class PinReport(NamedTuple):
     Args:
         limit: slabs (with one cache group: blocks) that pins may fill.
         filled: slabs that they fill.
-        tokens: of each pin, by name.
+        tokens: of each pin, by name; one of a tenant is listed as `tenant/name`.
     """
 
     limit: int
@@ -54,13 +55,21 @@ class PrefixPins:
         self._tokenizer = tokenizer
         self._cache_name = cache_name
 
-    def pin(self, name: str, prompt: Prompt, *, cache_salt: str | None = None, add_special_tokens: bool = True) -> int:
+    def pin(
+        self,
+        name: str,
+        prompt: Prompt,
+        *,
+        cache_salt: str | None = None,
+        tenant: str | None = None,
+        add_special_tokens: bool = True,
+    ) -> int:
         """Pin a prompt's whole blocks, if all of them are in the prefix cache.
 
         Args:
-            name: not in use; at most `MAX_NAME_LEN` characters.
+            name: not in use by this tenant; at most `MAX_NAME_LEN` characters.
             prompt: text, token ids, or a mapping with one of them; at least a block long.
-            cache_salt: of the requests that shall hit it.
+            cache_salt, tenant: of the requests that shall hit it.
             add_special_tokens: for text prompts.
 
         Returns:
@@ -72,10 +81,10 @@ class PrefixPins:
             UnsupportedFeature: nothing may be pinned, or there is no prefix cache.
         """
         self._check_name(name)
-        if name in self._memory.pins:
+        namespace = read_namespace(self._cache_name, cache_salt, tenant)
+        key = _key(name, tenant)
+        if key in self._memory.pins:
             raise InvalidParameter("name", name, "a name that is not in use; unpin that prefix first")
-        if cache_salt is not None and (type(cache_salt) is not str or not cache_salt):
-            raise InvalidParameter("cache_salt", cache_salt, "a non-empty string")
         vocab_size, block_size = self._config.vocab_size, self._config.block_size
         tokens = to_tokens(prompt, self._tokenizer, vocab_size, add_special_tokens=add_special_tokens).token_ids
         whole = tokens[: len(tokens) // block_size * block_size]
@@ -85,24 +94,24 @@ class PrefixPins:
             limit = self._config.max_model_len
             raise PromptTooLong(len(tokens), limit - 1, f"the context length of {limit} tokens")
         # A hit leaves a token to compute; here it is one that nobody asked for.
-        namespace = Namespace(self._cache_name, None, cache_salt)
         hit = self._memory.match_prefix(self._memory.chain([*whole, 0], namespace))
         if hit.num_tokens < len(whole):
             return 0
         if not self._memory.pins.can_add(hit.block_ids):
             raise PinLimitReached(self._memory.pins.num_filled(hit.block_ids), self._memory.pins.limit)
-        return self._memory.pin(name, self._memory.chain(whole, namespace))
+        return self._memory.pin(key, self._memory.chain(whole, namespace))
 
-    def unpin(self, name: str) -> None:
+    def unpin(self, name: str, tenant: str | None = None) -> None:
         """Let go of a pinned prefix.
 
         Raises:
-            InvalidParameter: there is none of that name.
+            InvalidParameter: there is none of that name, or another tenant has it.
         """
         self._check_name(name)
-        if name not in self._memory.pins:
+        key = _key(name, read_namespace(self._cache_name, None, tenant).tenant)
+        if key not in self._memory.pins:
             raise InvalidParameter("name", name, "the name of a pinned prefix")
-        self._memory.unpin(name)
+        self._memory.unpin(key)
 
     def report(self) -> PinReport:
         """Return what is pinned; any thread may ask."""
@@ -116,3 +125,11 @@ class PrefixPins:
             raise UnsupportedFeature("pin_prefix", "no memory is set aside for pins; start with a pin_limit above 0")
         if type(name) is not str or not 0 < len(name) <= MAX_NAME_LEN:
             raise InvalidParameter("name", name, f"a string of 1 to {MAX_NAME_LEN} characters")
+
+
+def _key(name: str, tenant: str | None) -> str:
+    """Return what memory calls a pin: each tenant has names of its own, and no two pins the same key."""
+    if tenant is not None:
+        # Quoted it has no slash: the first one ends it.
+        return f"{quote(tenant, safe='', errors='surrogatepass')}/{name}"
+    return f"/{name}" if "/" in name else name

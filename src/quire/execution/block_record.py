@@ -65,7 +65,7 @@ def unpack(key: bytes, block: StoredBlock, record: memoryview, out: memoryview) 
 
     Args:
         key: what the record was found under.
-        block: what it must be; the tokens and the parent are compared, not only the digest.
+        block: what it must be; the tokens, with their media, and the parent are compared, not only the digest.
         record: as it was read.
         out: where the payload goes; worthless when the answer is False.
     """

@@ -3,6 +3,7 @@
 from quire.memory.chain import Namespace, TokenChain
 from quire.memory.invariants import check
 from quire.memory.manager import KVCacheManager
+from quire.memory.media import MediaSpan
 from quire.memory.ops import NO_OPS, BlockCopy, MemoryOps, TableDelta, Tier
 from quire.memory.specs import ChunkedLocal, FullAttention, KVCacheSpec, RecurrentState, SlidingWindow
 from quire.memory.status import AllocStatus, BlockLoad, HitEnd, PrefixHit, TokenAccount, TokenSources, Verdict
@@ -21,6 +22,7 @@ __all__ = [
     "HostUsage",
     "KVCacheManager",
     "KVCacheSpec",
+    "MediaSpan",
     "MemoryOps",
     "Namespace",
     "PrefixHit",

@@ -127,7 +127,7 @@ class Archive:
                 held = [block_id for block_id, _ in pool.index.items() if pool.ref_counts[block_id]]
                 for block_id in pool.idle.victims(len(pool.idle)) + held:
                     link = pool.index.link_of(block_id)
-                    if link is not None and len(link[1]) == whole:
+                    if link is not None and len(link[1]) >= whole:
                         copies.append(BlockCopy(idx, block_id, len(saves), tier, Tier.DISK))
                         saves.append(describe(idx, link))
         return MemoryOps(tuple(copies), tuple(saves))

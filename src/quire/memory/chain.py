@@ -4,11 +4,11 @@
  namespace <--root-- [block 0] <--link 0-- [block 1] <--link 1-- [block 2] ...
 ```
 
-Each digest covers the parent's digest and the block's tokens, so equal digests mean equal prefixes, namespaces
-included, unless the hash collides. A *link* therefore keeps the tokens as well, and its parent's link: two links are
-the same only if all tokens up to the namespace are. Equal links are made one object when they meet, so that
-comparing them mostly ends at the first step. Links outlive blocks: a block is proved by its link even when the blocks
-before it are gone.
+Each digest covers the parent's digest and the block's content: its tokens, and the media that some of them stand for
+(`quire.memory.media`). So equal digests mean equal prefixes, namespaces included, unless the hash collides. A *link*
+therefore keeps the content as well, and its parent's link: two links are the same only if all content up to the
+namespace is. Equal links are made one object when they meet, so that comparing them mostly ends at the first step.
+Links outlive blocks: a block is proved by its link even when the blocks before it are gone.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ from operator import is_, itemgetter
 from struct import unpack
 from typing import NamedTuple
 
+from quire.memory.media import MediaSpan
+
 TOKEN_BYTES = 4
 DIGEST_BYTES = 16
 
-# (digest, tokens as bytes, parent). The root's content is the namespace, and it has no parent. A plain tuple: a long
-# prompt makes thousands, and the garbage collector soon stops to look at plain tuples of bytes.
+# (digest, content, parent). The content is tokens as bytes, behind those of a whole block its media's entries; the
+# root's is the namespace, and it has no parent. A plain tuple: a long prompt makes thousands, and the garbage collector
+# soon stops to look at plain tuples of bytes.
 Link = tuple[bytes, bytes, "Link | None"]
 
 
@@ -34,12 +37,14 @@ class Namespace(NamedTuple):
     Args:
         model: the weights' name.
         adapter: an adapter's name, or None.
-        cache_salt: a tenant's secret; sequences with different salts never share a block.
+        cache_salt: a secret of the client's own; sequences with different salts never share a block.
+        tenant: whose sequences these are, as the operator has it; those of different tenants never share a block.
     """
 
     model: str = ""
     adapter: str | None = None
     cache_salt: str | None = None
+    tenant: str | None = None
 
     def serialise(self) -> bytes:
         """Return a typed, length-prefixed encoding: no two namespaces encode alike."""
@@ -65,12 +70,27 @@ class TokenChain:
         namespace: where the sequence's blocks may be shared.
         block_size: tokens of a block.
         key: a secret of at most 64 bytes, so that nobody outside can construct a collision.
+        media: which tokens stand for media; behind the present tokens too.
+
+    Raises:
+        ValueError: a span before the first token, or without any.
     """
 
-    __slots__ = ("_block_size", "_contents", "_digests", "_links", "root", "tokens")
+    __slots__ = ("_block_size", "_contents", "_digests", "_links", "media", "root", "tokens")
 
-    def __init__(self, tokens: list[int], namespace: Namespace, block_size: int, key: bytes) -> None:
+    def __init__(
+        self,
+        tokens: list[int],
+        namespace: Namespace,
+        block_size: int,
+        key: bytes,
+        media: Iterable[MediaSpan] = (),
+    ) -> None:
         self.tokens = tokens
+        self.media = tuple(sorted(media))
+        for span in self.media:
+            if span.start < 0 or span.num_tokens < 1:
+                raise ValueError(f"media cannot stand at {span.num_tokens} tokens from {span.start} on")
         content = namespace.serialise()
         self.root: Link = (blake2b(content, digest_size=DIGEST_BYTES, key=key).digest(), content, None)
         self._block_size = block_size
@@ -89,7 +109,9 @@ class TokenChain:
         if known < num_blocks:
             size = self._block_size
             tokens = array("I", self.tokens[known * size : num_blocks * size])
-            contents = unpack(f"{TOKEN_BYTES * size}s" * (num_blocks - known), tokens)
+            contents: Sequence[bytes] = unpack(f"{TOKEN_BYTES * size}s" * (num_blocks - known), tokens)
+            if self.media:
+                contents = self._with_media(contents, known)
             self._contents += contents
             digests += block_digests(digests[-1] if known else self.root[0], contents)
         return digests
@@ -162,15 +184,29 @@ class TokenChain:
         """Return the digest before a block: the root's, or that of a full block."""
         return self.digests(block_idx)[block_idx - 1] if block_idx else self.root[0]
 
-    def content(self, start: int, end: int) -> bytes:
-        """Return the tokens `[start, end)` as links hold them."""
+    def content(self, block_idx: int) -> bytes:
+        """Return what the link of a full block holds."""
+        self.digests(block_idx + 1)
+        return self._contents[block_idx]
+
+    def part(self, start: int, end: int) -> bytes:
+        """Return the tokens `[start, end)`, of one block and from its beginning on, as links hold them.
+
+        With media among them, it is all that the block's link holds, or nothing where the block is not full.
+        """
+        if self.has_media(start, end):
+            return self.content(start // self._block_size) if end - start == self._block_size else b""
         return array("I", self.tokens[start:end]).tobytes()
 
+    def has_media(self, start: int, end: int) -> bool:
+        """Say whether any of the tokens `[start, end)` stands for media."""
+        return bool(self.media) and any(span.start < end and start < span.end for span in self.media)
+
     def tail_link(self, num_tokens: int) -> Link:
-        """Return the link of a last block that is filled up to `num_tokens` tokens only."""
+        """Return the link of a last block that is filled up to `num_tokens` tokens only, none of them media."""
         block_idx = num_tokens // self._block_size
         parent = self.links(block_idx)[block_idx - 1] if block_idx else self.root
-        content = self.content(block_idx * self._block_size, num_tokens)
+        content = self.part(block_idx * self._block_size, num_tokens)
         return (block_digest(parent[0], content), content, parent)
 
     def recognises_parent(self, block_idx: int, link: Link) -> bool:
@@ -184,21 +220,34 @@ class TokenChain:
         return parent[1] == self.root[1] and parent[2] is None
 
     def truncate(self, num_tokens: int) -> None:
-        """Forget the blocks that are not full at `num_tokens` tokens; the owner then shortens `tokens`."""
+        """Forget the blocks that are not full at `num_tokens` tokens; the owner then shortens `tokens`.
+
+        Media belong to their places, and stay: whatever comes there again stands for them.
+        """
         num_blocks = num_tokens // self._block_size
         for known in (self._digests, self._contents, self._links):
             del known[num_blocks:]
 
     def fork(self, tokens: list[int]) -> TokenChain:
-        """Return a chain over `tokens`, a copy of this chain's tokens, with what is known so far."""
+        """Return a chain over `tokens`, a copy of this chain's tokens, with its media and what is known so far."""
         child = TokenChain.__new__(TokenChain)
         child.tokens = tokens
+        child.media = self.media
         child.root = self.root
         child._block_size = self._block_size
         child._digests = self._digests.copy()
         child._contents = self._contents.copy()
         child._links = self._links.copy()
         return child
+
+    def _with_media(self, contents: Sequence[bytes], first: int) -> Sequence[bytes]:
+        """Return what blocks hold, from block `first` on: their tokens, as given, and the entries of their media."""
+        size, whole = self._block_size, list(contents)
+        for span in self.media:
+            last = min(-(-span.end // size), first + len(whole))
+            for idx in range(max(span.start // size, first), last):
+                whole[idx - first] += span.entry(idx * size, (idx + 1) * size)
+        return whole
 
 
 def is_same_link(link: Link, other: Link, proven: dict[int, Link]) -> bool:

@@ -10,6 +10,9 @@
 Nothing is copied when a sequence opens on such a block: it holds the block like any shared one, and the one rule does
 the rest. Who writes behind the tokens that are used gets a copy first. Only a tail of which all is used and that nobody
 else holds is continued in place.
+
+Tokens do not say which media they stand for. So a block that media touch is used, in part too, only where exactly that
+block is wanted; and tokens that stand for media are never a tail.
 """
 
 from __future__ import annotations
@@ -50,9 +53,15 @@ def longest_continuation(
     best: Continuation | None = None
     children = groups[0].pool.index.children(chain.digest_before(num_blocks), MAX_CANDIDATES)
     first = content[:TOKEN_BYTES]
-    # Most of many begin otherwise.
-    for link in [link for link in children if link[1].startswith(first)]:
-        count = num_common(link[1], content)
+    # The entries of media make a content longer than a block's tokens.
+    most = TOKEN_BYTES * groups[0].spec.block_size
+    if len(content) > most:
+        alike = [link for link in children if link[1] == content]
+    else:
+        # Most of many begin otherwise.
+        alike = [link for link in children if link[1].startswith(first) and len(link[1]) <= most]
+    for link in alike:
+        count = num_common(link[1], content[:most])
         if best is None or count > best.num_tokens:
             block_ids = _in_every_group(groups, chain, num_blocks, link)
             if block_ids:
@@ -76,8 +85,8 @@ def tail_of(groups: Sequence[CacheGroup], state: SequenceMemory) -> Continuation
     """Return where the tokens of a sequence's partly filled last block are found once it ends.
 
     That is a published block that has them all already, as many as it says; or its own, to be published, and then 0
-    of them are found yet. None where they cannot be: no such tokens; a block that others hold, and so may go on to
-    write, or that is published; or a digest that collides.
+    of them are found yet. None where they cannot be: no such tokens; some that stand for media; a block that others
+    hold, and so may go on to write, or that is published; or a digest that collides.
     """
     block_idx, num_tokens = divmod(state.num_computed, groups[0].spec.block_size)
     if not (num_tokens and state.is_publishing and state.num_published == block_idx):
@@ -86,6 +95,8 @@ def tail_of(groups: Sequence[CacheGroup], state: SequenceMemory) -> Continuation
     for group, block_id in zip(groups, block_ids, strict=True):
         if group.spec.carries or group.pool.ref_counts[block_id] > 1 or block_id in group.pool.index:
             return None
+    if state.chain.has_media(state.num_computed - num_tokens, state.num_computed):
+        return None
     link = state.chain.tail_link(state.num_computed)
     known = longest_continuation(groups, state.chain, block_idx, link[1])
     if known is not None and known.num_tokens == num_tokens:

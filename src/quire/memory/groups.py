@@ -27,6 +27,14 @@ class CacheGroup:
         return self.spec.first_live_token(num_tokens) // self.spec.block_size
 
 
+def ask_one_for_children(groups: Sequence[CacheGroup], host_groups: Sequence[CacheGroup]) -> None:
+    """Let only the first group of tokens note what follows a block: all of them publish the same blocks."""
+    asked = next((group for group in groups if not group.spec.carries), None)
+    for group in (*groups, *host_groups):
+        if group is not asked:
+            group.pool.index.siblings = None
+
+
 class PrefixRun(NamedTuple):
     """Whole blocks from a chain's start whose live ones are published.
 

@@ -40,7 +40,7 @@ def find_hit(
     start = run.num_blocks * size
     # A state sums up whole blocks only; what comes next the groups of tokens know.
     kept = [group for group in groups if not group.spec.carries]
-    content = chain.content(start, min(start + size, num_tokens))
+    content = chain.part(start, min(start + size, num_tokens))
     next_one = longest_continuation(kept, chain, run.num_blocks, content) if kept else None
     is_divisible = len(kept) == len(groups)
     num_copied, block_ids, loads = 0, run.block_ids, run.loads
@@ -99,7 +99,7 @@ def _reason(
         return HitEnd.DIFFERENT if is_parting else HitEnd.NEVER_SEEN
     others = namespaces.others(chain.root) if is_whole and not block_idx else ()
     if others:
-        content = chain.content(0, size)
+        content = chain.content(0)
         digests = [block_digest(root[0], content) for root in others]
         if any(index.get(digest) for digest in digests for index in indexes):
             return HitEnd.NAMESPACE

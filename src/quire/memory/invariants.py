@@ -10,6 +10,7 @@ from quire.memory.arena import Arena
 from quire.memory.chain import TOKEN_BYTES, block_digest
 from quire.memory.groups import CacheGroup
 from quire.memory.manager import KVCacheManager
+from quire.memory.media import read_entries
 from quire.memory.ops import Tier
 from quire.memory.pool import NULL_BLOCK, BlockPool
 from quire.memory.sequence_memory import SequenceMemory
@@ -66,7 +67,7 @@ def snapshot(manager: KVCacheManager) -> tuple[object, ...]:
     sequences = tuple(
         (
             seq_id,
-            tuple(state.chain.tokens),
+            (tuple(state.chain.tokens), state.chain.media),
             tuple(map(tuple, state.tables)),
             None if state.host_tables is None else tuple(map(tuple, state.host_tables)),
             tuple(state.num_dead),
@@ -197,8 +198,9 @@ def _check_index(group: CacheGroup) -> None:
         digest, content, parent = link
         if parent is None or block_digest(parent[0], content) != digest:
             raise InvariantViolation("M4", f"block {block_id} is published under another block's identity")
-        if not TOKEN_BYTES <= len(content) <= TOKEN_BYTES * group.spec.block_size:
-            raise InvariantViolation("M4", f"block {block_id} is published with {len(content) // TOKEN_BYTES} tokens")
+        size = group.spec.block_size
+        if len(content) < TOKEN_BYTES or not _is_media(content[TOKEN_BYTES * size :], size):
+            raise InvariantViolation("M4", f"block {block_id} is published as {content!r}")
         children[parent[0]].add(block_id)
         found = index.get(digest)
         if found is None or found[0] != block_id:
@@ -210,6 +212,15 @@ def _check_index(group: CacheGroup) -> None:
     known = {parent: set(block_ids) for parent, block_ids in siblings}
     if index.siblings is not None and known != children:
         raise InvariantViolation("M4", f"the children of published blocks are {list(children.values())}, not {known}")
+
+
+def _is_media(entries: bytes, block_size: int) -> bool:
+    """Say whether what comes behind the tokens of a whole block are entries of media that touch it."""
+    try:
+        spans = read_entries(entries)
+    except ValueError:
+        return False
+    return all(span.start < block_size and 0 < span.end <= block_size and span.num_tokens > 0 for span in spans)
 
 
 def _check_table(group: CacheGroup, seq_id: int, state: SequenceMemory, group_idx: int, table: list[int]) -> None:

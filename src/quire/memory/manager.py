@@ -25,12 +25,12 @@ from quire.memory.continuation import publish_tail
 from quire.memory.departed import Namespaces
 from quire.memory.eviction import EVICTION_POLICIES
 from quire.memory.forecast import Forecast
-from quire.memory.groups import CacheGroup, find_prefix
+from quire.memory.groups import CacheGroup, ask_one_for_children, find_prefix
 from quire.memory.hit import find_hit
 from quire.memory.host_tier import HostTier
+from quire.memory.media import MediaSpan
 from quire.memory.ops import NO_OPS, MemoryOps, TableDelta, Tier
 from quire.memory.pins import Pins
-from quire.memory.pool import NULL_BLOCK
 from quire.memory.progress import bury, next_event, publish_blocks
 from quire.memory.sequence_memory import SequenceMemory
 from quire.memory.specs import IMMORTAL, KVCacheSpec
@@ -87,7 +87,7 @@ class KVCacheManager:
         self.pins = Pins(self.arena, pin_limit)
         self.groups = tuple(CacheGroup(spec, pool) for spec, pool in zip(specs, self.arena.pools, strict=True))
         self.host = HostTier(self.arena, self.groups, host_bytes, policy) if host_bytes else None
-        self._ask_one_group_for_children()
+        ask_one_for_children(self.groups, self.host.groups if self.host else ())
         self.tables = BlockTables(self.arena, self.groups, self.pins, self.host)
         self.archive = Archive(self.tables) if has_disk else None
         self._snapshots = Snapshots.of(self.groups, snapshot_interval)
@@ -108,18 +108,11 @@ class KVCacheManager:
         self.namespaces = Namespaces()
         self._num_merges = 0
 
-    def _ask_one_group_for_children(self) -> None:
-        """Let only the first group of tokens note what follows a block: all of them publish the same blocks."""
-        asked = next((group for group in self.groups if not group.spec.carries), None)
-        for group in (*self.groups, *(self.host.groups if self.host else ())):
-            if group is not asked:
-                group.pool.index.siblings = None
-
     # ---- questions ----
 
-    def chain(self, tokens: list[int], namespace: Namespace) -> TokenChain:
+    def chain(self, tokens: list[int], namespace: Namespace, media: Sequence[MediaSpan] = ()) -> TokenChain:
         """Return a chain over `tokens` for the other verbs; see `TokenChain` for who owns the list."""
-        return TokenChain(tokens, namespace, self.block_size, self._key)
+        return TokenChain(tokens, namespace, self.block_size, self._key, media)
 
     def match_prefix(self, chain: TokenChain, max_tokens: int | None = None) -> PrefixHit:
         """Find the longest usable published prefix, over all groups and tiers: whole blocks, and part of one more.
@@ -190,16 +183,10 @@ class KVCacheManager:
             swap.require_room(self.tables, count_woken(self.groups, hit), count_loads(self.groups, hit))
         self.tables.version += 1
         state = SequenceMemory(chain, len(self.groups), self.num_resets, is_publishing=self.enable_prefix_caching)
-        for idx, (group, shared) in enumerate(zip(self.groups, hit.block_ids, strict=True)):
-            num_dead = state.num_dead[idx] = group.num_dead(hit.num_tokens)
-            live = shared[num_dead:]
-            group.pool.retain([block_id for block_id in live if block_id != NULL_BLOCK] if hit.loads else live)
-            state.tables[idx] = list(shared)
-        state.num_slots = state.num_computed = hit.num_tokens
+        self.tables.share(state, hit)
         state.num_published = hit.num_tokens // self.block_size
         state.next_event = next_event(self.groups, self._mortal, state)
         state.stops = self._snapshots.stops_of(chain, hit, self.block_size)
-        state.has_exclusive_tail = not hit.num_copied
         self.sequences[seq_id] = state
         if self.enable_prefix_caching:
             self.namespaces.add(chain.root)
@@ -311,10 +298,7 @@ class KVCacheManager:
             most = min(state.num_slots, len(state.chain.tokens))
             raise ValueError(f"num_computed {num_computed} is not in [{state.num_computed}, {most}]")
         if state.checkpoint is not None:
-            if num_computed < state.num_slots:
-                raise ValueError(f"states looked ahead to {state.num_slots} tokens, and only {num_computed} are kept")
-            self.tables.drop_checkpoint(state)
-            self.tables.version += 1
+            self.tables.keep_what_looked_ahead(state, num_computed)
         state.num_computed = num_computed
         if num_computed >= state.next_event:
             self.tables.resident(seq_id)
@@ -405,11 +389,12 @@ class KVCacheManager:
         if name in self.pins:
             raise ValueError(f"{name!r} is pinned already")
         run = find_prefix(self.groups, chain, len(chain.tokens) // self.block_size)
-        if not self.enable_prefix_caching or not run.num_blocks or not self.pins.can_add(run.block_ids):
+        num_tokens = run.num_blocks * self.block_size if self.enable_prefix_caching else 0
+        if not num_tokens or not self.pins.can_add(run.block_ids):
             return 0
         self.tables.version += 1
-        self.pins.add(name, run.block_ids, run.num_blocks * self.block_size)
-        return run.num_blocks * self.block_size
+        self.pins.add(name, run.block_ids, num_tokens)
+        return num_tokens
 
     def unpin(self, name: str) -> None:
         """Let go of a pinned prefix: its blocks are idle again when no sequence holds them."""

@@ -30,8 +30,8 @@ A line has what the command needs to be run again, and what came of it:
 ```
 
 Tokens are not in it. To share a prefix, memory asks of blocks only whether they and all before them are equal; so a
-block's name, half of its keyed digest, stands for its tokens. A refused pin, an empty delta, and a command that raised
-changed nothing (M7), and are left out.
+block's name, half of its keyed digest, stands for its tokens and media. A refused pin, an empty delta, and a command
+that raised changed nothing (M7), and are left out.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from quire.memory.ops import BlockCopy, Tier
 from quire.memory.pins import Pins
 from quire.memory.pool import NULL_BLOCK
 from quire.memory.sequence_memory import Checkpoint, SequenceMemory
+from quire.memory.status import PrefixHit
 
 
 class BlockTables:
@@ -55,6 +56,16 @@ class BlockTables:
         self.pending_copies: list[BlockCopy] = []
         self.version = 0
         self.num_copies = 0
+
+    def share(self, state: SequenceMemory, hit: PrefixHit) -> None:
+        """Give a sequence that opens the blocks of a hit, and the slots that are filled; not those on the host."""
+        for idx, (group, shared) in enumerate(zip(self.groups, hit.block_ids, strict=True)):
+            num_dead = state.num_dead[idx] = group.num_dead(hit.num_tokens)
+            live = shared[num_dead:]
+            group.pool.retain([block_id for block_id in live if block_id != NULL_BLOCK] if hit.loads else live)
+            state.tables[idx] = list(shared)
+        state.num_slots = state.num_computed = hit.num_tokens
+        state.has_exclusive_tail = not hit.num_copied
 
     def grow(self, state: SequenceMemory, end: int, *, is_looking_ahead: bool = False) -> bool:
         """Give a sequence slots up to `end` in every group, or change nothing.
@@ -134,6 +145,17 @@ class BlockTables:
         for group, table, num_dead in zip(self.groups, state.tables, state.num_dead, strict=True):
             group.pool.release(reversed(table[num_dead:]))
         self.drop_checkpoint(state)
+
+    def keep_what_looked_ahead(self, state: SequenceMemory, num_computed: int) -> None:
+        """Let go of the states that a sequence looked ahead from: all that it looked ahead to is kept.
+
+        Raises:
+            ValueError: it is not.
+        """
+        if num_computed < state.num_slots:
+            raise ValueError(f"states looked ahead to {state.num_slots} tokens, and only {num_computed} are kept")
+        self.drop_checkpoint(state)
+        self.version += 1
 
     def drop_checkpoint(self, state: SequenceMemory) -> None:
         """Let go of the states that a sequence could go back to, if there are any."""

@@ -21,6 +21,7 @@ from quire.server.errors import REQUEST_ID, api_error, stopping
 from quire.server.feed import ClientGone, Feed, News
 from quire.server.sampling import Options
 from quire.server.state import Flight, ServerState
+from quire.server.tenants import read_tenant
 from quire.server.usage import TokenCount
 
 # nginx's status for a client that left; nobody reads it.
@@ -90,13 +91,14 @@ async def answer(state: ServerState, request: Request, job: Job, reply: Reply, a
 
     Raises:
         RequestError: the request is refused.
-        ApiError: the server is stopping, or the engine failed before anything was sent.
+        ApiError: it names no tenant and must, the server is stopping, or the engine failed before anything was sent.
     """
+    tenant = read_tenant(state.config, request)
     if state.is_draining:
         raise stopping()
     count = TokenCount(is_prompt_only=job.is_prompt_only)
     flight = Flight(answer_id, count, Feed(state.config.ping_interval_s))
-    news = _follow(state, request, job, flight)
+    news = _follow(state, request, job, flight, tenant)
     try:
         if not job.options.stream:
             return await _whole(job, reply, count, news)
@@ -112,7 +114,9 @@ async def answer(state: ServerState, request: Request, job: Job, reply: Reply, a
         raise
 
 
-async def _follow(state: ServerState, request: Request, job: Job, flight: Flight) -> AsyncGenerator[list[News], None]:
+async def _follow(
+    state: ServerState, request: Request, job: Job, flight: Flight, tenant: str | None
+) -> AsyncGenerator[list[News], None]:
     """Yield the engine's news of a job; places in the queue come before any work."""
     llm, options = state.llm, job.options
     with llm.reserve(job.num_prompts) as place, state.aloft(flight):
@@ -124,6 +128,7 @@ async def _follow(state: ServerState, request: Request, job: Job, flight: Flight
                 priority=options.priority,
                 place=place,
                 cache_salt=options.cache_salt,
+                tenant=tenant,
                 retain_cache=options.retain_cache,
             )
             for idx, prompt in enumerate(await job.prompts())

@@ -15,12 +15,15 @@ from quire.server.errors import stopping
 from quire.server.fields import Fields, Refusal
 from quire.server.generation import json_response
 from quire.server.models import check_model
+from quire.server.sampling import UNSUPPORTED as NEVER_SUPPORTED
 from quire.server.state import ServerState
+from quire.server.tenants import read_tenant
 
 UNSUPPORTED: dict[str, Refusal] = {
     "chat_template": ((), "templates come with the model, never from requests"),
     "continue_final_message": ((False,), "pin the text as a prompt"),
     "tools": (([],), "calls of tools cannot be read from the output yet"),
+    "tenant": NEVER_SUPPORTED["tenant"],
 }
 KNOWN_FIELDS = (
     *UNSUPPORTED,
@@ -37,6 +40,7 @@ KNOWN_FIELDS = (
 
 async def pin_prefix(state: ServerState, request: Request) -> Response:
     """Answer `POST /pin_prefix`: compute a prompt where it is not cached, and hold its whole blocks under a name."""
+    tenant = read_tenant(state.config, request)
     fields = await _read(state, request)
     has_prompt, has_messages = fields.get("prompt") is not None, fields.get("messages") is not None
     if has_prompt == has_messages:
@@ -51,14 +55,19 @@ async def pin_prefix(state: ServerState, request: Request) -> Response:
         prompt = fields.get("prompt")
     name = _name(fields)
     num_tokens = await state.llm.pin_prefix(
-        name, prompt, fields.text("cache_salt"), add_special_tokens=fields.flag("add_special_tokens", True)
+        name,
+        prompt,
+        fields.text("cache_salt"),
+        tenant=tenant,
+        add_special_tokens=fields.flag("add_special_tokens", True),
     )
     return json_response({"name": name, "pinned_tokens": num_tokens})
 
 
 async def unpin_prefix(state: ServerState, request: Request) -> Response:
     """Answer `POST /unpin_prefix`: let go of what a name holds."""
-    await state.llm.unpin_prefix(_name(await _read(state, request)))
+    tenant = read_tenant(state.config, request)
+    await state.llm.unpin_prefix(_name(await _read(state, request)), tenant)
     return json_response({})
 
 

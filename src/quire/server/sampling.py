@@ -65,6 +65,7 @@ UNSUPPORTED: Mapping[str, Refusal] = {
     "prompt_embeds": ((), "a prompt is text or token ids"),
     "kv_transfer_params": ((), "the KV cache stays on this server"),
     "vllm_xargs": (({},), "it names another engine's internals"),
+    "tenant": ((), "the operator says in a header whose a request is; cache_salt is the client's own"),
     "service_tier": (("auto", "default"), "there is one tier"),
 }
 

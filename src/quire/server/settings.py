@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ipaddress
 import math
+import re
 from dataclasses import dataclass, field
 
 from quire.errors import ConfigError
 
 DEFAULT_MAX_BODY_BYTES = 8 << 20
+# What the name of a header is made of, by RFC 9110.
+HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +23,7 @@ class ServerConfig:
         port: 0 takes a free one.
         api_key: what clients must show on every route but `/health`; None lets this machine's users in.
         allow_origins: web origins whose pages may call the server; none by default.
+        tenant_header: the header in which a gateway in front says whose a request is; None where all are one tenant's.
         max_body_bytes: the longest request body.
         max_prompts: prompts of one request at most.
         drain_timeout_s: how long running requests may go on once the server was asked to stop.
@@ -34,6 +38,7 @@ class ServerConfig:
     port: int = 8000
     api_key: str | None = field(default=None, repr=False)
     allow_origins: tuple[str, ...] = ()
+    tenant_header: str | None = None
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
     max_prompts: int = 256
     drain_timeout_s: float = 30.0
@@ -49,6 +54,11 @@ class ServerConfig:
         _within("log_interval_s", self.log_interval_s, 0, 86400)
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.strip()):
             raise ConfigError("api_key must be ASCII text that is not blank", field="api_key")
+        if self.tenant_header is not None and not HEADER_NAME.fullmatch(self.tenant_header):
+            raise ConfigError(
+                f"tenant_header must be the name of a header, like X-Tenant, got {self.tenant_header!r}",
+                field="tenant_header",
+            )
         if self.api_key is None and not is_loopback(self.host):
             raise ConfigError(
                 f"host {self.host!r} can be reached from other machines, which needs an API key: "

@@ -1,0 +1,125 @@
+"""Bugs of media put in on purpose, and the nets that must catch them; see `test_seeded_bugs`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from quire.memory import KVCacheManager, MediaSpan, Namespace, TokenChain, continuation
+from quire.memory.sequence_memory import SequenceMemory
+from tests.memory.nets import MEDIA_NETS, TEARS, media_reading_back, media_twin, media_world
+
+Patch = pytest.MonkeyPatch
+
+
+def forget_the_media(patch: Patch) -> None:
+    patch.setattr(TokenChain, "_with_media", lambda _, contents, __: contents)
+
+
+def forget_which_media(patch: Patch) -> None:
+    honest = MediaSpan.entry
+    patch.setattr(MediaSpan, "entry", lambda span, *place: honest(span._replace(digest=b""), *place))
+
+
+def forget_where_media_begin(patch: Patch) -> None:
+    honest = MediaSpan.entry
+    patch.setattr(MediaSpan, "entry", lambda span, start, end: honest(span, start, end)[:-16] + bytes(8) + b"\1" * 8)
+
+
+def number_media_from_the_block(patch: Patch) -> None:
+    """The rows of a block count from its own beginning, so that all blocks within a medium look alike."""
+    honest = MediaSpan.entry
+
+    def entry(span: MediaSpan, start: int, end: int) -> bytes:
+        first = max(span.start, start)
+        return honest(MediaSpan(first, span.end - first, span.digest), start, end)
+
+    patch.setattr(MediaSpan, "entry", entry)
+
+
+def note_media_in_the_first_block_only(patch: Patch) -> None:
+    honest = TokenChain._with_media
+
+    def with_media(chain: TokenChain, contents: Sequence[bytes], first: int) -> Sequence[bytes]:
+        whole = honest(chain, contents, first)
+        return [*whole[:1], *contents[1:]] if first == 0 else contents
+
+    patch.setattr(TokenChain, "_with_media", with_media)
+
+
+def take_part_of_a_block_for_media(patch: Patch) -> None:
+    patch.setattr(TokenChain, "has_media", lambda *_: False)
+
+
+def take_part_of_a_block_of_media(patch: Patch) -> None:
+    """No published content is too long to be tokens alone."""
+    patch.setattr(continuation, "TOKEN_BYTES", 1 << 20)
+
+
+def publish_tails_of_media(patch: Patch) -> None:
+    honest = continuation.tail_of
+
+    def tail_of(groups: object, state: SequenceMemory) -> continuation.Continuation | None:
+        with pytest.MonkeyPatch.context() as blind:
+            blind.setattr(TokenChain, "has_media", lambda *_: False)
+            return honest(groups, state)  # type: ignore[arg-type]
+
+    patch.setattr(continuation, "tail_of", tail_of)
+
+
+def forget_the_media_of_a_child(patch: Patch) -> None:
+    honest = TokenChain.fork
+
+    def fork(chain: TokenChain, tokens: list[int]) -> TokenChain:
+        child = honest(chain, tokens)
+        child.media = ()
+        return child
+
+    patch.setattr(TokenChain, "fork", fork)
+
+
+def forget_media_when_truncated(patch: Patch) -> None:
+    honest = TokenChain.truncate
+
+    def truncate(chain: TokenChain, num_tokens: int) -> None:
+        honest(chain, num_tokens)
+        chain.media = tuple(span for span in chain.media if span.end <= num_tokens)
+
+    patch.setattr(TokenChain, "truncate", truncate)
+
+
+def pin_without_the_media(patch: Patch) -> None:
+    honest, hidden = KVCacheManager.pin, KVCacheManager.chain
+
+    def pin(manager: KVCacheManager, name: str, chain: TokenChain) -> int:
+        return honest(manager, name, hidden(manager, chain.tokens, Namespace()) if chain.media else chain)
+
+    patch.setattr(KVCacheManager, "pin", pin)
+
+
+CAUGHT: list[tuple[Callable[[Patch], None], tuple[Callable[[], None], ...]]] = [
+    (forget_the_media, MEDIA_NETS),
+    (forget_which_media, MEDIA_NETS),
+    (forget_where_media_begin, MEDIA_NETS),
+    (number_media_from_the_block, (media_reading_back, media_twin)),
+    (note_media_in_the_first_block_only, (media_reading_back, media_twin)),
+    (take_part_of_a_block_for_media, MEDIA_NETS),
+    (take_part_of_a_block_of_media, MEDIA_NETS),
+    (publish_tails_of_media, (media_twin, media_world)),
+    (forget_the_media_of_a_child, (media_reading_back, media_twin)),
+    (forget_media_when_truncated, (media_reading_back, media_twin, media_world)),
+    (pin_without_the_media, (media_twin,)),
+]
+
+
+@pytest.mark.parametrize(
+    ("seed_bug", "net"),
+    [pytest.param(bug, net, id=f"{bug.__name__} - {net.__name__}") for bug, nets in CAUGHT for net in nets],
+)
+def test_the_net_catches_the_bug(
+    monkeypatch: pytest.MonkeyPatch, seed_bug: Callable[[Patch], None], net: Callable[[], None]
+) -> None:
+    seed_bug(monkeypatch)
+    with pytest.raises(TEARS):
+        net()
