@@ -12,7 +12,7 @@ from tests.memory.walk import random_walk
 from tests.memory.world import World
 from tests.memory.world_size import WorldSize
 from tests.scheduling.rig import Setting, run
-from tests.scheduling.test_random_runs import STATE, WINDOW, agrees, random_jobs, undisturbed
+from tests.scheduling.test_random_runs import STATE, WINDOW, agrees, random_jobs, undisturbed, with_media
 
 FULL = Kind()
 # How a net tears: a broken table may also end in a look-up that finds nothing, a broken count in a victim that is not
@@ -101,6 +101,14 @@ def media_twin() -> None:
     media_walk(has_twin=True)
 
 
+def media_run() -> None:
+    """The real scheduler on simulated slots that know the rows of media."""
+    jobs = with_media(random_jobs(random.Random(2), 30))
+    for setting in SETTINGS:
+        outcome = run(jobs, setting, is_audited=False)
+        assert all(map(agrees, jobs, outcome.outputs, undisturbed(jobs)))
+
+
 def media_world() -> None:
     """A complete search of small worlds with two media."""
     search(WorldSize(1, 2, media=True), max_prompt=2, max_slots=2, num_sequences=1)
@@ -178,4 +186,14 @@ def audited_run() -> None:
 
 NETS = (invariants_and_reading_back, slow_twin, small_world, long_run, audited_run)
 MEDIA_NETS = (media_reading_back, media_twin, media_world)
-HONEST_NETS = (*NETS, *MEDIA_NETS, window_world, hinted_world, state_world, host_reading_back, host_twin, host_world)
+HONEST_NETS = (
+    *NETS,
+    *MEDIA_NETS,
+    media_run,
+    window_world,
+    hinted_world,
+    state_world,
+    host_reading_back,
+    host_twin,
+    host_world,
+)

@@ -8,7 +8,9 @@ import pytest
 
 from quire.memory import KVCacheManager, MediaSpan, Namespace, TokenChain, continuation
 from quire.memory.sequence_memory import SequenceMemory
-from tests.memory.nets import MEDIA_NETS, TEARS, media_reading_back, media_twin, media_world
+from quire.scheduling import Opening, Scheduler
+from quire.sequences import Sequence as TokenStream
+from tests.memory.nets import MEDIA_NETS, TEARS, media_reading_back, media_run, media_twin, media_world
 
 Patch = pytest.MonkeyPatch
 
@@ -98,8 +100,26 @@ def pin_without_the_media(patch: Patch) -> None:
     patch.setattr(KVCacheManager, "pin", pin)
 
 
+def look_up_without_the_media(patch: Patch) -> None:
+    """The scheduler's chains know of none."""
+    honest = KVCacheManager.chain
+    patch.setattr(KVCacheManager, "chain", lambda manager, tokens, namespace, *_: honest(manager, tokens, namespace))
+
+
+def open_again_without_the_media(patch: Patch) -> None:
+    honest = Scheduler._opening
+
+    def opening(scheduler: Scheduler, sequence: TokenStream) -> Opening:
+        is_first = sequence.request.account is None or not sequence.request.num_preemptions
+        return honest(scheduler, sequence) if is_first else honest(scheduler, sequence)._replace(media=())
+
+    patch.setattr(Scheduler, "_opening", opening)
+
+
 CAUGHT: list[tuple[Callable[[Patch], None], tuple[Callable[[], None], ...]]] = [
-    (forget_the_media, MEDIA_NETS),
+    (forget_the_media, (*MEDIA_NETS, media_run)),
+    (look_up_without_the_media, (media_run,)),
+    (open_again_without_the_media, (media_run,)),
     (forget_which_media, MEDIA_NETS),
     (forget_where_media_begin, MEDIA_NETS),
     (number_media_from_the_block, (media_reading_back, media_twin)),

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from quire.decoding import Sampling
-from quire.memory import FullAttention, KVCacheManager, KVCacheSpec, Namespace, check
+from quire.memory import FullAttention, KVCacheManager, KVCacheSpec, MediaSpan, Namespace, check
 from quire.scheduling import Scheduler, StepPlan
 from quire.sequences import Request, SamplingParams, Sequence
+from quire.sequences.media import Media
 from quire.simulation.executor import SimulatedExecutor
 from tests.scheduling.auditor import Auditor
 
@@ -33,6 +34,7 @@ class Job:
     ignore_eos: bool = False
     prompt_logprobs: int | None = None
     cache_salt: str | None = None
+    media: tuple[MediaSpan, ...] = ()
     priority: int = 0
     arrives_at: int = 0
     abort_at: int = NEVER
@@ -137,6 +139,7 @@ class Rig:
             seed=seed,
             priority=job.priority,
             namespace=Namespace(cache_salt=job.cache_salt),
+            media=tuple(Media(span, None) for span in job.media if span.end <= len(job.prompt)),
             retain_cache=seed % 2 == 1,
         )
         self.scheduler.add(request)

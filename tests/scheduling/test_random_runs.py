@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.memory import ChunkedLocal, FullAttention, KVCacheSpec, RecurrentState, SlidingWindow
+from quire.memory import ChunkedLocal, FullAttention, KVCacheSpec, MediaSpan, RecurrentState, SlidingWindow
 from tests.scheduling.rig import NEVER, VOCAB_SIZE, Job, Setting, run
 
 FULL = (FullAttention(block_size=4),)
 WINDOW = SlidingWindow(block_size=4, window=9)
 STATE = RecurrentState(block_size=4, layer_bytes=FULL[0].bytes_per_block)
+# In prompts that are long enough for them.
+FOX, KITE = MediaSpan(1, 5, b"fox"), MediaSpan(1, 5, b"kite")
 
 jobs = st.builds(
     Job,
@@ -25,6 +27,7 @@ jobs = st.builds(
     stop_token_ids=st.sampled_from([(), (3,)]),
     prompt_logprobs=st.sampled_from([None, None, 0]),
     cache_salt=st.sampled_from([None, None, "tenant"]),
+    media=st.sampled_from([(), (), (FOX,), (KITE,), (FOX._replace(start=2),), (FOX, KITE._replace(start=6))]),
     priority=st.integers(-1, 1),
     arrives_at=st.integers(0, 12),
     abort_at=st.just(NEVER) | st.integers(0, 20),
@@ -106,6 +109,12 @@ def random_jobs(rng: random.Random, count: int) -> list[Job]:
     ]
 
 
+def with_media(jobs: list[Job]) -> list[Job]:
+    """Return the same token ids, of one medium or another, here or there."""
+    choices = [(), (FOX,), (KITE,), (FOX._replace(start=6),), (FOX, KITE._replace(start=12, num_tokens=9))]
+    return [replace(job, media=choices[i % 5]) for i, job in enumerate(jobs)]
+
+
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(
     "setting",
@@ -164,6 +173,20 @@ def test_long_runs(seed: int, setting: Setting) -> None:
     outcome = run(jobs, setting)
     for job, samples, expected in zip(jobs, outcome.outputs, undisturbed(jobs), strict=True):
         assert agrees(job, samples, expected)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("specs", [FULL, (*FULL, WINDOW), (*FULL, STATE)], ids=["full", "full and window", "states"])
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_long_runs_with_media(seed: int, specs: tuple[KVCacheSpec, ...], mode: str) -> None:
+    jobs = with_media(random_jobs(random.Random(seed), 40))
+    setting = Setting(
+        num_blocks=19, budget=16, max_num_seqs=8, specs=specs, preemption_mode=mode, host_blocks=40 * (mode == "swap")
+    )
+    outcome = run(jobs, setting)
+    for job, samples, expected in zip(jobs, outcome.outputs, undisturbed(jobs), strict=True):
+        assert agrees(job, samples, expected)
+    assert outcome.scheduler.stats.prefix_hits > 20
 
 
 def test_long_runs_do_preempt_copy_hit_and_evict() -> None:

@@ -106,9 +106,9 @@ def test_pins_are_a_tenant_s_own(gated: ServerProcess) -> None:
     assert gated.http.get("/kv").json()["pins"]["tokens"] == {}
 
 
-@pytest.mark.parametrize("field", ["tenant"])
+@pytest.mark.parametrize("field", ["tenant", "media"])
 @pytest.mark.parametrize("path", [*ROUTES, "/pin_prefix"])
-def test_a_body_does_not_say_whose_it_is(server: ServerProcess, path: str, field: str) -> None:
+def test_a_body_does_not_say_whose_it_is_nor_bring_media(server: ServerProcess, path: str, field: str) -> None:
     answer = server.post(path, {ROUTES.get(path, "prompt"): [], field: "acme"})
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["code"]) == (400, field, "unsupported_feature")

@@ -11,10 +11,11 @@ from quire.config import ResolvedConfig
 from quire.decoding.edits import Append, Finish
 from quire.distributed.executor import Executor
 from quire.engine.calibration import Calibration
+from quire.engine.media import MediaReader
 from quire.engine.namespaces import read_namespace
 from quire.engine.outputs import RequestMetrics, RequestOutput
 from quire.engine.pinning import PrefixPins
-from quire.engine.prompts import Prompt, to_tokens
+from quire.engine.prompts import Prompt, PromptReader
 from quire.engine.residency import Residency
 from quire.engine.staging import Staging
 from quire.engine.stats import EngineStats, StepStats, Totals
@@ -46,6 +47,7 @@ class Engine:
         clock: seconds, monotonic.
         memory_log: what memory commands are recorded in; closed with the engine.
         staging: brings up what is on disk; None without a prefix cache there. Closed with the engine.
+        media_reader: reads what comes with prompts; None where the data plane computes no embeddings.
 
     Attributes:
         last_step: the numbers of the last step, None where it did nothing.
@@ -65,6 +67,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         memory_log: TextIO | None = None,
         staging: Staging | None = None,
+        media_reader: MediaReader | None = None,
     ) -> None:
         self.config = config
         self.scheduler = scheduler
@@ -72,7 +75,8 @@ class Engine:
         self.tokenizer = tokenizer
         self.num_steps = 0
         self.last_step: StepStats | None = None
-        self.pins = PrefixPins(config, scheduler.memory, tokenizer, cache_name)
+        self._prompts = PromptReader(tokenizer, config.vocab_size, media_reader)
+        self.pins = PrefixPins(config, scheduler.memory, self._prompts, cache_name)
         share = config.kv_cache_metrics_sample
         pools = [group.pool for group in scheduler.memory.groups]
         self.residency = Residency(pools, share, clock) if share else None
@@ -111,7 +115,7 @@ class Engine:
 
         Args:
             request_id: unique among the requests that are not finished.
-            prompt: text, token ids, or a mapping with one of them.
+            prompt: text, token ids, or a mapping with one of them; token ids with `media`, see `MediaReader`.
             params: valid sampling parameters.
             priority: lower runs first, under the priority policy.
             cache_salt: only requests with the same salt share cached prefixes.
@@ -137,7 +141,7 @@ class Engine:
         params.check_for_model(vocab_size=self.config.vocab_size, max_num_seqs=self.config.max_num_seqs)
         if params.stop and self.tokenizer is None:
             raise UnsupportedFeature("stop", "this engine runs without a tokenizer; use stop_token_ids")
-        tokens = to_tokens(prompt, self.tokenizer, self.config.vocab_size, add_special_tokens=add_special_tokens)
+        tokens = self._prompts.read(prompt, add_special_tokens=add_special_tokens)
         num_prompt = len(tokens.token_ids)
         limit = self.config.max_model_len
         if num_prompt >= limit:
@@ -152,6 +156,7 @@ class Engine:
             seed=self._seed(self._num_requests) if params.seed is None else params.seed,
             priority=priority,
             namespace=namespace,
+            media=tokens.media,
             retain_cache=retain_cache,
         )
         if params.allowed_token_ids is not None and set(params.allowed_token_ids) <= set(request.suppressed_ids):

@@ -120,7 +120,9 @@ class LLM:
         """Generate for all prompts at once.
 
         Args:
-            prompts: one prompt or several: text, token ids, or `{"prompt_token_ids": [...]}`.
+            prompts: one prompt or several: text, token ids, or `{"prompt_token_ids": [...]}`. The latter may have
+                `"media": [{"offset": ..., "embeddings": ...}, ...]`: tensors [tokens, E] of the model's dtype, which
+                are computed as they are in place of the embeddings of the tokens from `offset` on.
             sampling_params: one for all, or one for each; None takes the model's own.
             use_tqdm: show a progress bar on standard error, where that is a terminal.
             cache_salt, tenant: only requests with the same of both share cached prefixes.

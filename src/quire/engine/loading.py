@@ -17,6 +17,7 @@ from quire.decoding.strategies import Sampling
 from quire.distributed.executor import InProcessExecutor
 from quire.engine.disk_cache import make_staging, open_disk
 from quire.engine.engine import Engine
+from quire.engine.media import MediaReader
 from quire.engine.staging import Staging
 from quire.errors import ConfigError, InvalidParameter
 from quire.execution.disk_blocks import DiskBlocks
@@ -24,6 +25,7 @@ from quire.execution.heap import keep_freed_memory, use_huge_pages
 from quire.execution.machine import pick_device, probe
 from quire.execution.profiling import StepLimits, measure_step_cost
 from quire.execution.runner import ModelRunner
+from quire.memory.chain import Namespace
 from quire.memory.manager import KVCacheManager
 from quire.memory.recorder import RecordedMemory
 from quire.memory.settings import MemorySettings
@@ -117,6 +119,8 @@ def load(config: EngineConfig) -> LoadedModel:
             cache_name=f"{name}:{dtype}",
             memory_log=memory_log,
             staging=staging,
+            # The memory's secret, which outlives a restart where what it names does.
+            media_reader=MediaReader(decoder.spec.width, dtype, memory.chain([], Namespace("media")).root[0]),
         )
         # From here on the engine closes it.
         stack.pop_all()

@@ -7,12 +7,11 @@ from urllib.parse import quote
 
 from quire.config import ResolvedConfig
 from quire.engine.namespaces import read_namespace
-from quire.engine.prompts import Prompt, to_tokens
+from quire.engine.prompts import Prompt, PromptReader
 from quire.errors import InvalidParameter, PinLimitReached, PromptTooLong, UnsupportedFeature
 from quire.memory.manager import KVCacheManager
 from quire.memory.recorder import RecordedMemory
 from quire.sequences.params import SamplingParams
-from quire.text.tokenizer import Tokenizer
 
 MAX_NAME_LEN = 256
 # A request that computes a prompt and leaves it in the prefix cache.
@@ -39,7 +38,7 @@ class PrefixPins:
     Args:
         config: the engine's.
         memory: the engine's.
-        tokenizer: None when the engine works on token ids only.
+        prompts: reads what is to be pinned.
         cache_name: what, of the model, the prefix cache depends on.
     """
 
@@ -47,12 +46,12 @@ class PrefixPins:
         self,
         config: ResolvedConfig,
         memory: KVCacheManager | RecordedMemory,
-        tokenizer: Tokenizer | None,
+        prompts: PromptReader,
         cache_name: str,
     ) -> None:
         self._config = config
         self._memory = memory
-        self._tokenizer = tokenizer
+        self._prompts = prompts
         self._cache_name = cache_name
 
     def pin(
@@ -85,21 +84,21 @@ class PrefixPins:
         key = _key(name, tenant)
         if key in self._memory.pins:
             raise InvalidParameter("name", name, "a name that is not in use; unpin that prefix first")
-        vocab_size, block_size = self._config.vocab_size, self._config.block_size
-        tokens = to_tokens(prompt, self._tokenizer, vocab_size, add_special_tokens=add_special_tokens).token_ids
-        whole = tokens[: len(tokens) // block_size * block_size]
+        block_size = self._config.block_size
+        tokens, _, media = self._prompts.read(prompt, add_special_tokens=add_special_tokens)
+        whole, spans = tokens[: len(tokens) // block_size * block_size], [each.span for each in media]
         if not whole:
             raise InvalidParameter("prompt", prompt, f"at least a block of {block_size} tokens long")
         if len(tokens) >= self._config.max_model_len:
             limit = self._config.max_model_len
             raise PromptTooLong(len(tokens), limit - 1, f"the context length of {limit} tokens")
         # A hit leaves a token to compute; here it is one that nobody asked for.
-        hit = self._memory.match_prefix(self._memory.chain([*whole, 0], namespace))
+        hit = self._memory.match_prefix(self._memory.chain([*whole, 0], namespace, spans))
         if hit.num_tokens < len(whole):
             return 0
         if not self._memory.pins.can_add(hit.block_ids):
             raise PinLimitReached(self._memory.pins.num_filled(hit.block_ids), self._memory.pins.limit)
-        return self._memory.pin(key, self._memory.chain(whole, namespace))
+        return self._memory.pin(key, self._memory.chain(whole, namespace, spans))
 
     def unpin(self, name: str, tenant: str | None = None) -> None:
         """Let go of a pinned prefix.

@@ -10,6 +10,7 @@ from quire.execution.batch import BatchBuilder
 from quire.execution.disk_blocks import DiskBlocks
 from quire.execution.host_blocks import TieredBlocks
 from quire.execution.logprobs import measure, rows_per_tile
+from quire.execution.media import OpenMedia
 from quire.execution.sampler import BAD_LOGITS, Sampler
 from quire.execution.storage import Storage, make_storages
 from quire.memory.ops import MemoryOps
@@ -27,6 +28,7 @@ class ModelRunner:
         storages: memory, one for each cache group.
         builder: turns a plan into the model's inputs.
         sampler: turns logits into tokens.
+        media: has the embeddings that come with prompts.
         host_bytes: of the host tier; 0 for none.
         disk: the tier below that, if there is one.
     """
@@ -37,6 +39,7 @@ class ModelRunner:
         storages: Sequence[Storage],
         builder: BatchBuilder,
         sampler: Sampler,
+        media: OpenMedia,
         host_bytes: int = 0,
         disk: DiskBlocks | None = None,
     ) -> None:
@@ -45,6 +48,7 @@ class ModelRunner:
         self._blocks = TieredBlocks(self._storages, host_bytes, disk)
         self._builder = builder
         self._sampler = sampler
+        self._media = media
 
     @classmethod
     def build(
@@ -73,7 +77,7 @@ class ModelRunner:
         groups = decoder.cache_groups
         storages = make_storages(groups, num_blocks, block_size, dtype, place)
         builder = BatchBuilder(block_size, place, [group.kept for group in groups])
-        return cls(decoder, storages, builder, Sampler(place), host_bytes, disk)
+        return cls(decoder, storages, builder, Sampler(place), OpenMedia(place), host_bytes, disk)
 
     def measure_copies(self) -> float | None:
         """Return the bytes that move between the tiers in a second, None without a host tier; before the first plan."""
@@ -96,8 +100,10 @@ class ModelRunner:
         """
         self._blocks.apply(plan.ops.copies, plan.ops.saves)
         self._sampler.follow(plan)
+        self._media.follow(plan)
         batch = self._builder.build(plan)
-        hidden = self._decoder(batch.input_ids, batch.positions, batch.groups, self._storages)
+        given = self._media.rows(plan.items, batch.row_starts)
+        hidden = self._decoder(batch.input_ids, batch.positions, batch.groups, self._storages, given)
         results = {item.seq_id: ItemResult(item.seq_id, ()) for item in plan.items}
         last_rows = [end - 1 for end in batch.row_starts[1:]]
         sampled = [(item, row) for item, row in zip(plan.items, last_rows, strict=True) if item.num_samples]

@@ -172,6 +172,7 @@ class Decoder:
         positions: Tensor,
         groups: Sequence[AttentionBatch | StateBatch],
         storages: Sequence[PagedKV | PagedStates],
+        given: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Run the layers over a step's rows; what they keep of the rows is stored on the way.
 
@@ -180,6 +181,7 @@ class Decoder:
             positions: [T] of int64.
             groups: the step's part in each cache group.
             storages: one for each cache group.
+            given: rows, [M] of int64, and embeddings [M, E] to take for them as they are, in place of the tokens' own.
 
         Returns:
             Hidden states [T, E], before the last norm.
@@ -194,6 +196,8 @@ class Decoder:
         x = ops.embedding(input_ids, self._embedding)
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
+        if given is not None:
+            x = x.index_copy(0, *given)
         told = None if self._per_layer_inputs is None else self._per_layer_inputs(input_ids, x)
         for idx, (mixer_norm, mixers, ffn_norm, ffn, gate, scale) in enumerate(self._layers):
             normed = mixer_norm(x)

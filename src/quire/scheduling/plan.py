@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from quire.memory.ops import MemoryOps, TableDelta
+from quire.sequences.media import Media
 from quire.sequences.params import SamplingParams
 
 __all__ = ["ItemResult", "MemoryOps", "Opening", "PlanItem", "StepPlan", "StepResult", "TableDelta", "TokenLogprobs"]
@@ -24,6 +25,7 @@ class Opening(NamedTuple):
         num_prompt: tokens of `token_ids` that are the prompt.
         token_ids: prompt and output so far, all that is known at the time of the plan.
         suppressed_ids: tokens that may not be sampled before `params.min_tokens` output tokens exist.
+        media: embeddings to compute in place of some tokens' own, in the order of their places.
     """
 
     params: SamplingParams
@@ -32,6 +34,7 @@ class Opening(NamedTuple):
     num_prompt: int
     token_ids: tuple[int, ...]
     suppressed_ids: tuple[int, ...]
+    media: tuple[Media, ...] = ()
 
 
 class PlanItem(NamedTuple):

@@ -270,6 +270,7 @@ class Scheduler:
             sequence.num_prompt,
             tuple(sequence.tokens),
             request.suppressed_ids,
+            request.media,
         )
 
     # ---- lives of sequences ----
@@ -286,7 +287,7 @@ class Scheduler:
         seq_id = self._next_seq_id
         self._next_seq_id += 1
         if parent is None:
-            chain = self.memory.chain(tokens, request.namespace)
+            chain = self.memory.chain(tokens, request.namespace, [media.span for media in request.media])
         else:
             chain = self.memory.fork(parent.seq_id, seq_id, tokens)
         sequence = Sequence(seq_id, request, sample_idx, tokens, chain, (*self._order(request), sample_idx))

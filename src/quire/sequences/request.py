@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from quire.memory.chain import Namespace
 from quire.memory.status import HitEnd, PrefixHit, TokenAccount
+from quire.sequences.media import Media
 from quire.sequences.params import SamplingParams
 from quire.sequences.sequence import Sequence
 
@@ -23,6 +24,7 @@ class Request:
         arrival: rises with each request; the order of first come first served.
         priority: lower runs first under the priority policy.
         namespace: where its blocks may be shared.
+        media: what some of the prompt's tokens stand for, in the order of their places.
         retain_cache: have the blocks that it leaves behind evicted last.
         seed: seed of its draws.
         sequences: the prompt's sequence first; after the fork one for each sample.
@@ -42,6 +44,7 @@ class Request:
     seed: int
     priority: int = 0
     namespace: Namespace = field(default_factory=Namespace)
+    media: tuple[Media, ...] = ()
     retain_cache: bool = False
     sequences: list[Sequence] = field(default_factory=list)
     num_known_prompt_logprobs: int = 0

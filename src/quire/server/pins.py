@@ -23,7 +23,7 @@ UNSUPPORTED: dict[str, Refusal] = {
     "chat_template": ((), "templates come with the model, never from requests"),
     "continue_final_message": ((False,), "pin the text as a prompt"),
     "tools": (([],), "calls of tools cannot be read from the output yet"),
-    "tenant": NEVER_SUPPORTED["tenant"],
+    **{field: NEVER_SUPPORTED[field] for field in ("media", "tenant")},
 }
 KNOWN_FIELDS = (
     *UNSUPPORTED,

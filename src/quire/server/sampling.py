@@ -63,6 +63,7 @@ UNSUPPORTED: Mapping[str, Refusal] = {
     "truncate_prompt_tokens": ((), "send the prompt that you mean"),
     "spaces_between_special_tokens": ((True,), "special tokens are written as they are"),
     "prompt_embeds": ((), "a prompt is text or token ids"),
+    "media": ((), "a prompt is text or token ids"),
     "kv_transfer_params": ((), "the KV cache stays on this server"),
     "vllm_xargs": (({},), "it names another engine's internals"),
     "tenant": ((), "the operator says in a header whose a request is; cache_salt is the client's own"),

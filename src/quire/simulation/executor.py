@@ -16,20 +16,37 @@ from quire.memory.pool import NULL_BLOCK
 from quire.memory.specs import FullAttention, KVCacheSpec
 from quire.scheduling.plan import ItemResult, Opening, PlanItem, StepPlan, StepResult
 
+# A token id, or what stands for media: a token id, their digest and the row of them.
+Token = int | tuple[int, bytes, int]
+
 
 class _OpenSequence:
     """What the data plane keeps of a sequence between plans."""
 
-    __slots__ = ("opening", "tables", "tokens")
+    __slots__ = ("_rows", "opening", "tables", "tokens")
 
     def __init__(self, opening: Opening, num_groups: int) -> None:
         self.opening = opening
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]
-        self.tokens = list(opening.token_ids)
+        spans = [media.span for media in opening.media]
+        self._rows = {
+            place: (span.digest, place - span.start) for span in spans for place in range(span.start, span.end)
+        }
+        self.tokens: list[Token] = []
+        self.write(0, opening.token_ids)
+
+    def write(self, start: int, token_ids: Sequence[int]) -> None:
+        """Set the tokens from a position on; one that stands for media is known by the row of them too."""
+        rows = self._rows
+        if rows:
+            places = enumerate(token_ids, start)
+            self.tokens[start:] = [(token, *rows[place]) if place in rows else token for place, token in places]
+        else:
+            self.tokens[start:] = token_ids
 
 
 class SimulatedExecutor:
-    """Executes plans over slots that hold `(position, token)`.
+    """Executes plans over slots that hold `(position, token)`, and of media which they are.
 
     Args:
         block_size: tokens of a block.
@@ -47,10 +64,10 @@ class SimulatedExecutor:
         self.specs = tuple(specs) or (FullAttention(block_size=block_size),)
         self.num_computed_tokens = 0
         # By group and slot, for each tier.
-        self._tiers: dict[Tier, dict[tuple[int, int], tuple[int, int]]] = {tier: {} for tier in Tier}
+        self._tiers: dict[Tier, dict[tuple[int, int], tuple[int, Token]]] = {tier: {} for tier in Tier}
         self._slots = self._tiers[Tier.DEVICE]
         # By tier, group and block.
-        self._states: dict[tuple[Tier, int, int], tuple[int, ...]] = {}
+        self._states: dict[tuple[Tier, int, int], tuple[Token, ...]] = {}
         self._open: dict[int, _OpenSequence] = {}
 
     @property
@@ -107,17 +124,17 @@ class SimulatedExecutor:
         if item.opening is not None:
             self._open[item.seq_id] = _OpenSequence(item.opening, len(self.specs))
         sequence = self._open[item.seq_id]
-        sequence.tokens[item.start :] = item.token_ids
+        sequence.write(item.start, item.token_ids)
         for delta in item.table_deltas:
             sequence.tables[delta.group_idx][delta.start :] = delta.block_ids
         for group_idx, (spec, table) in enumerate(zip(self.specs, sequence.tables, strict=True)):
             if spec.carries:
                 self._advance_state(item, group_idx, table[-1], written)
                 continue
-            for position, token_id in enumerate(item.token_ids, item.start):
+            for position in range(item.start, len(sequence.tokens)):
                 slot = group_idx, self._slot(table, position)
                 self._claim(slot, item.seq_id, written)
-                self._slots[slot] = (position, token_id)
+                self._slots[slot] = (position, sequence.tokens[position])
         self.num_computed_tokens += len(item.token_ids)
 
     def _claim(self, slot: tuple[int, int], seq_id: int, written: dict[tuple[int, int], int]) -> None:
@@ -164,7 +181,7 @@ class SimulatedExecutor:
             item.seq_id, tuple(self._next_token(sequence.opening, context, i) for i in range(item.num_samples))
         )
 
-    def _next_token(self, opening: Opening, context: list[int], draw_idx: int) -> int:
+    def _next_token(self, opening: Opening, context: list[Token], draw_idx: int) -> int:
         """Return a token that is a function of seed, sample and context, and not a suppressed one."""
         data = repr((opening.seed, opening.sample_idx + draw_idx, context)).encode()
         number = int.from_bytes(blake2b(data, digest_size=8).digest(), "little")

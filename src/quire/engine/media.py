@@ -1,0 +1,91 @@
+"""Media as users give them with a prompt: embeddings, and where in the prompt they stand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from ctypes import c_ubyte
+from hashlib import blake2b
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from quire.errors import InvalidParameter
+from quire.memory.media import MediaSpan
+from quire.sequences.media import Media
+
+DIGEST_BYTES = 32
+_FIELDS = {"offset", "embeddings"}
+
+
+class MediaReader:
+    """Reads the media of prompts for one model.
+
+    Args:
+        width: E of its hidden states.
+        dtype: of them.
+        key: a secret of at most 64 bytes, the same as long as what was computed is kept: without it, nobody can make
+            media that pass for others.
+    """
+
+    def __init__(self, width: int, dtype: torch.dtype, key: bytes) -> None:
+        self._width = width
+        self._dtype = dtype
+        self._key = key
+
+    def read(self, value: object, num_tokens: int) -> tuple[Media, ...]:
+        """Return a prompt's media in the order of their places; the embeddings are copied.
+
+        Args:
+            value: a list of mappings with `offset` (the first token that they stand for) and `embeddings`, a tensor
+                [tokens, E].
+            num_tokens: of the prompt.
+
+        Raises:
+            InvalidParameter: something else; embeddings of another width or dtype, none, or some that are not finite;
+                media outside the prompt, or at the same tokens as others.
+        """
+        if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+            raise InvalidParameter("media", value, "a list of mappings with offset and embeddings")
+        read = [self._read_one(f"media[{idx}]", one, num_tokens) for idx, one in enumerate(value)]
+        placed = sorted(enumerate(read), key=lambda one: one[1].span.start)
+        for (_, before), (idx, behind) in pairwise(placed):
+            if behind.span.start < before.span.end:
+                allowed = f"at least {before.span.end}, where the media before it end"
+                raise InvalidParameter(f"media[{idx}].offset", behind.span.start, allowed)
+        return tuple(media for _, media in placed)
+
+    def _read_one(self, field: str, value: object, num_tokens: int) -> Media:
+        if not isinstance(value, Mapping) or set(value) != _FIELDS:
+            shown = sorted(map(str, value)) if isinstance(value, Mapping) else value
+            raise InvalidParameter(field, shown, "a mapping with offset and embeddings, and nothing else")
+        embeddings = self._checked(f"{field}.embeddings", value["embeddings"])
+        offset, count = value["offset"], len(embeddings)
+        most = num_tokens - count
+        if most < 0:
+            raise InvalidParameter(f"{field}.embeddings", f"{count} tokens", f"of at most the prompt's {num_tokens}")
+        if type(offset) is not int or not 0 <= offset <= most:
+            allowed = f"an integer from 0 to {most}, as the prompt has {num_tokens} tokens and this stands for {count}"
+            raise InvalidParameter(f"{field}.offset", offset, allowed)
+        return Media(MediaSpan(offset, count, self._digest(embeddings)), embeddings)
+
+    def _checked(self, field: str, value: object) -> Tensor:
+        """Return a copy of embeddings [tokens, E], in the memory of the host and without gaps."""
+        if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_meta:
+            raise InvalidParameter(field, value, "a dense tensor")
+        if value.ndim != 2 or value.shape[1] != self._width or not len(value):
+            raise InvalidParameter(field, list(value.shape), f"of shape [tokens, {self._width}], at least one token")
+        if value.dtype is not self._dtype:
+            raise InvalidParameter(field, value.dtype, f"of {self._dtype}")
+        copy = torch.empty(value.shape, dtype=value.dtype).copy_(value.detach())
+        bad = (~copy.isfinite()).nonzero()
+        if len(bad):
+            row, column = bad[0].tolist()
+            raise InvalidParameter(field, f"{copy[row, column]} in row {row}", "of finite numbers")
+        return copy
+
+    def _digest(self, embeddings: Tensor) -> bytes:
+        shape = "x".join(map(str, embeddings.shape))
+        hasher = blake2b(f"{embeddings.dtype} {shape} ".encode(), digest_size=DIGEST_BYTES, key=self._key)
+        hasher.update((c_ubyte * embeddings.nbytes).from_address(embeddings.data_ptr()))
+        return hasher.digest()
