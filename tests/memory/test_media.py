@@ -130,3 +130,11 @@ def test_the_check_reads_what_blocks_keep_of_media(memory: KVCacheManager, entri
     pool.index.add((block_digest(parent[0], content), content, parent), last)
     with pytest.raises(InvariantViolation, match="M4"):
         check(memory)
+
+
+def test_a_first_block_that_media_begin_to_fill_has_no_token_in_common_with_others() -> None:
+    """Nothing can be said of a block that is not full and that media touch: not even where it differs."""
+    memory = KVCacheManager([FullAttention(block_size=SIZE)], 4)
+    enter(memory, [7, 7])
+    hit = ask(memory, [7, 7, 7], MediaSpan(1, 2, b"fox"))
+    assert (hit.num_tokens, hit.end, hit.differs_at) == (0, HitEnd.NEVER_SEEN, None)

@@ -58,8 +58,8 @@ def longest_continuation(
     if len(content) > most:
         alike = [link for link in children if link[1] == content]
     else:
-        # Most of many begin otherwise.
-        alike = [link for link in children if link[1].startswith(first) and len(link[1]) <= most]
+        # Most of many begin otherwise. Where nothing can be said of the tokens wanted, nothing is like them.
+        alike = [link for link in children if first and link[1].startswith(first) and len(link[1]) <= most]
     for link in alike:
         count = num_common(link[1], content[:most])
         if best is None or count > best.num_tokens:
