@@ -12,6 +12,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# A process imports torch, and takes some 0.7 GB.
+PARALLEL := --numprocesses auto --maxprocesses 4 --dist worksteal
 
 .PHONY: run test lint bench ci clean native
 .PRECIOUS: $(VENV)/.quire-%
@@ -21,7 +23,7 @@ run: $(VENV)/.quire-core
 	HF_HUB_OFFLINE=1 $(BIN)/quire generate --demo --num-threads 1
 
 test: $(VENV)/.quire-test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 lint: $(VENV)/.quire-test $(VENV)/.quire-lint
 	$(BIN)/ruff check .
