@@ -9,6 +9,7 @@ import torch
 
 from quire.errors import CheckpointError
 from quire.models.decoder import Decoder
+from quire.models.rotations import Rope
 from quire.models.spec import (
     Attention,
     CacheGroup,
@@ -21,7 +22,6 @@ from quire.models.spec import (
     ModelSpec,
     Parallel,
     RMSNorm,
-    Rope,
     ShortConv,
 )
 from quire.ops import make_ops

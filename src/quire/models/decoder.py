@@ -27,7 +27,8 @@ from quire.models.blocks import (
 from quire.models.per_layer_inputs import PerLayerEmbedding, PerLayerGate
 from quire.models.recurrent import Mamba2Block, ShortConvBlock
 from quire.models.rope import RotaryEmbedding
-from quire.models.spec import Attention, CacheGroup, LayerSpec, Mamba2, Mixer, ModelSpec, Parallel, Rope, ShortConv
+from quire.models.rotations import Rope
+from quire.models.spec import Attention, CacheGroup, LayerSpec, Mamba2, Mixer, ModelSpec, Parallel, ShortConv
 from quire.ops.interface import AttentionBatch, Ops, PagedKV, PagedStates, StateBatch
 
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from quire.models.spec import LinearScaling, Llama3Scaling, ProportionalScaling, Rope, YarnScaling
+from quire.models.rotations import LinearScaling, Llama3Scaling, ProportionalScaling, Rope, YarnScaling
 from quire.ops.interface import Rotation
 
 
