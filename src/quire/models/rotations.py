@@ -58,10 +58,14 @@ RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | ProportionalScaling
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary position embedding over the whole head, the two halves of a head rotated against each other.
+    """Rotary position embedding, the two halves of what turns rotated against each other.
+
+    Args:
+        num_turned: the first values of a head, which turn as a head of so many would; None for all of them.
 
     Source: RoFormer, arXiv 2104.09864.
     """
 
     theta: float
     scaling: RopeScaling | None = None
+    num_turned: int | None = None
