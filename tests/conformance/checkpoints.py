@@ -99,7 +99,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_k_eq_v": True,
         },
     ),
-    # Short convolutions, and a selective state space, beside attention.
+    # Short convolutions, a selective state space, and gated delta nets, beside attention.
     "lfm2": (
         "Lfm2",
         {**_SMALL, "num_hidden_layers": 5, "full_attn_idxs": [2, 4], "block_multiple_of": 8},
@@ -122,6 +122,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "logits_scaling": 2.0,
         },
     ),
+    "qwen3.5": (
+        "Qwen3_5",
+        {
+            **_SMALL,
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "full_attention_interval": 2,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+        },
+    ),
     # Both side by side in every layer; gated with a norm, and without one.
     "falcon-h1": ("FalconH1", {**_SMALL, **FALCON}),
     "falcon-h1-norm": (
@@ -139,7 +152,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 # How many times larger a pool must be for the same sequences, since states lie in it too.
-POOL_FACTORS = {"lfm2": 2, "granite4": 4, "falcon-h1": 4, "falcon-h1-norm": 4}
+POOL_FACTORS = {"lfm2": 2, "granite4": 4, "falcon-h1": 4, "falcon-h1-norm": 4, "qwen3.5": 4}
 
 
 def save_checkpoint(family: str, folder: Path) -> Path:

@@ -1,10 +1,17 @@
-"""Tiny models of Gemma 4 and Falcon-H1, for the tests of all families."""
+"""Tiny models of Gemma 4, Falcon-H1 and Qwen3.5, for the tests of all families."""
 
 from __future__ import annotations
 
 from typing import Any, Final
 
-from transformers import FalconH1Config, FalconH1ForCausalLM, Gemma4ForCausalLM, Gemma4TextConfig
+from transformers import (
+    FalconH1Config,
+    FalconH1ForCausalLM,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+)
 
 NEAR, FULL = "sliding_attention", "full_attention"
 GEMMA4_CASES: Final[dict[str, tuple[type, type, dict[str, Any]]]] = {
@@ -88,4 +95,51 @@ FALCON_INPUTS: Final = {"attention_in_multiplier": 1.2, "ssm_in_multiplier": 1.2
 FALCON_CASES: Final[dict[str, tuple[type, type, dict[str, Any]]]] = {
     "falcon-h1": (FalconH1Config, FalconH1ForCausalLM, FALCON | FALCON_INPUTS),
     "falcon-h1-options": (FalconH1Config, FalconH1ForCausalLM, FALCON | FALCON_OPTIONS),
+}
+
+QWEN3_5_CASES: Final[dict[str, tuple[type, type, dict[str, Any]]]] = {
+    # Two value heads to a key head, of another size; a quarter of each attention head turns.
+    "qwen3.5": (
+        Qwen3_5TextConfig,
+        Qwen3_5ForCausalLM,
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 24,
+            # Now and then a random head reads next to nothing: a smaller one would make much of its rounding.
+            "rms_norm_eps": 1e-3,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3.5-options": (
+        Qwen3_5TextConfig,
+        Qwen3_5ForCausalLM,
+        {
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 24,
+            "layer_types": ["full_attention", "linear_attention"],
+            "num_hidden_layers": 2,
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 3,
+            "linear_key_head_dim": 24,
+            "linear_value_head_dim": 8,
+            "linear_conv_kernel_dim": 3,
+            "attention_bias": True,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 5000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "partial_rotary_factor": 0.5,
+                "mrope_interleaved": True,
+                "mrope_section": [2, 2, 2],
+            },
+        },
+    ),
 }

@@ -16,6 +16,7 @@ from transformers import (
     Llama4TextConfig,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3NextConfig,
 )
 
@@ -127,6 +128,7 @@ def test_a_family_and_the_generic_fields_agree(name: str) -> None:
         (Gemma4TextConfig(num_hidden_layers=13), {}),
         (Llama4TextConfig(num_hidden_layers=12, moe_layers=[]), {}),
         (Qwen3NextConfig(num_hidden_layers=10), {"full_attention_interval": 4}),
+        (Qwen3_5TextConfig(num_hidden_layers=10), {}),
         (Qwen2Config(num_hidden_layers=8, use_sliding_window=True, max_window_layers=5), {}),
         (Lfm2Config(num_hidden_layers=7, full_attn_idxs=[2, 5]), {"full_attn_idxs": [2, 5]}),
         (JambaConfig(num_hidden_layers=20, attn_layer_period=4, attn_layer_offset=0), {}),

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from quire.errors import CheckpointError
 from quire.models.decoder import Decoder
+from quire.models.rotations import Rope
 from quire.models.spec import (
     Attention,
     CacheGroup,
+    GatedDeltaNet,
     GatedMLP,
     KeptState,
     KeptTokens,
@@ -21,7 +24,6 @@ from quire.models.spec import (
     ModelSpec,
     Parallel,
     RMSNorm,
-    Rope,
     ShortConv,
 )
 from quire.ops import make_ops
@@ -86,6 +88,27 @@ def test_groups_of_states_come_after_those_of_tokens() -> None:
         CacheGroup(1, KeptState(3, 48, (2, 8, 16))),
     )
     assert spec.cache_places == (((2, 0),), ((3, 0),), ((0, 0),), ((2, 1),), ((1, 0),))
+
+
+def test_a_delta_net_keeps_a_matrix_of_each_value_head() -> None:
+    spec = spec_of(SMALL, GatedDeltaNet(2, 6, 8, 16, 4, NORM))
+    assert spec.cache_groups[1] == CacheGroup(1, KeptState(3, 2 * 2 * 8 + 6 * 16, (6, 8, 16)))
+    shapes = decoder_of(spec).weight_shapes()
+    assert shapes["layers.1.mixer.input.weight"] == (2 * 2 * 8 + 6 * 16 + 6 * 16 + 6 + 6, 32)
+    assert shapes["layers.1.mixer.conv.weight"] == (2 * 2 * 8 + 6 * 16, 1, 4)
+
+
+def test_gates_are_stored_with_the_queries() -> None:
+    shapes = decoder_of(spec_of(replace(SMALL, output_gate=True, qkv_bias=True))).weight_shapes()
+    assert shapes["layers.0.mixer.qkv.weight"] == ((2 * 4 + 2 * 2) * 16, 32)
+    assert shapes["layers.0.mixer.qkv.bias"] == ((2 * 4 + 2 * 2) * 16,)
+    assert shapes["layers.0.mixer.output.weight"] == (32, 4 * 16)
+
+
+@pytest.mark.parametrize("change", [{"output_gate": True}, {"rope": Rope(1e4, num_turned=8)}], ids=str)
+def test_what_reads_another_ones_cache_has_neither_gates_nor_parts_that_turn(change: dict[str, Any]) -> None:
+    with pytest.raises(AssertionError):
+        decoder_of(spec_of(SMALL, replace(SMALL, source=0, **change)))
 
 
 def test_a_layer_is_in_the_cache_group_of_each_of_its_parts() -> None:

@@ -17,7 +17,8 @@ from quire.models.checkpoint import Checkpoint
 from quire.models.families import build
 from quire.models.loading import load_decoder
 from quire.models.per_layer_inputs import PerLayerEmbedding
-from quire.models.spec import CacheGroup, KeptTokens, ModelSpec, ProportionalScaling, RMSNorm, Rope
+from quire.models.rotations import ProportionalScaling, Rope
+from quire.models.spec import CacheGroup, KeptTokens, ModelSpec, RMSNorm
 from quire.ops.reference import ReferenceOps
 from tests.models.test_conformance import assert_same
 from tests.models.tiny import CASES, SHAPE, PagedRun, make_tiny, random_tokens, reference_logits

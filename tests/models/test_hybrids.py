@@ -11,7 +11,8 @@ from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
 from quire.errors import CheckpointError, UnsupportedModel
 from quire.models.cache_layout import layout_of
 from quire.models.families import build
-from quire.models.spec import Attention, Mamba2, ModelSpec, Rope, ShortConv
+from quire.models.rotations import Rope
+from quire.models.spec import Attention, Mamba2, ModelSpec, ShortConv
 from tests.models.published import CONFIGS
 
 LFM2 = {"architectures": ["Lfm2ForCausalLM"]}

@@ -36,7 +36,7 @@ from quire.models.spec import KeptState, KeptTokens, WeightMap
 from quire.ops import make_ops
 from quire.scheduling.plan import Opening, PlanItem, StepPlan, TableDelta
 from quire.sequences.params import SamplingParams
-from tests.models.family_cases import FALCON_CASES, GEMMA4_CASES
+from tests.models.family_cases import FALCON_CASES, GEMMA4_CASES, QWEN3_5_CASES
 
 SHAPE = {
     "vocab_size": 211,
@@ -159,7 +159,7 @@ CASES: dict[str, tuple[type, type, dict[str, Any]]] = {
     ),
 }
 
-CASES |= GEMMA4_CASES | FALCON_CASES
+CASES |= GEMMA4_CASES | FALCON_CASES | QWEN3_5_CASES
 CASES |= {
     "lfm2": (
         Lfm2Config,

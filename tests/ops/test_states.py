@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from copy import copy
 from itertools import accumulate
 
 import pytest
@@ -19,7 +20,8 @@ from tests.ops.backends import BACKENDS, Backend
 from tests.ops.world import REFERENCE, TOLERANCE, assert_near, randn
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-LAYER = 1
+# What is scanned, and what is corrected.
+LAYER, CORRECTED = 1, 2
 # Rows of each sequence; True where it has a state.
 RAGGED = [(1, True), (20, False), (1, False), (2, True), (CHUNK_ROWS, True), (1, True), (CHUNK_ROWS + 1, False)]
 RAGGED += [(3 * CHUNK_ROWS + 7, True), (1, True)]
@@ -70,41 +72,62 @@ class World:
         self.rows = randn(num_rows, num_channels, dtype=dtype, device=device, seed=97)
         self.steps = randn(num_rows, num_heads, dtype=dtype, device=device, seed=98)
         self.parts = (num_heads * head_dim, num_groups * state_dim, num_groups * state_dim)
+        self.pairs = randn(num_rows, 2, num_groups * head_dim, device=device, seed=95)
+        self.values = randn(num_rows, num_heads * state_dim + 3, dtype=dtype, device=device, seed=96)
         self.taps = randn(kernel, num_channels, device=device, seed=1) / kernel
         self.bias = randn(num_channels, device=device, seed=2)
         decays = -randn(num_heads, device=device, seed=3).exp()
         self.heads = ScanHeads(decays, randn(num_heads, device=device, seed=4), randn(num_heads, device=device, seed=5))
 
+    def part(self, seq: int, start: int, end: int, has_state: bool) -> World:
+        """Return a step of some of a sequence's rows, over the same storage."""
+        part, rows = copy(self), slice(start, end)
+        part.batch = StateBatch([self.batch.block_ids[seq]], [0, end - start], [has_state])
+        part.rows, part.steps, part.pairs, part.values = (
+            whole[rows] for whole in (self.rows, self.steps, self.pairs, self.values)
+        )
+        return part
+
     def run(self, ops: Ops) -> list[torch.Tensor]:
-        """Convolve and scan in one layer; return both outputs."""
+        """Convolve and scan in one layer, and correct in another; return the outputs."""
         step = ops.step_states(self.batch, self.states)
         convolved = step.convolve(LAYER, self.rows, self.taps, self.bias, True)
         plain = self.rows.split_with_sizes(self.parts, 1)
-        return [convolved, step.scan(LAYER, *plain, self.steps, self.heads)]
+        scanned = step.scan(LAYER, *plain, self.steps, self.heads)
+        key_dim, wide = self.states.sums[CORRECTED].shape[2], self.steps.float()
+        keys = functional.normalize(self.pairs[:, 1].unflatten(1, (-1, key_dim)), dim=-1).flatten(1)
+        decays = functional.softplus(wide) * self.heads.decays
+        values = self.values[:, :-3]  # their rows lie apart
+        corrected = step.correct(CORRECTED, self.pairs[:, 0], keys, values, decays, wide.sigmoid())
+        return [convolved, scanned, corrected]
 
     def check(self, ops: Ops) -> None:
         """Compare outputs and states of a backend with the reference's."""
-        before, kept = self.states.data.clone(), self.rows.clone()
+        given = (self.rows, self.pairs, self.values)
+        before, kept = self.states.data.clone(), [each.clone() for each in given]
         expected = self.run(REFERENCE)
         written = self.states.data.clone()
-        inputs, sums = self.states.inputs[LAYER].clone(), self.states.sums[LAYER].clone()
+        inputs, sums = self.states.inputs[LAYER].clone(), [each.clone() for each in self.states.sums]
         self.states.data.copy_(before)
         found = self.run(ops)
-        assert [y.dtype for y in found] == [self.rows.dtype, torch.float32]
+        assert [y.dtype for y in found] == [self.rows.dtype, torch.float32, torch.float32]
         assert all(y.is_contiguous() for y in found)
         assert_near(found[0], expected[0], factor=2)
-        # Sums of products of numbers near 1: their rounding grows with the largest of them.
-        size = expected[1].abs().max().item()
-        torch.testing.assert_close(found[1], expected[1], rtol=1e-5, atol=2e-6 * size)
-        torch.testing.assert_close(self.states.sums[LAYER], sums, rtol=1e-5, atol=2e-6 * size, equal_nan=True)
+        for layer_idx, y in ((LAYER, 1), (CORRECTED, 2)):
+            # Sums of products of numbers near 1: their rounding grows with the largest of them.
+            near = {"rtol": 1e-5, "atol": 2e-6 * expected[y].abs().max().item()}
+            torch.testing.assert_close(found[y], expected[y], **near)
+            torch.testing.assert_close(self.states.sums[layer_idx], sums[layer_idx], **near, equal_nan=True)
         # Not near but equal: inputs are kept as they are, and nothing else is touched.
         assert torch.equal(self.states.inputs[LAYER].nan_to_num(), inputs.nan_to_num())
         unused = [idx for idx in range(len(before)) if idx not in self.batch.block_ids]
         assert torch.equal(self.states.data[unused], before[unused])
         layers, layers_before = (data.view(len(data), 3, -1) for data in (self.states.data, before))
-        assert torch.equal(layers[:, [0, 2]], layers_before[:, [0, 2]])
+        assert torch.equal(layers[:, 0], layers_before[:, 0])
+        behind_sums = sums[CORRECTED][0].nbytes
+        assert torch.equal(layers[:, CORRECTED, behind_sums:], layers_before[:, CORRECTED, behind_sums:])
         assert not torch.equal(written, before)
-        assert torch.equal(self.rows, kept)
+        assert all(torch.equal(each, was) for each, was in zip(given, kept, strict=True))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -129,15 +152,13 @@ def test_steps_carry_a_state_as_one_step_does(backend: Backend, cuts: list[int])
     whole = World([(num_rows, False)], device=backend.device)
     expected = whole.run(ops)
     parts = World([(num_rows, False)], device=backend.device)
-    rows, steps, block_ids = parts.rows, parts.steps, parts.batch.block_ids
-    found = []
-    for start, end in zip(accumulate(cuts, initial=0), accumulate(cuts), strict=False):
-        parts.batch = StateBatch(block_ids, [0, end - start], [start > 0])
-        parts.rows, parts.steps = rows[start:end], steps[start:end]
-        found.append(parts.run(ops))
+    ends = zip(accumulate(cuts, initial=0), accumulate(cuts), strict=False)
+    found = [parts.part(0, start, end, start > 0).run(ops) for start, end in ends]
     for pieces, y in zip(zip(*found, strict=True), expected, strict=True):
         torch.testing.assert_close(torch.cat(pieces), y, rtol=1e-5, atol=2e-6 * y.abs().max().item())
-    torch.testing.assert_close(parts.states.sums[LAYER], whole.states.sums[LAYER], rtol=1e-5, atol=1e-5, equal_nan=True)
+    for layer_idx in (LAYER, CORRECTED):
+        sums, same = parts.states.sums[layer_idx], whole.states.sums[layer_idx]
+        torch.testing.assert_close(sums, same, rtol=1e-5, atol=1e-5, equal_nan=True)
     assert torch.equal(parts.states.inputs[LAYER].nan_to_num(), whole.states.inputs[LAYER].nan_to_num())
 
 
@@ -148,12 +169,10 @@ def test_a_sequence_gets_the_same_bits_beside_others(backend: Backend) -> None:
     before = world.states.data.clone()
     together = world.run(ops)
     world.states.data.copy_(before)
-    rows, steps, batch = world.rows, world.steps, world.batch
-    for idx, block_id in enumerate(batch.block_ids):
+    batch = world.batch
+    for idx, has_state in enumerate(batch.has_state):
         start, end = batch.row_starts[idx : idx + 2]
-        world.batch = StateBatch([block_id], [0, end - start], batch.has_state[idx : idx + 1])
-        world.rows, world.steps = rows[start:end], steps[start:end]
-        for alone, beside in zip(world.run(ops), together, strict=True):
+        for alone, beside in zip(world.part(idx, start, end, has_state).run(ops), together, strict=True):
             torch.testing.assert_close(alone, beside[start:end], rtol=1e-6, atol=1e-6)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.models import spec
+from quire.models.rope import turning_order
 from quire.ops.interface import HeadNorms, Linear, Ops, Rotation, StepAttention
 
 
@@ -85,9 +86,15 @@ def empty_scale(norm: spec.RMSNorm, shape: tuple[int, ...], dtype: torch.dtype, 
     return torch.empty(shape, dtype=torch.float32 if norm.zero_centred or norm.wide else dtype, device=device)
 
 
-def scale_slot(norm: spec.RMSNorm, scale: Tensor, shape: tuple[int, ...]) -> WeightSlot:
-    """Say how a norm's weight of `shape` becomes its scale."""
-    return WeightSlot(shape, lambda weight: scale.copy_(weight).add_(1.0) if norm.zero_centred else scale.copy_(weight))
+def scale_slot(norm: spec.RMSNorm, scale: Tensor, shape: tuple[int, ...], order: Tensor | None = None) -> WeightSlot:
+    """Say how a norm's weight of `shape` becomes its scale, in another order if one is given."""
+
+    def fill(weight: Tensor) -> None:
+        scale.copy_(weight if order is None else weight[order])
+        if norm.zero_centred:
+            scale.add_(1.0)
+
+    return WeightSlot(shape, fill)
 
 
 class Addition(NamedTuple):
@@ -138,6 +145,28 @@ class AttentionInputs(NamedTuple):
     step: StepAttention
 
 
+def _stored_heads(attention: spec.Attention, qkv: WeightSlots, gate: WeightSlots) -> WeightSlots:
+    """Say how queries, keys and values become what the projections take: each query head is stored with its gates."""
+    order = turning_order(attention.rope, attention.head_dim)
+    if order is None and not gate:
+        return qkv
+    num_heads, num_kv_heads, head_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
+    num_query_parts = 2 if gate else 1
+    keys_start = num_query_parts * num_heads
+    rows = torch.arange((keys_start + 2 * num_kv_heads) * head_dim).view(-1, head_dim)
+    queries, keys, values = rows.tensor_split((keys_start, keys_start + num_kv_heads))
+    turning = torch.cat((queries[::num_query_parts], keys))
+    qkv_rows = torch.cat((turning if order is None else turning[:, order], values)).flatten()
+    gate_rows = queries[1::2].flatten()
+
+    def fill(name: str, tensor: Tensor) -> None:
+        qkv[name].fill(tensor[qkv_rows])
+        if gate:
+            gate[name].fill(tensor[gate_rows])
+
+    return {name: WeightSlot((rows.numel(), *slot.shape[1:]), partial(fill, name)) for name, slot in qkv.items()}
+
+
 class AttentionBlock:
     """Grouped-query attention through the paged cache.
 
@@ -166,15 +195,20 @@ class AttentionBlock:
         self._layer_idx = layer_idx
         self._qkv = Projection(width, (num_heads + 2 * num_kv_heads) * head_dim, attention.qkv_bias, ops)
         self._output = ResidualProjection(num_heads * head_dim, width, attention.output_bias, addition, ops)
-        self.slots = nested(qkv=self._qkv.slots, output=self._output.slots)
+        self._gate: Projection | None = None
+        if attention.output_gate:
+            self._gate = Projection(width, num_heads * head_dim, attention.qkv_bias, ops)
+        qkv_slots = _stored_heads(attention, self._qkv.slots, {} if self._gate is None else self._gate.slots)
+        self.slots = nested(qkv=qkv_slots, output=self._output.slots)
         self._norms: HeadNorms | None = None
         if attention.qk_norm is not None:
             norm, num_normed = attention.qk_norm, num_heads + num_kv_heads * (2 if attention.value_norm else 1)
             scales = empty_scale(norm, (num_normed, head_dim), dtype, device)
             self._norms = HeadNorms(scales, norm.eps)
             q_scales, k_scales, v_scales = scales.tensor_split((num_heads, num_heads + num_kv_heads))
-            self.slots["q_norm.weight"] = scale_slot(norm, q_scales, (head_dim,))
-            self.slots["k_norm.weight"] = scale_slot(norm, k_scales, (head_dim,))
+            order = turning_order(attention.rope, head_dim)
+            self.slots["q_norm.weight"] = scale_slot(norm, q_scales, (head_dim,), order)
+            self.slots["k_norm.weight"] = scale_slot(norm, k_scales, (head_dim,), order)
             v_scales.fill_(1.0)
 
     def __call__(self, x: Tensor, residual: Tensor, inputs: AttentionInputs) -> Tensor:
@@ -186,7 +220,10 @@ class AttentionBlock:
         """
         rotation, step = inputs
         q = step.prepare(self._layer_idx, self._qkv.run(x), self._norms, rotation)
-        return self._output(step.attend(self._layer_idx, q, self._score_scale), residual)
+        gathered = step.attend(self._layer_idx, q, self._score_scale)
+        if self._gate is not None:
+            gathered.mul_(self._gate.run(x).sigmoid_())
+        return self._output(gathered, residual)
 
 
 class SharedAttentionBlock:
@@ -212,6 +249,8 @@ class SharedAttentionBlock:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        assert not attention.output_gate, "what reads another's keys has no gates"
+        assert turning_order(attention.rope, attention.head_dim) is None, "nor a part of a head that turns"
         num_heads, head_dim = attention.num_heads, attention.head_dim
         self._score_scale = _score_scale(attention)
         self._layer_idx = layer_idx

@@ -17,6 +17,7 @@ from quire.memory.specs import ChunkedLocal, FullAttention, KVCacheSpec, Recurre
 from quire.models.families.gemma4 import DEFAULTS as GEMMA4
 from quire.models.families.hf_config import NEUTRAL, HFConfig
 from quire.models.families.layer_fields import read_layers, read_sources
+from quire.models.families.qwen3_5 import DEFAULTS as QWEN3_5
 from quire.models.spec import KeptState, KeptTokens, ModelSpec
 
 FULL, WINDOWED, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
@@ -62,6 +63,7 @@ DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "gemma4_text": {**GEMMA4, "sliding_window_pattern": 6, "tie_word_embeddings": True},
     "gemma2": {"sliding_window_pattern": 2, "tie_word_embeddings": True},
     "lfm2": {"tie_word_embeddings": True},
+    "qwen3_5_text": QWEN3_5,
 }
 # `model_type` of those whose layers all have the window that `sliding_window` names.
 ALL_WINDOWED: Final = frozenset({"mistral", "mixtral", "phi3", "starcoder2"})

@@ -25,9 +25,20 @@ from quire.models.blocks import (
     nested,
 )
 from quire.models.per_layer_inputs import PerLayerEmbedding, PerLayerGate
-from quire.models.recurrent import Mamba2Block, ShortConvBlock
+from quire.models.recurrent import GatedDeltaNetBlock, Mamba2Block, ShortConvBlock
 from quire.models.rope import RotaryEmbedding
-from quire.models.spec import Attention, CacheGroup, LayerSpec, Mamba2, Mixer, ModelSpec, Parallel, Rope, ShortConv
+from quire.models.rotations import Rope
+from quire.models.spec import (
+    Attention,
+    CacheGroup,
+    GatedDeltaNet,
+    LayerSpec,
+    Mamba2,
+    Mixer,
+    ModelSpec,
+    Parallel,
+    ShortConv,
+)
 from quire.ops.interface import AttentionBatch, Ops, PagedKV, PagedStates, StateBatch
 
 
@@ -123,6 +134,8 @@ class Decoder:
                 return ShortConvBlock(mixer, *place, self._device)
             case Mamba2():
                 return Mamba2Block(mixer, *place, self._device)
+            case GatedDeltaNet():
+                return GatedDeltaNetBlock(mixer, *place, self._device)
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:

@@ -7,8 +7,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from quire.models import spec
-from quire.models.blocks import Addition, Projection, ResidualProjection, WeightSlot, WeightSlots, nested
+from quire.models.blocks import Addition, Projection, ResidualProjection, WeightSlot, WeightSlots, nested, scale_slot
 from quire.ops.interface import Ops, ScanHeads, StepStates
+
+# Added to the squared length of queries and keys before they are divided by it.
+LENGTH_EPS = 1e-6
 
 
 class Convolution:
@@ -128,3 +131,57 @@ class Mamba2Block:
         if self._norm is None:
             return functional.silu(gates.float()).mul_(y)
         return self._gated_norm(y, gates, self._scale, self._norm.eps)
+
+
+class GatedDeltaNetBlock:
+    """The gated delta rule over paged states.
+
+    ```
+     x -> input -> | queries, keys, values | gates | rates | steps |
+                     conv, silu -> correct <----------'-------'
+                                      '-> norm --> gate -> output
+    ```
+
+    Args:
+        net: heads, and what is done to them.
+        width: E.
+        layer_idx: the layer's place in its cache group.
+        addition: how the result is added to the residual.
+
+    Attributes:
+        slots: "input", "conv", "decays" (logarithms), "step_biases", "norm" and "output".
+    """
+
+    def __init__(
+        self, net: spec.GatedDeltaNet, width: int, layer_idx: int, addition: Addition, ops: Ops, device: torch.device
+    ) -> None:
+        num_heads = net.num_value_heads
+        self._layer_idx = layer_idx
+        self._net = net
+        self._rms_norm = ops.rms_norm
+        self._parts = (net.num_channels, net.inner, num_heads, num_heads)
+        self._conv_parts = (net.num_channels - net.inner, net.inner)
+        self._input = Projection(width, sum(self._parts), False, ops)
+        self._conv = Convolution(net.num_channels, net.kernel, False, device)
+        decays, step_biases = self._decays, self._step_biases = torch.empty(2, num_heads, device=device)
+        # A length of 1 is a root mean square of K ** -0.5.
+        self._unit = torch.full((net.key_dim,), net.key_dim**-0.5, device=device)
+        self._scale = torch.empty(net.value_dim, device=device)
+        self._output = ResidualProjection(net.inner, width, False, addition, ops)
+        self.slots = nested(input=self._input.slots, conv=self._conv.slots, output=self._output.slots)
+        self.slots["decays"] = WeightSlot((num_heads,), lambda weight: decays.copy_(weight).exp_().neg_())
+        self.slots["step_biases"] = WeightSlot((num_heads,), step_biases.copy_)
+        self.slots["norm.weight"] = scale_slot(net.norm, self._scale, (net.value_dim,))
+
+    def __call__(self, x: Tensor, residual: Tensor, step: StepStates) -> Tensor:
+        """Add to `residual` [T, E] what the block makes of `x` [T, E]; the states of the rows' sequences go on."""
+        num_rows, key_dim = len(x), self._net.key_dim
+        conv_inputs, gates, rates, steps = self._input.run(x).split_with_sizes(self._parts, 1)
+        convolved = self._conv(conv_inputs, step, self._layer_idx, activation=True)
+        pairs, values = convolved.split_with_sizes(self._conv_parts, 1)
+        pairs = self._rms_norm(pairs.float().reshape(-1, key_dim), self._unit, LENGTH_EPS / key_dim)
+        queries, keys = pairs.view(num_rows, 2, -1).unbind(1)
+        decays = functional.softplus(steps.float() + self._step_biases) * self._decays
+        y = step.correct(self._layer_idx, queries * key_dim**-0.5, keys, values, decays, rates.float().sigmoid())
+        normed = self._rms_norm(y.view(-1, self._net.value_dim), self._scale, self._net.norm.eps).view_as(y)
+        return self._output(functional.silu(gates.float()).mul_(normed).to(x.dtype), residual)

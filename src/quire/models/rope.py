@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from quire.models.spec import LinearScaling, Llama3Scaling, ProportionalScaling, Rope, YarnScaling
+from quire.models.rotations import LinearScaling, Llama3Scaling, ProportionalScaling, Rope, YarnScaling
 from quire.ops.interface import Rotation
 
 
@@ -24,9 +24,11 @@ class RotaryEmbedding:
     """
 
     def __init__(self, rope: Rope | None, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        frequencies, self._scale = torch.zeros(head_dim // 2), 1.0
+        frequencies, self._scale = torch.zeros(head_dim // 2), torch.ones(head_dim, device=device)
         if rope is not None:
-            frequencies, self._scale = inverse_frequencies(rope, head_dim)
+            turning, scale = inverse_frequencies(rope, rope.num_turned or head_dim)
+            frequencies[: len(turning)] = turning
+            self._scale.view(2, -1)[:, : len(turning)] = scale
         self._frequencies = torch.cat((frequencies, frequencies)).to(device)
         self._dtype = dtype
         self._half = head_dim // 2
@@ -38,11 +40,29 @@ class RotaryEmbedding:
             positions: [T] of int64.
         """
         angles = positions.to(torch.float32)[:, None, None] * self._frequencies
-        cos, sin = angles.cos(), angles.sin()
-        if self._scale != 1.0:
-            cos, sin = cos * self._scale, sin * self._scale
+        cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
         sin[..., : self._half].neg_()
         return Rotation(cos.to(self._dtype), sin.to(self._dtype))
+
+
+def turning_order(rope: Rope | None, head_dim: int) -> Tensor | None:
+    """Return the order in which a head's values lie where only a first part of them turns; None for their own order.
+
+    Kernels turn the halves of whole heads against each other. Scores and norms see no difference, as long as queries
+    and keys lie alike.
+
+    ```
+     a head     | turns, half 0 | turns, half 1 | stays, half 0 | stays, half 1 |
+     its order  | turns, half 0 | stays, half 0 | turns, half 1 | stays, half 1 |
+    ```
+
+    Returns:
+        [D] of int64.
+    """
+    if rope is None or rope.num_turned is None:
+        return None
+    parts = torch.arange(head_dim).tensor_split((rope.num_turned,))
+    return torch.cat([part.view(2, -1) for part in parts], 1).flatten()
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[Tensor, float]:

@@ -6,70 +6,10 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from quire.models.rotations import Rope
+
 if TYPE_CHECKING:  # planning reads configurations without torch
     from quire.ops.interface import Activation
-
-
-@dataclass(frozen=True, slots=True)
-class LinearScaling:
-    """Positions divided by `factor`."""
-
-    factor: float
-
-
-@dataclass(frozen=True, slots=True)
-class Llama3Scaling:
-    """Low frequencies divided by `factor`, high ones kept, a smooth change between (Llama 3.1)."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position: int
-
-
-@dataclass(frozen=True, slots=True)
-class YarnScaling:
-    """Frequencies interpolated by how often they turn within the original context, and attention sharpened.
-
-    Args:
-        attention_factor: what cosine and sine are multiplied by.
-        truncate: round the ramp's ends to whole frequencies.
-
-    Source: YaRN, arXiv 2309.00071.
-    """
-
-    factor: float
-    original_max_position: int
-    beta_fast: float
-    beta_slow: float
-    attention_factor: float
-    truncate: bool
-
-
-@dataclass(frozen=True, slots=True)
-class ProportionalScaling:
-    """Only the first pairs of a head turn, as fast as if all did, divided by `factor`.
-
-    Args:
-        fraction: of the head's pairs that turn.
-    """
-
-    fraction: float
-    factor: float
-
-
-RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | ProportionalScaling
-
-
-@dataclass(frozen=True, slots=True)
-class Rope:
-    """Rotary position embedding over the whole head, the two halves of a head rotated against each other.
-
-    Source: RoFormer, arXiv 2104.09864.
-    """
-
-    theta: float
-    scaling: RopeScaling | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +76,7 @@ class Attention:
         window: tokens that a token sees, itself included; None for all before it.
         score_scale: what scores are multiplied by before the softmax; None for `head_dim ** -0.5`.
         source: the earlier layer whose keys and values are read; None for the layer's own.
+        output_gate: what is gathered is multiplied by the sigmoid of gates, which are projected beside the queries.
     """
 
     num_heads: int
@@ -149,6 +90,7 @@ class Attention:
     window: int | None = None
     score_scale: float | None = None
     source: int | None = None
+    output_gate: bool = False
 
     @property
     def kept(self) -> KeptTokens | None:
@@ -223,7 +165,46 @@ class Mamba2:
         return KeptState(self.kernel - 1, self.num_channels, (self.num_heads, self.head_dim, self.state_dim))
 
 
-Mixer = Attention | ShortConv | Mamba2
+@dataclass(frozen=True, slots=True)
+class GatedDeltaNet:
+    """The gated delta rule: each head keeps a matrix that forgets, and is corrected where a token's key looks.
+
+    A short convolution comes before it; a norm of each head, gates and a projection after it.
+
+    Args:
+        num_key_heads: G, of queries and of keys; each serves H / G value heads.
+        num_value_heads: H.
+        key_dim: K, rows of a head's matrix; value_dim: V, its columns.
+        kernel: tokens that the convolution sees, the token itself included.
+        norm: of what a head gives, before the gates.
+
+    Source: Gated Delta Networks, arXiv 2412.06464.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+    norm: RMSNorm
+
+    @property
+    def inner(self) -> int:
+        """Values of all value heads."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def num_channels(self) -> int:
+        """Values of a token that the convolution sees: queries, keys and values."""
+        return 2 * self.num_key_heads * self.key_dim + self.inner
+
+    @property
+    def kept(self) -> KeptState:
+        """What a layer keeps: the last inputs of its convolution, and the matrices of its heads."""
+        return KeptState(self.kernel - 1, self.num_channels, (self.num_value_heads, self.key_dim, self.value_dim))
+
+
+Mixer = Attention | ShortConv | Mamba2 | GatedDeltaNet
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,8 @@ class PagedStates(Protocol):
 
     Attributes:
         inputs: for each layer a view [B, k - 1, C], of the model's dtype: what its convolution saw last, oldest first.
-        sums: for each layer a view [B, H, D, N] of float32: what each head adds up over all tokens.
+        sums: for each layer a view [B, H, D, N] of float32: what each head adds up over all tokens; [B, H, K, V] where
+            rows correct it.
     """
 
     @property
@@ -207,6 +208,31 @@ class StepStates(Protocol):
             [T, H * D] of float32, contiguous.
 
         Source: Mamba 2, arXiv 2405.21060.
+        """
+        ...
+
+    def correct(
+        self, layer_idx: int, queries: Tensor, keys: Tensor, values: Tensor, decays: Tensor, rates: Tensor
+    ) -> Tensor:
+        """Correct each sequence's state by its rows, and read from it: the gated delta rule.
+
+        For each head, with a [K, V] matrix S:
+
+            S = exp(decay) * S
+            S = S + outer(key, rate * (value - key @ S))
+            y = query @ S
+
+        Args:
+            queries, keys: [T, G * K] of float32, keys of a length of 1 at most; heads `[g * H / G, (g + 1) * H / G)`
+                share part `g`.
+            values: [T, H * V].
+            decays: [T, H] of float32, the logarithms of what each row leaves of the state.
+            rates: [T, H] of float32, from 0 to 1: how far a row takes what its key finds to its value.
+
+        Returns:
+            [T, H * V] of float32, contiguous.
+
+        Source: Gated Delta Networks, arXiv 2412.06464.
         """
         ...
 

@@ -58,6 +58,28 @@ class ReferenceStepStates:
                 output[row] = torch.einsum("hdn,hn->hd", state, reads[row]) + heads.skips[:, None] * values[row]
         return output.flatten(1)
 
+    def correct(
+        self, layer_idx: int, queries: Tensor, keys: Tensor, values: Tensor, decays: Tensor, rates: Tensor
+    ) -> Tensor:
+        """Forget, look the key up, put right what it finds, read."""
+        num_heads, key_dim, value_dim = self._states.sums[layer_idx].shape[1:]
+        queries, keys = (
+            part.view(len(part), -1, key_dim).repeat_interleave(num_heads * key_dim // part.shape[1], 1)
+            for part in (queries, keys)
+        )
+        wanted = values.float().view(-1, num_heads, value_dim)
+        output = torch.empty_like(wanted)
+        for block_id, start, end, has_state in self._sequences():
+            state = self._states.sums[layer_idx][block_id]
+            if not has_state:
+                state.zero_()
+            for row in range(start, end):
+                state.mul_(decays[row].exp()[:, None, None])
+                found = torch.einsum("hk,hkv->hv", keys[row], state)
+                state.add_(torch.einsum("hk,hv->hkv", keys[row], rates[row, :, None] * (wanted[row] - found)))
+                output[row] = torch.einsum("hk,hkv->hv", queries[row], state)
+        return output.flatten(1)
+
     def _sequences(self) -> Iterator[tuple[int, int, int, bool]]:
         """Yield each sequence's block, its rows, and whether it has a state."""
         batch = self._batch

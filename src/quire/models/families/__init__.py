@@ -16,6 +16,7 @@ from quire.models.families.llama import llama
 from quire.models.families.mistral import mistral
 from quire.models.families.qwen2 import qwen2
 from quire.models.families.qwen3 import qwen3
+from quire.models.families.qwen3_5 import qwen3_5, qwen3_5_of_text_and_images
 from quire.models.spec import ModelSpec, WeightMap
 
 # The name that a checkpoint's config.json lists under "architectures" -> how such a configuration is read.
@@ -31,6 +32,8 @@ FAMILIES: Final[dict[str, Callable[[HFConfig], tuple[ModelSpec, WeightMap]]]] = 
     "MistralForCausalLM": mistral,
     "Qwen2ForCausalLM": qwen2,
     "Qwen3ForCausalLM": qwen3,
+    "Qwen3_5ForCausalLM": qwen3_5,
+    "Qwen3_5ForConditionalGeneration": qwen3_5_of_text_and_images,
 }
 
 

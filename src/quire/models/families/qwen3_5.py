@@ -1,0 +1,154 @@
+"""Qwen3.5 (dense, text): gated delta nets, and attention with gates behind it in every fourth layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from quire.errors import CheckpointError
+from quire.models.families.hf_config import FULL, HFConfig, read_layer_kinds, read_max_position, read_rope_part
+from quire.models.families.llama_layout import (
+    HEAD_NORMS,
+    MLP,
+    NORMS,
+    OUTPUT,
+    QKV,
+    map_ends,
+    map_modules,
+    read_attention,
+)
+from quire.models.rotations import Rope
+from quire.models.spec import Attention, GatedDeltaNet, GatedMLP, LayerSpec, ModelSpec, RMSNorm, WeightMap
+
+RECURRENT: Final = "linear_attention"
+# Checkpoints leave out what is equal to these.
+DEFAULTS: Final[Mapping[str, Any]] = {
+    "vocab_size": 248320,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 32768,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+# Rotations that a part of a head can have.
+ROPE_TYPES: Final = ("default", "linear", "dynamic", "llama3", "yarn")
+DELTA_NET: Final = {
+    "mixer.input": (
+        "linear_attn.in_proj_qkv",
+        "linear_attn.in_proj_z",
+        "linear_attn.in_proj_b",
+        "linear_attn.in_proj_a",
+    ),
+    "mixer.conv": ("linear_attn.conv1d",),
+    "mixer.norm": ("linear_attn.norm",),
+    "mixer.output": ("linear_attn.out_proj",),
+}
+HEADS: Final = {"mixer.decays": "linear_attn.A_log", "mixer.step_biases": "linear_attn.dt_bias"}
+
+
+def qwen3_5(config: HFConfig, prefix: str = "model") -> tuple[ModelSpec, WeightMap]:
+    """Read a `Qwen3_5ForCausalLM`.
+
+    Args:
+        prefix: of the tensors' names.
+
+    Raises:
+        CheckpointError: a field of the configuration is of the wrong type.
+        UnsupportedModel: the configuration asks for something that is not implemented: experts, say.
+    """
+    config = config.filled(DEFAULTS)
+    config.require("num_experts", 0)
+    config.require("hidden_act", "silu")
+    config.require("attn_output_gate", True)
+    config.require("mamba_ssm_dtype", "float32")
+    eps = config.number("rms_norm_eps", 1e-6)
+    norm = RMSNorm(eps, zero_centred=True)
+    has_bias = config.flag("attention_bias", False)
+    attention = replace(
+        read_attention(config, None), qk_norm=norm, qkv_bias=has_bias, output_bias=has_bias, output_gate=True
+    )
+    attention = replace(attention, rope=_read_rope(config, attention.head_dim))
+    net = _read_delta_net(config, RMSNorm(eps))
+    interval = config.integer("full_attention_interval")
+    kinds = read_layer_kinds(config, (FULL, RECURRENT), lambda idx: RECURRENT if (idx + 1) % interval else FULL)
+    mlp = GatedMLP(config.integer("intermediate_size"))
+    spec = ModelSpec(
+        vocab_size=config.integer("vocab_size"),
+        width=config.integer("hidden_size"),
+        layers=tuple(LayerSpec(norm, attention if kind == FULL else net, mlp) for kind in kinds),
+        norm=norm,
+        tied_head=config.flag("tie_word_embeddings", False),
+        max_position=read_max_position(config, attention.rope),
+    )
+    return spec, _map_weights(spec, has_bias, prefix)
+
+
+def qwen3_5_of_text_and_images(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
+    """Read the language model of a `Qwen3_5ForConditionalGeneration`; what sees images is left out."""
+    text = config.part("text_config") or HFConfig({}, "text_config.")
+    # Whether the head is tied is stated for the whole.
+    is_tied = config.flag("tie_word_embeddings", False)
+    return qwen3_5(text.changed({"tie_word_embeddings": is_tied}), "model.language_model")
+
+
+def _read_rope(config: HFConfig, head_dim: int) -> Rope:
+    """Read the rotation of the first part of a head.
+
+    `mrope_section` and `mrope_interleaved` share its frequencies among the three positions that a token of an image
+    has. Those of text are equal, so they change nothing.
+    """
+    name = "partial_rotary_factor"
+    part = config.part("rope_parameters") or config.part("rope_scaling") or HFConfig({})
+    for kind in ("rope_type", "type"):
+        part.require(kind, None, *ROPE_TYPES)
+    fraction = part.fraction(name, config.fraction(name, 0.25))
+    num_turned = int(head_dim * fraction)
+    if num_turned == 0 or num_turned % 2:
+        raise CheckpointError(
+            f"config.json: {name} must leave an even part of head_dim ({head_dim}) to turn, got {fraction}", field=name
+        )
+    whole = {name: None}
+    rope = read_rope_part(config.changed(whole), part.changed(whole), config.number("rope_theta", 1e4))
+    return replace(rope, num_turned=num_turned)
+
+
+def _read_delta_net(config: HFConfig, norm: RMSNorm) -> GatedDeltaNet:
+    """Read the heads of a recurrent layer."""
+    num_key_heads, num_value_heads = config.integer("linear_num_key_heads"), config.integer("linear_num_value_heads")
+    if num_value_heads % num_key_heads:
+        raise CheckpointError(
+            f"config.json: linear_num_value_heads must be a multiple of linear_num_key_heads ({num_key_heads}), got "
+            f"{num_value_heads}",
+            field="linear_num_value_heads",
+        )
+    return GatedDeltaNet(
+        num_key_heads,
+        num_value_heads,
+        config.integer("linear_key_head_dim"),
+        config.integer("linear_value_head_dim"),
+        config.integer("linear_conv_kernel_dim", least=2),
+        norm,
+    )
+
+
+def _map_weights(spec: ModelSpec, has_bias: bool, prefix: str) -> WeightMap:
+    """Name the checkpoint's tensors."""
+    names = map_ends(spec, prefix)
+    for idx, layer in enumerate(spec.layers):
+        place = ours, theirs = f"layers.{idx}", f"{prefix}.layers.{idx}"
+        names |= map_modules(*place, {name: (norm,) for name, norm in NORMS.items()}) | map_modules(*place, MLP)
+        if isinstance(layer.mixer, Attention):
+            names |= map_modules(*place, {**QKV, **OUTPUT}, has_bias=has_bias) | map_modules(*place, HEAD_NORMS)
+        else:
+            names |= map_modules(*place, DELTA_NET)
+            names |= {f"{ours}.{name}": (f"{theirs}.{tensor}",) for name, tensor in HEADS.items()}
+    return names
