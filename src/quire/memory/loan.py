@@ -94,16 +94,7 @@ class Loan:
 
     def woke(self, block_ids: Sequence[int]) -> None:
         """Note that idle blocks have holders now."""
-        slabs = self._slabs_of(block_ids)
-        if self.is_whole:
-            resting = self.resting
-            for slab in slabs:
-                del resting[slab]
-            return
-        idle, since = self._idle, self._idle_since
-        for block_id, slab in zip(block_ids, slabs, strict=True):
-            del since[block_id]
-            idle[slab] -= 1
+        self._wake(block_ids)
         self.took(block_ids)
 
     def rested(self, block_ids: Sequence[int]) -> None:
@@ -245,9 +236,12 @@ class Loan:
     def _evict(self, block_ids: Sequence[int]) -> None:
         self.pool.evict(block_ids)
         self.pool.free += block_ids
-        slabs = self._slabs_of(block_ids)
+        self._wake(block_ids)
+
+    def _wake(self, block_ids: Sequence[int]) -> None:
+        """Note that blocks are not idle any more; a slab without idle blocks is not at rest."""
+        resting, slabs = self.resting, self._slabs_of(block_ids)
         if self.is_whole:
-            resting = self.resting
             for slab in slabs:
                 del resting[slab]
             return
@@ -256,7 +250,7 @@ class Loan:
             del since[block_id]
             idle[slab] -= 1
             if not idle[slab]:
-                self.resting.pop(slab, None)
+                resting.pop(slab, None)
 
     def _move(self, block_id: int, slab: int) -> None:
         """Move one used block out of a slab, to a free block elsewhere, or one that must first be evicted."""
