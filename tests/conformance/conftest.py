@@ -22,6 +22,10 @@ from tests.conformance.checkpoints import (
 STORY = "Once upon a time, a small fox found a red kite in the forest. The fox was happy, and wanted to fly it. "
 
 
+# Histories of what differs little from another family: not in the default suite, which is to stay short.
+VARIANTS = frozenset({"falcon-h1-norm", "gemma4-keys-as-values", "llama2", "mistral", "qwen2", "qwen2-window"})
+
+
 class Reference(NamedTuple):
     """A checkpoint, prompts, and what transformers continues them with.
 
@@ -35,7 +39,13 @@ class Reference(NamedTuple):
     pool_factor: int
 
 
-@pytest.fixture(scope="session", params=[*sorted(FAMILIES), "bundled"])
+@pytest.fixture(
+    scope="session",
+    params=[
+        *(pytest.param(name, marks=[pytest.mark.slow] if name in VARIANTS else []) for name in sorted(FAMILIES)),
+        "bundled",
+    ],
+)
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """Return a family's checkpoint, or the bundled model, with its expected outputs."""
     if request.param == "bundled":

@@ -264,7 +264,7 @@ def test_every_eviction_policy(reference: Reference, eviction_policy: str) -> No
 
 def test_restarted_from_disk(reference: Reference, tmp_path: Path) -> None:
     """What one engine computed, the next one finds on disk; where a byte of it was flipped, it computes again."""
-    options = {"prefix_cache_dir": str(tmp_path / "cache"), "num_kv_blocks": 200}
+    options = {"prefix_cache_dir": str(tmp_path / "cache"), "num_kv_blocks": 200, "swap_space": 16 << 20}
     first = load(reference, **options)
     assert outputs_of(first, reference.prompts) == reference.outputs
     first.close()

@@ -168,10 +168,10 @@ def test_forked(case: Case) -> None:
 
 
 def test_restarted_from_disk(case: Case, tmp_path: Path) -> None:
-    first = load(case, prefix_cache_dir=str(tmp_path / "cache"))
+    first = load(case, prefix_cache_dir=str(tmp_path / "cache"), swap_space=16 << 20)
     agree(case, run(first, case.prompts))
     first.close()
-    again = load(case, prefix_cache_dir=str(tmp_path / "cache"))
+    again = load(case, prefix_cache_dir=str(tmp_path / "cache"), swap_space=16 << 20)
     outputs = [run(again, [prompt])[0] for prompt in case.prompts]
     agree(case, outputs)
     assert all(output.num_cached_tokens >= 32 for output in outputs)

@@ -28,6 +28,12 @@ PROMPTS = [STORY * 3 + "Then", STORY * 3 + "But", STORY * 2]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 
 
+@pytest.fixture(autouse=True)
+def little_staging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let what comes from disk go through few blocks: every one of them is looked at when memory is checked."""
+    monkeypatch.setattr("quire.config.options.STAGING_BYTES", 4 << 20)
+
+
 def start(folder: Path, **options: Any) -> LLM:
     """Start the bundled model with a prefix cache in a folder."""
     defaults = {"num_kv_blocks": 100, "max_model_len": 256, "block_size": 8, "num_threads": 1}

@@ -41,7 +41,7 @@ def replayed(path: Path) -> Report:
 
 def test_an_engine_that_swaps_runs_again(tmp_path: Path) -> None:
     path = tmp_path / "memory.log"
-    llm = load(record_memory=str(path), swap_space=32 << 20, preemption_mode="swap")
+    llm = load(record_memory=str(path), swap_space=2 << 20, preemption_mode="swap")
     llm.generate(PROMPTS, SamplingParams(n=2, max_tokens=40, seed=7), use_tqdm=False)
     stats, usage = llm.engine.stats, llm.usage()
     llm.close()

@@ -20,15 +20,17 @@ from tests.memory.world_size import WorldSize
     ("size", "max_prompt", "max_slots", "seen"),
     [
         (WorldSize(2, 1), 2, 3, Searched(476, 2951)),
-        (WorldSize(3, 1), 2, 3, Searched(1926, 12425)),
+        pytest.param(WorldSize(3, 1), 2, 3, Searched(1926, 12425), marks=pytest.mark.slow),
         (WorldSize(3, 1, caching=False), 2, 3, Searched(465, 3518)),
         (WorldSize(4, 1), 1, 2, Searched(1010, 5758)),
-        (WorldSize(2, 2), 2, 3, Searched(3557, 22610)),
+        pytest.param(WorldSize(2, 2), 2, 3, Searched(3557, 22610), marks=pytest.mark.slow),
         pytest.param(WorldSize(3, 2), 1, 3, Searched(7287, 43927), marks=pytest.mark.slow),
         (WorldSize(2, 1, kinds=(Kind("window", 2),)), 1, 3, Searched(758, 3439)),
         pytest.param(WorldSize(2, 2, kinds=(Kind("window", 2),)), 1, 4, Searched(5249, 26813), marks=pytest.mark.slow),
         (WorldSize(2, 1, kinds=(Kind("chunk", 2),)), 1, 3, Searched(2784, 12671)),
-        (WorldSize(2, 1, kinds=(Kind(), Kind("window", 1))), 2, 2, Searched(2963, 15013)),
+        pytest.param(
+            WorldSize(2, 1, kinds=(Kind(), Kind("window", 1))), 2, 2, Searched(2963, 15013), marks=pytest.mark.slow
+        ),
         (WorldSize(2, 1, kinds=(Kind(), Kind("window", 2))), 1, 3, Searched(242, 1217)),
         (WorldSize(2, 1, kinds=(Kind("state"),), interval=1), 1, 3, Searched(2537, 14791)),
         (WorldSize(2, 1, kinds=(Kind(), Kind("state")), interval=1), 1, 2, Searched(928, 5148)),
