@@ -155,11 +155,7 @@ class Loan:
             most: slabs.
             before: only slabs that go before what is of that age.
         """
-        if self._arena.retention.of_group[self.group_idx]:
-            slabs = [slab for age, slab in self._next_resting(most) if age < before]
-        else:
-            latest = NEVER[1] if before[0] else before[1]
-            slabs = [slab for slab, since in islice(self.resting.items(), most) if since < latest]
+        slabs = [slab for age, slab in self._next_resting(most) if age < before]
         blocks = self._arena.layout.blocks_in(self.group_idx, slabs)
         self._evict(blocks if self.is_whole else [block_id for block_id in blocks if block_id in self._idle_since])
         self._give_back(slabs)
