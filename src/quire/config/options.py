@@ -148,6 +148,11 @@ class CacheConfig:
         """Bytes of host memory for blocks: those asked for, or what a prefix cache on disk needs."""
         return self.swap_space or (0 if self.prefix_cache_dir is None else STAGING_BYTES)
 
+    @property
+    def host_option(self) -> str:
+        """The option that asks for `host_bytes`, where there are any."""
+        return "swap_space" if self.swap_space else "prefix_cache_dir"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:

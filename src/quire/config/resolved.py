@@ -96,7 +96,7 @@ def resolve(config: EngineConfig, machine: Machine, facts: ModelFacts) -> Resolv
             what.
     """
     cache, scheduler = config.cache, config.scheduler
-    machine = machine.set_aside(cache.host_bytes, "swap_space" if cache.swap_space else "prefix_cache_dir")
+    machine = machine.set_aside(cache.host_bytes, cache.host_option)
     max_model_len = context_length(config.model.max_model_len, facts.max_position)
     bytes_per_block = facts.bytes_per_token * cache.block_size
     num_blocks, origin = pool_blocks(
@@ -217,9 +217,7 @@ def pool_blocks(
 
 
 def _beside(cache: CacheConfig) -> str:
-    if not cache.host_bytes:
-        return ""
-    return f" and {cache.host_bytes:,} are set aside for {'swap_space' if cache.swap_space else 'prefix_cache_dir'}"
+    return f" and {cache.host_bytes:,} are set aside for {cache.host_option}" if cache.host_bytes else ""
 
 
 def _too_few_blocks(
