@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
+
+import pytest
 
 from quire.errors import InvariantViolation
 from quire.memory import FullAttention
@@ -18,8 +21,15 @@ FULL = Kind()
 # How a net tears: a broken table may also end in a look-up that finds nothing, a broken count in a victim that is not
 # there.
 TEARS = (AssertionError, InvariantViolation, LookupError, StopIteration)
+Bug = Callable[[pytest.MonkeyPatch], None]
+Net = Callable[[], None]
 GROUPS = ((FULL,), (FULL, FULL), (FULL, Kind("window", 3)), (Kind("window", 4),), (Kind("chunk", 4), FULL))
 STATES = ((Kind("state"),), (FULL, Kind("state")), (Kind("state"), Kind("window", 3), FULL))
+
+
+def each_net(caught: Sequence[tuple[Bug, tuple[Net, ...]]]) -> list[object]:
+    """Return each bug with each net that is to catch it, as parameters of a test."""
+    return [pytest.param(bug, net, id=f"{bug.__name__} - {net.__name__}") for bug, nets in caught for net in nets]
 
 
 def walk(*, has_twin: bool) -> None:

@@ -36,6 +36,7 @@ from tests.memory.nets import (
     NETS,
     TEARS,
     audited_run,
+    each_net,
     invariants_and_reading_back,
     long_run,
     slow_twin,
@@ -371,10 +372,7 @@ CAUGHT: list[tuple[Callable[[Patch], None], tuple[Callable[[], None], ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("seed_bug", "net"),
-    [pytest.param(bug, net, id=f"{bug.__name__} - {net.__name__}") for bug, nets in CAUGHT for net in nets],
-)
+@pytest.mark.parametrize(("seed_bug", "net"), each_net(CAUGHT))
 def test_the_net_catches_the_bug(
     monkeypatch: pytest.MonkeyPatch, seed_bug: Callable[[Patch], None], net: Callable[[], None]
 ) -> None:

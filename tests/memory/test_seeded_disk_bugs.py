@@ -11,7 +11,7 @@ from quire.memory import BlockCopy, Tier, TokenChain, archive
 from quire.memory.archive import Archive, FetchedBlock, Shelf
 from quire.memory.chain import Link
 from quire.memory.manager import KVCacheManager
-from tests.memory.nets import disk_reading_back, disk_twin
+from tests.memory.nets import disk_reading_back, disk_twin, each_net
 
 Patch = pytest.MonkeyPatch
 
@@ -93,10 +93,7 @@ CAUGHT: list[tuple[Callable[[Patch], None], tuple[Callable[[], None], ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("seed_bug", "net"),
-    [pytest.param(bug, net, id=f"{bug.__name__} - {net.__name__}") for bug, nets in CAUGHT for net in nets],
-)
+@pytest.mark.parametrize(("seed_bug", "net"), each_net(CAUGHT))
 def test_the_net_catches_the_bug(
     monkeypatch: pytest.MonkeyPatch, seed_bug: Callable[[Patch], None], net: Callable[[], None]
 ) -> None:

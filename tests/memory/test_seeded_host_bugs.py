@@ -11,7 +11,7 @@ from quire.memory import BlockCopy, Tier, admission, manager, swap
 from quire.memory.host_tier import Demotion, HostTier
 from quire.memory.sequence_memory import SequenceMemory
 from quire.memory.tables import BlockTables
-from tests.memory.nets import TEARS, host_reading_back, host_twin, host_world
+from tests.memory.nets import TEARS, each_net, host_reading_back, host_twin, host_world
 
 Patch = pytest.MonkeyPatch
 
@@ -136,10 +136,7 @@ CAUGHT: list[tuple[Callable[[Patch], None], tuple[Callable[[], None], ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("seed_bug", "net"),
-    [pytest.param(bug, net, id=f"{bug.__name__} - {net.__name__}") for bug, nets in CAUGHT for net in nets],
-)
+@pytest.mark.parametrize(("seed_bug", "net"), each_net(CAUGHT))
 def test_the_net_catches_the_bug(
     monkeypatch: pytest.MonkeyPatch, seed_bug: Callable[[Patch], None], net: Callable[[], None]
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 from quire.errors import InvariantViolation
 from quire.memory.pins import Pins
 from quire.memory.retention import HintedLast, Retention
-from tests.memory.nets import hinted_world, invariants_and_reading_back, slow_twin
+from tests.memory.nets import each_net, hinted_world, invariants_and_reading_back, slow_twin
 
 Patch = pytest.MonkeyPatch
 
@@ -79,10 +79,7 @@ CAUGHT: list[tuple[Callable[[Patch], None], tuple[Callable[[], None], ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("seed_bug", "net"),
-    [pytest.param(bug, net, id=f"{bug.__name__} - {net.__name__}") for bug, nets in CAUGHT for net in nets],
-)
+@pytest.mark.parametrize(("seed_bug", "net"), each_net(CAUGHT))
 def test_the_net_catches_the_bug(
     monkeypatch: pytest.MonkeyPatch, seed_bug: Callable[[Patch], None], net: Callable[[], None]
 ) -> None:

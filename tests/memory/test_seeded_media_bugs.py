@@ -10,7 +10,7 @@ from quire.memory import KVCacheManager, MediaSpan, Namespace, TokenChain, conti
 from quire.memory.sequence_memory import SequenceMemory
 from quire.scheduling import Opening, Scheduler
 from quire.sequences import Sequence as TokenStream
-from tests.memory.nets import MEDIA_NETS, TEARS, media_reading_back, media_run, media_twin, media_world
+from tests.memory.nets import MEDIA_NETS, TEARS, each_net, media_reading_back, media_run, media_twin, media_world
 
 Patch = pytest.MonkeyPatch
 
@@ -133,10 +133,7 @@ CAUGHT: list[tuple[Callable[[Patch], None], tuple[Callable[[], None], ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("seed_bug", "net"),
-    [pytest.param(bug, net, id=f"{bug.__name__} - {net.__name__}") for bug, nets in CAUGHT for net in nets],
-)
+@pytest.mark.parametrize(("seed_bug", "net"), each_net(CAUGHT))
 def test_the_net_catches_the_bug(
     monkeypatch: pytest.MonkeyPatch, seed_bug: Callable[[Patch], None], net: Callable[[], None]
 ) -> None:
