@@ -18,7 +18,7 @@ from quire.ops.interface import Activation
 
 FOLDER: Final = Path(__file__).parent / "native"
 # The number that `quire_interface_version` must return.
-INTERFACE_VERSION: Final = 4
+INTERFACE_VERSION: Final = 5
 # The best last; a processor that runs one runs those before it.
 LEVELS: Final = ("portable", "avx2", "avx512", "avx512_bf16")
 MAX_HEAD_DIM: Final = 256
@@ -64,7 +64,7 @@ class NativeLibrary:
         path: of the library.
 
     Attributes:
-        packed_type: the type of weights that it packs and multiplies faster than torch does, if any.
+        packed_types: the types of weights that it packs and multiplies faster than torch does.
         attend, gate, prepare, rms_norm, pack, linear, packed_columns: the functions of the same names, with `quire_`
             before, of the sources.
 
@@ -95,14 +95,13 @@ class NativeLibrary:
         self.rms_norm = _typed(
             library.quire_rms_norm, _INT, _POINTER, _INT, _INT, _POINTER, _FLOAT, _INT, _INT, _POINTER
         )
-        self.pack = _typed(library.quire_pack, _POINTER, _INT, _INT, _POINTER)
+        self.pack = _typed(library.quire_pack, _INT, _POINTER, _INT, _INT, _POINTER)
         self.linear = _typed(
-            library.quire_linear, _POINTER, _INT, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER
+            library.quire_linear, _INT, _POINTER, _INT, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER
         )
         self.packed_columns = _typed(library.quire_packed_columns, _INT, returns=_INT)
-        self.packed_type = next(
-            (dtype for dtype, number in TYPES.items() if number == library.quire_packed_type()), None
-        )
+        packs = _typed(library.quire_packs, _INT, returns=ctypes.c_bool)
+        self.packed_types = frozenset(dtype for dtype, number in TYPES.items() if packs(number))
 
 
 def find_library(folder: Path = FOLDER) -> NativeLibrary | str:

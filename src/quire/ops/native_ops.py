@@ -38,7 +38,7 @@ class NativeOps:
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Pack for the kernels where they are faster, else for oneDNN."""
-        if weight.dtype == self._library.packed_type and weight.shape[1] % 2 == 0:
+        if weight.dtype in self._library.packed_types and weight.shape[1] % 2 == 0:
             return NativeLinear(self._library, weight, bias)
         return self._torch.pack_linear(weight, bias)
 
@@ -94,21 +94,23 @@ class NativeLinear:
     A row gets the same bits whatever rows are beside it.
     """
 
-    __slots__ = ("_bias", "_multiply", "_num_columns", "_packed", "_width")
+    __slots__ = ("_bias", "_multiply", "_num_columns", "_packed", "_type", "_width")
 
     def __init__(self, library: NativeLibrary, weight: Tensor, bias: Tensor | None) -> None:
         weight = weight.contiguous()
         self._num_columns, self._width = weight.shape
+        self._type = TYPES[weight.dtype]
         self._multiply = library.linear
         self._packed = weight.new_empty(library.packed_columns(self._num_columns) * self._width)
         self._bias = None if bias is None else bias.contiguous()
-        library.pack(weight.data_ptr(), self._num_columns, self._width, self._packed.data_ptr())
+        library.pack(self._type, weight.data_ptr(), self._num_columns, self._width, self._packed.data_ptr())
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Multiply and add in one call."""
         num_rows = x.shape[0]
         output = x.new_empty(num_rows, self._num_columns)
         self._multiply(
+            self._type,
             x.data_ptr(),
             x.stride(0),
             num_rows,

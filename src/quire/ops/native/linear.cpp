@@ -1,121 +1,237 @@
-// Linear layers on weights packed once: y = x W^T + bias + residual.
+// Linear layers on weights of two bytes each, packed once into panels.
 //
-// A panel of 64 output columns is read from memory front to back, a piece at a time; a piece stays in the first level
-// of the cache while all rows meet it, and the next one is fetched meanwhile. One row is bound by the bytes of the
-// weight, many by arithmetic, and those between by both at once. Each output is the same sum in the same order
-// whatever other rows are there: a row gets the same bits in every batch.
-#include <algorithm>
+// Where the instruction set multiplies pairs of bfloat16, panels hold pairs. Elsewhere each weight is widened to a
+// float on its way from memory: for few rows in registers, for more in a piece that all rows of a job then meet.
+#include <memory>
 
 #include "cache.h"
-#include "parallel.h"
-#include "tiles.h"
+#include "linear.h"
 
 namespace {
 
-constexpr int kJobRows = 96;  // rows of a job, at most; whole tiles
-// Steps of a piece of a panel. For few rows it fits the first level of the cache (16 KiB where pairs are multiplied);
-// for many, the second will do, and sums are put down and taken up less often.
+// ---- pairs ----
+
+#if defined(__AVX512BF16__)
+// Steps of a piece of a panel. For few rows it fits the first level of the cache (16 KiB); for many, the second will
+// do, and sums are put down and taken up less often.
 constexpr int kPieceSteps = 64;
 constexpr int kLongPieceSteps = 256;
 constexpr int kFewPieceRows = 16;
 
-template <typename Steps>
-struct Weight {
-  const typename Steps::Value* panels;  // [panels, depth, kPanel] steps
-  int depth;                            // steps
-  int num_columns;
+struct PairedWeight {
+  using Steps = BFloat16Pairs;
+  using Value = BFloat16;
 
-  int num_panels() const { return (num_columns + kPanel - 1) / kPanel; }
+  // Packs the columns [num_columns, width] of a panel.
+  static void pack(const Value* const* columns, int count, int width, Value* panel) {
+    // The padding is read, and its sums are not: it must exist, and may hold anything.
+    pack_columns<Steps, Value>(columns, 0, count, width, panel);
+  }
+
+  static void multiply(const Operands& operands, int64_t num_rows, const Value* packed, int64_t num_columns, int width) {
+    const int depth = width / Steps::kValues;
+    in_blocks(num_columns, num_rows, [&](int64_t panel, int64_t first, int count) {
+      alignas(64) float sums[kJobRows * kWeightPanel];
+      float ones[kJobRows];
+      std::fill_n(ones, count, 1.0f);
+      const Value* x = static_cast<const Value*>(operands.x) + first * operands.row_stride;
+      const Value* columns = packed + panel * width * kWeightPanel;
+      const int piece = count <= kFewPieceRows ? kPieceSteps : kLongPieceSteps;
+      for (int step = 0; step < depth; step += piece) {
+        ::multiply<Steps, true>(x + step * Steps::kValues, int(operands.row_stride),
+                                columns + step * kWeightPanel * Steps::kValues, std::min(piece, depth - step), sums,
+                                kWeightPanel, step > 0 ? ones : nullptr, count, kWeightPanel);
+      }
+      finish_rows<Value>(operands, num_columns, panel, first, count, sums);
+    });
+  }
+};
+#endif
+
+// ---- widened on the way ----
+
+constexpr int kWidenedSteps = 256;  // of a piece that is widened for many rows: 16 KiB of each of its panels
+constexpr int kDirectSteps = 64;    // of a piece whose columns are taken in turns: 8 KiB
+constexpr int kDirectRows = 3;      // rows that are multiplied straight from the weight
+
+// Two vectors of columns: how they lie, and how they are taken up.
+template <typename T>
+struct ColumnPair {
+  static QUIRE_INLINE void load_both(const T* from, Floats& low, Floats& high) {
+    low = load(from);
+    high = load(from + kLanes);
+  }
+  static constexpr int place(int column) { return column; }
 };
 
-struct Operands {
-  const void* x;  // [rows, depth] steps
-  int64_t row_stride;
-  const void* bias;      // [columns], or null
-  const void* residual;  // [rows, columns], or null
-  void* output;          // [rows, columns]
+// In turns, so that a shift and a mask widen them.
+template <>
+struct ColumnPair<BFloat16> {
+  static QUIRE_INLINE void load_both(const BFloat16* from, Floats& low, Floats& high) {
+    const Words words = load_bits<Words>(from);
+    low = bit_cast<Floats>(words << 16);
+    high = bit_cast<Floats>(words & 0xffff0000u);
+  }
+  static constexpr int place(int column) { return column % kLanes * 2 + column / kLanes; }
 };
 
-// Rows [first, first + num_rows) and the columns of one panel.
-template <typename T, typename Steps>
-void multiply_rows(const Weight<Steps>& weight, const Operands& operands, int panel, int64_t first, int num_rows) {
-  alignas(64) float sums[kJobRows * kPanel];
-  float ones[kJobRows];
-  std::fill_n(ones, num_rows, 1.0f);
-  const T* x = static_cast<const T*>(operands.x) + first * operands.row_stride;
-  const T* columns = weight.panels + int64_t(panel) * weight.depth * kPanel * Steps::kValues;
-  const int piece = num_rows <= kFewPieceRows ? kPieceSteps : kLongPieceSteps;
-  for (int step = 0; step < weight.depth; step += piece) {
-    const int depth = std::min(piece, weight.depth - step);
-    multiply<Steps, true>(x + step * Steps::kValues, int(operands.row_stride), columns + step * kPanel * Steps::kValues,
-                          depth, sums, kPanel, step > 0 ? ones : nullptr, num_rows, kPanel);
+// Multiplies rows by some vectors of columns, from the weight as it lies: sums[row, column] += x[row, step] w[step, column].
+template <typename T, int kRows, int kVectors>
+void multiply_directly(const float* x, int64_t width, const T* columns, int depth, float* sums) {
+  Floats totals[kRows][kVectors];
+#pragma GCC unroll 4
+  for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 8
+    for (int vector = 0; vector < kVectors; ++vector) totals[row][vector] = load(sums + row * kWeightPanel + vector * kLanes);
+  for (int step = 0; step < depth; ++step) {
+    Floats values[kVectors];
+    const T* from = columns + step * kWeightPanel;
+#pragma GCC unroll 8
+    for (int vector = 0; vector < kVectors; vector += 2) {
+      ColumnPair<T>::load_both(from + vector * kLanes, values[vector], values[vector + 1]);
+      if (vector * kLanes % (64 / int(sizeof(T))) == 0) fetch(from + kDirectSteps * kWeightPanel + vector * kLanes);
+    }
+#pragma GCC unroll 4
+    for (int row = 0; row < kRows; ++row) {
+      const Floats value = splat(x[row * width + step]);
+#pragma GCC unroll 8
+      for (int vector = 0; vector < kVectors; ++vector) totals[row][vector] += value * values[vector];
+    }
   }
-  const int begin = panel * kPanel;
-  const int count = std::min(kPanel, weight.num_columns - begin);
-  for (int row = 0; row < num_rows; ++row) {
-    const int64_t place = (first + row) * weight.num_columns + begin;
-    float* sum = sums + row * kPanel;
-    const auto add = [&](const T* addend) {
-      int column = 0;
-      for (; column + kLanes <= count; column += kLanes) store(sum + column, load(sum + column) + load(addend + column));
-      for (; column < count; ++column) sum[column] += widen(addend[column]);
-    };
-    if (operands.bias != nullptr) add(static_cast<const T*>(operands.bias) + begin);
-    if (operands.residual != nullptr) add(static_cast<const T*>(operands.residual) + place);
-    T* to = static_cast<T*>(operands.output) + place;
-    int column = 0;
-    for (; column + kLanes <= count; column += kLanes) store(to + column, load(sum + column));
-    for (; column < count; ++column) narrow(to + column, sum[column]);
-  }
+#pragma GCC unroll 4
+  for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 8
+    for (int vector = 0; vector < kVectors; ++vector) store(sums + row * kWeightPanel + vector * kLanes, totals[row][vector]);
 }
 
+template <typename T>
+struct WidenedWeight {
+  using Value = T;
+  static constexpr int kVectors = kWeightPanel / kLanes;
+
+  // Packs the columns [num_columns, width] of a panel; the padding is zeros.
+  static void pack(const T* const* columns, int count, int width, T* panel) {
+    for (int column = 0; column < kWeightPanel; ++column) {
+      const int pair = column / (2 * kLanes) * 2 * kLanes;
+      T* to = panel + pair + ColumnPair<T>::place(column - pair);
+      for (int step = 0; step < width; ++step) to[step * kWeightPanel] = column < count ? columns[column][step] : T{};
+    }
+  }
+
+  static void multiply(const Operands& operands, int64_t num_rows, const T* packed, int64_t num_columns, int width) {
+    // Each of x's values is needed once for each panel: they are widened once.
+    const std::unique_ptr<float[]> rows(new float[num_rows * width]);
+    quire::in_parallel(num_rows, 16, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
+        const T* from = static_cast<const T*>(operands.x) + row * operands.row_stride;
+        int step = 0;
+        for (; step + kLanes <= width; step += kLanes) store(&rows[row * width + step], load(from + step));
+        for (; step < width; ++step) rows[row * width + step] = widen(from[step]);
+      }
+    });
+    in_blocks(num_columns, num_rows, [&](int64_t panel, int64_t first, int count) {
+      alignas(64) float sums[kJobRows * kWeightPanel];
+      std::fill_n(sums, count * kWeightPanel, 0.0f);
+      const float* x = &rows[first * width];
+      const T* columns = packed + panel * width * kWeightPanel;
+      switch (count) {
+        case 1: few<1>(x, columns, width, sums); break;
+        case 2: few<2>(x, columns, width, sums); break;
+        case kDirectRows: few<kDirectRows>(x, columns, width, sums); break;
+        default: many(x, columns, width, sums, count);
+      }
+      finish_rows<T>(operands, num_columns, panel, first, count, sums);
+    });
+  }
+
+  // For few rows; as many columns at once as there are registers for their sums.
+  template <int kRows>
+  static void few(const float* x, const T* columns, int width, float* sums) {
+    constexpr int at_once = kRows == 1 && kVectors > 8 ? 8 : kRows == 1 ? kVectors : kVectors > 4 ? 4 : kVectors;
+    for (int step = 0; step < width; step += kDirectSteps) {
+      const int depth = std::min(kDirectSteps, width - step);
+      for (int column = 0; column < kWeightPanel; column += at_once * kLanes)
+        multiply_directly<T, kRows, at_once>(x + step, width, columns + step * kWeightPanel + column, depth, sums + column);
+    }
+  }
+
+  // For many rows: a piece of the panel is widened into panels of the size that tiles have.
+  static void many(const float* x, const T* columns, int width, float* sums, int num_rows) {
+    thread_local std::unique_ptr<float[]> scratch(new float[kWidenedSteps * kWeightPanel + 16]);
+    float* widened = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(scratch.get()) + 63) & ~uintptr_t(63));
+    float ones[kJobRows];
+    std::fill_n(ones, num_rows, 1.0f);
+    for (int start = 0; start < width; start += kWidenedSteps) {
+      const int depth = std::min(kWidenedSteps, width - start);
+      for (int step = 0; step < depth; ++step) {
+        const T* from = columns + (start + step) * kWeightPanel;
+        for (int column = 0; column < kWeightPanel; column += 2 * kLanes) {
+          Floats low, high;
+          ColumnPair<T>::load_both(from + column, low, high);
+          fetch(from + column + kWidenedSteps * kWeightPanel);
+          float* to = widened + column / kPanel * kPanel * depth + step * kPanel + column % kPanel;
+          store(to, low);
+          store(to + kLanes, high);
+        }
+      }
+      ::multiply<SingleFloats>(x + start, width, widened, depth, sums, kWeightPanel, ones, num_rows, kWeightPanel);
+    }
+  }
+};
+
+// Calls `body` with a null pointer to what packs weights of a type; of one that is not packed, not at all.
+template <typename Body>
+void with_weight(Type type, Body body) {
+  switch (type) {
+    case Type::kFloat32: break;
+    case Type::kFloat16: body(static_cast<WidenedWeight<Float16>*>(nullptr)); break;
 #if defined(__AVX512BF16__)
-using WeightSteps = BFloat16Pairs;
+    case Type::kBFloat16: body(static_cast<PairedWeight*>(nullptr)); break;
 #else
-using WeightSteps = SingleFloats;  // correct, and no faster than what torch has
+    case Type::kBFloat16: body(static_cast<WidenedWeight<BFloat16>*>(nullptr)); break;
 #endif
+  }
+}
 
 }  // namespace
 
-// The type of weights that are worth packing here; -1: none.
-QUIRE_EXPORT int64_t quire_packed_type() {
-#if defined(__AVX512BF16__)
-  return static_cast<int64_t>(Type::kBFloat16);
-#else
-  return -1;
+// Whether weights of a type are packed here.
+QUIRE_EXPORT bool quire_packs(Type type) {
+#if defined(__x86_64__) && !defined(__F16C__)
+  if (type == Type::kFloat16) return false;  // widened one by one, they would take longer than torch does
 #endif
+  bool is_packed = false;
+  with_weight(type, [&](auto*) { is_packed = true; });
+  return is_packed;
 }
 
 // The columns that a packed weight has room for.
-QUIRE_EXPORT int64_t quire_packed_columns(int64_t num_columns) { return (num_columns + kPanel - 1) / kPanel * kPanel; }
+QUIRE_EXPORT int64_t quire_packed_columns(int64_t num_columns) { return num_panels_of(num_columns) * kWeightPanel; }
 
-// Packs a weight [num_columns, width] into [packed columns * width] values; `width` is even.
-QUIRE_EXPORT void quire_pack(const void* weight, int64_t num_columns, int64_t width, void* packed) {
-  using Value = WeightSteps::Value;
-  quire::in_parallel((num_columns + kPanel - 1) / kPanel, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t panel = begin; panel < end; ++panel) {
-      const int count = int(std::min<int64_t>(kPanel, num_columns - panel * kPanel));
-      const Value* columns[kPanel];
-      for (int column = 0; column < count; ++column)
-        columns[column] = static_cast<const Value*>(weight) + (panel * kPanel + column) * width;
-      // The padding is read, and its sums are not: it must exist, and may hold anything.
-      pack_columns<WeightSteps, Value>(columns, 0, count, int(width), static_cast<Value*>(packed) + panel * kPanel * width);
-    }
+// Packs a weight [num_columns, width] of bfloat16 or float16 into [packed columns * width] values; `width` is even.
+QUIRE_EXPORT void quire_pack(Type type, const void* weight, int64_t num_columns, int64_t width, void* packed) {
+  with_weight(type, [&](auto* kind) {
+    using Weight = std::remove_pointer_t<decltype(kind)>;
+    using Value = typename Weight::Value;
+    quire::in_parallel(num_panels_of(num_columns), 1, [&](int64_t begin, int64_t end) {
+      for (int64_t panel = begin; panel < end; ++panel) {
+        const int count = int(std::min<int64_t>(kWeightPanel, num_columns - panel * kWeightPanel));
+        const Value* columns[kWeightPanel];
+        for (int column = 0; column < count; ++column)
+          columns[column] = static_cast<const Value*>(weight) + (panel * kWeightPanel + column) * width;
+        Weight::pack(columns, count, int(width), static_cast<Value*>(packed) + panel * width * kWeightPanel);
+      }
+    });
   });
 }
 
 // Multiplies rows [num_rows, width] by a packed weight; bias and residual may be null.
-QUIRE_EXPORT void quire_linear(const void* x, int64_t row_stride, int64_t num_rows, const void* packed,
+QUIRE_EXPORT void quire_linear(Type type, const void* x, int64_t row_stride, int64_t num_rows, const void* packed,
                                int64_t num_columns, int64_t width, const void* bias, const void* residual,
                                void* output) {
-  using Steps = WeightSteps;
-  using Value = Steps::Value;
-  const Weight<Steps> weight{static_cast<const Value*>(packed), int(width / Steps::kValues), int(num_columns)};
   const Operands operands{x, row_stride, bias, residual, output};
-  const int64_t num_blocks = (num_rows + kJobRows - 1) / kJobRows;
-  quire::in_turns(num_blocks * weight.num_panels(), [&](int64_t job) {
-    const int64_t first = job % num_blocks * kJobRows;
-    const int count = int(std::min<int64_t>(kJobRows, num_rows - first));
-    multiply_rows<Value>(weight, operands, int(job / num_blocks), first, count);
+  with_weight(type, [&](auto* kind) {
+    using Weight = std::remove_pointer_t<decltype(kind)>;
+    Weight::multiply(operands, num_rows, static_cast<const typename Weight::Value*>(packed), num_columns, int(width));
   });
 }
