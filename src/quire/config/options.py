@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from quire.config.checks import check_flag, check_one_of, check_share, check_text, check_whole
+from quire.config.checks import check_flag, check_one_of, check_positive, check_share, check_text, check_whole
 from quire.errors import ConfigError
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -168,6 +168,8 @@ class SchedulerConfig:
         preemption_mode: how a sequence that lost its memory goes on: "recompute" its tokens, "swap" its blocks to
             `swap_space` and back, or "auto", the cheaper by what the engine measures.
         max_queue_len: requests that may wait; more are refused with `QueueFull`. None is unbounded (offline use).
+        max_inter_token_ms: how long a stream should wait for its next token at most: prompts are computed beside it
+            in chunks that are small enough, by what is measured; 16 tokens at least. None has them fill the step.
     """
 
     max_num_seqs: int = 256
@@ -176,6 +178,7 @@ class SchedulerConfig:
     preemption_policy: str = "last"
     preemption_mode: str = "auto"
     max_queue_len: int | None = None
+    max_inter_token_ms: float | None = None
 
     def __post_init__(self) -> None:
         check_whole("max_num_seqs", self.max_num_seqs, 1)
@@ -184,6 +187,7 @@ class SchedulerConfig:
         check_one_of("preemption_policy", self.preemption_policy, PREEMPTION_POLICIES)
         check_one_of("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
         check_whole("max_queue_len", self.max_queue_len, 1, optional=True)
+        check_positive("max_inter_token_ms", self.max_inter_token_ms, optional=True)
         budget = self.max_num_batched_tokens
         if budget is not None and budget < self.max_num_seqs:
             raise ConfigError(

@@ -90,8 +90,10 @@ class BatchBuilder:
         items = plan.items
         counts = [len(item.token_ids) for item in items]
         row_starts = list(accumulate(counts, initial=0))
-        input_ids = torch.tensor(list(chain.from_iterable(item.token_ids for item in items)), dtype=torch.int64)
-        starts = torch.tensor([item.start for item in items], dtype=torch.int64)
+        token_ids = chain.from_iterable(item.token_ids for item in items)
+        # To make a tensor of few numbers takes longer than to cut one.
+        numbers = torch.tensor([*token_ids, *(item.start for item in items)], dtype=torch.int64)
+        input_ids, starts = numbers[: row_starts[-1]], numbers[row_starts[-1] :]
         context_lens = [item.start + count for item, count in zip(items, counts, strict=True)]
         if row_starts[-1] == len(items):  # one row each: nothing to spread
             owners, positions = None, starts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from ctypes import byref
 from typing import Any
 
@@ -130,12 +131,13 @@ class NativeStepAttention:
     def __init__(self, library: NativeLibrary, batch: AttentionBatch, kv: PagedKV) -> None:
         _, _, _, self._num_kv_heads, block_size, self._head_dim = kv.data.shape
         self._library = library
-        numbers = [torch.tensor(part) for part in (batch.row_starts, batch.context_lens, batch.block_starts)]
+        numbers = [array("q", part) for part in (batch.row_starts, batch.context_lens, batch.block_starts)]
         self._kept = (*numbers, batch, kv)  # what the pointers below point into
         self._window = batch.window or 0
         self._num_rows = batch.row_starts[-1]
-        pointers = [tensor.data_ptr() for tensor in (*numbers, batch.block_ids, batch.slot_mapping)]
-        self._rows = byref(StepRows(len(batch.context_lens), *pointers))
+        pointers = [part.buffer_info()[0] for part in numbers]
+        tensors = batch.block_ids.data_ptr(), batch.slot_mapping.data_ptr()
+        self._rows = byref(StepRows(len(batch.context_lens), *pointers, *tensors))
         strides = kv.data.stride()
         place = (kv.data.data_ptr(), TYPES[kv.data.dtype], strides[0], strides[1])
         self._cache = byref(Cache(*place, self._num_kv_heads, block_size, self._head_dim))
