@@ -11,7 +11,7 @@ WEIGHT = 0.25
 
 
 class Pace:
-    """Measures what decoding and prompts cost, and cuts the prompts' share of a step so that the step takes a given time.
+    """Measures what decoding and prompts cost, and cuts what a step computes of prompts so that it takes a given time.
 
     A step is believed to take what decoding alone takes, and so much more for each token of a prompt. The second number
     falls as chunks grow; it is measured at the sizes that this pace itself allows, so both settle together.
