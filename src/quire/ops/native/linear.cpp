@@ -61,7 +61,11 @@ struct ColumnPair {
     low = load(from);
     high = load(from + kLanes);
   }
-  static constexpr int place(int column) { return column; }
+  // words: a column of the first vector, and above it one of the second.
+  static QUIRE_INLINE void store_both(T* to, Words words) {
+    store_bits(to, __builtin_convertvector(words, Halves));
+    store_bits(to + kLanes, __builtin_convertvector(words >> 16, Halves));
+  }
 };
 
 // In turns, so that a shift and a mask widen them.
@@ -72,7 +76,7 @@ struct ColumnPair<BFloat16> {
     low = bit_cast<Floats>(words << 16);
     high = bit_cast<Floats>(words & 0xffff0000u);
   }
-  static constexpr int place(int column) { return column % kLanes * 2 + column / kLanes; }
+  static QUIRE_INLINE void store_both(BFloat16* to, Words words) { store_bits(to, words); }
 };
 
 // Multiplies rows by some vectors of columns, from the weight as it lies: sums[row, column] += x[row, step] w[step, column].
@@ -109,13 +113,30 @@ struct WidenedWeight {
   using Value = T;
   static constexpr int kVectors = kWeightPanel / kLanes;
 
-  // Packs the columns [num_columns, width] of a panel; the padding is zeros.
+  // Packs the columns [num_columns, width] of a panel; the padding repeats the last one, and its sums are not read.
   static void pack(const T* const* columns, int count, int width, T* panel) {
-    for (int column = 0; column < kWeightPanel; ++column) {
-      const int pair = column / (2 * kLanes) * 2 * kLanes;
-      T* to = panel + pair + ColumnPair<T>::place(column - pair);
-      for (int step = 0; step < width; ++step) to[step * kWeightPanel] = column < count ? columns[column][step] : T{};
+    const auto column_at = [&](int column) { return columns[std::min(column, count - 1)]; };
+    for (int step = 0; step < width; step += kLanes) {
+      const int num_steps = std::min(kLanes, width - step);
+      for (int column = 0; column < kWeightPanel; column += 2 * kLanes) {
+        Words square[kLanes];
+#pragma GCC unroll 16
+        for (int lane = 0; lane < kLanes; ++lane)
+          square[lane] = steps_of(column_at(column + lane) + step, num_steps) |
+                         steps_of(column_at(column + kLanes + lane) + step, num_steps) << 16;
+        transpose(square);
+        for (int lane = 0; lane < num_steps; ++lane)
+          ColumnPair<T>::store_both(panel + (step + lane) * kWeightPanel + column, square[lane]);
+      }
     }
+  }
+
+  // The next steps of a column, one a word.
+  static QUIRE_INLINE Words steps_of(const T* from, int num_steps) {
+    if (num_steps == kLanes) return __builtin_convertvector(load_bits<Halves>(from), Words);
+    Words steps{};
+    for (int lane = 0; lane < num_steps; ++lane) steps[lane] = from[lane].bits;
+    return steps;
   }
 
   static void multiply(const Operands& operands, int64_t num_rows, const T* packed, int64_t num_columns, int width) {
