@@ -67,15 +67,16 @@ def test_layers_of_one_shape_share_a_cache_group() -> None:
     assert decoder_of(spec).cache_groups == spec.cache_groups
 
 
-def test_layers_with_another_window_are_another_cache_group() -> None:
-    near, far = replace(SMALL, window=8), replace(SMALL, window=32)
-    spec = spec_of(near, SMALL, near, far, near)
+def test_layers_with_another_window_or_chunk_are_another_cache_group() -> None:
+    near, far, chunked = replace(SMALL, window=8), replace(SMALL, window=32), replace(SMALL, chunk=8)
+    spec = spec_of(near, SMALL, near, far, near, chunked)
     assert spec.cache_groups == (
         CacheGroup(3, KeptTokens(2, 16, 8)),
         CacheGroup(1, KeptTokens(2, 16)),
         CacheGroup(1, KeptTokens(2, 16, 32)),
+        CacheGroup(1, KeptTokens(2, 16, None, 8)),
     )
-    assert spec.cache_places == (((0, 0),), ((1, 0),), ((0, 1),), ((2, 0),), ((0, 2),))
+    assert spec.cache_places == (((0, 0),), ((1, 0),), ((0, 1),), ((2, 0),), ((0, 2),), ((3, 0),))
 
 
 def test_groups_of_states_come_after_those_of_tokens() -> None:

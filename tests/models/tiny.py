@@ -286,7 +286,7 @@ def fill(decoder: Decoder, weight_map: WeightMap, tensors: dict[str, torch.Tenso
 class PagedRun:
     """Runs token lists through a decoder, on shuffled blocks of poisoned memory.
 
-    Blocks that have left a window are poisoned again, and the tables name the null block in their place.
+    Blocks that have left a window or chunk are poisoned again, and the tables name the null block in their place.
     """
 
     def __init__(self, decoder: Decoder, *, block_size: int = 4, num_blocks: int = 256, device: str = "cpu") -> None:
@@ -331,8 +331,8 @@ class PagedRun:
         for group_idx, table in enumerate(tables):
             before = table.copy()
             match self._kept[group_idx]:
-                case KeptTokens(window=window):
-                    self._drop_what_left_the_window(group_idx, table, start, window)
+                case KeptTokens() as kept:
+                    self._drop_what_is_out_of_sight(group_idx, table, start, kept)
                     table += [self._free.pop() for _ in range(needed - len(table))]
                 case KeptState():
                     self._carry_state(group_idx, table, -(-(start + len(token_ids)) // self._block_size))
@@ -341,12 +341,14 @@ class PagedRun:
                 deltas.append(TableDelta(group_idx, first, tuple(table[first:])))
         return PlanItem(seq_id, start, token_ids, tuple(deltas), 1, opening)
 
-    def _drop_what_left_the_window(self, group_idx: int, table: list[int], start: int, window: int | None) -> None:
+    def _drop_what_is_out_of_sight(self, group_idx: int, table: list[int], start: int, kept: KeptTokens) -> None:
         """Null and poison the blocks of which no row from position `start` on sees a token."""
-        if window is not None:
-            for block_idx in range(max(0, start + 1 - window) // self._block_size):
-                self._storages[group_idx].data[table[block_idx]] = float("nan")
-                table[block_idx] = 0
+        first = 0 if kept.window is None else max(0, start + 1 - kept.window)
+        if kept.chunk is not None:
+            first = start // kept.chunk * kept.chunk
+        for block_idx in range(first // self._block_size):
+            self._storages[group_idx].data[table[block_idx]] = float("nan")
+            table[block_idx] = 0
 
     def _carry_state(self, group_idx: int, table: list[int], length: int) -> None:
         """Move the state to a block of its own at the end of the table, and poison where it was.

@@ -34,11 +34,13 @@ class KeptTokens(NamedTuple):
     Args:
         num_kv_heads, head_dim: the shape of one token's keys.
         window: tokens that a token sees, itself included; None for all before it.
+        chunk: tokens of the chunk that a token sees no further than; None for no chunks.
     """
 
     num_kv_heads: int
     head_dim: int
     window: int | None = None
+    chunk: int | None = None
 
 
 class KeptState(NamedTuple):
@@ -74,6 +76,7 @@ class Attention:
         value_norm: values are divided by their root mean square, with the epsilon of `qk_norm`.
         qkv_bias, output_bias: whether the projections add a learned bias.
         window: tokens that a token sees, itself included; None for all before it.
+        chunk: chunks start at multiples of these tokens, and a token sees its own, up to itself; None for no chunks.
         score_scale: what scores are multiplied by before the softmax; None for `head_dim ** -0.5`.
         source: the earlier layer whose keys and values are read; None for the layer's own.
         output_gate: what is gathered is multiplied by the sigmoid of gates, which are projected beside the queries.
@@ -88,6 +91,7 @@ class Attention:
     qkv_bias: bool = False
     output_bias: bool = False
     window: int | None = None
+    chunk: int | None = None
     score_scale: float | None = None
     source: int | None = None
     output_gate: bool = False
@@ -95,7 +99,9 @@ class Attention:
     @property
     def kept(self) -> KeptTokens | None:
         """What a layer keeps: keys and values of the tokens that it still sees; nothing where it reads another's."""
-        return KeptTokens(self.num_kv_heads, self.head_dim, self.window) if self.source is None else None
+        if self.source is not None:
+            return None
+        return KeptTokens(self.num_kv_heads, self.head_dim, self.window, self.chunk)
 
 
 @dataclass(frozen=True, slots=True)

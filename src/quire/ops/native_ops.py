@@ -130,7 +130,7 @@ class NativeStepAttention:
         self._library = library
         numbers = [torch.tensor(part) for part in (batch.row_starts, batch.context_lens, batch.block_starts)]
         self._kept = (*numbers, batch, kv)  # what the pointers below point into
-        self._window = batch.window or 0
+        self._window, self._chunk = batch.window or 0, batch.chunk or 0
         self._num_rows = batch.row_starts[-1]
         pointers = [tensor.data_ptr() for tensor in (*numbers, batch.block_ids, batch.slot_mapping)]
         self._rows = byref(StepRows(len(batch.context_lens), *pointers))
@@ -185,6 +185,7 @@ class NativeStepAttention:
             num_heads,
             scale,
             self._window,
+            self._chunk,
             output.data_ptr(),
         )
         return output
