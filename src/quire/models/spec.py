@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from quire.models.rotations import Rope
+from quire.models.rotations import Rope, Temperature
 
 if TYPE_CHECKING:  # planning reads configurations without torch
     from quire.ops.interface import Activation
@@ -21,11 +21,13 @@ class RMSNorm:
         zero_centred: the weight is what the scale has more than 1. Their sum, which bfloat16 does not hold, is kept
             and applied in float32.
         wide: the scale is applied in float32, before the one rounding, even where the model's dtype holds it.
+        learned: whether there is a scale; else it is 1. Of heads only.
     """
 
     eps: float
     zero_centred: bool = False
     wide: bool = False
+    learned: bool = True
 
 
 class KeptTokens(NamedTuple):
@@ -80,6 +82,7 @@ class Attention:
         score_scale: what scores are multiplied by before the softmax; None for `head_dim ** -0.5`.
         source: the earlier layer whose keys and values are read; None for the layer's own.
         output_gate: what is gathered is multiplied by the sigmoid of gates, which are projected beside the queries.
+        temperature: what queries are multiplied by after norm and rotation; None leaves them.
     """
 
     num_heads: int
@@ -95,13 +98,13 @@ class Attention:
     score_scale: float | None = None
     source: int | None = None
     output_gate: bool = False
+    temperature: Temperature | None = None
 
     @property
     def kept(self) -> KeptTokens | None:
         """What a layer keeps: keys and values of the tokens that it still sees; nothing where it reads another's."""
-        if self.source is not None:
-            return None
-        return KeptTokens(self.num_kv_heads, self.head_dim, self.window, self.chunk)
+        kept = KeptTokens(self.num_kv_heads, self.head_dim, self.window, self.chunk)
+        return kept if self.source is None else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +247,35 @@ class GatedMLP:
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """Gated MLPs, of which each token goes through a few: those to which a linear router gives the highest logits.
+
+    Args:
+        num_experts: X.
+        num_chosen: C, experts of a token.
+        width: columns of an expert's gate and up.
+        scoring: what makes scores of the logits: softmax over all experts, or sigmoid.
+        renormalised: the chosen scores are divided by their sum.
+        scaled_input: scores multiply what experts see, instead of what they give.
+        shared_width: columns of one more expert, which every token goes through as it is; 0 for none.
+        activation: of the gates.
+        transposed: experts are stored as [X, in, out], instead of as the rows of linear layers.
+
+    Source: sparsely gated experts, arXiv 1701.06538.
+    """
+
+    num_experts: int
+    num_chosen: int
+    width: int
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    renormalised: bool = False
+    scaled_input: bool = False
+    shared_width: int = 0
+    activation: Activation = "silu"
+    transposed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One layer: `x += mixer_scale * post_norm(mixer(norm(x)))`, then the same with the FFN.
 
@@ -258,7 +290,7 @@ class LayerSpec:
 
     norm: RMSNorm
     mixer: Mixer | Parallel
-    ffn: GatedMLP
+    ffn: GatedMLP | Experts
     post_norm: RMSNorm | None = None
     mixer_scale: float = 1.0
     ffn_scale: float = 1.0
