@@ -1,17 +1,26 @@
-"""The block of experts beside its slow twin, and what it costs."""
+"""The block of experts beside its slow twin, what it costs, and checkpoints as transformers writes them."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch.nn import functional
 
+from quire.errors import CheckpointError, UnsupportedModel
+from quire.models.checkpoint import Checkpoint
 from quire.models.experts import ExpertsBlock
-from quire.models.spec import Experts
+from quire.models.families import build
+from quire.models.loading import load_decoder
+from quire.models.spec import Experts, ModelSpec
 from quire.ops.interface import Linear
 from quire.ops.torch_ops import TorchOps
+from tests.models.published import CONFIGS
+from tests.models.test_conformance import assert_same
+from tests.models.tiny import CASES, SHAPE, PagedRun, random_tokens, reference_logits
 
 WIDTH = 12
 PLAIN = Experts(5, 2, 8)
@@ -115,3 +124,59 @@ def test_what_experts_give_is_added_in_float32() -> None:
     with torch.inference_mode():
         found = block(torch.ones(3, WIDTH, dtype=torch.bfloat16), torch.full((3, WIDTH), 256.0, dtype=torch.bfloat16))
     assert torch.equal(found, torch.full((3, WIDTH), 262.0, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "llama4"])
+def test_checkpoints_as_they_are_stored(name: str, tmp_path: Path) -> None:
+    """Each expert by itself, or all in one tensor, as transformers writes them."""
+    config_class, model_class, changes = CASES[name]
+    torch.manual_seed(5)
+    reference = model_class(config_class(**SHAPE | changes | {"initializer_range": 0.2})).eval()
+    reference.save_pretrained(tmp_path)
+    decoder = load_decoder(Checkpoint.open(str(tmp_path)), device="cpu", dtype=torch.float32)
+    token_ids = random_tokens(30)
+    run = PagedRun(decoder)
+    found = torch.cat([run.step({0: token_ids[:19]})[0], run.step({0: token_ids[19:]})[0]])
+    assert_same(found, reference_logits(reference, token_ids))
+
+
+def read(name: str, **changes: Any) -> ModelSpec:
+    return build(CONFIGS[name] | changes)[0]
+
+
+def test_what_configurations_say_of_experts() -> None:
+    assert read("Mixtral 8x7B").layers[0].ffn == Experts(8, 2, 14336, renormalised=True)
+    assert read("Qwen3 30B A3B").layers[47].ffn == Experts(128, 8, 768, renormalised=True)
+    assert read("Qwen3 30B A3B", norm_topk_prob=False).layers[0].ffn == Experts(128, 8, 768)
+    sparse = read("Qwen3 30B A3B", num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3])
+    assert [isinstance(layer.ffn, Experts) for layer in sparse.layers] == [False, True, False, False, False, True]
+    assert read("Mixtral 8x7B").layers[0].mixer.rope.theta == transformers.MixtralConfig().rope_parameters["rope_theta"]
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "changes"),
+    [
+        ("Qwen3 30B A3B", "use_sliding_window", {"use_sliding_window": True}),
+        ("Qwen3 30B A3B", "hidden_act", {"hidden_act": "gelu"}),
+        ("Mixtral 8x7B", "layer_types", {"layer_types": ["chunked_attention"] * 32}),
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_name(name: str, field: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedModel) as caught:
+        read(name, **changes)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "changes"),
+    [
+        ("Mixtral 8x7B", "num_experts_per_tok", {"num_experts_per_tok": 9}),
+        ("Mixtral 8x7B", "num_local_experts", {"num_local_experts": 0}),
+        ("Qwen3 30B A3B", "num_experts_per_tok", {"num_experts": 4}),
+        ("Qwen3 30B A3B", "mlp_only_layers", {"mlp_only_layers": [-1]}),
+    ],
+)
+def test_a_wrong_field_is_named(name: str, field: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match=field) as caught:
+        read(name, **changes)
+    assert caught.value.field == field

@@ -26,6 +26,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.core_model_loading import revert_weight_conversion
 
 from quire.execution.batch import BatchBuilder
 from quire.execution.storage import make_storages
@@ -36,7 +37,7 @@ from quire.models.spec import KeptState, KeptTokens, WeightMap
 from quire.ops import make_ops
 from quire.scheduling.plan import Opening, PlanItem, StepPlan, TableDelta
 from quire.sequences.params import SamplingParams
-from tests.models.family_cases import FALCON_CASES, GEMMA4_CASES, QWEN3_5_CASES
+from tests.models.family_cases import EXPERT_CASES, FALCON_CASES, GEMMA4_CASES, QWEN3_5_CASES
 
 SHAPE = {
     "vocab_size": 211,
@@ -159,7 +160,7 @@ CASES: dict[str, tuple[type, type, dict[str, Any]]] = {
     ),
 }
 
-CASES |= GEMMA4_CASES | FALCON_CASES | QWEN3_5_CASES
+CASES |= GEMMA4_CASES | FALCON_CASES | QWEN3_5_CASES | EXPERT_CASES
 CASES |= {
     "lfm2": (
         Lfm2Config,
@@ -266,8 +267,14 @@ def make_tiny(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu"
     config = json.loads(reference.config.to_json_string())
     spec, weight_map = build(config)
     decoder = Decoder(spec, ops=make_ops(torch.device(device)), dtype=dtype, device=torch.device(device))
-    fill(decoder, weight_map, reference.state_dict())
+    fill(decoder, weight_map, stored_tensors(reference))
     return Tiny(reference.to(device), config, weight_map, decoder)
+
+
+def stored_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return what a checkpoint has, once each, under the names that it has there: experts may be by themselves."""
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return revert_weight_conversion(model, parameters | stored_buffers(model))
 
 
 def stored_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
