@@ -84,7 +84,7 @@ class NativeLibrary:
             ctypes.cast(threads.torch_parallel_for, _POINTER), ctypes.cast(threads.torch_get_num_threads, _POINTER)
         )
         rows, kv = ctypes.POINTER(StepRows), ctypes.POINTER(Cache)
-        self.attend = _typed(library.quire_attend, rows, kv, _INT, _POINTER, _INT, _INT, _FLOAT, _INT, _POINTER)
+        self.attend = _typed(library.quire_attend, rows, kv, _INT, _POINTER, _INT, _INT, _FLOAT, _INT, _INT, _POINTER)
         self.gate = _typed(library.quire_gate, _INT, _INT, _POINTER, _INT, _INT, _POINTER)
         self.prepare = _typed(
             library.quire_prepare,

@@ -133,7 +133,7 @@ class NativeStepAttention:
         self._library = library
         numbers = [array("q", part) for part in (batch.row_starts, batch.context_lens, batch.block_starts)]
         self._kept = (*numbers, batch, kv)  # what the pointers below point into
-        self._window = batch.window or 0
+        self._window, self._chunk = batch.window or 0, batch.chunk or 0
         self._num_rows = batch.row_starts[-1]
         pointers = [part.buffer_info()[0] for part in numbers]
         tensors = batch.block_ids.data_ptr(), batch.slot_mapping.data_ptr()
@@ -189,6 +189,7 @@ class NativeStepAttention:
             num_heads,
             scale,
             self._window,
+            self._chunk,
             output.data_ptr(),
         )
         return output
