@@ -12,10 +12,15 @@ import json
 import resource
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from benchmarks.workloads import Request, workload
+
+if TYPE_CHECKING:
+    from quire.config import Quantization
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 1280  # 20,480 tokens of KV for everyone
 MAX_MODEL_LEN = 4608
@@ -37,7 +42,7 @@ class Engine(Protocol):
 class QuireEngine:
     """Quire through its Python door."""
 
-    def __init__(self, model: Path, num_threads: int, caching: bool) -> None:
+    def __init__(self, model: Path, num_threads: int, caching: bool, quantization: Quantization | None = None) -> None:
         from quire import LLM
 
         self._llm = LLM(
@@ -49,6 +54,7 @@ class QuireEngine:
             num_kv_blocks=NUM_BLOCKS,
             enable_prefix_caching=caching,
             num_threads=num_threads,
+            quantization=quantization,
         )
 
     def serve(self, requests: list[Request]) -> dict[str, float]:
@@ -155,8 +161,10 @@ class ContinuousBatchingEngine:
         return {"wall_s": wall_s, "all_started_s": max(first_tokens) - started}
 
 
-ENGINES: dict[str, type[QuireEngine | GenerateEngine | ContinuousBatchingEngine]] = {
+ENGINES: dict[str, Callable[[Path, int, bool], Engine]] = {
     "quire": QuireEngine,
+    "int8": partial(QuireEngine, quantization="int8"),
+    "int4": partial(QuireEngine, quantization="int4"),
     "generate": GenerateEngine,
     "cb": ContinuousBatchingEngine,
 }

@@ -72,6 +72,7 @@ def test_the_preemption_options_are_those_of_the_scheduler() -> None:
         ("dtype", ["auto", "bfloat16", "float16", "float32"], ["fp8", "", None, 32]),
         ("device", ["auto", "cpu", "cuda"], ["tpu", "CPU", None]),
         ("kernels", ["auto", "native", "torch"], ["fast", "", None, 1]),
+        ("quantization", [None, "int8", "int4"], ["int2", "", "none", 8]),
         ("eviction_policy", ["lru", "fifo", "lfu", "slru"], ["mru", "", None]),
         ("scheduling_policy", ["fcfs", "priority"], ["lifo", None]),
         ("preemption_policy", ["last", "least_waste"], ["first", "", None]),
@@ -204,6 +205,7 @@ def test_resolve_keeps_what_was_asked_for() -> None:
         swap_space=1 << 20,
         max_queue_len=9,
         max_inter_token_ms=30.5,
+        quantization="int8",
         seed=11,
         pin_limit=0.2,
         retention_limit=0.3,
@@ -211,7 +213,7 @@ def test_resolve_keeps_what_was_asked_for() -> None:
     )
     assert dataclasses.astuple(config) == (
         *("cpu", 2, 100, 32, 40, 32768, 4, False, "slru", 4, 1 << 20, 6, 7),
-        *("priority", "least_waste", "swap", 9, 500, 11, "torch", 0.2, 0.3, 0.4, 64, 1 << 20, 30.5),
+        *("priority", "least_waste", "swap", 9, 500, 11, "torch", 0.2, 0.3, 0.4, 64, 1 << 20, 30.5, "int8"),
     )
     assert config.max_concurrency == 10.0
 

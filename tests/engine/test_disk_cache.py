@@ -121,7 +121,7 @@ def test_tenants_find_their_own_after_a_restart_and_nobody_else_s(tmp_path: Path
     llm.close()
 
 
-@pytest.mark.parametrize("options", [{"dtype": "float32"}, {"block_size": 16}])
+@pytest.mark.parametrize("options", [{"dtype": "float32"}, {"block_size": 16}, {"quantization": "int8"}])
 def test_another_layout_finds_nothing(tmp_path: Path, expected: list[str], options: dict[str, Any]) -> None:
     llm = start(tmp_path / "cache", **options)
     outputs = run(llm)

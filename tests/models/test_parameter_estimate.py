@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -40,9 +41,13 @@ PUBLISHED = {
 }
 
 
+def num_parameters(config: dict[str, Any]) -> int:
+    return estimate_parameters(config).total
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_counts(name: str) -> None:
-    assert estimate_parameters(CONFIGS[name]) == pytest.approx(PUBLISHED[name] * BILLION, rel=0.02)
+    assert num_parameters(CONFIGS[name]) == pytest.approx(PUBLISHED[name] * BILLION, rel=0.02)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -51,31 +56,43 @@ def test_families(name: str) -> None:
     shapes = tiny.decoder.weight_shapes()
     # All experts of a layer may be one tensor. What else has three dimensions are the taps of convolutions.
     matrices = [shape for name, shape in shapes.items() if len(shape) == 2 or (len(shape) == 3 and ".ffn." in name)]
-    assert estimate_parameters(tiny.config) == sum(map(math.prod, matrices))
+    assert num_parameters(tiny.config) == sum(map(math.prod, matrices))
 
 
 def test_the_bundled_model() -> None:
-    assert 3_400_000 < estimate_parameters(read_config("bundled")) < 3_600_000
+    assert 3_400_000 < num_parameters(read_config("bundled")) < 3_600_000
 
 
 def test_what_is_missing_is_named() -> None:
     config = llama(64, 2, 4, 2, 96, 100)
     del config["intermediate_size"]
     with pytest.raises(CheckpointError, match="intermediate_size"):
-        estimate_parameters(config)
+        num_parameters(config)
 
 
 def test_layers_without_experts() -> None:
     config = llama(64, 4, 4, 2, 96, 100, num_experts=8, moe_intermediate_size=32)
     experts, mlp = 8 * (3 * 64 * 32 + 64), 3 * 64 * 96
-    all_experts = estimate_parameters(config)
-    assert all_experts - estimate_parameters(config | {"mlp_only_layers": [0, 3]}) == 2 * (experts - mlp)
-    assert all_experts - estimate_parameters(config | {"decoder_sparse_step": 2}) == 2 * (experts - mlp)
-    assert all_experts - estimate_parameters(config | {"first_k_dense_replace": 1}) == experts - mlp
-    assert all_experts - estimate_parameters(config | {"num_experts": 0}) == 4 * (experts - mlp)
+    all_experts = num_parameters(config)
+    assert all_experts - num_parameters(config | {"mlp_only_layers": [0, 3]}) == 2 * (experts - mlp)
+    assert all_experts - num_parameters(config | {"decoder_sparse_step": 2}) == 2 * (experts - mlp)
+    assert all_experts - num_parameters(config | {"first_k_dense_replace": 1}) == experts - mlp
+    assert all_experts - num_parameters(config | {"num_experts": 0}) == 4 * (experts - mlp)
 
 
 def test_an_output_gate_is_as_large_as_the_queries() -> None:
     config = llama(64, 4, 4, 2, 96, 100)
-    more = estimate_parameters(config | {"attn_output_gate": True}) - estimate_parameters(config)
+    more = num_parameters(config | {"attn_output_gate": True}) - num_parameters(config)
     assert more == 4 * 64 * 64
+
+
+def test_bytes_of_rounded_weights() -> None:
+    """What is looked up stays; a head is there by itself; four bits have a sixteenth of two bytes for scales."""
+    tied = estimate_parameters(CONFIGS["Qwen3 0.6B"])
+    table, others = 151936 * 1024, tied.total - 151936 * 1024
+    assert tied.num_bytes(2, None) == 2 * tied.total
+    assert tied.num_bytes(2, "int8") == 3 * table + others
+    assert tied.num_bytes(2, "int4") == 3 * table + others * 9 // 16
+    free = estimate_parameters(CONFIGS["Llama 3.1 8B"])
+    table = 128256 * 4096
+    assert free.num_bytes(2, "int8") == 2 * table + table + free.total - 2 * table

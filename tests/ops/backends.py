@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from quire.config import Quantization
 from quire.ops.interface import Ops
 from quire.ops.native_library import LEVELS, NativeLibrary, runnable_libraries
 from quire.ops.native_ops import NativeOps
@@ -21,11 +22,15 @@ class Backend:
     """What computes, and where its tensors lie."""
 
     device: str
-    make: Callable[[], Ops]
+    make: Callable[..., Ops]
 
 
-def make_native(level: str, path: Path) -> Ops:
-    return NativeOps(NativeLibrary(level, path))
+def make_native(level: str, path: Path, quantization: Quantization | None = None) -> Ops:
+    return NativeOps(NativeLibrary(level, path), quantization)
+
+
+def make_torch(device: str, quantization: Quantization | None = None) -> Ops:
+    return TorchOps(torch.device(device), quantization=quantization)
 
 
 LIBRARIES = runnable_libraries()
@@ -35,8 +40,10 @@ NATIVE = [
     else pytest.param(None, id=level, marks=pytest.mark.skip(reason=f"no {level} kernels were built for this CPU"))
     for level in LEVELS
 ]
+TORCH = pytest.param(Backend("cpu", partial(make_torch, "cpu")), id="torch")
+CPU_BACKENDS = [TORCH, *NATIVE]
 BACKENDS = [
-    pytest.param(Backend("cpu", partial(TorchOps, torch.device("cpu"))), id="torch"),
-    pytest.param(Backend("cuda", partial(TorchOps, torch.device("cuda"))), id="cuda", marks=pytest.mark.gpu),
+    TORCH,
+    pytest.param(Backend("cuda", partial(make_torch, "cuda")), id="cuda", marks=pytest.mark.gpu),
     *NATIVE,
 ]

@@ -7,7 +7,7 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, TypeAlias, get_args, get_type_hints
+from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 from quire.config import CacheConfig, ModelConfig, SchedulerConfig
 from quire.sequences.params import SamplingParams
@@ -128,7 +128,7 @@ def _reader(flag: Flag) -> tuple[Callable[[str], Any], str]:
         return _integer, "N"
     if flag.hint is float:
         return _number, "X"
-    if flag.hint is str:
+    if flag.hint is str or get_origin(flag.hint) is Literal:
         return str, "NAME"
     if flag.hint == tuple[int, ...]:
         return integers, "ID,ID"

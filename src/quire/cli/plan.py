@@ -21,6 +21,7 @@ EXIT_DOES_NOT_FIT = 1
 OPTIONS = (
     "revision",
     "dtype",
+    "quantization",
     "max_model_len",
     "block_size",
     "num_kv_blocks",

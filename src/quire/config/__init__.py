@@ -9,6 +9,7 @@ from quire.config.options import (
     CacheConfig,
     EngineConfig,
     ModelConfig,
+    Quantization,
     SchedulerConfig,
     option_homes,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "Machine",
     "ModelConfig",
     "ModelFacts",
+    "Quantization",
     "ResolvedConfig",
     "SchedulerConfig",
     "StepCost",

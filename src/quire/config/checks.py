@@ -49,7 +49,8 @@ def check_positive(name: str, value: object, *, optional: bool = False) -> None:
         raise ConfigError(f"{name} must be a number above 0, got {value!r}", field=name)
 
 
-def check_one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+def check_one_of(name: str, value: object, allowed: tuple[str, ...], *, optional: bool = False) -> None:
     """Refuse a value that is not among those allowed."""
-    if value not in allowed:
-        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}", field=name)
+    if value not in allowed and not (optional and value is None):
+        words = f"one of {', '.join(allowed)}" + (" or None" if optional else "")
+        raise ConfigError(f"{name} must be {words}, got {value!r}", field=name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal, get_args
 
 from quire.config.checks import check_flag, check_one_of, check_positive, check_share, check_text, check_whole
 from quire.errors import ConfigError
@@ -11,6 +11,7 @@ from quire.errors import ConfigError
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DEVICES = ("auto", "cpu", "cuda")
 KERNELS = ("auto", "native", "torch")
+Quantization = Literal["int8", "int4"]
 EVICTION_POLICIES = ("lru", "fifo", "lfu", "slru")
 POLICIES = ("fcfs", "priority")
 PREEMPTION_POLICIES = ("last", "least_waste")
@@ -37,6 +38,8 @@ class ModelConfig:
             a model so small that threads would wait for each other longer than they work.
         kernels: what computes between the matrix products: "native" kernels, compiled when Quire was installed, or
             stock "torch" operators; "auto" takes the former on a CPU where there are any.
+        quantization: what the weights of linear layers are rounded to as they are loaded, on a CPU: "int8" (one scale
+            for each output) or "int4" (one for each 32 inputs; the head stays at int8); None keeps them.
     """
 
     model: str = "bundled"
@@ -50,6 +53,7 @@ class ModelConfig:
     seed: int = 0
     num_threads: int | None = None
     kernels: str = "auto"
+    quantization: Quantization | None = None
 
     def __post_init__(self) -> None:
         check_text("model", self.model)
@@ -59,6 +63,7 @@ class ModelConfig:
         check_one_of("dtype", self.dtype, DTYPES)
         check_one_of("device", self.device, DEVICES)
         check_one_of("kernels", self.kernels, KERNELS)
+        check_one_of("quantization", self.quantization, get_args(Quantization), optional=True)
         check_whole("max_model_len", self.max_model_len, 1, optional=True)
         check_whole("num_threads", self.num_threads, 1, optional=True)
         check_whole("seed", self.seed, 0, 2**63 - 1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.config.facts import Machine, ModelFacts, StepCost
-from quire.config.options import CacheConfig, EngineConfig, SchedulerConfig
+from quire.config.options import CacheConfig, EngineConfig, Quantization, SchedulerConfig
 from quire.errors import ConfigError
 
 GIB = 1 << 30
@@ -29,6 +29,7 @@ class ResolvedConfig:
         kv_cache_metrics_sample: share of the blocks.
         state_snapshot_interval: tokens; None for the manager's own.
         host_bytes: of the host tier, for swapping or for what comes from disk.
+        quantization: what the weights of linear layers are rounded to; None keeps them.
     """
 
     device: str
@@ -57,6 +58,7 @@ class ResolvedConfig:
     state_snapshot_interval: int | None = None
     host_bytes: int = 0
     max_inter_token_ms: float | None = None
+    quantization: Quantization | None = None
 
     @property
     def kv_tokens(self) -> int:
@@ -83,7 +85,7 @@ class ResolvedConfig:
             f"Scheduler: {self.scheduling_policy}, at most {self.max_num_seqs} sequences and "
             f"{self.max_num_batched_tokens} tokens a step; prefix caching "
             f"{'on' if self.enable_prefix_caching else 'off'}; device {self.device}, {self.num_threads} threads, "
-            f"kernels: {self.kernels}",
+            f"kernels: {self.kernels}" + (f", weights: {self.quantization}" if self.quantization else ""),
             *(swap if self.swap_space else ()),
         )
 
@@ -134,6 +136,7 @@ def resolve(config: EngineConfig, machine: Machine, facts: ModelFacts) -> Resolv
         vocab_size=facts.vocab_size,
         seed=config.model.seed,
         kernels=facts.kernels,
+        quantization=config.model.quantization,
         pin_limit=cache.pin_limit,
         retention_limit=cache.retention_limit,
         kv_cache_metrics_sample=cache.kv_cache_metrics_sample,

@@ -47,6 +47,7 @@ def open_disk(
     try:
         # Other kernels, or another device, round otherwise: what they computed is not what this engine would.
         layout = [str(dtype), resolved.device, resolved.kernels, str(resolved.block_size), *map(repr, groups)]
+        layout += filter(None, [resolved.quantization])
         identity = fingerprint(checkpoint, layout, folder.path / "weights.json", IDENTITY_BYTES)
         store = PrefixStore(folder, identity, cache.prefix_cache_disk_bytes, max(block_bytes))
     except OSError as error:

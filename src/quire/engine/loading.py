@@ -85,7 +85,9 @@ def load(config: EngineConfig) -> LoadedModel:
     torch.set_num_threads(options.num_threads or probe(device).num_threads)
     use_huge_pages()
     keep_freed_memory()
-    decoder = load_decoder(checkpoint, device=device, dtype=dtype, kernels=options.kernels)
+    decoder = load_decoder(
+        checkpoint, device=device, dtype=dtype, kernels=options.kernels, quantization=options.quantization
+    )
     groups = layout_of(decoder.spec).specs(config.cache.block_size, CacheDtype(dtype.itemsize), dtype.itemsize)
     step = _step_cost(config, decoder, device, dtype)
     resolved = resolve(config, probe(device), _facts(config, decoder, groups, step))
@@ -116,7 +118,7 @@ def load(config: EngineConfig) -> LoadedModel:
             InProcessExecutor(runner),
             tokenizer,
             end_token_ids=_end_token_ids(checkpoint, tokenizer),
-            cache_name=f"{name}:{dtype}",
+            cache_name=":".join((name, str(dtype), *filter(None, [options.quantization]))),
             memory_log=memory_log,
             staging=staging,
             # The memory's secret, which outlives a restart where what it names does.

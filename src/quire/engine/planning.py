@@ -132,7 +132,9 @@ def _weights_bytes(request: PlanRequest, raw: Mapping[str, Any], dtype: str, not
         return None
     weights_bytes = request.weights_bytes
     if weights_bytes is None:
-        weights_bytes = estimate_parameters(raw) * CACHE_DTYPES[dtype].element_bytes
+        weights_bytes = estimate_parameters(raw).num_bytes(
+            CACHE_DTYPES[dtype].element_bytes, request.config.model.quantization
+        )
         if raw.get("quantization_config"):
             notes.append(f"The weights are quantised, and are counted in {dtype}: set --weights-bytes to their size.")
     if weights_bytes >= request.memory_bytes:

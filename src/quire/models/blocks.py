@@ -38,26 +38,30 @@ def nested(**parts: WeightSlots) -> WeightSlots:
 class Projection:
     """A linear layer, packed as soon as its parts are there.
 
+    Args:
+        sensitive: its weight must not be rounded to fewer than eight bits.
+
     Attributes:
         run: the packed layer.
         slots: "weight" and, if there is one, "bias".
     """
 
-    __slots__ = ("_ops", "_parts", "run", "slots")
+    __slots__ = ("_ops", "_parts", "_sensitive", "run", "slots")
 
     run: Linear
 
-    def __init__(self, in_width: int, out_width: int, has_bias: bool, ops: Ops) -> None:
+    def __init__(self, in_width: int, out_width: int, has_bias: bool, ops: Ops, sensitive: bool = False) -> None:
         self.slots: WeightSlots = {"weight": WeightSlot((out_width, in_width), partial(self._fill, "weight"))}
         if has_bias:
             self.slots["bias"] = WeightSlot((out_width,), partial(self._fill, "bias"))
         self._ops = ops
+        self._sensitive = sensitive
         self._parts: dict[str, Tensor] = {}
 
     def _fill(self, name: str, tensor: Tensor) -> None:
         self._parts[name] = tensor
         if len(self._parts) == len(self.slots):
-            self.run = self._ops.pack_linear(**self._parts)
+            self.run = self._ops.pack_linear(**self._parts, sensitive=self._sensitive)
             self._parts = {}  # the plain weight is let go
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from fractions import Fraction
+from typing import Any, Final, NamedTuple
 
+from quire.config import Quantization
 from quire.models.cache_layout import (
     RECURRENT,
     SHORT_CONV,
@@ -23,8 +25,38 @@ EXPERT_COUNTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
 SHARED_WIDTHS: Final = ("shared_expert_intermediate_size", "shared_intermediate_size")
 
 
-def estimate_parameters(config: Mapping[str, Any]) -> int:
-    """Estimate the parameters of the language model; what sees images or hears is not counted.
+# Bytes of a weight of each format, its part of the scales included.
+ROUNDED_BYTES: Final[Mapping[Quantization, Fraction]] = {"int8": Fraction(1), "int4": Fraction(9, 16)}
+
+
+class ParameterCounts(NamedTuple):
+    """The parameters of the language model; what sees images or hears is not counted.
+
+    Args:
+        tables: of what is looked up.
+        head: of the output head, which may be one of the tables.
+        projections: of all other matrices.
+    """
+
+    tables: int
+    head: int
+    is_tied: bool
+    projections: int
+
+    @property
+    def total(self) -> int:
+        """All of them, those of a tied head once."""
+        return self.tables + (0 if self.is_tied else self.head) + self.projections
+
+    def num_bytes(self, element_bytes: int, quantization: Quantization | None) -> int:
+        """Return what they take; a head that is rounded is there by itself, and of eight bits."""
+        if quantization is None:
+            return self.total * element_bytes
+        return self.tables * element_bytes + self.head + int(self.projections * ROUNDED_BYTES[quantization])
+
+
+def estimate_parameters(config: Mapping[str, Any]) -> ParameterCounts:
+    """Estimate the parameters of a model.
 
     Args:
         config: the content of `config.json`.
@@ -36,21 +68,20 @@ def estimate_parameters(config: Mapping[str, Any]) -> int:
     fields = text_fields(config)
     width, vocab_size = fields.integer("hidden_size"), fields.integer("vocab_size")
     is_tied = fields.flag("tie_word_embeddings", config.get("tie_word_embeddings") is True)
-    embeddings = vocab_size * width * (1 if is_tied else 2)
     kinds = read_kinds(config)
-    total = embeddings + _per_layer_inputs(fields, width, len(kinds))
+    table, total = _per_layer_inputs(fields, width, len(kinds))
     layers = zip(kinds, read_layers(fields, kinds), read_sources(fields, kinds), strict=True)
     for idx, (kind, layer, source) in enumerate(layers):
         is_shared = source is not None
         total += sum(_mixer(part, layer, width, is_shared) for part in parts_of(kind))
         total += _ffn(idx, layer, width, is_shared)
-    return total
+    return ParameterCounts(vocab_size * width + table, vocab_size * width, is_tied, total)
 
 
-def _per_layer_inputs(fields: HFConfig, width: int, num_layers: int) -> int:
-    """Return the parameters of what each layer is told of a token: a table, a projection, and two in every layer."""
+def _per_layer_inputs(fields: HFConfig, width: int, num_layers: int) -> tuple[int, int]:
+    """Return the parameters of what each layer is told of a token: a table; a projection, and two in every layer."""
     told = num_layers * fields.count("hidden_size_per_layer_input", 0)
-    return told * (fields.integer("vocab_size_per_layer_input") + 3 * width) if told else 0
+    return (told * fields.integer("vocab_size_per_layer_input"), told * 3 * width) if told else (0, 0)
 
 
 def _mixer(kind: str, fields: HFConfig, width: int, is_shared: bool) -> int:

@@ -264,8 +264,12 @@ class Ops(Protocol):
     @property
     def name(self) -> str: ...
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """Take a weight [out, in] and bias [out]; whether the plain weight is kept is the backend's affair."""
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, sensitive: bool = False) -> Linear:
+        """Take a weight [out, in] and bias [out]; how the weight is kept is the backend's affair.
+
+        Args:
+            sensitive: it must not be rounded to fewer than eight bits.
+        """
         ...
 
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:

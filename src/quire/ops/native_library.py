@@ -10,15 +10,17 @@ import ctypes
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
+from quire.config import Quantization
 from quire.ops.interface import Activation
+from quire.ops.weight_formats import UNITS
 
 FOLDER: Final = Path(__file__).parent / "native"
 # The number that `quire_interface_version` must return.
-INTERFACE_VERSION: Final = 6
+INTERFACE_VERSION: Final = 7
 # The best last; a processor that runs one runs those before it.
 LEVELS: Final = ("portable", "avx2", "avx512", "avx512_bf16")
 MAX_HEAD_DIM: Final = 256
@@ -56,6 +58,20 @@ class Cache(ctypes.Structure):
     )
 
 
+class WeightKernels(NamedTuple):
+    """The functions of one format of rounded weights, without their names' last part.
+
+    Args:
+        num_bytes: `quire_bytes`, of a packed weight.
+        pack: `quire_pack`, which rounds too.
+        multiply: `quire_linear`.
+    """
+
+    num_bytes: Callable[..., Any]
+    pack: Callable[..., Any]
+    multiply: Callable[..., Any]
+
+
 class NativeLibrary:
     """One library, ready to be called.
 
@@ -67,6 +83,7 @@ class NativeLibrary:
         packed_types: the types of weights that it packs and multiplies faster than torch does.
         attend, gate, prepare, rms_norm, pack, linear, packed_columns: the functions of the same names, with `quire_`
             before, of the sources.
+        weight_kernels: for each format of rounded weights, what packs and multiplies them.
 
     Raises:
         OSError: it cannot be loaded, or was built from other sources than these.
@@ -100,6 +117,7 @@ class NativeLibrary:
             library.quire_linear, _INT, _POINTER, _INT, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER
         )
         self.packed_columns = _typed(library.quire_packed_columns, _INT, returns=_INT)
+        self.weight_kernels = {name: _weight_kernels(library, name) for name in UNITS}
         packs = _typed(library.quire_packs, _INT, returns=ctypes.c_bool)
         self.packed_types = frozenset(dtype for dtype, number in TYPES.items() if packs(number))
 
@@ -126,6 +144,15 @@ def runnable_libraries(folder: Path = FOLDER) -> dict[str, Path]:
     library.quire_best_level.restype = ctypes.c_char_p
     best = LEVELS.index(library.quire_best_level().decode())
     return {level: path for level, path in list(paths.items())[: best + 1] if path.exists()}
+
+
+def _weight_kernels(library: Any, name: Quantization) -> WeightKernels:
+    num_bytes, pack, linear = (getattr(library, f"quire_{part}_{name}") for part in ("bytes", "pack", "linear"))
+    return WeightKernels(
+        num_bytes=_typed(num_bytes, _INT, _INT, returns=_INT),
+        pack=_typed(pack, _INT, _POINTER, _INT, _INT, _POINTER),
+        multiply=_typed(linear, *(_INT, _POINTER, _INT, _INT, _POINTER, _INT, _INT), *(_POINTER, _POINTER, _POINTER)),
+    )
 
 
 def _typed(function: Any, *types: Any, returns: Any = None) -> Callable[..., Any]:

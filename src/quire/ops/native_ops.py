@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.config import Quantization
 from quire.ops.interface import (
     Activation,
     AttentionBatch,
@@ -22,7 +23,9 @@ from quire.ops.interface import (
     StepStates,
 )
 from quire.ops.native_library import ACTIVATIONS, MAX_HEAD_DIM, TYPES, Cache, NativeLibrary, StepRows
+from quire.ops.native_quantised import NativeQuantisedLinear
 from quire.ops.torch_ops import TorchOps
+from quire.ops.weight_formats import weight_format
 
 
 class NativeOps:
@@ -30,15 +33,20 @@ class NativeOps:
 
     Args:
         library: that this processor runs.
+        quantization: what the weights of linear layers are rounded to.
     """
 
-    def __init__(self, library: NativeLibrary) -> None:
+    def __init__(self, library: NativeLibrary, quantization: Quantization | None = None) -> None:
         self.name = f"native ({library.level})"
         self._library = library
+        self._quantization = quantization
         self._torch = TorchOps(torch.device("cpu"))
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """Pack for the kernels where they are faster, else for oneDNN."""
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, sensitive: bool = False) -> Linear:
+        """Round, or pack for the kernels where they are faster, else for oneDNN."""
+        chosen = weight_format(self._quantization, weight.shape[1], sensitive)
+        if chosen is not None:
+            return NativeQuantisedLinear(self._library.weight_kernels[chosen], weight, bias)
         if weight.dtype in self._library.packed_types and weight.shape[1] % 2 == 0:
             return NativeLinear(self._library, weight, bias)
         return self._torch.pack_linear(weight, bias)

@@ -7,18 +7,38 @@ import math
 import torch
 from torch import Tensor
 
-from quire.ops.interface import Activation, AttentionBatch, HeadNorms, PagedKV, PagedStates, Rotation, StateBatch
+from quire.config import Quantization
+from quire.ops.interface import (
+    Activation,
+    AttentionBatch,
+    HeadNorms,
+    Linear,
+    PagedKV,
+    PagedStates,
+    Rotation,
+    StateBatch,
+)
+from quire.ops.reference_quantised import ReferenceQuantisedLinear
 from quire.ops.reference_states import ReferenceStepStates
+from quire.ops.weight_formats import weight_format
 
 
 class ReferenceOps:
-    """The operations as defined; backends are tested against them."""
+    """The operations as defined; backends are tested against them.
+
+    Args:
+        quantization: what the weights of linear layers are rounded to.
+    """
 
     name = "reference"
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> ReferenceLinear:
-        """Keep the weight as it is."""
-        return ReferenceLinear(weight, bias)
+    def __init__(self, quantization: Quantization | None = None) -> None:
+        self._quantization = quantization
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, sensitive: bool = False) -> Linear:
+        """Keep the weight as it is, or round it."""
+        chosen = weight_format(self._quantization, weight.shape[1], sensitive)
+        return ReferenceLinear(weight, bias) if chosen is None else ReferenceQuantisedLinear(chosen, weight, bias)
 
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
         """Stack the rows one by one."""

@@ -8,10 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from quire.config import Quantization
 from quire.ops import torch_rows
 from quire.ops.interface import Activation, AttentionBatch, Linear, PagedKV, PagedStates, StateBatch
 from quire.ops.torch_attention import Scratch, TorchStepAttention
+from quire.ops.torch_quantised import TorchQuantisedLinear
 from quire.ops.torch_states import TorchStepStates
+from quire.ops.weight_formats import weight_format
 
 # Rows that the packed layout is chosen for. It matters little: layouts for 1 and for 512 rows are equally fast in
 # bfloat16, but in float32 the one for 1 row is half as fast at 4 to 16 rows.
@@ -24,16 +27,21 @@ class TorchOps:
     Args:
         device: any that torch has; packed weights are for "cpu" only.
         note: what to say after the name.
+        quantization: what the weights of linear layers are rounded to.
     """
 
-    def __init__(self, device: torch.device, note: str = "") -> None:
+    def __init__(self, device: torch.device, note: str = "", quantization: Quantization | None = None) -> None:
         self.name = f"torch ({note})" if note else "torch"
         self._device = device
         self._scratch = Scratch(device)
+        self._quantization = quantization
         self._can_pack: dict[torch.dtype, bool] = {}
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """Pack for oneDNN where this build of torch does that correctly, else keep the plain weight."""
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, sensitive: bool = False) -> Linear:
+        """Round, or pack for oneDNN where this build of torch does that correctly, else keep the plain weight."""
+        chosen = weight_format(self._quantization, weight.shape[1], sensitive)
+        if chosen is not None:
+            return TorchQuantisedLinear(chosen, weight, bias)
         dtype = weight.dtype
         if dtype not in self._can_pack:
             self._can_pack[dtype] = self._device.type == "cpu" and packing_works(dtype)

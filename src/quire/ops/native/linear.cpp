@@ -4,20 +4,29 @@
 // float on its way from memory: for few rows in registers, for more in a piece that all rows of a job then meet.
 #include <memory>
 
-#include "cache.h"
 #include "linear.h"
+#include "parallel.h"
+#include "tiles.h"
 
 namespace {
+
+constexpr int kWeightPanel = 64;  // columns of a panel
+
+static_assert(kWeightPanel % kPanel == 0 && kPanel % (2 * kLanes) == 0);
+
+// Calls `body(panel, first row, rows)` for each panel and each block of rows, on all threads.
+template <typename Body>
+void in_blocks(int64_t num_columns, int64_t num_rows, Body body) {
+  const int64_t num_blocks = (num_rows + kJobRows - 1) / kJobRows;
+  quire::in_turns(num_blocks * num_panels<kWeightPanel>(num_columns), [&](int64_t job) {
+    const int64_t first = job % num_blocks * kJobRows;
+    body(int(job / num_blocks), first, int(std::min<int64_t>(kJobRows, num_rows - first)));
+  });
+}
 
 // ---- pairs ----
 
 #if defined(__AVX512BF16__)
-// Steps of a piece of a panel. For few rows it fits the first level of the cache (16 KiB); for many, the second will
-// do, and sums are put down and taken up less often.
-constexpr int kPieceSteps = 64;
-constexpr int kLongPieceSteps = 256;
-constexpr int kFewPieceRows = 16;
-
 struct PairedWeight {
   using Steps = BFloat16Pairs;
   using Value = BFloat16;
@@ -28,21 +37,21 @@ struct PairedWeight {
     pack_columns<Steps, Value>(columns, 0, count, width, panel);
   }
 
-  static void multiply(const Operands& operands, int64_t num_rows, const Value* packed, int64_t num_columns, int width) {
+  static void multiply(const Operands& operands, int64_t num_rows, const Value* packed, int width) {
     const int depth = width / Steps::kValues;
-    in_blocks(num_columns, num_rows, [&](int64_t panel, int64_t first, int count) {
+    in_blocks(operands.num_columns, num_rows, [&](int panel, int64_t first, int count) {
       alignas(64) float sums[kJobRows * kWeightPanel];
       float ones[kJobRows];
       std::fill_n(ones, count, 1.0f);
       const Value* x = static_cast<const Value*>(operands.x) + first * operands.row_stride;
-      const Value* columns = packed + panel * width * kWeightPanel;
+      const Value* columns = packed + int64_t(panel) * width * kWeightPanel;
       const int piece = count <= kFewPieceRows ? kPieceSteps : kLongPieceSteps;
       for (int step = 0; step < depth; step += piece) {
         ::multiply<Steps, true>(x + step * Steps::kValues, int(operands.row_stride),
                                 columns + step * kWeightPanel * Steps::kValues, std::min(piece, depth - step), sums,
                                 kWeightPanel, step > 0 ? ones : nullptr, count, kWeightPanel);
       }
-      finish_rows<Value>(operands, num_columns, panel, first, count, sums);
+      for (int row = 0; row < count; ++row) finish<Value, kWeightPanel>(sums + row * kWeightPanel, operands, first + row, panel);
     });
   }
 };
@@ -139,7 +148,7 @@ struct WidenedWeight {
     return steps;
   }
 
-  static void multiply(const Operands& operands, int64_t num_rows, const T* packed, int64_t num_columns, int width) {
+  static void multiply(const Operands& operands, int64_t num_rows, const T* packed, int width) {
     // Each of x's values is needed once for each panel: they are widened once.
     const std::unique_ptr<float[]> rows(new float[num_rows * width]);
     quire::in_parallel(num_rows, 16, [&](int64_t begin, int64_t end) {
@@ -150,18 +159,18 @@ struct WidenedWeight {
         for (; step < width; ++step) rows[row * width + step] = widen(from[step]);
       }
     });
-    in_blocks(num_columns, num_rows, [&](int64_t panel, int64_t first, int count) {
+    in_blocks(operands.num_columns, num_rows, [&](int panel, int64_t first, int count) {
       alignas(64) float sums[kJobRows * kWeightPanel];
       std::fill_n(sums, count * kWeightPanel, 0.0f);
       const float* x = &rows[first * width];
-      const T* columns = packed + panel * width * kWeightPanel;
+      const T* columns = packed + int64_t(panel) * width * kWeightPanel;
       switch (count) {
         case 1: few<1>(x, columns, width, sums); break;
         case 2: few<2>(x, columns, width, sums); break;
         case kDirectRows: few<kDirectRows>(x, columns, width, sums); break;
         default: many(x, columns, width, sums, count);
       }
-      finish_rows<T>(operands, num_columns, panel, first, count, sums);
+      for (int row = 0; row < count; ++row) finish<T, kWeightPanel>(sums + row * kWeightPanel, operands, first + row, panel);
     });
   }
 
@@ -227,14 +236,14 @@ QUIRE_EXPORT bool quire_packs(Type type) {
 }
 
 // The columns that a packed weight has room for.
-QUIRE_EXPORT int64_t quire_packed_columns(int64_t num_columns) { return num_panels_of(num_columns) * kWeightPanel; }
+QUIRE_EXPORT int64_t quire_packed_columns(int64_t num_columns) { return num_panels<kWeightPanel>(num_columns) * kWeightPanel; }
 
 // Packs a weight [num_columns, width] of bfloat16 or float16 into [packed columns * width] values; `width` is even.
 QUIRE_EXPORT void quire_pack(Type type, const void* weight, int64_t num_columns, int64_t width, void* packed) {
   with_weight(type, [&](auto* kind) {
     using Weight = std::remove_pointer_t<decltype(kind)>;
     using Value = typename Weight::Value;
-    quire::in_parallel(num_panels_of(num_columns), 1, [&](int64_t begin, int64_t end) {
+    quire::in_parallel(num_panels<kWeightPanel>(num_columns), 1, [&](int64_t begin, int64_t end) {
       for (int64_t panel = begin; panel < end; ++panel) {
         const int count = int(std::min<int64_t>(kWeightPanel, num_columns - panel * kWeightPanel));
         const Value* columns[kWeightPanel];
@@ -250,9 +259,9 @@ QUIRE_EXPORT void quire_pack(Type type, const void* weight, int64_t num_columns,
 QUIRE_EXPORT void quire_linear(Type type, const void* x, int64_t row_stride, int64_t num_rows, const void* packed,
                                int64_t num_columns, int64_t width, const void* bias, const void* residual,
                                void* output) {
-  const Operands operands{x, row_stride, bias, residual, output};
+  const Operands operands{x, row_stride, bias, residual, output, int(num_columns)};
   with_weight(type, [&](auto* kind) {
     using Weight = std::remove_pointer_t<decltype(kind)>;
-    Weight::multiply(operands, num_rows, static_cast<const typename Weight::Value*>(packed), num_columns, int(width));
+    Weight::multiply(operands, num_rows, static_cast<const typename Weight::Value*>(packed), int(width));
   });
 }

@@ -1,0 +1,186 @@
+// Rows of int8, and how they meet weights of bytes.
+//
+// A row becomes int8 by its largest magnitude: q = round(x * 127 / largest), ties to even, so x is about
+// q * largest / 127. A step is four values of a row and four weights: their products are added to a sum of 32 bits.
+#pragma once
+
+#include <memory>
+
+#include "linear.h"
+#include "parallel.h"
+
+namespace {
+
+constexpr int kStepBytes = 4;
+constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+// Rows and groups without a larger magnitude count as zeros: beside it scales would leave the range of floats.
+constexpr float kSmallest = 1e-30f;
+
+typedef int8_t Bytes __attribute__((vector_size(QUIRE_LANES)));
+typedef int16_t Shorts __attribute__((vector_size(4 * QUIRE_LANES)));
+
+// ---- products ----
+
+#if defined(__AVX512VNNI__)
+
+// Added to each int8 weight: its bytes are unsigned. The sums start with what takes it off again.
+constexpr int kWeightOffset = 128;
+
+// sum += the products of four unsigned weights and four values, in each lane.
+QUIRE_INLINE void multiply_add(Ints& sum, Ints weights, Ints values) {
+  sum = (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)values);
+}
+
+#elif QUIRE_LANES == 8
+
+constexpr int kWeightOffset = 0;
+
+// No pair of products leaves 16 bits: neither factor is -128.
+QUIRE_INLINE void multiply_add(Ints& sum, Ints weights, Ints values) {
+  const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8((__m256i)values),
+                                             _mm256_sign_epi8((__m256i)weights, (__m256i)values));
+  sum += (Ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+}
+
+#else
+
+constexpr int kWeightOffset = 0;
+
+// The sums of pairs of products.
+QUIRE_INLINE Ints multiply_pairs(Shorts a, Shorts b) {
+#if defined(__AVX512BW__)
+  return (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__SSE2__)
+  return (Ints)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#else
+  const Ints low_a = (bit_cast<Ints>(a) << 16) >> 16, low_b = (bit_cast<Ints>(b) << 16) >> 16;
+  return low_a * low_b + (bit_cast<Ints>(a) >> 16) * (bit_cast<Ints>(b) >> 16);
+#endif
+}
+
+QUIRE_INLINE void multiply_add(Ints& sum, Ints weights, Ints values) {
+  const Shorts a = bit_cast<Shorts>(weights), b = bit_cast<Shorts>(values);
+  sum += multiply_pairs((a << 8) >> 8, (b << 8) >> 8) + multiply_pairs(a >> 8, b >> 8);
+}
+
+#endif
+
+// A step of a row, in every lane.
+QUIRE_INLINE Ints broadcast(const int8_t* step) { return Ints{} + load_bits<int32_t>(step); }
+
+// ---- rounding ----
+
+// The nearest whole numbers, ties to even; they must be in range.
+QUIRE_INLINE Ints nearest(Floats values) {
+#if defined(__AVX512F__)
+  return (Ints)_mm512_cvtps_epi32((__m512)values);
+#elif QUIRE_LANES == 8
+  return (Ints)_mm256_cvtps_epi32((__m256)values);
+#elif defined(__SSE2__)
+  return (Ints)_mm_cvtps_epi32((__m128)values);
+#else
+  Ints numbers;
+  for (int lane = 0; lane < kLanes; ++lane) numbers[lane] = int32_t(__builtin_rintf(values[lane]));
+  return numbers;
+#endif
+}
+
+// The largest magnitude, or NaN where a value is not finite.
+template <typename T>
+float largest_of(const T* values, int count) {
+  // Magnitudes are in order as integers, and what is not finite lies above all others.
+  constexpr int32_t kMagnitude = 0x7fffffff, kInfinite = 0x7f800000;
+  Ints found{};
+  int idx = 0;
+  for (; idx + kLanes <= count; idx += kLanes) {
+    const Ints magnitudes = bit_cast<Ints>(load(values + idx)) & kMagnitude;
+    found = magnitudes > found ? magnitudes : found;
+  }
+  int32_t largest = 0;
+  for (int lane = 0; lane < kLanes; ++lane) largest = std::max(largest, found[lane]);
+  for (; idx < count; ++idx) largest = std::max(largest, bit_cast<int32_t>(widen(values[idx])) & kMagnitude);
+  return largest < kInfinite ? bit_cast<float>(largest) : kNaN;
+}
+
+// Rounds a row to int8, and returns what one is worth. A row that is not finite becomes zeros that are worth NaN.
+template <typename T>
+float round_row(const T* from, int width, int8_t* to) {
+  const float largest = largest_of(from, width);
+  if (!(largest >= kSmallest)) {
+    std::memset(to, 0, width);
+    return largest == largest ? 0.0f : kNaN;
+  }
+  const float inverse = 127.0f / largest;
+  int idx = 0;
+  for (; idx + kLanes <= width; idx += kLanes)
+    store_bits(to + idx, __builtin_convertvector(nearest(load(from + idx) * inverse), Bytes));
+  for (; idx < width; ++idx) to[idx] = int8_t(nearest(splat(widen(from[idx]) * inverse))[0]);
+  return largest / 127.0f;
+}
+
+// Rows of int8 that a product goes by.
+struct ByteRows {
+  int width;
+  int num_groups;  // parts of a row whose sums are wanted
+  std::unique_ptr<int8_t[]> values;   // [rows, width]
+  std::unique_ptr<float[]> scales;    // [rows]
+  std::unique_ptr<int32_t[]> starts;  // [rows, groups]: what sums start with
+
+  // offset: that weights have.
+  template <typename T>
+  ByteRows(const T* x, int64_t row_stride, int64_t num_rows, int width, int num_groups, int offset)
+      : width(width),
+        num_groups(num_groups),
+        values(new int8_t[num_rows * width]),
+        scales(new float[num_rows]),
+        starts(new int32_t[num_rows * num_groups]) {
+    constexpr int kFewRows = 8;  // over before another thread has woken up
+    quire::in_parallel(num_rows, kFewRows, [&](int64_t begin, int64_t end) {
+      const int group = width / num_groups;
+      for (int64_t row = begin; row < end; ++row) {
+        int8_t* to = values.get() + row * width;
+        scales[row] = round_row(x + row * row_stride, width, to);
+        for (int part = 0; part < num_groups; ++part) {
+          int32_t sum = 0;
+          for (int idx = part * group; idx < (part + 1) * group; ++idx) sum += to[idx];
+          starts[row * num_groups + part] = -offset * sum;
+        }
+      }
+    });
+  }
+};
+
+// How far ahead few rows fetch what they read next: more than is under way at a time, less than a job by far.
+constexpr int kFewRowsAhead = 4096;
+
+// Calls `body(panel, first row, number of rows)` for all parts of a product, on threads. Few rows meet neighbouring panels
+// in one job, so that what is fetched ahead is fetched by the thread that reads it.
+template <typename Body>
+void in_jobs(int64_t num_rows, int num_columns, int64_t panel_bytes, Body body) {
+  constexpr int64_t kJobBytes = 64 << 10;
+  const int64_t num_blocks = (num_rows + kJobRows - 1) / kJobRows;
+  const int64_t run = num_rows <= kFewPieceRows ? std::max<int64_t>(1, kJobBytes / panel_bytes) : 1;
+  quire::in_turns(num_blocks * ((num_panels(num_columns) + run - 1) / run), [&](int64_t job) {
+    const int64_t first = job % num_blocks * kJobRows;
+    const int64_t end = std::min<int64_t>((job / num_blocks + 1) * run, num_panels(num_columns));
+    for (int64_t panel = job / num_blocks * run; panel < end; ++panel)
+      body(int(panel), first, int(std::min<int64_t>(kJobRows, num_rows - first)));
+  });
+}
+
+// Calls `tile(row)` for rows [0, num_rows) in whole tiles, with the number of its rows as a constant.
+template <typename Tile>
+QUIRE_INLINE void in_tiles(int num_rows, Tile tile) {
+  int row = 0;
+  for (; num_rows - row >= kTileRows; row += kTileRows) tile(row, std::integral_constant<int, kTileRows>());
+  switch (num_rows - row) {
+    case 5: return tile(row, std::integral_constant<int, 5>());
+    case 4: return tile(row, std::integral_constant<int, 4>());
+    case 3: return tile(row, std::integral_constant<int, 3>());
+    case 2: return tile(row, std::integral_constant<int, 2>());
+    case 1: return tile(row, std::integral_constant<int, 1>());
+    default: return;
+  }
+}
+
+}  // namespace

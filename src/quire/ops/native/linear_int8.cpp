@@ -1,0 +1,124 @@
+// Linear layers on int8 weights, one scale for each output column, and rows of int8, one scale for each row.
+//
+// Sums are whole numbers and exact, so a row gets the same bits in every batch.
+#include "bytes.h"
+
+namespace {
+
+// A packed weight: panels of [kPanel] floats, the columns' scales, and [depth, kPanel] steps.
+struct Int8Weight {
+  const uint8_t* panels;
+  int depth;  // steps
+
+  static int64_t panel_bytes(int64_t width) { return kPanel * (width + int64_t(sizeof(float))); }
+
+  const float* scales(int panel) const {
+    return reinterpret_cast<const float*>(panels + panel * panel_bytes(depth * kStepBytes));
+  }
+  const uint8_t* steps(int panel) const { return reinterpret_cast<const uint8_t*>(scales(panel) + kPanel); }
+};
+
+// Adds the products of some steps to the sums [rows, kPanel].
+//
+// ahead: bytes from what is read to what is fetched meanwhile.
+template <int kRows>
+void multiply_tile(const int8_t* x, int width, const uint8_t* steps, int depth, int ahead, int32_t* sums) {
+  Ints totals[kRows][kTileVectors];
+#pragma GCC unroll 6
+  for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 4
+    for (int vector = 0; vector < kTileVectors; ++vector)
+      totals[row][vector] = load_bits<Ints>(sums + row * kPanel + vector * kLanes);
+  for (int step = 0; step < depth; ++step) {
+    Ints columns[kTileVectors];
+#pragma GCC unroll 4
+    for (int vector = 0; vector < kTileVectors; ++vector) {
+      const uint8_t* from = steps + (step * kPanel + vector * kLanes) * kStepBytes;
+      columns[vector] = load_bits<Ints>(from);
+      fetch(from + ahead);
+    }
+#pragma GCC unroll 6
+    for (int row = 0; row < kRows; ++row) {
+      const Ints values = broadcast(x + row * width + step * kStepBytes);
+#pragma GCC unroll 4
+      for (int vector = 0; vector < kTileVectors; ++vector) multiply_add(totals[row][vector], columns[vector], values);
+    }
+  }
+#pragma GCC unroll 6
+  for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 4
+    for (int vector = 0; vector < kTileVectors; ++vector)
+      store_bits(sums + row * kPanel + vector * kLanes, totals[row][vector]);
+}
+
+// Rows [first, first + num_rows) and the columns of one panel.
+template <typename T>
+void multiply_rows(const ByteRows& rows, const Int8Weight& weight, const Operands& operands, int panel, int64_t first,
+                   int num_rows) {
+  alignas(64) int32_t sums[kJobRows * kPanel];
+  for (int row = 0; row < num_rows; ++row) std::fill_n(sums + row * kPanel, kPanel, rows.starts[first + row]);
+  const int8_t* x = rows.values.get() + first * rows.width;
+  const uint8_t* steps = weight.steps(panel);
+  const bool is_few = num_rows <= kFewPieceRows;
+  const int piece = is_few ? kPieceSteps : kLongPieceSteps;
+  for (int step = 0; step < weight.depth; step += piece) {
+    const int depth = std::min(piece, weight.depth - step);
+    in_tiles(num_rows, [&](int row, auto count) {
+      multiply_tile<count.value>(x + row * rows.width + step * kStepBytes, rows.width,
+                                 steps + step * kPanel * kStepBytes, depth,
+                                 is_few ? kFewRowsAhead : depth * kPanel * kStepBytes, sums + row * kPanel);
+    });
+  }
+  const float* scales = weight.scales(panel);
+  for (int row = 0; row < num_rows; ++row) {
+    alignas(64) float products[kPanel];
+    for (int column = 0; column < kPanel; column += kLanes) {
+      const Floats numbers = __builtin_convertvector(load_bits<Ints>(sums + row * kPanel + column), Floats);
+      store(products + column, numbers * (load(scales + column) * rows.scales[first + row]));
+    }
+    finish<T>(products, operands, first + row, panel);
+  }
+}
+
+}  // namespace
+
+// The bytes of a packed weight; `width` is a multiple of 4.
+QUIRE_EXPORT int64_t quire_bytes_int8(int64_t num_columns, int64_t width) {
+  return num_panels(int(num_columns)) * Int8Weight::panel_bytes(width);
+}
+
+// Rounds and packs a weight [num_columns, width].
+QUIRE_EXPORT void quire_pack_int8(int64_t type, const void* weight, int64_t num_columns, int64_t width, void* packed) {
+  with_type(Type(type), [&](auto* null) {
+    const auto* from = static_cast<const std::remove_pointer_t<decltype(null)>*>(weight);
+    quire::in_parallel(num_panels(int(num_columns)), 1, [&](int64_t begin, int64_t end) {
+      std::unique_ptr<int8_t[]> values(new int8_t[width]);
+      for (int64_t panel = begin; panel < end; ++panel) {
+        auto* scales = reinterpret_cast<float*>(static_cast<uint8_t*>(packed) + panel * Int8Weight::panel_bytes(width));
+        auto* steps = reinterpret_cast<uint8_t*>(scales + kPanel);
+        const int count = int(std::min<int64_t>(kPanel, num_columns - panel * kPanel));
+        // What the padding holds reaches sums that nobody looks at.
+        for (int column = 0; column < count; ++column) {
+          scales[column] = round_row(from + (panel * kPanel + column) * width, int(width), values.get());
+          for (int64_t idx = 0; idx < width; ++idx)
+            steps[(idx / kStepBytes * kPanel + column) * kStepBytes + idx % kStepBytes] =
+                uint8_t(values[idx] + kWeightOffset);
+        }
+      }
+    });
+  });
+}
+
+// Multiplies rows [num_rows, width] by a packed weight; bias and residual may be null.
+QUIRE_EXPORT void quire_linear_int8(int64_t type, const void* x, int64_t row_stride, int64_t num_rows,
+                                    const void* packed, int64_t num_columns, int64_t width, const void* bias,
+                                    const void* residual, void* output) {
+  with_type(Type(type), [&](auto* null) {
+    using T = std::remove_pointer_t<decltype(null)>;
+    const Int8Weight weight{static_cast<const uint8_t*>(packed), int(width / kStepBytes)};
+    const Operands operands{x, row_stride, bias, residual, output, int(num_columns)};
+    const ByteRows rows(static_cast<const T*>(x), row_stride, num_rows, int(width), 1, kWeightOffset);
+    in_jobs(num_rows, operands.num_columns, Int8Weight::panel_bytes(width),
+            [&](int panel, int64_t first, int count) { multiply_rows<T>(rows, weight, operands, panel, first, count); });
+  });
+}

@@ -1,0 +1,70 @@
+"""The slow twins of linear layers on rounded weights: each number by its definition, each sum a whole one."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from quire.config import Quantization
+from quire.ops.weight_formats import GROUP, SMALLEST
+
+
+class ReferenceQuantisedLinear:
+    """Whole numbers times whole numbers, added up as such for all inputs that share a scale."""
+
+    def __init__(self, format_name: Quantization, weight: Tensor, bias: Tensor | None) -> None:
+        round_weight = round_groups if format_name == "int4" else round_rows
+        self.values, self.scales = round_weight(weight)
+        self._bias = bias
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Multiply group by group, add, cast once."""
+        rows, row_scales = round_rows(x)
+        y = torch.zeros(len(x), len(self.values))
+        for scales, values, part in zip(
+            self.scales.T, *(each.chunk(self.scales.shape[1], -1) for each in (self.values, rows)), strict=True
+        ):
+            y += (part @ values.T).float() * scales
+        y *= row_scales
+        for addend in (self._bias, residual):
+            if addend is not None:
+                y += addend.float()
+        return y.to(x.dtype)
+
+    def dequantised(self) -> Tensor:
+        """Return the weights that the numbers stand for, float32 [out, in]."""
+        groups = self.values.view(*self.scales.shape, -1)
+        return (groups * self.scales[..., None]).flatten(-2)
+
+
+def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Round each row [T, E] to -127..127 by its largest magnitude: int64 [T, E], and what one is worth, [T, 1]."""
+    values, scales = torch.zeros(x.shape, dtype=torch.int64), torch.zeros(len(x), 1)
+    for idx, row in enumerate(x.float()):
+        if not row.isfinite().all():
+            scales[idx] = math.nan
+        elif (largest := row.abs().max()) >= SMALLEST:
+            values[idx] = (row * torch.div(torch.tensor(127.0), largest)).round().long()
+            scales[idx] = largest / 127.0
+    return values, scales
+
+
+def round_groups(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Round each group of a row [T, E] to -8..7, such that its largest magnitude (the first such) becomes -8.
+
+    Returns:
+        int64 [T, E], and what one is worth, [T, E / GROUP]: of float32, with the accuracy of bfloat16.
+    """
+    values, scales = torch.zeros(x.shape, dtype=torch.int64), torch.zeros(len(x), x.shape[1] // GROUP)
+    for row_idx, row in enumerate(x.float()):
+        for idx, group in enumerate(row.split(GROUP)):
+            scale = (group[group.abs().argmax()] / -8.0).bfloat16().float()
+            if not (group.isfinite().all() and scale.isfinite()):
+                scales[row_idx, idx] = math.nan
+            elif group.abs().max() >= SMALLEST:
+                numbers = (group / scale).round().clamp(-8, 7).long()
+                values[row_idx, idx * GROUP : (idx + 1) * GROUP] = numbers
+                scales[row_idx, idx] = scale
+    return values, scales

@@ -1,0 +1,83 @@
+"""Linear layers on rounded weights, of stock torch operators: small, and no faster than plain ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from quire.config import Quantization
+from quire.ops.weight_formats import GROUP, SMALLEST
+
+# Weights that are widened at a time, so that they stay in the cache.
+CHUNK = 1 << 20
+
+
+class TorchQuantisedLinear:
+    """A product of rows of int8 and weights of few bits, which are widened a chunk of columns at a time."""
+
+    __slots__ = ("_bias", "_num_columns", "_scales", "_values", "_width")
+
+    def __init__(self, format_name: Quantization, weight: Tensor, bias: Tensor | None) -> None:
+        self._num_columns, self._width = weight.shape
+        self._bias = bias
+        round_weight = round_groups if format_name == "int4" else round_rows
+        chunks = [round_weight(weight[part].float()) for part in self._parts()]
+        values, scales = map(torch.cat, zip(*chunks, strict=True))
+        self._values, self._scales = (_pair(values) if format_name == "int4" else values), scales
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Round the rows, multiply and add."""
+        rows, row_scales = round_rows(x.float())
+        wide = rows.float()
+        y = torch.cat([functional.linear(wide, self._widened(part)) for part in self._parts()], -1).mul_(row_scales)
+        for addend in (self._bias, residual):
+            if addend is not None:
+                y += addend
+        return y.to(x.dtype)
+
+    def _parts(self) -> Iterator[slice]:
+        step = max(1, CHUNK // self._width)
+        return (slice(first, first + step) for first in range(0, self._num_columns, step))
+
+    def _widened(self, part: slice) -> Tensor:
+        """Return weights [columns, in] as float32."""
+        values, scales = self._values[part], self._scales[part]
+        if values.dtype == torch.uint8:
+            values = torch.stack((values & 15, values >> 4), -1).to(torch.int8) - 8
+        return (values.reshape(*scales.shape, -1) * scales[..., None].float()).view(len(values), self._width)
+
+
+def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Round each row of float32 [T, E] to int8 by its largest magnitude; return that and what one is worth, [T, 1].
+
+    A row that is not finite becomes zeros that are worth NaN.
+    """
+    largest = x.abs().amax(-1, keepdim=True)
+    largest = torch.where(largest.isfinite(), largest, torch.nan)
+    inverse = torch.where(largest >= SMALLEST, torch.full_like(largest, 127.0) / largest, 0.0)
+    return (x * inverse).round_().nan_to_num_(0.0, 0.0, 0.0).to(torch.int8), torch.where(
+        largest < SMALLEST, 0.0, largest / 127.0
+    )
+
+
+def round_groups(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Round each group of float32 [T, E] to -8..7, such that its largest magnitude becomes -8.
+
+    Returns:
+        int8 [T, E], and of bfloat16 what one is worth, [T, E / GROUP].
+    """
+    groups = x.reshape(len(x), -1, GROUP)
+    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+    scales = torch.where(largest.abs() < SMALLEST, 0.0, largest / -8.0).to(torch.bfloat16)
+    scales = torch.where(scales.isfinite(), scales, torch.nan)
+    values = (groups / scales.float()).round_().clamp_(-8.0, 7.0).nan_to_num_(0.0)
+    return values.to(torch.int8).flatten(-2), scales.squeeze(-1)
+
+
+def _pair(values: Tensor) -> Tensor:
+    """Put two values of -8..7 into a byte."""
+    pairs = (values + 8).to(torch.uint8).view(len(values), -1, 2)
+    return pairs[..., 0] | pairs[..., 1] << 4

@@ -1,0 +1,53 @@
+"""Models on rounded weights: beside the same model on what the rounded weights stand for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.config import Quantization
+from quire.models.decoder import Decoder
+from quire.models.families import build
+from quire.ops import make_ops
+from quire.ops.interface import Linear, Ops
+from quire.ops.reference import ReferenceLinear, ReferenceOps
+from quire.ops.reference_quantised import ReferenceQuantisedLinear
+from tests.models.tiny import PagedRun, fill, make_tiny
+
+CPU = torch.device("cpu")
+
+
+class DequantisedOps(ReferenceOps):
+    """The reference on weights that were rounded; rows are not."""
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, sensitive: bool = False) -> Linear:
+        linear = super().pack_linear(weight, bias, sensitive)
+        return ReferenceLinear(linear.dequantised(), bias) if isinstance(linear, ReferenceQuantisedLinear) else linear
+
+
+def logits_of(name: str, ops: Ops) -> list[Tensor]:
+    """Return a prompt's logits, and those of a token behind it."""
+    tiny = make_tiny(name)
+    spec, weight_map = build(tiny.config)
+    decoder = Decoder(spec, ops=ops, dtype=torch.float32, device=CPU)
+    fill(decoder, weight_map, tiny.reference.state_dict())
+    run = PagedRun(decoder)
+    return [run.step({0: list(range(3, 40))})[0], run.step({0: [7]})[0]]
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "lfm2", "granite4"])
+def test_logits(name: str, quantization: Quantization) -> None:
+    """Rounding rows to int8 moves logits by a few percent of their spread; a wrong weight would by all of it."""
+    found = logits_of(name, make_ops(CPU, quantization=quantization))
+    expected = logits_of(name, DequantisedOps(quantization))
+    plain = logits_of(name, make_ops(CPU))
+    for ours, dequantised, exact in zip(found, expected, plain, strict=True):
+        spread = exact.std()
+        rounding, of_weights = ((ours - each).square().mean().sqrt() / spread for each in (dequantised, exact))
+        assert rounding < 0.1
+        if quantization == "int8":
+            assert of_weights < 0.12
+        else:
+            assert 2 * rounding < of_weights < 1.0

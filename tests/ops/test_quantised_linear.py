@@ -1,0 +1,167 @@
+"""Linear layers on rounded weights: every backend against the slow twin, and what the rounding must give."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.config import Quantization
+from quire.errors import ConfigError
+from quire.ops import make_ops
+from quire.ops.interface import Linear
+from quire.ops.native_quantised import NativeQuantisedLinear
+from quire.ops.reference import ReferenceOps
+from quire.ops.reference_quantised import ReferenceQuantisedLinear
+from quire.ops.torch_quantised import TorchQuantisedLinear
+from quire.ops.weight_formats import MAX_WIDTH
+from tests.ops.backends import CPU_BACKENDS, Backend
+from tests.ops.world import randn
+
+FORMATS: list[Quantization] = ["int8", "int4"]
+QUANTISED = (NativeQuantisedLinear, TorchQuantisedLinear, ReferenceQuantisedLinear)
+
+
+@pytest.fixture(autouse=True)
+def inference() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+def pack(backend: Backend, name: Quantization, weight: Tensor, bias: Tensor | None = None) -> tuple[Linear, Linear]:
+    return backend.make(name).pack_linear(weight.clone(), bias), ReferenceOps(name).pack_linear(weight, bias)
+
+
+def assert_same_numbers(found: Tensor, expected: Tensor) -> None:
+    """Compare to the rounding of float32, or to the one rounding of a smaller type.
+
+    In float32 a sum that is off by one would show: it is worth more than the tolerance.
+    """
+    eps = torch.finfo(found.dtype).eps
+    largest = expected.float().nan_to_num().abs().max().item()
+    torch.testing.assert_close(found, expected, rtol=eps, atol=max(8 * 2.0**-23 * largest, 1e-30), equal_nan=True)
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("width", "num_columns"), [(1120, 130), (512, 64), (32, 1), (96, 17)])
+def test_numbers(backend: Backend, name: Quantization, width: int, num_columns: int) -> None:
+    """Widths past a piece, columns that do not fill a panel, rows that lie apart, tiles and jobs of all sizes."""
+    weight, bias = randn(num_columns, width) * width**-0.5, randn(num_columns, seed=1)
+    linear, twin = pack(backend, name, weight, bias)
+    x = randn(200, width + 3, seed=2)[:, :width]
+    residual = randn(200, num_columns, seed=3)
+    expected = twin(x, residual)
+    kept = x.clone(), residual.clone()
+    for num_rows in (1, 2, 5, 6, 7, 16, 17, 70, 200):
+        assert_same_numbers(linear(x[:num_rows], residual[:num_rows]), expected[:num_rows])
+    assert_same_numbers(linear(x[:9]), twin(x[:9]))
+    assert torch.equal(x, kept[0])
+    assert torch.equal(residual, kept[1])
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_types(backend: Backend, name: Quantization, dtype: torch.dtype) -> None:
+    weight, bias = (randn(70, 160) / 8).to(dtype), randn(70, seed=1).to(dtype)
+    linear, twin = pack(backend, name, weight, bias)
+    x, residual = randn(33, 160, seed=2).to(dtype), randn(33, 70, seed=3).to(dtype)
+    assert_same_numbers(linear(x, residual), twin(x, residual))
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+def test_whole_numbers_are_multiplied_exactly(backend: Backend) -> None:
+    """With a largest magnitude of 127 one is worth one: ties go to the even number, and nothing else is rounded."""
+    numbers = torch.randint(-127, 128, (90, 256), generator=torch.Generator().manual_seed(0)).float()
+    weight, x = numbers[:40].clone(), numbers[40:].clone()
+    weight[:, 0], x[:, 0] = 127.0, -127.0
+    linear, _ = pack(backend, "int8", weight)
+    assert torch.equal(linear(x), x @ weight.T)
+    x[:, 1:] = x[:, 1:].abs() / 2.0
+    assert torch.equal(linear(x), x.round() @ weight.T)
+    extreme = torch.full((3, 8192), 127.0)
+    linear, _ = pack(backend, "int8", -extreme)
+    torch.testing.assert_close(linear(extreme), torch.full((3, 3), -127.0 * 127.0 * 8192))
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_zeros_extremes_and_what_is_not_finite(backend: Backend, name: Quantization) -> None:
+    weight, x = randn(20, 64), randn(8, 64, seed=1)
+    weight[3], x[0] = 0.0, 0.0
+    weight[4], x[1] = 1e30, -1e37
+    weight[5, 40], x[2, 5] = math.nan, math.nan
+    x[3, 60], x[4] = -math.inf, 1e-35
+    weight[6], x[5] = -1e-36, 1e-12
+    linear, twin = pack(backend, name, weight)
+    found, expected = linear(x), twin(x)
+    assert found[2:4].isnan().all()
+    assert found[:, 5].isnan().all()
+    found[1, 4] = expected[1, 4] = 0.0  # past the range of float32
+    for row in range(len(x)):
+        assert_same_numbers(found[row], expected[row])
+    assert (found[0, :5] == 0.0).all()
+    assert (found[5, [3, 6]] == 0.0).all()
+    assert found[5, 0] != 0.0
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_row_gets_the_same_bits_in_every_batch(backend: Backend, name: Quantization) -> None:
+    linear, _ = pack(backend, name, randn(150, 2208))
+    if isinstance(linear, TorchQuantisedLinear):
+        pytest.skip("stock operators add up in an order of their own")
+    x = randn(110, 2208, seed=1)
+    together = linear(x)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(linear(x), together)
+    finally:
+        torch.set_num_threads(threads)
+    for first, last in ((0, 1), (5, 7), (50, 53), (100, 110), (20, 60)):
+        assert torch.equal(linear(x[first:last]), together[first:last])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_what_is_rounded(kernels: str, name: Quantization) -> None:
+    ops = make_ops(torch.device("cpu"), kernels, name)
+
+    def bits(width: int, *, sensitive: bool = False) -> float:
+        """Return how many bits a value's error tells of."""
+        linear = ops.pack_linear(randn(1, width), sensitive=sensitive)
+        return 16.0 if not isinstance(linear, QUANTISED) else 8.0 if _error(linear, width) < 0.02 else 4.0
+
+    assert bits(64) == (4.0 if name == "int4" else 8.0)
+    assert bits(64, sensitive=True) == 8.0
+    assert bits(36) == 8.0
+    assert bits(33) == 16.0
+    assert bits(MAX_WIDTH + 4) == 16.0
+
+
+def _error(linear: Linear, width: int) -> float:
+    weight = randn(1, width)
+    eye = torch.eye(width)
+    return cast("float", ((linear(eye)[:, 0] - weight[0]).abs().max() / weight.abs().max()).item())
+
+
+def test_rounded_weights_are_for_cpus() -> None:
+    with pytest.raises(ConfigError, match="'int8' is for CPUs") as caught:
+        make_ops(torch.device("cuda"), quantization="int8")
+    assert caught.value.field == "quantization"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_rounded_weights_are_near_those_that_came(name: Quantization) -> None:
+    """A step of int8 is 1/127 of a row's largest value, one of int4 an eighth of a group's."""
+    weight = randn(40, 320)
+    twin = ReferenceOps(name).pack_linear(weight)
+    assert isinstance(twin, ReferenceQuantisedLinear)
+    error = (twin.dequantised() - weight).square().mean().sqrt() / weight.square().mean().sqrt()
+    assert (0.004 < error < 0.008) if name == "int8" else (0.07 < error < 0.09)
