@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
-from benchmarks.workloads import Request, workload
+from quire.bench.workloads import Request, workload
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 1280  # 20,480 tokens of KV for everyone
 MAX_MODEL_LEN = 4608

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from quire.models.checkpoint import Checkpoint
@@ -9,9 +11,24 @@ from quire.models.decoder import Decoder
 from quire.models.families import build
 from quire.models.weights import load_weights
 from quire.ops import make_ops
+from quire.ops.interface import Ops
 
 
-def load_decoder(checkpoint: Checkpoint, *, device: str, dtype: torch.dtype, kernels: str = "auto") -> Decoder:
+class Instruments(Protocol):
+    """Returns, for a part that was made, what takes its place: the part itself, or something that watches it."""
+
+    def ops(self, ops: Ops) -> Ops: ...
+    def decoder(self, decoder: Decoder) -> Decoder: ...
+
+
+def load_decoder(
+    checkpoint: Checkpoint,
+    *,
+    device: str,
+    dtype: torch.dtype,
+    kernels: str = "auto",
+    instruments: Instruments | None = None,
+) -> Decoder:
     """Build the decoder that a checkpoint describes, and fill it.
 
     Args:
@@ -19,6 +36,7 @@ def load_decoder(checkpoint: Checkpoint, *, device: str, dtype: torch.dtype, ker
         device: "cpu" or "cuda".
         dtype: of weights, hidden states and cache, as `choose_dtype` returns it.
         kernels: what computes; see `quire.ops.make_ops`.
+        instruments: put round the kernels and the decoder.
 
     Raises:
         ConfigError: kernels that cannot be had.
@@ -27,6 +45,9 @@ def load_decoder(checkpoint: Checkpoint, *, device: str, dtype: torch.dtype, ker
     """
     spec, weight_map = build(checkpoint.config)
     place = torch.device(device)
-    decoder = Decoder(spec, ops=make_ops(place, kernels), dtype=dtype, device=place)
+    ops = make_ops(place, kernels)
+    if instruments is not None:
+        ops = instruments.ops(ops)
+    decoder = Decoder(spec, ops=ops, dtype=dtype, device=place)
     load_weights(checkpoint, weight_map, decoder, dtype=dtype)
-    return decoder
+    return decoder if instruments is None else instruments.decoder(decoder)
