@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from benchmarks.workloads import Request, workload
+from quire.bench.workloads import Request, workload
 
 if TYPE_CHECKING:
     from quire.config import Quantization

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import machine, make_model
 from benchmarks.engines import ANSWER, ENGINES
-from benchmarks.workloads import NAMES
+from quire.bench.workloads import NAMES
 
 ROOT = Path(__file__).resolve().parent.parent
 Figures = dict[str, Any]

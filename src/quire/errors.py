@@ -36,6 +36,14 @@ class LogError(QuireError):
     """A file that is not a log of memory commands, or one of a version that cannot be replayed."""
 
 
+class TraceError(QuireError):
+    """A file of requests that cannot be read or sent; the message names the file, the line and the field."""
+
+
+class ServerUnreachable(QuireError):
+    """A server that does not answer, or refuses everything that it is asked."""
+
+
 class RequestError(QuireError):
     """A request that is refused. It never touches another request.
 

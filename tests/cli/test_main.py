@@ -8,13 +8,22 @@ import sys
 import pytest
 
 import quire
-from quire.cli.main import build_parser, main
+from quire.cli.main import main, parse_args
 
 HEAVY = ("torch", "numpy", "quire.engine", "quire.text", "tokenizers", "jinja2", "starlette", "uvicorn", "rich")
 
 
 @pytest.mark.parametrize(
-    "flags", [["--help"], ["--version"], ["generate", "--help"], ["serve", "--help"], ["plan", "--help"]]
+    "flags",
+    [
+        ["--help"],
+        ["--version"],
+        ["generate", "--help"],
+        ["serve", "--help"],
+        ["bench", "--help"],
+        ["bench", "serve", "--help"],
+        ["plan", "--help"],
+    ],
 )
 def test_help_and_version_import_nothing_heavy(flags: list[str]) -> None:
     script = (
@@ -32,9 +41,9 @@ def test_the_package_is_the_command() -> None:
 
 
 def test_every_command_is_there() -> None:
-    for command in ("generate", "chat", "serve", "bench", "plan", "doctor", "replay"):
+    for command in ("generate", "chat", "serve", "bench", "bench serve", "plan", "doctor", "replay"):
         with pytest.raises(SystemExit) as exit_:
-            build_parser().parse_args([command, "--help"])
+            parse_args([*command.split(), "--help"])
         assert exit_.value.code == 0
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.cli.main import build_parser
+from quire.cli.main import build_parser, parse_args
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
@@ -60,7 +60,7 @@ def quire_commands() -> list[str]:
 
 @pytest.mark.parametrize("line", quire_commands())
 def test_a_shown_command_is_understood(line: str) -> None:
-    build_parser().parse_args(shlex.split(line, comments=True))
+    parse_args(shlex.split(line, comments=True))
 
 
 def test_every_command_is_in_the_table_of_the_readme() -> None:

@@ -34,7 +34,7 @@ from quire.memory.specs import KVCacheSpec
 from quire.models.cache_layout import layout_of
 from quire.models.checkpoint import Checkpoint, locate
 from quire.models.decoder import Decoder
-from quire.models.loading import load_decoder
+from quire.models.loading import Instruments, load_decoder
 from quire.models.weights import choose_dtype
 from quire.scheduling.scheduler import Scheduler
 from quire.sequences.params import SamplingParams
@@ -68,8 +68,12 @@ class LoadedModel:
     default_params: dict[str, Any]
 
 
-def load(config: EngineConfig) -> LoadedModel:
+def load(config: EngineConfig, instruments: Instruments | None = None) -> LoadedModel:
     """Load a model and build its engine; the KV memory is allocated last.
+
+    Args:
+        config: what was asked for.
+        instruments: put round the kernels and the decoder.
 
     Raises:
         ConfigError: an option or a checkpoint that cannot be honoured; the message says what to change.
@@ -86,7 +90,12 @@ def load(config: EngineConfig) -> LoadedModel:
     use_huge_pages()
     keep_freed_memory()
     decoder = load_decoder(
-        checkpoint, device=device, dtype=dtype, kernels=options.kernels, quantization=options.quantization
+        checkpoint,
+        device=device,
+        dtype=dtype,
+        kernels=options.kernels,
+        quantization=options.quantization,
+        instruments=instruments,
     )
     groups = layout_of(decoder.spec).specs(config.cache.block_size, CacheDtype(dtype.itemsize), dtype.itemsize)
     step = _step_cost(config, decoder, device, dtype)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from quire.config import Quantization
@@ -10,6 +12,14 @@ from quire.models.decoder import Decoder
 from quire.models.families import build
 from quire.models.weights import load_weights
 from quire.ops import make_ops
+from quire.ops.interface import Ops
+
+
+class Instruments(Protocol):
+    """Returns, for a part that was made, what takes its place: the part itself, or something that watches it."""
+
+    def ops(self, ops: Ops) -> Ops: ...
+    def decoder(self, decoder: Decoder) -> Decoder: ...
 
 
 def load_decoder(
@@ -19,6 +29,7 @@ def load_decoder(
     dtype: torch.dtype,
     kernels: str = "auto",
     quantization: Quantization | None = None,
+    instruments: Instruments | None = None,
 ) -> Decoder:
     """Build the decoder that a checkpoint describes, and fill it.
 
@@ -27,6 +38,7 @@ def load_decoder(
         device: "cpu" or "cuda".
         dtype: of weights, hidden states and cache, as `choose_dtype` returns it.
         kernels, quantization: what computes, and on what weights; see `quire.ops.make_ops`.
+        instruments: put round the kernels and the decoder.
 
     Raises:
         ConfigError: kernels or weights that cannot be had.
@@ -35,6 +47,9 @@ def load_decoder(
     """
     spec, weight_map = build(checkpoint.config)
     place = torch.device(device)
-    decoder = Decoder(spec, ops=make_ops(place, kernels, quantization), dtype=dtype, device=place)
+    ops = make_ops(place, kernels, quantization)
+    if instruments is not None:
+        ops = instruments.ops(ops)
+    decoder = Decoder(spec, ops=ops, dtype=dtype, device=place)
     load_weights(checkpoint, weight_map, decoder, dtype=dtype)
-    return decoder
+    return decoder if instruments is None else instruments.decoder(decoder)

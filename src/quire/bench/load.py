@@ -1,0 +1,110 @@
+"""Puts a server under load: who is sent when, until all have been answered or somebody says stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import Coroutine, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from quire.bench.client import Client, Outcome
+from quire.bench.trace import TracedRequest
+
+
+class Load(NamedTuple):
+    """What was sent, and what came of it.
+
+    Args:
+        num_requests: that were to be sent.
+        num_sent: that were.
+        outcomes: of those that ended, in the order in which they did.
+        duration_s: from the first one due to the end of the last one.
+        is_interrupted: somebody said stop.
+    """
+
+    num_requests: int
+    num_sent: int
+    outcomes: list[Outcome]
+    duration_s: float
+    is_interrupted: bool
+
+
+def poisson_arrivals(rate: float, count: int, seed: int) -> list[float]:
+    """Return when requests arrive, in seconds from the first: independent of each other, `rate` a second on average.
+
+    Args:
+        rate: infinite for all at once.
+        count: requests, at least 1.
+        seed: the same one gives the same arrivals.
+    """
+    rng = random.Random(seed)
+    return [*accumulate((rng.expovariate(rate) for _ in range(count - 1)), initial=0.0)]
+
+
+async def send_at(
+    client: Client, requests: Sequence[TracedRequest], arrivals: Sequence[float], stop: asyncio.Event
+) -> Load:
+    """Send each request when it is due, whatever became of those before it (an open loop).
+
+    Args:
+        client: of the server.
+        requests: to send.
+        arrivals: seconds from now, one for each request, rising.
+        stop: ends it; what is under way is cut off.
+    """
+    run = _Run(client)
+
+    async def send_all() -> None:
+        async with asyncio.TaskGroup() as group:
+            for request, arrival_s in zip(requests, arrivals, strict=True):
+                await asyncio.sleep(run.started_s + arrival_s - time.perf_counter())
+                group.create_task(run.send(request, run.started_s + arrival_s))
+
+    return await run.until(send_all(), len(requests), stop)
+
+
+async def send_in_turn(
+    client: Client, requests: Sequence[TracedRequest], concurrency: int, stop: asyncio.Event
+) -> Load:
+    """Keep so many requests under way, and send the next one when one has ended (a closed loop)."""
+    run, waiting = _Run(client), iter(requests)
+
+    async def send_next() -> None:
+        for request in waiting:
+            await run.send(request, time.perf_counter())
+
+    async def send_all() -> None:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(concurrency, len(requests))):
+                group.create_task(send_next())
+
+    return await run.until(send_all(), len(requests), stop)
+
+
+class _Run:
+    """What has been sent so far."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._num_sent = 0
+        self._outcomes: list[Outcome] = []
+        self.started_s = time.perf_counter()
+
+    async def send(self, request: TracedRequest, due_s: float) -> None:
+        self._num_sent += 1
+        self._outcomes.append(await self._client.send(request, due_s))
+
+    async def until(self, sending: Coroutine[Any, Any, None], num_requests: int, stop: asyncio.Event) -> Load:
+        """Wait for all to end, or for `stop`."""
+        tasks = asyncio.create_task(sending), asyncio.create_task(stop.wait())
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        ended_s = time.perf_counter()
+        is_interrupted = not tasks[0].done()
+        for task in tasks:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        return Load(num_requests, self._num_sent, self._outcomes, ended_s - self.started_s, is_interrupted)

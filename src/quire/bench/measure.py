@@ -1,0 +1,242 @@
+"""Serves a workload in this process, and says how fast it went and where the time was spent."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from quire.bench.percentiles import latency_lines, percentiles
+from quire.bench.probe import Probe, measure_rates, synchronize
+from quire.bench.roofline import ModelShape, Work, least_s, step_work
+from quire.bench.stopwatch import LAYERS, LINEAR, OUTPUT, PHASES, Observer, Stopwatch
+from quire.bench.workloads import Request, Workload
+from quire.config import EngineConfig, ResolvedConfig
+from quire.engine.engine import Engine
+from quire.engine.loading import load
+from quire.errors import WorkerError
+from quire.ops.interface import Ops
+from quire.sequences.params import SamplingParams
+
+ProbeCall = Callable[[str, torch.dtype, Ops], Probe]
+
+WARM_UP = [Request([0], 4)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roofline:
+    """The least time that the steps could have taken, by what they read and compute.
+
+    Args:
+        probe: of this machine, the best of two: before the run and behind it.
+        weight_bytes, cache_bytes, operations: of all steps; see `Work`.
+        num_read_bound: steps for which reading takes longer than computing.
+        least_s: of all steps.
+        share: `least_s` divided by the time that the run took.
+    """
+
+    probe: dict[str, float]
+    weight_bytes: int
+    cache_bytes: int
+    operations: int
+    num_read_bound: int
+    least_s: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What was measured.
+
+    Args:
+        wall_s: from the first request sent to the last token received.
+        output_tokens_per_s: new tokens of all requests per second of `wall_s`.
+        total_tokens_per_s: the same with the prompts' tokens.
+        time_to_first_token_s: percentile -> seconds from the start, waiting included.
+        inter_token_latency_s: percentile -> seconds between two tokens of one request.
+        step_time_s: phase -> seconds in all steps; each moment of a step is in one phase.
+        roofline: the least time.
+    """
+
+    num_requests: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_new_tokens: int
+    num_preemptions: int
+    num_steps: int
+    wall_s: float
+    output_tokens_per_s: float
+    total_tokens_per_s: float
+    time_to_first_token_s: dict[str, float]
+    inter_token_latency_s: dict[str, float]
+    step_time_s: dict[str, float]
+    roofline: Roofline
+
+
+class Bench:
+    """An engine with timers round its parts.
+
+    Args:
+        config: of the engine.
+        profile: look into the layers as well.
+        probe: says what this machine can do; called before each run and behind it.
+
+    Raises:
+        ConfigError: an option or a checkpoint that cannot be honoured.
+    """
+
+    def __init__(self, config: EngineConfig, *, profile: bool = False, probe: ProbeCall = measure_rates) -> None:
+        self._place = torch.device("cpu")
+        self._measure_rates = probe
+        self._observer = Observer(Stopwatch(self._clock), is_close=profile)
+        self._engine: Engine = load(config, self._observer).engine
+        self._observer.engine(self._engine)
+        # On a GPU, time is looked at when it has done what it was told, so phases do not overlap.
+        self._place = torch.device(self._engine.config.device)
+        self._step = self._observer.watch.timed(OUTPUT, self._engine.step)
+
+    @property
+    def resolved(self) -> ResolvedConfig:
+        """The engine's configuration."""
+        return self._engine.config
+
+    def measure(self, workload: Workload) -> Report:
+        """Serve the workload once, after a short warm-up.
+
+        Raises:
+            RequestError: a prompt that does not fit the engine.
+            WorkerError: a request failed, so that the figures would mean nothing.
+        """
+        for requests in (WARM_UP, workload.before):
+            self._serve(requests)
+        probe = self._probe()
+        before = self._engine.stats
+        self._observer.reset()
+        started = time.perf_counter()
+        times, num_cached = self._serve(workload.requests)
+        wall_s = time.perf_counter() - started
+        stats, seconds = self._engine.stats, dict(self._observer.watch.seconds)
+        probe = Probe(*map(max, probe, self._probe()))
+        num_prompt, num_new = workload.num_prompt, sum(map(len, times))
+        return Report(
+            num_requests=len(workload.requests),
+            num_prompt_tokens=num_prompt,
+            num_cached_tokens=num_cached,
+            num_new_tokens=num_new,
+            num_preemptions=stats.num_preemptions - before.num_preemptions,
+            num_steps=stats.num_steps - before.num_steps,
+            wall_s=wall_s,
+            output_tokens_per_s=num_new / wall_s,
+            total_tokens_per_s=(num_prompt + num_new) / wall_s,
+            time_to_first_token_s=percentiles([each[0] - started for each in times]),
+            inter_token_latency_s=percentiles([later - earlier for each in times for earlier, later in pairwise(each)]),
+            step_time_s={phase: seconds[phase] for phase in PHASES if phase in seconds},
+            roofline=self._roofline(probe, wall_s),
+        )
+
+    def close(self) -> None:
+        """Release weights and KV memory."""
+        self._engine.close()
+
+    def _serve(self, requests: list[Request]) -> tuple[list[list[float]], int]:
+        """Serve requests that arrive at once, greedily and past the end-of-sequence token.
+
+        Returns:
+            When each request's tokens came, and how many prompt tokens were cached.
+        """
+        times: dict[str, list[float]] = {}
+        cached: dict[str, int] = {}
+        try:
+            for place, (prompt, num_new) in enumerate(requests):
+                # Where there is a tokenizer, text is made as for anybody.
+                params = SamplingParams(temperature=0.0, max_tokens=num_new, ignore_eos=True)
+                self._engine.add_request(str(place), {"prompt_token_ids": prompt}, params)
+                times[str(place)] = []
+            while self._engine.has_unfinished:
+                for delta in self._step():
+                    if delta.error is not None:
+                        raise WorkerError(f"request {delta.request_id} failed: {delta.error}")
+                    now = time.perf_counter()
+                    times[delta.request_id] += [now] * sum(len(output.token_ids) for output in delta.outputs)
+                    cached[delta.request_id] = delta.num_cached_tokens
+        finally:
+            for name in times:
+                self._engine.abort_request(name)
+        return list(times.values()), sum(cached.values())
+
+    def _probe(self) -> Probe:
+        observer = self._observer
+        return self._measure_rates(self._place.type, observer.plain_decoder.dtype, observer.plain_ops)
+
+    def _roofline(self, probe: Probe, wall_s: float) -> Roofline:
+        decoder, quantization = self._observer.plain_decoder, self._engine.config.quantization
+        model = ModelShape.of(decoder.spec, decoder.weight_shapes(), decoder.dtype.itemsize, quantization)
+        works = [step_work(model, items) for items in self._observer.steps]
+        rates, total = probe.rates, Work()
+        for work in works:
+            total = total.plus(work)
+        floor_s = sum(least_s(work, rates) for work in works)
+        return Roofline(
+            probe=probe._asdict(),
+            **total._asdict(),
+            num_read_bound=sum(least_s(work, rates) > work.operations / rates.operations_per_s for work in works),
+            least_s=floor_s,
+            share=floor_s / wall_s,
+        )
+
+    def _clock(self) -> float:
+        synchronize(self._place)
+        return time.perf_counter()
+
+
+def report_lines(report: Report) -> list[str]:
+    """Return a report in words."""
+    latencies = {
+        "Time to first token": report.time_to_first_token_s,
+        "Inter-token latency": report.inter_token_latency_s,
+    }
+    return [
+        f"{report.num_requests:,} requests at once: {report.num_prompt_tokens:,} prompt tokens "
+        f"({report.num_cached_tokens:,} from the prefix cache), {report.num_new_tokens:,} new tokens",
+        f"{report.wall_s:.2f} s in {report.num_steps:,} steps, {report.num_preemptions:,} preemptions",
+        f"Output: {report.output_tokens_per_s:,.1f} tokens/s; with prompts: {report.total_tokens_per_s:,.1f} tokens/s",
+        *latency_lines(latencies),
+        "",
+        *step_lines(report),
+        "",
+        *roofline_lines(report.roofline, report.num_steps),
+    ]
+
+
+def step_lines(report: Report) -> list[str]:
+    """Return where the steps' time went."""
+    whole_s = sum(report.step_time_s.values())
+    if not whole_s:
+        return []
+    names = {LAYERS: "norms, gates, rest of layers"} if LINEAR in report.step_time_s else {}
+    shown = [f"Where the time of a step went, {1e3 * whole_s / report.num_steps:,.2f} ms on average:"]
+    for phase, seconds in report.step_time_s.items():
+        name = names.get(phase, phase.replace("_", " "))
+        shown.append(f"  {name:28} {100 * seconds / whole_s:5.1f}%  {1e3 * seconds / report.num_steps:9,.3f} ms")
+    return shown
+
+
+def roofline_lines(roofline: Roofline, num_steps: int) -> list[str]:
+    """Return what the steps took beside the least that they could have taken."""
+    probe = Probe(**roofline.probe)
+    return [
+        f"This machine, in short probes before and behind the run: reads {_in(probe.read_bytes_per_s)} GB/s; products "
+        f"at {_in(probe.float32_operations_per_s)} GFLOP/s in float32 with torch, at "
+        f"{_in(probe.own_operations_per_s)} GFLOP/s in the model's dtype with the engine's kernels",
+        f"The steps had to read {_in(roofline.weight_bytes)} GB of weights and {_in(roofline.cache_bytes)} GB of "
+        f"cache, and to compute {_in(roofline.operations)} GFLOP",
+        f"Lower bound by bytes and operations: {roofline.least_s:,.3f} s, {100 * roofline.share:.1f}% of the time that "
+        f"was taken; reading bounds {roofline.num_read_bound:,} of {num_steps:,} steps",
+    ]
+
+
+def _in(number: float, unit: float = 1e9) -> str:
+    return f"{number / unit:,.3g}" if number < 1000 * unit else f"{number / unit:,.0f}"

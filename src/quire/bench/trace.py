@@ -1,0 +1,107 @@
+"""Requests to send to a server, and the files that they are read from."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from quire.errors import TraceError
+
+MAX_TOKENS = 2**31 - 1
+
+Messages = list[dict[str, Any]]
+
+
+class TracedRequest(NamedTuple):
+    """A request for a server.
+
+    Args:
+        prompt: text, token ids, or the messages of a chat.
+        max_tokens: new tokens at most.
+        arrival_s: when it is sent, in seconds from any moment; None where that is not said.
+    """
+
+    prompt: str | list[int] | Messages
+    max_tokens: int
+    arrival_s: float | None = None
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether it is a conversation."""
+        return isinstance(self.prompt, list) and isinstance(self.prompt[0], dict)
+
+
+def read_trace(path: str) -> list[TracedRequest]:
+    """Read a file with one JSON object a line: `prompt`, `prompt_token_ids` or `messages`; `max_tokens`; `arrival_s`.
+
+    Returns:
+        The requests, in the order of the lines.
+
+    Raises:
+        TraceError: naming the file, and the line and field that are wrong.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            lines = [(number, line) for number, line in enumerate(file, 1) if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise TraceError(f"{path} cannot be read: {why}") from error
+    if not lines:
+        raise TraceError(f"{path} has no requests")
+    requests = [_read_line(line, f"{path} line {number}") for number, line in lines]
+    is_timed = requests[0].arrival_s is not None
+    for (number, _), request in zip(lines, requests, strict=True):
+        if (request.arrival_s is not None) != is_timed:
+            raise TraceError(f"{path} line {number}: arrival_s must be in all lines, or in none of them")
+    return requests
+
+
+def _read_line(line: str, where: str) -> TracedRequest:
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise TraceError(f"{where}: it is not JSON ({error})") from error
+    if not isinstance(fields, dict):
+        raise TraceError(f"{where}: it must be an object")
+    unknown = next((name for name in fields if name not in FIELDS), None)
+    if unknown is not None:
+        raise TraceError(f"{where}: {unknown} is not a field; there are {', '.join(FIELDS)}")
+    prompts = [name for name in PROMPTS if fields.get(name) is not None]
+    if len(prompts) != 1:
+        raise TraceError(f"{where}: there must be one of {', '.join(PROMPTS)}, got {' and '.join(prompts) or 'none'}")
+    for name, value in fields.items():
+        allowed, is_right = FIELDS[name]
+        if value is not None and not is_right(value):
+            raise TraceError(f"{where}: {name} must be {allowed}, got {json.dumps(value)[:80]}")
+    if fields.get("max_tokens") is None:
+        raise TraceError(f"{where}: max_tokens is missing")
+    return TracedRequest(fields[prompts[0]], fields["max_tokens"], fields.get("arrival_s"))
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 1 <= value <= MAX_TOKENS
+
+
+def _are_ids(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(each) is int and each >= 0 for each in value)
+
+
+def _are_messages(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(each, dict) and "role" in each for each in value)
+
+
+def _is_time(value: object) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value >= 0  # type: ignore[arg-type, operator]
+
+
+PROMPTS: Sequence[str] = ("prompt", "prompt_token_ids", "messages")
+# Name -> what is allowed, in words and as a check.
+FIELDS: Mapping[str, tuple[str, Callable[[object], bool]]] = {
+    "prompt": ("text that is not empty", lambda value: isinstance(value, str) and bool(value)),
+    "prompt_token_ids": ("a list of token ids that is not empty", _are_ids),
+    "messages": ("a list of objects with a role that is not empty", _are_messages),
+    "max_tokens": ("a whole number of at least 1", _is_count),
+    "arrival_s": ("a number of seconds of at least 0", _is_time),
+}

@@ -1,0 +1,162 @@
+"""Workloads of token ids, the same for every engine; seeded, so that a run can be repeated.
+
+| name | what |
+|---|---|
+| W1 | one stream: a 32-token prompt, 128 new tokens |
+| W2 | one prompt of 1024 tokens, 1 new token |
+| W3 | 16 requests at once, prompts uniform in 64..512, outputs uniform in 32..128 |
+| W4 | 4 prompts of 4096 tokens, 64 new tokens each |
+| W5 | 16 requests that share their first 512 tokens, 32 tokens of their own, 32 new tokens |
+
+W5 comes in three: `W5-cold` (nobody has seen the prefix), `W5-warm` (a request with this prefix has been served) and
+`W5-off` (prefix caching disabled). Every run has tokens of its own, so that no run finds another's blocks.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from quire.errors import ConfigError
+
+PLAIN_IDS = range(256, 151643)  # plain tokens of the Qwen3 vocabulary
+RUN_STRIDE = 1000  # run r draws its tokens with the workload's seed + RUN_STRIDE * r
+NAMES = ("W1", "W2", "W3", "W4", "W5-cold", "W5-warm", "W5-off")
+MAX_SIGMA = 4.0
+
+Lengths = Literal["uniform", "lognormal"]
+
+
+class Request(NamedTuple):
+    """A prompt of token ids, and how many new tokens are wanted."""
+
+    prompt: list[int]
+    num_new: int
+
+
+class Workload(NamedTuple):
+    """What one run does.
+
+    Args:
+        requests: all sent at once; this is what is timed.
+        before: served first, untimed.
+    """
+
+    requests: list[Request]
+    before: list[Request]
+
+    @property
+    def num_prompt(self) -> int:
+        """Prompt tokens of all requests."""
+        return sum(len(request.prompt) for request in self.requests)
+
+    @property
+    def num_new(self) -> int:
+        """New tokens of all requests."""
+        return sum(request.num_new for request in self.requests)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A synthetic workload; everything follows from these numbers.
+
+    Args:
+        num_prompts: requests.
+        input_len: tokens of a prompt on average, the shared prefix included.
+        output_len: new tokens of a request on average; end-of-sequence tokens are ignored.
+        lengths: how both are spread.
+        spread: uniform lengths are between (1 - spread) and (1 + spread) times the average; of lognormal ones, spread
+            is the standard deviation of the logarithm.
+        shared_prefix: tokens that all prompts start with.
+        workload_seed: where lengths, tokens and arrivals come from.
+
+    Raises:
+        ConfigError: a number outside its range.
+    """
+
+    num_prompts: int = 16
+    input_len: int = 128
+    output_len: int = 64
+    lengths: Lengths = "uniform"
+    spread: float = 0.0
+    shared_prefix: int = 0
+    workload_seed: int = 0
+
+    def __post_init__(self) -> None:
+        most = 1.0 if self.lengths == "uniform" else MAX_SIGMA
+        if not 0.0 <= self.spread <= most:
+            raise ConfigError(
+                f"spread must be a number from 0 to {most:g} for {self.lengths} lengths, got {self.spread}",
+                field="spread",
+            )
+        if not 0 <= self.shared_prefix < self.input_len:
+            raise ConfigError(
+                f"shared_prefix must be from 0 to input_len - 1 ({self.input_len - 1}), got {self.shared_prefix}",
+                field="shared_prefix",
+            )
+
+    def requests(self, ids: range) -> list[Request]:
+        """Return the requests, with tokens of `ids`; no two are the same but by chance."""
+        rng = random.Random(self.workload_seed)
+        prefix = _token_ids(rng, self.shared_prefix, ids)
+        many = []
+        for _ in range(self.num_prompts):
+            # At least one token of its own.
+            num_own = max(1, self._length(rng, self.input_len) - len(prefix))
+            many.append(Request(prefix + _token_ids(rng, num_own, ids), self._length(rng, self.output_len)))
+        return many
+
+    def _length(self, rng: random.Random, mean: int) -> int:
+        if self.lengths == "uniform":
+            factor = rng.uniform(1 - self.spread, 1 + self.spread)
+        else:
+            factor = math.exp(rng.gauss(-(self.spread**2) / 2, self.spread))
+        return max(1, round(mean * factor))
+
+
+def workload(name: str, run: int, ids: range = PLAIN_IDS) -> Workload:
+    """Return run `run` of the workload `name`, with tokens of `ids`."""
+    if name.startswith("W5"):
+        return shared_prefix(run, ids, seen=name == "W5-warm")
+    build = {"W1": one_stream, "W2": one_long_prompt, "W3": mixed, "W4": long_contexts}[name]
+    return Workload(build(run, ids), before=[])
+
+
+def one_stream(run: int, ids: range) -> list[Request]:
+    """Return W1."""
+    return [Request(_token_ids(_rng(11, run), 32, ids), 128)]
+
+
+def one_long_prompt(run: int, ids: range) -> list[Request]:
+    """Return W2."""
+    return [Request(_token_ids(_rng(22, run), 1024, ids), 1)]
+
+
+def mixed(run: int, ids: range) -> list[Request]:
+    """Return W3; lengths are the same in every run, tokens are not."""
+    prompt_lengths, output_lengths, tokens = random.Random(0), random.Random(1), _rng(33, run)
+    lengths = [prompt_lengths.randint(64, 512) for _ in range(16)]
+    return [Request(_token_ids(tokens, length, ids), output_lengths.randint(32, 128)) for length in lengths]
+
+
+def long_contexts(run: int, ids: range) -> list[Request]:
+    """Return W4."""
+    tokens = _rng(44, run)
+    return [Request(_token_ids(tokens, 4096, ids), 64) for _ in range(4)]
+
+
+def shared_prefix(run: int, ids: range, *, seen: bool) -> Workload:
+    """Return W5, whose prefix a request before the run has shown to the engine when `seen`."""
+    prefix, tails = _token_ids(_rng(55, run), 512, ids), _rng(56, run)
+    requests = [Request(prefix + _token_ids(tails, 32, ids), 32) for _ in range(16)]
+    return Workload(requests, before=[Request(prefix + [7] * 32, 1)] if seen else [])
+
+
+def _rng(seed: int, run: int) -> random.Random:
+    return random.Random(seed + RUN_STRIDE * run)
+
+
+def _token_ids(rng: random.Random, count: int, ids: range) -> list[int]:
+    return [rng.randrange(ids.start, ids.stop) for _ in range(count)]

@@ -1,0 +1,118 @@
+"""The least work of a step, counted by hand and against the slow way."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.bench.roofline import (
+    AttentionShape,
+    ModelShape,
+    Rates,
+    StepItem,
+    Work,
+    least_s,
+    seen_by_rows,
+    seen_of_cache,
+    step_work,
+)
+from quire.models.checkpoint import Checkpoint
+from quire.models.loading import load_decoder
+from quire.models.spec import Attention, Experts, GatedMLP, LayerSpec, Mamba2, ModelSpec, RMSNorm
+
+# 1000 parameters in layers, 300 in the head, two bytes each; 3 layers of 4 heads over 2 KV heads of 8 values.
+FULL = ModelShape(1000, 300, 2, (2, 2), ((AttentionShape(4, 2, 8, None), 3),))
+WINDOWED = FULL._replace(attention=((AttentionShape(4, 2, 8, 10), 3),))
+
+
+def test_a_decode_step_reads_weights_and_the_cache_of_each_sequence() -> None:
+    work = step_work(FULL, [StepItem(50, 1, True), StepItem(7, 1, True)])
+    assert work.weight_bytes == 2 * (1000 + 300)
+    assert work.cache_bytes == 2 * (2 * 3 * 2 * 8) * (50 + 7)
+    # Each row sees itself too: 51 and 8 tokens, a product with the key and one with the value.
+    assert work.operations == 2 * 2 * (1000 + 300) + 3 * 4 * (2 * 8 * 2) * (51 + 8)
+
+
+def test_a_chunk_of_a_prompt_needs_no_head_and_sees_a_triangle() -> None:
+    work = step_work(FULL, [StepItem(0, 4, False)])
+    assert (work.weight_bytes, work.cache_bytes) == (2 * 1000, 0)
+    assert work.operations == 2 * 4 * 1000 + 3 * 4 * (2 * 8 * 2) * (1 + 2 + 3 + 4)
+
+
+def test_what_has_left_the_window_is_not_read() -> None:
+    work = step_work(WINDOWED, [StepItem(50, 1, True)])
+    assert work.cache_bytes == 2 * (2 * 3 * 2 * 8) * 9
+    assert work.operations == 2 * (1000 + 300) + 3 * 4 * (2 * 8 * 2) * 10
+
+
+def test_rounded_weights_are_fewer_bytes_and_as_many_operations() -> None:
+    norm, weights = RMSNorm(1e-5), {"layers.0.ffn.down.weight": (10, 320), "head.weight": (100, 32)}
+    attention = Attention(num_heads=2, num_kv_heads=1, head_dim=8, rope=None)
+    spec = ModelSpec(100, 32, (LayerSpec(norm, attention, GatedMLP(64)),), norm, False, 512)
+    item = StepItem(50, 1, True)
+    plain, *rounded = (
+        step_work(ModelShape.of(spec, weights, 2, quantization), [item]) for quantization in (None, "int8", "int4")
+    )
+    assert [work.weight_bytes for work in (plain, *rounded)] == [2 * 6400, 6400, 3200 * 9 // 16 + 3200]
+    assert all(work._replace(weight_bytes=plain.weight_bytes) == plain for work in rounded)
+
+
+def test_a_token_goes_past_the_experts_that_it_is_not_sent_to() -> None:
+    norm, attention = RMSNorm(1e-5), Attention(num_heads=2, num_kv_heads=1, head_dim=8, rope=None)
+    layer = LayerSpec(norm, attention, Experts(num_experts=8, num_chosen=2, width=16))
+    weights = {"layers.0.ffn.gate_up.weight": (8 * 32, 32), "layers.0.ffn.down.weight": (8 * 32, 16)}
+    model = ModelShape.of(ModelSpec(100, 32, (layer,), norm, False, 512), weights, 2)
+    assert model.num_body == 2 * 3 * 16 * 32
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 30])
+def test_what_rows_see_of_their_chunks(chunk: int) -> None:
+    for start, count in itertools.product(range(9), range(1, 9)):
+        seen = [range(row // chunk * chunk, row + 1) for row in range(20)]
+        assert seen_by_rows(start, count, None, chunk) == sum(map(len, seen[start : start + count]))
+        assert seen_of_cache(start, None, chunk) == len(seen[start]) - 1
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 5, 30])
+def test_what_rows_see_is_the_sum_of_what_each_sees(window: int | None) -> None:
+    for start, count in itertools.product(range(9), range(1, 9)):
+        seen = [range(row + 1) if window is None else range(max(0, row + 1 - window), row + 1) for row in range(20)]
+        rows = seen[start : start + count]
+        assert seen_by_rows(start, count, window) == sum(map(len, rows))
+        assert seen_of_cache(start, window) == len([place for place in seen[start] if place < start])
+
+
+def test_states_are_read_where_there_are_some_and_changed_by_every_token() -> None:
+    norm = RMSNorm(1e-5)
+    mixer = Mamba2(num_heads=4, head_dim=8, num_groups=1, state_dim=16, kernel=4, norm=norm)
+    spec = ModelSpec(100, 32, (LayerSpec(norm, mixer, GatedMLP(64)),) * 2, norm, False, 512)
+    model = ModelShape.of(spec, {"layers.0.ffn.down.weight": (10, 20), "head.weight": (100, 32)}, 2)
+    assert (model.num_body, model.num_head, model.attention) == (200, 3200, ())
+    # Two layers: four heads of 8 x 16 values in float32, and three inputs of 4 * 8 + 2 * 16 channels.
+    assert model.state_bytes == 2 * (4 * (4 * 8 * 16) + 2 * 3 * 64)
+    work = step_work(model, [StepItem(9, 1, True), StepItem(0, 5, False)])
+    assert work.cache_bytes == model.state_bytes
+    assert work.operations == 2 * (6 * 200 + 3200) + 4 * 6 * (2 * 4 * 8 * 16)
+
+
+def test_the_bundled_model_is_counted_whole() -> None:
+    checkpoint = Checkpoint.open("bundled", None)
+    decoder = load_decoder(checkpoint, device="cpu", dtype=torch.float32)
+    model = ModelShape.of(decoder.spec, decoder.weight_shapes(), 4)
+    config = json.loads((Path(checkpoint.folder) / "config.json").read_text())
+    width, inner, num_layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
+    # Queries and output, keys and values of half as many heads, three matrices of the FFN; norms.
+    layer = width * width * 2 + width * width // 2 * 2 + 3 * width * inner + 2 * width
+    assert model.num_body == num_layers * layer + width
+    assert model.num_head == config["vocab_size"] * width
+    assert model.attention == ((AttentionShape(8, 4, 32, None), 4),)
+
+
+def test_the_slower_one_of_reading_and_computing_bounds_a_step() -> None:
+    rates = Rates(read_bytes_per_s=100.0, operations_per_s=1000.0)
+    assert least_s(Work(150, 50, 500), rates) == 2.0
+    assert least_s(Work(10, 0, 5000), rates) == 5.0
