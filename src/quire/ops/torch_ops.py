@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from quire.ops import torch_rows
-from quire.ops.interface import Activation, AttentionBatch, Linear, PagedKV, PagedStates, StateBatch
+from quire.ops.interface import Activation, AttentionBatch, Linear, PagedKV, PagedStates, StateBatch, StepAttention
 from quire.ops.torch_attention import Scratch, TorchStepAttention
 from quire.ops.torch_states import TorchStepStates
+from quire.ops.torch_widened import WIDENED, WidenedStepAttention
 
 # Rows that the packed layout is chosen for. It matters little: layouts for 1 and for 512 rows are equally fast in
 # bfloat16, but in float32 the one for 1 row is half as fast at 4 to 16 rows.
@@ -55,8 +56,10 @@ class TorchOps:
         """Gate and normalise rows."""
         return torch_rows.gated_norm(x, gates, weight, eps)
 
-    def step_attention(self, batch: AttentionBatch, kv: PagedKV) -> TorchStepAttention:
+    def step_attention(self, batch: AttentionBatch, kv: PagedKV) -> StepAttention:
         """Compute row ids and masks once for all layers."""
+        if kv.data.dtype in WIDENED:
+            return WidenedStepAttention(batch, kv, self._scratch)
         return TorchStepAttention(batch, kv, self._scratch)
 
     def step_states(self, batch: StateBatch, states: PagedStates) -> TorchStepStates:
