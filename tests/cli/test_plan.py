@@ -40,6 +40,10 @@ def written(folder: Path, name: str, **changes: Any) -> str:
         {"kv_cache_memory_bytes": 9 * MIB + 1, "block_size": 5, "dtype": "float32"},
         {"num_kv_blocks": 77, "max_model_len": 300},
         {"kv_cache_memory_bytes": 3 * MIB, "block_size": 64, "dtype": "float16"},
+        {"kv_cache_memory_bytes": 3 * MIB, "kv_cache_dtype": "int8"},
+        {"kv_cache_memory_bytes": 2 * MIB + 1, "block_size": 5, "dtype": "float32", "kv_cache_dtype": "int8"},
+        {"num_kv_blocks": 77, "max_model_len": 300, "kv_cache_dtype": "fp8"},
+        {"num_kv_blocks": 77, "max_model_len": 300, "kv_cache_dtype": "float32"},
     ],
     ids=str,
 )
@@ -52,6 +56,7 @@ def test_the_engine_allocates_what_was_planned(options: dict[str, Any], capsys: 
         assert [storage.data.nbytes for storage in storages] == [plan["arena_bytes"]]
         assert [group["bytes_per_block"] for group in plan["groups"]] == [storages[0].data[0].nbytes]
         assert [group["num_blocks"] for group in plan["groups"]] == [engine.config.num_blocks]
+        assert plan["kv_cache_dtype"] == engine.config.kv_cache_dtype
         assert plan["max_model_len"] == engine.config.max_model_len
         at_once = {each["num_tokens"]: each["concurrency"] for each in plan["lengths"]}
         assert at_once[engine.config.max_model_len] == int(engine.config.max_concurrency)
@@ -188,7 +193,6 @@ def test_a_dtype_that_is_not_stated_is_assumed_aloud(tmp_path: Path, capsys: pyt
     model = written(tmp_path, "Llama 2 7B", torch_dtype=None)
     assert "states no dtype" in planned(capsys, model)["notes"][0]
     assert planned(capsys, model, "--dtype", "float32")["notes"] == []
-    assert "a size only" in planned(capsys, model, "--dtype", "float32", "--kv-cache-dtype", "fp8")["notes"][0]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from quire import config as config_module
 from quire.config import (
+    KV_CACHE_DTYPES,
     CacheConfig,
     EngineConfig,
     Machine,
@@ -26,6 +27,7 @@ from quire.config import (
 )
 from quire.errors import ConfigError
 from quire.memory import eviction as memory_eviction
+from quire.memory.sizing import CACHE_DTYPES
 from quire.scheduling import policies, preemption
 
 CPU = Machine(device="cpu", available_bytes=1 << 30, num_threads=4)
@@ -47,6 +49,7 @@ def resolved(machine: Machine = CPU, facts: ModelFacts = FACTS, **options: Any) 
 def test_the_eviction_policies_are_those_of_memory() -> None:
     """The configuration lies below memory, and so cannot ask it."""
     assert tuple(memory_eviction.EVICTION_POLICIES) == config_module.EVICTION_POLICIES
+    assert ("auto", *CACHE_DTYPES) == KV_CACHE_DTYPES
 
 
 def test_the_preemption_options_are_those_of_the_scheduler() -> None:
@@ -70,6 +73,7 @@ def test_the_preemption_options_are_those_of_the_scheduler() -> None:
         ("skip_tokenizer_init", [True, False], [None, 0, "false"]),
         ("enable_prefix_caching", [True, False], [None, 1, "no"]),
         ("dtype", ["auto", "bfloat16", "float16", "float32"], ["fp8", "", None, 32]),
+        ("kv_cache_dtype", [*KV_CACHE_DTYPES], ["int4", "fp16", "", None, 8]),
         ("device", ["auto", "cpu", "cuda"], ["tpu", "CPU", None]),
         ("kernels", ["auto", "native", "torch"], ["fast", "", None, 1]),
         ("quantization", [None, "int8", "int4"], ["int2", "", "none", 8]),
@@ -183,6 +187,7 @@ def test_resolve_takes_what_was_found() -> None:
         pin_limit=0.0,
         retention_limit=0.25,
         kv_cache_metrics_sample=0.01,
+        kv_cache_dtype="bfloat16",
     )
     assert (config.kv_tokens, config.max_concurrency) == (16383 * 16, 16383 / 128)
 
@@ -210,10 +215,11 @@ def test_resolve_keeps_what_was_asked_for() -> None:
         pin_limit=0.2,
         retention_limit=0.3,
         kv_cache_metrics_sample=0.4,
+        kv_cache_dtype="int8",
     )
     assert dataclasses.astuple(config) == (
         *("cpu", 2, 100, 32, 40, 32768, 4, False, "slru", 4, 1 << 20, 6, 7),
-        *("priority", "least_waste", "swap", 9, 500, 11, "torch", 0.2, 0.3, 0.4, 64, 1 << 20, 30.5, "int8"),
+        *("priority", "least_waste", "swap", 9, 500, 11, "torch", 0.2, 0.3, 0.4, 64, 1 << 20, 30.5, "int8", "int8"),
     )
     assert config.max_concurrency == 10.0
 
@@ -324,7 +330,7 @@ def test_a_pool_that_is_too_small_says_what_would_do(
 
 def test_the_lines_at_start_show_the_numbers() -> None:
     first, second, third = resolved(num_kv_blocks=2000, max_model_len=1000).lines()
-    assert first == "Available KV cache memory: 0.03 GiB (2,000 blocks of 16 tokens, 16,384 bytes each)"
+    assert first == "Available KV cache memory: 0.03 GiB (2,000 blocks of 16 tokens in bfloat16, 16,384 bytes each)"
     assert second == "KV cache size: 32,000 tokens, maximum concurrency for 1,000 tokens per request: 31.75x"
     assert third.startswith("Scheduler: fcfs, at most 256 sequences and 512 tokens a step; prefix caching on;")
     *_, fourth = resolved(swap_space=1 << 29, preemption_mode="swap").lines()

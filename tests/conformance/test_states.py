@@ -130,16 +130,23 @@ def test_the_smallest_pool_holds_the_longest_sequence(family: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "stored"), [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "int8")])
 def test_the_engine_allocates_what_was_planned(
-    family: str, dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    family: str, dtype: str, stored: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = save_checkpoint(family, tmp_path)
     capsys.readouterr()
-    flags = [f"--dtype={dtype}", f"--block-size={BLOCK_SIZE}", "--kv-cache-memory-bytes=2M", "--max-model-len=400"]
+    flags = [
+        f"--dtype={dtype}",
+        f"--kv-cache-dtype={stored}",
+        f"--block-size={BLOCK_SIZE}",
+        "--kv-cache-memory-bytes=2M",
+        "--max-model-len=400",
+    ]
     assert main(["plan", str(folder), "--json", *flags]) == 0
     plan = json.loads(capsys.readouterr().out)
-    llm = load(folder, dtype=dtype, num_kv_blocks=None, kv_cache_memory_bytes=2_000_000)
+    options = {"dtype": dtype, "kv_cache_dtype": stored, "num_kv_blocks": None}
+    llm = load(folder, **options, kv_cache_memory_bytes=2_000_000)
     tokens, state = plan["groups"]
     kv, states = llm.engine.executor._runner._storages  # type: ignore[attr-defined]
     assert plan["origin"] == "family"

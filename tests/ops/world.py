@@ -10,6 +10,7 @@ import torch
 from quire.execution.storage import KVStorage
 from quire.ops.interface import AttentionBatch, HeadNorms, Ops, Rotation
 from quire.ops.reference import ReferenceOps
+from quire.ops.torch_widened import WIDENED, narrowed
 
 REFERENCE = ReferenceOps()
 # What one rounding of a result near 1 may cost.
@@ -41,6 +42,7 @@ class World:
         chunk: tokens of a chunk, in which a row sees what comes before it. What no row sees is NaN.
         has_norms: query and key heads are normed.
         has_value_norms: so are value heads.
+        stored: what the cache keeps them as; None as they are.
     """
 
     def __init__(
@@ -57,14 +59,16 @@ class World:
         has_value_norms: bool = False,
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
+        stored: str | None = None,
     ) -> None:
         num_blocks = [-(-(history + rows) // block_size) for history, rows in spans]
         ids = list(range(1, sum(num_blocks) + 3))
         random.Random(5).shuffle(ids)
         ids = ids[: sum(num_blocks)]
         block_starts = list(accumulate(num_blocks, initial=0))
-        self.kv = KVStorage(sum(num_blocks) + 3, 3, block_size, num_kv_heads, head_dim, dtype, device)
-        self.kv.data.fill_(float("nan"))
+        shape = (sum(num_blocks) + 3, 3, block_size, num_kv_heads, head_dim)
+        self.kv = KVStorage(*shape, dtype, device, stored=stored)
+        self.kv.data.view(torch.uint8).fill_(0xFF)  # NaN in every dtype, and as a scale
         new_slots = []
         for seq, (history, rows) in enumerate(spans):
             table = torch.tensor(ids[block_starts[seq] : block_starts[seq + 1]])
@@ -73,8 +77,12 @@ class World:
             new_slots.append((blocks * block_size + offsets)[history:])
             first = 0 if window is None else max(0, history + 1 - window)
             live = slice(first if chunk is None else history - history % chunk, history)
-            stored = randn(history, 3, 2, num_kv_heads, head_dim, dtype=dtype, device=device, seed=seq)
-            self.kv.data[blocks[live], :, :, :, offsets[live]] = stored[live]
+            vectors = randn(history, 3, 2, num_kv_heads, head_dim, dtype=dtype, device=device, seed=seq)
+            element = self.kv.data.dtype
+            slots = narrowed(vectors, element) if element in WIDENED else vectors.to(element)
+            slots = slots.view(torch.uint8).unflatten(-1, (slots.shape[-1], -1))
+            data = self.kv.data.view(torch.uint8).unflatten(-1, (slots.shape[-2], -1))
+            data[blocks[live], :, :, :, offsets[live]] = slots[live]
         num_rows = sum(rows for _, rows in spans)
         self.batch = AttentionBatch(
             torch.cat(new_slots).to(device),

@@ -18,6 +18,7 @@ from quire.config import EngineConfig, ResolvedConfig
 from quire.engine.engine import Engine
 from quire.engine.loading import load
 from quire.errors import WorkerError
+from quire.memory.sizing import CACHE_DTYPES
 from quire.ops.interface import Ops
 from quire.sequences.params import SamplingParams
 
@@ -172,8 +173,14 @@ class Bench:
         return self._measure_rates(self._place.type, observer.plain_decoder.dtype, observer.plain_ops)
 
     def _roofline(self, probe: Probe, wall_s: float) -> Roofline:
-        decoder, quantization = self._observer.plain_decoder, self._engine.config.quantization
-        model = ModelShape.of(decoder.spec, decoder.weight_shapes(), decoder.dtype.itemsize, quantization)
+        decoder, config = self._observer.plain_decoder, self._engine.config
+        model = ModelShape.of(
+            decoder.spec,
+            decoder.weight_shapes(),
+            decoder.dtype.itemsize,
+            config.quantization,
+            CACHE_DTYPES[config.kv_cache_dtype].element_bytes,
+        )
         works = [step_work(model, items) for items in self._observer.steps]
         rates, total = probe.rates, Work()
         for work in works:

@@ -76,6 +76,7 @@ class ModelShape(NamedTuple):
         weights: Mapping[str, tuple[int, ...]],
         element_bytes: int,
         quantization: Quantization | None = None,
+        cached_bytes: int | None = None,
     ) -> ModelShape:
         """Read a model.
 
@@ -84,6 +85,7 @@ class ModelShape(NamedTuple):
             weights: shape of every weight, by name.
             element_bytes: of the model's dtype.
             quantization: of its linear layers.
+            cached_bytes: of a cached key's or value's number; None for `element_bytes`.
         """
         parts = [part for layer in spec.layers for part in layer.parts]
         attention = Counter(
@@ -96,7 +98,7 @@ class ModelShape(NamedTuple):
             num_body=sum(math.prod(shape) for name, shape in weights.items() if name not in (*TABLES, HEAD))
             - sum(map(_num_idle, (layer.ffn for layer in spec.layers), repeat(spec.width))),
             num_head=spec.vocab_size * spec.width,
-            element_bytes=element_bytes,
+            element_bytes=cached_bytes or element_bytes,
             weight_bytes=(element_bytes, element_bytes) if quantization is None else ROUNDED_BYTES[quantization],
             attention=tuple(attention.items()),
             state_bytes=sum(kept.sum_bytes + kept.num_inputs * element_bytes for kept in states),

@@ -24,6 +24,7 @@ OPTIONS = (
     "quantization",
     "max_model_len",
     "block_size",
+    "kv_cache_dtype",
     "num_kv_blocks",
     "kv_cache_memory_bytes",
     "kv_cache_memory_fraction",
@@ -50,12 +51,6 @@ def register(subparsers: Subparsers) -> None:
     group.add_argument(
         "--weights-bytes", type=parse_size, metavar="SIZE", help="what the weights take of --memory; else an estimate"
     )
-    group.add_argument(
-        "--kv-cache-dtype",
-        default="auto",
-        metavar="NAME",
-        help="bfloat16, float16, float32, fp8 or int8; the weights' dtype by default",
-    )
     group.add_argument("--lengths", type=integers, default=(), metavar="N,N", help="tokens of the sequences to look at")
     group.add_argument("--json", action="store_true", help="print the plan as JSON, sizes in bytes")
     parser.set_defaults(handler=run)
@@ -69,7 +64,6 @@ def run(args: argparse.Namespace) -> int:
     plan = plan_memory(
         PlanRequest(
             config=EngineConfig.from_options(**engine_options(args)),
-            kv_cache_dtype=args.kv_cache_dtype,
             memory_bytes=args.memory,
             weights_bytes=args.weights_bytes,
             lengths=args.lengths,

@@ -4,6 +4,7 @@ from quire.config.facts import Machine, ModelFacts, StepCost
 from quire.config.options import (
     DTYPES,
     EVICTION_POLICIES,
+    KV_CACHE_DTYPES,
     PREEMPTION_MODES,
     PREEMPTION_POLICIES,
     CacheConfig,
@@ -26,6 +27,7 @@ __all__ = [
     "DTYPES",
     "EVICTION_POLICIES",
     "GIB",
+    "KV_CACHE_DTYPES",
     "PREEMPTION_MODES",
     "PREEMPTION_POLICIES",
     "CacheConfig",

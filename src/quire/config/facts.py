@@ -72,6 +72,7 @@ class ModelFacts:
             where no layer keeps a state.
         vocab_size: rows of the output head.
         num_parameters: of the whole model.
+        dtype: of the weights.
         kernels: what computes it, in words.
         longest_bytes: KV bytes of the smallest pool that holds a sequence of the context asked for, null blocks
             included; None where every layer keeps every token.
@@ -82,6 +83,7 @@ class ModelFacts:
     bytes_per_token: int
     vocab_size: int
     num_parameters: int
+    dtype: str = "bfloat16"
     kernels: str = "torch"
     most_bytes: int | None = None
     longest_bytes: int | None = None

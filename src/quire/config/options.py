@@ -9,6 +9,8 @@ from quire.config.checks import check_flag, check_one_of, check_positive, check_
 from quire.errors import ConfigError
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+# As `quire.memory.sizing.CACHE_DTYPES` sizes them.
+KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32", "fp8", "int8")
 DEVICES = ("auto", "cpu", "cuda")
 KERNELS = ("auto", "native", "torch")
 Quantization = Literal["int8", "int4"]
@@ -29,7 +31,7 @@ class ModelConfig:
         tokenizer: the same for the tokenizer; None takes the model's.
         skip_tokenizer_init: work on token ids only.
         revision: a hub revision.
-        dtype: of weights and KV cache; "auto" keeps the checkpoint's.
+        dtype: of the weights; "auto" keeps the checkpoint's.
         device: "auto" takes a GPU when there is one.
         max_model_len: tokens of prompt and output together; None takes the model's own limit.
         served_model_name: the name that the server shows; None takes `model`.
@@ -79,6 +81,8 @@ class CacheConfig:
 
     Args:
         block_size: tokens of a block.
+        kv_cache_dtype: what keys and values are stored as: "bfloat16", "float16", "float32", "fp8" (e4m3, without
+            scales) or "int8" (with a float32 scale for each token and head); "auto" is the dtype of the weights.
         num_kv_blocks: the pool's size in usable blocks; overrides the budgets below.
         kv_cache_memory_bytes: the pool's size in bytes.
         kv_cache_memory_fraction: else, on a CPU, this share of the memory available once the weights are loaded.
@@ -102,6 +106,7 @@ class CacheConfig:
     """
 
     block_size: int = 16
+    kv_cache_dtype: str = "auto"
     num_kv_blocks: int | None = None
     kv_cache_memory_bytes: int | None = None
     kv_cache_memory_fraction: float = DEFAULT_MEMORY_FRACTION
@@ -120,6 +125,7 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         check_whole("block_size", self.block_size, 1, 1024)
+        check_one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         check_whole("num_kv_blocks", self.num_kv_blocks, 1, optional=True)
         check_whole("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, optional=True)
         check_flag("enable_prefix_caching", self.enable_prefix_caching)

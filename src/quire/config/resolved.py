@@ -30,6 +30,7 @@ class ResolvedConfig:
         state_snapshot_interval: tokens; None for the manager's own.
         host_bytes: of the host tier, for swapping or for what comes from disk.
         quantization: what the weights of linear layers are rounded to; None keeps them.
+        kv_cache_dtype: what keys and values are stored as.
     """
 
     device: str
@@ -59,6 +60,7 @@ class ResolvedConfig:
     host_bytes: int = 0
     max_inter_token_ms: float | None = None
     quantization: Quantization | None = None
+    kv_cache_dtype: str = "bfloat16"
 
     @property
     def kv_tokens(self) -> int:
@@ -79,7 +81,8 @@ class ResolvedConfig:
         )
         return (
             f"Available KV cache memory: {kv_bytes / GIB:.2f} GiB "
-            f"({self.num_blocks:,} blocks of {self.block_size} tokens, {self.bytes_per_block:,} bytes each)",
+            f"({self.num_blocks:,} blocks of {self.block_size} tokens in {self.kv_cache_dtype}, "
+            f"{self.bytes_per_block:,} bytes each)",
             f"KV cache size: {self.kv_tokens:,} tokens, maximum concurrency for {self.max_model_len:,} tokens "
             f"per request: {self.max_concurrency:.2f}x",
             f"Scheduler: {self.scheduling_policy}, at most {self.max_num_seqs} sequences and "
@@ -120,6 +123,7 @@ def resolve(config: EngineConfig, machine: Machine, facts: ModelFacts) -> Resolv
         block_size=cache.block_size,
         num_blocks=num_blocks,
         bytes_per_block=bytes_per_block,
+        kv_cache_dtype=facts.dtype if cache.kv_cache_dtype == "auto" else cache.kv_cache_dtype,
         longest_blocks=needed,
         enable_prefix_caching=cache.enable_prefix_caching,
         eviction_policy=cache.eviction_policy,

@@ -35,7 +35,7 @@ def open_disk(
         checkpoint: of the model.
         resolved: the configuration.
         groups: the cache groups.
-        dtype: of the cache.
+        dtype: of the weights.
 
     Raises:
         ConfigError: the folder cannot be used, its size is too small, or LMDB is not installed.
@@ -46,7 +46,14 @@ def open_disk(
     folder = StoreFolder(Path(cache.prefix_cache_dir).expanduser())
     try:
         # Other kernels, or another device, round otherwise: what they computed is not what this engine would.
-        layout = [str(dtype), resolved.device, resolved.kernels, str(resolved.block_size), *map(repr, groups)]
+        layout = [
+            str(dtype),
+            resolved.kv_cache_dtype,
+            resolved.device,
+            resolved.kernels,
+            str(resolved.block_size),
+            *map(repr, groups),
+        ]
         layout += filter(None, [resolved.quantization])
         identity = fingerprint(checkpoint, layout, folder.path / "weights.json", IDENTITY_BYTES)
         store = PrefixStore(folder, identity, cache.prefix_cache_disk_bytes, max(block_bytes))

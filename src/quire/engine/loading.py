@@ -29,7 +29,7 @@ from quire.memory.chain import Namespace
 from quire.memory.manager import KVCacheManager
 from quire.memory.recorder import RecordedMemory
 from quire.memory.settings import MemorySettings
-from quire.memory.sizing import ArenaSizing, CacheDtype, arena_bytes, most_bytes, tokens_bytes
+from quire.memory.sizing import CACHE_DTYPES, ArenaSizing, arena_bytes, most_bytes, tokens_bytes
 from quire.memory.specs import KVCacheSpec
 from quire.models.cache_layout import layout_of
 from quire.models.checkpoint import Checkpoint, locate
@@ -97,8 +97,11 @@ def load(config: EngineConfig, instruments: Instruments | None = None) -> Loaded
         quantization=options.quantization,
         instruments=instruments,
     )
-    groups = layout_of(decoder.spec).specs(config.cache.block_size, CacheDtype(dtype.itemsize), dtype.itemsize)
-    step = _step_cost(config, decoder, device, dtype)
+    stored = config.cache.kv_cache_dtype
+    if stored == "auto":
+        stored = _name(dtype)
+    groups = layout_of(decoder.spec).specs(config.cache.block_size, CACHE_DTYPES[stored], dtype.itemsize)
+    step = _step_cost(config, decoder, device, stored)
     resolved = resolve(config, probe(device), _facts(config, decoder, groups, step))
     torch.set_num_threads(resolved.num_threads)
     for line in resolved.lines():
@@ -117,6 +120,7 @@ def load(config: EngineConfig, instruments: Instruments | None = None) -> Loaded
             block_size=resolved.block_size,
             device=device,
             dtype=dtype,
+            stored=stored,
             host_bytes=resolved.host_bytes,
             disk=disk,
         )
@@ -127,7 +131,7 @@ def load(config: EngineConfig, instruments: Instruments | None = None) -> Loaded
             InProcessExecutor(runner),
             tokenizer,
             end_token_ids=_end_token_ids(checkpoint, tokenizer),
-            cache_name=":".join((name, str(dtype), *filter(None, [options.quantization]))),
+            cache_name=":".join((name, str(dtype), stored, *filter(None, [options.quantization]))),
             memory_log=memory_log,
             staging=staging,
             # The memory's secret, which outlives a restart where what it names does.
@@ -152,6 +156,7 @@ def _facts(config: EngineConfig, decoder: Decoder, groups: Sequence[KVCacheSpec]
         bytes_per_token=tokens_bytes(groups) // config.cache.block_size,
         vocab_size=decoder.spec.vocab_size,
         num_parameters=sum(math.prod(shape) for shape in decoder.weight_shapes().values()),
+        dtype=_name(decoder.dtype),
         kernels=decoder.kernels,
         most_bytes=most_bytes(groups, max_model_len, config.scheduler.max_num_seqs, interval),
         longest_bytes=_longest_bytes(groups, max_model_len),
@@ -159,7 +164,11 @@ def _facts(config: EngineConfig, decoder: Decoder, groups: Sequence[KVCacheSpec]
     )
 
 
-def _step_cost(config: EngineConfig, decoder: Decoder, device: str, dtype: torch.dtype) -> StepCost:
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _step_cost(config: EngineConfig, decoder: Decoder, device: str, stored: str) -> StepCost:
     """Return what a step takes of a GPU; on a CPU, where memory is shared with others anyway, it is not looked at."""
     if device == "cpu":
         return StepCost()
@@ -169,7 +178,7 @@ def _step_cost(config: EngineConfig, decoder: Decoder, device: str, dtype: torch
         context_length(config.model.max_model_len, decoder.spec.max_position),
         config.cache.block_size,
     )
-    return measure_step_cost(decoder, limits, dtype)
+    return measure_step_cost(decoder, limits, decoder.dtype, stored)
 
 
 def _longest_bytes(groups: Sequence[KVCacheSpec], max_model_len: int) -> int:

@@ -6,9 +6,6 @@ from dataclasses import dataclass
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
-from quire.memory.sizing import CACHE_DTYPES
-
-KV_CACHE_DTYPES = ("auto", *CACHE_DTYPES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,24 +14,17 @@ class PlanRequest:
 
     Args:
         config: the engine's options.
-        kv_cache_dtype: of the cache, a name in `CACHE_DTYPES`; "auto" is the dtype of the weights.
         memory_bytes: the whole machine's memory, or its GPU's; None where only the cache's size counts.
         weights_bytes: what the weights take of it; None estimates it.
         lengths: tokens of sequences to look at; empty takes `LENGTHS`.
     """
 
     config: EngineConfig
-    kv_cache_dtype: str = "auto"
     memory_bytes: int | None = None
     weights_bytes: int | None = None
     lengths: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
-            raise ConfigError(
-                f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES)}, got {self.kv_cache_dtype!r}",
-                field="kv_cache_dtype",
-            )
         for name in ("memory_bytes", "weights_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -52,9 +52,6 @@ def plan_memory(request: PlanRequest) -> MemoryPlan:
     raw = read_config(options.model, options.revision)
     layout, origin, notes = _read_layout(raw)
     dtype = _dtype(options.dtype, raw, notes)
-    kv_cache_dtype = dtype if request.kv_cache_dtype == "auto" else request.kv_cache_dtype
-    if kv_cache_dtype != dtype:
-        notes.append(f"The engine keeps the cache in the dtype of the weights; {kv_cache_dtype} is a size only.")
     weights_bytes = _weights_bytes(request, raw, dtype, notes)
     model = _Model(layout, dtype, weights_bytes)
     max_model_len = context_length(options.max_model_len, layout.max_position)
@@ -66,7 +63,7 @@ def plan_memory(request: PlanRequest) -> MemoryPlan:
         architecture=_architecture(raw),
         origin=origin,
         dtype=dtype,
-        kv_cache_dtype=kv_cache_dtype,
+        kv_cache_dtype=_kv_cache_dtype(request, model),
         block_size=request.config.cache.block_size,
         max_model_len=max_model_len,
         groups=tuple(_group_plans(request, layout, sizing)),
@@ -173,9 +170,14 @@ def _size(request: PlanRequest, model: _Model) -> ArenaSizing:
 
 
 def _specs(request: PlanRequest, model: _Model) -> tuple[KVCacheSpec, ...]:
-    name = model.dtype if request.kv_cache_dtype == "auto" else request.kv_cache_dtype
     input_bytes = CACHE_DTYPES[model.dtype].element_bytes
-    return model.layout.specs(request.config.cache.block_size, CACHE_DTYPES[name], input_bytes)
+    stored = CACHE_DTYPES[_kv_cache_dtype(request, model)]
+    return model.layout.specs(request.config.cache.block_size, stored, input_bytes)
+
+
+def _kv_cache_dtype(request: PlanRequest, model: _Model) -> str:
+    asked = request.config.cache.kv_cache_dtype
+    return model.dtype if asked == "auto" else asked
 
 
 def _all_full(request: PlanRequest, model: _Model) -> tuple[KVCacheSpec, ...]:
@@ -273,7 +275,7 @@ def _other_requests(request: PlanRequest, model: _Model, max_model_len: int) -> 
             yield f"--block-size {block_size}", with_cache(block_size=block_size)
     now = sum(spec.bytes_per_block for spec in _specs(request, model))
     for name in CACHE_DTYPES:
-        other = replace(request, kv_cache_dtype=name)
+        other = with_cache(kv_cache_dtype=name)
         if sum(spec.bytes_per_block for spec in _specs(other, model)) < now:
             yield f"--kv-cache-dtype {name}", other
     if max_model_len > 1:

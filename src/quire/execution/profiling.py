@@ -41,15 +41,16 @@ class StepLimits(NamedTuple):
 Items = list[tuple[int, int]]
 
 
-def measure_step_cost(decoder: Decoder, limits: StepLimits, dtype: torch.dtype) -> StepCost:
+def measure_step_cost(decoder: Decoder, limits: StepLimits, dtype: torch.dtype, stored: str | None = None) -> StepCost:
     """Run the largest steps on a GPU, and return what they took besides weights and KV.
 
     Args:
         decoder: on a GPU, with all its weights.
         limits: of steps.
-        dtype: of the cache.
+        dtype: of the weights.
+        stored: see `KVStorage`.
     """
-    return step_cost(limits, lambda items: _peak_bytes(decoder, limits, dtype, items))
+    return step_cost(limits, lambda items: _peak_bytes(decoder, limits, dtype, stored, items))
 
 
 def step_cost(limits: StepLimits, peak_bytes: Callable[[Items], int]) -> StepCost:
@@ -97,12 +98,13 @@ def _plan_items(items: Items, limits: StepLimits, num_groups: int) -> Iterator[P
         yield PlanItem(seq_id, start, (0,) * count, deltas, 1, opening)
 
 
-def _peak_bytes(decoder: Decoder, limits: StepLimits, dtype: torch.dtype, items: Items) -> int:
+def _peak_bytes(decoder: Decoder, limits: StepLimits, dtype: torch.dtype, stored: str | None, items: Items) -> int:
     """Run one step over two blocks of KV memory, and return the most memory that it had at any moment beyond that."""
     device = torch.device("cuda")
     num_groups = len(decoder.cache_groups)
+    num_blocks = [2] * num_groups
     runner = ModelRunner.build(
-        decoder, num_blocks=[2] * num_groups, block_size=limits.block_size, device="cuda", dtype=dtype
+        decoder, num_blocks=num_blocks, block_size=limits.block_size, device="cuda", dtype=dtype, stored=stored
     )
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)

@@ -59,6 +59,7 @@ class ModelRunner:
         block_size: int,
         device: str,
         dtype: torch.dtype,
+        stored: str | None = None,
         host_bytes: int = 0,
         disk: DiskBlocks | None = None,
     ) -> ModelRunner:
@@ -69,13 +70,14 @@ class ModelRunner:
             num_blocks: B for each cache group, the null block included: all that its view of the shared memory has.
             block_size: N.
             device: the decoder's.
-            dtype: of the cache; the decoder's.
+            dtype: the decoder's.
+            stored: see `quire.execution.storage.KVStorage`.
             host_bytes: of the host tier; 0 for none.
             disk: the tier below that, if there is one.
         """
         place = torch.device(device)
         groups = decoder.cache_groups
-        storages = make_storages(groups, num_blocks, block_size, dtype, place)
+        storages = make_storages(groups, num_blocks, block_size, dtype, place, stored)
         builder = BatchBuilder(block_size, place, [group.kept for group in groups])
         return cls(decoder, storages, builder, Sampler(place), OpenMedia(place), host_bytes, disk)
 

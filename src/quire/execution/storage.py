@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
 
+from quire.memory.sizing import CACHE_DTYPES, CacheDtype
 from quire.models.cache_layout import layer_of
 from quire.models.spec import CacheGroup, KeptState, KeptTokens
+
+# What the names of `CACHE_DTYPES` are stored as.
+STORED: Final = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "fp8": torch.float8_e4m3fn,
+    "int8": torch.int8,
+}
 
 
 class KVStorage:
@@ -24,15 +35,15 @@ class KVStorage:
         block_size: N, tokens of a block.
         num_kv_heads: K.
         head_dim: D.
+        dtype: of keys and values.
         memory: bytes to lie in, from the first on: what the groups of an arena share. None takes memory of its own.
+        stored: what they are stored as, a name in `STORED`; None stores them as they are.
 
     Attributes:
-        data: [B, L, 2, K, N, D].
-        block_rows: see `quire.ops.interface.PagedKV`.
-        slot_rows: see `quire.ops.interface.PagedKV`.
+        data, block_rows, slot_rows, head_dim, dtype: see `quire.ops.interface.PagedKV`.
     """
 
-    __slots__ = ("block_rows", "data", "slot_rows")
+    __slots__ = ("block_rows", "data", "dtype", "head_dim", "slot_rows")
 
     def __init__(
         self,
@@ -44,14 +55,18 @@ class KVStorage:
         dtype: torch.dtype,
         device: torch.device | str,
         memory: Tensor | None = None,
+        stored: str | None = None,
     ) -> None:
-        shape = (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim)
-        num_bytes = math.prod(shape) * dtype.itemsize
+        self.head_dim, self.dtype = head_dim, dtype
+        element = dtype if stored is None else STORED[stored]
+        width = head_dim if stored is None else head_dim + CACHE_DTYPES[stored].scale_bytes // element.itemsize
+        shape = (num_blocks, num_layers, 2, num_kv_heads, block_size, width)
+        num_bytes = math.prod(shape) * element.itemsize
         if memory is None:
             memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        self.data = memory[:num_bytes].view(dtype).view(shape)
-        rows = self.data.view(-1, block_size * head_dim)
-        slots = self.data.view(-1, head_dim)
+        self.data = memory[:num_bytes].view(element).view(shape)
+        rows = self.data.view(-1, block_size * width)
+        slots = self.data.view(-1, width)
         # A layer is an offset: with it in the view, the row ids of a step serve all layers.
         layer_rows = 2 * num_kv_heads
         self.block_rows: tuple[Tensor, ...] = tuple(rows[layer * layer_rows :] for layer in range(num_layers))
@@ -114,6 +129,7 @@ def make_storages(
     block_size: int,
     dtype: torch.dtype,
     device: torch.device | str,
+    stored: str | None = None,
 ) -> tuple[Storage, ...]:
     """Give all cache groups of a model one range of bytes.
 
@@ -122,24 +138,30 @@ def make_storages(
         num_blocks: B for each of them, the null block included: all that its view of the shared bytes has.
         block_size: N.
         dtype: of keys, values and last inputs.
+        stored: see `KVStorage`; states stay as they are.
     """
-    sizes = [count * _block_bytes(group, block_size, dtype) for group, count in zip(groups, num_blocks, strict=True)]
+    name = stored or str(dtype).removeprefix("torch.")
+    sizes = [
+        count * _block_bytes(group, block_size, CACHE_DTYPES[name], dtype)
+        for group, count in zip(groups, num_blocks, strict=True)
+    ]
     memory = torch.empty(max(sizes), dtype=torch.uint8, device=device)
     storages: list[Storage] = []
     for (num_layers, kept), count in zip(groups, num_blocks, strict=True):
         match kept:
             case KeptTokens():
                 shape = (count, num_layers, block_size, kept.num_kv_heads, kept.head_dim)
-                storages.append(KVStorage(*shape, dtype, device, memory))
+                storages.append(KVStorage(*shape, dtype, device, memory, stored))
             case KeptState():
                 storages.append(StateStorage(count, num_layers, kept, dtype, device, memory))
     return tuple(storages)
 
 
-def _block_bytes(group: CacheGroup, block_size: int, dtype: torch.dtype) -> int:
+def _block_bytes(group: CacheGroup, block_size: int, stored: CacheDtype, dtype: torch.dtype) -> int:
     num_layers, kept = group
     match kept:
         case KeptTokens():
-            return num_layers * 2 * kept.num_kv_heads * block_size * kept.head_dim * dtype.itemsize
+            slot_bytes = kept.head_dim * stored.element_bytes + stored.scale_bytes
+            return num_layers * 2 * kept.num_kv_heads * block_size * slot_bytes
         case KeptState():
             return num_layers * layer_of(kept).num_bytes(dtype.itemsize)

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def choose_dtype(option: str, checkpoint: Checkpoint) -> torch.dtype:
-    """Choose the dtype of weights and KV cache; pure.
+    """Choose the dtype of the weights; pure.
 
     Args:
         option: "bfloat16", "float16", "float32", or "auto" for what the checkpoint's configuration says, and where

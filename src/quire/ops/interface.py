@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 # What a gate goes through: x * sigmoid(x); gelu (arXiv 1606.08415) with tanh in place of the error function.
 Activation = Literal["silu", "gelu_tanh"]
+# Vectors of int8 whose values are no larger are zeros: neither a scale nor a quotient is then ever subnormal.
+LEAST_SCALED: Final = 1e-36
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +57,30 @@ class AttentionBatch:
 class PagedKV(Protocol):
     """The keys and values of one cache group, and views of them that are made once.
 
+    A slot is a vector as it is stored, W elements of one of these dtypes:
+
+    - bfloat16, float16, float32: its D values;
+    - float8_e4m3fn: its D values, those out of range as the largest of their sign;
+    - int8: its D values divided by a scale and rounded (half to even), then the scale's four bytes, a float32. The
+      scale is the largest absolute value divided by 127; 0 where none is above `LEAST_SCALED`, and then all values are
+      0. A vector with a NaN or an infinity comes back as NaN.
+
     Attributes:
-        data: [B, L, 2, K, N, D].
-        block_rows: for each layer, a view [*, N * D] whose row `(block_id * L * 2 + kv) * K + head` is that layer's
+        data: [B, L, 2, K, N, W].
+        block_rows: for each layer, a view [*, N * W] whose row `(block_id * L * 2 + kv) * K + head` is that layer's
             block of that head (`kv` 0 for keys, 1 for values).
-        slot_rows: for each layer, a view [*, D] whose row `((block_id * L * 2 + kv) * K + head) * N + offset` is that
+        slot_rows: for each layer, a view [*, W] whose row `((block_id * L * 2 + kv) * K + head) * N + offset` is that
             layer's slot of that head.
+        head_dim: D.
+        dtype: of keys and values before they are stored, that of a step's rows.
     """
 
     @property
     def data(self) -> Tensor: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
     @property
     def block_rows(self) -> Sequence[Tensor]: ...
     @property

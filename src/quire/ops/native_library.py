@@ -20,7 +20,7 @@ from quire.ops.weight_formats import UNITS
 
 FOLDER: Final = Path(__file__).parent / "native"
 # The number that `quire_interface_version` must return.
-INTERFACE_VERSION: Final = 7
+INTERFACE_VERSION: Final = 8
 # The best last; a processor that runs one runs those before it.
 LEVELS: Final = ("portable", "avx2", "avx512", "avx512_bf16")
 MAX_HEAD_DIM: Final = 256
@@ -45,13 +45,15 @@ class StepRows(ctypes.Structure):
 
 
 class Cache(ctypes.Structure):
-    """The blocks of a cache group; strides in elements (`Cache` in cache.h)."""
+    """The blocks of a cache group; strides in bytes (`Cache` in cache.h)."""
 
     _fields_ = (
         ("data", _POINTER),
         ("type", _INT),
+        ("is_quantised", _INT),
         ("block_stride", _INT),
         ("layer_stride", _INT),
+        ("slot_bytes", _INT),
         ("num_kv_heads", _INT),
         ("block_size", _INT),
         ("head_dim", _INT),

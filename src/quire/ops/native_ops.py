@@ -90,9 +90,9 @@ class NativeOps:
         return self._torch.step_states(batch, states)
 
     def step_attention(self, batch: AttentionBatch, kv: PagedKV) -> StepAttention:
-        """Attend natively; heads that the kernels do not take (over 256 values, or an odd number) go through torch."""
-        head_dim = kv.data.shape[-1]
-        if head_dim > MAX_HEAD_DIM or head_dim % 2:
+        """Attend natively, but for what kernels do not take: heads of over 256 values, odd ones, other dtypes."""
+        is_known = kv.data.dtype in (kv.dtype, torch.int8)
+        if kv.head_dim > MAX_HEAD_DIM or kv.head_dim % 2 or not is_known:
             return self._torch.step_attention(batch, kv)
         return NativeStepAttention(self._library, batch, kv)
 
@@ -137,7 +137,8 @@ class NativeStepAttention:
     """Attention of one step over one cache group, read straight from its block tables."""
 
     def __init__(self, library: NativeLibrary, batch: AttentionBatch, kv: PagedKV) -> None:
-        _, _, _, self._num_kv_heads, block_size, self._head_dim = kv.data.shape
+        self._num_kv_heads, block_size = kv.data.shape[3:5]
+        self._head_dim = kv.head_dim
         self._library = library
         numbers = [array("q", part) for part in (batch.row_starts, batch.context_lens, batch.block_starts)]
         self._kept = (*numbers, batch, kv)  # what the pointers below point into
@@ -146,8 +147,8 @@ class NativeStepAttention:
         pointers = [part.buffer_info()[0] for part in numbers]
         tensors = batch.block_ids.data_ptr(), batch.slot_mapping.data_ptr()
         self._rows = byref(StepRows(len(batch.context_lens), *pointers, *tensors))
-        strides = kv.data.stride()
-        place = (kv.data.data_ptr(), TYPES[kv.data.dtype], strides[0], strides[1])
+        strides = [kv.data.stride(dim) * kv.data.itemsize for dim in (0, 1, 4)]
+        place = (kv.data.data_ptr(), TYPES[kv.dtype], kv.data.dtype == torch.int8, *strides)
         self._cache = byref(Cache(*place, self._num_kv_heads, block_size, self._head_dim))
         self._no_cache = byref(Cache(*place, 0, block_size, self._head_dim))  # without heads: nothing is stored
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from quire.config import Quantization
 from quire.ops.interface import (
+    LEAST_SCALED,
     Activation,
     AttentionBatch,
     HeadNorms,
@@ -96,11 +97,12 @@ class ReferenceStepAttention:
     def __init__(self, batch: AttentionBatch, kv: PagedKV) -> None:
         self._batch = batch
         self._data = kv.data
+        self._head_dim = kv.head_dim
 
     def prepare(self, layer_idx: int, qkv: Tensor, norms: HeadNorms | None, rotation: Rotation) -> Tensor:
         """Norm, rotate, then store one slot after the other."""
-        num_kv_heads, block_size, head_dim = self._data.shape[3:]
-        heads = qkv.view(len(qkv), -1, head_dim)
+        num_kv_heads, block_size = self._data.shape[3:5]
+        heads = qkv.view(len(qkv), -1, self._head_dim)
         if norms is not None:
             num_normed = len(norms.scales)
             normed = rms_norm(heads[:, :num_normed], norms.scales, norms.eps)
@@ -108,13 +110,14 @@ class ReferenceStepAttention:
         qk, v = rotary(heads[:, :-num_kv_heads], rotation), heads[:, -num_kv_heads:]
         for row, slot in enumerate(self._batch.slot_mapping.tolist()):
             block_id, offset = divmod(slot, block_size)
-            self._data[block_id, layer_idx, 0, :, offset] = qk[row, -num_kv_heads:]
-            self._data[block_id, layer_idx, 1, :, offset] = v[row]
+            for head in range(num_kv_heads):
+                for kv, vector in enumerate((qk[row, head - num_kv_heads], v[row, head])):
+                    self._data[block_id, layer_idx, kv, head, offset] = stored(vector, self._data.dtype)
         return qk[:, :-num_kv_heads]
 
     def prepare_queries(self, q: Tensor, norms: HeadNorms | None, rotation: Rotation) -> Tensor:
         """Norm, then rotate."""
-        heads = q.view(len(q), -1, self._data.shape[5])
+        heads = q.view(len(q), -1, self._head_dim)
         return rotary(heads if norms is None else rms_norm(heads, norms.scales, norms.eps), rotation)
 
     def attend(self, layer_idx: int, q: Tensor, scale: float) -> Tensor:
@@ -135,10 +138,30 @@ class ReferenceStepAttention:
         num_kv_heads, block_size = self._data.shape[3:5]
         group = q.shape[0] // num_kv_heads
         places = [(table[position // block_size], position % block_size) for position in seen]
-        keys_values = torch.stack([self._data[block_id, layer_idx, :, :, offset] for block_id, offset in places])
-        keys, values = keys_values.float().repeat_interleave(group, dim=2).unbind(1)  # [seen, H, D] each
+        slots = torch.stack([self._data[block_id, layer_idx, :, :, offset] for block_id, offset in places])
+        keys, values = restored(slots, self._head_dim).repeat_interleave(group, dim=2).unbind(1)  # [seen, H, D] each
         scores = torch.einsum("hd,thd->ht", q.float(), keys) * scale
         return torch.einsum("ht,thd->hd", scores.softmax(-1), values).flatten()
+
+
+def stored(vector: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a vector [D] as a slot [W] holds it; see `PagedKV`."""
+    wide = vector.float()
+    if dtype == torch.float8_e4m3fn:
+        return wide.clamp(-448.0, 448.0).to(dtype)
+    if dtype != torch.int8:
+        return vector.to(dtype)
+    reach = wide.abs().max()
+    scale = torch.zeros_like(reach) if reach <= LEAST_SCALED else reach / 127.0
+    values = torch.zeros_like(wide) if scale == 0.0 else (wide / scale).round().nan_to_num(0.0)
+    return torch.cat((values.to(torch.int8), scale.view(1).view(torch.int8)))
+
+
+def restored(slots: Tensor, head_dim: int) -> Tensor:
+    """Return the vectors [..., D] that slots [..., W] hold, in float32."""
+    if slots.dtype != torch.int8:
+        return slots.float()
+    return slots[..., :head_dim].float() * slots[..., head_dim:].contiguous().view(torch.float32)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

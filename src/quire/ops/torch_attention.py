@@ -159,24 +159,14 @@ class TorchStepAttention:
     def prepare(self, layer_idx: int, qkv: Tensor, norms: HeadNorms | None, rotation: Rotation) -> Tensor:
         """Norm heads, rotate queries and keys, store keys and values; return the queries [T, H, D]."""
         rows = self._slot_rows[layer_idx]
-        head_dim = rows.shape[1]
-        heads = qkv.view(len(qkv), -1, head_dim)
-        if norms is not None and len(norms.scales) == heads.shape[1]:  # values too
-            heads, norms = torch_rows.rms_norm(heads, *norms), None
-        qk, v = heads.split_with_sizes((heads.shape[1] - self._num_kv_heads, self._num_kv_heads), 1)
-        if norms is not None:
-            qk = torch_rows.rms_norm(qk, *norms)
-        q, k = torch_rows.rotary(qk, *rotation).split_with_sizes(
-            (qk.shape[1] - self._num_kv_heads, self._num_kv_heads), 1
-        )
-        rows.index_copy_(0, self._key_slots, k.reshape(-1, head_dim))
-        rows.index_copy_(0, self._value_slots, v.reshape(-1, head_dim))
+        q, k, v = prepare_heads(qkv.view(len(qkv), -1, rows.shape[1]), self._num_kv_heads, norms, rotation)
+        rows.index_copy_(0, self._key_slots, k.flatten(0, 1).to(rows.dtype))
+        rows.index_copy_(0, self._value_slots, v.flatten(0, 1).to(rows.dtype))
         return q
 
     def prepare_queries(self, q: Tensor, norms: HeadNorms | None, rotation: Rotation) -> Tensor:
         """Norm and rotate queries; return them as [T, H, D]."""
-        heads = q.view(len(q), -1, self._slot_rows[0].shape[1])
-        return torch_rows.rotary(heads if norms is None else torch_rows.rms_norm(heads, *norms), *rotation)
+        return prepare_queries(q.view(len(q), -1, self._slot_rows[0].shape[1]), norms, rotation)
 
     def attend(self, layer_idx: int, q: Tensor, scale: float) -> Tensor:
         """Let each row of [T, H, D] see its sequence up to itself; return [T, H * D]."""
@@ -211,8 +201,9 @@ class TorchStepAttention:
 
     def _sum_bags(self, layer_idx: int, bags: Bags, dtype: torch.dtype) -> Tensor:
         """Return the weighted sums of values, [single rows * H, D]."""
-        values, weights = self._slot_rows[layer_idx], bags.weights.to(dtype)
-        return torch.embedding_bag(values, bags.slots, bags.starts, False, 0, False, weights)[0]
+        values = self._slot_rows[layer_idx]
+        weights = bags.weights.to(values.dtype)
+        return torch.embedding_bag(values, bags.slots, bags.starts, False, 0, False, weights)[0].to(dtype)
 
     def _make_bags(self, group: int) -> Bags:
         """Lay out the bags for layers with `group` query heads to a KV head."""
@@ -231,6 +222,22 @@ class TorchStepAttention:
             tuple(part.view(bag.shape) for part, bag in zip(weights.split_with_sizes(sizes), by_head, strict=True)),
         )
         return bags
+
+
+def prepare_heads(
+    heads: Tensor, num_kv_heads: int, norms: HeadNorms | None, rotation: Rotation
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Norm heads [T, H + 2 K, D], rotate queries and keys; return queries, keys and values."""
+    if norms is not None and len(norms.scales) == heads.shape[1]:  # values too
+        heads, norms = torch_rows.rms_norm(heads, *norms), None
+    qk, v = heads.split_with_sizes((heads.shape[1] - num_kv_heads, num_kv_heads), 1)
+    q, k = prepare_queries(qk, norms, rotation).split_with_sizes((qk.shape[1] - num_kv_heads, num_kv_heads), 1)
+    return q, k, v
+
+
+def prepare_queries(heads: Tensor, norms: HeadNorms | None, rotation: Rotation) -> Tensor:
+    """Norm and rotate heads [T, H, D]."""
+    return torch_rows.rotary(heads if norms is None else torch_rows.rms_norm(heads, *norms), *rotation)
 
 
 def attend_in_tiles(queries: Tensor, keys: Tensor, values: Tensor, first_seen: Tensor | None = None) -> Tensor:

@@ -10,10 +10,11 @@ from torch.nn import functional
 
 from quire.config import Quantization
 from quire.ops import torch_rows
-from quire.ops.interface import Activation, AttentionBatch, Linear, PagedKV, PagedStates, StateBatch
+from quire.ops.interface import Activation, AttentionBatch, Linear, PagedKV, PagedStates, StateBatch, StepAttention
 from quire.ops.torch_attention import Scratch, TorchStepAttention
 from quire.ops.torch_quantised import TorchQuantisedLinear
 from quire.ops.torch_states import TorchStepStates
+from quire.ops.torch_widened import WIDENED, WidenedStepAttention
 from quire.ops.weight_formats import weight_format
 
 # Rows that the packed layout is chosen for. It matters little: layouts for 1 and for 512 rows are equally fast in
@@ -63,8 +64,10 @@ class TorchOps:
         """Gate and normalise rows."""
         return torch_rows.gated_norm(x, gates, weight, eps)
 
-    def step_attention(self, batch: AttentionBatch, kv: PagedKV) -> TorchStepAttention:
+    def step_attention(self, batch: AttentionBatch, kv: PagedKV) -> StepAttention:
         """Compute row ids and masks once for all layers."""
+        if kv.data.dtype in WIDENED:
+            return WidenedStepAttention(batch, kv, self._scratch)
         return TorchStepAttention(batch, kv, self._scratch)
 
     def step_states(self, batch: StateBatch, states: PagedStates) -> TorchStepStates:

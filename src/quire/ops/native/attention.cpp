@@ -16,7 +16,7 @@
 namespace {
 
 constexpr int kRows = 64;         // query rows of a job, at most
-constexpr int kTokens = 128;      // tokens of a tile
+constexpr int kTokens = kTileTokens;
 constexpr int kPartTokens = 512;  // tokens of a part, where the context is cut
 
 // One thread's tiles: 450 KiB at most, a third of it touched for heads of 128 in bfloat16.
@@ -32,6 +32,7 @@ struct Scratch {
   float largest[kRows];
   float total[kRows];
   float rescale[kRows];
+  Scales scales;
 };
 
 struct Query {
@@ -64,10 +65,10 @@ struct Job {
 };
 
 // The tokens that are packed at once.
-template <typename T>
+template <typename S>
 struct Tile {
   int num_tokens;
-  const T* slots[kTokens];  // where each token's key lies
+  const S* slots[kTokens];  // where each token's key lies
 
   // Looks up the tokens from `start` on, none of them past the job's end.
   void find(const Cache& cache, int64_t layer, const Job& job, const int64_t* table, int64_t start) {
@@ -75,8 +76,8 @@ struct Tile {
     num_tokens = int(left < 0 ? 0 : left < kTokens ? left : kTokens);
     int64_t block = start / cache.block_size, offset = start % cache.block_size;
     for (int token = 0; token < num_tokens; ++block, offset = 0) {
-      const T* slot = cache.slot<const T>(table[block], layer, 0, job.head, offset);
-      for (; offset < cache.block_size && token < num_tokens; ++offset, ++token, slot += cache.head_dim)
+      const S* slot = cache.slot<const S>(table[block], layer, 0, job.head, offset);
+      for (; offset < cache.block_size && token < num_tokens; ++offset, ++token, slot += cache.slot_bytes / sizeof(S))
         slots[token] = slot;
     }
   }
@@ -92,8 +93,9 @@ struct Parts {
       : sums(new float[count * kRows * head_dim]), largest(new float[count * kRows]), total(new float[count * kRows]) {}
 };
 
-// Computes a job; its sums, largest scores and totals are left in `scratch`.
-template <typename Steps, typename T>
+// Computes a job; its sums, largest scores and totals are left in `scratch`. Rows are of the type T, slots of S: the
+// same, or int8 with scales.
+template <typename Steps, typename T, typename S>
 void attend(const StepRows& rows, const Cache& cache, const Query& query, int64_t layer, const Job& job,
             Scratch<Steps>& scratch) {
   const int head_dim = int(cache.head_dim);
@@ -112,8 +114,9 @@ void attend(const StepRows& rows, const Cache& cache, const Query& query, int64_
     scratch.total[row] = 0.0f;
   }
   const bool is_few = num_rows <= kFewRows && head_dim % (2 * kLanes) == 0;
-  const int64_t to_values = cache.num_kv_heads * cache.block_size * cache.head_dim;
-  Tile<T> tile, next;
+  const int64_t to_values = cache.num_kv_heads * cache.block_size * cache.slot_bytes / int64_t(sizeof(S));
+  const Scales* scales = nullptr;
+  Tile<S> tile, next;
   next.find(cache, layer, job, table, job.begin);
   for (int64_t start = job.begin; start < job.end; start += kTokens) {
     tile = next;
@@ -125,14 +128,18 @@ void attend(const StepRows& rows, const Cache& cache, const Query& query, int64_
         score<Steps, few.value>(scratch.queries, tile.slots, to_values, num_tokens, head_dim, scratch.scores, kTokens);
       });
     } else {
-      pack_columns<Steps, T>(tile.slots, to_values, num_tokens, head_dim, scratch.keys);
+      pack_columns<Steps, S>(tile.slots, to_values, num_tokens, head_dim, scratch.keys);
       multiply<Steps>(scratch.queries, head_dim, scratch.keys, head_dim / Steps::kValues, scratch.scores, kTokens,
                       nullptr, num_rows, num_tokens);
+    }
+    if constexpr (std::is_same_v<S, int8_t>) {
+      scratch.scales.read(tile.slots, to_values, num_tokens, head_dim);
+      scales = &scratch.scales;
     }
     for (int row = 0; row < num_rows; ++row) {
       const int64_t position = first_position + (job.first_row + row) / group;
       scratch.rescale[row] = weigh(scratch.scores + row * kTokens, clamp(query.first_seen(position) - start),
-                                   clamp(position + 1 - start), num_tokens, query.scale,
+                                   clamp(position + 1 - start), num_tokens, query.scale, scales,
                                    scratch.weights + row * kTokens, scratch.largest[row], scratch.total[row]);
     }
     for (int token = 0; token < num_tokens; ++token) tile.slots[token] += to_values;
@@ -142,7 +149,7 @@ void attend(const StepRows& rows, const Cache& cache, const Query& query, int64_
                                      head_dim, scratch.sums, kMaxDim, scratch.rescale);
       });
     } else {
-      pack_values<Steps, T>(tile.slots, next.slots, num_tokens, next.num_tokens, head_dim, scratch.values);
+      pack_values<Steps, S>(tile.slots, next.slots, num_tokens, next.num_tokens, head_dim, scratch.values);
       multiply<Steps>(scratch.weights, kTokens, scratch.values, (num_tokens + Steps::kValues - 1) / Steps::kValues,
                       scratch.sums, kMaxDim, scratch.rescale, num_rows, head_dim);
     }
@@ -236,7 +243,7 @@ std::vector<Job> jobs_of(const StepRows& rows, const Cache& cache, const Query& 
   return jobs;
 }
 
-template <typename T>
+template <typename T, typename S>
 void attend_all(const StepRows& rows, const Cache& cache, const Query& query, int64_t layer) {
   using Steps = typename StepsOf<T>::Type;
   int64_t num_parts;
@@ -245,7 +252,7 @@ void attend_all(const StepRows& rows, const Cache& cache, const Query& query, in
   quire::in_turns(int64_t(jobs.size()), [&](int64_t idx) {
     thread_local std::unique_ptr<Scratch<Steps>> scratch(new Scratch<Steps>);
     const Job& job = jobs[idx];
-    attend<Steps, T>(rows, cache, query, layer, job, *scratch);
+    attend<Steps, T, S>(rows, cache, query, layer, job, *scratch);
     if (job.num_parts == 1) {
       finish<T>(rows, cache, query, job, *scratch);
     } else {
@@ -268,5 +275,8 @@ QUIRE_EXPORT void quire_attend(const StepRows* rows, const Cache* cache, int64_t
                                int64_t row_stride, int64_t num_heads, float scale, int64_t window, int64_t chunk,
                                void* output) {
   const Query query{queries, output, row_stride, num_heads, window, chunk, scale};
-  with_type(cache->type, [&](auto* type) { attend_all<std::remove_pointer_t<decltype(type)>>(*rows, *cache, query, layer); });
+  with_type(cache->type, [&](auto* as) {
+    using T = std::remove_pointer_t<decltype(as)>;
+    (cache->is_quantised ? attend_all<T, int8_t> : attend_all<T, T>)(*rows, *cache, query, layer);
+  });
 }

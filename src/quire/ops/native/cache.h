@@ -33,12 +33,15 @@ struct StepRows {
   const int64_t* slot_mapping;  // a slot for each row
 };
 
-// The cache of one group: [block, layer, key or value, KV head, offset, head dim]. Strides in elements.
+// The cache of one group: a slot of [block, layer, key or value, KV head, offset] is a vector of `head_dim` values.
+// Strides in bytes.
 struct Cache {
   void* data;
-  Type type;
+  Type type;             // of the rows, and of what slots hold
+  int64_t is_quantised;  // but for int8 values, with their float32 scale behind them
   int64_t block_stride;
   int64_t layer_stride;
+  int64_t slot_bytes;
   int64_t num_kv_heads;
   int64_t block_size;
   int64_t head_dim;
@@ -47,8 +50,39 @@ struct Cache {
   template <typename T>
   T* slot(int64_t block_id, int64_t layer, int64_t kv, int64_t head, int64_t offset) const {
     const int64_t row = (kv * num_kv_heads + head) * block_size + offset;
-    return static_cast<T*>(data) + block_id * block_stride + layer * layer_stride + row * head_dim;
+    char* const start = static_cast<char*>(data) + block_id * block_stride + layer * layer_stride;
+    return reinterpret_cast<T*>(start + row * slot_bytes);
   }
 };
+
+// What a quantised vector's largest value becomes.
+constexpr float kLargest = 127.0f;
+// A vector without a larger value is taken for zeros, so that neither a scale nor a quotient is ever subnormal.
+constexpr float kLeast = 1e-36f;
+
+// Stores a vector as int8 and the scale that gives it back. One with a NaN or an infinity gives NaN back.
+template <typename T>
+QUIRE_INLINE void quantise(const T* from, int64_t count, int8_t* slot) {
+  // As integers, absolute values have the order that they have as floats, and a NaN is the largest.
+  const auto magnitude = [](auto value) { return value & 0x7fffffff; };
+  Ints highest{};
+  int64_t idx = 0;
+  for (; idx + kLanes <= count; idx += kLanes) {
+    const Ints here = magnitude(bit_cast<Ints>(load(from + idx)));
+    highest = here > highest ? here : highest;
+  }
+  int32_t largest = 0;
+  for (int lane = 0; lane < kLanes; ++lane) largest = highest[lane] > largest ? highest[lane] : largest;
+  for (; idx < count; ++idx) {
+    const int32_t here = magnitude(bit_cast<int32_t>(widen(from[idx])));
+    largest = here > largest ? here : largest;
+  }
+  const float reach = bit_cast<float>(largest);
+  const float scale = reach <= kLeast ? 0.0f : reach / kLargest;
+  const float divisor = scale == 0.0f ? 1.0f : scale;
+  for (idx = 0; idx + kLanes <= count; idx += kLanes) store(slot + idx, load(from + idx) / divisor);
+  for (; idx < count; ++idx) narrow(slot + idx, widen(from[idx]) / divisor);
+  store_bits(slot + count, scale);
+}
 
 }  // namespace

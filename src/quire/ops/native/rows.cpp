@@ -139,24 +139,31 @@ void prepare(const StepRows& rows, const Cache& cache, int64_t layer, const Head
   const T* sin = static_cast<const T*>(heads.sin) + row * head_dim;
   T* queries = static_cast<T*>(heads.queries) + row * num_heads * head_dim;
   const int64_t block = rows.slot_mapping[row] / cache.block_size, offset = rows.slot_mapping[row] % cache.block_size;
-  alignas(64) T normed[kMaxDim];
+  alignas(64) T normed[kMaxDim], turned[kMaxDim];
   for (int64_t head = 0; head < num_heads + num_kv_heads; ++head, from += head_dim) {
     const T* source = from;
     if (head < heads.num_normed) {
       normalise(from, weights + head * head_dim, heads.eps, head_dim, normed);
       source = normed;
     }
-    T* to = head < num_heads ? queries + head * head_dim
-                             : cache.slot<T>(block, layer, 0, head - num_heads, offset);
+    const bool is_query = head < num_heads;
+    T* to = is_query             ? queries + head * head_dim
+            : cache.is_quantised ? turned
+                                 : cache.slot<T>(block, layer, 0, head - num_heads, offset);
     rotate(source, cos, sin, head_dim / 2, to);
+    if (!is_query && cache.is_quantised)
+      quantise(turned, head_dim, cache.slot<int8_t>(block, layer, 0, head - num_heads, offset));
   }
   for (int64_t head = 0; head < num_kv_heads; ++head, from += head_dim) {
-    T* to = cache.slot<T>(block, layer, 1, head, offset);
+    T* slot = cache.slot<T>(block, layer, 1, head, offset);
     const int64_t idx = num_heads + num_kv_heads + head;
-    if (idx < heads.num_normed)
-      normalise(from, weights + idx * head_dim, heads.eps, head_dim, to);
-    else
-      std::memcpy(static_cast<void*>(to), from, head_dim * sizeof(T));
+    const bool is_normed = idx < heads.num_normed;
+    if (is_normed)
+      normalise(from, weights + idx * head_dim, heads.eps, head_dim, cache.is_quantised ? normed : slot);
+    if (cache.is_quantised)
+      quantise(is_normed ? normed : from, head_dim, cache.slot<int8_t>(block, layer, 1, head, offset));
+    else if (!is_normed)
+      std::memcpy(static_cast<void*>(slot), from, head_dim * sizeof(T));
   }
 }
 

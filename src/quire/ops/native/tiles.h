@@ -10,11 +10,41 @@ namespace {
 
 constexpr int kFewRows = 4;
 
+constexpr int kTileTokens = 128;  // tokens of a tile
+
+// What the int8 keys and values of a tile are multiplied by.
+struct Scales {
+  alignas(64) float keys[kTileTokens];
+  alignas(64) float values[kTileTokens];
+
+  // slots: where each token's key lies, and `to_values` behind it its value. Past the tokens, scales are 0.
+  void read(const int8_t* const* slots, int64_t to_values, int num_tokens, int head_dim) {
+    for (int token = 0; token < num_tokens; ++token) {
+      keys[token] = load_bits<float>(slots[token] + head_dim);
+      values[token] = load_bits<float>(slots[token] + to_values + head_dim);
+    }
+    for (int token = num_tokens; token < round_up(num_tokens, kLanes); ++token) keys[token] = values[token] = 0.0f;
+  }
+};
+
+// True where a line of the cache begins, counted from a vector's first value: one request for each line is enough.
+template <typename T>
+QUIRE_INLINE bool starts_line(int dim) {
+  return dim * int(sizeof(T)) % 64 == 0;
+}
+
+// Stores two values as a pair of bfloat16.
+template <typename T>
+QUIRE_INLINE void store_pair(BFloat16* to, T first, T second) {
+  narrow(to, widen(first));
+  narrow(to + 1, widen(second));
+}
+
 // One lane's step of a key, and as many more as there are lanes.
 template <typename Steps, typename T>
 QUIRE_INLINE Words load_steps(const T* key) {
   if constexpr (Steps::kValues == 2) {
-    return load_bits<Words>(key);
+    return bit_cast<Words>(load_halves(key));
   } else {
     return bit_cast<Words>(load(key));
   }
@@ -38,7 +68,7 @@ void pack_columns(const T* const* vectors, int64_t ahead, int count, int width, 
 #pragma GCC unroll 16
       for (int lane = 0; lane < kLanes; ++lane) {
         square[lane] = load_steps<Steps>(lanes[lane] + step * values);
-        fetch(lanes[lane] + step * values + ahead);
+        if (starts_line<T>(step * values)) fetch(lanes[lane] + step * values + ahead);
       }
       transpose(square);
 #pragma GCC unroll 16
@@ -70,14 +100,14 @@ void pack_values(const T* const* rows, const T* const* next, int num_tokens, int
       if (2 * step + 1 < num_tokens) {
         const T* second = rows[2 * step + 1];
         for (; dim + 2 * kLanes <= head_dim; dim += 2 * kLanes) {
-          const auto pairs = interleave(load_bits<HalfPairs>(first + dim), load_bits<HalfPairs>(second + dim));
+          const auto pairs = interleave(load_halves(first + dim), load_halves(second + dim));
           store_bits(place(step, dim), pairs.low);
           store_bits(place(step, dim + kLanes), pairs.high);
         }
-        for (; dim < head_dim; ++dim) store_bits(place(step, dim), first[dim].bits | uint32_t(second[dim].bits) << 16);
+        for (; dim < head_dim; ++dim) store_pair(place(step, dim), first[dim], second[dim]);
       } else {
         // The half without a token must be zero: its weight is, but zero times anything need not be.
-        for (; dim < head_dim; ++dim) store_bits(place(step, dim), uint32_t(first[dim].bits));
+        for (; dim < head_dim; ++dim) store_pair(place(step, dim), first[dim], T{});
       }
     } else {
       const T* row = rows[step];
@@ -89,13 +119,19 @@ void pack_values(const T* const* rows, const T* const* next, int num_tokens, int
 
 // Turns a row of scores into weights relative to the row's largest score so far; columns outside [begin, end) weigh
 // nothing. Returns what the row's sums so far must be multiplied by.
+//
+// scales: of quantised keys, which multiply their scores, and values, which multiply their weights; or null.
 template <typename Value>
-QUIRE_INLINE float weigh(float* scores, int begin, int end, int num_columns, float scale, Value* weights,
-                         float& largest, float& total) {
+QUIRE_INLINE float weigh(float* scores, int begin, int end, int num_columns, float scale, const Scales* scales,
+                         Value* weights, float& largest, float& total) {
   const int width = round_up(num_columns, kLanes);
   if (begin >= end) {
     std::memset(static_cast<void*>(weights), 0, width * sizeof(Value));
     return 1.0f;
+  }
+  if (scales) {
+    for (int column = 0; column < width; column += kLanes)
+      store(scores + column, load(scores + column) * load(scales->keys + column));
   }
   for (int column = 0; column < begin; ++column) scores[column] = -kInfinity;
   for (int column = end; column < width; ++column) scores[column] = -kInfinity;
@@ -108,7 +144,7 @@ QUIRE_INLINE float weigh(float* scores, int begin, int end, int num_columns, flo
   for (int column = 0; column < width; column += kLanes) {
     const Floats weight = exponential(load(scores + column) * scale - largest);
     sum += weight;
-    store(weights + column, weight);
+    store(weights + column, scales ? weight * load(scales->values + column) : weight);
   }
   const float rescale = before == -kInfinity ? 0.0f : exponential(splat(before - largest))[0];
   total = total * rescale + sum_of(sum)[0];
@@ -146,7 +182,7 @@ void score(const typename Steps::Value* queries, const T* const* keys, int64_t a
       Floats products[kRows]{};
       for (int dim = 0; dim < head_dim; dim += width) {
         const Floats values = bit_cast<Floats>(load_steps<Steps>(key + dim));
-        fetch(key + dim + ahead);
+        if (starts_line<T>(dim)) fetch(key + dim + ahead);
 #pragma GCC unroll 4
         for (int row = 0; row < kRows; ++row)
           Steps::multiply_add(products[row], values, load_bits<Floats>(queries + row * head_dim + dim));
@@ -184,8 +220,8 @@ void add_columns(const typename Steps::Value* weights, int stride, const T* cons
         const T* first = values[token] + first_dim + vector * kLanes;
         // A pair's second half without a token must be zero: its weight is, but zero times anything need not be.
         const HalfPairs second =
-            is_pair ? load_bits<HalfPairs>(values[token + 1] + first_dim + vector * kLanes) : HalfPairs{};
-        const Interleaved pairs = interleave(load_bits<HalfPairs>(first), second);
+            is_pair ? load_halves(values[token + 1] + first_dim + vector * kLanes) : HalfPairs{};
+        const Interleaved pairs = interleave(load_halves(first), second);
         columns[vector] = bit_cast<Floats>(pairs.low);
         columns[vector + 1] = bit_cast<Floats>(pairs.high);
       }

@@ -28,6 +28,7 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 typedef float Floats __attribute__((vector_size(4 * QUIRE_LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * QUIRE_LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * QUIRE_LANES)));
+typedef int8_t Bytes __attribute__((vector_size(QUIRE_LANES)));               // a quarter as wide
 typedef uint16_t Halves __attribute__((vector_size(2 * QUIRE_LANES)));    // half as wide
 typedef uint16_t HalfPairs __attribute__((vector_size(4 * QUIRE_LANES)));  // as wide as Floats
 
@@ -131,6 +132,35 @@ QUIRE_INLINE void store(Float16* to, Floats values) {
   for (int lane = 0; lane < kLanes; ++lane) narrow(to + lane, values[lane]);
 #endif
 }
+
+QUIRE_INLINE float widen(int8_t value) { return float(value); }
+
+QUIRE_INLINE Floats load(const int8_t* from) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_bits<__m128i>(from)));
+#elif defined(__AVX2__)
+  return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+#else
+  return __builtin_convertvector(load_bits<Bytes>(from), Floats);
+#endif
+}
+
+// As many values as two vectors hold, as bfloat16, which every int8 is exactly.
+QUIRE_INLINE HalfPairs load_halves(const BFloat16* from) { return load_bits<HalfPairs>(from); }
+
+QUIRE_INLINE HalfPairs load_halves(const int8_t* from) {
+  const Halves halves[] = {round_to_bfloat16(load(from)), round_to_bfloat16(load(from + kLanes))};
+  return load_bits<HalfPairs>(halves);
+}
+
+// Rounds to the nearest, ties to even; a NaN becomes 0. The values are in [-127, 127].
+QUIRE_INLINE void store(int8_t* to, Floats values) {
+  const Floats magic = splat(12582912.0f);  // as in `exponential`
+  const Ints rounded = bit_cast<Ints>(values + magic) - bit_cast<Ints>(magic);
+  store_bits(to, __builtin_convertvector(values == values ? rounded : Ints{}, Bytes));
+}
+
+QUIRE_INLINE void narrow(int8_t* to, float value) { *to = int8_t(value == value ? __builtin_rintf(value) : 0.0f); }
 
 // Asks for what will soon be read, into the second level of the cache: the first has too few outstanding misses to
 // keep the memory busy. Blocks lie anywhere, so the processor cannot guess; it reads 4 KiB pieces in a random order at

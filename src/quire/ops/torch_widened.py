@@ -1,0 +1,96 @@
+"""Attention over blocks whose elements are no numbers to compute with: each layer's are widened first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.ops.interface import LEAST_SCALED, AttentionBatch, HeadNorms, PagedKV, Rotation
+from quire.ops.torch_attention import Scratch, TorchStepAttention, prepare_heads, prepare_queries
+
+# What `PagedKV` says how to widen.
+WIDENED: Final = frozenset({torch.int8, torch.float8_e4m3fn})
+
+
+class WideKV(NamedTuple):
+    """The blocks of a step in one layer, in float32; a `PagedKV`."""
+
+    data: Tensor
+    block_rows: Sequence[Tensor]
+    slot_rows: Sequence[Tensor]
+    head_dim: int
+    dtype: torch.dtype
+
+
+class WidenedStepAttention:
+    """Attention of one step over one cache group.
+
+    The blocks that the step reads are copied to float32, layer by layer, and attended to there as those of a plain
+    cache are. That is slower than a plain cache, and takes memory for one layer of them: it is for processors without
+    kernels of their own for it.
+    """
+
+    def __init__(self, batch: AttentionBatch, kv: PagedKV, scratch: Scratch) -> None:
+        self._data = kv.data
+        self._head_dim = kv.head_dim
+        num_kv_heads, block_size = kv.data.shape[3:5]
+        self._blocks = torch.div(batch.slot_mapping, block_size, rounding_mode="floor")
+        self._offsets = batch.slot_mapping % block_size
+        self._read_ids = batch.block_ids
+        num_blocks = len(batch.block_ids)
+        data = kv.data.new_empty(num_blocks, 1, 2, num_kv_heads, block_size, self._head_dim, dtype=torch.float32)
+        rows = data.view(-1, block_size * self._head_dim), data.view(-1, self._head_dim)
+        self._wide = WideKV(data, rows[:1], rows[1:], self._head_dim, kv.dtype)
+        ids = torch.arange(num_blocks, device=data.device)
+        # Nothing is stored in the copy: what the rows add is read from the blocks.
+        self._step = TorchStepAttention(replace(batch, block_ids=ids), self._wide, scratch)
+
+    def prepare(self, layer_idx: int, qkv: Tensor, norms: HeadNorms | None, rotation: Rotation) -> Tensor:
+        """Norm heads, rotate queries and keys, store keys and values; return the queries [T, H, D]."""
+        heads = qkv.view(len(qkv), -1, self._head_dim)
+        q, k, v = prepare_heads(heads, self._data.shape[3], norms, rotation)
+        slots = as_bytes(narrowed(torch.stack((k, v), 1), self._data.dtype))
+        as_bytes(self._data)[self._blocks, layer_idx, :, :, self._offsets] = slots
+        return q
+
+    def prepare_queries(self, q: Tensor, norms: HeadNorms | None, rotation: Rotation) -> Tensor:
+        """Norm and rotate queries; return them as [T, H, D]."""
+        return prepare_queries(q.view(len(q), -1, self._head_dim), norms, rotation)
+
+    def attend(self, layer_idx: int, q: Tensor, scale: float) -> Tensor:
+        """Let each row of [T, H, D] see its sequence up to itself; return [T, H * D]."""
+        slots = as_bytes(self._data)[self._read_ids, layer_idx].view(self._data.dtype)
+        self._wide.data[:, 0] = widened(slots, self._head_dim)
+        return self._step.attend(0, q, scale)
+
+
+def narrowed(vectors: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return vectors [..., D] as slots [..., W] hold them.
+
+    Args:
+        dtype: one of `WIDENED`.
+    """
+    wide = vectors.float()
+    if dtype == torch.float8_e4m3fn:
+        most = torch.finfo(dtype).max
+        return wide.clamp(-most, most).to(dtype)
+    reach = wide.abs().amax(-1, keepdim=True)
+    scales = (reach / 127.0).masked_fill_(reach <= LEAST_SCALED, 0.0)
+    numbers = (wide / scales.masked_fill(scales == 0.0, 1.0)).round_().nan_to_num_(0.0).to(torch.int8)
+    return torch.cat((numbers, scales.view(torch.int8)), -1)
+
+
+def widened(slots: Tensor, head_dim: int) -> Tensor:
+    """Return the vectors [..., D], in float32, that slots [..., W] hold."""
+    if slots.dtype == torch.float8_e4m3fn:
+        return slots.float()
+    return slots[..., :head_dim] * slots[..., head_dim:].contiguous().view(torch.float32)
+
+
+def as_bytes(slots: Tensor) -> Tensor:
+    """Return what elements of one byte are without their meaning: no operator moves all dtypes."""
+    return slots.view(torch.uint8)
