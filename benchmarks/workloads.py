@@ -17,7 +17,7 @@ from __future__ import annotations
 import random
 from typing import NamedTuple
 
-FIRST_ID, PAST_LAST_ID = 256, 151643  # plain tokens of the Qwen3 vocabulary
+FIRST_ID, PAST_LAST_ID = 256, 128000  # plain tokens of all vocabularies of `make_model`
 RUN_STRIDE = 1000  # run r draws its tokens with the workload's seed + RUN_STRIDE * r
 NAMES = ("W1", "W2", "W3", "W4", "W5-cold", "W5-warm", "W5-off")
 

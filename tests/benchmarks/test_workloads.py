@@ -1,11 +1,12 @@
-"""The benchmarks' workloads and verdicts: what figures rest on."""
+"""The benchmarks' workloads and checkpoints: what figures rest on."""
 
 from __future__ import annotations
 
+from math import prod
+
 import pytest
 
-from benchmarks import throughput
-from benchmarks.make_model import NUM_LAYERS, shapes
+from benchmarks.make_model import SHAPES, shapes
 from benchmarks.workloads import NAMES, workload
 
 
@@ -42,23 +43,11 @@ def test_only_the_warm_run_is_preceded_by_its_prefix() -> None:
     assert cold.before == []
 
 
-def test_the_random_checkpoint_has_the_parameters_of_qwen3_0_6b() -> None:
-    total = 0
-    for shape in shapes().values():
-        count = 1
-        for size in shape:
-            count *= size
-        total += count
-    assert NUM_LAYERS == 28
-    assert total == 596_049_920
+@pytest.mark.parametrize(("shape", "num_parameters"), [("qwen3-0.6b", 596_049_920), ("llama-3.2-1b", 1_235_814_400)])
+def test_random_checkpoints_have_the_parameters_of_their_models(shape: str, num_parameters: int) -> None:
+    assert sum(prod(sizes) for sizes in shapes(SHAPES[shape]).values()) == num_parameters
 
 
-def test_a_verdict_is_the_ratio_of_medians() -> None:
-    def row(engine: str, wall_s: float) -> throughput.Figures:
-        figures = {"wall_s": wall_s, "tokens_per_s": 1.0, "all_started_s": 0.1, "peak_memory_gib": 1.0}
-        return {"engine": engine, "workload": "W3", **figures}
-
-    rows = [row("quire", wall_s) for wall_s in (2.0, 9.0, 4.0)] + [row("cb", wall_s) for wall_s in (8.0, 16.0, 16.0)]
-    table = throughput.medians(rows)
-    assert table["W3"]["quire"]["wall_s"] == 4.0
-    assert throughput.judge(table) == [{"what": "quire W3 against cb W3", "ratio": 4.0, "at_least": 3.5}]
+def test_every_token_of_a_workload_is_in_every_vocabulary() -> None:
+    highest = max(max(request.prompt) for name in NAMES for request in workload(name, 0).requests)
+    assert highest < min(config["vocab_size"] for config in SHAPES.values())
