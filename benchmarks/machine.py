@@ -78,6 +78,10 @@ class Probe:
         """Return the bandwidth of reading memory in GB/s, or None where it cannot be measured."""
         return self._run("bandwidth")
 
+    def gflop_s(self) -> float | None:
+        """Return the rate of multiplications and additions in GFLOP/s, or None where it cannot be measured."""
+        return self._run("products")
+
     def _run(self, name: str) -> float | None:
         if name not in self._programs:
             self._programs[name] = self._build(name)
