@@ -1,88 +1,82 @@
 """The engines under test, and the process that each of them runs in.
 
-Every engine serves the same token ids greedily, past the end-of-sequence token, in bfloat16 on the same number of
-threads. A process of its own keeps its memory and its thread pool from touching the others'. The process reads one
-line `name run` at a time and answers with one line `RESULT {json}`.
+Every engine serves the same token ids greedily, past the end-of-sequence token, on the same number of threads. A
+process of its own keeps its memory and its thread pool from touching the others', and may belong to an environment of
+its own: nothing but the standard library is imported before the engine is made. The process reads one line `name run`
+at a time and answers with one line `RESULT {json}`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import resource
 import sys
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
+from benchmarks.contenders import CONTENDERS, PACKAGES
+from benchmarks.machine import peak_memory_bytes, version_of
+from benchmarks.peers import LlamaCppEngine, OpenVinoEngine, VllmEngine
+from benchmarks.serving import (
+    BLOCK_SIZE,
+    MAX_MODEL_LEN,
+    NUM_BLOCKS,
+    Engine,
+    Figures,
+    Setup,
+    figures_of,
+    serve_by_steps,
+)
 from quire.bench.workloads import Request, workload
 
-if TYPE_CHECKING:
-    from quire.config import Quantization
-
-BLOCK_SIZE, NUM_BLOCKS = 16, 1280  # 20,480 tokens of KV for everyone
-MAX_MODEL_LEN = 4608
 ANSWER = "RESULT "
 WARM_UP_RUN = 999  # tokens that no measured run uses
 
 
-class Engine(Protocol):
-    """Serves token ids."""
-
-    def serve(self, requests: list[Request]) -> dict[str, float]:
-        """Serve requests that arrive at once.
-
-        Returns:
-            `wall_s`, and `all_started_s`: when the last request got its first token.
-        """
-
-
 class QuireEngine:
-    """Quire through its Python door."""
+    """Quire, the engine behind all its doors."""
 
-    def __init__(self, model: Path, num_threads: int, caching: bool, quantization: Quantization | None = None) -> None:
+    def __init__(self, setup: Setup) -> None:
         from quire import LLM
 
-        self._llm = LLM(
-            model=str(model),
+        self._engine = LLM(
+            model=str(setup.model),
             dtype="bfloat16",
             skip_tokenizer_init=True,
             max_model_len=MAX_MODEL_LEN,
             block_size=BLOCK_SIZE,
             num_kv_blocks=NUM_BLOCKS,
-            enable_prefix_caching=caching,
-            num_threads=num_threads,
-            quantization=quantization,
-        )
+            max_num_seqs=setup.num_seqs,
+            enable_prefix_caching=setup.caching,
+            num_threads=setup.num_threads,
+            **setup.options,
+        ).engine
 
-    def serve(self, requests: list[Request]) -> dict[str, float]:
-        """Serve requests that arrive at once."""
+    def add(self, requests: list[Request]) -> None:
+        """Queue requests."""
         from quire import SamplingParams
 
-        prompts: list[Any] = [{"prompt_token_ids": request.prompt} for request in requests]
-        params = [
-            SamplingParams(temperature=0.0, max_tokens=request.num_new, ignore_eos=True, detokenize=False)
-            for request in requests
-        ]
-        started = time.perf_counter()
-        outputs = self._llm.generate(prompts, params, use_tqdm=False)
-        wall_s = time.perf_counter() - started
-        check_counts(requests, [len(output.outputs[0].token_ids) for output in outputs])
-        arrived = min(output.metrics.arrival_s for output in outputs)
-        first_tokens = [output.metrics.first_token_s or 0.0 for output in outputs]
-        return {"wall_s": wall_s, "all_started_s": max(first_tokens) - arrived}
+        for idx, request in enumerate(requests):
+            params = SamplingParams(temperature=0.0, max_tokens=request.num_new, ignore_eos=True, detokenize=False)
+            self._engine.add_request(str(idx), {"prompt_token_ids": request.prompt}, params)
+
+    def step(self) -> list[tuple[int, int]]:
+        """Run one step."""
+        return [(int(news.request_id), len(news.outputs[0].token_ids)) for news in self._engine.step()]
+
+    def serve(self, requests: list[Request]) -> Figures:
+        """Serve requests that arrive at once."""
+        return serve_by_steps(self, requests)
 
 
 class GenerateEngine:
     """`generate` of transformers: one left-padded batch that runs as long as its longest output."""
 
-    def __init__(self, model: Path, num_threads: int, caching: bool) -> None:
-        del caching  # it has no prefix cache
-        self._model = load_transformers(model, num_threads)
+    def __init__(self, setup: Setup) -> None:
+        self._model = load_transformers(setup)
 
-    def serve(self, requests: list[Request]) -> dict[str, float]:
+    def serve(self, requests: list[Request]) -> Figures:
         """Serve requests that arrive at once."""
         import torch
         from transformers import GenerationConfig, StoppingCriteriaList
@@ -101,32 +95,30 @@ class GenerateEngine:
             return torch.zeros(ids.shape[0], dtype=torch.bool)
 
         config = GenerationConfig(max_new_tokens=most_new, do_sample=False, eos_token_id=None, pad_token_id=0)
-        started = time.perf_counter()
+        started_s = time.perf_counter()
         with torch.inference_mode():
-            output = self._model.generate(
+            self._model.generate(
                 ids,
                 attention_mask=mask,
                 generation_config=config,
                 stopping_criteria=StoppingCriteriaList([note_the_time]),
             )
-        wall_s = time.perf_counter() - started
-        check_counts(requests, [min(output.shape[1] - longest, request.num_new) for request in requests])
-        return {"wall_s": wall_s, "all_started_s": steps[0] - started}
+        return figures_of(requests, started_s, [steps[: request.num_new] for request in requests])
 
 
 class ContinuousBatchingEngine:
     """The continuous batching of transformers, on its paged cache."""
 
-    def __init__(self, model: Path, num_threads: int, caching: bool) -> None:
+    def __init__(self, setup: Setup) -> None:
         from transformers import ContinuousBatchingConfig, GenerationConfig
 
-        self._model = load_transformers(model, num_threads)
+        self._model = load_transformers(setup)
         config = ContinuousBatchingConfig(
             page_size=2 * BLOCK_SIZE,
             num_blocks=NUM_BLOCKS // 2,
             max_batch_tokens=1024,
-            max_requests_per_batch=16,
-            allow_block_sharing=caching,
+            max_requests_per_batch=setup.num_seqs,
+            allow_block_sharing=setup.caching,
             auto_switch_to_flash=False,
             use_cuda_graph=False,
             use_async_batching=False,
@@ -137,16 +129,17 @@ class ContinuousBatchingEngine:
         )
         self._manager = self._open.__enter__()
 
-    def serve(self, requests: list[Request]) -> dict[str, float]:
+    def serve(self, requests: list[Request]) -> Figures:
         """Serve requests that arrive at once."""
-        started = time.perf_counter()
-        for request in requests:
+        started_s = time.perf_counter()
+        places = {
             self._manager.add_request(
                 request.prompt, max_new_tokens=request.num_new, eos_token_id=-1, record_timestamps=True
-            )
-        counts: list[int] = []
-        first_tokens: list[float] = []
-        while len(counts) < len(requests):
+            ): idx
+            for idx, request in enumerate(requests)
+        }
+        times: list[list[float]] = [[] for _ in requests]
+        while not all(times):
             result = self._manager.get_result(timeout=1)
             if result is None:
                 if not self._manager.is_running():
@@ -154,64 +147,55 @@ class ContinuousBatchingEngine:
             elif result.is_finished():
                 if result.error:
                     raise RuntimeError(result.error)
-                counts.append(len(result.generated_tokens))
-                first_tokens.append(result.timestamps[0])
-        wall_s = time.perf_counter() - started
-        check_counts(sorted(requests, key=lambda request: request.num_new), sorted(counts))
-        return {"wall_s": wall_s, "all_started_s": max(first_tokens) - started}
+                times[places[result.request_id]] = result.timestamps
+        return figures_of(requests, started_s, times)
 
 
-ENGINES: dict[str, Callable[[Path, int, bool], Engine]] = {
+ENGINES: dict[str, Any] = {
     "quire": QuireEngine,
-    "int8": partial(QuireEngine, quantization="int8"),
-    "int4": partial(QuireEngine, quantization="int4"),
     "generate": GenerateEngine,
     "cb": ContinuousBatchingEngine,
+    "vllm": VllmEngine,
+    "openvino": OpenVinoEngine,
+    "llamacpp": LlamaCppEngine,
 }
 
 
-def load_transformers(model: Path, num_threads: int) -> Any:
+def load_transformers(setup: Setup) -> Any:
     """Return the checkpoint as a transformers model."""
     import torch
-    from transformers import Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    torch.set_num_threads(num_threads)
-    return Qwen3ForCausalLM.from_pretrained(model, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
-
-
-def check_counts(requests: list[Request], counts: list[int]) -> None:
-    """Make sure that an engine has done the work it is timed for."""
-    wanted = [request.num_new for request in requests]
-    if counts != wanted:
-        raise RuntimeError(f"asked for {wanted} new tokens, got {counts}")
-
-
-def peak_memory_gib() -> float:
-    """Return the most memory that this process has held."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    torch.set_num_threads(setup.num_threads)
+    return AutoModelForCausalLM.from_pretrained(
+        setup.model, dtype=torch.bfloat16, attn_implementation="sdpa", **setup.options
+    ).eval()
 
 
 def main() -> None:
     """Serve the runs whose names come in on standard input."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("engine", choices=ENGINES)
+    parser.add_argument("contender", choices=CONTENDERS)
     parser.add_argument("model", type=Path)
     parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--sequences", type=int, required=True)
     parser.add_argument("--no-caching", action="store_true")
     options = parser.parse_args()
+    who = CONTENDERS[options.contender]
     started = time.perf_counter()
-    engine: Engine = ENGINES[options.engine](options.model, options.threads, not options.no_caching)
+    setup = Setup(options.model, options.threads, options.sequences, not options.no_caching, who.options)
+    engine: Engine = ENGINES[who.engine](setup)
     warm_up = workload("W1", WARM_UP_RUN).requests[0]
     engine.serve([warm_up._replace(num_new=4)])
-    print(f"{ANSWER}{json.dumps({'ready_s': time.perf_counter() - started})}", flush=True)
+    ready = {"ready_s": time.perf_counter() - started, "version": version_of(PACKAGES[who.engine])}
+    print(f"{ANSWER}{json.dumps(ready)}", flush=True)
     for line in sys.stdin:
         name, run = line.split()
         work = workload(name, int(run))
         if work.before:
             engine.serve(work.before)
         figures = engine.serve(work.requests)
-        figures |= {"tokens_per_s": work.num_new / figures["wall_s"], "peak_memory_gib": peak_memory_gib()}
-        print(f"{ANSWER}{json.dumps(figures)}", flush=True)
+        print(f"{ANSWER}{json.dumps(figures | {'peak_memory_bytes': peak_memory_bytes()})}", flush=True)
 
 
 if __name__ == "__main__":

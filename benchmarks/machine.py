@@ -59,31 +59,48 @@ def commit() -> str | None:
     )
 
 
+def peak_memory_bytes() -> int:
+    """Return the most memory that this process has held since its program was started."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/self/status has no VmHWM")
+
+
 class Probe:
-    """Memory read bandwidth, measured by a small C program; silent where there is no compiler."""
+    """What memory and processors can do at this moment, measured by small C programs; silent without a compiler."""
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
-        self._program = self._build()
+        self._programs: dict[str, Path | None] = {}
 
     def read_gb_s(self) -> float | None:
-        """Return the bandwidth of this moment in GB/s, or None where it cannot be measured."""
-        if self._program is None:
+        """Return the bandwidth of reading memory in GB/s, or None where it cannot be measured."""
+        return self._run("bandwidth")
+
+    def gflop_s(self) -> float | None:
+        """Return the rate of multiplications and additions in GFLOP/s, or None where it cannot be measured."""
+        return self._run("products")
+
+    def _run(self, name: str) -> float | None:
+        if name not in self._programs:
+            self._programs[name] = self._build(name)
+        program = self._programs[name]
+        if program is None:
             return None
         time.sleep(0.3)  # threads of the engine that has just finished spin for a while before they sleep
         env = os.environ | {"OMP_NUM_THREADS": str(self._num_threads)}
-        done = subprocess.run([str(self._program)], capture_output=True, text=True, check=True, env=env)
+        done = subprocess.run([str(program)], capture_output=True, text=True, check=True, env=env)
         return float(done.stdout.split()[0])
 
     @staticmethod
-    def _build() -> Path | None:
+    def _build(name: str) -> Path | None:
         compiler = shutil.which("gcc") or shutil.which("cc")
         if compiler is None:
             return None
         BUILD.mkdir(parents=True, exist_ok=True)
-        program = BUILD / "bandwidth"
-        command = [compiler, "-O3", "-march=native", "-fopenmp", "-o", str(program), str(HERE / "bandwidth.c")]
-        return program if subprocess.run(command, check=False).returncode == 0 else None
+        command = [compiler, "-O3", "-march=native", "-fopenmp", "-o", str(BUILD / name), str(HERE / f"{name}.c")]
+        return BUILD / name if subprocess.run(command, check=False).returncode == 0 else None
 
 
 def save(name: str, figures: dict[str, Any]) -> Path:

@@ -1,6 +1,8 @@
-"""Write a checkpoint with the exact shape of Qwen3-0.6B and random weights: `python -m benchmarks.make_model`.
+"""Write a checkpoint with the exact shape of a known model and random weights: `python -m benchmarks.make_model`.
 
-Speed does not depend on what the weights say, so nothing needs to be downloaded. 1.2 GB in bfloat16.
+Speed does not depend on what the weights say, so nothing needs to be downloaded. In bfloat16, Qwen3-0.6B's shape takes
+1.2 GB and Llama-3.2-1B's 2.5 GB. The second has other heads, so that nothing is tuned to the first alone; it leaves out
+the scaling of rotations for long contexts, which is no work for an engine.
 """
 
 from __future__ import annotations
@@ -8,12 +10,13 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-DEFAULT_FOLDER = Path(__file__).resolve().parent.parent / ".cache" / "bench" / "qwen3-0.6b-random"
-CONFIG = {
+FOLDER = Path(__file__).resolve().parent.parent / ".cache" / "bench"
+QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
     "vocab_size": 151936,
@@ -38,30 +41,57 @@ CONFIG = {
     "eos_token_id": 151645,
     "torch_dtype": "bfloat16",
 }
-NUM_LAYERS, VOCAB, WIDTH, FFN, HEAD_DIM = 28, 151936, 1024, 3072, 128
-QUERY_WIDTH, KV_WIDTH = 16 * HEAD_DIM, 8 * HEAD_DIM
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": None,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "mlp_bias": False,
+    "tie_word_embeddings": True,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "torch_dtype": "bfloat16",
+}
+SHAPES = {"qwen3-0.6b": QWEN3, "llama-3.2-1b": LLAMA}
 
 
-def shapes() -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor by its name in Hugging Face checkpoints; the output head is the embedding."""
+def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor by its name in Hugging Face checkpoints."""
+    width, ffn, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    query_width, kv_width = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
     layer: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (WIDTH,),
-        "self_attn.q_proj.weight": (QUERY_WIDTH, WIDTH),
-        "self_attn.k_proj.weight": (KV_WIDTH, WIDTH),
-        "self_attn.v_proj.weight": (KV_WIDTH, WIDTH),
-        "self_attn.q_norm.weight": (HEAD_DIM,),
-        "self_attn.k_norm.weight": (HEAD_DIM,),
-        "self_attn.o_proj.weight": (WIDTH, QUERY_WIDTH),
-        "post_attention_layernorm.weight": (WIDTH,),
-        "mlp.gate_proj.weight": (FFN, WIDTH),
-        "mlp.up_proj.weight": (FFN, WIDTH),
-        "mlp.down_proj.weight": (WIDTH, FFN),
+        "input_layernorm.weight": (width,),
+        "self_attn.q_proj.weight": (query_width, width),
+        "self_attn.k_proj.weight": (kv_width, width),
+        "self_attn.v_proj.weight": (kv_width, width),
+        "self_attn.o_proj.weight": (width, query_width),
+        "post_attention_layernorm.weight": (width,),
+        "mlp.gate_proj.weight": (ffn, width),
+        "mlp.up_proj.weight": (ffn, width),
+        "mlp.down_proj.weight": (width, ffn),
     }
-    every = {"model.embed_tokens.weight": (VOCAB, WIDTH), "model.norm.weight": (WIDTH,)}
-    return every | {f"model.layers.{i}.{name}": shape for i in range(NUM_LAYERS) for name, shape in layer.items()}
+    if config["model_type"] == "qwen3":
+        layer |= {"self_attn.q_norm.weight": (head_dim,), "self_attn.k_norm.weight": (head_dim,)}
+    every = {"model.embed_tokens.weight": (config["vocab_size"], width), "model.norm.weight": (width,)}
+    if not config["tie_word_embeddings"]:
+        every["lm_head.weight"] = (config["vocab_size"], width)
+    layers = range(config["num_hidden_layers"])
+    return every | {f"model.layers.{i}.{name}": shape for i in layers for name, shape in layer.items()}
 
 
-def write(folder: Path) -> None:
+def write(config: dict[str, Any], folder: Path) -> None:
     """Write config.json and model.safetensors; the same bytes every time."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(1234)
@@ -69,26 +99,29 @@ def write(folder: Path) -> None:
         name: torch.ones(shape, dtype=torch.bfloat16)
         if len(shape) == 1
         else (torch.randn(shape, generator=generator) * 0.02).to(torch.bfloat16)
-        for name, shape in sorted(shapes().items())
+        for name, shape in sorted(shapes(config).items())
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(CONFIG, indent=1) + "\n", encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
 
-def ensure(folder: Path = DEFAULT_FOLDER) -> Path:
-    """Return the folder of the checkpoint, written first where it is missing."""
+def ensure(shape: str = "qwen3-0.6b", folder: Path | None = None) -> Path:
+    """Return the folder of a shape's checkpoint, written first where it is missing."""
+    folder = FOLDER / f"{shape}-random" if folder is None else folder
     # config.json is written last, so that an interrupted write is not taken for a checkpoint.
     if not (folder / "config.json").exists():
         print(f"writing the random checkpoint to {folder}", flush=True)
-        write(folder)
+        write(SHAPES[shape], folder)
     return folder
 
 
 def main() -> None:
     """Write the checkpoint."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path, nargs="?", default=DEFAULT_FOLDER)
-    print(ensure(parser.parse_args().folder))
+    parser.add_argument("folder", type=Path, nargs="?", default=None)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
+    options = parser.parse_args()
+    print(ensure(options.shape, options.folder))
 
 
 if __name__ == "__main__":

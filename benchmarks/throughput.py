@@ -1,7 +1,8 @@
-"""Throughput beside transformers, in the same minutes: `python -m benchmarks.throughput`.
+"""Throughput beside other engines, in the same minutes: `python -m benchmarks.throughput`.
 
-A machine's memory bandwidth moves while one looks at it, so the engines take turns run by run, each run stands between
-two bandwidth probes, and what counts is the ratio of medians.
+A machine's memory bandwidth moves while one looks at it, so the contenders take turns run by run, each run stands
+between two bandwidth probes, and what counts is the ratio of medians. A peer with an environment of its own runs under
+that environment's interpreter; one that is not there, or does not start, is left out, and that is said.
 """
 
 from __future__ import annotations
@@ -10,37 +11,21 @@ import argparse
 import itertools
 import json
 import os
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
 
-from benchmarks import machine, make_model
-from benchmarks.engines import ANSWER, ENGINES
-from quire.bench.workloads import NAMES
+from benchmarks import conversions, machine, make_model
+from benchmarks.contenders import APART, CONTENDERS
+from benchmarks.engines import ANSWER
+from benchmarks.marks import bandwidth_share, judge, medians
+from benchmarks.serving import Figures
+from benchmarks.shapes import Shape
+from quire.bench.workloads import NAMES, workload
 
 ROOT = Path(__file__).resolve().parent.parent
-Figures = dict[str, Any]
-
-
-class Mark(NamedTuple):
-    """What a figure has to reach: the time of `slow` divided by the time of `fast` (engine, workload)."""
-
-    slow: tuple[str, str]
-    fast: tuple[str, str]
-    at_least: float
-
-
-MARKS = (
-    Mark(("generate", "W1"), ("quire", "W1"), 1.8),
-    Mark(("cb", "W1"), ("quire", "W1"), 1.8),
-    Mark(("generate", "W3"), ("quire", "W3"), 2.4),
-    Mark(("cb", "W3"), ("quire", "W3"), 3.5),
-    Mark(("quire", "W5-off"), ("quire", "W5-warm"), 4.0),
-)
 
 
 class Worker:
@@ -48,7 +33,7 @@ class Worker:
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
-        self.ready_s = float(self._answer()["ready_s"])
+        self.ready = self._answer()
 
     def run(self, name: str, run: int) -> Figures:
         """Serve one run of a workload and return its figures."""
@@ -78,109 +63,145 @@ def running(command: list[str], env: dict[str, str]) -> Iterator[Worker]:
         process.communicate()
 
 
-def worker(engine: str, model: Path, num_threads: int, *, caching: bool) -> AbstractContextManager[Worker]:
-    """Start an engine's process; it is ended on leaving."""
-    command = [sys.executable, "-m", "benchmarks.engines", engine, str(model), "--threads", str(num_threads)]
-    command += [] if caching else ["--no-caching"]
-    env = {"OMP_NUM_THREADS": str(num_threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    return running(command, env)
+class Bench:
+    """The contenders' processes for some workloads, and who has none.
 
+    Args:
+        options: of the command line.
+    """
 
-def measure(names: list[str], engines: list[str], options: argparse.Namespace) -> list[Figures]:
-    """Run some workloads on all engines, in turns, and return one row of figures for each run."""
-    pairs = [
-        (name, engine)
-        for name in names
-        for engine in engines
-        # It has no prefix cache: with the cache cold, warm or off, it does the same.
-        if engine != "generate" or name not in ("W5-cold", "W5-warm")
-    ]
-    rows: list[Figures] = []
-    probe = machine.Probe(options.threads)
-    with ExitStack() as stack:
-        workers: dict[tuple[str, bool], Worker] = {}
-        for name, engine in pairs:
-            key = (engine, name != "W5-off")
-            if key not in workers:
-                workers[key] = stack.enter_context(worker(engine, options.model, options.threads, caching=key[1]))
-        before = probe.read_gb_s()
-        for run, (name, engine) in itertools.product(range(options.runs), pairs):
-            # A warm run must not find what a cold run of the same engine left, so they never share tokens.
-            figures = workers[engine, name != "W5-off"].run(name, 2 * run + (name == "W5-warm"))
-            after = probe.read_gb_s()
-            row = {"engine": engine, "workload": name, "run": run, **figures, "probe_gb_s": [before, after]}
-            print(describe(row), flush=True)
-            rows.append(row)
-            before = after
-    return rows
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.left_out: dict[str, str] = {}
+        self.versions: dict[str, str | None] = {}
+        self._options = options
+        self._pythons = {engine: getattr(options, f"{engine}_python") for engine in APART}
+
+    def worker(self, who: str, name: str) -> AbstractContextManager[Worker]:
+        """Start a contender's process for a workload; it is ended on leaving.
+
+        Raises:
+            RuntimeError, CalledProcessError, OSError: it does not start, or its checkpoint cannot be converted.
+        """
+        options, contender = self._options, CONTENDERS[who]
+        python = sys.executable
+        env = {"OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        env["PYTHONPATH"] = str(ROOT / "src")  # the workloads are Quire's
+        if contender.engine in APART:
+            if self._pythons[contender.engine] is None:
+                raise RuntimeError(f"--{contender.engine}-python says where {APART[contender.engine]} is installed")
+            python = str(self._pythons[contender.engine])
+        if contender.engine == "vllm" and options.vllm_preload:
+            env["LD_PRELOAD"] = options.vllm_preload
+        model = options.model
+        if contender.form is not None:
+            model = conversions.ensure(contender.form, model, options.converted, python)
+        num_seqs = len(workload(name, 0).requests)
+        command = [python, "-m", "benchmarks.engines", who, str(model)]
+        command += ["--threads", str(options.threads), "--sequences", str(num_seqs)]
+        command += ["--no-caching"] if name == "W5-off" else []
+        return running(command, env)
+
+    def measure(self, names: list[str], contenders: list[str]) -> list[Figures]:
+        """Run some workloads on all contenders, in turns, and return one row of figures for each run.
+
+        Args:
+            names: workloads with the same number of requests.
+            contenders: of `CONTENDERS`; who fails is out from then on.
+        """
+        pairs = [
+            (name, who)
+            for name in names
+            for who in contenders
+            # It has no prefix cache: with the cache cold, warm or off, it does the same.
+            if who != "generate" or name not in ("W5-cold", "W5-warm")
+        ]
+        rows: list[Figures] = []
+        shape = Shape.read(self._options.model)
+        probe = machine.Probe(self._options.threads)
+        with ExitStack() as stack:
+            workers: dict[tuple[str, bool], Worker] = {}
+            for name, who in pairs:
+                key = (who, name != "W5-off")
+                if key in workers or who in self.left_out:
+                    continue
+                with self._leaving_out(who):
+                    workers[key] = stack.enter_context(self.worker(who, name))
+                    self.versions[who] = workers[key].ready["version"]
+            before = probe.read_gb_s()
+            for run, (name, who) in itertools.product(range(self._options.runs), pairs):
+                if who in self.left_out:
+                    continue
+                with self._leaving_out(who):
+                    # A warm run must not find what a cold run of the same engine left, so they never share tokens.
+                    figures = workers[who, name != "W5-off"].run(name, 2 * run + (name == "W5-warm"))
+                    after = probe.read_gb_s()
+                    row = {"contender": who, "workload": name, "run": run, **figures, "probe_gb_s": [before, after]}
+                    row["bandwidth_share"] = bandwidth_share(shape, row)
+                    print(describe(row), flush=True)
+                    rows.append(row)
+                    before = after
+        return rows
+
+    @contextmanager
+    def _leaving_out(self, who: str) -> Iterator[None]:
+        """Leave a contender out from now on where what is done with it fails."""
+        try:
+            yield
+        except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
+            self.left_out[who] = str(error)
+            print(f"left out: {who}: {error}", flush=True)
 
 
 def describe(row: Figures) -> str:
     """Return one run in one line."""
     gb_s = " to ".join(f"{value:.0f}" for value in row["probe_gb_s"] if value is not None)
+    rate = row["decode_tokens_per_s"]
     return (
-        f"{row['workload']:8} {row['engine']:9} run {row['run']}: {row['wall_s']:7.2f} s, "
-        f"{row['tokens_per_s']:6.1f} tokens/s, all started after {row['all_started_s']:6.2f} s"
+        f"{row['workload']:8} {row['contender']:14} run {row['run']}: {row['wall_s']:7.2f} s, "
+        f"all started after {row['all_started_s']:6.2f} s"
+        + (f", then {rate:6.1f} tokens/s" if rate else "")
+        + f", peak {row['peak_memory_bytes'] / 1e9:.2f} GB"
         + (f" ({gb_s} GB/s)" if gb_s else "")
     )
-
-
-def medians(rows: list[Figures]) -> dict[str, dict[str, Figures]]:
-    """Return workload -> engine -> the medians of its runs."""
-    table: dict[str, dict[str, Figures]] = {}
-    for name, engine in dict.fromkeys((row["workload"], row["engine"]) for row in rows):
-        runs = [row for row in rows if (row["workload"], row["engine"]) == (name, engine)]
-        keys = ("wall_s", "tokens_per_s", "all_started_s", "peak_memory_gib")
-        table.setdefault(name, {})[engine] = {key: statistics.median(row[key] for row in runs) for key in keys}
-    return table
-
-
-def judge(table: dict[str, dict[str, Figures]]) -> list[Figures]:
-    """Return how the medians stand against the marks, for those that were measured."""
-    verdicts = []
-    for mark in MARKS:
-        walls = [table.get(name, {}).get(engine, {}).get("wall_s") for engine, name in (mark.slow, mark.fast)]
-        slow_s, fast_s = walls
-        if slow_s is None or fast_s is None:
-            continue
-        what = f"{' '.join(mark.fast)} against {' '.join(mark.slow)}"
-        verdicts.append({"what": what, "ratio": slow_s / fast_s, "at_least": mark.at_least})
-    return verdicts
 
 
 def main() -> None:
     """Measure, print and save."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workloads", default="W1,W2,W3,W5", help="of W1,W2,W3,W4,W5 (W5 is cold, warm and off)")
-    parser.add_argument(
-        "--peers",
-        default="generate,cb",
-        help="of generate,cb, or int8,int4: Quire on rounded weights; empty for Quire alone",
-    )
+    parser.add_argument("--contenders", default="quire,generate,cb", help=f"of {','.join(CONTENDERS)}")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--model", type=Path, default=None, help="a Qwen3 checkpoint; default: a random one")
+    parser.add_argument("--model", type=Path, default=None, help="a checkpoint folder; default: a random one")
+    parser.add_argument("--shape", choices=make_model.SHAPES, default="qwen3-0.6b", help="of the random one")
+    for engine, package in APART.items():
+        parser.add_argument(f"--{engine}-python", type=Path, default=None, help=f"interpreter that has {package}")
+    parser.add_argument("--vllm-preload", default="", help="libraries to preload for vLLM, with colons between")
+    parser.add_argument("--converted", type=Path, default=machine.BUILD, help="where peers' checkpoints are kept")
     parser.add_argument("--name", default="throughput", help="the name of the file under results/")
     options = parser.parse_args()
-    options.model = make_model.ensure() if options.model is None else options.model
-    peers = [peer for peer in options.peers.split(",") if peer]
-    engines = ["quire", *peers]
-    unknown = set(engines) - set(ENGINES)
+    options.model = make_model.ensure(options.shape) if options.model is None else options.model
+    contenders = options.contenders.split(",")
+    unknown = set(contenders) - set(CONTENDERS)
     if unknown:
-        parser.error(f"unknown peers: {', '.join(sorted(unknown))}")
+        parser.error(f"unknown contenders: {', '.join(sorted(unknown))}; there are {', '.join(CONTENDERS)}")
     rows: list[Figures] = []
+    bench = Bench(options)
     for chosen in options.workloads.split(","):
         names = [name for name in NAMES if name.partition("-")[0] == chosen or name == chosen]
         if not names:
             parser.error(f"unknown workload {chosen}; there are {', '.join(NAMES)}")
-        rows += measure(names, engines, options)
+        rows += bench.measure(names, contenders)
     table = medians(rows)
-    verdicts = judge(table)
+    verdicts = judge(table, Shape.read(options.model))
     for verdict in verdicts:
-        print(f"{verdict['what']}: {verdict['ratio']:.2f}x (mark: {verdict['at_least']}x)")
+        print(
+            f"{verdict.what}: {verdict.value:.4g} (mark: {verdict.mark:.4g}, {'met' if verdict.is_met else 'missed'})"
+        )
     settings = {"threads": options.threads, "runs": options.runs, "dtype": "bfloat16", "model": options.model.name}
-    figures = {"settings": settings, "medians": table, "marks": verdicts, "runs": rows}
-    print(machine.save(options.name, figures))
+    settings |= {"versions": bench.versions, "left_out": bench.left_out, "vllm_preload": options.vllm_preload}
+    marks = [verdict._asdict() for verdict in verdicts]
+    print(machine.save(options.name, {"settings": settings, "medians": table, "marks": marks, "runs": rows}))
 
 
 if __name__ == "__main__":

