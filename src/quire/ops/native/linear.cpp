@@ -4,36 +4,17 @@
 // of the cache while all rows meet it, and the next one is fetched meanwhile. One row is bound by the bytes of the
 // weight, many by arithmetic, and those between by both at once. Each output is the same sum in the same order
 // whatever other rows are there: a row gets the same bits in every batch.
-#include <algorithm>
+#include "linear.h"
 
-#include "cache.h"
-#include "parallel.h"
 #include "tiles.h"
 
 namespace {
-
-constexpr int kJobRows = 96;  // rows of a job, at most; whole tiles
-// Steps of a piece of a panel. For few rows it fits the first level of the cache (16 KiB where pairs are multiplied);
-// for many, the second will do, and sums are put down and taken up less often.
-constexpr int kPieceSteps = 64;
-constexpr int kLongPieceSteps = 256;
-constexpr int kFewPieceRows = 16;
 
 template <typename Steps>
 struct Weight {
   const typename Steps::Value* panels;  // [panels, depth, kPanel] steps
   int depth;                            // steps
   int num_columns;
-
-  int num_panels() const { return (num_columns + kPanel - 1) / kPanel; }
-};
-
-struct Operands {
-  const void* x;  // [rows, depth] steps
-  int64_t row_stride;
-  const void* bias;      // [columns], or null
-  const void* residual;  // [rows, columns], or null
-  void* output;          // [rows, columns]
 };
 
 // Rows [first, first + num_rows) and the columns of one panel.
@@ -50,23 +31,7 @@ void multiply_rows(const Weight<Steps>& weight, const Operands& operands, int pa
     multiply<Steps, true>(x + step * Steps::kValues, int(operands.row_stride), columns + step * kPanel * Steps::kValues,
                           depth, sums, kPanel, step > 0 ? ones : nullptr, num_rows, kPanel);
   }
-  const int begin = panel * kPanel;
-  const int count = std::min(kPanel, weight.num_columns - begin);
-  for (int row = 0; row < num_rows; ++row) {
-    const int64_t place = (first + row) * weight.num_columns + begin;
-    float* sum = sums + row * kPanel;
-    const auto add = [&](const T* addend) {
-      int column = 0;
-      for (; column + kLanes <= count; column += kLanes) store(sum + column, load(sum + column) + load(addend + column));
-      for (; column < count; ++column) sum[column] += widen(addend[column]);
-    };
-    if (operands.bias != nullptr) add(static_cast<const T*>(operands.bias) + begin);
-    if (operands.residual != nullptr) add(static_cast<const T*>(operands.residual) + place);
-    T* to = static_cast<T*>(operands.output) + place;
-    int column = 0;
-    for (; column + kLanes <= count; column += kLanes) store(to + column, load(sum + column));
-    for (; column < count; ++column) narrow(to + column, sum[column]);
-  }
+  finish_rows<T>(operands, weight.num_columns, panel, first, num_rows, sums);
 }
 
 #if defined(__AVX512BF16__)
@@ -112,10 +77,7 @@ QUIRE_EXPORT void quire_linear(const void* x, int64_t row_stride, int64_t num_ro
   using Value = Steps::Value;
   const Weight<Steps> weight{static_cast<const Value*>(packed), int(width / Steps::kValues), int(num_columns)};
   const Operands operands{x, row_stride, bias, residual, output};
-  const int64_t num_blocks = (num_rows + kJobRows - 1) / kJobRows;
-  quire::in_turns(num_blocks * weight.num_panels(), [&](int64_t job) {
-    const int64_t first = job % num_blocks * kJobRows;
-    const int count = int(std::min<int64_t>(kJobRows, num_rows - first));
-    multiply_rows<Value>(weight, operands, int(job / num_blocks), first, count);
+  for_each_job(num_rows, num_columns, [&](int panel, int64_t first, int count) {
+    multiply_rows<Value>(weight, operands, panel, first, count);
   });
 }
