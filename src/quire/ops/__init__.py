@@ -6,27 +6,41 @@ import torch
 
 from quire.errors import ConfigError
 from quire.ops.interface import Ops
+from quire.ops.lossless import LosslessPacking
 from quire.ops.native_library import find_library
 from quire.ops.native_ops import NativeOps
 from quire.ops.torch_ops import TorchOps
 
 
-def make_ops(device: torch.device, kernels: str = "auto") -> Ops:
+def make_ops(device: torch.device, kernels: str = "auto", weight_packing: str = "auto") -> Ops:
     """Make the backend that computes on a device.
 
     Args:
         device: any that torch has.
         kernels: "torch" for stock operators, "native" for what the package's own build compiled, "auto" for the
             latter on a CPU where there is such.
+        weight_packing: "lossless" for bfloat16 weights in three quarters of their bytes; else as they are.
 
     Raises:
-        ConfigError: native kernels were asked for and cannot be had; the message says why.
+        ConfigError: native kernels, or a packing, were asked for and cannot be had; the message says why.
     """
     if kernels == "torch" or (kernels == "auto" and device.type != "cpu"):
-        return TorchOps(device)
+        return _plain(TorchOps(device), weight_packing)
     found = find_library() if device.type == "cpu" else f"they are for CPUs, not for device {device.type!r}"
     if not isinstance(found, str):
-        return NativeOps(found)
+        if weight_packing == "lossless" and found.lossless is not None:
+            return NativeOps(found, LosslessPacking(found.lossless))
+        return _plain(NativeOps(found), weight_packing)
     if kernels == "native":
         raise ConfigError(f"native kernels were asked for, but {found}; use 'torch' or 'auto'", field="kernels")
-    return TorchOps(device, note=f"no native kernels: {found}")
+    return _plain(TorchOps(device, note=f"no native kernels: {found}"), weight_packing)
+
+
+def _plain(ops: Ops, weight_packing: str) -> Ops:
+    if weight_packing == "lossless":
+        raise ConfigError(
+            f"weight_packing 'lossless' needs the native kernels of level avx512_bf16, and what computes here is "
+            f"{ops.name}; use 'plain'",
+            field="weight_packing",
+        )
+    return ops

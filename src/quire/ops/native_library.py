@@ -10,7 +10,7 @@ import ctypes
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -18,7 +18,7 @@ from quire.ops.interface import Activation
 
 FOLDER: Final = Path(__file__).parent / "native"
 # The number that `quire_interface_version` must return.
-INTERFACE_VERSION: Final = 4
+INTERFACE_VERSION: Final = 5
 # The best last; a processor that runs one runs those before it.
 LEVELS: Final = ("portable", "avx2", "avx512", "avx512_bf16")
 MAX_HEAD_DIM: Final = 256
@@ -56,6 +56,27 @@ class Cache(ctypes.Structure):
     )
 
 
+class LosslessCalls(NamedTuple):
+    """The functions `quire_lossless_*` of the sources."""
+
+    tables: Callable[..., Any]
+    pack: Callable[..., Any]
+    linear: Callable[..., Any]
+
+    @classmethod
+    def of(cls, library: ctypes.CDLL) -> LosslessCalls:
+        """Find them in a library."""
+        weight = (_POINTER, _INT, _INT)
+        return cls(
+            _typed(library.quire_lossless_tables, *weight, _POINTER, _POINTER),
+            _typed(library.quire_lossless_pack, *weight, _POINTER, _POINTER, _POINTER),
+            _typed(
+                library.quire_lossless_linear,
+                *(_POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER),
+            ),
+        )
+
+
 class NativeLibrary:
     """One library, ready to be called.
 
@@ -67,6 +88,7 @@ class NativeLibrary:
         packed_type: the type of weights that it packs and multiplies faster than torch does, if any.
         attend, gate, prepare, rms_norm, pack, linear, packed_columns: the functions of the same names, with `quire_`
             before, of the sources.
+        lossless: those of weights packed to three quarters, where it has them.
 
     Raises:
         OSError: it cannot be loaded, or was built from other sources than these.
@@ -103,6 +125,7 @@ class NativeLibrary:
         self.packed_type = next(
             (dtype for dtype, number in TYPES.items() if number == library.quire_packed_type()), None
         )
+        self.lossless = LosslessCalls.of(library) if self.packed_type == torch.bfloat16 else None
 
 
 def find_library(folder: Path = FOLDER) -> NativeLibrary | str:

@@ -20,6 +20,7 @@ from quire.ops.interface import (
     StepAttention,
     StepStates,
 )
+from quire.ops.lossless import LosslessPacking
 from quire.ops.native_library import ACTIVATIONS, MAX_HEAD_DIM, TYPES, Cache, NativeLibrary, StepRows
 from quire.ops.torch_ops import TorchOps
 
@@ -29,17 +30,23 @@ class NativeOps:
 
     Args:
         library: that this processor runs.
+        packing: of the weights that it packs, if another than `NativeLinear`'s.
     """
 
-    def __init__(self, library: NativeLibrary) -> None:
-        self.name = f"native ({library.level})"
+    def __init__(self, library: NativeLibrary, packing: LosslessPacking | None = None) -> None:
         self._library = library
+        self._packing = packing
         self._torch = TorchOps(torch.device("cpu"))
+
+    @property
+    def name(self) -> str:
+        """What computes, for people."""
+        return f"native ({self._library.level})" + (f", {self._packing}" if self._packing else "")
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Pack for the kernels where they are faster, else for oneDNN."""
         if weight.dtype == self._library.packed_type and weight.shape[1] % 2 == 0:
-            return NativeLinear(self._library, weight, bias)
+            return self._packing.pack(weight, bias) if self._packing else NativeLinear(self._library, weight, bias)
         return self._torch.pack_linear(weight, bias)
 
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
