@@ -12,6 +12,8 @@ import json
 import resource
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,7 +39,7 @@ class Engine(Protocol):
 class QuireEngine:
     """Quire through its Python door."""
 
-    def __init__(self, model: Path, num_threads: int, caching: bool) -> None:
+    def __init__(self, model: Path, num_threads: int, caching: bool, weight_packing: str = "plain") -> None:
         from quire import LLM
 
         self._llm = LLM(
@@ -49,6 +51,7 @@ class QuireEngine:
             num_kv_blocks=NUM_BLOCKS,
             enable_prefix_caching=caching,
             num_threads=num_threads,
+            weight_packing=weight_packing,
         )
 
     def serve(self, requests: list[Request]) -> dict[str, float]:
@@ -155,8 +158,9 @@ class ContinuousBatchingEngine:
         return {"wall_s": wall_s, "all_started_s": max(first_tokens) - started}
 
 
-ENGINES: dict[str, type[QuireEngine | GenerateEngine | ContinuousBatchingEngine]] = {
+ENGINES: dict[str, Callable[[Path, int, bool], Engine]] = {
     "quire": QuireEngine,
+    "lossless": partial(QuireEngine, weight_packing="lossless"),
     "generate": GenerateEngine,
     "cb": ContinuousBatchingEngine,
 }

@@ -152,7 +152,7 @@ def main() -> None:
     """Measure, print and save."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workloads", default="W1,W2,W3,W5", help="of W1,W2,W3,W4,W5 (W5 is cold, warm and off)")
-    parser.add_argument("--peers", default="generate,cb", help="of generate,cb; empty for Quire alone")
+    parser.add_argument("--peers", default="generate,cb", help="of generate,cb,lossless; empty for Quire alone")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--model", type=Path, default=None, help="a Qwen3 checkpoint; default: a random one")

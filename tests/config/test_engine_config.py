@@ -72,6 +72,7 @@ def test_the_preemption_options_are_those_of_the_scheduler() -> None:
         ("dtype", ["auto", "bfloat16", "float16", "float32"], ["fp8", "", None, 32]),
         ("device", ["auto", "cpu", "cuda"], ["tpu", "CPU", None]),
         ("kernels", ["auto", "native", "torch"], ["fast", "", None, 1]),
+        ("weight_packing", ["auto", "plain", "lossless"], ["tight", "", None, 1]),
         ("eviction_policy", ["lru", "fifo", "lfu", "slru"], ["mru", "", None]),
         ("scheduling_policy", ["fcfs", "priority"], ["lifo", None]),
         ("preemption_policy", ["last", "least_waste"], ["first", "", None]),

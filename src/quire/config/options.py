@@ -11,6 +11,7 @@ from quire.errors import ConfigError
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DEVICES = ("auto", "cpu", "cuda")
 KERNELS = ("auto", "native", "torch")
+WEIGHT_PACKINGS = ("auto", "plain", "lossless")
 EVICTION_POLICIES = ("lru", "fifo", "lfu", "slru")
 POLICIES = ("fcfs", "priority")
 PREEMPTION_POLICIES = ("last", "least_waste")
@@ -37,6 +38,9 @@ class ModelConfig:
             a model so small that threads would wait for each other longer than they work.
         kernels: what computes between the matrix products: "native" kernels, compiled when Quire was installed, or
             stock "torch" operators; "auto" takes the former on a CPU where there are any.
+        weight_packing: how the weights of linear layers lie: "plain", or "lossless" for bfloat16 weights in about 76 %
+            of their bytes, with the same results bit for bit; it needs native kernels of level avx512_bf16. "auto" is
+            "plain".
     """
 
     model: str = "bundled"
@@ -50,6 +54,7 @@ class ModelConfig:
     seed: int = 0
     num_threads: int | None = None
     kernels: str = "auto"
+    weight_packing: str = "auto"
 
     def __post_init__(self) -> None:
         check_text("model", self.model)
@@ -59,6 +64,7 @@ class ModelConfig:
         check_one_of("dtype", self.dtype, DTYPES)
         check_one_of("device", self.device, DEVICES)
         check_one_of("kernels", self.kernels, KERNELS)
+        check_one_of("weight_packing", self.weight_packing, WEIGHT_PACKINGS)
         check_whole("max_model_len", self.max_model_len, 1, optional=True)
         check_whole("num_threads", self.num_threads, 1, optional=True)
         check_whole("seed", self.seed, 0, 2**63 - 1)

@@ -85,7 +85,8 @@ def load(config: EngineConfig) -> LoadedModel:
     torch.set_num_threads(options.num_threads or probe(device).num_threads)
     use_huge_pages()
     keep_freed_memory()
-    decoder = load_decoder(checkpoint, device=device, dtype=dtype, kernels=options.kernels)
+    packing = options.weight_packing
+    decoder = load_decoder(checkpoint, device=device, dtype=dtype, kernels=options.kernels, weight_packing=packing)
     groups = layout_of(decoder.spec).specs(config.cache.block_size, CacheDtype(dtype.itemsize), dtype.itemsize)
     step = _step_cost(config, decoder, device, dtype)
     resolved = resolve(config, probe(device), _facts(config, decoder, groups, step))
