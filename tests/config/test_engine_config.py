@@ -94,6 +94,7 @@ def test_the_preemption_options_are_those_of_the_scheduler() -> None:
         ("max_num_seqs", [1, 4096], [0, None, 2.0]),
         ("max_num_batched_tokens", [None, 256], [0, 255, "512"]),
         ("max_queue_len", [None, 1], [0, -1, 2.5]),
+        ("max_inter_token_ms", [None, 50, 0.5], [0, -1.0, math.nan, math.inf, "50", True]),
     ],
 )
 def test_an_option_is_taken_or_refused_by_name_and_value(name: str, good: list[Any], bad: list[Any]) -> None:
@@ -203,6 +204,7 @@ def test_resolve_keeps_what_was_asked_for() -> None:
         preemption_mode="swap",
         swap_space=1 << 20,
         max_queue_len=9,
+        max_inter_token_ms=30.5,
         seed=11,
         pin_limit=0.2,
         retention_limit=0.3,
@@ -210,7 +212,7 @@ def test_resolve_keeps_what_was_asked_for() -> None:
     )
     assert dataclasses.astuple(config) == (
         *("cpu", 2, 100, 32, 40, 32768, 4, False, "slru", 4, 1 << 20, 6, 7),
-        *("priority", "least_waste", "swap", 9, 500, 11, "torch", 0.2, 0.3, 0.4, 64, 1 << 20),
+        *("priority", "least_waste", "swap", 9, 500, 11, "torch", 0.2, 0.3, 0.4, 64, 1 << 20, 30.5),
     )
     assert config.max_concurrency == 10.0
 

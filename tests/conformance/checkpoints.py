@@ -99,6 +99,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_k_eq_v": True,
         },
     ),
+    # Chunks that prompts and answers cross, no multiple of most blocks; experts, and a temperature from token 20 on.
+    "llama4": (
+        "Llama4",
+        {
+            **_SMALL,
+            "num_hidden_layers": 2,
+            "head_dim": 16,
+            "no_rope_layer_interval": 2,
+            "attention_chunk_size": 20,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "interleave_moe_layer_step": 2,
+            "intermediate_size": 48,
+            "intermediate_size_mlp": 96,
+            "floor_scale": 20,
+            "attn_scale": 0.4,
+        },
+    ),
     # Short convolutions, a selective state space, and gated delta nets, beside attention.
     "lfm2": (
         "Lfm2",

@@ -10,11 +10,12 @@ import torch
 from quire.execution.batch import BatchBuilder
 from quire.memory.ops import NO_OPS
 from quire.models.spec import KeptState, KeptTokens
-from quire.ops.interface import StateBatch
+from quire.ops.interface import AttentionBatch, StateBatch
 from quire.scheduling.plan import Opening, PlanItem, StepPlan, TableDelta
 from quire.sequences.params import SamplingParams
 
 KEPT = (KeptTokens(2, 8), KeptTokens(2, 8, window=7), KeptState(2, 8))
+CHUNKED = KeptTokens(2, 8, chunk=6)
 ALL = KEPT[:1]
 OPENING = Opening(SamplingParams(), 0, 0, 1, (1,), ())
 
@@ -46,7 +47,7 @@ def expect(builder: BatchBuilder, step: StepPlan, tables: dict[int, list[list[in
             assert list(attention.row_starts) == starts
             assert attention.has_state == [each.start > 0 for each in step.items]
             continue
-        assert attention.window == KEPT[group_idx].window
+        assert (attention.window, attention.chunk) == KEPT[group_idx][2:]
         assert list(attention.row_starts) == starts
         assert list(attention.context_lens) == ends
         used = [tables[each.seq_id][group_idx][:n] for each, n in zip(step.items, num_blocks, strict=True)]
@@ -79,6 +80,15 @@ def test_null_blocks_where_a_window_has_passed() -> None:
     passed = item(7, 9, [1] * 4, TableDelta(0, 3, (4,)), TableDelta(1, 0, (0, 2, 6, 1)))
     expect(builder, plan(passed), {7: [[9, 3, 8, 4], [0, 2, 6, 1]]}, 4)
     expect(builder, plan(item(7, 13, [1], TableDelta(1, 1, (0, 6, 1)))), {7: [[9, 3, 8, 4], [0, 0, 6, 1]]}, 4)
+
+
+def test_a_group_says_how_far_back_its_rows_see() -> None:
+    first = item(7, 0, [1] * 13, *(TableDelta(idx, 0, (9, 3, 8, 4)) for idx in range(3)), is_new=True)
+    seen = []
+    for attention in BatchBuilder(4, "cpu", (*KEPT[:2], CHUNKED)).build(plan(first)).groups:
+        assert isinstance(attention, AttentionBatch)
+        seen.append([attention.first_seen(position) for position in (0, 5, 6, 7, 12)])
+    assert seen == [[0, 0, 0, 0, 0], [0, 0, 0, 1, 6], [0, 0, 6, 6, 12]]
 
 
 def test_a_state_is_the_last_entry_that_tokens_reach() -> None:

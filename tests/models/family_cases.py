@@ -1,4 +1,4 @@
-"""Tiny models of Gemma 4, Falcon-H1 and Qwen3.5, for the tests of all families."""
+"""Tiny models of Gemma 4, Falcon-H1, Qwen3.5 and of families with experts, for the tests of all families."""
 
 from __future__ import annotations
 
@@ -9,8 +9,14 @@ from transformers import (
     FalconH1ForCausalLM,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    MixtralConfig,
+    MixtralForCausalLM,
     Qwen3_5ForCausalLM,
     Qwen3_5TextConfig,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 NEAR, FULL = "sliding_attention", "full_attention"
@@ -140,6 +146,78 @@ QWEN3_5_CASES: Final[dict[str, tuple[type, type, dict[str, Any]]]] = {
                 "mrope_interleaved": True,
                 "mrope_section": [2, 2, 2],
             },
+        },
+    ),
+}
+
+EXPERT_CASES: Final[dict[str, tuple[type, type, dict[str, Any]]]] = {
+    # Prompts cross borders of chunks, and positions at which the temperature changes; experts in every second layer.
+    "llama4": (
+        Llama4TextConfig,
+        Llama4ForCausalLM,
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "no_rope_layer_interval": 2,
+            "attention_chunk_size": 16,
+            "num_local_experts": 4,
+            "interleave_moe_layer_step": 2,
+            "intermediate_size": 40,
+            "intermediate_size_mlp": 72,
+            "floor_scale": 10,
+            "attn_scale": 0.4,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 1000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 1.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    # What sees chunks is not what turns; chunks are no multiple of a block.
+    "llama4-options": (
+        Llama4TextConfig,
+        Llama4ForCausalLM,
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 24,
+            "num_hidden_layers": 3,
+            "no_rope_layers": [1, 1, 0],
+            "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
+            "attention_chunk_size": 7,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_layers": [0, 2],
+            "intermediate_size_mlp": 40,
+            "use_qk_norm": False,
+            "attn_temperature_tuning": False,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "mixtral": (
+        MixtralConfig,
+        MixtralForCausalLM,
+        {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "sliding_window": 20},
+    ),
+    "qwen3-moe": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 24,
+            "num_hidden_layers": 4,
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [1],
         },
     ),
 }

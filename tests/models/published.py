@@ -129,6 +129,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
             num_local_experts=16,
         ),
     },
+    "Mixtral 8x7B": llama(
+        4096, 32, 32, 8, 14336, 32000, architectures=["MixtralForCausalLM"], model_type="mixtral", sliding_window=None,
+        num_local_experts=8, num_experts_per_tok=2, max_position_embeddings=32768,
+    ),
+    "Qwen3 30B A3B": llama(
+        2048, 48, 32, 4, 6144, 151936, architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", head_dim=128,
+        num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, decoder_sparse_step=1, mlp_only_layers=[],
+        norm_topk_prob=True, use_sliding_window=False, sliding_window=None, max_position_embeddings=40960,
+    ),
     "LFM2 1.2B": llama(
         2048, 16, 32, 8, 0, 65536, architectures=["Lfm2ForCausalLM"], model_type="lfm2", conv_L_cache=3,
         full_attn_idxs=[2, 5, 8, 10, 12, 14], block_ff_dim=12288, block_auto_adjust_ff_dim=True, block_multiple_of=256,

@@ -10,7 +10,7 @@ import torch
 
 from quire.errors import CheckpointError
 from quire.models.decoder import Decoder
-from quire.models.rotations import Rope
+from quire.models.rotations import Rope, Temperature
 from quire.models.spec import (
     Attention,
     CacheGroup,
@@ -27,7 +27,7 @@ from quire.models.spec import (
     ShortConv,
 )
 from quire.ops import make_ops
-from tests.models.tiny import CASES, make_tiny, stored_buffers
+from tests.models.tiny import CASES, make_tiny, stored_tensors
 
 NORM = RMSNorm(1e-6)
 SMALL = Attention(4, 2, 16, Rope(1e4))
@@ -48,7 +48,7 @@ def decoder_of(spec: ModelSpec) -> Decoder:
 def test_every_weight_has_a_source_of_its_shape(name: str) -> None:
     """Ours and the checkpoint's parameters are the same numbers, each exactly once."""
     tiny = make_tiny(name)
-    tensors = dict(tiny.reference.named_parameters()) | stored_buffers(tiny.reference)
+    tensors = stored_tensors(tiny.reference)
     shapes = tiny.decoder.weight_shapes()
     assert shapes.keys() == tiny.weight_map.keys()
     for weight, shape in shapes.items():
@@ -67,15 +67,16 @@ def test_layers_of_one_shape_share_a_cache_group() -> None:
     assert decoder_of(spec).cache_groups == spec.cache_groups
 
 
-def test_layers_with_another_window_are_another_cache_group() -> None:
-    near, far = replace(SMALL, window=8), replace(SMALL, window=32)
-    spec = spec_of(near, SMALL, near, far, near)
+def test_layers_with_another_window_or_chunk_are_another_cache_group() -> None:
+    near, far, chunked = replace(SMALL, window=8), replace(SMALL, window=32), replace(SMALL, chunk=8)
+    spec = spec_of(near, SMALL, near, far, near, chunked)
     assert spec.cache_groups == (
         CacheGroup(3, KeptTokens(2, 16, 8)),
         CacheGroup(1, KeptTokens(2, 16)),
         CacheGroup(1, KeptTokens(2, 16, 32)),
+        CacheGroup(1, KeptTokens(2, 16, None, 8)),
     )
-    assert spec.cache_places == (((0, 0),), ((1, 0),), ((0, 1),), ((2, 0),), ((0, 2),))
+    assert spec.cache_places == (((0, 0),), ((1, 0),), ((0, 1),), ((2, 0),), ((0, 2),), ((3, 0),))
 
 
 def test_groups_of_states_come_after_those_of_tokens() -> None:
@@ -105,8 +106,18 @@ def test_gates_are_stored_with_the_queries() -> None:
     assert shapes["layers.0.mixer.output.weight"] == (32, 4 * 16)
 
 
-@pytest.mark.parametrize("change", [{"output_gate": True}, {"rope": Rope(1e4, num_turned=8)}], ids=str)
-def test_what_reads_another_ones_cache_has_neither_gates_nor_parts_that_turn(change: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"output_gate": True},
+        {"rope": Rope(1e4, num_turned=8)},
+        {"rope": Rope(1e4, interleaved=True)},
+        {"temperature": Temperature(8.0, 0.1)},
+        {"qk_norm": RMSNorm(1e-6, learned=False)},
+    ],
+    ids=str,
+)
+def test_what_reads_another_ones_cache_only_norms_and_turns_whole_heads(change: dict[str, Any]) -> None:
     with pytest.raises(AssertionError):
         decoder_of(spec_of(SMALL, replace(SMALL, source=0, **change)))
 

@@ -26,6 +26,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.core_model_loading import revert_weight_conversion
 
 from quire.execution.batch import BatchBuilder
 from quire.execution.storage import make_storages
@@ -36,7 +37,7 @@ from quire.models.spec import KeptState, KeptTokens, WeightMap
 from quire.ops import make_ops
 from quire.scheduling.plan import Opening, PlanItem, StepPlan, TableDelta
 from quire.sequences.params import SamplingParams
-from tests.models.family_cases import FALCON_CASES, GEMMA4_CASES, QWEN3_5_CASES
+from tests.models.family_cases import EXPERT_CASES, FALCON_CASES, GEMMA4_CASES, QWEN3_5_CASES
 
 SHAPE = {
     "vocab_size": 211,
@@ -159,7 +160,7 @@ CASES: dict[str, tuple[type, type, dict[str, Any]]] = {
     ),
 }
 
-CASES |= GEMMA4_CASES | FALCON_CASES | QWEN3_5_CASES
+CASES |= GEMMA4_CASES | FALCON_CASES | QWEN3_5_CASES | EXPERT_CASES
 CASES |= {
     "lfm2": (
         Lfm2Config,
@@ -266,8 +267,14 @@ def make_tiny(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu"
     config = json.loads(reference.config.to_json_string())
     spec, weight_map = build(config)
     decoder = Decoder(spec, ops=make_ops(torch.device(device)), dtype=dtype, device=torch.device(device))
-    fill(decoder, weight_map, reference.state_dict())
+    fill(decoder, weight_map, stored_tensors(reference))
     return Tiny(reference.to(device), config, weight_map, decoder)
+
+
+def stored_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return what a checkpoint has, once each, under the names that it has there: experts may be by themselves."""
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return revert_weight_conversion(model, parameters | stored_buffers(model))
 
 
 def stored_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -286,7 +293,7 @@ def fill(decoder: Decoder, weight_map: WeightMap, tensors: dict[str, torch.Tenso
 class PagedRun:
     """Runs token lists through a decoder, on shuffled blocks of poisoned memory.
 
-    Blocks that have left a window are poisoned again, and the tables name the null block in their place.
+    Blocks that have left a window or chunk are poisoned again, and the tables name the null block in their place.
     """
 
     def __init__(self, decoder: Decoder, *, block_size: int = 4, num_blocks: int = 256, device: str = "cpu") -> None:
@@ -331,8 +338,8 @@ class PagedRun:
         for group_idx, table in enumerate(tables):
             before = table.copy()
             match self._kept[group_idx]:
-                case KeptTokens(window=window):
-                    self._drop_what_left_the_window(group_idx, table, start, window)
+                case KeptTokens() as kept:
+                    self._drop_what_is_out_of_sight(group_idx, table, start, kept)
                     table += [self._free.pop() for _ in range(needed - len(table))]
                 case KeptState():
                     self._carry_state(group_idx, table, -(-(start + len(token_ids)) // self._block_size))
@@ -341,12 +348,14 @@ class PagedRun:
                 deltas.append(TableDelta(group_idx, first, tuple(table[first:])))
         return PlanItem(seq_id, start, token_ids, tuple(deltas), 1, opening)
 
-    def _drop_what_left_the_window(self, group_idx: int, table: list[int], start: int, window: int | None) -> None:
+    def _drop_what_is_out_of_sight(self, group_idx: int, table: list[int], start: int, kept: KeptTokens) -> None:
         """Null and poison the blocks of which no row from position `start` on sees a token."""
-        if window is not None:
-            for block_idx in range(max(0, start + 1 - window) // self._block_size):
-                self._storages[group_idx].data[table[block_idx]] = float("nan")
-                table[block_idx] = 0
+        first = 0 if kept.window is None else max(0, start + 1 - kept.window)
+        if kept.chunk is not None:
+            first = start // kept.chunk * kept.chunk
+        for block_idx in range(first // self._block_size):
+            self._storages[group_idx].data[table[block_idx]] = float("nan")
+            table[block_idx] = 0
 
     def _carry_state(self, group_idx: int, table: list[int], length: int) -> None:
         """Move the state to a block of its own at the end of the table, and poison where it was.

@@ -192,6 +192,15 @@ def test_attention_in_a_window(backend: Backend, dtype: torch.dtype, block_size:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("block_size", "chunk"), [(8, 1), (8, 40), (16, 7), (16, 40), (4, 520)])
+def test_attention_in_chunks(backend: Backend, dtype: torch.dtype, block_size: int, chunk: int) -> None:
+    """Single rows at both sides of a border, and rows across one border or several."""
+    spans = [(0, 1), (39, 1), (40, 1), (41, 1), (519, 1), (520, 1), (1041, 1), (38, 4), (520, 2), (30, 90), (500, 30)]
+    World(spans, block_size=block_size, chunk=chunk, dtype=dtype, device=backend.device).check(backend.make())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_a_sequence_gets_does_not_depend_on_the_others(backend: Backend, dtype: torch.dtype) -> None:
     """To the bit on the native path: how a context is cut into parts depends on the sequence alone."""
     spans = [(700, 1), (90, 40), (1300, 2)]

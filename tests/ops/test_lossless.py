@@ -19,7 +19,7 @@ from tests.ops.backends import LIBRARIES
 from tests.ops.world import randn
 
 CPU = torch.device("cpu")
-LEVEL = "avx512_bf16"
+LEVELS = ("avx2", "avx512")
 BLOCK = 64 * 32
 
 
@@ -29,11 +29,12 @@ def inference() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def library() -> NativeLibrary:
-    if LEVEL not in LIBRARIES:
-        pytest.skip(f"no {LEVEL} kernels were built for this CPU")
-    return NativeLibrary(LEVEL, LIBRARIES[LEVEL])
+@pytest.fixture(scope="module", params=LEVELS)
+def library(request: pytest.FixtureRequest) -> NativeLibrary:
+    level = request.param
+    if level not in LIBRARIES:
+        pytest.skip(f"no {level} kernels were built for this CPU")
+    return NativeLibrary(level, LIBRARIES[level])
 
 
 def assert_same_bits(library: NativeLibrary, weight: Tensor, num_rows: int, *, share: float = 1.01) -> None:
@@ -111,11 +112,11 @@ def test_what_is_reached_is_said(library: NativeLibrary) -> None:
     assert library.lossless is not None
     ops = NativeOps(library, LosslessPacking(library.lossless))
     ops.pack_linear(randn(640, 512, dtype=torch.bfloat16))
-    assert ops.name.startswith(f"native ({LEVEL}), weights packed lossless to 75.")
+    assert ops.name.startswith(f"native ({library.level}), weights packed lossless to 75.")
 
 
 def test_it_is_refused_where_kernels_have_no_such_product() -> None:
-    with pytest.raises(ConfigError, match=r"avx512_bf16.*use 'plain'") as caught:
+    with pytest.raises(ConfigError, match=r"avx2 or avx512.*use 'plain'") as caught:
         make_ops(CPU, "torch", "lossless")
     assert caught.value.field == "weight_packing"
     assert make_ops(CPU, "torch", "plain").name == make_ops(CPU, "torch").name

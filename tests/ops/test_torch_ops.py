@@ -38,6 +38,7 @@ def test_attention_in_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("quire.ops.torch_attention.TILE_SCORES", limit)
         World([(30, 70), (0, 100), (99, 1)]).check(TorchOps(CPU))
         World([(30, 70), (0, 100), (99, 1)], window=25).check(TorchOps(CPU))
+        World([(30, 70), (0, 100), (99, 1)], chunk=45).check(TorchOps(CPU))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

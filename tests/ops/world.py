@@ -38,6 +38,7 @@ class World:
     Args:
         spans: for each sequence its history and its rows of this step, in tokens.
         window: tokens that a row sees. What has left the window of all rows is NaN.
+        chunk: tokens of a chunk, in which a row sees what comes before it. What no row sees is NaN.
         has_norms: query and key heads are normed.
         has_value_norms: so are value heads.
     """
@@ -51,6 +52,7 @@ class World:
         head_dim: int = 64,
         group: int = 2,
         window: int | None = None,
+        chunk: int | None = None,
         has_norms: bool = False,
         has_value_norms: bool = False,
         dtype: torch.dtype = torch.float32,
@@ -69,7 +71,8 @@ class World:
             positions = torch.arange(history + rows)
             blocks, offsets = table[positions // block_size], positions % block_size
             new_slots.append((blocks * block_size + offsets)[history:])
-            live = slice(0 if window is None else max(0, history + 1 - window), history)
+            first = 0 if window is None else max(0, history + 1 - window)
+            live = slice(first if chunk is None else history - history % chunk, history)
             stored = randn(history, 3, 2, num_kv_heads, head_dim, dtype=dtype, device=device, seed=seq)
             self.kv.data[blocks[live], :, :, :, offsets[live]] = stored[live]
         num_rows = sum(rows for _, rows in spans)
@@ -80,6 +83,7 @@ class World:
             torch.tensor(ids, device=device),
             block_starts,
             window,
+            chunk,
         )
         heads = (group + 2) * num_kv_heads
         self.qkv = randn(num_rows, heads * head_dim, dtype=dtype, device=device, seed=99)

@@ -58,6 +58,7 @@ class Setting:
     specs: tuple[KVCacheSpec, ...] = ()
     snapshot_interval: int | None = None
     retention: int = 0
+    chunk_tokens: int | None = None
 
     @property
     def room(self) -> int:
@@ -116,6 +117,7 @@ class Rig:
             preemption_policy=setting.preemption_policy,
             preemption_mode=setting.preemption_mode,
         )
+        self.scheduler.chunk_tokens = setting.chunk_tokens
         self.executor = SimulatedExecutor(setting.block_size, VOCAB_SIZE, specs)
         self.auditor = Auditor(self.scheduler)
 

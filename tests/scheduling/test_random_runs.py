@@ -58,6 +58,7 @@ def narrow_settings(draw: st.DrawFn) -> Setting:
         num_blocks=draw(st.integers(least, 2 * least + 4)),
         block_size=block_size,
         budget=draw(st.integers(max_num_seqs, 24)),
+        chunk_tokens=draw(st.none() | st.integers(1, 9)),
         max_num_seqs=max_num_seqs,
         watermark=draw(st.integers(0, 3)),
         caching=draw(st.booleans()),
@@ -121,7 +122,7 @@ def with_media(jobs: list[Job]) -> list[Job]:
     [
         Setting(num_blocks=19, budget=16, max_num_seqs=8, watermark=1),
         Setting(num_blocks=19, budget=16, max_num_seqs=8, watermark=1, caching=False),
-        Setting(num_blocks=40, budget=8, max_num_seqs=8, watermark=2, policy="priority"),
+        Setting(num_blocks=40, budget=8, max_num_seqs=8, watermark=2, policy="priority", chunk_tokens=3),
         Setting(num_blocks=75, block_size=1, budget=64, max_num_seqs=16),
         Setting(num_blocks=9, block_size=16, budget=7, max_num_seqs=6, watermark=1, policy="priority"),
         Setting(num_blocks=19, budget=16, max_num_seqs=8, watermark=1, specs=(*FULL, WINDOW)),

@@ -51,6 +51,17 @@ def test_decodes_are_served_before_any_chunk_is_cut() -> None:
         assert [count for _, count in counts.values()] == [1, 1, 1]
 
 
+def test_prompts_beside_decodes_are_cut_to_what_the_pace_allows_and_alone_they_are_not() -> None:
+    rig = Rig(Setting(budget=64, max_num_seqs=4, chunk_tokens=5))
+    for seed in range(3):
+        rig.add(Job(prompt=prompt(30, seed), max_tokens=4, ignore_eos=True), seed=seed)
+    assert [len(item.token_ids) for item in rig.step().items] == [30, 30, 4], "nobody decodes yet"
+    assert [len(item.token_ids) for item in rig.step().items] == [1, 1, 5]
+    rig.add(Job(prompt=prompt(30, 9), max_tokens=2, ignore_eos=True), seed=9)
+    assert [len(item.token_ids) for item in rig.step().items] == [1, 1, 5], "who comes in shares what is left of it"
+    finish_all(rig)
+
+
 def test_a_budget_below_the_seats_is_refused() -> None:
     memory = KVCacheManager([FullAttention(block_size=4)], 4)
     with pytest.raises(ValueError, match="3 tokens a step cannot serve 4 sequences"):

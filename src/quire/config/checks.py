@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from quire.errors import ConfigError
 
 
@@ -37,6 +39,14 @@ def check_share(name: str, value: object, high: float, *, positive: bool = False
     ):
         allowed = f"above 0 and at most {high:g}" if positive else f"from 0 to {high:g}"
         raise ConfigError(f"{name} must be a number {allowed}, got {value!r}", field=name)
+
+
+def check_positive(name: str, value: object, *, optional: bool = False) -> None:
+    """Refuse a value that is no finite number above 0."""
+    if optional and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 < value < inf:
+        raise ConfigError(f"{name} must be a number above 0, got {value!r}", field=name)
 
 
 def check_one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from quire.config.checks import check_flag, check_one_of, check_share, check_text, check_whole
+from quire.config.checks import check_flag, check_one_of, check_positive, check_share, check_text, check_whole
 from quire.errors import ConfigError
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -39,8 +39,8 @@ class ModelConfig:
         kernels: what computes between the matrix products: "native" kernels, compiled when Quire was installed, or
             stock "torch" operators; "auto" takes the former on a CPU where there are any.
         weight_packing: how the weights of linear layers lie: "plain", or "lossless" for bfloat16 weights in about 76 %
-            of their bytes, with the same results bit for bit; it needs native kernels of level avx512_bf16. "auto" is
-            "plain".
+            of their bytes, with the same results bit for bit; it needs native kernels of level avx2 or avx512.
+            "auto" is the latter where it can be had.
     """
 
     model: str = "bundled"
@@ -174,6 +174,8 @@ class SchedulerConfig:
         preemption_mode: how a sequence that lost its memory goes on: "recompute" its tokens, "swap" its blocks to
             `swap_space` and back, or "auto", the cheaper by what the engine measures.
         max_queue_len: requests that may wait; more are refused with `QueueFull`. None is unbounded (offline use).
+        max_inter_token_ms: how long a stream should wait for its next token at most: prompts are computed beside it
+            in chunks that are small enough, by what is measured; 16 tokens at least. None has them fill the step.
     """
 
     max_num_seqs: int = 256
@@ -182,6 +184,7 @@ class SchedulerConfig:
     preemption_policy: str = "last"
     preemption_mode: str = "auto"
     max_queue_len: int | None = None
+    max_inter_token_ms: float | None = None
 
     def __post_init__(self) -> None:
         check_whole("max_num_seqs", self.max_num_seqs, 1)
@@ -190,6 +193,7 @@ class SchedulerConfig:
         check_one_of("preemption_policy", self.preemption_policy, PREEMPTION_POLICIES)
         check_one_of("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
         check_whole("max_queue_len", self.max_queue_len, 1, optional=True)
+        check_positive("max_inter_token_ms", self.max_inter_token_ms, optional=True)
         budget = self.max_num_batched_tokens
         if budget is not None and budget < self.max_num_seqs:
             raise ConfigError(

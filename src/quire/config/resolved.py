@@ -56,6 +56,7 @@ class ResolvedConfig:
     kv_cache_metrics_sample: float = 0.0
     state_snapshot_interval: int | None = None
     host_bytes: int = 0
+    max_inter_token_ms: float | None = None
 
     @property
     def kv_tokens(self) -> int:
@@ -129,6 +130,7 @@ def resolve(config: EngineConfig, machine: Machine, facts: ModelFacts) -> Resolv
         preemption_policy=scheduler.preemption_policy,
         preemption_mode=scheduler.preemption_mode,
         max_queue_len=scheduler.max_queue_len,
+        max_inter_token_ms=scheduler.max_inter_token_ms,
         vocab_size=facts.vocab_size,
         seed=config.model.seed,
         kernels=facts.kernels,

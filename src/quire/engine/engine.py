@@ -14,6 +14,7 @@ from quire.engine.calibration import Calibration
 from quire.engine.media import MediaReader
 from quire.engine.namespaces import read_namespace
 from quire.engine.outputs import RequestMetrics, RequestOutput
+from quire.engine.pace import Pace
 from quire.engine.pinning import PrefixPins
 from quire.engine.prompts import Prompt, PromptReader
 from quire.engine.residency import Residency
@@ -95,6 +96,10 @@ class Engine:
         self._counted = Totals(*(0 for _ in Totals._fields))
         self._accounts = (NO_TOKENS, NO_TOKENS)
         self._calibration = Calibration(executor.measure_copies())
+        self._pace: Pace | None = None
+        if config.max_inter_token_ms is not None:
+            self._pace = Pace(config.max_inter_token_ms / 1000)
+            scheduler.chunk_tokens = self._pace.chunk_tokens
 
     # ---- requests ----
 
@@ -203,8 +208,13 @@ class Engine:
         except WorkerError as error:
             return self._fail_step(plan, error)
         self._num_failures = 0
-        step_tokens = sum(len(item.token_ids) for item in plan.items)
-        self._calibration.note_step(step_tokens, len(plan.items), self._clock() - started_s)
+        counts = [len(item.token_ids) for item in plan.items]
+        step_tokens, elapsed_s = sum(counts), self._clock() - started_s
+        self._calibration.note_step(step_tokens, len(counts), elapsed_s)
+        if self._pace is not None:
+            num_decoding = counts.count(1)
+            self._pace.note_step(num_decoding, step_tokens - num_decoding, elapsed_s)
+            self.scheduler.chunk_tokens = self._pace.chunk_tokens
         self.scheduler.preemption.costs = self._calibration.costs
         failed: list[RequestOutput] = []
         num_generated = 0

@@ -66,9 +66,9 @@ class BatchBuilder:
     Args:
         block_size: N.
         device: where the tensors go; they are made on the CPU.
-        kept: what the layers of each cache group keep. What has left the window of every row is not read, so the
-            table may name any block there: the null block, say. Of a group of states only one entry is read, that of
-            the block in which the sequence's tokens end.
+        kept: what the layers of each cache group keep. What no row sees any more, behind a window or in an earlier
+            chunk, is not read, so the table may name any block there: the null block, say. Of a group of states only
+            one entry is read, that of the block in which the sequence's tokens end.
     """
 
     def __init__(self, block_size: int, device: torch.device | str, kept: Sequence[KeptTokens | KeptState]) -> None:
@@ -90,8 +90,10 @@ class BatchBuilder:
         items = plan.items
         counts = [len(item.token_ids) for item in items]
         row_starts = list(accumulate(counts, initial=0))
-        input_ids = torch.tensor(list(chain.from_iterable(item.token_ids for item in items)), dtype=torch.int64)
-        starts = torch.tensor([item.start for item in items], dtype=torch.int64)
+        token_ids = chain.from_iterable(item.token_ids for item in items)
+        # To make a tensor of few numbers takes longer than to cut one.
+        numbers = torch.tensor([*token_ids, *(item.start for item in items)], dtype=torch.int64)
+        input_ids, starts = numbers[: row_starts[-1]], numbers[row_starts[-1] :]
         context_lens = [item.start + count for item, count in zip(items, counts, strict=True)]
         if row_starts[-1] == len(items):  # one row each: nothing to spread
             owners, positions = None, starts
@@ -103,8 +105,8 @@ class BatchBuilder:
         for group_idx, kept in enumerate(self._kept):
             tables = [self._tables[item.seq_id][group_idx] for item in items]
             match kept:
-                case KeptTokens(window=window):
-                    groups.append(self._attention(tables, row_starts, context_lens, positions, owners, window))
+                case KeptTokens():
+                    groups.append(self._attention(kept, tables, row_starts, context_lens, positions, owners))
                 case KeptState():
                     groups.append(self._states(tables, items, row_starts, context_lens))
         return Batch(self._placed(input_ids), self._placed(positions), tuple(groups), row_starts)
@@ -119,12 +121,12 @@ class BatchBuilder:
 
     def _attention(
         self,
+        kept: KeptTokens,
         tables: list[BlockTable],
         row_starts: list[int],
         context_lens: list[int],
         positions: Tensor,
         owners: Tensor | None,
-        window: int | None,
     ) -> AttentionBatch:
         block_size = self._block_size
         num_blocks = [-(-context_len // block_size) for context_len in context_lens]
@@ -137,7 +139,13 @@ class BatchBuilder:
         blocks = block_ids[table_starts + positions // block_size]
         slot_mapping = blocks * block_size + positions % block_size
         return AttentionBatch(
-            self._placed(slot_mapping), row_starts, context_lens, self._placed(block_ids), block_starts, window
+            self._placed(slot_mapping),
+            row_starts,
+            context_lens,
+            self._placed(block_ids),
+            block_starts,
+            kept.window,
+            kept.chunk,
         )
 
     def _states(

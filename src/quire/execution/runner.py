@@ -108,7 +108,9 @@ class ModelRunner:
         last_rows = [end - 1 for end in batch.row_starts[1:]]
         sampled = [(item, row) for item, row in zip(plan.items, last_rows, strict=True) if item.num_samples]
         if sampled:
-            logits = self._decoder.logits(hidden[[row for _, row in sampled]])
+            # Mostly each row is a sequence's last.
+            last = hidden if len(sampled) == len(hidden) else hidden[[row for _, row in sampled]]
+            logits = self._decoder.logits(last)
             for result in self._sampler.sample(logits, [item for item, _ in sampled]):
                 results[result.seq_id] = result
         for item, start in zip(plan.items, batch.row_starts[:-1], strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
+from math import isfinite
 
 import torch
 
@@ -75,15 +76,15 @@ class Sampler:
         adjusted = [row for row, state in enumerate(states) if not state.adjustments.is_none(positions[row])]
         measured = [row for row, state in enumerate(states) if state.params.logprobs is not None]
         if not adjusted and all(state.params.is_greedy for state in states):
-            chosen = logits.argmax(-1, keepdim=True)
-            errors = _refuse(logits, logits.gather(1, chosen)[:, 0], BAD_LOGITS)
-            raw = logits[measured]
+            greatest, chosen = logits.max(-1, keepdim=True)
+            errors = _refuse(logits, greatest, BAD_LOGITS)
+            raw = logits[measured] if measured else logits
         else:
-            errors = _refuse(logits, logits.amax(-1), BAD_LOGITS)
-            raw = logits[measured]
+            errors = _refuse(logits, logits.amax(-1, keepdim=True), BAD_LOGITS)
+            raw = logits[measured] if measured else logits
             if adjusted:
                 adjust(logits, [(row, states[row].adjustments, positions[row]) for row in adjusted])
-                errors = _refuse(logits, logits.amax(-1), NO_TOKEN) | errors
+                errors = _refuse(logits, logits.amax(-1, keepdim=True), NO_TOKEN) | errors
             chosen = _choose(logits, states, items)
         token_ids = [
             tuple(ids * item.num_samples)[: item.num_samples] for item, ids in zip(items, chosen.tolist(), strict=True)
@@ -110,8 +111,8 @@ class Sampler:
 
 
 def _refuse(logits: torch.Tensor, greatest: torch.Tensor, error: str) -> dict[int, str]:
-    """Return an error for each row whose greatest logit [R] is not finite, and make the row harmless to the others."""
-    rows = (~greatest.isfinite()).nonzero()[:, 0].tolist()
+    """Return an error for each row whose greatest logit [R, 1] is not finite, and make it harmless to the others."""
+    rows = [row for row, (value,) in enumerate(greatest.tolist()) if not isfinite(value)]
     for row in rows:
         logits[row].zero_()
     return dict.fromkeys(rows, error)

@@ -73,7 +73,7 @@ class Norm:
     def __init__(self, norm: spec.RMSNorm, width: int, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
         self._eps = norm.eps
         self._rms_norm = ops.rms_norm
-        self._scale = empty_scale(norm, (width,), dtype, device)
+        self._scale = unit_scale(norm, (width,), dtype, device)
         self.slots: WeightSlots = {"weight": scale_slot(norm, self._scale, (width,))}
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -81,9 +81,9 @@ class Norm:
         return self._rms_norm(x, self._scale, self._eps)
 
 
-def empty_scale(norm: spec.RMSNorm, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Make room for a norm's scale: of float32 where it is a sum with 1 or applied so, else of the model's dtype."""
-    return torch.empty(shape, dtype=torch.float32 if norm.zero_centred or norm.wide else dtype, device=device)
+def unit_scale(norm: spec.RMSNorm, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Make a norm's scale of ones: of float32 where it is a sum with 1 or applied so, else of the model's dtype."""
+    return torch.ones(shape, dtype=torch.float32 if norm.zero_centred or norm.wide else dtype, device=device)
 
 
 def scale_slot(norm: spec.RMSNorm, scale: Tensor, shape: tuple[int, ...], order: Tensor | None = None) -> WeightSlot:
@@ -139,10 +139,12 @@ class AttentionInputs(NamedTuple):
     Args:
         rotation: of the rows' positions.
         step: the step's attention over the block's cache group.
+        query_scales: what the rows' queries are multiplied by, [T, 1, 1] of float32, if anything.
     """
 
     rotation: Rotation
     step: StepAttention
+    query_scales: Tensor | None
 
 
 def _stored_heads(attention: spec.Attention, qkv: WeightSlots, gate: WeightSlots) -> WeightSlots:
@@ -177,7 +179,7 @@ class AttentionBlock:
         addition: how the result is added to the residual.
 
     Attributes:
-        slots: "qkv", "output" and, where heads are normed, "q_norm" and "k_norm".
+        slots: "qkv", "output" and, where the norms of heads have learned a scale, "q_norm" and "k_norm".
     """
 
     def __init__(
@@ -203,13 +205,13 @@ class AttentionBlock:
         self._norms: HeadNorms | None = None
         if attention.qk_norm is not None:
             norm, num_normed = attention.qk_norm, num_heads + num_kv_heads * (2 if attention.value_norm else 1)
-            scales = empty_scale(norm, (num_normed, head_dim), dtype, device)
+            scales = unit_scale(norm, (num_normed, head_dim), dtype, device)
             self._norms = HeadNorms(scales, norm.eps)
-            q_scales, k_scales, v_scales = scales.tensor_split((num_heads, num_heads + num_kv_heads))
-            order = turning_order(attention.rope, head_dim)
-            self.slots["q_norm.weight"] = scale_slot(norm, q_scales, (head_dim,), order)
-            self.slots["k_norm.weight"] = scale_slot(norm, k_scales, (head_dim,), order)
-            v_scales.fill_(1.0)
+            if norm.learned:
+                q_scales, k_scales, _ = scales.tensor_split((num_heads, num_heads + num_kv_heads))
+                order = turning_order(attention.rope, head_dim)
+                self.slots["q_norm.weight"] = scale_slot(norm, q_scales, (head_dim,), order)
+                self.slots["k_norm.weight"] = scale_slot(norm, k_scales, (head_dim,), order)
 
     def __call__(self, x: Tensor, residual: Tensor, inputs: AttentionInputs) -> Tensor:
         """Add to `residual` what each row of `x` gathers from its sequence; its keys and values are stored.
@@ -218,8 +220,10 @@ class AttentionBlock:
             x, residual: [T, E].
             inputs: of the step.
         """
-        rotation, step = inputs
+        rotation, step, query_scales = inputs
         q = step.prepare(self._layer_idx, self._qkv.run(x), self._norms, rotation)
+        if query_scales is not None:
+            q.mul_(query_scales)
         gathered = step.attend(self._layer_idx, q, self._score_scale)
         if self._gate is not None:
             gathered.mul_(self._gate.run(x).sigmoid_())
@@ -250,7 +254,8 @@ class SharedAttentionBlock:
         device: torch.device,
     ) -> None:
         assert not attention.output_gate, "what reads another's keys has no gates"
-        assert turning_order(attention.rope, attention.head_dim) is None, "nor a part of a head that turns"
+        assert turning_order(attention.rope, attention.head_dim) is None, "nor heads in another order"
+        assert attention.temperature is None, "nor a temperature"
         num_heads, head_dim = attention.num_heads, attention.head_dim
         self._score_scale = _score_scale(attention)
         self._layer_idx = layer_idx
@@ -259,15 +264,15 @@ class SharedAttentionBlock:
         self.slots = nested(q=self._q.slots, output=self._output.slots)
         self._norms: HeadNorms | None = None
         if attention.qk_norm is not None:
-            scales = empty_scale(attention.qk_norm, (num_heads, head_dim), dtype, device)
+            assert attention.qk_norm.learned, "nor norms without scales"
+            scales = unit_scale(attention.qk_norm, (num_heads, head_dim), dtype, device)
             self._norms = HeadNorms(scales, attention.qk_norm.eps)
             self.slots["q_norm.weight"] = scale_slot(attention.qk_norm, scales, (head_dim,))
 
     def __call__(self, x: Tensor, residual: Tensor, inputs: AttentionInputs) -> Tensor:
         """Add to `residual` [T, E] what each row of `x` [T, E] gathers from its sequence."""
-        rotation, step = inputs
-        q = step.prepare_queries(self._q.run(x), self._norms, rotation)
-        return self._output(step.attend(self._layer_idx, q, self._score_scale), residual)
+        q = inputs.step.prepare_queries(self._q.run(x), self._norms, inputs.rotation)
+        return self._output(inputs.step.attend(self._layer_idx, q, self._score_scale), residual)
 
 
 def _score_scale(attention: spec.Attention) -> float:

@@ -16,7 +16,8 @@ from quire.memory.sizing import CacheDtype
 from quire.memory.specs import ChunkedLocal, FullAttention, KVCacheSpec, RecurrentState, SlidingWindow
 from quire.models.families.gemma4 import DEFAULTS as GEMMA4
 from quire.models.families.hf_config import NEUTRAL, HFConfig
-from quire.models.families.layer_fields import read_layers, read_sources
+from quire.models.families.layer_fields import read_layers, read_sources, read_turned
+from quire.models.families.llama4 import DEFAULTS as LLAMA4
 from quire.models.families.qwen3_5 import DEFAULTS as QWEN3_5
 from quire.models.spec import KeptState, KeptTokens, ModelSpec
 
@@ -63,6 +64,7 @@ DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "gemma4_text": {**GEMMA4, "sliding_window_pattern": 6, "tie_word_embeddings": True},
     "gemma2": {"sliding_window_pattern": 2, "tie_word_embeddings": True},
     "lfm2": {"tie_word_embeddings": True},
+    "llama4_text": LLAMA4,
     "qwen3_5_text": QWEN3_5,
 }
 # `model_type` of those whose layers all have the window that `sliding_window` names.
@@ -291,7 +293,7 @@ def _derived_kind(fields: HFConfig, names: Mapping[str, Any], idx: int) -> str:
             f"config.json has {recurrent}, but lacks layer_types, which would say for which layers", field="layer_types"
         )
     if fields.has("attention_chunk_size"):
-        return CHUNKED if (idx + 1) % fields.integer("no_rope_layer_interval", 4) else FULL
+        return CHUNKED if read_turned(fields)[idx] else FULL
     if fields.has("sliding_window") and fields.flag("use_sliding_window", True):
         return WINDOWED if _has_window(fields, idx) else FULL
     return FULL

@@ -24,14 +24,17 @@ from quire.models.blocks import (
     WeightSlots,
     nested,
 )
+from quire.models.experts import ExpertsBlock
 from quire.models.per_layer_inputs import PerLayerEmbedding, PerLayerGate
 from quire.models.recurrent import GatedDeltaNetBlock, Mamba2Block, ShortConvBlock
-from quire.models.rope import RotaryEmbedding
-from quire.models.rotations import Rope
+from quire.models.rope import RotaryEmbedding, query_scales
+from quire.models.rotations import Rope, Temperature
 from quire.models.spec import (
     Attention,
     CacheGroup,
+    Experts,
     GatedDeltaNet,
+    GatedMLP,
     LayerSpec,
     Mamba2,
     Mixer,
@@ -76,7 +79,7 @@ class Decoder:
         # What mixers are given each step: a cache group's step, for attention with a rotation.
         mixers_of_all = (mixer for layer in spec.layers for mixer in layer.parts)
         self._inputs = list(dict.fromkeys(map(_input_kind, mixers_of_all, chain.from_iterable(spec.cache_places))))
-        turns = dict.fromkeys(turn for _, turn in self._inputs if turn is not None)
+        turns = dict.fromkeys(turn for _, turn, _ in self._inputs if turn is not None)
         self._rotations = {turn: RotaryEmbedding(*turn, dtype, device) for turn in turns}
         slots = {"embedding.weight": WeightSlot((spec.vocab_size, spec.width), self._fill_embedding)}
         self._per_layer_inputs: PerLayerEmbedding | None = None
@@ -93,7 +96,7 @@ class Decoder:
             ]
             mixers = self._make_mixers(layer, places, additions[0])
             input_idxs = [self._inputs.index(_input_kind(*part)) for part in zip(layer.parts, places, strict=True)]
-            ffn = GatedMLPBlock(layer.ffn, spec.width, additions[1], ops)
+            ffn = self._make_ffn(layer.ffn, additions[1])
             mixer_slots = {name: mixer.slots for name, mixer in mixers.items()}
             parts = nested(mixer_norm=mixer_norm.slots, **mixer_slots, ffn_norm=ffn_norm.slots, ffn=ffn.slots)
             gate = scale = None
@@ -136,6 +139,14 @@ class Decoder:
                 return Mamba2Block(mixer, *place, self._device)
             case GatedDeltaNet():
                 return GatedDeltaNetBlock(mixer, *place, self._device)
+
+    def _make_ffn(self, ffn: GatedMLP | Experts, addition: Addition) -> GatedMLPBlock | ExpertsBlock:
+        match ffn:
+            case GatedMLP():
+                return GatedMLPBlock(ffn, self.spec.width, addition, self._ops)
+            case Experts():
+                assert addition == Addition(), "what experts give is added as it is"
+                return ExpertsBlock(ffn, self.spec.width, self._ops)
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
@@ -203,8 +214,14 @@ class Decoder:
         steps = [self._step(batch, storage) for batch, storage in zip(groups, storages, strict=True)]
         rotations = {turn: rotate(positions) for turn, rotate in self._rotations.items()}
         inputs = [
-            steps[group_idx] if turn is None else AttentionInputs(rotations[turn], steps[group_idx])
-            for group_idx, turn in self._inputs
+            steps[group_idx]
+            if turn is None
+            else AttentionInputs(
+                rotations[turn],
+                steps[group_idx],
+                None if temperature is None else query_scales(temperature, positions),
+            )
+            for group_idx, turn, temperature in self._inputs
         ]
         x = ops.embedding(input_ids, self._embedding)
         if self._embedding_scale != 1.0:
@@ -249,6 +266,11 @@ class Decoder:
             self._head.slots["weight"].fill(tensor)
 
 
-def _input_kind(mixer: Mixer, place: tuple[int, int]) -> tuple[int, tuple[Rope | None, int] | None]:
-    """Return what mixers that are given the same each step have in common: cache group, rotation and head dim."""
-    return place[0], (mixer.rope, mixer.head_dim) if isinstance(mixer, Attention) else None
+def _input_kind(mixer: Mixer, place: tuple[int, int]) -> tuple[int, tuple[Rope | None, int] | None, Temperature | None]:
+    """Return what mixers that are given the same each step have in common.
+
+    That is the cache group and, of attention, the rotation with the head dim, and the temperature.
+    """
+    if not isinstance(mixer, Attention):
+        return place[0], None, None
+    return place[0], (mixer.rope, mixer.head_dim), mixer.temperature

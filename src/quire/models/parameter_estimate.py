@@ -15,7 +15,7 @@ from quire.models.cache_layout import (
     text_fields,
 )
 from quire.models.families.hf_config import HFConfig
-from quire.models.families.layer_fields import read_layers, read_sources
+from quire.models.families.layer_fields import read_expert_layers, read_layers, read_sources
 from quire.models.families.lfm2 import read_mlp_width
 
 # What configurations call the number of experts, and the width of the expert that every token goes through.
@@ -88,7 +88,10 @@ def _ffn(idx: int, fields: HFConfig, width: int, is_shared: bool) -> int:
     if num_experts == 0 or not _has_experts(idx, fields):
         factor = 2 if is_shared and fields.flag("use_double_wide_mlp", False) else 1
         return 3 * width * factor * ((shared if num_experts == 0 else 0) or _mlp_width(idx, fields))
-    expert = fields.integer("moe_intermediate_size") if fields.has("moe_intermediate_size") else _mlp_width(idx, fields)
+    own = fields.has("moe_intermediate_size")
+    expert = fields.integer("moe_intermediate_size") if own else fields.integer_of("intermediate_size", idx)
+    # Where layers without experts have a width of their own, the shared expert is as wide as the others.
+    shared = expert if fields.has("intermediate_size_mlp") else shared
     return num_experts * (3 * width * expert + width) + 3 * width * shared
 
 
@@ -99,6 +102,8 @@ def _first_of(names: tuple[str, ...], fields: HFConfig) -> int:
 def _has_experts(idx: int, fields: HFConfig) -> bool:
     if idx in fields.indices("mlp_only_layers") or idx < fields.count("first_k_dense_replace", 0):
         return False
+    if fields.has("interleave_moe_layer_step"):
+        return idx in read_expert_layers(fields)
     if fields.has("expert_layer_period"):
         return idx % fields.integer("expert_layer_period") == fields.count("expert_layer_offset", 0)
     return (idx + 1) % fields.integer("decoder_sparse_step", 1) == 0
@@ -108,4 +113,6 @@ def _mlp_width(idx: int, fields: HFConfig) -> int:
     """Return the columns of a gate."""
     if fields.has("block_ff_dim") or fields.has("block_auto_adjust_ff_dim"):
         return read_mlp_width(fields)
-    return fields.integer_of("intermediate_size", idx)
+    return fields.integer_of(
+        "intermediate_size_mlp" if fields.has("intermediate_size_mlp") else "intermediate_size", idx
+    )

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from quire.models.rotations import LinearScaling, Llama3Scaling, ProportionalScaling, Rope, YarnScaling
+from quire.models.rotations import LinearScaling, Llama3Scaling, ProportionalScaling, Rope, Temperature, YarnScaling
 from quire.ops.interface import Rotation
 
 
@@ -45,24 +45,37 @@ class RotaryEmbedding:
         return Rotation(cos.to(self._dtype), sin.to(self._dtype))
 
 
+def query_scales(temperature: Temperature, positions: Tensor) -> Tensor:
+    """Return what the queries of a step's rows are multiplied by, [T, 1, 1] of float32.
+
+    Args:
+        positions: [T] of int64.
+    """
+    intervals = ((positions.to(torch.float32) + 1.0) / temperature.interval).floor_()
+    return intervals.log1p_().mul_(temperature.weight).add_(1.0).view(-1, 1, 1)
+
+
 def turning_order(rope: Rope | None, head_dim: int) -> Tensor | None:
-    """Return the order in which a head's values lie where only a first part of them turns; None for their own order.
+    """Return the order in which a head's values lie where not just its halves turn; None for their own order.
 
     Kernels turn the halves of whole heads against each other. Scores and norms see no difference, as long as queries
-    and keys lie alike.
+    and keys lie alike. Where only a first part of a head turns:
 
     ```
      a head     | turns, half 0 | turns, half 1 | stays, half 0 | stays, half 1 |
      its order  | turns, half 0 | stays, half 0 | turns, half 1 | stays, half 1 |
     ```
 
+    Where neighbours turn against each other, half 0 is every second value of the part, half 1 those between.
+
     Returns:
         [D] of int64.
     """
-    if rope is None or rope.num_turned is None:
+    if rope is None or (rope.num_turned is None and not rope.interleaved):
         return None
-    parts = torch.arange(head_dim).tensor_split((rope.num_turned,))
-    return torch.cat([part.view(2, -1) for part in parts], 1).flatten()
+    turns, stays = torch.arange(head_dim).tensor_split((rope.num_turned or head_dim,))
+    halves = turns.view(-1, 2).T if rope.interleaved else turns.view(2, -1)
+    return torch.cat((halves, stays.view(2, -1)), 1).flatten()
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[Tensor, float]:

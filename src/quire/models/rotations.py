@@ -62,6 +62,7 @@ class Rope:
 
     Args:
         num_turned: the first values of a head, which turn as a head of so many would; None for all of them.
+        interleaved: neighbours turn against each other instead of halves.
 
     Source: RoFormer, arXiv 2104.09864.
     """
@@ -69,3 +70,15 @@ class Rope:
     theta: float
     scaling: RopeScaling | None = None
     num_turned: int | None = None
+    interleaved: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Temperature:
+    """What queries are multiplied by where contexts are long: `1 + weight * log(1 + floor((position + 1) / interval))`.
+
+    Source: Scalable-Softmax, arXiv 2501.19399.
+    """
+
+    interval: float
+    weight: float

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from quire.models.rotations import Rope
+from quire.models.rotations import Rope, Temperature
 
 if TYPE_CHECKING:  # planning reads configurations without torch
     from quire.ops.interface import Activation
@@ -21,11 +21,13 @@ class RMSNorm:
         zero_centred: the weight is what the scale has more than 1. Their sum, which bfloat16 does not hold, is kept
             and applied in float32.
         wide: the scale is applied in float32, before the one rounding, even where the model's dtype holds it.
+        learned: whether there is a scale; else it is 1. Of heads only.
     """
 
     eps: float
     zero_centred: bool = False
     wide: bool = False
+    learned: bool = True
 
 
 class KeptTokens(NamedTuple):
@@ -34,11 +36,13 @@ class KeptTokens(NamedTuple):
     Args:
         num_kv_heads, head_dim: the shape of one token's keys.
         window: tokens that a token sees, itself included; None for all before it.
+        chunk: tokens of the chunk that a token sees no further than; None for no chunks.
     """
 
     num_kv_heads: int
     head_dim: int
     window: int | None = None
+    chunk: int | None = None
 
 
 class KeptState(NamedTuple):
@@ -74,9 +78,11 @@ class Attention:
         value_norm: values are divided by their root mean square, with the epsilon of `qk_norm`.
         qkv_bias, output_bias: whether the projections add a learned bias.
         window: tokens that a token sees, itself included; None for all before it.
+        chunk: chunks start at multiples of these tokens, and a token sees its own, up to itself; None for no chunks.
         score_scale: what scores are multiplied by before the softmax; None for `head_dim ** -0.5`.
         source: the earlier layer whose keys and values are read; None for the layer's own.
         output_gate: what is gathered is multiplied by the sigmoid of gates, which are projected beside the queries.
+        temperature: what queries are multiplied by after norm and rotation; None leaves them.
     """
 
     num_heads: int
@@ -88,14 +94,17 @@ class Attention:
     qkv_bias: bool = False
     output_bias: bool = False
     window: int | None = None
+    chunk: int | None = None
     score_scale: float | None = None
     source: int | None = None
     output_gate: bool = False
+    temperature: Temperature | None = None
 
     @property
     def kept(self) -> KeptTokens | None:
         """What a layer keeps: keys and values of the tokens that it still sees; nothing where it reads another's."""
-        return KeptTokens(self.num_kv_heads, self.head_dim, self.window) if self.source is None else None
+        kept = KeptTokens(self.num_kv_heads, self.head_dim, self.window, self.chunk)
+        return kept if self.source is None else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +247,35 @@ class GatedMLP:
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """Gated MLPs, of which each token goes through a few: those to which a linear router gives the highest logits.
+
+    Args:
+        num_experts: X.
+        num_chosen: C, experts of a token.
+        width: columns of an expert's gate and up.
+        scoring: what makes scores of the logits: softmax over all experts, or sigmoid.
+        renormalised: the chosen scores are divided by their sum.
+        scaled_input: scores multiply what experts see, instead of what they give.
+        shared_width: columns of one more expert, which every token goes through as it is; 0 for none.
+        activation: of the gates.
+        transposed: experts are stored as [X, in, out], instead of as the rows of linear layers.
+
+    Source: sparsely gated experts, arXiv 1701.06538.
+    """
+
+    num_experts: int
+    num_chosen: int
+    width: int
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    renormalised: bool = False
+    scaled_input: bool = False
+    shared_width: int = 0
+    activation: Activation = "silu"
+    transposed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One layer: `x += mixer_scale * post_norm(mixer(norm(x)))`, then the same with the FFN.
 
@@ -252,7 +290,7 @@ class LayerSpec:
 
     norm: RMSNorm
     mixer: Mixer | Parallel
-    ffn: GatedMLP
+    ffn: GatedMLP | Experts
     post_norm: RMSNorm | None = None
     mixer_scale: float = 1.0
     ffn_scale: float = 1.0

@@ -7,7 +7,7 @@ import torch
 from quire.errors import ConfigError
 from quire.ops.interface import Ops
 from quire.ops.lossless import LosslessPacking
-from quire.ops.native_library import find_library
+from quire.ops.native_library import LosslessCalls, NativeLibrary, find_library
 from quire.ops.native_ops import NativeOps
 from quire.ops.torch_ops import TorchOps
 
@@ -19,7 +19,8 @@ def make_ops(device: torch.device, kernels: str = "auto", weight_packing: str = 
         device: any that torch has.
         kernels: "torch" for stock operators, "native" for what the package's own build compiled, "auto" for the
             latter on a CPU where there is such.
-        weight_packing: "lossless" for bfloat16 weights in three quarters of their bytes; else as they are.
+        weight_packing: "lossless" for bfloat16 weights in three quarters of their bytes, "plain" for weights as they
+            are, "auto" for the former where kernels have it.
 
     Raises:
         ConfigError: native kernels, or a packing, were asked for and cannot be had; the message says why.
@@ -28,7 +29,7 @@ def make_ops(device: torch.device, kernels: str = "auto", weight_packing: str = 
         return _plain(TorchOps(device), weight_packing)
     found = find_library() if device.type == "cpu" else f"they are for CPUs, not for device {device.type!r}"
     if not isinstance(found, str):
-        if weight_packing == "lossless" and found.lossless is not None:
+        if weight_packing != "plain" and found.lossless is not None and _agrees(found, found.lossless):
             return NativeOps(found, LosslessPacking(found.lossless))
         return _plain(NativeOps(found), weight_packing)
     if kernels == "native":
@@ -36,11 +37,18 @@ def make_ops(device: torch.device, kernels: str = "auto", weight_packing: str = 
     return _plain(TorchOps(device, note=f"no native kernels: {found}"), weight_packing)
 
 
+def _agrees(library: NativeLibrary, calls: LosslessCalls) -> bool:
+    """Return whether a small product has the plain one's bits: tests may not have met this processor's level."""
+    weight = torch.linspace(-1, 1, 64 * 66).view(64, 66).bfloat16()
+    plain, lossless = (NativeOps(library, packing).pack_linear(weight) for packing in (None, LosslessPacking(calls)))
+    return all(torch.equal(plain(x), lossless(x)) for x in (weight[:1], weight[:2], weight[:5]))
+
+
 def _plain(ops: Ops, weight_packing: str) -> Ops:
     if weight_packing == "lossless":
         raise ConfigError(
-            f"weight_packing 'lossless' needs the native kernels of level avx512_bf16, and what computes here is "
-            f"{ops.name}; use 'plain'",
+            "weight_packing 'lossless' needs native kernels of level avx2 or avx512 that give the plain "
+            f"product's bits, and what computes here is {ops.name}; use 'plain'",
             field="weight_packing",
         )
     return ops

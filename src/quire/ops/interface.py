@@ -32,6 +32,8 @@ class AttentionBatch:
         block_ids: int64; each sequence's blocks, `ceil(context_len / N)` of them, in the order of its tokens.
         block_starts: S + 1 numbers; sequence `s` owns `block_ids[block_starts[s]:block_starts[s + 1]]`.
         window: tokens that a row sees, itself included; None for all before it. What no row sees is not read.
+        chunk: a row sees no further back than the start of its own chunk, a multiple of these tokens; None for no
+            chunks. There is no window beside it.
     """
 
     slot_mapping: Tensor
@@ -40,6 +42,13 @@ class AttentionBatch:
     block_ids: Tensor
     block_starts: Sequence[int]
     window: int | None = None
+    chunk: int | None = None
+
+    def first_seen(self, position: int) -> int:
+        """Return the first token that a row at a position sees; never falls as positions grow."""
+        if self.chunk is not None:
+            return position // self.chunk * self.chunk
+        return 0 if self.window is None else max(0, position + 1 - self.window)
 
 
 class PagedKV(Protocol):
@@ -145,7 +154,7 @@ class StepAttention(Protocol):
         ...
 
     def attend(self, layer_idx: int, q: Tensor, scale: float) -> Tensor:
-        """Let each row see its sequence up to itself, or the window that ends there, through the block table.
+        """Let each row see its sequence up to itself, as far back as the batch says, through the block table.
 
         Args:
             q: queries, [T, H, D].

@@ -26,7 +26,7 @@ class LosslessPacking:
 
     def __str__(self) -> str:
         """Return what is reached, for people."""
-        return f"weights packed lossless to {self.packed_bytes / max(self.plain_bytes, 1):.1%}"
+        return f"weights packed lossless to {self.packed_bytes / self.plain_bytes:.1%}"
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> LosslessLinear:
         """Pack a weight [out, in] of bfloat16, `in` even."""

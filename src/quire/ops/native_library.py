@@ -18,7 +18,7 @@ from quire.ops.interface import Activation
 
 FOLDER: Final = Path(__file__).parent / "native"
 # The number that `quire_interface_version` must return.
-INTERFACE_VERSION: Final = 5
+INTERFACE_VERSION: Final = 7
 # The best last; a processor that runs one runs those before it.
 LEVELS: Final = ("portable", "avx2", "avx512", "avx512_bf16")
 MAX_HEAD_DIM: Final = 256
@@ -85,10 +85,10 @@ class NativeLibrary:
         path: of the library.
 
     Attributes:
-        packed_type: the type of weights that it packs and multiplies faster than torch does, if any.
+        packed_types: the types of weights that it packs and multiplies faster than torch does.
         attend, gate, prepare, rms_norm, pack, linear, packed_columns: the functions of the same names, with `quire_`
             before, of the sources.
-        lossless: those of weights packed to three quarters, where it has them.
+        lossless: those of weights packed to three quarters, where weights are widened by AVX2 or more.
 
     Raises:
         OSError: it cannot be loaded, or was built from other sources than these.
@@ -106,7 +106,7 @@ class NativeLibrary:
             ctypes.cast(threads.torch_parallel_for, _POINTER), ctypes.cast(threads.torch_get_num_threads, _POINTER)
         )
         rows, kv = ctypes.POINTER(StepRows), ctypes.POINTER(Cache)
-        self.attend = _typed(library.quire_attend, rows, kv, _INT, _POINTER, _INT, _INT, _FLOAT, _INT, _POINTER)
+        self.attend = _typed(library.quire_attend, rows, kv, _INT, _POINTER, _INT, _INT, _FLOAT, _INT, _INT, _POINTER)
         self.gate = _typed(library.quire_gate, _INT, _INT, _POINTER, _INT, _INT, _POINTER)
         self.prepare = _typed(
             library.quire_prepare,
@@ -117,15 +117,14 @@ class NativeLibrary:
         self.rms_norm = _typed(
             library.quire_rms_norm, _INT, _POINTER, _INT, _INT, _POINTER, _FLOAT, _INT, _INT, _POINTER
         )
-        self.pack = _typed(library.quire_pack, _POINTER, _INT, _INT, _POINTER)
+        self.pack = _typed(library.quire_pack, _INT, _POINTER, _INT, _INT, _POINTER)
         self.linear = _typed(
-            library.quire_linear, _POINTER, _INT, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER
+            library.quire_linear, _INT, _POINTER, _INT, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER
         )
         self.packed_columns = _typed(library.quire_packed_columns, _INT, returns=_INT)
-        self.packed_type = next(
-            (dtype for dtype, number in TYPES.items() if number == library.quire_packed_type()), None
-        )
-        self.lossless = LosslessCalls.of(library) if self.packed_type == torch.bfloat16 else None
+        packs = _typed(library.quire_packs, _INT, returns=ctypes.c_bool)
+        self.packed_types = frozenset(dtype for dtype, number in TYPES.items() if packs(number))
+        self.lossless = LosslessCalls.of(library) if hasattr(library, "quire_lossless_linear") else None
 
 
 def find_library(folder: Path = FOLDER) -> NativeLibrary | str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from ctypes import byref
 from typing import Any
 
@@ -41,12 +42,15 @@ class NativeOps:
     @property
     def name(self) -> str:
         """What computes, for people."""
-        return f"native ({self._library.level})" + (f", {self._packing}" if self._packing else "")
+        packed = f", {self._packing}" if self._packing is not None and self._packing.plain_bytes else ""
+        return f"native ({self._library.level}){packed}"
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Pack for the kernels where they are faster, else for oneDNN."""
-        if weight.dtype == self._library.packed_type and weight.shape[1] % 2 == 0:
-            return self._packing.pack(weight, bias) if self._packing else NativeLinear(self._library, weight, bias)
+        if weight.dtype in self._library.packed_types and weight.shape[1] % 2 == 0:
+            if self._packing is not None and weight.dtype == torch.bfloat16:
+                return self._packing.pack(weight, bias)
+            return NativeLinear(self._library, weight, bias)
         return self._torch.pack_linear(weight, bias)
 
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
@@ -101,21 +105,23 @@ class NativeLinear:
     A row gets the same bits whatever rows are beside it.
     """
 
-    __slots__ = ("_bias", "_multiply", "_num_columns", "_packed", "_width")
+    __slots__ = ("_bias", "_multiply", "_num_columns", "_packed", "_type", "_width")
 
     def __init__(self, library: NativeLibrary, weight: Tensor, bias: Tensor | None) -> None:
         weight = weight.contiguous()
         self._num_columns, self._width = weight.shape
+        self._type = TYPES[weight.dtype]
         self._multiply = library.linear
         self._packed = weight.new_empty(library.packed_columns(self._num_columns) * self._width)
         self._bias = None if bias is None else bias.contiguous()
-        library.pack(weight.data_ptr(), self._num_columns, self._width, self._packed.data_ptr())
+        library.pack(self._type, weight.data_ptr(), self._num_columns, self._width, self._packed.data_ptr())
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Multiply and add in one call."""
         num_rows = x.shape[0]
         output = x.new_empty(num_rows, self._num_columns)
         self._multiply(
+            self._type,
             x.data_ptr(),
             x.stride(0),
             num_rows,
@@ -135,12 +141,13 @@ class NativeStepAttention:
     def __init__(self, library: NativeLibrary, batch: AttentionBatch, kv: PagedKV) -> None:
         _, _, _, self._num_kv_heads, block_size, self._head_dim = kv.data.shape
         self._library = library
-        numbers = [torch.tensor(part) for part in (batch.row_starts, batch.context_lens, batch.block_starts)]
+        numbers = [array("q", part) for part in (batch.row_starts, batch.context_lens, batch.block_starts)]
         self._kept = (*numbers, batch, kv)  # what the pointers below point into
-        self._window = batch.window or 0
+        self._window, self._chunk = batch.window or 0, batch.chunk or 0
         self._num_rows = batch.row_starts[-1]
-        pointers = [tensor.data_ptr() for tensor in (*numbers, batch.block_ids, batch.slot_mapping)]
-        self._rows = byref(StepRows(len(batch.context_lens), *pointers))
+        pointers = [part.buffer_info()[0] for part in numbers]
+        tensors = batch.block_ids.data_ptr(), batch.slot_mapping.data_ptr()
+        self._rows = byref(StepRows(len(batch.context_lens), *pointers, *tensors))
         strides = kv.data.stride()
         place = (kv.data.data_ptr(), TYPES[kv.data.dtype], strides[0], strides[1])
         self._cache = byref(Cache(*place, self._num_kv_heads, block_size, self._head_dim))
@@ -192,6 +199,7 @@ class NativeStepAttention:
             num_heads,
             scale,
             self._window,
+            self._chunk,
             output.data_ptr(),
         )
         return output

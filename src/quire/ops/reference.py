@@ -106,8 +106,8 @@ class ReferenceStepAttention:
             first, last = batch.row_starts[seq], batch.row_starts[seq + 1]
             for row in range(first, last):
                 end = batch.context_lens[seq] - (last - 1 - row)
-                begin = 0 if batch.window is None else max(0, end - batch.window)
-                outputs.append(self._attend_row(layer_idx, q[row], table, range(begin, end), scale))
+                seen = range(batch.first_seen(end - 1), end)
+                outputs.append(self._attend_row(layer_idx, q[row], table, seen, scale))
         return torch.stack(outputs).to(q.dtype)
 
     def _attend_row(self, layer_idx: int, q: Tensor, table: list[int], seen: range, scale: float) -> Tensor:

@@ -44,7 +44,7 @@ class Gather(NamedTuple):
         row_ids: of the layer's block rows, head by head: keys, then, for more than one query row, values.
         gathered: [row ids, N * D].
         keys: [K, tokens, D], a view of `gathered` without what nobody sees: the last block's tail, which may hold
-            anything, and what the window has left of the first block.
+            anything, and what is out of sight at the start of the first block.
         wide_keys: where the keys go as float32; `keys` itself where they are that.
         values: [K, tokens, D] as `keys`, or empty for one query row.
     """
@@ -57,11 +57,16 @@ class Gather(NamedTuple):
 
 
 class Job(NamedTuple):
-    """One sequence: its query rows, and what they see in one gather, or for a single row in several."""
+    """One sequence: its query rows, and what they see in one gather, or for a single row in several.
+
+    Args:
+        first_seen: the first token of the gather that each row sees; None where all see it from its start.
+    """
 
     start: int
     end: int
     gathers: list[Gather]
+    first_seen: Tensor | None
 
 
 class Bags(NamedTuple):
@@ -116,10 +121,9 @@ class TorchStepAttention:
         spans = zip(
             pairwise(batch.row_starts), batch.context_lens, block_rows.split_with_sizes(block_counts, 1), strict=True
         )
-        self._window = batch.window
         for (start, end), context_len, table in spans:
-            # What has left the window of all rows is not looked at.
-            first_seen = 0 if batch.window is None else max(0, context_len - (end - start) + 1 - batch.window)
+            # What no row sees any more is not looked at.
+            first_seen = batch.first_seen(context_len - (end - start))
             table = table[:, first_seen // block_size :]
             skipped = first_seen % block_size
             num_tokens = context_len - first_seen // block_size * block_size
@@ -132,7 +136,12 @@ class TorchStepAttention:
             ends = _cut(num_tokens, tile_blocks * block_size if len(tiles) > 1 else num_tokens)
             starts = [skipped, *[0] * (len(tiles) - 1)]
             gathers = [self._gather(*part) for part in zip(tiles, starts, ends, strict=True)]
-            self._jobs.append(Job(start, end, gathers))
+            firsts = None
+            if batch.first_seen(context_len - 1) > first_seen:
+                positions = range(context_len - (end - start), context_len)
+                firsts = torch.tensor([batch.first_seen(each) for each in positions], device=kv.data.device)
+                firsts -= first_seen
+            self._jobs.append(Job(start, end, gathers, firsts))
         self._bags: dict[int, Bags] = {}  # by the number of query heads in a group
 
     def _gather(self, row_ids: Tensor, first: int, end: int) -> Gather:
@@ -179,7 +188,7 @@ class TorchStepAttention:
         queries = (q.float() * scale).view(num_rows, self._num_kv_heads, group, head_dim)
         weights = iter(bags.by_row)
         chunks = []
-        for start, end, gathers in self._jobs:
+        for start, end, gathers, first_seen in self._jobs:
             scores = []
             for row_ids, gathered, keys, wide_keys, values in gathers:
                 torch.index_select(block_rows, 0, row_ids, out=gathered)
@@ -188,7 +197,7 @@ class TorchStepAttention:
                 if end - start == 1:
                     scores.append(torch.bmm(queries[start], wide_keys.mT))
                 else:
-                    chunks.append((start, end, attend_in_tiles(queries[start:end], wide_keys, values, self._window)))
+                    chunks.append((start, end, attend_in_tiles(queries[start:end], wide_keys, values, first_seen)))
             if scores:
                 torch.softmax(scores[0] if len(scores) == 1 else torch.cat(scores, 2), -1, out=next(weights))
         if not chunks:
@@ -224,7 +233,7 @@ class TorchStepAttention:
         return bags
 
 
-def attend_in_tiles(queries: Tensor, keys: Tensor, values: Tensor, window: int | None = None) -> Tensor:
+def attend_in_tiles(queries: Tensor, keys: Tensor, values: Tensor, first_seen: Tensor | None = None) -> Tensor:
     """Let a sequence's last rows attend, some rows at a time, by plain matrix products.
 
     ```
@@ -239,7 +248,7 @@ def attend_in_tiles(queries: Tensor, keys: Tensor, values: Tensor, window: int |
         queries: [rows, K, G, D] of float32, scaled.
         keys: [K, context, D] of float32; the context ends with the rows.
         values: [K, context, D].
-        window: tokens that a row sees.
+        first_seen: [rows] of int64, the first token of the context that each row sees; None for all of it.
 
     Returns:
         [rows, H, D].
@@ -259,10 +268,9 @@ def attend_in_tiles(queries: Tensor, keys: Tensor, values: Tensor, window: int |
         num_seen = context_len - num_rows + end
         scores = torch.bmm(rows[:, start * group : end * group], columns[:, :, :num_seen])
         scores[:, :, num_seen - (end - start) :] += diagonal[: (end - start) * group, : end - start]
-        if window is not None:
-            last_seen = torch.arange(num_seen - (end - start), num_seen, device=rows.device).repeat_interleave(group)
-            left = torch.arange(num_seen, device=rows.device) <= last_seen[:, None] - window
-            scores.masked_fill_(left, float("-inf"))
+        if first_seen is not None:
+            firsts = first_seen[start:end].repeat_interleave(group)
+            scores.masked_fill_(torch.arange(num_seen, device=rows.device) < firsts[:, None], float("-inf"))
         outputs.append(torch.bmm(scores.softmax(-1).to(values.dtype), values[:, :num_seen]))
     by_head = torch.cat(outputs, 1).view(num_kv_heads, num_rows, group, head_dim)
     return by_head.transpose(0, 1).flatten(1, 2)

@@ -51,6 +51,7 @@ class Scheduler:
     Attributes:
         waiting, running, swapped: see `Queues`.
         preemption: has the costs that the engine measures.
+        chunk_tokens: of prompts in a step in which sequences decode, at most; None for all that the budget leaves.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Scheduler:
         self.strategy = strategy
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.chunk_tokens: int | None = None
         self.requests: dict[str, Request] = {}
         self.sequences: dict[int, Sequence] = {}
         self.stats = SchedulerStats()
@@ -216,7 +218,10 @@ class Scheduler:
         """
         running, append_slots = self.running, self.memory.append_slots
         pending_counts = [len(sequence.tokens) - sequence.num_computed for sequence in running]
-        spare = self.max_num_batched_tokens - pending_counts.count(1)
+        num_decoding = pending_counts.count(1)
+        spare = self.max_num_batched_tokens - num_decoding
+        if num_decoding and self.chunk_tokens is not None:
+            spare = min(spare, self.chunk_tokens)
         # Whoever is preempted on the way stands behind the position.
         for position, sequence in enumerate(running):
             pending = len(sequence.tokens) - sequence.num_computed

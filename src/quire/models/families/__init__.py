@@ -13,10 +13,13 @@ from quire.models.families.granitemoehybrid import granitemoehybrid
 from quire.models.families.hf_config import HFConfig
 from quire.models.families.lfm2 import lfm2
 from quire.models.families.llama import llama
+from quire.models.families.llama4 import llama4, llama4_of_text_and_images
 from quire.models.families.mistral import mistral
+from quire.models.families.mixtral import mixtral
 from quire.models.families.qwen2 import qwen2
 from quire.models.families.qwen3 import qwen3
 from quire.models.families.qwen3_5 import qwen3_5, qwen3_5_of_text_and_images
+from quire.models.families.qwen3_moe import qwen3_moe
 from quire.models.spec import ModelSpec, WeightMap
 
 # The name that a checkpoint's config.json lists under "architectures" -> how such a configuration is read.
@@ -28,10 +31,14 @@ FAMILIES: Final[dict[str, Callable[[HFConfig], tuple[ModelSpec, WeightMap]]]] = 
     "Gemma4ForConditionalGeneration": gemma4_of_text_and_images,
     "GraniteMoeHybridForCausalLM": granitemoehybrid,
     "Lfm2ForCausalLM": lfm2,
+    "Llama4ForCausalLM": llama4,
+    "Llama4ForConditionalGeneration": llama4_of_text_and_images,
     "LlamaForCausalLM": llama,
     "MistralForCausalLM": mistral,
+    "MixtralForCausalLM": mixtral,
     "Qwen2ForCausalLM": qwen2,
     "Qwen3ForCausalLM": qwen3,
+    "Qwen3MoeForCausalLM": qwen3_moe,
     "Qwen3_5ForCausalLM": qwen3_5,
     "Qwen3_5ForConditionalGeneration": qwen3_5_of_text_and_images,
 }

@@ -157,6 +157,15 @@ class HFConfig:
             raise self._wrong(name, value, "a list of indices")
         return frozenset(value)
 
+    def flags(self, name: str) -> tuple[bool, ...]:
+        """Read a list of zeros and ones; missing or null is empty."""
+        value = self._fields.get(name)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not all(isinstance(each, int) and each in (0, 1) for each in value):
+            raise self._wrong(name, value, "a list of zeros and ones")
+        return tuple(map(bool, value))
+
     def numbers(self, name: str, default: tuple[float, ...]) -> tuple[float, ...]:
         """Read a list of as many positive numbers as `default` has; null counts as missing."""
         value = self._fields.get(name)

@@ -1,4 +1,4 @@
-"""What configurations state for some layers only: the shape of their keys and values, and whose they read."""
+"""What configurations state for some layers only: shapes, whose cache they read, which turn, which have experts."""
 
 from __future__ import annotations
 
@@ -71,3 +71,30 @@ def read_sources(config: HFConfig, kinds: Sequence[str]) -> tuple[int | None, ..
             field="num_kv_shared_layers",
         )
     return tuple(None if idx < num_own else last[kind] for idx, kind in enumerate(kinds))
+
+
+def read_turned(config: HFConfig) -> tuple[bool, ...]:
+    """Read which layers turn queries and keys: all that `no_rope_layers` has a 1 for, or most of them.
+
+    Returns:
+        For every layer whether it does.
+
+    Raises:
+        CheckpointError: `no_rope_layers` leaves layers out.
+    """
+    num_layers, interval = config.integer("num_hidden_layers"), config.integer("no_rope_layer_interval", 4)
+    stated = config.flags("no_rope_layers") or tuple((idx + 1) % interval > 0 for idx in range(num_layers))
+    if len(stated) < num_layers:
+        raise CheckpointError(
+            f"config.json: no_rope_layers must have one entry for each of {num_layers} layers, got {len(stated)}",
+            field="no_rope_layers",
+        )
+    return stated[:num_layers]
+
+
+def read_expert_layers(config: HFConfig) -> frozenset[int]:
+    """Read which layers have experts: those that `moe_layers` lists, or each so many."""
+    if config.has("moe_layers"):
+        return config.indices("moe_layers")
+    step = config.integer("interleave_moe_layer_step", 1)
+    return frozenset(range(step - 1, config.integer("num_hidden_layers"), step))

@@ -111,7 +111,7 @@ def map_weights(spec: ModelSpec, norms: Mapping[str, str] = NORMS, prefix: str =
     """Name the checkpoint's tensors.
 
     Args:
-        spec: all its mixers are attention.
+        spec: all its mixers are attention, and all its FFNs gated MLPs.
         norms: of a layer, our name -> the checkpoint's.
         prefix: of all tensors but the head's.
     """
@@ -119,6 +119,7 @@ def map_weights(spec: ModelSpec, norms: Mapping[str, str] = NORMS, prefix: str =
     for idx, layer in enumerate(spec.layers):
         attention = layer.mixer
         assert isinstance(attention, Attention)
+        assert isinstance(layer.ffn, GatedMLP)
         place = f"layers.{idx}", f"{prefix}.layers.{idx}"
         names |= map_modules(*place, {name: (norm,) for name, norm in norms.items()})
         names |= map_modules(*place, QKV, has_bias=attention.qkv_bias)

@@ -40,7 +40,14 @@ struct Query {
   int64_t row_stride;
   int64_t num_heads;
   int64_t window;  // tokens that a row sees, itself included; 0: all
+  int64_t chunk;   // a row sees its own chunk of so many tokens, up to itself; 0: no chunks
   float scale;
+
+  // The first token that a row at `position` sees.
+  int64_t first_seen(int64_t position) const {
+    if (chunk > 0) return position / chunk * chunk;
+    return window > 0 && position >= window ? position + 1 - window : 0;
+  }
 };
 
 // Some query rows of a sequence and KV head, against the tokens [begin, end). Rows are counted token by token, and
@@ -123,9 +130,9 @@ void attend(const StepRows& rows, const Cache& cache, const Query& query, int64_
                       nullptr, num_rows, num_tokens);
     }
     for (int row = 0; row < num_rows; ++row) {
-      const int64_t end = first_position + (job.first_row + row) / group + 1 - start;
-      const int first_seen = query.window > 0 ? clamp(end - query.window) : 0;
-      scratch.rescale[row] = weigh(scratch.scores + row * kTokens, first_seen, clamp(end), num_tokens, query.scale,
+      const int64_t position = first_position + (job.first_row + row) / group;
+      scratch.rescale[row] = weigh(scratch.scores + row * kTokens, clamp(query.first_seen(position) - start),
+                                   clamp(position + 1 - start), num_tokens, query.scale,
                                    scratch.weights + row * kTokens, scratch.largest[row], scratch.total[row]);
     }
     for (int token = 0; token < num_tokens; ++token) tile.slots[token] += to_values;
@@ -213,7 +220,7 @@ std::vector<Job> jobs_of(const StepRows& rows, const Cache& cache, const Query& 
         const int64_t count = num_rows - first < kRows ? num_rows - first : kRows;
         const int64_t first_position = rows.context_lens[seq] - num_tokens + first / group;
         const int64_t end = rows.context_lens[seq] - num_tokens + (first + count - 1) / group + 1;
-        const int64_t seen = query.window > 0 && first_position >= query.window ? first_position + 1 - query.window : 0;
+        const int64_t seen = query.first_seen(first_position);
         // Parts start at multiples of their length. A chunk has rows enough without them.
         const int64_t first_part = seen / kPartTokens;
         const int64_t parts = num_rows <= kRows ? (end - 1) / kPartTokens - first_part + 1 : 1;
@@ -258,7 +265,8 @@ void attend_all(const StepRows& rows, const Cache& cache, const Query& query, in
 
 // Lets each row of a step see its sequence up to itself. The cache's heads are of at most 256 values, an even number.
 QUIRE_EXPORT void quire_attend(const StepRows* rows, const Cache* cache, int64_t layer, const void* queries,
-                               int64_t row_stride, int64_t num_heads, float scale, int64_t window, void* output) {
-  const Query query{queries, output, row_stride, num_heads, window, scale};
+                               int64_t row_stride, int64_t num_heads, float scale, int64_t window, int64_t chunk,
+                               void* output) {
+  const Query query{queries, output, row_stride, num_heads, window, chunk, scale};
   with_type(cache->type, [&](auto* type) { attend_all<std::remove_pointer_t<decltype(type)>>(*rows, *cache, query, layer); });
 }

@@ -1,32 +1,28 @@
-// Linear layers on bfloat16 weights that take three bytes for two values, bit for bit what `quire_linear` gives.
+// Linear layers on bfloat16 weights that take three bytes for two values, bit for bit what `quire_linear` gives where
+// weights are widened.
 //
 // The high byte of a bfloat16 is its sign and seven bits of its exponent, and weights that lie together have few of
-// them. A block of a panel, 64 columns wide and 16 steps deep, names its 16 in a table; each weight is a code of four
-// bits into it, and its low byte. A block with more of them stays as it is.
+// them. A block of a panel, 64 columns by 32 steps, names its 16 in a table; each weight is a code of four bits into
+// it, and its low byte. A block with more of them stays as it is.
 //
 //  panel    | block | block | raw block | ... | last block |      steps in the order of `quire_pack`
-//  step     | 64 codes of two weights | 128 low bytes |           of a block with a table
+//  step     | 32 codes of two weights | 64 low bytes |            of a block with a table
 //
-// A code's byte and a low byte lie where one shuffle and one interleaving put them into the registers that are
-// multiplied. Few rows are multiplied as a step is expanded; for more, a piece is expanded into the cache first.
-#include "linear.h"
+// A code's byte and a low byte lie where one shuffle and one interleaving put them where the packed step has them.
+#include "cache.h"
+#include "widened.h"
 
-#include "tiles.h"
-
-#if defined(__AVX512BF16__)
+#if defined(__AVX2__) && !defined(__AVX512BF16__)
 
 namespace {
 
-typedef uint8_t Bytes __attribute__((vector_size(64)));
-using Steps = BFloat16Pairs;
+typedef uint8_t Bytes __attribute__((vector_size(32)));
 
-constexpr int kBlockSteps = 16;
-constexpr int kBlockWidth = kBlockSteps * Steps::kValues;  // values of a column
-constexpr int kStepBytes = 4 * int(sizeof(Bytes));
-constexpr int kPackedStepBytes = 3 * int(sizeof(Bytes));
-// Packed bytes from what is expanded to what is asked for meanwhile.
-constexpr int kAhead = kPieceSteps * kStepBytes;
-static_assert(kStepBytes == kPanel * Steps::kValues * sizeof(BFloat16) && kPieceSteps % kBlockSteps == 0);
+constexpr int kBlockSteps = 32;
+constexpr int kStepBytes = kWeightPanel * int(sizeof(BFloat16));
+constexpr int kCodedStepBytes = 3 * int(sizeof(Bytes));
+static_assert(kColumnGroup == sizeof(Bytes));  // low bytes of a group fill a vector, and so do high ones
+static_assert(kWeightPanel == 2 * kColumnGroup && kDirectSteps % kBlockSteps == 0 && kWidenedSteps % kBlockSteps == 0);
 
 // The high bytes of a block in rising order, the last one repeated; a falling pair at the ends marks a raw block.
 struct Table {
@@ -35,42 +31,63 @@ struct Table {
   bool is_raw() const { return values[0] > values[15]; }
 };
 
-// The four vectors of a step's columns.
-struct Columns {
-  Words vectors[4];
+// The high bytes of a group of columns.
+QUIRE_INLINE Bytes look_up(Bytes table, Bytes codes, int group) {
+  const __m256i here = _mm256_srl_epi16((__m256i)codes, _mm_cvtsi32_si128(4 * group));
+  return (Bytes)_mm256_shuffle_epi8((__m256i)table, _mm256_and_si256(here, _mm256_set1_epi8(15)));
+}
+
+// The steps of a block with a table.
+struct CodedSteps {
+  const uint8_t* data;
+  Bytes table;
+
+  // As `PlainPanel` does.
+  template <int kAhead, int kVectors>
+  QUIRE_INLINE void widen(int step, int column, Floats (&values)[kVectors]) const {
+    constexpr int vectors = kColumnGroup / kLanes;
+    static_assert(kVectors % vectors == 0);
+    const uint8_t* from = data + step * kCodedStepBytes;
+#pragma GCC unroll 2
+    for (int part = 0; part < kVectors / vectors; ++part) {
+      const int group = column / kColumnGroup + part;
+      fetch(from + kAhead * kCodedStepBytes + group * (kCodedStepBytes / 2));
+      const Bytes high = look_up(table, load_bits<Bytes>(from), group);
+      const Bytes low = load_bits<Bytes>(from + (1 + group) * sizeof(Bytes));
+      const __m256i first = _mm256_unpacklo_epi8((__m256i)low, (__m256i)high);
+      const __m256i second = _mm256_unpackhi_epi8((__m256i)low, (__m256i)high);
+      Floats* to = values + part * vectors;
+#if defined(__AVX512F__)
+      const auto both = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
+      ColumnPair<BFloat16>::widen_both((Words)both, to[0], to[1]);
+#else
+      ColumnPair<BFloat16>::widen_both((Words)first, to[0], to[1]);
+      ColumnPair<BFloat16>::widen_both((Words)second, to[2], to[3]);
+#endif
+    }
+  }
 };
 
-// The low or the high bytes of 32 weights and of 32 more; within each 128 bits eight of the former, then of the latter.
-template <int kByte, int... kLane>
-QUIRE_INLINE Bytes split(Words a, Words b, std::integer_sequence<int, kLane...>) {
-  return __builtin_shufflevector((Bytes)a, (Bytes)b,
-                                 (kLane / 16 * 16 + kLane % 8 * 2 + kLane % 16 / 8 * 64 + kByte)...);
-}
+// What is left of a panel in blocks.
+struct PackedPanel {
+  static constexpr int kPieceSteps = kBlockSteps;
 
-// The inverse: the weights of the former (`kHalf` 0) or the latter.
-template <int kHalf, int... kLane>
-QUIRE_INLINE Words join(Bytes low, Bytes high, std::integer_sequence<int, kLane...>) {
-  return (Words)__builtin_shufflevector(low, high, (kLane / 16 * 16 + kHalf * 8 + kLane % 16 / 2 + kLane % 2 * 64)...);
-}
+  const uint8_t* data;
+  const Table* tables;
 
-constexpr std::make_integer_sequence<int, 64> kBytes{};
-
-QUIRE_INLINE Columns raw_step(const uint8_t* from) {
-  return {{load_bits<Words>(from), load_bits<Words>(from + 64), load_bits<Words>(from + 128),
-           load_bits<Words>(from + 192)}};
-}
-
-QUIRE_INLINE Bytes look_up(Bytes table, Bytes codes) {
-  return (Bytes)_mm512_shuffle_epi8((__m512i)table, (__m512i)codes);
-}
-
-QUIRE_INLINE Columns expanded_step(const uint8_t* from, Bytes table) {
-  const Bytes codes = load_bits<Bytes>(from);
-  const Bytes low[] = {load_bits<Bytes>(from + 64), load_bits<Bytes>(from + 128)};
-  const Bytes high[] = {look_up(table, codes & 15), look_up(table, codes >> 4)};
-  return {{join<0>(low[0], high[0], kBytes), join<1>(low[0], high[0], kBytes), join<0>(low[1], high[1], kBytes),
-           join<1>(low[1], high[1], kBytes)}};
-}
+  // Calls `body` with the steps of the next block, and moves on behind them.
+  template <typename Body>
+  QUIRE_INLINE void take(int depth, Body body) {
+    if (tables->is_raw()) {
+      body(PlainPanel<BFloat16>{reinterpret_cast<const BFloat16*>(data)});
+      data += depth * kStepBytes;
+    } else {
+      body(CodedSteps{data, (Bytes)_mm256_broadcastsi128_si256(load_bits<__m128i>(tables->values))});
+      data += depth * kCodedStepBytes;
+    }
+    ++tables;
+  }
+};
 
 // Each high byte's place in a table. One that the table repeats gets the last of its places, for that has all bits.
 QUIRE_INLINE Bytes codes_of(Bytes high, const Table& table) {
@@ -80,100 +97,27 @@ QUIRE_INLINE Bytes codes_of(Bytes high, const Table& table) {
 }
 
 void pack_step(const BFloat16* step, const Table& table, uint8_t* to) {
-  const auto [vectors] = raw_step(reinterpret_cast<const uint8_t*>(step));
-  store_bits(to, codes_of(split<1>(vectors[0], vectors[1], kBytes), table) |
-                     codes_of(split<1>(vectors[2], vectors[3], kBytes), table) << 4);
-  store_bits(to + 64, split<0>(vectors[0], vectors[1], kBytes));
-  store_bits(to + 128, split<0>(vectors[2], vectors[3], kBytes));
-}
-
-struct PackedPanel {
-  const uint8_t* data;
-  const Table* tables;  // of its blocks
-
-  // Calls `body(step, columns)` for steps [0, depth) in their order, and moves on behind them; `depth` is a whole
-  // number of blocks, but at the end of the panel.
-  template <typename Body>
-  QUIRE_INLINE void expand(int depth, Body body) {
-    for (int begin = 0; begin < depth; begin += kBlockSteps, ++tables) {
-      const int end = std::min(begin + kBlockSteps, depth);
-      fetch(tables + kAhead / (kBlockSteps * kPackedStepBytes));
-      if (tables->is_raw()) {
-        for (int step = begin; step < end; ++step, data += kStepBytes) {
-          for (int line = 0; line < kStepBytes; line += 64) fetch(data + kAhead + line);
-          body(step, raw_step(data));
-        }
-      } else {
-        const Bytes table = (Bytes)_mm512_broadcast_i32x4(load_bits<__m128i>(tables->values));
-        for (int step = begin; step < end; ++step, data += kPackedStepBytes) {
-          for (int line = 0; line < kPackedStepBytes; line += 64) fetch(data + kAhead + line);
-          body(step, expanded_step(data, table));
-        }
-      }
-    }
+  Bytes codes[2];
+  for (int group = 0; group < 2; ++group) {
+    const auto first = load_bits<__m256i>(step + group * kColumnGroup), second = load_bits<__m256i>(step + group * kColumnGroup + 16);
+    const __m256i mask = _mm256_set1_epi16(255);
+    const auto low = _mm256_packus_epi16(_mm256_and_si256(first, mask), _mm256_and_si256(second, mask));
+    const auto high = _mm256_packus_epi16(_mm256_srli_epi16(first, 8), _mm256_srli_epi16(second, 8));
+    codes[group] = codes_of((Bytes)high, table);
+    store_bits(to + (1 + group) * sizeof(Bytes), low);
   }
-};
-
-// The sums [kRows, kPanel] of the rows of one tile.
-template <int kRows>
-void multiply_few(PackedPanel panel, int depth, const BFloat16* x, int64_t row_stride, float* sums) {
-  Floats totals[kRows][kTileVectors]{};
-  panel.expand(depth, [&](int step, const Columns& columns) {
-#pragma GCC unroll 6
-    for (int row = 0; row < kRows; ++row) {
-      const Floats value = Steps::broadcast(x + row * row_stride + step * Steps::kValues);
-#pragma GCC unroll 4
-      for (int vector = 0; vector < kTileVectors; ++vector)
-        Steps::multiply_add(totals[row][vector], value, (Floats)columns.vectors[vector]);
-    }
-  });
-#pragma GCC unroll 6
-  for (int row = 0; row < kRows; ++row)
-#pragma GCC unroll 4
-    for (int vector = 0; vector < kTileVectors; ++vector)
-      store(sums + row * kPanel + vector * kLanes, totals[row][vector]);
+  store_bits(to, codes[0] | codes[1] << 4);
 }
 
-// The sums of more rows: each piece is expanded once, and meets them all.
-void multiply_many(PackedPanel panel, int depth, const BFloat16* x, int64_t row_stride, int num_rows, float* sums) {
-  alignas(64) BFloat16 expanded[kLongPieceSteps * kPanel * Steps::kValues];
-  float ones[kJobRows];
-  std::fill_n(ones, num_rows, 1.0f);
-  const int piece = num_rows <= kFewPieceRows ? kPieceSteps : kLongPieceSteps;
-  for (int begin = 0; begin < depth; begin += piece) {
-    const int count = std::min(piece, depth - begin);
-    panel.expand(count, [&](int step, const Columns& columns) {
-      auto* to = expanded + step * kPanel * Steps::kValues;
-      for (int vector = 0; vector < kTileVectors; ++vector)
-        store_bits(to + vector * kLanes * Steps::kValues, columns.vectors[vector]);
-    });
-    multiply<Steps>(x + begin * Steps::kValues, int(row_stride), expanded, count, sums, kPanel,
-                    begin > 0 ? ones : nullptr, num_rows, kPanel);
-  }
-}
+int num_blocks(int64_t width) { return int((width + kBlockSteps - 1) / kBlockSteps); }
+int block_steps(int64_t width, int block) { return int(std::min<int64_t>(kBlockSteps, width - block * kBlockSteps)); }
 
-void multiply_packed(PackedPanel panel, int depth, const BFloat16* x, int64_t row_stride, int num_rows, float* sums) {
-  switch (num_rows) {
-    case 1: return multiply_few<1>(panel, depth, x, row_stride, sums);
-    case 2: return multiply_few<2>(panel, depth, x, row_stride, sums);
-    case 3: return multiply_few<3>(panel, depth, x, row_stride, sums);
-    case 4: return multiply_few<4>(panel, depth, x, row_stride, sums);
-    default: return multiply_many(panel, depth, x, row_stride, num_rows, sums);
-  }
-}
-
-// The blocks of a panel, and the steps of one of them.
-int num_blocks(int64_t width) { return int((width + kBlockWidth - 1) / kBlockWidth); }
-int block_steps(int64_t width, int block) {
-  return int(std::min<int64_t>(kBlockWidth, width - block * kBlockWidth)) / Steps::kValues;
-}
-
-// The table of a block of `count` columns, `width` values each.
-Table table_of(const BFloat16* const* columns, int count, int width) {
+// The table of a block of `count` columns, `depth` values each.
+Table table_of(const BFloat16* const* columns, int count, int depth) {
   bool is_there[256]{};
   for (int column = 0; column < count; ++column) {
-    fetch(columns[column] + kBlockWidth);
-    for (int value = 0; value < width; ++value) is_there[columns[column][value].bits >> 8] = true;
+    fetch(columns[column] + kBlockSteps);
+    for (int step = 0; step < depth; ++step) is_there[columns[column][step].bits >> 8] = true;
   }
   Table table{};
   int found = 0;
@@ -185,58 +129,54 @@ Table table_of(const BFloat16* const* columns, int count, int width) {
   return table;
 }
 
-// The columns of a panel from the first value of a block on; returns how many there are.
-int columns_of(const void* weight, int64_t num_columns, int64_t width, int64_t panel, int block,
-               const BFloat16** columns) {
-  const int count = int(std::min<int64_t>(kPanel, num_columns - panel * kPanel));
-  for (int column = 0; column < count; ++column)
-    columns[column] = static_cast<const BFloat16*>(weight) + (panel * kPanel + column) * width + block * kBlockWidth;
-  return count;
+// Calls `body_of(panel)(block, columns, how many, steps)` for each block of a weight, the panels on all threads.
+template <typename BodyOf>
+void for_each_block(const void* weight, int64_t num_columns, int64_t width, BodyOf body_of) {
+  quire::in_parallel(num_panels_of(num_columns), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t panel = begin; panel < end; ++panel) {
+      auto body = body_of(panel);
+      const int count = int(std::min<int64_t>(kWeightPanel, num_columns - panel * kWeightPanel));
+      for (int block = 0; block < num_blocks(width); ++block) {
+        const BFloat16* columns[kWeightPanel];
+        for (int column = 0; column < count; ++column)
+          columns[column] =
+              static_cast<const BFloat16*>(weight) + (panel * kWeightPanel + column) * width + block * kBlockSteps;
+        body(block, columns, count, block_steps(width, block));
+      }
+    }
+  });
 }
 
 }  // namespace
 
-// Finds the tables of a weight [num_columns, width], [panels, blocks of a panel], and the bytes of each panel; `width`
-// is even.
+// Finds the tables of a weight [num_columns, width], [panels, blocks of a panel], and the bytes of each panel.
 QUIRE_EXPORT void quire_lossless_tables(const void* weight, int64_t num_columns, int64_t width, void* tables,
                                         int64_t* panel_bytes) {
-  quire::in_parallel((num_columns + kPanel - 1) / kPanel, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t panel = begin; panel < end; ++panel) {
-      panel_bytes[panel] = 0;
-      for (int block = 0; block < num_blocks(width); ++block) {
-        const BFloat16* columns[kPanel];
-        const int count = columns_of(weight, num_columns, width, panel, block, columns);
-        const int steps = block_steps(width, block);
-        const Table table = table_of(columns, count, steps * Steps::kValues);
-        static_cast<Table*>(tables)[panel * num_blocks(width) + block] = table;
-        panel_bytes[panel] += steps * (table.is_raw() ? kStepBytes : kPackedStepBytes);
-      }
-    }
+  for_each_block(weight, num_columns, width, [&](int64_t panel) {
+    Table* to = static_cast<Table*>(tables) + panel * num_blocks(width);
+    int64_t* num_bytes = panel_bytes + panel;
+    *num_bytes = 0;
+    return [=](int block, const BFloat16* const* columns, int count, int depth) {
+      to[block] = table_of(columns, count, depth);
+      *num_bytes += depth * (to[block].is_raw() ? kStepBytes : kCodedStepBytes);
+    };
   });
 }
 
 // Packs the weight by its tables, each panel at its place in `packed`.
 QUIRE_EXPORT void quire_lossless_pack(const void* weight, int64_t num_columns, int64_t width, const void* tables,
                                       const int64_t* panel_starts, void* packed) {
-  quire::in_parallel((num_columns + kPanel - 1) / kPanel, 1, [&](int64_t begin, int64_t end) {
-    alignas(64) BFloat16 steps[kBlockSteps * kPanel * Steps::kValues]{};  // where columns are missing, zeros
-    for (int64_t panel = begin; panel < end; ++panel) {
-      uint8_t* to = static_cast<uint8_t*>(packed) + panel_starts[panel];
-      for (int block = 0; block < num_blocks(width); ++block) {
-        const BFloat16* columns[kPanel];
-        const int count = columns_of(weight, num_columns, width, panel, block, columns);
-        const int num_steps = block_steps(width, block);
-        pack_columns<Steps, BFloat16>(columns, 0, count, num_steps * Steps::kValues, steps);
-        const Table& table = static_cast<const Table*>(tables)[panel * num_blocks(width) + block];
-        if (table.is_raw()) {
-          std::memcpy(to, steps, num_steps * kStepBytes);
-          to += num_steps * kStepBytes;
-        } else {
-          for (int step = 0; step < num_steps; ++step, to += kPackedStepBytes)
-            pack_step(steps + step * kPanel * Steps::kValues, table, to);
-        }
-      }
-    }
+  for_each_block(weight, num_columns, width, [&](int64_t panel) {
+    const Table* from = static_cast<const Table*>(tables) + panel * num_blocks(width);
+    uint8_t* to = static_cast<uint8_t*>(packed) + panel_starts[panel];
+    return [=](int block, const BFloat16* const* columns, int count, int depth) mutable {
+      BFloat16 steps[kBlockSteps * kWeightPanel];
+      const bool is_raw = from[block].is_raw();
+      pack_pairs(columns, count, depth, is_raw ? reinterpret_cast<BFloat16*>(to) : steps);
+      for (int step = 0; step < depth && !is_raw; ++step)
+        pack_step(steps + step * kWeightPanel, from[block], to + step * kCodedStepBytes);
+      to += depth * (is_raw ? kStepBytes : kCodedStepBytes);
+    };
   });
 }
 
@@ -245,13 +185,9 @@ QUIRE_EXPORT void quire_lossless_linear(const void* x, int64_t row_stride, int64
                                         const int64_t* panel_starts, const void* packed, int64_t num_columns,
                                         int64_t width, const void* bias, const void* residual, void* output) {
   const Operands operands{x, row_stride, bias, residual, output};
-  for_each_job(num_rows, num_columns, [&](int panel, int64_t first, int count) {
-    alignas(64) float sums[kJobRows * kPanel];
-    const PackedPanel from{static_cast<const uint8_t*>(packed) + panel_starts[panel],
-                           static_cast<const Table*>(tables) + int64_t(panel) * num_blocks(width)};
-    multiply_packed(from, int(width / Steps::kValues), static_cast<const BFloat16*>(x) + first * row_stride, row_stride,
-                    count, sums);
-    finish_rows<BFloat16>(operands, int(num_columns), panel, first, count, sums);
+  multiply_widened<BFloat16>(operands, num_rows, num_columns, int(width), [=](int64_t panel) {
+    return PackedPanel{static_cast<const uint8_t*>(packed) + panel_starts[panel],
+                       static_cast<const Table*>(tables) + panel * num_blocks(width)};
   });
 }
 

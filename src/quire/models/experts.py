@@ -1,0 +1,106 @@
+"""The block of an FFN that is many experts, of which each token goes through a few."""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from quire.models import spec
+from quire.models.blocks import Addition, GatedMLPBlock, Projection, WeightSlot, WeightSlots, nested
+from quire.ops.interface import Linear, Ops
+
+
+class ExpertsBlock:
+    """Experts behind a router.
+
+    Rows are brought together by expert: an expert that any row goes through costs two products, the others none.
+
+    Args:
+        experts: their number and widths, and how they are chosen and scored.
+        width: E.
+
+    Attributes:
+        slots: "router", "gate_up", "down" and, where there is a shared expert, "shared.gate_up" and "shared.down".
+    """
+
+    def __init__(self, experts: spec.Experts, width: int, ops: Ops) -> None:
+        self._experts = experts
+        self._gate = ops.gate
+        self._router = Projection(width, experts.num_experts, False, ops)
+        self._gate_up = ExpertProjections(experts, width, 2 * experts.width, ops)
+        self._down = ExpertProjections(experts, experts.width, width, ops)
+        self.slots: WeightSlots = nested(router=self._router.slots, gate_up=self._gate_up.slots, down=self._down.slots)
+        self._shared: GatedMLPBlock | None = None
+        if experts.shared_width:
+            shared = spec.GatedMLP(experts.shared_width, activation=experts.activation)
+            self._shared = GatedMLPBlock(shared, width, Addition(), ops)
+            self.slots |= nested(shared=self._shared.slots)
+
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Add to `residual` [T, E] what the experts of each row make of `x` [T, E]."""
+        experts = self._experts
+        chosen, scores = choose(self._router.run(x), experts)
+        if self._shared is not None:
+            residual = self._shared(x, residual)
+        order = chosen.flatten().argsort(stable=True)
+        rows, weights = order // experts.num_chosen, scores.flatten()[order][:, None]
+        seen = x[rows]
+        if experts.scaled_input:
+            seen.mul_(weights)
+        counts = torch.bincount(chosen.flatten(), minlength=experts.num_experts).tolist()
+        # In float32 and always in the order of the experts: a row gets the same, whatever rows are beside it.
+        total = residual.to(torch.float32, copy=True)
+        for idx, (start, end) in enumerate(pairwise(accumulate(counts, initial=0))):
+            if start == end:
+                continue
+            gate_up = self._gate_up.runs[idx](seen[start:end])
+            given = self._down.runs[idx](self._gate(gate_up, experts.activation)).float()
+            if not experts.scaled_input:
+                given.mul_(weights[start:end])
+            total.index_add_(0, rows[start:end], given)
+        return total.to(x.dtype)
+
+
+class ExpertProjections:
+    """A linear layer of each expert, packed as soon as the weight of all is there.
+
+    Args:
+        in_width, out_width: of each.
+
+    Attributes:
+        runs: the packed layers, one for each expert.
+        slots: "weight".
+    """
+
+    __slots__ = ("_is_transposed", "_ops", "_shape", "runs", "slots")
+
+    runs: list[Linear]
+
+    def __init__(self, experts: spec.Experts, in_width: int, out_width: int, ops: Ops) -> None:
+        self._ops = ops
+        self._is_transposed = experts.transposed
+        self._shape = experts.num_experts, out_width, in_width
+        shape: tuple[int, ...] = (experts.num_experts * out_width, in_width)
+        if experts.transposed:
+            shape = (experts.num_experts, in_width, out_width)
+        self.slots: WeightSlots = {"weight": WeightSlot(shape, self._fill)}
+
+    def _fill(self, tensor: Tensor) -> None:
+        weights = tensor.mT if self._is_transposed else tensor.view(self._shape)
+        self.runs = [self._ops.pack_linear(weight) for weight in weights]
+
+
+def choose(logits: Tensor, experts: spec.Experts) -> tuple[Tensor, Tensor]:
+    """Return the experts of each row and their scores, [T, C] of int64 and of float32.
+
+    Args:
+        logits: [T, X]; the scores grow with them, so the highest are chosen before anything is rounded again.
+    """
+    logits = logits.float()
+    top, chosen = logits.topk(experts.num_chosen, -1)
+    scores = top.sigmoid() if experts.scoring == "sigmoid" else (top - logits.logsumexp(-1, keepdim=True)).exp()
+    if experts.renormalised:
+        scores /= scores.sum(-1, keepdim=True)
+    return chosen, scores

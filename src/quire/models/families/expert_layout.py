@@ -1,0 +1,59 @@
+"""Experts in layers of Llama's layout: how they are read, and what their tensors are called."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from quire.errors import CheckpointError
+from quire.models.families.hf_config import HFConfig
+from quire.models.spec import Experts, ModelSpec, WeightMap
+
+
+def read_counts(config: HFConfig, default: int | None = None, chosen: int | None = None) -> tuple[int, int]:
+    """Read how many experts there are, and how many of them a token goes through.
+
+    Args:
+        default, chosen: where the configuration does not say.
+
+    Raises:
+        CheckpointError: a field is missing or of the wrong type, or more are chosen than there are.
+    """
+    name = "num_experts" if config.has("num_experts") else "num_local_experts"
+    num_experts, num_chosen = config.integer(name, default), config.integer("num_experts_per_tok", chosen)
+    if num_chosen > num_experts:
+        raise CheckpointError(
+            f"config.json: num_experts_per_tok must be at most {name} ({num_experts}), got {num_chosen}",
+            field="num_experts_per_tok",
+        )
+    return num_experts, num_chosen
+
+
+def with_experts(
+    read: tuple[ModelSpec, WeightMap],
+    experts: Experts,
+    layers: Collection[int],
+    module: str,
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> tuple[ModelSpec, WeightMap]:
+    """Put experts in place of the gated MLPs of some layers.
+
+    Args:
+        read: the model with gated MLPs in all layers.
+        layers: which have experts.
+        module: what the checkpoint calls the FFN of such a layer.
+        parts: what it calls the gate, up and down of each expert.
+    """
+    spec, names = read
+    gate, up, down = parts
+    specs = [replace(each, ffn=experts) if idx in layers else each for idx, each in enumerate(spec.layers)]
+    for idx in layers:
+        ours, theirs = f"layers.{idx}.ffn", f"model.layers.{idx}.{module}"
+        names = {name: sources for name, sources in names.items() if not name.startswith(f"{ours}.")}
+        numbered = [f"{theirs}.experts.{number}" for number in range(experts.num_experts)]
+        names |= {
+            f"{ours}.router.weight": (f"{theirs}.gate.weight",),
+            f"{ours}.gate_up.weight": tuple(f"{each}.{part}.weight" for each in numbered for part in (gate, up)),
+            f"{ours}.down.weight": tuple(f"{each}.{down}.weight" for each in numbered),
+        }
+    return replace(spec, layers=tuple(specs)), names

@@ -1,0 +1,29 @@
+"""Qwen3 with experts: in every layer, or in some."""
+
+from __future__ import annotations
+
+from quire.models.families.expert_layout import read_counts, with_experts
+from quire.models.families.hf_config import HFConfig, read_activation
+from quire.models.families.llama_layout import read_llama_layout
+from quire.models.spec import Experts, ModelSpec, WeightMap
+
+
+def qwen3_moe(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
+    """Read a `Qwen3MoeForCausalLM`.
+
+    Raises:
+        CheckpointError: a field of the configuration is missing or of the wrong type.
+        UnsupportedModel: the configuration asks for something that is not implemented: windows, say.
+    """
+    config.require("use_sliding_window", None, False)
+    has_bias = config.flag("attention_bias", False)
+    experts = Experts(
+        *read_counts(config, 128, 8),
+        config.integer("moe_intermediate_size", 768),
+        renormalised=config.flag("norm_topk_prob", False),
+        activation=read_activation(config),
+    )
+    dense, step = config.indices("mlp_only_layers"), config.integer("decoder_sparse_step", 1)
+    layers = [idx for idx in range(step - 1, config.integer("num_hidden_layers"), step) if idx not in dense]
+    read = read_llama_layout(config, qkv_bias=has_bias, output_bias=has_bias, qk_norm=True)
+    return with_experts(read, experts, layers, "mlp")

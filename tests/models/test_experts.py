@@ -1,0 +1,182 @@
+"""The block of experts beside its slow twin, what it costs, and checkpoints as transformers writes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.nn import functional
+
+from quire.errors import CheckpointError, UnsupportedModel
+from quire.models.checkpoint import Checkpoint
+from quire.models.experts import ExpertsBlock
+from quire.models.families import build
+from quire.models.loading import load_decoder
+from quire.models.spec import Experts, ModelSpec
+from quire.ops.interface import Linear
+from quire.ops.torch_ops import TorchOps
+from tests.models.published import CONFIGS
+from tests.models.test_conformance import assert_same
+from tests.models.tiny import CASES, SHAPE, PagedRun, random_tokens, reference_logits
+
+WIDTH = 12
+PLAIN = Experts(5, 2, 8)
+
+
+class CountingOps(TorchOps):
+    """The torch backend, with a list of the rows of every product."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.rows: list[int] = []
+
+    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        linear = super().pack_linear(weight, bias)
+
+        def run(x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+            self.rows.append(len(x))
+            return linear(x, residual)
+
+        return run
+
+
+def filled(experts: Experts, ops: TorchOps) -> tuple[ExpertsBlock, dict[str, torch.Tensor]]:
+    """Return a block with random weights, and these."""
+    block = ExpertsBlock(experts, WIDTH, ops)
+    generator = torch.Generator().manual_seed(4)
+    weights = {name: torch.randn(slot.shape, generator=generator) for name, slot in block.slots.items()}
+    for name, slot in block.slots.items():
+        slot.fill(weights[name])
+    return block, weights
+
+
+def gated(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """Return what a gated MLP makes of a row."""
+    gate, up = (gate_up @ x).chunk(2)
+    return down @ (functional.silu(gate) * up)
+
+
+def expected_row(x: torch.Tensor, experts: Experts, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return what the experts make of a row: all scores, the best of them, one expert after the other."""
+    weights = {name: weight.double() for name, weight in weights.items()}
+    x = x.double()
+    logits = weights["router.weight"] @ x
+    scores = logits.softmax(0) if experts.scoring == "softmax" else logits.sigmoid()
+    best = sorted(range(experts.num_experts), key=lambda idx: -scores[idx])[: experts.num_chosen]
+    total = sum(scores[idx] for idx in best) if experts.renormalised else 1.0
+    result = torch.zeros(WIDTH, dtype=torch.float64)
+    for idx in best:
+        parts = []
+        for name in ("gate_up.weight", "down.weight"):
+            stored = weights[name]
+            parts.append(stored[idx].T if experts.transposed else stored.chunk(experts.num_experts)[idx])
+        score = scores[idx] / total
+        result += gated(score * x, *parts) if experts.scaled_input else score * gated(x, *parts)
+    if experts.shared_width:
+        result += gated(x, weights["shared.gate_up.weight"], weights["shared.down.weight"])
+    return result
+
+
+@pytest.mark.parametrize("shared_width", [0, 6])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("scaled_input", [False, True])
+@pytest.mark.parametrize("renormalised", [False, True])
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_experts_are_chosen_and_scored(
+    scoring: Any, renormalised: bool, scaled_input: bool, transposed: bool, shared_width: int
+) -> None:
+    experts = Experts(5, 2, 8, scoring, renormalised, scaled_input, shared_width, transposed=transposed)
+    block, weights = filled(experts, TorchOps(torch.device("cpu")))
+    x, residual = torch.randn(2, 17, WIDTH, generator=torch.Generator().manual_seed(6))
+    kept = residual.clone()
+    with torch.inference_mode():
+        found = block(x, residual)
+    assert torch.equal(residual, kept)
+    expected = torch.stack([expected_row(row, experts, weights) for row in x]) + residual
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
+
+
+def test_an_expert_that_nobody_goes_through_costs_nothing() -> None:
+    ops = CountingOps()
+    block, weights = filled(PLAIN, ops)
+    x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        block(x[:1], x[:1])
+        # The router, and two products for each of two experts.
+        assert ops.rows == [1] * 5
+        ops.rows.clear()
+        block(x, x)
+    counts = (x @ weights["router.weight"].T).topk(2).indices.flatten().bincount(minlength=5).tolist()
+    assert ops.rows == [6, *(count for count in counts if count for _ in range(2))]
+
+
+def test_what_experts_give_is_added_in_float32() -> None:
+    """Eight times 0.75 to 256, where bfloat16 knows nothing below 2."""
+    block = ExpertsBlock(Experts(8, 8, 1, "sigmoid"), WIDTH, TorchOps(torch.device("cpu")))
+    weights = {name: torch.zeros(slot.shape, dtype=torch.bfloat16) for name, slot in block.slots.items()}
+    weights["gate_up.weight"][0::2, 0], weights["gate_up.weight"][1::2, 0] = 16.0, 1.5 / 16.0
+    weights["down.weight"].fill_(1.0)
+    for name, slot in block.slots.items():
+        slot.fill(weights[name])
+    with torch.inference_mode():
+        found = block(torch.ones(3, WIDTH, dtype=torch.bfloat16), torch.full((3, WIDTH), 256.0, dtype=torch.bfloat16))
+    assert torch.equal(found, torch.full((3, WIDTH), 262.0, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "llama4"])
+def test_checkpoints_as_they_are_stored(name: str, tmp_path: Path) -> None:
+    """Each expert by itself, or all in one tensor, as transformers writes them."""
+    config_class, model_class, changes = CASES[name]
+    torch.manual_seed(5)
+    reference = model_class(config_class(**SHAPE | changes | {"initializer_range": 0.2})).eval()
+    reference.save_pretrained(tmp_path)
+    decoder = load_decoder(Checkpoint.open(str(tmp_path)), device="cpu", dtype=torch.float32)
+    token_ids = random_tokens(30)
+    run = PagedRun(decoder)
+    found = torch.cat([run.step({0: token_ids[:19]})[0], run.step({0: token_ids[19:]})[0]])
+    assert_same(found, reference_logits(reference, token_ids))
+
+
+def read(name: str, **changes: Any) -> ModelSpec:
+    return build(CONFIGS[name] | changes)[0]
+
+
+def test_what_configurations_say_of_experts() -> None:
+    assert read("Mixtral 8x7B").layers[0].ffn == Experts(8, 2, 14336, renormalised=True)
+    assert read("Qwen3 30B A3B").layers[47].ffn == Experts(128, 8, 768, renormalised=True)
+    assert read("Qwen3 30B A3B", norm_topk_prob=False).layers[0].ffn == Experts(128, 8, 768)
+    sparse = read("Qwen3 30B A3B", num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3])
+    assert [isinstance(layer.ffn, Experts) for layer in sparse.layers] == [False, True, False, False, False, True]
+    assert read("Mixtral 8x7B").layers[0].mixer.rope.theta == transformers.MixtralConfig().rope_parameters["rope_theta"]
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "changes"),
+    [
+        ("Qwen3 30B A3B", "use_sliding_window", {"use_sliding_window": True}),
+        ("Qwen3 30B A3B", "hidden_act", {"hidden_act": "gelu"}),
+        ("Mixtral 8x7B", "layer_types", {"layer_types": ["chunked_attention"] * 32}),
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_name(name: str, field: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedModel) as caught:
+        read(name, **changes)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "changes"),
+    [
+        ("Mixtral 8x7B", "num_experts_per_tok", {"num_experts_per_tok": 9}),
+        ("Mixtral 8x7B", "num_local_experts", {"num_local_experts": 0}),
+        ("Qwen3 30B A3B", "num_experts_per_tok", {"num_experts": 4}),
+        ("Qwen3 30B A3B", "mlp_only_layers", {"mlp_only_layers": [-1]}),
+    ],
+)
+def test_a_wrong_field_is_named(name: str, field: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match=field) as caught:
+        read(name, **changes)
+    assert caught.value.field == field
