@@ -24,6 +24,7 @@ class Contender(NamedTuple):
 
 CONTENDERS = {
     "quire": Contender("quire", "bf16", {}),
+    "quire-plain": Contender("quire", "bf16", {"weight_packing": "plain"}),
     "quire-lossless": Contender("quire", "bf16", {"weight_packing": "lossless"}),
     "quire-kv8": Contender("quire", "bf16", {"kv_cache_dtype": "int8"}),
     "quire-int8": Contender("quire", "int8", {"quantization": "int8"}),

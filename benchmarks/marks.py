@@ -38,7 +38,7 @@ class Mark(NamedTuple):
 
 MARKS = (
     Mark("W1", "quire", "bf16", 1.0),
-    Mark("W1", "quire-lossless", "quire", 1.1),
+    Mark("W1", "quire-lossless", "quire-plain", 1.1),
     Mark("W1", "quire-int8", "int8", 1.2),
     Mark("W1", "quire-int4", "int4", 1.15),
     Mark("W2", "quire", "bf16", 1.0),

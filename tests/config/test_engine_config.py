@@ -77,6 +77,7 @@ def test_the_preemption_options_are_those_of_the_scheduler() -> None:
         ("device", ["auto", "cpu", "cuda"], ["tpu", "CPU", None]),
         ("kernels", ["auto", "native", "torch"], ["fast", "", None, 1]),
         ("quantization", [None, "int8", "int4"], ["int2", "", "none", 8]),
+        ("weight_packing", ["auto", "plain", "lossless"], ["tight", "", None, 1]),
         ("eviction_policy", ["lru", "fifo", "lfu", "slru"], ["mru", "", None]),
         ("scheduling_policy", ["fcfs", "priority"], ["lifo", None]),
         ("preemption_policy", ["last", "least_waste"], ["first", "", None]),

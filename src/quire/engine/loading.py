@@ -95,6 +95,7 @@ def load(config: EngineConfig, instruments: Instruments | None = None) -> Loaded
         dtype=dtype,
         kernels=options.kernels,
         quantization=options.quantization,
+        weight_packing=options.weight_packing,
         instruments=instruments,
     )
     stored = config.cache.kv_cache_dtype

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from quire.config import Quantization
+from quire.errors import ConfigError
 from quire.models.checkpoint import Checkpoint
 from quire.models.decoder import Decoder
 from quire.models.families import build
@@ -29,6 +30,7 @@ def load_decoder(
     dtype: torch.dtype,
     kernels: str = "auto",
     quantization: Quantization | None = None,
+    weight_packing: str = "auto",
     instruments: Instruments | None = None,
 ) -> Decoder:
     """Build the decoder that a checkpoint describes, and fill it.
@@ -37,17 +39,23 @@ def load_decoder(
         checkpoint: the model's files.
         device: "cpu" or "cuda".
         dtype: of weights, hidden states and cache, as `choose_dtype` returns it.
-        kernels, quantization: what computes, and on what weights; see `quire.ops.make_ops`.
+        kernels, quantization, weight_packing: what computes, and on what weights; see `quire.ops.make_ops`.
         instruments: put round the kernels and the decoder.
 
     Raises:
-        ConfigError: kernels or weights that cannot be had.
+        ConfigError: kernels, or weights, that cannot be had.
         UnsupportedModel: no family implements the architecture or one of its options.
         CheckpointError: a tensor or a field is missing or wrong.
     """
+    if weight_packing == "lossless" and dtype != torch.bfloat16:
+        raise ConfigError(
+            f"weight_packing 'lossless' is for dtype bfloat16, and weights are of {str(dtype).removeprefix('torch.')}; "
+            "use 'plain', or dtype 'bfloat16'",
+            field="weight_packing",
+        )
     spec, weight_map = build(checkpoint.config)
     place = torch.device(device)
-    ops = make_ops(place, kernels, quantization)
+    ops = make_ops(place, kernels, quantization, weight_packing)
     if instruments is not None:
         ops = instruments.ops(ops)
     decoder = Decoder(spec, ops=ops, dtype=dtype, device=place)

@@ -7,12 +7,18 @@ import torch
 from quire.config import Quantization
 from quire.errors import ConfigError
 from quire.ops.interface import Ops
-from quire.ops.native_library import find_library
+from quire.ops.lossless import LosslessPacking
+from quire.ops.native_library import LosslessCalls, NativeLibrary, find_library
 from quire.ops.native_ops import NativeOps
 from quire.ops.torch_ops import TorchOps
 
 
-def make_ops(device: torch.device, kernels: str = "auto", quantization: Quantization | None = None) -> Ops:
+def make_ops(
+    device: torch.device,
+    kernels: str = "auto",
+    quantization: Quantization | None = None,
+    weight_packing: str = "auto",
+) -> Ops:
     """Make the backend that computes on a device.
 
     Args:
@@ -20,9 +26,12 @@ def make_ops(device: torch.device, kernels: str = "auto", quantization: Quantiza
         kernels: "torch" for stock operators, "native" for what the package's own build compiled, "auto" for the
             latter on a CPU where there is such.
         quantization: what the weights of linear layers are rounded to; on a CPU only.
+        weight_packing: "lossless" for bfloat16 weights in three quarters of their bytes, "plain" for weights as they
+            are, "auto" for the former where kernels have it.
 
     Raises:
-        ConfigError: native kernels or rounded weights were asked for and cannot be had; the message says why.
+        ConfigError: native kernels, rounded weights, or a packing, were asked for and cannot be had; the message says
+            why.
     """
     if quantization is not None and device.type != "cpu":
         raise ConfigError(
@@ -30,11 +39,38 @@ def make_ops(device: torch.device, kernels: str = "auto", quantization: Quantiza
             "to 'cpu'",
             field="quantization",
         )
+    if quantization is not None and weight_packing == "lossless":
+        raise ConfigError(
+            f"weight_packing 'lossless' is for weights as they came, and quantization {quantization!r} rounds them: "
+            "leave one of the two out",
+            field="weight_packing",
+        )
     if kernels == "torch" or (kernels == "auto" and device.type != "cpu"):
-        return TorchOps(device, quantization=quantization)
+        return _plain(TorchOps(device, quantization=quantization), weight_packing)
     found = find_library() if device.type == "cpu" else f"they are for CPUs, not for device {device.type!r}"
     if not isinstance(found, str):
-        return NativeOps(found, quantization)
+        wants_lossless = weight_packing != "plain" and quantization is None
+        if wants_lossless and found.lossless is not None and _agrees(found, found.lossless):
+            return NativeOps(found, packing=LosslessPacking(found.lossless))
+        return _plain(NativeOps(found, quantization), weight_packing)
     if kernels == "native":
         raise ConfigError(f"native kernels were asked for, but {found}; use 'torch' or 'auto'", field="kernels")
-    return TorchOps(device, note=f"no native kernels: {found}", quantization=quantization)
+    return _plain(TorchOps(device, note=f"no native kernels: {found}", quantization=quantization), weight_packing)
+
+
+def _agrees(library: NativeLibrary, calls: LosslessCalls) -> bool:
+    """Return whether a small product has the plain one's bits: tests may not have met this processor's level."""
+    weight = torch.linspace(-1, 1, 64 * 66).view(64, 66).bfloat16()
+    packings = (None, LosslessPacking(calls))
+    plain, lossless = (NativeOps(library, packing=packing).pack_linear(weight) for packing in packings)
+    return all(torch.equal(plain(x), lossless(x)) for x in (weight[:1], weight[:2], weight[:5]))
+
+
+def _plain(ops: Ops, weight_packing: str) -> Ops:
+    if weight_packing == "lossless":
+        raise ConfigError(
+            "weight_packing 'lossless' needs native kernels of level avx2 or avx512 that give the plain "
+            f"product's bits, and what computes here is {ops.name}; use 'plain'",
+            field="weight_packing",
+        )
+    return ops

@@ -20,7 +20,7 @@ from quire.ops.weight_formats import UNITS
 
 FOLDER: Final = Path(__file__).parent / "native"
 # The number that `quire_interface_version` must return.
-INTERFACE_VERSION: Final = 8
+INTERFACE_VERSION: Final = 9
 # The best last; a processor that runs one runs those before it.
 LEVELS: Final = ("portable", "avx2", "avx512", "avx512_bf16")
 MAX_HEAD_DIM: Final = 256
@@ -74,6 +74,27 @@ class WeightKernels(NamedTuple):
     multiply: Callable[..., Any]
 
 
+class LosslessCalls(NamedTuple):
+    """The functions `quire_lossless_*` of the sources."""
+
+    tables: Callable[..., Any]
+    pack: Callable[..., Any]
+    linear: Callable[..., Any]
+
+    @classmethod
+    def of(cls, library: ctypes.CDLL) -> LosslessCalls:
+        """Find them in a library."""
+        weight = (_POINTER, _INT, _INT)
+        return cls(
+            _typed(library.quire_lossless_tables, *weight, _POINTER, _POINTER),
+            _typed(library.quire_lossless_pack, *weight, _POINTER, _POINTER, _POINTER),
+            _typed(
+                library.quire_lossless_linear,
+                *(_POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER),
+            ),
+        )
+
+
 class NativeLibrary:
     """One library, ready to be called.
 
@@ -86,6 +107,7 @@ class NativeLibrary:
         attend, gate, prepare, rms_norm, pack, linear, packed_columns: the functions of the same names, with `quire_`
             before, of the sources.
         weight_kernels: for each format of rounded weights, what packs and multiplies them.
+        lossless: those of weights packed to three quarters, where weights are widened by AVX2 or more.
 
     Raises:
         OSError: it cannot be loaded, or was built from other sources than these.
@@ -122,6 +144,7 @@ class NativeLibrary:
         self.weight_kernels = {name: _weight_kernels(library, name) for name in UNITS}
         packs = _typed(library.quire_packs, _INT, returns=ctypes.c_bool)
         self.packed_types = frozenset(dtype for dtype, number in TYPES.items() if packs(number))
+        self.lossless = LosslessCalls.of(library) if hasattr(library, "quire_lossless_linear") else None
 
 
 def find_library(folder: Path = FOLDER) -> NativeLibrary | str:

@@ -22,6 +22,7 @@ from quire.ops.interface import (
     StepAttention,
     StepStates,
 )
+from quire.ops.lossless import LosslessPacking
 from quire.ops.native_library import ACTIVATIONS, MAX_HEAD_DIM, TYPES, Cache, NativeLibrary, StepRows
 from quire.ops.native_quantised import NativeQuantisedLinear
 from quire.ops.torch_ops import TorchOps
@@ -34,13 +35,25 @@ class NativeOps:
     Args:
         library: that this processor runs.
         quantization: what the weights of linear layers are rounded to.
+        packing: of the weights that are not rounded, if another than `NativeLinear`'s.
     """
 
-    def __init__(self, library: NativeLibrary, quantization: Quantization | None = None) -> None:
-        self.name = f"native ({library.level})"
+    def __init__(
+        self,
+        library: NativeLibrary,
+        quantization: Quantization | None = None,
+        packing: LosslessPacking | None = None,
+    ) -> None:
         self._library = library
         self._quantization = quantization
+        self._packing = packing
         self._torch = TorchOps(torch.device("cpu"))
+
+    @property
+    def name(self) -> str:
+        """What computes, for people."""
+        packed = f", {self._packing}" if self._packing is not None and self._packing.plain_bytes else ""
+        return f"native ({self._library.level}){packed}"
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None, sensitive: bool = False) -> Linear:
         """Round, or pack for the kernels where they are faster, else for oneDNN."""
@@ -48,6 +61,8 @@ class NativeOps:
         if chosen is not None:
             return NativeQuantisedLinear(self._library.weight_kernels[chosen], weight, bias)
         if weight.dtype in self._library.packed_types and weight.shape[1] % 2 == 0:
+            if self._packing is not None and weight.dtype == torch.bfloat16:
+                return self._packing.pack(weight, bias)
             return NativeLinear(self._library, weight, bias)
         return self._torch.pack_linear(weight, bias)
 

@@ -16,7 +16,6 @@ constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 // Rows and groups without a larger magnitude count as zeros: beside it scales would leave the range of floats.
 constexpr float kSmallest = 1e-30f;
 
-typedef int8_t Bytes __attribute__((vector_size(QUIRE_LANES)));
 typedef int16_t Shorts __attribute__((vector_size(4 * QUIRE_LANES)));
 
 // ---- products ----

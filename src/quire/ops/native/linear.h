@@ -9,7 +9,8 @@
 #include <algorithm>
 
 #include "cache.h"
-#include "gemm.h"
+#include "parallel.h"
+#include "tiles.h"
 
 namespace {
 
@@ -52,6 +53,28 @@ void finish(float* sums, const Operands& operands, int64_t row, int panel) {
   int column = 0;
   for (; column + kLanes <= count; column += kLanes) store(to + column, load(sums + column));
   for (; column < count; ++column) narrow(to + column, sums[column]);
+}
+
+// ---- weights of two bytes, or of as many as hold them: panels of as many columns on every level ----
+
+constexpr int kWeightPanel = 64;
+
+static_assert(kWeightPanel % kPanel == 0 && kPanel % (2 * kLanes) == 0);
+
+// Calls `body(panel, first row, rows)` for each panel and each block of rows, on all threads.
+template <typename Body>
+void in_blocks(int64_t num_columns, int64_t num_rows, Body body) {
+  const int64_t num_blocks = (num_rows + kJobRows - 1) / kJobRows;
+  quire::in_turns(num_blocks * num_panels<kWeightPanel>(num_columns), [&](int64_t job) {
+    const int64_t first = job % num_blocks * kJobRows;
+    body(job / num_blocks, first, int(std::min<int64_t>(kJobRows, num_rows - first)));
+  });
+}
+
+// Finishes the rows [first, first + num_rows) of a panel, whose sums are [rows, kWeightPanel].
+template <typename T>
+void finish_rows(const Operands& operands, int64_t panel, int64_t first, int num_rows, float* sums) {
+  for (int row = 0; row < num_rows; ++row) finish<T, kWeightPanel>(sums + row * kWeightPanel, operands, first + row, int(panel));
 }
 
 }  // namespace

@@ -1,0 +1,81 @@
+"""Linear layers on bfloat16 weights that are packed to three quarters of their bytes and keep every bit."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.ops.native_library import LosslessCalls
+
+PANEL_COLUMNS, BLOCK_WIDTH, TABLE_BYTES = 64, 32, 16
+
+
+class LosslessPacking:
+    """Packs weights, and counts what that saves.
+
+    Args:
+        calls: of a library that packs so.
+
+    Attributes:
+        plain_bytes, packed_bytes: of all weights packed so far; the latter with tables and places.
+    """
+
+    def __init__(self, calls: LosslessCalls) -> None:
+        self._calls = calls
+        self.plain_bytes = self.packed_bytes = 0
+
+    def __str__(self) -> str:
+        """Return what is reached, for people."""
+        return f"weights packed lossless to {self.packed_bytes / self.plain_bytes:.1%}"
+
+    def pack(self, weight: Tensor, bias: Tensor | None) -> LosslessLinear:
+        """Pack a weight [out, in] of bfloat16, `in` even."""
+        linear = LosslessLinear(self._calls, weight, bias)
+        self.plain_bytes += weight.nbytes
+        self.packed_bytes += linear.num_bytes
+        return linear
+
+
+class LosslessLinear:
+    """A product on panels of 64 columns in packed blocks, with the bits that `NativeLinear` gives.
+
+    Attributes:
+        num_bytes: of the packed weight.
+    """
+
+    __slots__ = ("_bias", "_data", "_multiply", "_num_columns", "_starts", "_tables", "_width", "num_bytes")
+
+    def __init__(self, calls: LosslessCalls, weight: Tensor, bias: Tensor | None) -> None:
+        weight = weight.contiguous()
+        self._num_columns, self._width = weight.shape
+        self._multiply = calls.linear
+        self._bias = None if bias is None else bias.contiguous()
+        num_panels, num_blocks = -(-self._num_columns // PANEL_COLUMNS), -(-self._width // BLOCK_WIDTH)
+        self._tables = torch.empty(num_panels, num_blocks, TABLE_BYTES, dtype=torch.uint8)
+        self._starts = torch.zeros(num_panels + 1, dtype=torch.int64)
+        shape = (self._num_columns, self._width)
+        calls.tables(weight.data_ptr(), *shape, self._tables.data_ptr(), self._starts[1:].data_ptr())
+        self._starts.cumsum_(0)
+        self._data = torch.empty(int(self._starts[-1]), dtype=torch.uint8)
+        places = (self._tables.data_ptr(), self._starts.data_ptr(), self._data.data_ptr())
+        calls.pack(weight.data_ptr(), *shape, *places)
+        self.num_bytes = self._tables.nbytes + self._starts.nbytes + self._data.nbytes
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Multiply and add in one call."""
+        num_rows = x.shape[0]
+        output = x.new_empty(num_rows, self._num_columns)
+        self._multiply(
+            x.data_ptr(),
+            x.stride(0),
+            num_rows,
+            self._tables.data_ptr(),
+            self._starts.data_ptr(),
+            self._data.data_ptr(),
+            self._num_columns,
+            self._width,
+            None if self._bias is None else self._bias.data_ptr(),
+            None if residual is None else residual.data_ptr(),
+            output.data_ptr(),
+        )
+        return output

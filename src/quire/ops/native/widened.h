@@ -1,0 +1,204 @@
+// Linear layers whose weights are widened to floats on their way from memory: for few rows in registers, for more in a
+// piece that all rows of a job then meet.
+#pragma once
+
+#include <memory>
+
+#include "linear.h"
+
+namespace {
+
+constexpr int kWidenedSteps = 256;  // of a piece that is widened for many rows: 16 KiB of each of its panels
+constexpr int kDirectSteps = 64;    // of a piece whose columns are taken in turns: 8 KiB
+constexpr int kDirectRows = 3;      // rows that are multiplied straight from the weight
+constexpr int kColumnGroup = 32;    // columns that are widened at once, at least where weights may be coded
+
+// Two vectors of columns: how they lie, and how they are taken up.
+template <typename T>
+struct ColumnPair {
+  static QUIRE_INLINE void load_both(const T* from, Floats& low, Floats& high) {
+    low = load(from);
+    high = load(from + kLanes);
+  }
+  // words: a column of the first vector, and above it one of the second.
+  static QUIRE_INLINE void store_both(T* to, Words words) {
+    store_bits(to, __builtin_convertvector(words, Halves));
+    store_bits(to + kLanes, __builtin_convertvector(words >> 16, Halves));
+  }
+};
+
+// In turns, so that a shift and a mask widen them.
+template <>
+struct ColumnPair<BFloat16> {
+  static QUIRE_INLINE void widen_both(Words words, Floats& low, Floats& high) {
+    low = bit_cast<Floats>(words << 16);
+    high = bit_cast<Floats>(words & 0xffff0000u);
+  }
+  static QUIRE_INLINE void load_both(const BFloat16* from, Floats& low, Floats& high) {
+    widen_both(load_bits<Words>(from), low, high);
+  }
+  static QUIRE_INLINE void store_both(BFloat16* to, Words words) { store_bits(to, words); }
+};
+
+// Packs the columns [num_columns, width] of a panel; the padding repeats the last one, and its sums are not read.
+//
+// columns: where they lie. panel: [width, kWeightPanel].
+template <typename T>
+void pack_pairs(const T* const* columns, int count, int width, T* panel) {
+  const auto column_at = [&](int column) { return columns[std::min(column, count - 1)]; };
+  // The next steps of a column, one a word.
+  const auto steps_of = [](const T* from, int num_steps) {
+    if (num_steps == kLanes) return __builtin_convertvector(load_bits<Halves>(from), Words);
+    Words steps{};
+    for (int lane = 0; lane < num_steps; ++lane) steps[lane] = from[lane].bits;
+    return steps;
+  };
+  for (int step = 0; step < width; step += kLanes) {
+    const int num_steps = std::min(kLanes, width - step);
+    for (int column = 0; column < kWeightPanel; column += 2 * kLanes) {
+      Words square[kLanes];
+#pragma GCC unroll 16
+      for (int lane = 0; lane < kLanes; ++lane)
+        square[lane] = steps_of(column_at(column + lane) + step, num_steps) |
+                       steps_of(column_at(column + kLanes + lane) + step, num_steps) << 16;
+      transpose(square);
+      for (int lane = 0; lane < num_steps; ++lane)
+        ColumnPair<T>::store_both(panel + (step + lane) * kWeightPanel + column, square[lane]);
+    }
+  }
+}
+
+// What is left of a panel whose steps lie as they were packed.
+template <typename T>
+struct PlainPanel {
+  static constexpr int kPieceSteps = kDirectSteps;
+
+  const T* columns;
+
+  // Calls `body` with the next steps, at most a piece, and moves on behind them.
+  template <typename Body>
+  QUIRE_INLINE void take(int depth, Body body) {
+    body(*this);
+    columns += depth * kWeightPanel;
+  }
+
+  // Widens vectors of columns of a step, and asks for those `kAhead` steps behind.
+  template <int kAhead, int kVectors>
+  QUIRE_INLINE void widen(int step, int column, Floats (&values)[kVectors]) const {
+    const T* from = columns + step * kWeightPanel + column;
+#pragma GCC unroll 8
+    for (int vector = 0; vector < kVectors; vector += 2) {
+      ColumnPair<T>::load_both(from + vector * kLanes, values[vector], values[vector + 1]);
+      if (vector * kLanes % (64 / int(sizeof(T))) == 0) fetch(from + kAhead * kWeightPanel + vector * kLanes);
+    }
+  }
+};
+
+// Multiplies rows by some vectors of columns as they are widened: sums[row, column] += x[row, step] w[step, column].
+template <int kRows, int kVectors, typename Steps>
+void multiply_directly(const float* x, int64_t width, const Steps& steps, int column, int depth, float* sums) {
+  Floats totals[kRows][kVectors];
+#pragma GCC unroll 4
+  for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 8
+    for (int vector = 0; vector < kVectors; ++vector) totals[row][vector] = load(sums + row * kWeightPanel + vector * kLanes);
+  for (int step = 0; step < depth; ++step) {
+    Floats values[kVectors];
+    steps.template widen<kDirectSteps>(step, column, values);
+#pragma GCC unroll 4
+    for (int row = 0; row < kRows; ++row) {
+      const Floats value = splat(x[row * width + step]);
+#pragma GCC unroll 8
+      for (int vector = 0; vector < kVectors; ++vector) totals[row][vector] += value * values[vector];
+    }
+  }
+#pragma GCC unroll 4
+  for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 8
+    for (int vector = 0; vector < kVectors; ++vector) store(sums + row * kWeightPanel + vector * kLanes, totals[row][vector]);
+}
+
+// For few rows; as many columns at once as there are registers for their sums.
+template <int kRows, typename Panel>
+void multiply_few(const float* x, Panel panel, int width, float* sums) {
+  constexpr int vectors = kWeightPanel / kLanes, most = kRows == 1 ? 8 : 4;
+  constexpr int at_once = vectors < most ? vectors : most;
+  for (int step = 0; step < width; step += Panel::kPieceSteps) {
+    const int depth = std::min(Panel::kPieceSteps, width - step);
+    panel.take(depth, [&](const auto& steps) {
+      for (int column = 0; column < kWeightPanel; column += at_once * kLanes)
+        multiply_directly<kRows, at_once>(x + step, width, steps, column, depth, sums + column);
+    });
+  }
+}
+
+// For many rows: a piece of the panel is widened into panels of the size that tiles have.
+template <typename Panel>
+void multiply_many(const float* x, Panel panel, int width, float* sums, int num_rows) {
+  thread_local std::unique_ptr<float[]> scratch(new float[kWidenedSteps * kWeightPanel + 16]);
+  float* widened = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(scratch.get()) + 63) & ~uintptr_t(63));
+  float ones[kJobRows];
+  std::fill_n(ones, num_rows, 1.0f);
+  constexpr int at_once = kColumnGroup / kLanes;
+  for (int start = 0; start < width; start += kWidenedSteps) {
+    const int depth = std::min(kWidenedSteps, width - start);
+    for (int begin = 0; begin < depth; begin += Panel::kPieceSteps) {
+      const int count = std::min(Panel::kPieceSteps, depth - begin);
+      panel.take(count, [&](const auto& steps) {
+        for (int step = 0; step < count; ++step) {
+          for (int first = 0; first < kWeightPanel; first += at_once * kLanes) {
+            Floats values[at_once];
+            steps.template widen<kWidenedSteps>(step, first, values);
+#pragma GCC unroll 8
+            for (int vector = 0; vector < at_once; ++vector) {
+              const int column = first + vector * kLanes;
+              store(widened + column / kPanel * kPanel * depth + (begin + step) * kPanel + column % kPanel, values[vector]);
+            }
+          }
+        }
+      });
+    }
+    multiply<SingleFloats>(x + start, width, widened, depth, sums, kWeightPanel, ones, num_rows, kWeightPanel);
+  }
+}
+
+// Multiplies rows by a weight of `T`; `panel_at(panel)` is a panel of it.
+template <typename T, typename PanelAt>
+void multiply_widened(const Operands& operands, int64_t num_rows, int64_t num_columns, int width, PanelAt panel_at) {
+  // Each of x's values is needed once for each panel: they are widened once.
+  const std::unique_ptr<float[]> rows(new float[num_rows * width]);
+  quire::in_parallel(num_rows, 16, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const T* from = static_cast<const T*>(operands.x) + row * operands.row_stride;
+      int step = 0;
+      for (; step + kLanes <= width; step += kLanes) store(&rows[row * width + step], load(from + step));
+      for (; step < width; ++step) rows[row * width + step] = widen(from[step]);
+    }
+  });
+  in_blocks(num_columns, num_rows, [&](int64_t panel, int64_t first, int count) {
+    alignas(64) float sums[kJobRows * kWeightPanel];
+    std::fill_n(sums, count * kWeightPanel, 0.0f);
+    const float* x = &rows[first * width];
+    switch (count) {
+      case 1: multiply_few<1>(x, panel_at(panel), width, sums); break;
+      case 2: multiply_few<2>(x, panel_at(panel), width, sums); break;
+      case kDirectRows: multiply_few<kDirectRows>(x, panel_at(panel), width, sums); break;
+      default: multiply_many(x, panel_at(panel), width, sums, count);
+    }
+    finish_rows<T>(operands, panel, first, count, sums);
+  });
+}
+
+template <typename T>
+struct WidenedWeight {
+  using Value = T;
+
+  static void pack(const T* const* columns, int count, int width, T* panel) { pack_pairs(columns, count, width, panel); }
+
+  static void multiply(const Operands& operands, int64_t num_rows, const T* packed, int64_t num_columns, int width) {
+    multiply_widened<T>(operands, num_rows, num_columns, width,
+                        [=](int64_t panel) { return PlainPanel<T>{packed + panel * width * kWeightPanel}; });
+  }
+};
+
+}  // namespace
