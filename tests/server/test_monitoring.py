@@ -44,6 +44,8 @@ def test_health_is_200_only_while_the_engine_makes_progress(
 def test_kv_explains_the_blocks_of_each_group(server: ServerProcess) -> None:
     prompt = list(range(10, 60))
     assert server.http.post("/reset_prefix_cache").json() == {}
+    # The engine does it in its turn: before whatever comes later, but not before it is looked at.
+    server.wait_until(lambda _: server.http.get("/kv").json()["groups"][0]["idle"] == 0)
     before = server.http.get("/kv").json()
     for _ in range(2):
         assert server.post("/v1/completions", {"prompt": prompt, "max_tokens": 4}).status_code == 200
