@@ -98,8 +98,7 @@ def serve(case: Case, num_requests: int, seed: int) -> Figures:
         seconds += STEP_S + num_tokens * TOKEN_S + moved / COPY_BYTES_PER_S
         num_computed += num_tokens
         moved_bytes += moved
-        for item, out in zip(plan.items, executor.execute(plan).items, strict=True):
-            scheduler.advance(item, out.token_ids)
+        scheduler.advance(plan.items, [out.token_ids for out in executor.execute(plan).items])
     # The last token of a sample is never computed.
     needed = sum(len(work.prompt) + case.num_samples * (work.num_new - 1) for work in works)
     generated = case.num_samples * sum(work.num_new for work in works)

@@ -62,7 +62,7 @@ def test_without_end_tokens_only_the_length_ends() -> None:
 
 
 def test_a_single_sample_appends() -> None:
-    assert Sampling().advance(sequence_with(3), (4,)) == [Append(0, 4, 0)]
+    assert Sampling().advance(sequence_with(3), (4,)) == (Append(0, 0),)
 
 
 def test_forks_come_first_and_finishes_last() -> None:
@@ -70,19 +70,19 @@ def test_forks_come_first_and_finishes_last() -> None:
     assert edits == [
         Fork(1),
         Fork(2),
-        Append(0, END, 0),
-        Append(1, 5, 1),
-        Append(2, 6, 2),
+        Append(0, 0),
+        Append(1, 1),
+        Append(2, 2),
         Finish(0, FinishReason.STOP, None),
         Finish(2, FinishReason.STOP, 6),
     ]
 
 
 def test_a_later_sample_edits_itself() -> None:
-    assert Sampling().advance(sequence_with(2, sample_idx=2, n=3), (END,)) == [
-        Append(2, END, 0),
+    assert Sampling().advance(sequence_with(2, sample_idx=2, n=3), (END,)) == (
+        Append(2, 0),
         Finish(2, FinishReason.STOP, None),
-    ]
+    )
 
 
 def test_a_prompt_is_drawn_from_once_for_each_sample() -> None:

@@ -160,13 +160,17 @@ class Rig:
         return plan
 
     def finish_step(self, plan: StepPlan) -> None:
-        """Execute a plan and take in its results."""
+        """Execute a plan and take in its results: of all items together, or in every second step item by item."""
         result = self.executor.execute(plan)
-        for item, out in zip(plan.items, result.items, strict=True):
-            sequence = self.scheduler.sequences.get(item.seq_id)
-            self.scheduler.advance(item, out.token_ids)
-            if sequence is not None:
-                self._know_prompt_logprobs(sequence, item.start, len(item.token_ids))
+        drawn = [out.token_ids for out in result.items]
+        per_call = 1 if self.tick % 2 else len(plan.items)
+        for start in range(0, len(plan.items), max(per_call, 1)):
+            items = plan.items[start : start + per_call]
+            sequences = [self.scheduler.sequences.get(item.seq_id) for item in items]
+            self.scheduler.advance(items, drawn[start : start + per_call])
+            for sequence, item in zip(sequences, items, strict=True):
+                if sequence is not None:
+                    self._know_prompt_logprobs(sequence, item.start, len(item.token_ids))
             self.audit()
         self.peak_blocks = max(self.peak_blocks, self.memory.usage().used)
         self.tick += 1

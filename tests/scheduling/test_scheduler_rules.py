@@ -144,17 +144,17 @@ def test_advance_reports_draws_and_endings_in_order() -> None:
     rig = Rig(Setting())
     request = rig.add(Job(prompt=prompt(3), n=2, max_tokens=1, ignore_eos=True), seed=0)
     plan = rig.plan()
-    news = rig.scheduler.advance(plan.items[0], (5, 6))
+    news = rig.scheduler.advance(plan.items, [(5, 6)])
     first, second = request.sequences
     assert news == [
-        (first, Append(0, 5, 0)),
-        (second, Append(1, 6, 1)),
-        (first, Finish(0, FinishReason.LENGTH, None)),
-        (second, Finish(1, FinishReason.LENGTH, None)),
+        (0, first, Append(0, 0)),
+        (0, second, Append(1, 1)),
+        (0, first, Finish(0, FinishReason.LENGTH, None)),
+        (0, second, Finish(1, FinishReason.LENGTH, None)),
     ]
     assert (first.output_token_ids, second.output_token_ids) == ([5], [6])
     assert rig.scheduler.requests == {}
-    assert rig.scheduler.advance(plan.items[0], (5, 6)) == [], "a sequence that ended takes no more tokens"
+    assert rig.scheduler.advance(plan.items, [(5, 6)]) == [], "a sequence that ended takes no more tokens"
 
 
 # ---- prefixes ----

@@ -14,10 +14,9 @@ class Fork(NamedTuple):
 
 
 class Append(NamedTuple):
-    """Add draw number `draw_idx` of the step, `token_id`, to sample `sample_idx`."""
+    """Add draw number `draw_idx` of the step to sample `sample_idx`."""
 
     sample_idx: int
-    token_id: int
     draw_idx: int
 
 

@@ -20,11 +20,9 @@ def end_of_tokens(sequence: Sequence, token_id: int) -> tuple[FinishReason, int 
     request = sequence.request
     params = request.params
     num_tokens = len(sequence.tokens) + 1
-    if num_tokens - sequence.num_prompt > params.min_tokens:
-        if token_id in request.end_token_ids:
-            return FinishReason.STOP, None
-        if token_id in params.stop_token_ids:
-            return FinishReason.STOP, token_id
+    is_end, is_stop = token_id in request.end_token_ids, token_id in params.stop_token_ids
+    if (is_end or is_stop) and num_tokens - sequence.num_prompt > params.min_tokens:
+        return FinishReason.STOP, None if is_end else token_id
     if num_tokens >= request.max_total_tokens:
         return FinishReason.LENGTH, None
     return None

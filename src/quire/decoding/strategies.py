@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Edits
 from collections.abc import Sequence as Tokens
+from functools import cache
 from typing import Protocol
 
 from quire.decoding.edits import Append, Edit, Finish, Fork
@@ -17,7 +19,7 @@ class Strategy(Protocol):
         """Return how many tokens to draw from the logits of the sequence's last token."""
         ...
 
-    def advance(self, sequence: Sequence, token_ids: Tokens[int]) -> list[Edit]:
+    def advance(self, sequence: Sequence, token_ids: Tokens[int]) -> Edits[Edit]:
         """Return what to do with the tokens drawn for a sequence."""
         ...
 
@@ -31,21 +33,28 @@ class Sampling:
             return 1
         return sequence.request.params.n - len(sequence.request.sequences) + 1
 
-    def advance(self, sequence: Sequence, token_ids: Tokens[int]) -> list[Edit]:
+    def advance(self, sequence: Sequence, token_ids: Tokens[int]) -> Edits[Edit]:
         """Return one append per token; before it, one fork for each sample after the first; finishes last."""
         first = sequence.sample_idx
         if len(token_ids) == 1:
-            (token_id,) = token_ids
-            append = Append(first, token_id, 0)
-            end = end_of_tokens(sequence, token_id)
-            return [append] if end is None else [append, Finish(first, *end)]
+            only = _only_append(first)
+            if token_ids[0] not in sequence.end_ids and len(sequence.tokens) + 1 < sequence.max_tokens:
+                return only
+            end = end_of_tokens(sequence, token_ids[0])
+            return only if end is None else (*only, Finish(first, *end))
         # Forks come first: a child starts from the prompt, before its parent grows.
         edits: list[Edit] = [Fork(first + draw_idx) for draw_idx in range(1, len(token_ids))]
         finishes: list[Finish] = []
         for draw_idx, token_id in enumerate(token_ids):
-            edits.append(Append(first + draw_idx, token_id, draw_idx))
+            edits.append(Append(first + draw_idx, draw_idx))
             end = end_of_tokens(sequence, token_id)
             if end is not None:
                 finishes.append(Finish(first + draw_idx, *end))
         edits += finishes
         return edits
+
+
+@cache
+def _only_append(sample_idx: int) -> tuple[Append]:
+    """Return what almost every token of a sample comes to."""
+    return (Append(sample_idx, 0),)

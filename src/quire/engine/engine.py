@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from hashlib import blake2b
 from typing import TextIO
 
 from quire.config import ResolvedConfig
-from quire.decoding.edits import Append, Finish
+from quire.decoding.edits import Append
 from quire.distributed.executor import Executor
 from quire.engine.calibration import Calibration
 from quire.engine.media import MediaReader
@@ -24,7 +25,7 @@ from quire.engine.transcript import RequestTranscript
 from quire.errors import InvalidParameter, PromptTooLong, UnsupportedFeature, WorkerError
 from quire.memory.status import NO_TOKENS
 from quire.memory.usage import Usage
-from quire.scheduling.plan import ItemResult, PlanItem, StepPlan
+from quire.scheduling.plan import ItemResult, PlanItem, StepPlan, TokenLogprobs
 from quire.scheduling.scheduler import Scheduler
 from quire.sequences.params import SamplingParams
 from quire.sequences.request import Request
@@ -217,12 +218,12 @@ class Engine:
             self.scheduler.chunk_tokens = self._pace.chunk_tokens
         self.scheduler.preemption.costs = self._calibration.costs
         failed: list[RequestOutput] = []
-        num_generated = 0
         for item, outcome in zip(plan.items, result.items, strict=True):
             if outcome.error is not None:
                 failed += self._fail_item(item, outcome.error)
-            else:
-                num_generated += self._take_result(item, outcome)
+            elif outcome.prompt_logprobs:
+                self._take_prompt_logprobs(item, outcome.prompt_logprobs)
+        num_generated = self._take_tokens(plan.items, result.items)
         outputs = self._drain()
         self.last_step = self.measure(num_generated=num_generated, step_tokens=step_tokens)
         return failed + outputs
@@ -316,29 +317,32 @@ class Engine:
 
     # ---- parts of a step ----
 
-    def _take_result(self, item: PlanItem, outcome: ItemResult) -> int:
-        """Take in one item's result; return how many tokens it generated."""
+    def _take_prompt_logprobs(self, item: PlanItem, logprobs: tuple[TokenLogprobs, ...]) -> None:
         sequence = self.scheduler.sequences.get(item.seq_id)
-        if sequence is None:
-            return 0
-        transcript = self._transcripts[sequence.request.request_id]
-        if outcome.prompt_logprobs and transcript.wants_prompt_logprobs:
-            transcript.add_prompt_logprobs(item.start, outcome.prompt_logprobs)
+        transcript = None if sequence is None else self._transcripts[sequence.request.request_id]
+        if transcript is not None and transcript.wants_prompt_logprobs:
+            transcript.add_prompt_logprobs(item.start, logprobs)
+
+    def _take_tokens(self, items: Items[PlanItem], outcomes: Items[ItemResult]) -> int:
+        """Take in what a step drew, of all items that did not fail; return how many tokens it generated."""
         num_generated = 0
-        for changed, edit in self.scheduler.advance(item, outcome.token_ids):
-            self._news[changed.request.request_id] = transcript
+        transcripts, news = self._transcripts, self._news
+        for idx, sequence, edit in self.scheduler.advance(items, [outcome.token_ids for outcome in outcomes]):
+            request_id = sequence.request.request_id
+            transcript = news[request_id] = transcripts[request_id]
             if isinstance(edit, Append):
                 num_generated += 1
-                logprobs = outcome.logprobs[edit.draw_idx] if outcome.logprobs else None
-                self._stop_at_string(changed, transcript.add_token(changed, edit.token_id, logprobs), transcript)
-            elif isinstance(edit, Finish):
-                transcript.add_finish(changed)
+                outcome, draw_idx = outcomes[idx], edit.draw_idx
+                logprobs = outcome.logprobs[draw_idx] if outcome.logprobs else None
+                stop = transcript.add_token(sequence, outcome.token_ids[draw_idx], logprobs)
+                if stop is not None:
+                    self._stop_at_string(sequence, stop, transcript)
+            else:
+                transcript.add_finish(sequence)
         return num_generated
 
-    def _stop_at_string(self, sequence: Sequence, stop: str | None, transcript: RequestTranscript) -> None:
+    def _stop_at_string(self, sequence: Sequence, stop: str, transcript: RequestTranscript) -> None:
         """End a sequence whose text has reached a stop string; that wins over its length or a stop token."""
-        if stop is None:
-            return
         if sequence.is_finished:
             sequence.finish_reason, sequence.stop_reason = FinishReason.STOP, stop
         else:

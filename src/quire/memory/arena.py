@@ -62,6 +62,12 @@ class Arena:
 
     def can_hold(self, needs: Sequence[int]) -> bool:
         """Say whether every group can have so many blocks with holders more than it has now."""
+        # What is free in a group's own slabs takes no slab from anybody.
+        for need, pool in zip(needs, self.pools, strict=True):
+            if need > len(pool.free):
+                break
+        else:
+            return True
         return sum(self._filled(needs)) <= self.layout.num_slabs
 
     def rooms(self, needs: Sequence[int]) -> list[int]:

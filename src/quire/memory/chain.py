@@ -109,7 +109,9 @@ class TokenChain:
         if known < num_blocks:
             size = self._block_size
             tokens = array("I", self.tokens[known * size : num_blocks * size])
-            contents: Sequence[bytes] = unpack(f"{TOKEN_BYTES * size}s" * (num_blocks - known), tokens)
+            contents: Sequence[bytes] = (tokens.tobytes(),)
+            if num_blocks - known > 1:
+                contents = unpack(f"{TOKEN_BYTES * size}s" * (num_blocks - known), tokens)
             if self.media:
                 contents = self._with_media(contents, known)
             self._contents += contents
@@ -127,8 +129,9 @@ class TokenChain:
         if known < num_blocks:
             digests, contents = self.digests(num_blocks), self._contents
             parent = links[-1] if known else self.root
-            content_of = zip(digests[known:num_blocks], contents[known:num_blocks], strict=True)
-            links += [parent := (digest, content, parent) for digest, content in content_of]
+            for block_idx in range(known, num_blocks):
+                parent = (digests[block_idx], contents[block_idx], parent)
+                links.append(parent)
         return links
 
     def recognises(self, block_idx: int, link: Link) -> bool:
@@ -284,9 +287,11 @@ def block_digest(parent: bytes, content: bytes) -> bytes:
     return block_digests(parent, (content,))[0]
 
 
-def block_digests(parent: bytes, contents: Iterable[bytes]) -> list[bytes]:
+def block_digests(parent: bytes, contents: Sequence[bytes]) -> list[bytes]:
     """Return the digests of the blocks with these tokens, one after the other, behind the one with a digest."""
-    # A copy of a hasher costs less than a new one.
+    if len(contents) == 1:
+        return [blake2b(parent + contents[0], digest_size=DIGEST_BYTES).digest()]
+    # Of several, a copy of a hasher costs less than a new one.
     new = blake2b(digest_size=DIGEST_BYTES).copy
     digests = []
     for content in contents:

@@ -14,13 +14,18 @@ from quire.memory.tiered_view import TieredView
 
 
 class CacheGroup:
-    """The layers that share one `KVCacheSpec`, and the pool of their blocks."""
+    """The layers that share one `KVCacheSpec`, and the pool of their blocks.
 
-    __slots__ = ("pool", "spec")
+    Attributes:
+        carries: what the spec says.
+    """
+
+    __slots__ = ("carries", "pool", "spec")
 
     def __init__(self, spec: KVCacheSpec, pool: BlockPool) -> None:
         self.spec = spec
         self.pool = pool
+        self.carries = spec.carries
 
     def num_dead(self, num_tokens: int) -> int:
         """Return the leading blocks of a table that are dead when so many tokens are computed."""

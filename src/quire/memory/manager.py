@@ -20,6 +20,7 @@ from quire.memory import swap
 from quire.memory.admission import count_loads, count_woken
 from quire.memory.archive import Archive
 from quire.memory.arena import build_arena
+from quire.memory.batch_commands import BatchCommands
 from quire.memory.chain import Namespace, TokenChain
 from quire.memory.continuation import publish_tail
 from quire.memory.departed import Namespaces
@@ -41,7 +42,7 @@ from quire.memory.usage import Usage, measure
 
 
 class KVCacheManager:
-    """Owns every block of the KV cache. Its questions of room are those of `Forecast`.
+    """Owns every block of the KV cache. Questions of room are those of `Forecast`; see `BatchCommands` too.
 
     Args:
         specs: one for each cache group; all with the same block size.
@@ -103,6 +104,9 @@ class KVCacheManager:
         self.can_swap_in = forecast.can_swap_in
         self.swap_size = forecast.swap_size
         self.would_release = forecast.would_release
+        each = BatchCommands(self, self.sequences, self.block_size)
+        self.append_slot_to_each = each.append_slot_to_each
+        self.take_table_deltas_of_each = each.take_table_deltas_of_each
         self._mortal = tuple(idx for idx, spec in enumerate(specs) if spec.death(0) < IMMORTAL)
         self.num_resets = 0
         self.namespaces = Namespaces()

@@ -35,8 +35,10 @@ def publish_blocks(groups: Sequence[CacheGroup], state: SequenceMemory, num_full
         The duplicates that were given back.
     """
     start, chain = state.num_published, state.chain
+    kept = [idx for idx, group in enumerate(groups) if not group.carries]
+    if num_full - start == 1:  # as sequences decode: lists of one cost more than a look at it
+        return _publish_or_merge(groups, kept, state, num_full)
     digests = chain.digests(num_full)[start:num_full]
-    kept = [idx for idx, group in enumerate(groups) if not group.spec.carries]
     # What is new must be so in every group: all groups publish the same blocks.
     num_new = min((groups[idx].pool.index.num_new(digests) for idx in kept[1:]), default=len(digests))
     if num_new:
@@ -55,7 +57,7 @@ def _publish_or_merge(groups: Sequence[CacheGroup], kept: Sequence[int], state: 
     num_merges = 0
     for i in range(state.num_published, num_full):
         found = [groups[idx].pool.index.get(digests[i]) for idx in kept]
-        if any(entry is not None and not chain.recognises(i, entry[1]) for entry in found):
+        if any(found) and any(entry is not None and not chain.recognises(i, entry[1]) for entry in found):
             # A collision: identities of later blocks would chain from an ambiguous parent.
             state.is_publishing = False
             break

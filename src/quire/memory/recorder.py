@@ -36,7 +36,7 @@ that raised changed nothing (M7), and are left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TextIO
 
 from quire.memory.archive import Archive, FetchedBlock
@@ -153,6 +153,10 @@ class RecordedMemory:
         self._write(f"s {seq_id} {num_tokens} {lookahead} {self.manager.sequences[seq_id].num_slots}")
         return is_granted
 
+    def append_slot_to_each(self, seq_ids: Sequence[int]) -> int:
+        """See `BatchCommands.append_slot_to_each`."""
+        return next((idx for idx, seq_id in enumerate(seq_ids) if not self.append_slots(seq_id, 1)), len(seq_ids))
+
     def fork(self, parent_id: int, child_id: int, child_tokens: list[int]) -> TokenChain:
         """See `KVCacheManager.fork`."""
         chain = self.manager.fork(parent_id, child_id, child_tokens)
@@ -229,6 +233,10 @@ class RecordedMemory:
             parts = (f" {idx}:{start}:{','.join(map(str, block_ids))}" for idx, start, block_ids in deltas)
             self._write("".join([f"d {seq_id}", *parts]))
         return deltas
+
+    def take_table_deltas_of_each(self, seq_ids: Iterable[int]) -> list[tuple[TableDelta, ...]]:
+        """See `BatchCommands.take_table_deltas_of_each`."""
+        return [self.take_table_deltas(seq_id) for seq_id in seq_ids]
 
     def _names(self, chain: TokenChain, num_tokens: int) -> str:
         """Return the name of a prefix' last whole block, which is enough: who published it has named those before."""

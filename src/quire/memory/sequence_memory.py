@@ -114,13 +114,12 @@ class SequenceMemory:
         """Hand over the table entries that changed since the last call."""
         if not self.is_dirty:
             return ()
-        deltas = tuple(
-            TableDelta(idx, start, tuple(table[start:]))
-            for idx, (start, table) in enumerate(zip(self.dirty_from, self.tables, strict=True))
-        )
-        self.dirty_from = [len(table) for table in self.tables]
+        deltas = []
+        for idx, table in enumerate(self.tables):
+            start, self.dirty_from[idx] = self.dirty_from[idx], len(table)
+            deltas.append(TableDelta(idx, start, tuple(table[start:])))
         self.is_dirty = False
-        return deltas
+        return tuple(deltas)
 
     def fork(self, chain: TokenChain) -> SequenceMemory:
         """Return what memory keeps of a child that has all that this sequence has; holders are not counted here."""

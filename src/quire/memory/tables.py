@@ -88,6 +88,12 @@ class BlockTables:
         ]
         offset = state.num_slots % self.groups[0].spec.block_size
         is_tail_written = offset > 0 and not state.has_exclusive_tail
+        if not is_tail_written and not self.carried:
+            if any(needs) and not self.arena.can_hold(needs):
+                return False
+            state.num_slots = end
+            self._extend(state, needs)
+            return True
         copied = self._shared(state, self.kept) if is_tail_written else []
         spared = self._used_in_part(state, offset) if is_tail_written else []
         checkpoint = None
@@ -115,13 +121,7 @@ class BlockTables:
         for idx in copied:
             self._copy_on_write(state, idx)
             needs[idx] -= 1
-        for idx, fresh in enumerate(needs):
-            if fresh:
-                block_ids = self.take(idx, fresh)
-                table = state.tables[idx]
-                state.mark_dirty(idx, len(table))
-                table += block_ids
-                self.version += 1
+        self._extend(state, needs)
         for idx in self.carried:
             self._carry(state, idx)
         return True
@@ -212,6 +212,16 @@ class BlockTables:
             if state.num_slots != state.num_computed:
                 raise ValueError(f"sequence {seq_id} has {state.num_slots - state.num_computed} unwritten slots")
         return states
+
+    def _extend(self, state: SequenceMemory, needs: Sequence[int]) -> None:
+        """Add new blocks to the tables of a sequence, so many in each group."""
+        for idx, fresh in enumerate(needs):
+            if fresh:
+                block_ids = self.take(idx, fresh)
+                table = state.tables[idx]
+                state.mark_dirty(idx, len(table))
+                table += block_ids
+                self.version += 1
 
     def _follow(self, move: BlockCopy) -> None:
         """Name a block that moved within its tier by its new id."""

@@ -26,7 +26,7 @@ class Room:
         reserved: blocks of each group that those who are in will still ask for.
     """
 
-    granted: list[tuple[Sequence, int]]
+    granted: dict[Sequence, int]
     spare: int
     seats: int
     reserved: list[int]
@@ -64,7 +64,7 @@ class Admission:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._prepare = prepare
 
-    def let_in(self, granted: list[tuple[Sequence, int]], spare: int) -> None:
+    def let_in(self, granted: dict[Sequence, int], spare: int) -> None:
         """Let in who waits or is swapped out, in order, until tokens, seats or memory say stop.
 
         Args:
@@ -150,7 +150,7 @@ class Admission:
         self._reserve(room, sequence)
         self._queues.move(sequence, SequenceStatus.RUNNING)
         if count:
-            room.granted.append((sequence, count))
+            room.granted[sequence] = count
 
     def _reserve(self, room: Room, sequence: Sequence) -> None:
         """Add the blocks of each group that a sequence will still ask for to hold all the tokens it has."""

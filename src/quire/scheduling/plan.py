@@ -5,7 +5,9 @@ They are named tuples: immutable, comparable, picklable, and the cheapest immuta
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import repeat
 from typing import NamedTuple
 
 from quire.memory.ops import MemoryOps, TableDelta
@@ -63,6 +65,19 @@ class PlanItem(NamedTuple):
     opening: Opening | None
 
 
+def plan_items(
+    seq_ids: Iterable[int],
+    starts: Iterable[int],
+    token_ids: Iterable[Sequence[int]],
+    table_deltas: Iterable[tuple[TableDelta, ...]],
+    num_samples: Iterable[int],
+    openings: Iterable[Opening | None],
+) -> tuple[PlanItem, ...]:
+    """Make many items of their fields, without a call in Python for each, as `PlanItem._make` would be."""
+    fields = zip(seq_ids, starts, token_ids, table_deltas, num_samples, openings, strict=True)
+    return tuple(map(partial(tuple.__new__, PlanItem), fields))
+
+
 class StepPlan(NamedTuple):
     """One engine iteration's decision.
 
@@ -112,6 +127,12 @@ class ItemResult(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     error: str | None = None
+
+
+def plain_results(seq_ids: Iterable[int], token_ids: Iterable[tuple[int, ...]]) -> list[ItemResult]:
+    """Make the results of many items that gave tokens and nothing else; see `plan_items`."""
+    fields = zip(seq_ids, token_ids, repeat(()), repeat(()), repeat(None), strict=False)
+    return list(map(partial(tuple.__new__, ItemResult), fields))
 
 
 class StepResult(NamedTuple):

@@ -12,8 +12,9 @@ Invariants: S1 to S6.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Tokens
+from itertools import islice
 
 from quire.decoding.edits import Append, Finish, Fork
 from quire.decoding.strategies import Strategy
@@ -22,7 +23,7 @@ from quire.memory.manager import KVCacheManager
 from quire.memory.ops import NO_OPS
 from quire.memory.recorder import RecordedMemory
 from quire.scheduling.admission import Admission
-from quire.scheduling.plan import Opening, PlanItem, StepPlan
+from quire.scheduling.plan import Opening, PlanItem, StepPlan, plan_items
 from quire.scheduling.policies import ORDER_POLICIES
 from quire.scheduling.preemption import Preemption
 from quire.scheduling.queues import Queues
@@ -147,7 +148,7 @@ class Scheduler:
     def plan(self, tick: int) -> StepPlan:
         """Decide the next step. Every running sequence that can grow is in it, in policy order."""
         preemptions_before = self.stats.num_preemptions
-        granted: list[tuple[Sequence, int]] = []
+        granted: dict[Sequence, int] = {}
         spare = self._serve(granted)
         if spare > 0 and self.stats.num_preemptions == preemptions_before and (self.waiting or self.swapped):
             self._admission.let_in(granted, spare)
@@ -161,42 +162,46 @@ class Scheduler:
                 # Nothing will be executed: closings and copies wait for a plan that is.
                 return StepPlan(tick, (), NO_OPS, ())
         # Only now do all tables stand: what is granted later may move blocks of who was served before.
-        items = tuple([self._item(sequence, count) for sequence, count in granted])
+        items = self._items(granted)
         closed = tuple(self._queues.closed)
         self._queues.closed.clear()
         return StepPlan(tick, items, self.memory.take_ops(), closed)
 
-    def advance(self, item: PlanItem, token_ids: Tokens[int]) -> list[tuple[Sequence, Append | Finish]]:
-        """Take in what a step gave one of its items: publish, fork, append, finish.
+    def advance(
+        self, items: Iterable[PlanItem], drawn: Iterable[Tokens[int]]
+    ) -> list[tuple[int, Sequence, Append | Finish]]:
+        """Take in what a step gave, item by item: publish, fork, append, finish.
 
         Args:
-            item: of the plan that was executed.
-            token_ids: the tokens drawn, `item.num_samples` of them.
+            items: of the plan that was executed.
+            drawn: for each, the tokens drawn, `num_samples` of them.
 
         Returns:
-            What happened to which sequence, in order; nothing when the item's sequence ended while the step ran.
+            What happened, in order: the place of the item, the sequence, and the edit. Nothing of an item whose
+            sequence ended while the step ran.
         """
-        sequence = self.sequences.get(item.seq_id)
-        if sequence is None or sequence.status is not _RUNNING:
-            return []
-        sequence.num_computed += len(item.token_ids)
-        self.memory.publish(item.seq_id, sequence.num_computed)
-        if not token_ids:
-            return []
-        news: list[tuple[Sequence, Append | Finish]] = []
-        samples = sequence.request.sequences
-        for edit in self.strategy.advance(sequence, token_ids):
-            if isinstance(edit, Append):
-                sample_idx, token_id, _ = edit
-                target = samples[sample_idx]
-                target.tokens.append(token_id)
-                news.append((target, edit))
-            elif isinstance(edit, Fork):
-                self._fork(sequence, edit.sample_idx)
-            else:
-                target = samples[edit.sample_idx]
-                self.finish(target, edit.reason, edit.stop_reason)
-                news.append((target, edit))
+        news: list[tuple[int, Sequence, Append | Finish]] = []
+        find, publish, advance = self.sequences.get, self.memory.publish, self.strategy.advance
+        for idx, ((seq_id, start, computed, _, _, _), token_ids) in enumerate(zip(items, drawn, strict=True)):
+            sequence = find(seq_id)
+            if sequence is None or sequence.status is not _RUNNING:
+                continue
+            sequence.num_computed = num_computed = start + len(computed)
+            publish(seq_id, num_computed)
+            if not token_ids:
+                continue
+            samples = sequence.request.sequences
+            for edit in advance(sequence, token_ids):
+                if isinstance(edit, Append):
+                    target = samples[edit.sample_idx]
+                    target.tokens.append(token_ids[edit.draw_idx])
+                    news.append((idx, target, edit))
+                elif isinstance(edit, Fork):
+                    self._fork(sequence, edit.sample_idx)
+                else:
+                    target = samples[edit.sample_idx]
+                    self.finish(target, edit.reason, edit.stop_reason)
+                    news.append((idx, target, edit))
         return news
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
@@ -207,33 +212,38 @@ class Scheduler:
 
     # ---- parts of a plan ----
 
-    def _serve(self, granted: list[tuple[Sequence, int]]) -> int:
+    def _serve(self, granted: dict[Sequence, int]) -> int:
         """Grant slots to the running sequences, in order.
 
         Args:
-            granted: who is served is added, with the tokens.
+            granted: who is served is added, with the number of tokens.
 
         Returns:
             The tokens of the budget that are left.
         """
-        running, append_slots = self.running, self.memory.append_slots
+        running, memory = self.running, self.memory
         pending_counts = [len(sequence.tokens) - sequence.num_computed for sequence in running]
         num_decoding = pending_counts.count(1)
         spare = self.max_num_batched_tokens - num_decoding
         if num_decoding and self.chunk_tokens is not None:
             spare = min(spare, self.chunk_tokens)
+        num_leading = num_decoding
+        if num_decoding < len(running):
+            num_leading = next(idx for idx, count in enumerate(pending_counts) if count != 1)
+        num_served = memory.append_slot_to_each([sequence.seq_id for sequence in running[:num_leading]])
+        granted |= dict.fromkeys(running[:num_served], 1)
         # Whoever is preempted on the way stands behind the position.
-        for position, sequence in enumerate(running):
+        for position, sequence in islice(enumerate(running), num_served, None):
             pending = len(sequence.tokens) - sequence.num_computed
             count = pending if pending == 1 else min(pending, spare)
             if count > 1:
-                count = self.memory.step_limit(sequence.seq_id, count)
-            if count > 0 and not append_slots(sequence.seq_id, count):
+                count = memory.step_limit(sequence.seq_id, count)
+            if count > 0 and not memory.append_slots(sequence.seq_id, count):
                 count = self._grow(sequence, count, position)
             if count > 0:
                 if pending > 1:
                     spare -= count
-                granted.append((sequence, count))
+                granted[sequence] = count
         return spare
 
     def _grow(self, sequence: Sequence, count: int, position: int) -> int:
@@ -255,14 +265,22 @@ class Scheduler:
             if self.memory.append_slots(sequence.seq_id, count):
                 return count
 
-    def _item(self, sequence: Sequence, count: int) -> PlanItem:
-        """Return a sequence's share of the step: its next `count` tokens."""
-        seq_id, start, tokens = sequence.seq_id, sequence.num_computed, sequence.tokens
-        end = start + count
-        opening = None if sequence.is_open else self._opening(sequence)
-        num_samples = self.strategy.num_draws(sequence) if end == len(tokens) else 0
-        deltas = self.memory.take_table_deltas(seq_id)
-        return PlanItem(seq_id, start, tuple(tokens[start:end]), deltas, num_samples, opening)
+    def _items(self, granted: dict[Sequence, int]) -> tuple[PlanItem, ...]:
+        """Return each sequence's share of the step: so many of its next tokens."""
+        seq_ids = [sequence.seq_id for sequence in granted]
+        starts = [sequence.num_computed for sequence in granted]
+        token_ids = [
+            (sequence.tokens[start],) if count == 1 else tuple(sequence.tokens[start : start + count])
+            for start, (sequence, count) in zip(starts, granted.items(), strict=True)
+        ]
+        num_draws = self.strategy.num_draws
+        num_samples = [
+            0 if start + count < len(sequence.tokens) else 1 if start >= sequence.num_prompt else num_draws(sequence)
+            for start, (sequence, count) in zip(starts, granted.items(), strict=True)
+        ]
+        openings = [None if sequence.is_open else self._opening(sequence) for sequence in granted]
+        table_deltas = self.memory.take_table_deltas_of_each(seq_ids)
+        return plan_items(seq_ids, starts, token_ids, table_deltas, num_samples, openings)
 
     def _opening(self, sequence: Sequence) -> Opening:
         """Return what the data plane must know of a sequence, and note that it will."""

@@ -85,11 +85,16 @@ class Request:
         return bool(self.sequences) and all(sequence.is_finished for sequence in self.sequences)
 
     @property
+    def end_ids(self) -> frozenset[int]:
+        """Tokens that end a sequence, the request's own among them, once it has `min_tokens` of output."""
+        return self.end_token_ids.union(self.params.stop_token_ids)
+
+    @property
     def suppressed_ids(self) -> tuple[int, ...]:
         """Tokens that may not be sampled before `min_tokens` output tokens exist."""
         if not self.params.min_tokens:
             return ()
-        return tuple(sorted(self.end_token_ids.union(self.params.stop_token_ids)))
+        return tuple(sorted(self.end_ids))
 
     @property
     def hit_limit(self) -> int | None:

@@ -58,15 +58,20 @@ class Sequence:
         is_open: True when the data plane knows the sequence.
         is_staged: True once what is on disk of its prompt was brought up, or found not to be worth that.
         staged: places in its chain of the blocks that were.
+        num_prompt: tokens of the prompt.
+        max_tokens: with so many it ends.
+        end_ids: with any of these it may end, by the request's rules.
         key: its place in every queue: the smaller, the earlier.
     """
 
     __slots__ = (
         "chain",
+        "end_ids",
         "finish_reason",
         "is_open",
         "is_staged",
         "key",
+        "max_tokens",
         "num_computed",
         "num_prompt",
         "request",
@@ -94,6 +99,8 @@ class Sequence:
         self.chain = chain
         self.key = key
         self.num_prompt = request.num_prompt
+        self.max_tokens = request.max_total_tokens
+        self.end_ids = request.end_ids
         self.num_computed = 0
         self.is_open = False
         self.is_staged = False
