@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
+from operator import add
 
 import torch
 from torch import Tensor
@@ -32,32 +34,25 @@ class Batch:
 
 
 class BlockTable:
-    """One sequence's blocks in one cache group: an array that grows by doubling and is cut or overwritten in place."""
+    """One sequence's blocks in one cache group: an array that grows, and is cut or overwritten in place."""
 
-    __slots__ = ("_ids", "_length")
+    __slots__ = ("ids",)
 
     def __init__(self) -> None:
-        self._ids = torch.empty(16, dtype=torch.int64)
-        self._length = 0
+        self.ids = array("q")
 
     def change(self, delta: TableDelta) -> None:
         """Set `table[delta.start:]` to the delta's blocks."""
-        length = delta.start + len(delta.block_ids)
-        assert delta.start <= self._length, f"a table of {self._length} blocks cannot change from {delta.start} on"
-        if length > len(self._ids):
-            grown = torch.empty(max(length, 2 * len(self._ids)), dtype=torch.int64)
-            grown[: delta.start] = self._ids[: delta.start]
-            self._ids = grown
-        if len(delta.block_ids) == 1:
-            self._ids[delta.start] = delta.block_ids[0]
-        else:
-            self._ids[delta.start : length] = torch.tensor(delta.block_ids, dtype=torch.int64)
-        self._length = length
+        _, start, block_ids = delta
+        ids = self.ids
+        assert start <= len(ids), f"a table of {len(ids)} blocks cannot change from {start} on"
+        ids[start:] = array("q", block_ids)
 
-    def first(self, num_blocks: int) -> Tensor:
-        """Return a view of the first `num_blocks` ids."""
-        assert num_blocks <= self._length, f"a table of {self._length} blocks cannot hold {num_blocks}"
-        return self._ids[:num_blocks]
+    def first(self, num_blocks: int) -> array[int]:
+        """Return the first `num_blocks` ids."""
+        ids = self.ids
+        assert num_blocks <= len(ids), f"a table of {len(ids)} blocks cannot hold {num_blocks}"
+        return ids if num_blocks == len(ids) else ids[:num_blocks]
 
 
 class BatchBuilder:
@@ -74,6 +69,7 @@ class BatchBuilder:
     def __init__(self, block_size: int, device: torch.device | str, kept: Sequence[KeptTokens | KeptState]) -> None:
         self._block_size = block_size
         self._device = torch.device(device)
+        self._is_cpu = self._device.type == "cpu"
         self._kept = tuple(kept)
         self._tables: dict[int, tuple[BlockTable, ...]] = {}
 
@@ -90,26 +86,22 @@ class BatchBuilder:
         items = plan.items
         counts = [len(item.token_ids) for item in items]
         row_starts = list(accumulate(counts, initial=0))
-        token_ids = chain.from_iterable(item.token_ids for item in items)
-        # To make a tensor of few numbers takes longer than to cut one.
-        numbers = torch.tensor([*token_ids, *(item.start for item in items)], dtype=torch.int64)
-        input_ids, starts = numbers[: row_starts[-1]], numbers[row_starts[-1] :]
-        context_lens = [item.start + count for item, count in zip(items, counts, strict=True)]
-        if row_starts[-1] == len(items):  # one row each: nothing to spread
-            owners, positions = None, starts
+        input_ids = self._placed(chain.from_iterable([item.token_ids for item in items]))
+        starts = [item.start for item in items]
+        context_lens = list(map(add, starts, counts))
+        if row_starts[-1] == len(items):  # one row each
+            positions = starts
         else:
-            owners = torch.repeat_interleave(torch.tensor(counts))
-            firsts = torch.tensor(row_starts[:-1])
-            positions = torch.arange(row_starts[-1]) + (starts - firsts)[owners]
+            positions = list(chain.from_iterable(map(range, starts, context_lens)))
         groups: list[AttentionBatch | StateBatch] = []
         for group_idx, kept in enumerate(self._kept):
             tables = [self._tables[item.seq_id][group_idx] for item in items]
             match kept:
                 case KeptTokens():
-                    groups.append(self._attention(kept, tables, row_starts, context_lens, positions, owners))
+                    groups.append(self._attention(kept, tables, row_starts, starts, context_lens))
                 case KeptState():
                     groups.append(self._states(tables, items, row_starts, context_lens))
-        return Batch(self._placed(input_ids), self._placed(positions), tuple(groups), row_starts)
+        return Batch(input_ids, self._placed(positions), tuple(groups), row_starts)
 
     def _change_tables(self, item: PlanItem) -> None:
         if item.opening is not None:
@@ -124,36 +116,48 @@ class BatchBuilder:
         kept: KeptTokens,
         tables: list[BlockTable],
         row_starts: list[int],
+        starts: list[int],
         context_lens: list[int],
-        positions: Tensor,
-        owners: Tensor | None,
     ) -> AttentionBatch:
         block_size = self._block_size
         num_blocks = [-(-context_len // block_size) for context_len in context_lens]
-        block_starts = list(accumulate(num_blocks, initial=0))
         parts = [table.first(n) for table, n in zip(tables, num_blocks, strict=True)]
-        block_ids = torch.cat(parts) if parts else positions
-        table_starts = torch.tensor(block_starts[:-1], dtype=torch.int64)
-        if owners is not None:
-            table_starts = table_starts[owners]
-        blocks = block_ids[table_starts + positions // block_size]
-        slot_mapping = blocks * block_size + positions % block_size
+        if row_starts[-1] == len(tables):  # one row each, in the last block
+            slots = [ids[-1] * block_size + start % block_size for ids, start in zip(parts, starts, strict=True)]
+        else:
+            slots = list(chain.from_iterable(map(self._slots, parts, starts, context_lens)))
+        block_ids = array("q")
+        for ids in parts:
+            block_ids += ids
         return AttentionBatch(
-            self._placed(slot_mapping),
+            self._placed(slots),
             row_starts,
             context_lens,
             self._placed(block_ids),
-            block_starts,
+            list(accumulate(num_blocks, initial=0)),
             kept.window,
             kept.chunk,
         )
+
+    def _slots(self, block_ids: array[int], start: int, end: int) -> list[int]:
+        """Return the slots of the tokens `[start, end)` of a sequence with these blocks."""
+        size = self._block_size
+        blocks = block_ids[start // size :]
+        slots = [slot for block in blocks for slot in range(block * size, (block + 1) * size)]
+        first = start % size
+        return slots[first : first + end - start]
 
     def _states(
         self, tables: list[BlockTable], items: tuple[PlanItem, ...], row_starts: list[int], context_lens: list[int]
     ) -> StateBatch:
         ends = [-(-context_len // self._block_size) for context_len in context_lens]
-        block_ids = [int(table.first(end)[-1]) for table, end in zip(tables, ends, strict=True)]
+        block_ids = [table.first(end)[-1] for table, end in zip(tables, ends, strict=True)]
         return StateBatch(block_ids, row_starts, [item.start > 0 for item in items])
 
-    def _placed(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._device, non_blocking=True)
+    def _placed(self, numbers: Iterable[int]) -> Tensor:
+        """Return numbers as int64 on the device; the shortest way there is through an array."""
+        values = numbers if isinstance(numbers, array) else array("q", numbers)
+        if not values:
+            return torch.empty(0, dtype=torch.int64, device=self._device)
+        tensor = torch.frombuffer(values, dtype=torch.int64)
+        return tensor if self._is_cpu else tensor.to(self._device)

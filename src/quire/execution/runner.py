@@ -106,18 +106,28 @@ class ModelRunner:
         batch = self._builder.build(plan)
         given = self._media.rows(plan.items, batch.row_starts)
         hidden = self._decoder(batch.input_ids, batch.positions, batch.groups, self._storages, given)
-        results = {item.seq_id: ItemResult(item.seq_id, ()) for item in plan.items}
-        last_rows = [end - 1 for end in batch.row_starts[1:]]
-        sampled = [(item, row) for item, row in zip(plan.items, last_rows, strict=True) if item.num_samples]
-        if sampled:
-            # Mostly each row is a sequence's last.
-            last = hidden if len(sampled) == len(hidden) else hidden[[row for _, row in sampled]]
-            logits = self._decoder.logits(last)
-            for result in self._sampler.sample(logits, [item for item, _ in sampled]):
-                results[result.seq_id] = result
-        for item, start in zip(plan.items, batch.row_starts[:-1], strict=True):
-            results[item.seq_id] = self._with_prompt(results[item.seq_id], item, hidden[start:])
-        return StepResult(plan.tick, tuple(results.values()))
+        results = self._sample(plan.items, batch.row_starts, hidden)
+        if self._sampler.measures_prompts:
+            starts = batch.row_starts[:-1]
+            results = [
+                self._with_prompt(result, item, hidden[start:])
+                for result, item, start in zip(results, plan.items, starts, strict=True)
+            ]
+        return StepResult(plan.tick, tuple(results))
+
+    def _sample(self, items: Sequence[PlanItem], row_starts: list[int], hidden: torch.Tensor) -> list[ItemResult]:
+        """Draw the tokens of all items from their last rows of `hidden` [T, E]; return a result for each."""
+        sampled = [item for item in items if item.num_samples]
+        if not sampled:
+            return [ItemResult(item.seq_id, ()) for item in items]
+        if len(sampled) < row_starts[-1]:  # mostly each row is a sequence's last
+            ends = zip(items, row_starts[1:], strict=True)
+            hidden = hidden[[end - 1 for item, end in ends if item.num_samples]]
+        drawn = self._sampler.sample(self._decoder.logits(hidden), sampled)
+        if len(sampled) == len(items):
+            return drawn
+        results = iter(drawn)
+        return [next(results) if item.num_samples else ItemResult(item.seq_id, ()) for item in items]
 
     def _with_prompt(self, result: ItemResult, item: PlanItem, hidden: torch.Tensor) -> ItemResult:
         """Add the log probabilities of the prompt's tokens, where the request wants them.

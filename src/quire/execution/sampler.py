@@ -9,9 +9,10 @@ from math import isfinite
 import torch
 
 from quire.execution.draws import Filter, draw, uniform
+from quire.execution.history import TokenHistory
 from quire.execution.logprobs import measure, rows_per_tile
 from quire.execution.penalties import Adjustments, adjust
-from quire.scheduling.plan import ItemResult, Opening, PlanItem, StepPlan, TokenLogprobs
+from quire.scheduling.plan import ItemResult, Opening, PlanItem, StepPlan, TokenLogprobs, plain_results
 
 BAD_LOGITS = "the model gave logits that are not finite numbers"
 NO_TOKEN = "no token is left to sample after allowed_token_ids, logit_bias, min_tokens and penalties"
@@ -34,6 +35,13 @@ class SamplingState:
         self.adjustments = Adjustments(opening, device)
         self.filter = Filter(params.temperature, params.top_k, params.top_p, params.min_p)
 
+    @property
+    def is_plain(self) -> bool:
+        """Say whether every token is the likeliest, one a step, and nothing else is asked of it."""
+        params = self.params
+        is_single = params.n == 1 and params.logprobs is None
+        return is_single and params.is_greedy and params.min_tokens == 0 and self.adjustments.is_none(0)
+
 
 class Sampler:
     """Chooses tokens, and keeps what that takes of each open sequence.
@@ -45,6 +53,15 @@ class Sampler:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._states: dict[int, SamplingState] = {}
+        # Of the open sequences, those that take more than a look for the greatest logit; and two kinds of them.
+        self._special: dict[int, SamplingState] = {}
+        self._with_history: dict[int, TokenHistory] = {}
+        self._with_prompt: dict[int, SamplingState] = {}
+
+    @property
+    def measures_prompts(self) -> bool:
+        """Say whether an open sequence wants its prompt measured; without one, no item has prompt targets."""
+        return bool(self._with_prompt)
 
     @property
     def num_open(self) -> int:
@@ -54,13 +71,26 @@ class Sampler:
     def follow(self, plan: StepPlan) -> None:
         """Forget the closed sequences, meet the opened ones, and learn the tokens of this step."""
         for seq_id in plan.closed:
-            self._states.pop(seq_id, None)
+            for known in (self._states, self._special, self._with_history, self._with_prompt):
+                known.pop(seq_id, None)
         for item in plan.items:
             if item.opening is not None:
-                self._states[item.seq_id] = SamplingState(item.opening, self._device)
-            history = self._states[item.seq_id].adjustments.history
-            if history is not None:
-                history.follow(item.start, item.token_ids, is_end=item.num_samples > 0)
+                self._open(item.seq_id, item.opening)
+        if self._with_history:
+            for item in plan.items:
+                history = self._with_history.get(item.seq_id)
+                if history is not None:
+                    history.follow(item.start, item.token_ids, is_end=item.num_samples > 0)
+
+    def _open(self, seq_id: int, opening: Opening) -> None:
+        state = self._states[seq_id] = SamplingState(opening, self._device)
+        history = state.adjustments.history
+        if history is not None:
+            self._with_history[seq_id] = history
+        if state.prompt_ids:
+            self._with_prompt[seq_id] = state
+        if not state.is_plain:
+            self._special[seq_id] = state
 
     def sample(self, logits: torch.Tensor, items: Sequence[PlanItem]) -> list[ItemResult]:
         """Draw every item's tokens.
@@ -71,6 +101,10 @@ class Sampler:
             logits: float32 [R, V], overwritten: row `r` is of the last token of `items[r]`.
             items: those with `num_samples` of at least 1, in any order; no item's result depends on the others.
         """
+        if self._special.keys().isdisjoint([item.seq_id for item in items]):
+            results = _take_likeliest(logits, items)
+            if results is not None:
+                return results
         states = [self._states[item.seq_id] for item in items]
         positions = [item.start + len(item.token_ids) for item in items]
         adjusted = [row for row, state in enumerate(states) if not state.adjustments.is_none(positions[row])]
@@ -108,6 +142,14 @@ class Sampler:
         state = self._states[item.seq_id]
         end = item.start + len(item.token_ids) + 1
         return state.prompt_ids[item.start + 1 : end], state.params.prompt_logprobs or 0
+
+
+def _take_likeliest(logits: torch.Tensor, items: Sequence[PlanItem]) -> list[ItemResult] | None:
+    """Return the likeliest token of each row, or None where the greatest logit of some row is not finite."""
+    greatest, chosen = logits.max(-1, keepdim=True)
+    if not all(map(isfinite, greatest.flatten().tolist())):
+        return None
+    return plain_results([item.seq_id for item in items], map(tuple, chosen.tolist()))
 
 
 def _refuse(logits: torch.Tensor, greatest: torch.Tensor, error: str) -> dict[int, str]:
