@@ -14,6 +14,7 @@ from quire.memory.arena import Arena
 from quire.memory.eviction import LeastRecentlyUsed
 from quire.memory.pool import BlockPool
 from quire.memory.slabs import MOST_ALIGNMENT_LOSS, SlabLayout, lay_out
+from quire.memory.usage import used_fraction
 from tests.memory.twin_pages import Kind
 from tests.memory.walk import random_walk
 from tests.memory.world import NAMESPACES, World
@@ -168,7 +169,7 @@ def test_usage_is_told_by_group_and_in_bytes() -> None:
     usage = manager.usage()
     assert usage.used_bytes == 2 * 24 + 8
     assert [group.used for group in usage.groups] == [2, 1]
-    assert usage.used_fraction == usage.used_bytes / usage.num_bytes
+    assert used_fraction(manager.arena) == usage.used_fraction == usage.used_bytes / usage.num_bytes
     assert isinstance(usage, Usage)
 
 

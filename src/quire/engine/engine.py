@@ -24,7 +24,7 @@ from quire.engine.stats import EngineStats, StepStats, Totals
 from quire.engine.transcript import RequestTranscript
 from quire.errors import InvalidParameter, PromptTooLong, UnsupportedFeature, WorkerError
 from quire.memory.status import NO_TOKENS
-from quire.memory.usage import Usage
+from quire.memory.usage import Usage, used_fraction
 from quire.scheduling.plan import ItemResult, PlanItem, StepPlan, TokenLogprobs
 from quire.scheduling.scheduler import Scheduler
 from quire.sequences.params import SamplingParams
@@ -96,6 +96,7 @@ class Engine:
         self._computed_tokens = 0
         self._counted = Totals(*(0 for _ in Totals._fields))
         self._accounts = (NO_TOKENS, NO_TOKENS)
+        self._has_host = self.usage().host is not None
         self._calibration = Calibration(executor.measure_copies())
         self._pace: Pace | None = None
         if config.max_inter_token_ms is not None:
@@ -269,15 +270,15 @@ class Engine:
             num_generated: tokens that the step sampled.
             step_tokens: tokens that the step computed.
         """
-        stats, usage = self.scheduler.stats, self.usage()
+        stats, host = self.scheduler.stats, self.usage().host if self._has_host else None
         now = Totals(
             prefix_queries=stats.prefix_queries,
             prefix_hits=stats.prefix_hits,
             num_preemptions=stats.num_preemptions,
             num_swaps=stats.num_swaps,
             wasted_tokens=stats.wasted_tokens,
-            swap_out_blocks=usage.host.num_swap_outs if usage.host else 0,
-            swap_in_blocks=usage.host.num_swap_ins if usage.host else 0,
+            swap_out_blocks=host.num_swap_outs if host else 0,
+            swap_in_blocks=host.num_swap_ins if host else 0,
             prompt_tokens=self._prompt_tokens,
         )
         added = Totals(*(new - old for new, old in zip(now, self._counted, strict=True)))
@@ -291,8 +292,8 @@ class Engine:
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
             num_swapped=len(self.scheduler.swapped),
-            kv_usage=usage.used_fraction,
-            host_usage=usage.host.used_bytes / usage.host.num_bytes if usage.host else 0.0,
+            kv_usage=used_fraction(self.scheduler.memory.arena),
+            host_usage=host.used_bytes / host.num_bytes if host else 0.0,
             generation_tokens=num_generated,
             step_tokens=step_tokens,
             **added._asdict(),

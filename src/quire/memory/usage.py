@@ -104,6 +104,13 @@ class Usage(NamedTuple):
         return self.used_bytes / self.num_bytes
 
 
+def used_fraction(arena: Arena) -> float:
+    """Return the share of the bytes whose blocks have holders, without counting anything else."""
+    layout = arena.layout
+    used_bytes = sum([pool.num_used * size for pool, size in zip(arena.pools, layout.block_bytes, strict=True)])
+    return used_bytes / (layout.num_slabs * layout.slab_bytes)
+
+
 def measure(
     arena: Arena, host: HostTier | None, num_sequences: int, num_tokens: int, num_copies: int, num_merges: int
 ) -> Usage:
