@@ -26,6 +26,8 @@ class Opening(NamedTuple):
         token_ids: prompt and output so far, all that is known at the time of the plan.
         suppressed_ids: tokens that may not be sampled before `params.min_tokens` output tokens exist.
         media: embeddings to compute in place of some tokens' own, in the order of their places.
+        bad_words: token sequences that the output may not contain.
+        dry_breakers: tokens across which nothing counts as repeated.
     """
 
     params: SamplingParams
@@ -35,6 +37,8 @@ class Opening(NamedTuple):
     token_ids: tuple[int, ...]
     suppressed_ids: tuple[int, ...]
     media: tuple[Media, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    dry_breakers: tuple[int, ...] = ()
 
 
 class PlanItem(NamedTuple):

@@ -276,6 +276,8 @@ class Scheduler:
             tuple(sequence.tokens),
             request.suppressed_ids,
             request.media,
+            request.bad_words,
+            request.dry_breakers,
         )
 
     # ---- lives of sequences ----
