@@ -22,6 +22,7 @@ ABOVE_ZERO = math.nextafter(0.0, UP)
 
 INTEGERS: dict[str, tuple[int, int]] = {
     "n": (1, MAX_N),
+    "best_of": (1, MAX_N),
     "top_k": (-1, INT32),
     "dry_allowed_length": (1, INT32),
     "dry_penalty_last_n": (-1, INT32),
@@ -72,7 +73,7 @@ def test_integers(name: str) -> None:
         assert taken == (max(value, 0) if name == "top_k" else value)
     for value in (low - 1, high + 1, float(low + 1), *NO_NUMBERS):
         assert refused(**{name: value}).field == name
-    if name not in ("seed", "max_tokens", "logprobs", "prompt_logprobs"):
+    if name not in ("best_of", "seed", "max_tokens", "logprobs", "prompt_logprobs"):
         assert refused(**{name: None}).field == name
 
 
@@ -214,6 +215,12 @@ def test_needs_history(changes: dict[str, Any], needs: bool) -> None:
     assert SamplingParams(**changes).needs_history is needs
 
 
+def test_the_best_of_fewer_than_are_returned() -> None:
+    assert str(refused(n=3, best_of=2)) == "best_of must be at least n (3), got 2"
+    assert not SamplingParams(n=3, best_of=3).is_ranked
+    assert SamplingParams(n=3, best_of=4).num_sequences == 4
+
+
 def test_greedy() -> None:
     assert SamplingParams(temperature=0).is_greedy
     assert not SamplingParams(temperature=ABOVE_ZERO).is_greedy
@@ -259,6 +266,7 @@ def check(max_num_seqs: int = 4, **params: Any) -> None:
     ("fits", "fails"),
     [
         ({"n": 4}, {"n": 5}),
+        ({"best_of": 4}, {"best_of": 5}),
         ({"allowed_token_ids": (49,)}, {"allowed_token_ids": (3, 50)}),
         ({"stop_token_ids": (49,)}, {"stop_token_ids": (50,)}),
         ({"logit_bias": {49: 1.0}}, {"logit_bias": {50: 1.0}}),
@@ -272,4 +280,4 @@ def test_check_for_model(fits: dict[str, Any], fails: dict[str, Any]) -> None:
         check(**fails)
     (name,) = fails
     assert caught.value.field == name
-    assert ("4" if name == "n" else "50") in str(caught.value)
+    assert ("4" if name in ("n", "best_of") else "50") in str(caught.value)

@@ -24,6 +24,9 @@ INVALID: list[Case] = [
     ),
     *((COMPLETIONS, {"prompt": bad}, "prompt") for bad in ([-1], [2**31], [[1], []], [1000], ["a"] * 257, [[[1]]])),
     (COMPLETIONS, {"prompt": ["a"] * 40, "n": 32}, "n"),
+    (COMPLETIONS, {"prompt": "a", "n": 3, "best_of": 2}, "best_of"),
+    (COMPLETIONS, {"prompt": "a", "best_of": 33}, "best_of"),
+    (COMPLETIONS, {"prompt": ["a"] * 40, "best_of": 32}, "best_of"),
     *(
         (COMPLETIONS, {"prompt": "a", field: bad}, field)
         for field, values in {
@@ -92,7 +95,6 @@ INVALID: list[Case] = [
 ]
 UNSUPPORTED: list[Case] = [
     (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix"),
-    (COMPLETIONS, {"prompt": "a", "best_of": 2}, "best_of"),
     (COMPLETIONS, {"prompt": "a", "use_beam_search": True}, "use_beam_search"),
     (COMPLETIONS, {"prompt": "a", "guided_json": {}}, "guided_json"),
     (CHAT, {"messages": USER, "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),

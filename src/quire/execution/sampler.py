@@ -79,7 +79,7 @@ class Sampler:
         states = [self._states[item.seq_id] for item in items]
         positions = [item.start + len(item.token_ids) for item in items]
         adjusted = [row for row, state in enumerate(states) if not state.adjustments.is_none(positions[row])]
-        measured = [row for row, state in enumerate(states) if state.params.logprobs is not None]
+        measured = [row for row, state in enumerate(states) if state.params.measures_tokens]
         if not adjusted and all(state.params.is_greedy for state in states):
             greatest, chosen = logits.max(-1, keepdim=True)
             errors = _refuse(logits, greatest, BAD_LOGITS)

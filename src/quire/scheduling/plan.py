@@ -105,7 +105,7 @@ class ItemResult(NamedTuple):
     Args:
         seq_id: the sequence.
         token_ids: the `num_samples` tokens drawn.
-        logprobs: one for each drawn token when `params.logprobs` is set, else empty.
+        logprobs: one for each drawn token when `params.measures_tokens`, else empty.
         prompt_logprobs: when `params.prompt_logprobs` is set: for each prompt position `p` in
             `[start + 1, min(start + len + 1, num_prompt))`, the log probabilities of the prompt's token at `p`.
         error: why this item alone failed (for example non-finite logits), else None; then the rest is empty.

@@ -25,6 +25,8 @@ class SamplingParams:
 
     Args:
         n: sequences to sample from one prompt; the prompt is computed once and forked.
+        best_of: sample so many sequences, and return the `n` whose tokens have the highest mean log probability, best
+            first; None samples `n`.
         temperature: 0 is greedy; otherwise logits are divided by it.
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         top_p: keep the smallest set of tokens whose probability reaches this; 1 keeps all.
@@ -65,6 +67,7 @@ class SamplingParams:
     """
 
     n: int = 1
+    best_of: int | None = None
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -100,6 +103,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         put = object.__setattr__
         put(self, "n", integer("n", self.n, 1, MAX_N))
+        if self.best_of is not None:
+            put(self, "best_of", integer("best_of", self.best_of, 1, MAX_N))
+            if self.best_of < self.n:
+                raise InvalidParameter("best_of", self.best_of, f"at least n ({self.n})")
         put(self, "temperature", number("temperature", self.temperature, 0.0, 100.0))
         top_k = integer("top_k", self.top_k, -1, 2**31 - 1)
         put(self, "top_k", max(top_k, 0))
@@ -150,6 +157,21 @@ class SamplingParams:
         put(self, "needs_history", bool(needs_history))
 
     @property
+    def num_sequences(self) -> int:
+        """Sequences that are sampled."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def is_ranked(self) -> bool:
+        """True when more sequences are sampled than returned."""
+        return self.num_sequences > self.n
+
+    @property
+    def measures_tokens(self) -> bool:
+        """True when the log probability of each chosen token is wanted."""
+        return self.logprobs is not None or self.is_ranked
+
+    @property
     def is_greedy(self) -> bool:
         """True when the likeliest token is always chosen."""
         return self.temperature == 0.0
@@ -159,13 +181,14 @@ class SamplingParams:
 
         Args:
             vocab_size: token ids must lie in [0, vocab_size).
-            max_num_seqs: sequences that can run at once; `n` must fit.
+            max_num_seqs: sequences that can run at once; `n` and `best_of` must fit.
 
         Raises:
             InvalidParameter: naming the field.
         """
-        if self.n > max_num_seqs:
-            raise InvalidParameter("n", self.n, f"at most max_num_seqs ({max_num_seqs})")
+        if self.num_sequences > max_num_seqs:
+            name = "n" if self.best_of is None else "best_of"
+            raise InvalidParameter(name, self.num_sequences, f"at most max_num_seqs ({max_num_seqs})")
         for name, ids in (
             ("allowed_token_ids", self.allowed_token_ids or ()),
             ("stop_token_ids", self.stop_token_ids),

@@ -81,7 +81,7 @@ class Request:
     @property
     def is_forked(self) -> bool:
         """True once each sample has its own sequence."""
-        return len(self.sequences) == self.params.n
+        return len(self.sequences) == self.params.num_sequences
 
     @property
     def is_finished(self) -> bool:

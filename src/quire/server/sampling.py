@@ -13,6 +13,7 @@ from quire.server.fields import Fields, Refusal
 # Fields that mean to both routes what they mean to `SamplingParams`, which alone checks them.
 SAMPLING_FIELDS = (
     "n",
+    "best_of",
     "temperature",
     "top_p",
     "top_k",
@@ -165,9 +166,12 @@ def read_sampling(
         given["logit_bias"] = {_token_id(key): bias for key, bias in given["logit_bias"].items()}
     given.update(own)
     try:
-        return SamplingParams(**given)
+        params = SamplingParams(**given)
     except InvalidParameter as error:
         raise InvalidParameter(spelled.get(error.field or "", error.field or ""), error.value, error.allowed) from error
+    if params.is_ranked and fields.flag("stream"):
+        raise InvalidParameter("best_of", params.best_of, f"n ({params.n}) when stream is true: the best come last")
+    return params
 
 
 def _token_id(key: object) -> object:
