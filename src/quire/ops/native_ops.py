@@ -148,16 +148,49 @@ class NativeLinear:
         return output
 
 
+class AttentionPlan:
+    """How a step's attention is cut into jobs, for all layers with as many query heads a KV head.
+
+    Args:
+        rows: a pointer to the step's `StepRows`.
+        cache: a pointer to its `Cache`.
+        group: query heads of a KV head.
+        batch: of the step.
+
+    Attributes:
+        handle: a pointer for `NativeLibrary.attend`.
+    """
+
+    __slots__ = ("_free", "_tokens_read", "handle")
+
+    def __init__(self, library: NativeLibrary, rows: Any, cache: Any, group: int, batch: AttentionBatch) -> None:
+        self._free, self._tokens_read = library.free_attention_plan, library.tokens_read
+        sight = batch.window or 0, batch.chunk or 0
+        self.handle = library.plan_attention(rows, cache, group, *sight, False)
+
+    def __del__(self) -> None:
+        self._free(self.handle)
+
+    @property
+    def tokens_read(self) -> int:
+        """Tokens whose keys and values each KV head reads in a layer, as often as it reads them."""
+        return int(self._tokens_read(self.handle))
+
+
 class NativeStepAttention:
-    """Attention of one step over one cache group, read straight from its block tables."""
+    """Attention of one step over one cache group, read straight from its block tables.
+
+    What sequences share is read once for as many of their rows as a job takes, however their tables branch.
+    """
 
     def __init__(self, library: NativeLibrary, batch: AttentionBatch, kv: PagedKV) -> None:
         self._num_kv_heads, block_size = kv.data.shape[3:5]
         self._head_dim = kv.head_dim
         self._library = library
         numbers = [array("q", part) for part in (batch.row_starts, batch.context_lens, batch.block_starts)]
-        self._kept = (*numbers, batch, kv)  # what the pointers below point into
-        self._window, self._chunk = batch.window or 0, batch.chunk or 0
+        self._batch = batch
+        self._kept = (*numbers, kv)  # with the batch, what the pointers below point into
+        self._plans: dict[int, AttentionPlan] = {}
         self._num_rows = batch.row_starts[-1]
         pointers = [part.buffer_info()[0] for part in numbers]
         tensors = batch.block_ids.data_ptr(), batch.slot_mapping.data_ptr()
@@ -204,16 +237,17 @@ class NativeStepAttention:
         """Let each row of [T, H, D] see its sequence up to itself; return [T, H * D]."""
         num_rows, num_heads, head_dim = q.shape
         output = q.new_empty(num_rows, num_heads * head_dim)
+        handle = self.plan(num_heads).handle
         self._library.attend(
-            self._rows,
-            self._cache,
-            layer_idx,
-            q.data_ptr(),
-            q.stride(0),
-            num_heads,
-            scale,
-            self._window,
-            self._chunk,
-            output.data_ptr(),
+            self._rows, self._cache, handle, layer_idx, q.data_ptr(), q.stride(0), scale, output.data_ptr()
         )
         return output
+
+    def plan(self, num_heads: int) -> AttentionPlan:
+        """Return the plan of layers with so many query heads."""
+        group = num_heads // self._num_kv_heads
+        plan = self._plans.get(group)
+        if plan is None:
+            plan = AttentionPlan(self._library, self._rows, self._cache, group, self._batch)
+            self._plans[group] = plan
+        return plan
