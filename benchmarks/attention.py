@@ -193,6 +193,7 @@ def main() -> None:
     parser.add_argument("--batches", default=DECODE_BATCHES, help="of decode")
     parser.add_argument("--max-tokens", type=int, default=262_144, help="that decode stores at most")
     parser.add_argument("--level", help="the instruction set; else the best that was built")
+    parser.add_argument("--deterministic", action="store_true", help="the same bits for a row in every batch")
     options = parser.parse_args()
     options.heads = Heads(*map(int, options.heads.split(",")))
     torch.set_num_threads(options.threads)
@@ -200,7 +201,8 @@ def main() -> None:
     keep_freed_memory()
     libraries = runnable_libraries()
     level = options.level or list(libraries)[-1]
-    ops, dtype = NativeOps(NativeLibrary(level, libraries[level])), getattr(torch, options.dtype)
+    ops = NativeOps(NativeLibrary(level, libraries[level]), deterministic=options.deterministic)
+    dtype = getattr(torch, options.dtype)
     probe = machine.Probe(options.threads)
     print(f"{ops.name}, {options.threads} threads, {options.dtype}, {options.heads}")
 

@@ -11,6 +11,10 @@
 // jobs take the path of many rows. Under others a row's bits depend on how many rows its job has, and on what its
 // sequence shares.
 #include "attention_plan.h"
+
+#include <algorithm>
+#include <memory>
+
 #include "cache.h"
 #include "parallel.h"
 #include "tiles.h"
