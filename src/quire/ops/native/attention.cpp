@@ -287,8 +287,9 @@ void attend_all(const Layer& layer) {
   const int64_t num_heads = layer.cache.num_kv_heads;
   quire::in_turns(int64_t(plan.jobs.size()) * num_heads, [&](int64_t idx) {
     thread_local std::unique_ptr<Scratch<Steps>> scratch(new Scratch<Steps>);
-    const Job& job = plan.jobs[idx / num_heads];
-    put<T>(layer, job, idx % num_heads, attend<Steps, T, S>(layer, job, idx % num_heads, *scratch));
+    plan.at(idx, num_heads, [&](const Job& job, int64_t kv_head) {
+      put<T>(layer, job, kv_head, attend<Steps, T, S>(layer, job, kv_head, *scratch));
+    });
   });
   if (plan.num_slots == 0) return;
   quire::in_parallel(int64_t(plan.strips.size()) * num_heads, 16, [&](int64_t begin, int64_t end) {

@@ -56,6 +56,7 @@ class Planner {
   void add_strips(int64_t seq) {
     const int64_t num_tokens = rows_.row_starts[seq + 1] - rows_.row_starts[seq];
     const int64_t num_rows = num_tokens * plan_.group, before = rows_.context_lens[seq] - num_tokens;
+    const size_t first_job = plan_.jobs.size();
     for (int64_t first = 0; first < num_rows; first += kRows) {
       const int64_t count = std::min<int64_t>(kRows, num_rows - first);
       const int64_t first_position = before + first / plan_.group;
@@ -69,11 +70,20 @@ class Planner {
         contexts_.push_back({strip, begin, last_position + 1, plan_.sight.first_seen(last_position), first_position + 1});
       }
     }
+    bring_together(first_job);
   }
 
   void add_job(int64_t begin, int64_t end, int64_t strip, int64_t idx) {
-    plan_.jobs.push_back({begin, end, int64_t(plan_.pieces.size()), 1});
+    plan_.jobs.push_back({begin, end, int64_t(plan_.pieces.size()), 1, int64_t(plan_.jobs.size()), 1});
     plan_.pieces.push_back({strip, idx});
+  }
+
+  // Says that all jobs from the first given one on are over much the same tokens.
+  void bring_together(size_t first) {
+    for (size_t idx = first; idx < plan_.jobs.size(); ++idx) {
+      plan_.jobs[idx].first_beside = int64_t(first);
+      plan_.jobs[idx].num_beside = int64_t(plan_.jobs.size() - first);
+    }
   }
 
   // Finds what contexts share, from front to back. One that has parted from all others stays alone.
@@ -140,17 +150,19 @@ class Planner {
 
   // As many jobs as the rows of a group take.
   void add_jobs(const Group& group) {
+    const size_t first_job = plan_.jobs.size();
     int64_t num_rows = kRows;
     for (const Piece& piece : group.pieces) {
       const int64_t count = plan_.strips[piece.strip].num_rows;
       if (num_rows + count > kRows) {
-        plan_.jobs.push_back({group.begin, group.end, int64_t(plan_.pieces.size()), 0});
+        plan_.jobs.push_back({group.begin, group.end, int64_t(plan_.pieces.size()), 0, 0, 0});
         num_rows = 0;
       }
       plan_.pieces.push_back(piece);
       ++plan_.jobs.back().num_pieces;
       num_rows += count;
     }
+    bring_together(first_job);
   }
 
   // Cuts what a context does not share.

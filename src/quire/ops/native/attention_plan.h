@@ -56,6 +56,8 @@ struct Job {
   int64_t end;
   int64_t first_piece;
   int64_t num_pieces;
+  int64_t first_beside;  // of the jobs over much the same tokens, itself among them
+  int64_t num_beside;
 };
 
 struct AttentionPlan {
@@ -66,6 +68,15 @@ struct AttentionPlan {
   std::vector<Piece> pieces;
   std::vector<Job> jobs;
   int64_t num_slots = 0;  // of kept results, for one KV head
+
+  // Calls `body(job, KV head)` with what comes at place `idx` of all jobs of all heads. Jobs over the same tokens follow
+  // each other for one head before the next head comes, so that what they read stays in the cache.
+  template <typename Body>
+  void at(int64_t idx, int64_t num_heads, Body body) const {
+    const Job& near = jobs[idx / num_heads];
+    const int64_t place = idx - near.first_beside * num_heads;
+    body(jobs[near.first_beside + place % near.num_beside], place / near.num_beside);
+  }
 
   // The kept results of all KV heads, [heads, slots] of each. Layers use them one after the other.
   std::unique_ptr<float[]> sums;  // [heads, slots, head dim]
