@@ -71,6 +71,7 @@ def test_the_preemption_options_are_those_of_the_scheduler() -> None:
         ("prefix_cache_dir", [None, "cache"], ["", 3]),
         ("prefix_cache_disk_bytes", [1, 8 << 30], [0, None, 1.5, True]),
         ("skip_tokenizer_init", [True, False], [None, 0, "false"]),
+        ("deterministic", [True, False], [None, 1, "yes"]),
         ("enable_prefix_caching", [True, False], [None, 1, "no"]),
         ("dtype", ["auto", "bfloat16", "float16", "float32"], ["fp8", "", None, 32]),
         ("kv_cache_dtype", [*KV_CACHE_DTYPES], ["int4", "fp16", "", None, 8]),

@@ -46,6 +46,9 @@ class ModelConfig:
         weight_packing: how the weights of linear layers lie: "plain", or "lossless" for bfloat16 weights in about 76 %
             of their bytes, with the same results bit for bit; it needs native kernels of level avx2 or avx512.
             "auto" is the latter where it can be had.
+        deterministic: a request's results are the same, bit for bit, whatever it is batched with, however its prompt is
+            cut, and whether its tokens were computed, found in the cache or computed again. Native kernels only, with
+            weights of 16 bits or rounded ones; models with other layers than attention, or gates on it, are refused.
     """
 
     model: str = "bundled"
@@ -61,12 +64,14 @@ class ModelConfig:
     kernels: str = "auto"
     quantization: Quantization | None = None
     weight_packing: str = "auto"
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         check_text("model", self.model)
         for name in ("tokenizer", "revision", "served_model_name"):
             check_text(name, getattr(self, name), optional=True)
         check_flag("skip_tokenizer_init", self.skip_tokenizer_init)
+        check_flag("deterministic", self.deterministic)
         check_one_of("dtype", self.dtype, DTYPES)
         check_one_of("device", self.device, DEVICES)
         check_one_of("kernels", self.kernels, KERNELS)

@@ -97,11 +97,10 @@ def load(config: EngineConfig, instruments: Instruments | None = None) -> Loaded
         kernels=options.kernels,
         quantization=options.quantization,
         weight_packing=options.weight_packing,
+        deterministic=options.deterministic,
         instruments=instruments,
     )
-    stored = config.cache.kv_cache_dtype
-    if stored == "auto":
-        stored = _name(dtype)
+    stored = _stored(config, dtype)
     groups = layout_of(decoder.spec).specs(config.cache.block_size, CACHE_DTYPES[stored], dtype.itemsize)
     step = _step_cost(config, decoder, device, stored)
     resolved = resolve(config, probe(device), _facts(config, decoder, groups, step))
@@ -168,6 +167,22 @@ def _facts(config: EngineConfig, decoder: Decoder, groups: Sequence[KVCacheSpec]
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _stored(config: EngineConfig, dtype: torch.dtype) -> str:
+    """Return what keys and values are stored as.
+
+    Raises:
+        ConfigError: something that native kernels do not read, where results are to be deterministic.
+    """
+    stored, plain = config.cache.kv_cache_dtype, _name(dtype)
+    if stored == "auto":
+        return plain
+    if config.model.deterministic and stored not in (plain, "int8"):
+        raise ConfigError(
+            f"deterministic needs kv_cache_dtype 'auto', {plain!r} or 'int8', got {stored!r}", field="kv_cache_dtype"
+        )
+    return stored
 
 
 def _step_cost(config: EngineConfig, decoder: Decoder, device: str, stored: str) -> StepCost:

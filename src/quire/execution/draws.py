@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import torch
 
+from quire.execution.sums import CHUNK, chunk_sums, row_sums
 from quire.execution.truncation import keep_near_best, keep_typical
 
-CHUNK = 128
 FIRST_WIDTH = 256
 WIDTH_FACTOR = 16
 _MASK = (1 << 64) - 1
@@ -155,7 +155,7 @@ def _mass(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
     weights = logits.exp_()
     if min_p.any():
         weights.masked_fill_(weights < min_p[:, None], 0.0)
-    return weights.sum(-1, dtype=torch.float64)
+    return row_sums(weights)[:, 0]
 
 
 def likeliest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -208,11 +208,7 @@ def invert_cdf(weights: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
         Column indices of weights above 0, int64 [R, n].
     """
     width = weights.shape[1]
-    num_whole = width // CHUNK
-    sums = weights[:, : num_whole * CHUNK].view(len(weights), num_whole, CHUNK).sum(-1, dtype=torch.float64)
-    if num_whole * CHUNK < width:
-        rest = weights[:, num_whole * CHUNK :].sum(-1, keepdim=True, dtype=torch.float64)
-        sums = torch.cat((sums, rest), dim=1)
+    sums = chunk_sums(weights)
     reached = sums.cumsum(-1)
     target = points * reached[:, -1:]
     chunk = torch.searchsorted(reached, target, right=True)

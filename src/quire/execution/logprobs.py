@@ -29,13 +29,14 @@ def measure(logits: torch.Tensor, token_ids: Sequence[int], counts: Sequence[int
     """
     ids = torch.tensor(token_ids, device=logits.device)[:, None]
     chosen = logits.gather(1, ids)
-    norm = logits.logsumexp(-1, keepdim=True)
+    # Row by row; `logsumexp` adds up a single row on several threads, and so differently.
+    normed = logits.log_softmax(-1)
     ranks = (1 + torch.count_nonzero(logits > chosen, dim=-1)).tolist()
-    logprobs = (chosen - norm).clamp_(min=LOWEST)[:, 0].tolist()
+    logprobs = normed.gather(1, ids).clamp_(min=LOWEST)[:, 0].tolist()
     tops: list[list[tuple[int, float]]] = [[] for _ in token_ids]
     if any(counts):
-        values, top_ids = likeliest(logits, max(counts))
-        rows = zip(top_ids.tolist(), (values - norm).clamp_(min=LOWEST).tolist(), strict=True)
+        _, top_ids = likeliest(logits, max(counts))
+        rows = zip(top_ids.tolist(), normed.gather(1, top_ids).clamp_(min=LOWEST).tolist(), strict=True)
         tops = [list(zip(*pair, strict=True)) for pair in rows]
     return [
         TokenLogprobs(token_id, logprob, rank, tuple(top[:count]))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from quire.execution.sums import row_sums
+
 
 def keep_near_best(logits: torch.Tensor, num_sigmas: torch.Tensor) -> None:
     """Forbid tokens that are further below the best one than some standard deviations of the logits.
@@ -19,9 +21,9 @@ def keep_near_best(logits: torch.Tensor, num_sigmas: torch.Tensor) -> None:
     """
     is_open = logits.isfinite()
     count = is_open.sum(-1, keepdim=True)
-    mean = logits.where(is_open, 0.0).sum(-1, keepdim=True, dtype=torch.float64) / count
+    mean = row_sums(logits.where(is_open, 0.0)) / count
     squares = (logits - mean).where(is_open, 0.0).square()
-    sigma = (squares.sum(-1, keepdim=True) / count).sqrt()
+    sigma = (row_sums(squares) / count).sqrt()
     edge = logits.amax(-1, keepdim=True) - num_sigmas[:, None] * sigma
     logits.masked_fill_(logits < edge, -torch.inf)
 
@@ -38,7 +40,7 @@ def keep_typical(logits: torch.Tensor, typical_p: torch.Tensor) -> None:
     """
     surprise = -logits.double().log_softmax(-1)
     shares = (-surprise).exp()
-    entropy = (shares * surprise).where(shares > 0, 0.0).sum(-1, keepdim=True)
+    entropy = row_sums((shares * surprise).where(shares > 0, 0.0))
     order = (surprise - entropy).abs().argsort(dim=-1, stable=True)
     reached = shares.gather(-1, order).cumsum(-1)
     # One is kept while those before it fall short; so the least far always is.

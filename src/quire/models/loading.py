@@ -10,6 +10,7 @@ from quire.config import Quantization
 from quire.errors import ConfigError
 from quire.models.checkpoint import Checkpoint
 from quire.models.decoder import Decoder
+from quire.models.determinism import check_deterministic
 from quire.models.families import build
 from quire.models.weights import load_weights
 from quire.ops import make_ops
@@ -31,6 +32,7 @@ def load_decoder(
     kernels: str = "auto",
     quantization: Quantization | None = None,
     weight_packing: str = "auto",
+    deterministic: bool = False,
     instruments: Instruments | None = None,
 ) -> Decoder:
     """Build the decoder that a checkpoint describes, and fill it.
@@ -39,11 +41,12 @@ def load_decoder(
         checkpoint: the model's files.
         device: "cpu" or "cuda".
         dtype: of weights, hidden states and cache, as `choose_dtype` returns it.
-        kernels, quantization, weight_packing: what computes, and on what weights; see `quire.ops.make_ops`.
+        kernels, quantization, weight_packing, deterministic: what computes, and on what weights; see
+            `quire.ops.make_ops`.
         instruments: put round the kernels and the decoder.
 
     Raises:
-        ConfigError: kernels, or weights, that cannot be had.
+        ConfigError: kernels, or weights, that cannot be had; or a model that cannot be computed deterministically.
         UnsupportedModel: no family implements the architecture or one of its options.
         CheckpointError: a tensor or a field is missing or wrong.
     """
@@ -55,7 +58,9 @@ def load_decoder(
         )
     spec, weight_map = build(checkpoint.config)
     place = torch.device(device)
-    ops = make_ops(place, kernels, quantization, weight_packing)
+    if deterministic:
+        check_deterministic(spec)
+    ops = make_ops(place, kernels, quantization, weight_packing, deterministic)
     if instruments is not None:
         ops = instruments.ops(ops)
     decoder = Decoder(spec, ops=ops, dtype=dtype, device=place)

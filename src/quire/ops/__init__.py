@@ -18,6 +18,7 @@ def make_ops(
     kernels: str = "auto",
     quantization: Quantization | None = None,
     weight_packing: str = "auto",
+    deterministic: bool = False,
 ) -> Ops:
     """Make the backend that computes on a device.
 
@@ -28,10 +29,12 @@ def make_ops(
         quantization: what the weights of linear layers are rounded to; on a CPU only.
         weight_packing: "lossless" for bfloat16 weights in three quarters of their bytes, "plain" for weights as they
             are, "auto" for the former where kernels have it.
+        deterministic: a row gets the same bits whatever rows it comes with. The backend refuses weights for which it
+            cannot promise that.
 
     Raises:
-        ConfigError: native kernels, rounded weights, or a packing, were asked for and cannot be had; the message says
-            why.
+        ConfigError: native kernels, rounded weights, a packing, or results that are deterministic, were asked for and
+            cannot be had; the message says why.
     """
     if quantization is not None and device.type != "cpu":
         raise ConfigError(
@@ -45,16 +48,21 @@ def make_ops(
             "leave one of the two out",
             field="weight_packing",
         )
+    if deterministic and (kernels == "torch" or device.type != "cpu"):
+        raise _not_deterministic(f"kernels {kernels!r} on device {device.type!r} are others")
     if kernels == "torch" or (kernels == "auto" and device.type != "cpu"):
         return _plain(TorchOps(device, quantization=quantization), weight_packing)
     found = find_library() if device.type == "cpu" else f"they are for CPUs, not for device {device.type!r}"
     if not isinstance(found, str):
         wants_lossless = weight_packing != "plain" and quantization is None
         if wants_lossless and found.lossless is not None and _agrees(found, found.lossless):
-            return NativeOps(found, packing=LosslessPacking(found.lossless))
-        return _plain(NativeOps(found, quantization), weight_packing)
+            packing = LosslessPacking(found.lossless)
+            return NativeOps(found, packing=packing, deterministic=deterministic)
+        return _plain(NativeOps(found, quantization, deterministic=deterministic), weight_packing)
     if kernels == "native":
         raise ConfigError(f"native kernels were asked for, but {found}; use 'torch' or 'auto'", field="kernels")
+    if deterministic:
+        raise _not_deterministic(found)
     return _plain(TorchOps(device, note=f"no native kernels: {found}", quantization=quantization), weight_packing)
 
 
@@ -64,6 +72,14 @@ def _agrees(library: NativeLibrary, calls: LosslessCalls) -> bool:
     packings = (None, LosslessPacking(calls))
     plain, lossless = (NativeOps(library, packing=packing).pack_linear(weight) for packing in packings)
     return all(torch.equal(plain(x), lossless(x)) for x in (weight[:1], weight[:2], weight[:5]))
+
+
+def _not_deterministic(reason: str) -> ConfigError:
+    return ConfigError(
+        f"deterministic needs native kernels on a CPU, but {reason}; leave deterministic out, or set kernels to "
+        "'native' and device to 'cpu'",
+        field="deterministic",
+    )
 
 
 def _plain(ops: Ops, weight_packing: str) -> Ops:

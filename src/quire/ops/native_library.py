@@ -20,7 +20,7 @@ from quire.ops.weight_formats import UNITS
 
 FOLDER: Final = Path(__file__).parent / "native"
 # The number that `quire_interface_version` must return.
-INTERFACE_VERSION: Final = 9
+INTERFACE_VERSION: Final = 10
 # The best last; a processor that runs one runs those before it.
 LEVELS: Final = ("portable", "avx2", "avx512", "avx512_bf16")
 MAX_HEAD_DIM: Final = 256
@@ -104,8 +104,8 @@ class NativeLibrary:
 
     Attributes:
         packed_types: the types of weights that it packs and multiplies faster than torch does.
-        attend, gate, prepare, rms_norm, pack, linear, packed_columns: the functions of the same names, with `quire_`
-            before, of the sources.
+        attend, plan_attention, free_attention_plan, tokens_read, gate, prepare, rms_norm, pack, linear,
+            packed_columns: the functions of the same names, with `quire_` before, of the sources.
         weight_kernels: for each format of rounded weights, what packs and multiplies them.
         lossless: those of weights packed to three quarters, where weights are widened by AVX2 or more.
 
@@ -125,7 +125,10 @@ class NativeLibrary:
             ctypes.cast(threads.torch_parallel_for, _POINTER), ctypes.cast(threads.torch_get_num_threads, _POINTER)
         )
         rows, kv = ctypes.POINTER(StepRows), ctypes.POINTER(Cache)
-        self.attend = _typed(library.quire_attend, rows, kv, _INT, _POINTER, _INT, _INT, _FLOAT, _INT, _INT, _POINTER)
+        self.attend = _typed(library.quire_attend, rows, kv, _POINTER, _INT, _POINTER, _INT, _FLOAT, _POINTER)
+        self.plan_attention = _typed(library.quire_plan_attention, rows, kv, _INT, _INT, _INT, _INT, returns=_POINTER)
+        self.free_attention_plan = _typed(library.quire_free_attention_plan, _POINTER)
+        self.tokens_read = _typed(library.quire_tokens_read, _POINTER, returns=_INT)
         self.gate = _typed(library.quire_gate, _INT, _INT, _POINTER, _INT, _INT, _POINTER)
         self.prepare = _typed(
             library.quire_prepare,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.config import Quantization
+from quire.errors import ConfigError
 from quire.ops.interface import (
     Activation,
     AttentionBatch,
@@ -36,6 +37,8 @@ class NativeOps:
         library: that this processor runs.
         quantization: what the weights of linear layers are rounded to.
         packing: of the weights that are not rounded, if another than `NativeLinear`'s.
+        deterministic: a row gets the same bits whatever rows it comes with. Linear layers, norms and gates compute so
+            anyway; attention takes the path of many rows for all, and shares whole parts only.
     """
 
     def __init__(
@@ -43,20 +46,27 @@ class NativeOps:
         library: NativeLibrary,
         quantization: Quantization | None = None,
         packing: LosslessPacking | None = None,
+        deterministic: bool = False,
     ) -> None:
         self._library = library
         self._quantization = quantization
         self._packing = packing
+        self._is_deterministic = deterministic
         self._torch = TorchOps(torch.device("cpu"))
 
     @property
     def name(self) -> str:
         """What computes, for people."""
         packed = f", {self._packing}" if self._packing is not None and self._packing.plain_bytes else ""
-        return f"native ({self._library.level}){packed}"
+        return f"native ({self._library.level}){packed}" + (", deterministic" if self._is_deterministic else "")
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None, sensitive: bool = False) -> Linear:
-        """Round, or pack for the kernels where they are faster, else for oneDNN."""
+        """Round, or pack for the kernels where they are faster, else for oneDNN.
+
+        Raises:
+            ConfigError: the ops are to be deterministic, and oneDNN, which adds up differently for other numbers of
+                rows, would have to compute.
+        """
         chosen = weight_format(self._quantization, weight.shape[1], sensitive)
         if chosen is not None:
             return NativeQuantisedLinear(self._library.weight_kernels[chosen], weight, bias)
@@ -64,6 +74,13 @@ class NativeOps:
             if self._packing is not None and weight.dtype == torch.bfloat16:
                 return self._packing.pack(weight, bias)
             return NativeLinear(self._library, weight, bias)
+        if self._is_deterministic:
+            dtypes = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in self._library.packed_types))
+            raise ConfigError(
+                f"deterministic needs linear layers of {dtypes} with an even number of inputs, or quantization, and "
+                f"one is of {str(weight.dtype).removeprefix('torch.')} with {weight.shape[1]} inputs",
+                field="deterministic",
+            )
         return self._torch.pack_linear(weight, bias)
 
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
@@ -109,7 +126,7 @@ class NativeOps:
         is_known = kv.data.dtype in (kv.dtype, torch.int8)
         if kv.head_dim > MAX_HEAD_DIM or kv.head_dim % 2 or not is_known:
             return self._torch.step_attention(batch, kv)
-        return NativeStepAttention(self._library, batch, kv)
+        return NativeStepAttention(self._library, batch, kv, self._is_deterministic)
 
 
 class NativeLinear:
@@ -148,16 +165,53 @@ class NativeLinear:
         return output
 
 
-class NativeStepAttention:
-    """Attention of one step over one cache group, read straight from its block tables."""
+class AttentionPlan:
+    """How a step's attention is cut into jobs, for all layers with as many query heads a KV head.
 
-    def __init__(self, library: NativeLibrary, batch: AttentionBatch, kv: PagedKV) -> None:
+    Args:
+        rows: a pointer to the step's `StepRows`.
+        cache: a pointer to its `Cache`.
+        group: query heads of a KV head.
+        batch: of the step.
+        deterministic: see `NativeOps`.
+
+    Attributes:
+        handle: a pointer for `NativeLibrary.attend`.
+    """
+
+    __slots__ = ("_free", "_tokens_read", "handle")
+
+    def __init__(
+        self, library: NativeLibrary, rows: Any, cache: Any, group: int, batch: AttentionBatch, deterministic: bool
+    ) -> None:
+        self._free, self._tokens_read = library.free_attention_plan, library.tokens_read
+        sight = batch.window or 0, batch.chunk or 0
+        self.handle = library.plan_attention(rows, cache, group, *sight, deterministic)
+
+    def __del__(self) -> None:
+        self._free(self.handle)
+
+    @property
+    def tokens_read(self) -> int:
+        """Tokens whose keys and values each KV head reads in a layer, as often as it reads them."""
+        return int(self._tokens_read(self.handle))
+
+
+class NativeStepAttention:
+    """Attention of one step over one cache group, read straight from its block tables.
+
+    What sequences share is read once for as many of their rows as a job takes, however their tables branch.
+    """
+
+    def __init__(self, library: NativeLibrary, batch: AttentionBatch, kv: PagedKV, deterministic: bool = False) -> None:
         self._num_kv_heads, block_size = kv.data.shape[3:5]
         self._head_dim = kv.head_dim
         self._library = library
         numbers = [array("q", part) for part in (batch.row_starts, batch.context_lens, batch.block_starts)]
-        self._kept = (*numbers, batch, kv)  # what the pointers below point into
-        self._window, self._chunk = batch.window or 0, batch.chunk or 0
+        self._batch = batch
+        self._is_deterministic = deterministic
+        self._kept = (*numbers, kv)  # with the batch, what the pointers below point into
+        self._plans: dict[int, AttentionPlan] = {}
         self._num_rows = batch.row_starts[-1]
         pointers = [part.buffer_info()[0] for part in numbers]
         tensors = batch.block_ids.data_ptr(), batch.slot_mapping.data_ptr()
@@ -204,16 +258,17 @@ class NativeStepAttention:
         """Let each row of [T, H, D] see its sequence up to itself; return [T, H * D]."""
         num_rows, num_heads, head_dim = q.shape
         output = q.new_empty(num_rows, num_heads * head_dim)
+        handle = self.plan(num_heads).handle
         self._library.attend(
-            self._rows,
-            self._cache,
-            layer_idx,
-            q.data_ptr(),
-            q.stride(0),
-            num_heads,
-            scale,
-            self._window,
-            self._chunk,
-            output.data_ptr(),
+            self._rows, self._cache, handle, layer_idx, q.data_ptr(), q.stride(0), scale, output.data_ptr()
         )
         return output
+
+    def plan(self, num_heads: int) -> AttentionPlan:
+        """Return the plan of layers with so many query heads."""
+        group = num_heads // self._num_kv_heads
+        plan = self._plans.get(group)
+        if plan is None:
+            plan = AttentionPlan(self._library, self._rows, self._cache, group, self._batch, self._is_deterministic)
+            self._plans[group] = plan
+        return plan

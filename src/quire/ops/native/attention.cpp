@@ -1,13 +1,19 @@
 // Attention read straight from block tables, for any mixture of single rows (decode), few rows (verified drafts) and
 // chunks of prompts.
 //
-// The query rows of one KV head (all heads of its group, for some tokens of one sequence) meet a tile of keys and
-// values at a time: both are packed into panels that stay in the CPU's cache, and two small products with a running
-// softmax between them do the rest (FlashAttention, arXiv 2205.14135; block tables: PagedAttention, arXiv 2309.06180).
-// The context of few rows is cut into parts of a fixed length, so that a single sequence keeps many threads busy. The
-// cuts depend on the sequence alone, and so does what it gets, whatever else is in the batch.
+// The query rows of one KV head (all heads of its group, for some tokens of one sequence, or of several that share
+// blocks) meet a tile of keys and values at a time: both are packed into panels that stay in the CPU's cache, and two
+// small products with a running softmax between them do the rest (FlashAttention, arXiv 2205.14135; block tables:
+// PagedAttention, arXiv 2309.06180).
+//
+// Under a deterministic plan a row gets the same bits whatever rows are beside it, in its sequence or in others: tiles
+// and parts begin at multiples of their lengths, parts are joined from front to back, whoever computed them, and all
+// jobs take the path of many rows. Under others a row's bits depend on how many rows its job has, and on what its
+// sequence shares.
+#include "attention_plan.h"
+
+#include <algorithm>
 #include <memory>
-#include <vector>
 
 #include "cache.h"
 #include "parallel.h"
@@ -15,11 +21,36 @@
 
 namespace {
 
-constexpr int kRows = 64;         // query rows of a job, at most
-constexpr int kTokens = kTileTokens;
-constexpr int kPartTokens = 512;  // tokens of a part, where the context is cut
+using quire::AttentionPlan;
+using quire::Job;
+using quire::kPartTokens;
+using quire::kRows;
+using quire::Piece;
+using quire::Strip;
 
-// One thread's tiles: 450 KiB at most, a third of it touched for heads of 128 in bfloat16.
+constexpr int kTokens = kTileTokens;
+
+static_assert(kPartTokens % kTokens == 0);
+
+// What some rows have collected of a context.
+struct Collected {
+  alignas(64) float sums[kRows * kMaxDim];
+  float largest[kRows];  // score
+  float total[kRows];    // of the weights relative to it
+
+  void clear(int num_rows, int head_dim) {
+    for (int row = 0; row < num_rows; ++row) {
+      std::memset(sums + row * kMaxDim, 0, head_dim * sizeof(float));
+      largest[row] = -kInfinity;
+      total[row] = 0.0f;
+    }
+  }
+
+  // Adds what follows.
+  void join(const Collected& next, int num_rows, int head_dim);
+};
+
+// One thread's tiles: 600 KiB at most, a third of it touched for heads of 128 in bfloat16.
 template <typename Steps>
 struct Scratch {
   using Value = typename Steps::Value;
@@ -28,99 +59,141 @@ struct Scratch {
   alignas(64) Value values[kTokens * kMaxDim];
   alignas(64) float scores[kRows * kTokens];
   alignas(64) Value weights[kRows * kTokens];
-  alignas(64) float sums[kRows * kMaxDim];
-  float largest[kRows];
-  float total[kRows];
+  Collected part;    // of the part at hand
+  Collected before;  // of the parts before it
   float rescale[kRows];
   Scales scales;
+  int num_rows;
+  int64_t positions[kRows];
 };
 
-struct Query {
-  const void* data;  // [rows, heads, head dim]
-  void* output;      // [rows, heads, head dim], contiguous
+// A layer's queries and outputs, and all that its jobs share.
+struct Layer {
+  const StepRows& rows;
+  const Cache& cache;
+  AttentionPlan& plan;
+  int64_t idx;
+  const void* queries;  // [rows, heads, head dim]
   int64_t row_stride;
-  int64_t num_heads;
-  int64_t window;  // tokens that a row sees, itself included; 0: all
-  int64_t chunk;   // a row sees its own chunk of so many tokens, up to itself; 0: no chunks
   float scale;
+  void* output;  // [rows, heads, head dim], contiguous
 
-  // The first token that a row at `position` sees.
-  int64_t first_seen(int64_t position) const {
-    if (chunk > 0) return position / chunk * chunk;
-    return window > 0 && position >= window ? position + 1 - window : 0;
+  // A strip's row, as the step counts rows.
+  int64_t row_of(const Strip& strip, int64_t row) const {
+    return rows.row_starts[strip.seq] + (strip.first_row + row) / plan.group;
   }
-};
-
-// Some query rows of a sequence and KV head, against the tokens [begin, end). Rows are counted token by token, and
-// within a token by the head of the group.
-struct Job {
-  int64_t seq;
-  int64_t head;
-  int64_t first_row;
-  int64_t num_rows;
-  int64_t begin;
-  int64_t end;
-  int64_t num_parts;  // into which the context of these rows is cut
-  int64_t part;       // where this part's result is kept until all are there
+  // A strip's row, as the query heads of a step's row are counted.
+  int64_t head_of(const Strip& strip, int64_t row, int64_t kv_head) const {
+    return kv_head * plan.group + (strip.first_row + row) % plan.group;
+  }
+  template <typename T>
+  const T* query(const Strip& strip, int64_t row, int64_t kv_head) const {
+    return static_cast<const T*>(queries) + row_of(strip, row) * row_stride +
+           head_of(strip, row, kv_head) * cache.head_dim;
+  }
+  template <typename T>
+  T* output_row(const Strip& strip, int64_t row, int64_t kv_head) const {
+    const int64_t num_heads = cache.num_kv_heads * plan.group;
+    return static_cast<T*>(output) +
+           (row_of(strip, row) * num_heads + head_of(strip, row, kv_head)) * cache.head_dim;
+  }
 };
 
 // The tokens that are packed at once.
 template <typename S>
 struct Tile {
   int num_tokens;
-  const S* slots[kTokens];  // where each token's key lies
+  int num_missing;         // the first of them, which nobody sees
+  const S* slots[kTokens];  // where each token's key lies; a missing one's, where some other's does
 
-  // Looks up the tokens from `start` on, none of them past the job's end.
-  void find(const Cache& cache, int64_t layer, const Job& job, const int64_t* table, int64_t start) {
-    const int64_t left = job.end - start;
-    num_tokens = int(left < 0 ? 0 : left < kTokens ? left : kTokens);
-    int64_t block = start / cache.block_size, offset = start % cache.block_size;
-    for (int token = 0; token < num_tokens; ++block, offset = 0) {
-      const S* slot = cache.slot<const S>(table[block], layer, 0, job.head, offset);
+  // Looks up the tokens from `start` to the next tile's start, those outside the job's left out.
+  void find(const Layer& layer, int64_t kv_head, const Job& job, const int64_t* table, int64_t start) {
+    const Cache& cache = layer.cache;
+    const int64_t end = std::min(job.end, (start / kTokens + 1) * kTokens);
+    num_tokens = int(std::max<int64_t>(0, end - start));
+    num_missing = int(std::max<int64_t>(0, job.begin - start));
+    int64_t block = (start + num_missing) / cache.block_size, offset = (start + num_missing) % cache.block_size;
+    for (int token = num_missing; token < num_tokens; ++block, offset = 0) {
+      const S* slot = cache.slot<const S>(table[block], layer.idx, 0, kv_head, offset);
       for (; offset < cache.block_size && token < num_tokens; ++offset, ++token, slot += cache.slot_bytes / sizeof(S))
         slots[token] = slot;
     }
+    for (int token = 0; token < num_missing; ++token) slots[token] = slots[num_missing];
   }
 };
 
-// What parts of a context give, one slot for each row of each part.
-struct Parts {
-  std::unique_ptr<float[]> sums;  // [parts, kRows, head dim]
-  std::unique_ptr<float[]> largest;
-  std::unique_ptr<float[]> total;
+// Adds what a row collected of one part, or of several, to what it collected before (of nothing, its total is 0 and its
+// sums may be anything). Never inlined: one function gives the same bits wherever it is called.
+__attribute__((noinline)) void join(const float* sums, float largest, float total, int head_dim, float* sums_before,
+                                    float& largest_before, float& total_before) {
+  if (total == 0.0f) return;
+  if (total_before == 0.0f) {
+    std::memcpy(sums_before, sums, head_dim * sizeof(float));
+    largest_before = largest;
+    total_before = total;
+    return;
+  }
+  const float highest = largest > largest_before ? largest : largest_before;
+  const float factor = exponential(splat(largest - highest))[0];
+  const float factor_before = exponential(splat(largest_before - highest))[0];
+  largest_before = highest;
+  total_before = total_before * factor_before + total * factor;
+  for (int dim = 0; dim < head_dim; ++dim) sums_before[dim] = sums_before[dim] * factor_before + sums[dim] * factor;
+}
 
-  Parts(int64_t count, int64_t head_dim)
-      : sums(new float[count * kRows * head_dim]), largest(new float[count * kRows]), total(new float[count * kRows]) {}
-};
+void Collected::join(const Collected& next, int num_rows, int head_dim) {
+  for (int row = 0; row < num_rows; ++row)
+    ::join(next.sums + row * kMaxDim, next.largest[row], next.total[row], head_dim, sums + row * kMaxDim, largest[row],
+           total[row]);
+}
 
-// Computes a job; its sums, largest scores and totals are left in `scratch`. Rows are of the type T, slots of S: the
-// same, or int8 with scales.
+// Lays the rows of a job's strips one behind the other.
+template <typename T, typename Steps>
+void gather(const Layer& layer, const Job& job, int64_t kv_head, Scratch<Steps>& scratch) {
+  const int head_dim = int(layer.cache.head_dim);
+  int row = 0;
+  for (int64_t piece = job.first_piece; piece < job.first_piece + job.num_pieces; ++piece) {
+    const Strip& strip = layer.plan.strips[layer.plan.pieces[piece].strip];
+    const int64_t to_position = layer.rows.context_lens[strip.seq] - layer.rows.row_starts[strip.seq + 1];
+    for (int64_t of_strip = 0; of_strip < strip.num_rows; ++of_strip, ++row) {
+      const T* from = layer.query<T>(strip, of_strip, kv_head);
+      for (int dim = 0; dim < head_dim; ++dim) narrow(scratch.queries + row * head_dim + dim, widen(from[dim]));
+      scratch.positions[row] = to_position + layer.row_of(strip, of_strip);
+    }
+  }
+  scratch.num_rows = row;
+}
+
+// Computes a job for one KV head; what its rows collect is left in `scratch`, at the address returned. Rows are of the
+// type T, slots of S: the same, or int8 with scales.
 template <typename Steps, typename T, typename S>
-void attend(const StepRows& rows, const Cache& cache, const Query& query, int64_t layer, const Job& job,
-            Scratch<Steps>& scratch) {
+const Collected& attend(const Layer& layer, const Job& job, int64_t kv_head, Scratch<Steps>& scratch) {
+  static constexpr S kNothing[kMaxDim]{};
+  const Cache& cache = layer.cache;
+  const AttentionPlan& plan = layer.plan;
   const int head_dim = int(cache.head_dim);
-  const int num_rows = int(job.num_rows);
-  const int64_t group = query.num_heads / cache.num_kv_heads;
-  const int64_t first_query = rows.row_starts[job.seq];
-  const int64_t first_position = rows.context_lens[job.seq] - (rows.row_starts[job.seq + 1] - first_query);
-  const int64_t* table = rows.block_ids + rows.block_starts[job.seq];
-  for (int row = 0; row < num_rows; ++row) {
-    const int64_t token = (job.first_row + row) / group, member = (job.first_row + row) % group;
-    const T* from = static_cast<const T*>(query.data) + (first_query + token) * query.row_stride +
-                    (job.head * group + member) * head_dim;
-    for (int dim = 0; dim < head_dim; ++dim) narrow(scratch.queries + row * head_dim + dim, widen(from[dim]));
-    std::memset(scratch.sums + row * kMaxDim, 0, head_dim * sizeof(float));
-    scratch.largest[row] = -kInfinity;
-    scratch.total[row] = 0.0f;
-  }
-  const bool is_few = num_rows <= kFewRows && head_dim % (2 * kLanes) == 0;
+  const int64_t seq = plan.strips[plan.pieces[job.first_piece].strip].seq;
+  const int64_t* table = layer.rows.block_ids + layer.rows.block_starts[seq];
+  // What a token's column is must not depend on where a row of another position begins to see.
+  int64_t start = plan.is_deterministic ? job.begin / kTokens * kTokens : job.begin;
+  Tile<S> tile, next;
+  next.find(layer, kv_head, job, table, start);
+  for (int token = next.num_missing; token < next.num_tokens; ++token)
+    for (int dim = 0; dim < head_dim; dim += int(64 / sizeof(S))) fetch(next.slots[token] + dim);
+  gather<T>(layer, job, kv_head, scratch);
+  const int num_rows = scratch.num_rows;
+  // Elsewhere a chunk of a prompt walks through its context in one go.
+  const bool has_parts = plan.is_deterministic && job.begin / kPartTokens != (job.end - 1) / kPartTokens;
+  Collected &part = scratch.part, &before = scratch.before;
+  part.clear(num_rows, head_dim);
+  if (has_parts) before.clear(num_rows, head_dim);
+  const bool is_few = !plan.is_deterministic && num_rows <= kFewRows && head_dim % (2 * kLanes) == 0;
   const int64_t to_values = cache.num_kv_heads * cache.block_size * cache.slot_bytes / int64_t(sizeof(S));
   const Scales* scales = nullptr;
-  Tile<S> tile, next;
-  next.find(cache, layer, job, table, job.begin);
-  for (int64_t start = job.begin; start < job.end; start += kTokens) {
+  for (int64_t next_start; start < job.end; start = next_start) {
     tile = next;
-    next.find(cache, layer, job, table, start + kTokens);
+    next_start = (start / kTokens + 1) * kTokens;
+    next.find(layer, kv_head, job, table, next_start);
     const int num_tokens = tile.num_tokens;
     const auto clamp = [&](int64_t token) { return int(token < 0 ? 0 : token < num_tokens ? token : num_tokens); };
     if (is_few) {
@@ -134,36 +207,33 @@ void attend(const StepRows& rows, const Cache& cache, const Query& query, int64_
     }
     if constexpr (std::is_same_v<S, int8_t>) {
       scratch.scales.read(tile.slots, to_values, num_tokens, head_dim);
+      for (int token = 0; token < tile.num_missing; ++token) scratch.scales.values[token] = 0.0f;
       scales = &scratch.scales;
     }
     for (int row = 0; row < num_rows; ++row) {
-      const int64_t position = first_position + (job.first_row + row) / group;
-      scratch.rescale[row] = weigh(scratch.scores + row * kTokens, clamp(query.first_seen(position) - start),
-                                   clamp(position + 1 - start), num_tokens, query.scale, scales,
-                                   scratch.weights + row * kTokens, scratch.largest[row], scratch.total[row]);
+      const int64_t position = scratch.positions[row];
+      scratch.rescale[row] = weigh(scratch.scores + row * kTokens, clamp(plan.sight.first_seen(position) - start),
+                                   clamp(position + 1 - start), num_tokens, layer.scale, scales,
+                                   scratch.weights + row * kTokens, part.largest[row], part.total[row]);
     }
-    for (int token = 0; token < num_tokens; ++token) tile.slots[token] += to_values;
+    for (int token = 0; token < num_tokens; ++token)
+      tile.slots[token] = token < tile.num_missing ? kNothing : tile.slots[token] + to_values;
     if (is_few) {
       with_few(num_rows, [&](auto few) {
         add_values<Steps, few.value>(scratch.weights, kTokens, tile.slots, next.slots, num_tokens, next.num_tokens,
-                                     head_dim, scratch.sums, kMaxDim, scratch.rescale);
+                                     head_dim, part.sums, kMaxDim, scratch.rescale);
       });
     } else {
       pack_values<Steps, S>(tile.slots, next.slots, num_tokens, next.num_tokens, head_dim, scratch.values);
       multiply<Steps>(scratch.weights, kTokens, scratch.values, (num_tokens + Steps::kValues - 1) / Steps::kValues,
-                      scratch.sums, kMaxDim, scratch.rescale, num_rows, head_dim);
+                      part.sums, kMaxDim, scratch.rescale, num_rows, head_dim);
+    }
+    if (has_parts && (next_start % kPartTokens == 0 || next_start >= job.end)) {
+      before.join(part, num_rows, head_dim);
+      part.clear(num_rows, head_dim);
     }
   }
-}
-
-// Where a job's row goes: [head dim].
-template <typename T>
-T* output_row(const StepRows& rows, const Cache& cache, const Query& query, const Job& job, int row) {
-  const int64_t group = query.num_heads / cache.num_kv_heads;
-  const int64_t token = (job.first_row + row) / group, member = (job.first_row + row) % group;
-  const int64_t head = job.head * group + member;
-  return static_cast<T*>(query.output) +
-         ((rows.row_starts[job.seq] + token) * query.num_heads + head) * cache.head_dim;
+  return has_parts ? before : part;
 }
 
 template <typename T>
@@ -173,110 +243,72 @@ void store_scaled(T* to, const float* from, int count, float factor) {
   for (; idx < count; ++idx) narrow(to + idx, from[idx] * factor);
 }
 
-// Divides sums by their total; the result of a job that is not cut.
-template <typename T, typename Steps>
-void finish(const StepRows& rows, const Cache& cache, const Query& query, const Job& job, Scratch<Steps>& scratch) {
-  for (int row = 0; row < job.num_rows; ++row) {
-    T* output = output_row<T>(rows, cache, query, job, row);
-    store_scaled(output, scratch.sums + row * kMaxDim, int(cache.head_dim), 1.0f / scratch.total[row]);
-  }
-}
-
-template <typename Steps>
-void keep(const Cache& cache, const Job& job, const Scratch<Steps>& scratch, Parts& parts) {
-  for (int row = 0; row < job.num_rows; ++row) {
-    const int64_t slot = job.part * kRows + row;
-    std::memcpy(&parts.sums[slot * cache.head_dim], scratch.sums + row * kMaxDim, cache.head_dim * sizeof(float));
-    parts.largest[slot] = scratch.largest[row];
-    parts.total[slot] = scratch.total[row];
-  }
-}
-
-// Joins the parts of a context; `job` is the first of them. Always in the same order, so the result is always the same.
+// Finishes the rows of a job, or keeps what they have collected until all pieces are there.
 template <typename T>
-void merge(const StepRows& rows, const Cache& cache, const Query& query, const Job& job, const Parts& parts) {
-  std::vector<float> sums(cache.head_dim);
-  for (int row = 0; row < job.num_rows; ++row) {
-    float largest = -kInfinity;
-    for (int64_t part = job.part; part < job.part + job.num_parts; ++part)
-      largest = parts.largest[part * kRows + row] > largest ? parts.largest[part * kRows + row] : largest;
-    float total = 0.0f;
-    std::fill(sums.begin(), sums.end(), 0.0f);
-    for (int64_t part = job.part; part < job.part + job.num_parts; ++part) {
-      const int64_t slot = part * kRows + row;
-      if (parts.total[slot] == 0.0f) continue;  // the row sees nothing of this part
-      const float factor = exponential(splat(parts.largest[slot] - largest))[0];
-      total += parts.total[slot] * factor;
-      for (int64_t dim = 0; dim < cache.head_dim; ++dim) sums[dim] += parts.sums[slot * cache.head_dim + dim] * factor;
-    }
-    T* output = output_row<T>(rows, cache, query, job, row);
-    store_scaled(output, sums.data(), int(cache.head_dim), 1.0f / total);
-  }
-}
-
-// Cuts a step into jobs; the parts of a context come one behind the other.
-std::vector<Job> jobs_of(const StepRows& rows, const Cache& cache, const Query& query, int64_t& num_parts) {
-  const int64_t group = query.num_heads / cache.num_kv_heads;
-  std::vector<Job> jobs;
-  num_parts = 0;
-  for (int64_t seq = 0; seq < rows.num_seqs; ++seq) {
-    const int64_t num_tokens = rows.row_starts[seq + 1] - rows.row_starts[seq];
-    const int64_t num_rows = num_tokens * group;
-    for (int64_t head = 0; head < cache.num_kv_heads; ++head) {
-      for (int64_t first = 0; first < num_rows; first += kRows) {
-        const int64_t count = num_rows - first < kRows ? num_rows - first : kRows;
-        const int64_t first_position = rows.context_lens[seq] - num_tokens + first / group;
-        const int64_t end = rows.context_lens[seq] - num_tokens + (first + count - 1) / group + 1;
-        const int64_t seen = query.first_seen(first_position);
-        // Parts start at multiples of their length. A chunk has rows enough without them.
-        const int64_t first_part = seen / kPartTokens;
-        const int64_t parts = num_rows <= kRows ? (end - 1) / kPartTokens - first_part + 1 : 1;
-        for (int64_t part = 0; part < parts; ++part) {
-          const int64_t cut = (first_part + part) * kPartTokens;
-          const int64_t from = part > 0 ? cut : seen, to = part + 1 < parts ? cut + kPartTokens : end;
-          jobs.push_back({seq, head, first, count, from, to, parts, num_parts + part});
-        }
-        if (parts > 1) num_parts += parts;
+void put(const Layer& layer, const Job& job, int64_t kv_head, const Collected& whole) {
+  AttentionPlan& plan = layer.plan;
+  const int head_dim = int(layer.cache.head_dim);
+  int row = 0;
+  for (int64_t idx = job.first_piece; idx < job.first_piece + job.num_pieces; ++idx) {
+    const Strip& strip = plan.strips[plan.pieces[idx].strip];
+    int64_t slot = kv_head * plan.num_slots + plan.pieces[idx].slot(plan.strips);
+    for (int64_t of_strip = 0; of_strip < strip.num_rows; ++of_strip, ++row, ++slot) {
+      const float* sums = whole.sums + row * kMaxDim;
+      if (strip.num_pieces == 0) {
+        store_scaled(layer.output_row<T>(strip, of_strip, kv_head), sums, head_dim, 1.0f / whole.total[row]);
+      } else {
+        std::memcpy(&plan.sums[slot * head_dim], sums, head_dim * sizeof(float));
+        plan.largest[slot] = whole.largest[row];
+        plan.total[slot] = whole.total[row];
       }
     }
   }
-  return jobs;
+}
+
+// Joins the pieces of a strip.
+template <typename T>
+void merge(const Layer& layer, const Strip& strip, int64_t kv_head) {
+  const AttentionPlan& plan = layer.plan;
+  const int head_dim = int(layer.cache.head_dim);
+  alignas(64) float sums[kMaxDim];
+  for (int64_t row = 0; row < strip.num_rows; ++row) {
+    float largest = -kInfinity, total = 0.0f;
+    int64_t slot = kv_head * plan.num_slots + strip.first_slot + row;
+    for (int64_t piece = 0; piece < strip.num_pieces; ++piece, slot += strip.num_rows)
+      join(&plan.sums[slot * head_dim], plan.largest[slot], plan.total[slot], head_dim, sums, largest, total);
+    store_scaled(layer.output_row<T>(strip, row, kv_head), sums, head_dim, 1.0f / total);
+  }
 }
 
 template <typename T, typename S>
-void attend_all(const StepRows& rows, const Cache& cache, const Query& query, int64_t layer) {
+void attend_all(const Layer& layer) {
   using Steps = typename StepsOf<T>::Type;
-  int64_t num_parts;
-  const std::vector<Job> jobs = jobs_of(rows, cache, query, num_parts);
-  Parts parts(num_parts, cache.head_dim);
-  quire::in_turns(int64_t(jobs.size()), [&](int64_t idx) {
+  const AttentionPlan& plan = layer.plan;
+  const int64_t num_heads = layer.cache.num_kv_heads;
+  quire::in_turns(int64_t(plan.jobs.size()) * num_heads, [&](int64_t idx) {
     thread_local std::unique_ptr<Scratch<Steps>> scratch(new Scratch<Steps>);
-    const Job& job = jobs[idx];
-    attend<Steps, T, S>(rows, cache, query, layer, job, *scratch);
-    if (job.num_parts == 1) {
-      finish<T>(rows, cache, query, job, *scratch);
-    } else {
-      keep(cache, job, *scratch, parts);
-    }
+    plan.at(idx, num_heads, [&](const Job& job, int64_t kv_head) {
+      put<T>(layer, job, kv_head, attend<Steps, T, S>(layer, job, kv_head, *scratch));
+    });
   });
-  if (num_parts == 0) return;
-  std::vector<Job> firsts;
-  for (size_t idx = 0; idx < jobs.size(); idx += jobs[idx].num_parts)
-    if (jobs[idx].num_parts > 1) firsts.push_back(jobs[idx]);
-  quire::in_parallel(int64_t(firsts.size()), 16, [&](int64_t begin, int64_t end) {
-    for (int64_t idx = begin; idx < end; ++idx) merge<T>(rows, cache, query, firsts[idx], parts);
+  if (plan.num_slots == 0) return;
+  quire::in_parallel(int64_t(plan.strips.size()) * num_heads, 16, [&](int64_t begin, int64_t end) {
+    for (int64_t idx = begin; idx < end; ++idx) {
+      const Strip& strip = plan.strips[idx / num_heads];
+      if (strip.num_pieces > 0) merge<T>(layer, strip, idx % num_heads);
+    }
   });
 }
 
 }  // namespace
 
-// Lets each row of a step see its sequence up to itself. The cache's heads are of at most 256 values, an even number.
-QUIRE_EXPORT void quire_attend(const StepRows* rows, const Cache* cache, int64_t layer, const void* queries,
-                               int64_t row_stride, int64_t num_heads, float scale, int64_t window, int64_t chunk,
-                               void* output) {
-  const Query query{queries, output, row_stride, num_heads, window, chunk, scale};
+// Lets each row of a step see its sequence up to itself, as far back as the plan says. The cache's heads are of at most
+// 256 values, an even number, and as many query heads as the plan is for share one of its heads.
+QUIRE_EXPORT void quire_attend(const StepRows* rows, const Cache* cache, AttentionPlan* plan, int64_t layer,
+                               const void* queries, int64_t row_stride, float scale, void* output) {
   with_type(cache->type, [&](auto* as) {
     using T = std::remove_pointer_t<decltype(as)>;
-    (cache->is_quantised ? attend_all<T, int8_t> : attend_all<T, T>)(*rows, *cache, query, layer);
+    const Layer of_step{*rows, *cache, *plan, layer, queries, row_stride, scale, output};
+    (cache->is_quantised ? attend_all<T, int8_t> : attend_all<T, T>)(of_step);
   });
 }
