@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.native_library import LosslessCalls
+from quire.ops.weight_memory import WeightMemory
 
 PANEL_COLUMNS, BLOCK_WIDTH, TABLE_BYTES = 64, 32, 16
 
@@ -28,9 +29,9 @@ class LosslessPacking:
         """Return what is reached, for people."""
         return f"weights packed lossless to {self.packed_bytes / self.plain_bytes:.1%}"
 
-    def pack(self, weight: Tensor, bias: Tensor | None) -> LosslessLinear:
+    def pack(self, memory: WeightMemory, weight: Tensor, bias: Tensor | None) -> LosslessLinear:
         """Pack a weight [out, in] of bfloat16, `in` even."""
-        linear = LosslessLinear(self._calls, weight, bias)
+        linear = LosslessLinear(self._calls, memory, weight, bias)
         self.plain_bytes += weight.nbytes
         self.packed_bytes += linear.num_bytes
         return linear
@@ -45,7 +46,7 @@ class LosslessLinear:
 
     __slots__ = ("_bias", "_data", "_multiply", "_num_columns", "_starts", "_tables", "_width", "num_bytes")
 
-    def __init__(self, calls: LosslessCalls, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, calls: LosslessCalls, memory: WeightMemory, weight: Tensor, bias: Tensor | None) -> None:
         weight = weight.contiguous()
         self._num_columns, self._width = weight.shape
         self._multiply = calls.linear
@@ -56,7 +57,7 @@ class LosslessLinear:
         shape = (self._num_columns, self._width)
         calls.tables(weight.data_ptr(), *shape, self._tables.data_ptr(), self._starts[1:].data_ptr())
         self._starts.cumsum_(0)
-        self._data = torch.empty(int(self._starts[-1]), dtype=torch.uint8)
+        self._data = memory.take(int(self._starts[-1]))
         places = (self._tables.data_ptr(), self._starts.data_ptr(), self._data.data_ptr())
         calls.pack(weight.data_ptr(), *shape, *places)
         self.num_bytes = self._tables.nbytes + self._starts.nbytes + self._data.nbytes

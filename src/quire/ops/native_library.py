@@ -107,7 +107,7 @@ class NativeLibrary:
         attend, gate, prepare, rms_norm, pack, linear, packed_columns: the functions of the same names, with `quire_`
             before, of the sources.
         weight_kernels: for each format of rounded weights, what packs and multiplies them.
-        lossless: those of weights packed to three quarters, where weights are widened by AVX2 or more.
+        lossless: those of weights packed to three quarters, on AVX2 and better.
 
     Raises:
         OSError: it cannot be loaded, or was built from other sources than these.

@@ -27,6 +27,7 @@ from quire.ops.native_library import ACTIVATIONS, MAX_HEAD_DIM, TYPES, Cache, Na
 from quire.ops.native_quantised import NativeQuantisedLinear
 from quire.ops.torch_ops import TorchOps
 from quire.ops.weight_formats import weight_format
+from quire.ops.weight_memory import WeightMemory
 
 
 class NativeOps:
@@ -47,6 +48,7 @@ class NativeOps:
         self._library = library
         self._quantization = quantization
         self._packing = packing
+        self._memory = WeightMemory()
         self._torch = TorchOps(torch.device("cpu"))
 
     @property
@@ -59,11 +61,11 @@ class NativeOps:
         """Round, or pack for the kernels where they are faster, else for oneDNN."""
         chosen = weight_format(self._quantization, weight.shape[1], sensitive)
         if chosen is not None:
-            return NativeQuantisedLinear(self._library.weight_kernels[chosen], weight, bias)
+            return NativeQuantisedLinear(self._library.weight_kernels[chosen], self._memory, weight, bias)
         if weight.dtype in self._library.packed_types and weight.shape[1] % 2 == 0:
             if self._packing is not None and weight.dtype == torch.bfloat16:
-                return self._packing.pack(weight, bias)
-            return NativeLinear(self._library, weight, bias)
+                return self._packing.pack(self._memory, weight, bias)
+            return NativeLinear(self._library, self._memory, weight, bias)
         return self._torch.pack_linear(weight, bias)
 
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
@@ -120,12 +122,12 @@ class NativeLinear:
 
     __slots__ = ("_bias", "_multiply", "_num_columns", "_packed", "_type", "_width")
 
-    def __init__(self, library: NativeLibrary, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, library: NativeLibrary, memory: WeightMemory, weight: Tensor, bias: Tensor | None) -> None:
         weight = weight.contiguous()
         self._num_columns, self._width = weight.shape
         self._type = TYPES[weight.dtype]
         self._multiply = library.linear
-        self._packed = weight.new_empty(library.packed_columns(self._num_columns) * self._width)
+        self._packed = memory.take(library.packed_columns(self._num_columns) * self._width * weight.itemsize)
         self._bias = None if bias is None else bias.contiguous()
         library.pack(self._type, weight.data_ptr(), self._num_columns, self._width, self._packed.data_ptr())
 

@@ -55,6 +55,40 @@ void finish(float* sums, const Operands& operands, int64_t row, int panel) {
   for (; column < count; ++column) narrow(to + column, sums[column]);
 }
 
+// ---- tiles of a job ----
+
+// Calls `tile(first row)` for rows [0, num_rows) in whole tiles, with the number of its rows as a constant.
+template <int kRows, typename Tile>
+QUIRE_INLINE void in_tiles(int num_rows, Tile tile) {
+  int row = 0;
+  for (; num_rows - row >= kRows; row += kRows) tile(row, std::integral_constant<int, kRows>());
+  if constexpr (kRows > 1) {
+    if (num_rows > row) in_tiles<kRows - 1>(num_rows - row, [&](int idx, auto count) { tile(row + idx, count); });
+  }
+}
+
+// What a tile asks for while it computes: its share, by its rows, of what is read after the bytes that all tiles meet.
+class Ahead {
+ public:
+  // from: what is read first, `num_bytes` of it while all tiles take `num_steps` steps each.
+  // row, tile_rows, num_rows: the tile's first, how many it has, and all.
+  Ahead(const uint8_t* from, int num_bytes, int num_steps, int row, int tile_rows, int num_rows)
+      : next_(from + int64_t(num_bytes) * row / num_rows) {
+    const int64_t unit = int64_t(num_rows) * num_steps * kLineBytes;
+    num_lines_ = int((int64_t(num_bytes) * tile_rows + unit - 1) / unit);
+  }
+
+  QUIRE_INLINE void step() {
+    for (int line = 0; line < num_lines_; ++line, next_ += kLineBytes) fetch(next_);
+  }
+
+ private:
+  static constexpr int kLineBytes = 64;
+
+  const uint8_t* next_;
+  int num_lines_;  // for each step
+};
+
 // ---- weights of two bytes, or of as many as hold them: panels of as many columns on every level ----
 
 constexpr int kWeightPanel = 64;
@@ -65,7 +99,7 @@ static_assert(kWeightPanel % kPanel == 0 && kPanel % (2 * kLanes) == 0);
 template <typename Body>
 void in_blocks(int64_t num_columns, int64_t num_rows, Body body) {
   const int64_t num_blocks = (num_rows + kJobRows - 1) / kJobRows;
-  quire::in_turns(num_blocks * num_panels<kWeightPanel>(num_columns), [&](int64_t job) {
+  quire::in_runs(num_blocks * num_panels<kWeightPanel>(num_columns), [&](int64_t job) {
     const int64_t first = job % num_blocks * kJobRows;
     body(job / num_blocks, first, int(std::min<int64_t>(kJobRows, num_rows - first)));
   });
