@@ -44,12 +44,12 @@ class LosslessLinear:
         num_bytes: of the packed weight.
     """
 
-    __slots__ = ("_bias", "_data", "_multiply", "_num_columns", "_starts", "_tables", "_width", "num_bytes")
+    __slots__ = ("_bias", "_data", "_look_up", "_multiply", "_num_columns", "_starts", "_tables", "_width", "num_bytes")
 
     def __init__(self, calls: LosslessCalls, memory: WeightMemory, weight: Tensor, bias: Tensor | None) -> None:
         weight = weight.contiguous()
         self._num_columns, self._width = weight.shape
-        self._multiply = calls.linear
+        self._multiply, self._look_up = calls.linear, calls.rows
         self._bias = None if bias is None else bias.contiguous()
         num_panels, num_blocks = -(-self._num_columns // PANEL_COLUMNS), -(-self._width // BLOCK_WIDTH)
         self._tables = torch.empty(num_panels, num_blocks, TABLE_BYTES, dtype=torch.uint8)
@@ -79,4 +79,12 @@ class LosslessLinear:
             None if residual is None else residual.data_ptr(),
             output.data_ptr(),
         )
+        return output
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Look up rows of the weight: ids [T], each below `out`, to [T, in]."""
+        output = torch.empty(len(ids), self._width, dtype=torch.bfloat16)
+        ids = ids.contiguous()
+        places = (self._tables.data_ptr(), self._starts.data_ptr(), self._data.data_ptr())
+        self._look_up(*places, self._width, ids.data_ptr(), len(ids), output.data_ptr())
         return output

@@ -20,7 +20,7 @@ from quire.ops.weight_formats import UNITS
 
 FOLDER: Final = Path(__file__).parent / "native"
 # The number that `quire_interface_version` must return.
-INTERFACE_VERSION: Final = 9
+INTERFACE_VERSION: Final = 11
 # The best last; a processor that runs one runs those before it.
 LEVELS: Final = ("portable", "avx2", "avx512", "avx512_bf16")
 MAX_HEAD_DIM: Final = 256
@@ -80,6 +80,7 @@ class LosslessCalls(NamedTuple):
     tables: Callable[..., Any]
     pack: Callable[..., Any]
     linear: Callable[..., Any]
+    rows: Callable[..., Any]
 
     @classmethod
     def of(cls, library: ctypes.CDLL) -> LosslessCalls:
@@ -92,6 +93,7 @@ class LosslessCalls(NamedTuple):
                 library.quire_lossless_linear,
                 *(_POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER),
             ),
+            _typed(library.quire_lossless_rows, _POINTER, _POINTER, _POINTER, _INT, _POINTER, _INT, _POINTER),
         )
 
 
@@ -104,8 +106,8 @@ class NativeLibrary:
 
     Attributes:
         packed_types: the types of weights that it packs and multiplies faster than torch does.
-        attend, gate, prepare, rms_norm, pack, linear, packed_columns: the functions of the same names, with `quire_`
-            before, of the sources.
+        attend, gate, prepare, rms_norm, pack, linear, rows, packed_columns: the functions of the same names, with
+            `quire_` before, of the sources.
         weight_kernels: for each format of rounded weights, what packs and multiplies them.
         lossless: those of weights packed to three quarters, on AVX2 and better.
 
@@ -140,6 +142,7 @@ class NativeLibrary:
         self.linear = _typed(
             library.quire_linear, _INT, _POINTER, _INT, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER
         )
+        self.rows = _typed(library.quire_rows, _INT, _POINTER, _INT, _POINTER, _INT, _POINTER)
         self.packed_columns = _typed(library.quire_packed_columns, _INT, returns=_INT)
         self.weight_kernels = {name: _weight_kernels(library, name) for name in UNITS}
         packs = _typed(library.quire_packs, _INT, returns=ctypes.c_bool)

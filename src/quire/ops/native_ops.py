@@ -120,23 +120,23 @@ class NativeLinear:
     A row gets the same bits whatever rows are beside it.
     """
 
-    __slots__ = ("_bias", "_multiply", "_num_columns", "_packed", "_type", "_width")
+    __slots__ = ("_bias", "_dtype", "_library", "_num_columns", "_packed", "_width")
 
     def __init__(self, library: NativeLibrary, memory: WeightMemory, weight: Tensor, bias: Tensor | None) -> None:
         weight = weight.contiguous()
         self._num_columns, self._width = weight.shape
-        self._type = TYPES[weight.dtype]
-        self._multiply = library.linear
+        self._dtype = weight.dtype
+        self._library = library
         self._packed = memory.take(library.packed_columns(self._num_columns) * self._width * weight.itemsize)
         self._bias = None if bias is None else bias.contiguous()
-        library.pack(self._type, weight.data_ptr(), self._num_columns, self._width, self._packed.data_ptr())
+        library.pack(TYPES[weight.dtype], weight.data_ptr(), self._num_columns, self._width, self._packed.data_ptr())
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Multiply and add in one call."""
         num_rows = x.shape[0]
         output = x.new_empty(num_rows, self._num_columns)
-        self._multiply(
-            self._type,
+        self._library.linear(
+            TYPES[self._dtype],
             x.data_ptr(),
             x.stride(0),
             num_rows,
@@ -147,6 +147,14 @@ class NativeLinear:
             None if residual is None else residual.data_ptr(),
             output.data_ptr(),
         )
+        return output
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Look up rows of the weight: ids [T], each below `out`, to [T, in]."""
+        output = torch.empty(len(ids), self._width, dtype=self._dtype)
+        ids = ids.contiguous()
+        packed = self._packed.data_ptr()
+        self._library.rows(TYPES[self._dtype], packed, self._width, ids.data_ptr(), len(ids), output.data_ptr())
         return output
 
 

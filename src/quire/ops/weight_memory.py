@@ -19,7 +19,7 @@ class WeightMemory:
     """Hands out memory from large slabs, one weight behind the other.
 
     Huge pages lie at multiples of their size: of a weight of a few megabytes that has memory of its own, up to half
-    would lie on small ones, and a product of one row would wait for their look-ups (measured: 1.4 times as long). A
+    would lie on small ones, and a product of one row would wait for their look-ups (measured: 1.2 times as long). A
     page takes no memory before it is written to. A slab lives as long as a weight in it.
     """
 

@@ -64,3 +64,17 @@ QUIRE_EXPORT void quire_linear(Type type, const void* x, int64_t row_stride, int
     Weight::multiply(operands, num_rows, static_cast<const typename Weight::Value*>(packed), num_columns, int(width));
   });
 }
+
+// Looks columns of a packed weight up: ids [num_ids] to output [num_ids, width].
+QUIRE_EXPORT void quire_rows(Type type, const void* packed, int64_t width, const int64_t* ids, int64_t num_ids, void* output) {
+  with_weight(type, [&](auto* kind) {
+    using Weight = std::remove_pointer_t<decltype(kind)>;
+    using Value = typename Weight::Value;
+    for_each_column(ids, num_ids, [&](int64_t panel, int column, int64_t idx) {
+      const auto* from = static_cast<const Value*>(packed) + panel * width * kWeightPanel + Weight::place_of(column);
+      auto* to = static_cast<Value*>(output) + idx * width;
+      for (int64_t step = 0; step < width; step += Weight::kStepValues, from += kWeightPanel * Weight::kStepValues)
+        std::copy_n(from, Weight::kStepValues, to + step);
+    });
+  });
+}

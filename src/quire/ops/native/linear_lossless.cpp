@@ -61,9 +61,7 @@ void multiply_coded(const Operands& operands, int64_t num_rows, int64_t num_colu
   multiply_pairs(operands, num_rows, num_columns, width, panel_at);
 }
 
-void pack_block(const BFloat16* const* columns, int count, int depth, BFloat16* steps) {
-  PairedWeight::pack(columns, count, depth, steps);
-}
+using PlainWeight = PairedWeight;
 
 #else
 
@@ -122,9 +120,7 @@ void multiply_coded(const Operands& operands, int64_t num_rows, int64_t num_colu
   multiply_widened<BFloat16>(operands, num_rows, num_columns, width, panel_at);
 }
 
-void pack_block(const BFloat16* const* columns, int count, int depth, BFloat16* steps) {
-  pack_pairs(columns, count, depth, steps);
-}
+using PlainWeight = WidenedWeight<BFloat16>;
 
 #endif
 
@@ -177,7 +173,7 @@ QUIRE_EXPORT void quire_lossless_pack(const void* weight, int64_t num_columns, i
     return [=](int block, const BFloat16* const* columns, int count, int depth) mutable {
       alignas(64) BFloat16 steps[kBlockValues * kWeightPanel]{};
       const bool is_raw = from[block].is_raw();
-      pack_block(columns, count, depth, is_raw ? reinterpret_cast<BFloat16*>(to) : steps);
+      PlainWeight::pack(columns, count, depth, is_raw ? reinterpret_cast<BFloat16*>(to) : steps);
       for (int step = 0; step < depth / kStepValues && !is_raw; ++step)
         pack_step(steps + step * kStepValues * kWeightPanel, from[block], to + step * kCodedStepBytes);
       to += block_bytes(from[block], depth);
@@ -193,6 +189,29 @@ QUIRE_EXPORT void quire_lossless_linear(const void* x, int64_t row_stride, int64
   multiply_coded(operands, num_rows, num_columns, int(width), [=](int64_t panel) {
     return CodedPanel{static_cast<const uint8_t*>(packed) + panel_starts[panel],
                       static_cast<const Table*>(tables) + panel * num_blocks(width)};
+  });
+}
+
+// Looks columns of a weight packed so up: ids [num_ids] to output [num_ids, width].
+QUIRE_EXPORT void quire_lossless_rows(const void* tables, const int64_t* panel_starts, const void* packed, int64_t width,
+                                      const int64_t* ids, int64_t num_ids, void* output) {
+  for_each_column(ids, num_ids, [&](int64_t panel, int column, int64_t idx) {
+    const Table* table = static_cast<const Table*>(tables) + panel * num_blocks(width);
+    const uint8_t* from = static_cast<const uint8_t*>(packed) + panel_starts[panel];
+    auto* to = static_cast<BFloat16*>(output) + idx * width;
+    const int place = PlainWeight::place_of(column);
+    for (int block = 0; block < num_blocks(width); ++block, ++table) {
+      for (int step = 0; step < block_values(width, block) / kStepValues; ++step) {
+        for (int value = 0; value < kStepValues; ++value, ++to) {
+          if (table->is_raw()) {
+            std::memcpy(to, from + (place + value) * sizeof(BFloat16), sizeof(BFloat16));
+          } else {
+            *to = CodedValue(place + value).of(from, *table);
+          }
+        }
+        from += table->is_raw() ? kStepBytes : kCodedStepBytes;
+      }
+    }
   });
 }
 

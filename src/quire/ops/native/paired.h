@@ -74,6 +74,10 @@ struct PairedWeight {
     pack_columns<Pairs, Value>(columns, 0, count, width, panel);
   }
 
+  // Where values of a column lie in a step, side by side, and how many.
+  static constexpr int kStepValues = Pairs::kValues;
+  static int place_of(int column) { return column * kStepValues; }
+
   static void multiply(const Operands& operands, int64_t num_rows, const Value* packed, int64_t num_columns, int width) {
     multiply_pairs(operands, num_rows, num_columns, width,
                    [=](int64_t panel) { return PlainPairs{packed + panel * width * kWeightPanel}; });

@@ -1,0 +1,26 @@
+"""Rows of a weight, looked up in what it was packed to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quire.ops.interface import KeepsRows
+from quire.ops.native_library import NativeLibrary
+from quire.ops.native_ops import NativeOps
+from tests.ops.backends import LIBRARIES
+from tests.ops.world import randn
+
+
+@pytest.mark.parametrize("level", LIBRARIES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("num_rows", "width"), [(200, 70), (64, 32), (3, 2)])
+def test_rows_come_back_as_they_were(level: str, dtype: torch.dtype, num_rows: int, width: int) -> None:
+    library = NativeLibrary(level, LIBRARIES[level])
+    if dtype not in library.packed_types:
+        pytest.skip("not packed at this level")
+    weight = randn(num_rows, width, dtype=dtype)
+    linear = NativeOps(library).pack_linear(weight)
+    assert isinstance(linear, KeepsRows)
+    for ids in (torch.arange(num_rows), torch.arange(num_rows).flip(0)[::2], torch.tensor([], dtype=torch.int64)):
+        assert torch.equal(linear.rows(ids), weight[ids])
