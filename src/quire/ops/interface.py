@@ -276,7 +276,11 @@ class KeepsRows(Protocol):
     """A linear layer that still has each bit of its weight."""
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Return rows of the weight [out, in]: ids [T] of int64 to [T, in]."""
+        """Return rows of the weight [out, in]: ids [T] of int64 to [T, in].
+
+        Raises:
+            IndexError: an id that is no row.
+        """
         ...
 
 

@@ -82,9 +82,11 @@ class LosslessLinear:
         return output
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Look up rows of the weight: ids [T], each below `out`, to [T, in]."""
+        """Look up rows of the weight: ids [T] to [T, in]; an IndexError for one that there is not."""
         output = torch.empty(len(ids), self._width, dtype=torch.bfloat16)
         ids = ids.contiguous()
         places = (self._tables.data_ptr(), self._starts.data_ptr(), self._data.data_ptr())
-        self._look_up(*places, self._width, ids.data_ptr(), len(ids), output.data_ptr())
+        shape = (self._num_columns, self._width)
+        if not self._look_up(*places, *shape, ids.data_ptr(), len(ids), output.data_ptr()):
+            raise IndexError(f"rows are from 0 to {self._num_columns - 1}, got ids from {ids.min()} to {ids.max()}")
         return output

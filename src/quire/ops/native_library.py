@@ -28,7 +28,7 @@ MAX_HEAD_DIM: Final = 256
 TYPES: Final = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 ACTIVATIONS: Final[dict[Activation, int]] = {"silu": 0, "gelu_tanh": 1}
 
-_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_POINTER, _INT, _FLOAT, _BOOL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_bool
 
 
 class StepRows(ctypes.Structure):
@@ -93,7 +93,7 @@ class LosslessCalls(NamedTuple):
                 library.quire_lossless_linear,
                 *(_POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER),
             ),
-            _typed(library.quire_lossless_rows, _POINTER, _POINTER, _POINTER, _INT, _POINTER, _INT, _POINTER),
+            _typed(library.quire_lossless_rows, *(_POINTER,) * 3, _INT, _INT, _POINTER, _INT, _POINTER, returns=_BOOL),
         )
 
 
@@ -142,10 +142,10 @@ class NativeLibrary:
         self.linear = _typed(
             library.quire_linear, _INT, _POINTER, _INT, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER
         )
-        self.rows = _typed(library.quire_rows, _INT, _POINTER, _INT, _POINTER, _INT, _POINTER)
+        self.rows = _typed(library.quire_rows, _INT, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER, returns=_BOOL)
         self.packed_columns = _typed(library.quire_packed_columns, _INT, returns=_INT)
         self.weight_kernels = {name: _weight_kernels(library, name) for name in UNITS}
-        packs = _typed(library.quire_packs, _INT, returns=ctypes.c_bool)
+        packs = _typed(library.quire_packs, _INT, returns=_BOOL)
         self.packed_types = frozenset(dtype for dtype, number in TYPES.items() if packs(number))
         self.lossless = LosslessCalls.of(library) if hasattr(library, "quire_lossless_linear") else None
 

@@ -150,11 +150,12 @@ class NativeLinear:
         return output
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Look up rows of the weight: ids [T], each below `out`, to [T, in]."""
+        """Look up rows of the weight: ids [T] to [T, in]; an IndexError for one that there is not."""
         output = torch.empty(len(ids), self._width, dtype=self._dtype)
         ids = ids.contiguous()
-        packed = self._packed.data_ptr()
-        self._library.rows(TYPES[self._dtype], packed, self._width, ids.data_ptr(), len(ids), output.data_ptr())
+        weight = (TYPES[self._dtype], self._packed.data_ptr(), self._num_columns, self._width)
+        if not self._library.rows(*weight, ids.data_ptr(), len(ids), output.data_ptr()):
+            raise IndexError(f"rows are from 0 to {self._num_columns - 1}, got ids from {ids.min()} to {ids.max()}")
         return output
 
 

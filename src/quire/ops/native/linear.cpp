@@ -65,16 +65,19 @@ QUIRE_EXPORT void quire_linear(Type type, const void* x, int64_t row_stride, int
   });
 }
 
-// Looks columns of a packed weight up: ids [num_ids] to output [num_ids, width].
-QUIRE_EXPORT void quire_rows(Type type, const void* packed, int64_t width, const int64_t* ids, int64_t num_ids, void* output) {
+// Looks columns of a packed weight up: ids [num_ids] to output [num_ids, width]. Returns false for an id that is none.
+QUIRE_EXPORT bool quire_rows(Type type, const void* packed, int64_t num_columns, int64_t width, const int64_t* ids,
+                             int64_t num_ids, void* output) {
+  bool is_found = false;
   with_weight(type, [&](auto* kind) {
     using Weight = std::remove_pointer_t<decltype(kind)>;
     using Value = typename Weight::Value;
-    for_each_column(ids, num_ids, [&](int64_t panel, int column, int64_t idx) {
+    is_found = for_each_column(ids, num_ids, num_columns, [&](int64_t panel, int column, int64_t idx) {
       const auto* from = static_cast<const Value*>(packed) + panel * width * kWeightPanel + Weight::place_of(column);
       auto* to = static_cast<Value*>(output) + idx * width;
       for (int64_t step = 0; step < width; step += Weight::kStepValues, from += kWeightPanel * Weight::kStepValues)
         std::copy_n(from, Weight::kStepValues, to + step);
     });
   });
+  return is_found;
 }

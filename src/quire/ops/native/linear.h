@@ -111,13 +111,16 @@ void finish_rows(const Operands& operands, int64_t panel, int64_t first, int num
   for (int row = 0; row < num_rows; ++row) finish<T, kWeightPanel>(sums + row * kWeightPanel, operands, first + row, int(panel));
 }
 
-// Calls `body(panel, column, idx)` for each of the columns `ids` of a weight, on threads.
+// Calls `body(panel, column, idx)` for each of the columns `ids` of a weight, on threads; where one of them is none of
+// its `num_columns`, returns false instead.
 template <typename Body>
-void for_each_column(const int64_t* ids, int64_t num_ids, Body body) {
+bool for_each_column(const int64_t* ids, int64_t num_ids, int64_t num_columns, Body body) {
   constexpr int kFewIds = 8;  // over before another thread has woken up
+  if (!std::all_of(ids, ids + num_ids, [=](int64_t id) { return id >= 0 && id < num_columns; })) return false;
   quire::in_parallel(num_ids, kFewIds, [&](int64_t begin, int64_t end) {
     for (int64_t idx = begin; idx < end; ++idx) body(ids[idx] / kWeightPanel, int(ids[idx] % kWeightPanel), idx);
   });
+  return true;
 }
 
 }  // namespace

@@ -192,10 +192,11 @@ QUIRE_EXPORT void quire_lossless_linear(const void* x, int64_t row_stride, int64
   });
 }
 
-// Looks columns of a weight packed so up: ids [num_ids] to output [num_ids, width].
-QUIRE_EXPORT void quire_lossless_rows(const void* tables, const int64_t* panel_starts, const void* packed, int64_t width,
-                                      const int64_t* ids, int64_t num_ids, void* output) {
-  for_each_column(ids, num_ids, [&](int64_t panel, int column, int64_t idx) {
+// Looks columns of a weight packed so up: ids [num_ids] to output [num_ids, width]. Returns false for an id that is none.
+QUIRE_EXPORT bool quire_lossless_rows(const void* tables, const int64_t* panel_starts, const void* packed,
+                                      int64_t num_columns, int64_t width, const int64_t* ids, int64_t num_ids,
+                                      void* output) {
+  return for_each_column(ids, num_ids, num_columns, [&](int64_t panel, int column, int64_t idx) {
     const Table* table = static_cast<const Table*>(tables) + panel * num_blocks(width);
     const uint8_t* from = static_cast<const uint8_t*>(packed) + panel_starts[panel];
     auto* to = static_cast<BFloat16*>(output) + idx * width;
