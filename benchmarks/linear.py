@@ -1,7 +1,7 @@
-"""Lossless packed weights beside plain ones, layer by layer, in turns: `python -m benchmarks.linear`.
+"""Linear layers in each format of weights, layer by layer, in turns: `python -m benchmarks.linear`.
 
-Every call reads another weight, 256 MB of them before the first comes again, so that they come from memory as they do
-in a model. The results are compared bit for bit, too.
+Every call reads another copy of a weight, 256 MB of them in bfloat16 before the first comes again, so that they come
+from memory as they do in a model. Where plain and lossless weights are compared, their results are too, bit for bit.
 """
 
 from __future__ import annotations
@@ -15,70 +15,98 @@ import torch
 from torch import Tensor
 
 from benchmarks import machine
+from quire.config import Quantization
 from quire.execution.heap import keep_freed_memory, use_huge_pages
-from quire.ops import make_ops
 from quire.ops.interface import Linear
+from quire.ops.lossless import LosslessPacking
+from quire.ops.native_library import NativeLibrary, runnable_libraries
+from quire.ops.native_ops import NativeOps
 
 # In and out: what the layers of Qwen3-0.6B multiply by, and its head.
-SHAPES = ((1024, 4096), (3072, 1024), (1024, 151936))
-ROWS = (1, 2, 4, 16, 64)
+SHAPES = "1024x4096,2048x1024,1024x6144,3072x1024,1024x151936"
+ROWS = "1,2,4,8,16,64,512"
+FORMATS = "plain,lossless,int8,int4"
+# Of a weight, without scales and tables.
+BITS = {"plain": 16.0, "lossless": 12.08, "int8": 8.0, "int4": 4.5}
 LEAST_BYTES = 256_000_000
+ROUNDED: dict[str, Quantization] = {"int8": "int8", "int4": "int4"}
 
 
-def weights(width: int, num_columns: int) -> list[Tensor]:
-    """Return as many random normal weights as the bytes take."""
-    count = -(-LEAST_BYTES // (2 * width * num_columns))
-    seeds = torch.Generator().manual_seed(0)
-    return [torch.randn(num_columns, width, generator=seeds).mul_(0.02).bfloat16() for _ in range(count)]
+def make_ops(library: NativeLibrary, name: str) -> NativeOps:
+    """Return the backend that packs weights in a format."""
+    if name != "lossless":
+        return NativeOps(library, ROUNDED.get(name))
+    assert library.lossless is not None, f"level {library.level} has no lossless weights"
+    return NativeOps(library, packing=LosslessPacking(library.lossless))
 
 
-def compare(linears: dict[str, list[Linear]], x: Tensor, runs: int) -> str:
-    """Let the packings take turns on some rows; return their medians and the ratio, over all pairs of turns."""
+def compare(linears: dict[str, list[Linear]], x: Tensor, runs: int, num_values: int) -> str:
+    """Let the formats take turns on some rows; return a line of their medians.
+
+    Args:
+        linears: the copies of a weight, for each format.
+        x: [rows, width].
+        runs: turns of each format.
+        num_values: of one weight.
+    """
 
     def each(layers: Sequence[Linear]) -> list[Tensor]:
         return [layer(x) for layer in layers]
 
-    results = [each(layers)[0].view(torch.int16) for layers in linears.values()]
-    assert torch.equal(*results)
+    results = {name: each(layers)[0] for name, layers in linears.items()}
+    if {"plain", "lossless"} <= results.keys():
+        assert torch.equal(*(results[name].view(torch.int16) for name in ("plain", "lossless")))
     times: dict[str, list[float]] = {name: [] for name in linears}
     for _ in range(runs):
         for name, layers in linears.items():
             started = time.perf_counter()
             each(layers)
             times[name].append((time.perf_counter() - started) / len(layers))
-    plain, lossless = (statistics.median(times[name]) for name in ("plain", "lossless"))
-    ratios = sorted(a / b for a, b in zip(times["plain"], times["lossless"], strict=True))
-    return (
-        f"{1e6 * plain:8.0f} us plain, {1e6 * lossless:8.0f} us lossless: {statistics.median(ratios):.2f}x "
-        f"({ratios[0]:.2f} to {ratios[-1]:.2f})"
-    )
+    first = next(iter(times.values()))
+    told = []
+    for name, taken in times.items():
+        median_s = statistics.median(taken)
+        gb_s, gop_s = num_values * BITS[name] / 8e9 / median_s, 2e-9 * num_values * len(x) / median_s
+        ratio = statistics.median(a / b for a, b in zip(first, taken, strict=True))
+        told.append(f"{name} {1e6 * median_s:.0f} us, {gb_s:.1f} GB/s, {gop_s:.0f} Gop/s, {ratio:.2f}x")
+    return " | ".join(told)
 
 
 def main() -> None:
     """Pack, measure and print."""
+    libraries = runnable_libraries()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--runs", type=int, default=9)
+    parser.add_argument("--shapes", default=SHAPES, help="in x out, separated by commas")
+    parser.add_argument("--rows", default=ROWS)
+    parser.add_argument("--formats", default=FORMATS, help="the ratios are to the first")
+    parser.add_argument("--level", choices=libraries, default=list(libraries)[-1], help="instruction set")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     use_huge_pages()
     keep_freed_memory()
     probe = machine.Probe(options.threads)
-    for width, num_columns in SHAPES:
-        plain = weights(width, num_columns)
+    library = NativeLibrary(options.level, libraries[options.level])
+    for shape in options.shapes.split(","):
+        width, num_columns = map(int, shape.split("x"))
+        weight = (
+            torch.empty(num_columns, width).normal_(generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16()
+        )
+        count = -(-LEAST_BYTES // weight.nbytes)
         linears: dict[str, list[Linear]] = {}
-        for name in ("plain", "lossless"):
-            ops = make_ops(torch.device("cpu"), "native", weight_packing=name)
+        for name in options.formats.split(","):
+            ops = make_ops(library, name)
             started = time.perf_counter()
-            linears[name] = [ops.pack_linear(weight) for weight in plain]
+            linears[name] = [ops.pack_linear(weight) for _ in range(count)]
             pack_s = time.perf_counter() - started
-            num_values = len(plain) * width * num_columns
-            print(f"{width} x {num_columns}: packed {num_values / pack_s / 1e6:.0f} M values/s, {ops.name}")
-        for num_rows in ROWS:
+            print(f"{shape}, {name}: packed {count * weight.numel() / pack_s / 1e6:.0f} M values/s, {ops.name}")
+        for num_rows in map(int, options.rows.split(",")):
             x = torch.randn(num_rows, width, generator=torch.Generator().manual_seed(1)).bfloat16()
+            before = probe.read_gb_s()
             with torch.inference_mode():
-                told = compare(linears, x, options.runs)
-            print(f"{width} x {num_columns}, {num_rows:3} rows: {told}, probe {probe.read_gb_s()} GB/s", flush=True)
+                told = compare(linears, x, options.runs, weight.numel())
+            print(f"{shape}, {num_rows:3} rows: {told}, probes {before} and {probe.read_gb_s()} GB/s", flush=True)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.config import EngineConfig
+from quire.config import EngineConfig, Quantization
 from quire.errors import ConfigError
 from quire.ops import make_ops, native_library
 from quire.ops.native_library import FOLDER, find_library
@@ -42,6 +42,23 @@ def test_a_library_of_other_sources_is_refused(tmp_path: Path, monkeypatch: pyte
     shutil.copy(FOLDER / "libquire_portable.so", tmp_path)
     monkeypatch.setattr(native_library, "INTERFACE_VERSION", -1)
     assert "other sources" in str(find_library(tmp_path))
+
+
+@built
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_kernels_that_multiply_rounded_weights_wrongly_are_left(
+    name: Quantization, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = find_library()
+    assert not isinstance(library, str)
+    library.weight_kernels[name] = library.weight_kernels[name]._replace(pack=lambda *_: None)
+    monkeypatch.setattr("quire.ops.find_library", lambda: library)
+    ops = make_ops(CPU, quantization=name)
+    assert isinstance(ops, TorchOps)
+    assert "other products of rounded weights" in ops.name
+    with pytest.raises(ConfigError, match="other products of rounded weights"):
+        make_ops(CPU, "native", name)
+    assert isinstance(make_ops(CPU), NativeOps)
 
 
 def test_without_libraries_torch_computes_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from quire.errors import ConfigError
 from quire.models.checkpoint import Checkpoint
 from quire.models.loading import load_decoder
 from quire.ops import make_ops
+from quire.ops.interface import KeepsRows
 from quire.ops.lossless import LosslessPacking
 from quire.ops.native_library import NativeLibrary
 from quire.ops.native_ops import NativeOps
@@ -19,7 +20,7 @@ from tests.ops.backends import LIBRARIES
 from tests.ops.world import randn
 
 CPU = torch.device("cpu")
-LEVELS = ("avx2", "avx512")
+LEVELS = ("avx2", "avx512", "avx512_bf16")
 BLOCK = 64 * 32
 
 
@@ -50,6 +51,11 @@ def assert_same_bits(library: NativeLibrary, weight: Tensor, num_rows: int, *, s
         for addend in (None, residual):
             found, expected = packed(x, addend), twin(x, addend)
             assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
+        if num_columns > 1:
+            ids = torch.randint(num_columns, (2 * num_rows,), generator=torch.Generator().manual_seed(3))[::2]
+            for layer in (packed, twin):
+                assert isinstance(layer, KeepsRows)
+                assert torch.equal(layer.rows(ids).view(torch.int16), weight[ids].view(torch.int16))
     assert packing.packed_bytes <= share * packing.plain_bytes
 
 
@@ -116,7 +122,7 @@ def test_what_is_reached_is_said(library: NativeLibrary) -> None:
 
 
 def test_it_is_refused_where_kernels_have_no_such_product() -> None:
-    with pytest.raises(ConfigError, match=r"avx2 or avx512.*use 'plain'") as caught:
+    with pytest.raises(ConfigError, match=r"avx2 or better.*use 'plain'") as caught:
         make_ops(CPU, "torch", weight_packing="lossless")
     assert caught.value.field == "weight_packing"
     assert make_ops(CPU, "torch", weight_packing="plain").name == make_ops(CPU, "torch").name

@@ -44,7 +44,7 @@ class ModelConfig:
         quantization: what the weights of linear layers are rounded to as they are loaded, on a CPU: "int8" (one scale
             for each output) or "int4" (one for each 32 inputs; the head stays at int8); None keeps them.
         weight_packing: how the weights of linear layers lie: "plain", or "lossless" for bfloat16 weights in about 76 %
-            of their bytes, with the same results bit for bit; it needs native kernels of level avx2 or avx512.
+            of their bytes, with the same results bit for bit; it needs native kernels of level avx2 or better.
             "auto" is the latter where it can be had.
         deterministic: a request's results are the same, bit for bit, whatever it is batched with, however its prompt is
             cut, and whether its tokens were computed, found in the cache or computed again. Native kernels only, with

@@ -19,7 +19,7 @@ class WeightSlot(NamedTuple):
 
     Args:
         shape: of the tensor that `fill` takes.
-        fill: called once with the tensor.
+        fill: called once with the tensor, which may lie in a file: what is kept of it is copied.
     """
 
     shape: tuple[int, ...]
@@ -59,7 +59,7 @@ class Projection:
         self._parts: dict[str, Tensor] = {}
 
     def _fill(self, name: str, tensor: Tensor) -> None:
-        self._parts[name] = tensor
+        self._parts[name] = tensor if len(self.slots) == 1 else tensor.clone()  # a bias comes later, and is kept
         if len(self._parts) == len(self.slots):
             self.run = self._ops.pack_linear(**self._parts, sensitive=self._sensitive)
             self._parts = {}  # the plain weight is let go

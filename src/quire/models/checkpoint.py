@@ -36,11 +36,13 @@ class StoredTensor:
         path: the safetensors file.
         dtype: the name that safetensors gives it: "BF16", "F16", "F32", ...
         shape: as stored.
+        offset: of its first byte in the file.
     """
 
     path: Path
     dtype: str
     shape: tuple[int, ...]
+    offset: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,10 +230,13 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
     """Read one file's header; the library checks every offset in it against the file's length."""
     tensors = {}
     try:
-        with safe_open(path, framework="pt") as file:
+        with safe_open(path, framework="pt") as file, path.open("rb") as raw:
+            # The length of the header, the header, and the bytes that its offsets count from.
+            start = 8 + int.from_bytes(raw.read(8), "little")
+            places = json.loads(raw.read(start - 8))
             for name in file.keys():  # noqa: SIM118 - the handle is no mapping
-                part = file.get_slice(name)
-                tensors[name] = StoredTensor(path, part.get_dtype(), tuple(part.get_shape()))
+                part, (offset, _) = file.get_slice(name), places[name]["data_offsets"]
+                tensors[name] = StoredTensor(path, part.get_dtype(), tuple(part.get_shape()), start + offset)
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
     return tensors

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, Protocol
@@ -42,7 +42,7 @@ from quire.models.spec import (
     Parallel,
     ShortConv,
 )
-from quire.ops.interface import AttentionBatch, Ops, PagedKV, PagedStates, StateBatch
+from quire.ops.interface import AttentionBatch, KeepsRows, Ops, PagedKV, PagedStates, StateBatch
 
 
 class MixerBlock(Protocol):
@@ -71,7 +71,7 @@ class Decoder:
         self._ops = ops
         self.dtype = dtype
         self._device = device
-        self._embedding = torch.empty(0)
+        self._embed: Callable[[Tensor], Tensor]
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
         self._head = Projection(spec.width, spec.vocab_size, False, ops, sensitive=True)
         new_norm = partial(Norm, width=spec.width, ops=ops, dtype=dtype, device=device)
@@ -168,11 +168,11 @@ class Decoder:
         return {name: slot.shape for name, slot in self._slots.items()}
 
     def load_weight(self, name: str, tensor: Tensor) -> None:
-        """Take over one weight; the caller lets go of it.
+        """Take one weight.
 
         Args:
             name: one of `weight_shapes()`.
-            tensor: of that shape and of the decoder's dtype.
+            tensor: of that shape and of the decoder's dtype; read before this returns, and not kept.
 
         Raises:
             CheckpointError: another name, shape or dtype, or a weight that was loaded before.
@@ -210,7 +210,6 @@ class Decoder:
         Returns:
             Hidden states [T, E], before the last norm.
         """
-        ops = self._ops
         steps = [self._step(batch, storage) for batch, storage in zip(groups, storages, strict=True)]
         rotations = {turn: rotate(positions) for turn, rotate in self._rotations.items()}
         inputs = [
@@ -223,7 +222,7 @@ class Decoder:
             )
             for group_idx, turn, temperature in self._inputs
         ]
-        x = ops.embedding(input_ids, self._embedding)
+        x = self._embed(input_ids)
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
         if given is not None:
@@ -256,14 +255,13 @@ class Decoder:
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def _fill_embedding(self, tensor: Tensor) -> None:
-        """Keep the matrix for look-ups; a tied head takes it too.
-
-        A packed head costs a second copy of the matrix (311 MB for 151936 x 1024 in bfloat16): a packed matrix has no
-        rows to look up, and as a head the plain one takes one and a half times as long at one row, and twice at 16.
-        """
-        self._embedding = tensor
+        """Take the matrix for look-ups and, of a tied head, for its product: packed, if rows can be had from that."""
         if self.spec.tied_head:
             self._head.slots["weight"].fill(tensor)
+            if isinstance(self._head.run, KeepsRows):
+                self._embed = self._head.run.rows
+                return
+        self._embed = partial(self._ops.embedding, weight=tensor.clone())
 
 
 def _input_kind(mixer: Mixer, place: tuple[int, int]) -> tuple[int, tuple[Rope | None, int] | None, Temperature | None]:

@@ -44,7 +44,7 @@ class PerLayerEmbedding:
         self.slots = nested(embedding={"weight": table}, projection=self._projection.slots, norm=self._norm.slots)
 
     def _fill_table(self, tensor: Tensor) -> None:
-        self._table = tensor
+        self._table = tensor.clone()
 
     def __call__(self, input_ids: Tensor, x: Tensor) -> Tensor:
         """Return what the layers are told, [T, L, P].

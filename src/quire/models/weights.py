@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from quire.errors import CheckpointError
 from quire.models.checkpoint import Checkpoint, StoredTensor
 from quire.models.decoder import Decoder
+from quire.models.mapped_file import MappedFile
 from quire.models.spec import WeightMap
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -51,8 +49,8 @@ def choose_dtype(option: str, checkpoint: Checkpoint) -> torch.dtype:
 def load_weights(checkpoint: Checkpoint, weight_map: WeightMap, decoder: Decoder, *, dtype: torch.dtype) -> None:
     """Fill a decoder's parameters from a checkpoint.
 
-    Names, shapes and dtypes are all checked before the first byte is read. Files are mapped, not read whole, so that
-    no more than the decoder itself and one parameter are ever in memory.
+    Names, shapes and dtypes are all checked before the first byte is read. Files are mapped, and what was taken from
+    them is let go, so that no more than the decoder itself and one parameter are ever in memory.
 
     Args:
         checkpoint: the model's files.
@@ -67,17 +65,22 @@ def load_weights(checkpoint: Checkpoint, weight_map: WeightMap, decoder: Decoder
     for name, shape in shapes.items():
         _check_parameter(checkpoint, name, shape, weight_map[name])
     _warn_of_unused(checkpoint, weight_map)
-    with ExitStack() as stack:
-        files: dict[Path, Any] = {}
-        for path in {checkpoint.tensors[source].path for sources in weight_map.values() for source in sources}:
-            files[path] = stack.enter_context(safe_open(path, framework="pt"))
-        for name, shape in shapes.items():
-            parts = [files[checkpoint.tensors[source].path].get_tensor(source) for source in weight_map[name]]
-            decoder.load_weight(name, _joined(parts, shape, dtype))
+    files: dict[Path, MappedFile] = {}
+    for name, shape in shapes.items():
+        sources = [checkpoint.tensors[source] for source in weight_map[name]]
+        for stored in sources:
+            if stored.path not in files:
+                files[stored.path] = MappedFile(stored)
+        parts = [files[stored.path].tensor(stored, DTYPES[STORED_DTYPES[stored.dtype]]) for stored in sources]
+        decoder.load_weight(name, _joined(parts, shape, dtype))
+        for stored, part in zip(sources, parts, strict=True):
+            files[stored.path].let_go(stored, part.nbytes)
 
 
 def _joined(tensors: list[torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Concatenate on dimension 0 and cast in one pass. Always a copy: a file that is mapped can change or vanish."""
+    """Concatenate on dimension 0 and cast in one pass; what is whole already is not copied."""
+    if len(tensors) == 1 and tensors[0].dtype == dtype:
+        return tensors[0]
     joined = torch.empty(shape, dtype=dtype)
     start = 0
     for tensor in tensors:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -271,6 +271,19 @@ class Linear(Protocol):
         ...
 
 
+@runtime_checkable
+class KeepsRows(Protocol):
+    """A linear layer that still has each bit of its weight."""
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return rows of the weight [out, in]: ids [T] of int64 to [T, in].
+
+        Raises:
+            IndexError: an id that is no row.
+        """
+        ...
+
+
 class Ops(Protocol):
     """What a model needs computed. Nothing here changes its arguments, except the cache that `StepAttention` writes.
 
@@ -285,6 +298,7 @@ class Ops(Protocol):
         """Take a weight [out, in] and bias [out]; how the weight is kept is the backend's affair.
 
         Args:
+            weight: read before this returns, and not kept.
             sensitive: it must not be rounded to fewer than eight bits.
         """
         ...

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.native_library import LosslessCalls
+from quire.ops.weight_memory import WeightMemory
 
 PANEL_COLUMNS, BLOCK_WIDTH, TABLE_BYTES = 64, 32, 16
 
@@ -28,9 +29,9 @@ class LosslessPacking:
         """Return what is reached, for people."""
         return f"weights packed lossless to {self.packed_bytes / self.plain_bytes:.1%}"
 
-    def pack(self, weight: Tensor, bias: Tensor | None) -> LosslessLinear:
+    def pack(self, memory: WeightMemory, weight: Tensor, bias: Tensor | None) -> LosslessLinear:
         """Pack a weight [out, in] of bfloat16, `in` even."""
-        linear = LosslessLinear(self._calls, weight, bias)
+        linear = LosslessLinear(self._calls, memory, weight, bias)
         self.plain_bytes += weight.nbytes
         self.packed_bytes += linear.num_bytes
         return linear
@@ -43,12 +44,12 @@ class LosslessLinear:
         num_bytes: of the packed weight.
     """
 
-    __slots__ = ("_bias", "_data", "_multiply", "_num_columns", "_starts", "_tables", "_width", "num_bytes")
+    __slots__ = ("_bias", "_data", "_look_up", "_multiply", "_num_columns", "_starts", "_tables", "_width", "num_bytes")
 
-    def __init__(self, calls: LosslessCalls, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, calls: LosslessCalls, memory: WeightMemory, weight: Tensor, bias: Tensor | None) -> None:
         weight = weight.contiguous()
         self._num_columns, self._width = weight.shape
-        self._multiply = calls.linear
+        self._multiply, self._look_up = calls.linear, calls.rows
         self._bias = None if bias is None else bias.contiguous()
         num_panels, num_blocks = -(-self._num_columns // PANEL_COLUMNS), -(-self._width // BLOCK_WIDTH)
         self._tables = torch.empty(num_panels, num_blocks, TABLE_BYTES, dtype=torch.uint8)
@@ -56,7 +57,7 @@ class LosslessLinear:
         shape = (self._num_columns, self._width)
         calls.tables(weight.data_ptr(), *shape, self._tables.data_ptr(), self._starts[1:].data_ptr())
         self._starts.cumsum_(0)
-        self._data = torch.empty(int(self._starts[-1]), dtype=torch.uint8)
+        self._data = memory.take(int(self._starts[-1]))
         places = (self._tables.data_ptr(), self._starts.data_ptr(), self._data.data_ptr())
         calls.pack(weight.data_ptr(), *shape, *places)
         self.num_bytes = self._tables.nbytes + self._starts.nbytes + self._data.nbytes
@@ -78,4 +79,14 @@ class LosslessLinear:
             None if residual is None else residual.data_ptr(),
             output.data_ptr(),
         )
+        return output
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Look up rows of the weight: ids [T] to [T, in]; an IndexError for one that there is not."""
+        output = torch.empty(len(ids), self._width, dtype=torch.bfloat16)
+        ids = ids.contiguous()
+        places = (self._tables.data_ptr(), self._starts.data_ptr(), self._data.data_ptr())
+        shape = (self._num_columns, self._width)
+        if not self._look_up(*places, *shape, ids.data_ptr(), len(ids), output.data_ptr()):
+            raise IndexError(f"rows are from 0 to {self._num_columns - 1}, got ids from {ids.min()} to {ids.max()}")
         return output

@@ -20,7 +20,7 @@ from quire.ops.weight_formats import UNITS
 
 FOLDER: Final = Path(__file__).parent / "native"
 # The number that `quire_interface_version` must return.
-INTERFACE_VERSION: Final = 10
+INTERFACE_VERSION: Final = 12
 # The best last; a processor that runs one runs those before it.
 LEVELS: Final = ("portable", "avx2", "avx512", "avx512_bf16")
 MAX_HEAD_DIM: Final = 256
@@ -28,7 +28,7 @@ MAX_HEAD_DIM: Final = 256
 TYPES: Final = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 ACTIVATIONS: Final[dict[Activation, int]] = {"silu": 0, "gelu_tanh": 1}
 
-_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_POINTER, _INT, _FLOAT, _BOOL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_bool
 
 
 class StepRows(ctypes.Structure):
@@ -80,6 +80,7 @@ class LosslessCalls(NamedTuple):
     tables: Callable[..., Any]
     pack: Callable[..., Any]
     linear: Callable[..., Any]
+    rows: Callable[..., Any]
 
     @classmethod
     def of(cls, library: ctypes.CDLL) -> LosslessCalls:
@@ -92,6 +93,7 @@ class LosslessCalls(NamedTuple):
                 library.quire_lossless_linear,
                 *(_POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER),
             ),
+            _typed(library.quire_lossless_rows, *(_POINTER,) * 3, _INT, _INT, _POINTER, _INT, _POINTER, returns=_BOOL),
         )
 
 
@@ -104,10 +106,10 @@ class NativeLibrary:
 
     Attributes:
         packed_types: the types of weights that it packs and multiplies faster than torch does.
-        attend, plan_attention, free_attention_plan, tokens_read, gate, prepare, rms_norm, pack, linear,
+        attend, plan_attention, free_attention_plan, tokens_read, gate, prepare, rms_norm, pack, linear, rows,
             packed_columns: the functions of the same names, with `quire_` before, of the sources.
         weight_kernels: for each format of rounded weights, what packs and multiplies them.
-        lossless: those of weights packed to three quarters, where weights are widened by AVX2 or more.
+        lossless: those of weights packed to three quarters, on AVX2 and better.
 
     Raises:
         OSError: it cannot be loaded, or was built from other sources than these.
@@ -143,9 +145,10 @@ class NativeLibrary:
         self.linear = _typed(
             library.quire_linear, _INT, _POINTER, _INT, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER
         )
+        self.rows = _typed(library.quire_rows, _INT, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER, returns=_BOOL)
         self.packed_columns = _typed(library.quire_packed_columns, _INT, returns=_INT)
         self.weight_kernels = {name: _weight_kernels(library, name) for name in UNITS}
-        packs = _typed(library.quire_packs, _INT, returns=ctypes.c_bool)
+        packs = _typed(library.quire_packs, _INT, returns=_BOOL)
         self.packed_types = frozenset(dtype for dtype, number in TYPES.items() if packs(number))
         self.lossless = LosslessCalls.of(library) if hasattr(library, "quire_lossless_linear") else None
 

@@ -28,6 +28,7 @@ from quire.ops.native_library import ACTIVATIONS, MAX_HEAD_DIM, TYPES, Cache, Na
 from quire.ops.native_quantised import NativeQuantisedLinear
 from quire.ops.torch_ops import TorchOps
 from quire.ops.weight_formats import weight_format
+from quire.ops.weight_memory import WeightMemory
 
 
 class NativeOps:
@@ -52,6 +53,7 @@ class NativeOps:
         self._quantization = quantization
         self._packing = packing
         self._is_deterministic = deterministic
+        self._memory = WeightMemory()
         self._torch = TorchOps(torch.device("cpu"))
 
     @property
@@ -69,11 +71,11 @@ class NativeOps:
         """
         chosen = weight_format(self._quantization, weight.shape[1], sensitive)
         if chosen is not None:
-            return NativeQuantisedLinear(self._library.weight_kernels[chosen], weight, bias)
+            return NativeQuantisedLinear(self._library.weight_kernels[chosen], self._memory, weight, bias)
         if weight.dtype in self._library.packed_types and weight.shape[1] % 2 == 0:
             if self._packing is not None and weight.dtype == torch.bfloat16:
-                return self._packing.pack(weight, bias)
-            return NativeLinear(self._library, weight, bias)
+                return self._packing.pack(self._memory, weight, bias)
+            return NativeLinear(self._library, self._memory, weight, bias)
         if self._is_deterministic:
             dtypes = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in self._library.packed_types))
             raise ConfigError(
@@ -135,23 +137,23 @@ class NativeLinear:
     A row gets the same bits whatever rows are beside it.
     """
 
-    __slots__ = ("_bias", "_multiply", "_num_columns", "_packed", "_type", "_width")
+    __slots__ = ("_bias", "_dtype", "_library", "_num_columns", "_packed", "_width")
 
-    def __init__(self, library: NativeLibrary, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, library: NativeLibrary, memory: WeightMemory, weight: Tensor, bias: Tensor | None) -> None:
         weight = weight.contiguous()
         self._num_columns, self._width = weight.shape
-        self._type = TYPES[weight.dtype]
-        self._multiply = library.linear
-        self._packed = weight.new_empty(library.packed_columns(self._num_columns) * self._width)
+        self._dtype = weight.dtype
+        self._library = library
+        self._packed = memory.take(library.packed_columns(self._num_columns) * self._width * weight.itemsize)
         self._bias = None if bias is None else bias.contiguous()
-        library.pack(self._type, weight.data_ptr(), self._num_columns, self._width, self._packed.data_ptr())
+        library.pack(TYPES[weight.dtype], weight.data_ptr(), self._num_columns, self._width, self._packed.data_ptr())
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Multiply and add in one call."""
         num_rows = x.shape[0]
         output = x.new_empty(num_rows, self._num_columns)
-        self._multiply(
-            self._type,
+        self._library.linear(
+            TYPES[self._dtype],
             x.data_ptr(),
             x.stride(0),
             num_rows,
@@ -162,6 +164,15 @@ class NativeLinear:
             None if residual is None else residual.data_ptr(),
             output.data_ptr(),
         )
+        return output
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Look up rows of the weight: ids [T] to [T, in]; an IndexError for one that there is not."""
+        output = torch.empty(len(ids), self._width, dtype=self._dtype)
+        ids = ids.contiguous()
+        weight = (TYPES[self._dtype], self._packed.data_ptr(), self._num_columns, self._width)
+        if not self._library.rows(*weight, ids.data_ptr(), len(ids), output.data_ptr()):
+            raise IndexError(f"rows are from 0 to {self._num_columns - 1}, got ids from {ids.min()} to {ids.max()}")
         return output
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from quire.ops.native_library import TYPES, WeightKernels
+from quire.ops.weight_memory import WeightMemory
 
 
 class NativeQuantisedLinear:
@@ -16,11 +16,11 @@ class NativeQuantisedLinear:
 
     __slots__ = ("_bias", "_multiply", "_num_columns", "_packed", "_width")
 
-    def __init__(self, kernels: WeightKernels, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, kernels: WeightKernels, memory: WeightMemory, weight: Tensor, bias: Tensor | None) -> None:
         weight = weight.contiguous()
         self._num_columns, self._width = weight.shape
         self._multiply = kernels.multiply
-        self._packed = torch.empty(kernels.num_bytes(self._num_columns, self._width), dtype=torch.uint8)
+        self._packed = memory.take(kernels.num_bytes(self._num_columns, self._width))
         self._bias = None if bias is None else bias.contiguous()
         kernels.pack(TYPES[weight.dtype], weight.data_ptr(), self._num_columns, self._width, self._packed.data_ptr())
 

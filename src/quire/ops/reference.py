@@ -39,7 +39,9 @@ class ReferenceOps:
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None, sensitive: bool = False) -> Linear:
         """Keep the weight as it is, or round it."""
         chosen = weight_format(self._quantization, weight.shape[1], sensitive)
-        return ReferenceLinear(weight, bias) if chosen is None else ReferenceQuantisedLinear(chosen, weight, bias)
+        return (
+            ReferenceLinear(weight.clone(), bias) if chosen is None else ReferenceQuantisedLinear(chosen, weight, bias)
+        )
 
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
         """Stack the rows one by one."""

@@ -46,7 +46,7 @@ class TorchOps:
         dtype = weight.dtype
         if dtype not in self._can_pack:
             self._can_pack[dtype] = self._device.type == "cpu" and packing_works(dtype)
-        return PackedLinear(weight, bias) if self._can_pack[dtype] else PlainLinear(weight, bias)
+        return PackedLinear(weight, bias) if self._can_pack[dtype] else PlainLinear(weight.clone(), bias)
 
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
         """Look up rows."""

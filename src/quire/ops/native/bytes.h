@@ -149,37 +149,16 @@ struct ByteRows {
   }
 };
 
-// How far ahead few rows fetch what they read next: more than is under way at a time, less than a job by far.
-constexpr int kFewRowsAhead = 4096;
+// ---- parts of a product ----
 
-// Calls `body(panel, first row, number of rows)` for all parts of a product, on threads. Few rows meet neighbouring panels
-// in one job, so that what is fetched ahead is fetched by the thread that reads it.
+// Calls `body(panel, first row, number of rows)` for all parts of a product, on threads.
 template <typename Body>
-void in_jobs(int64_t num_rows, int num_columns, int64_t panel_bytes, Body body) {
-  constexpr int64_t kJobBytes = 64 << 10;
+void in_jobs(int64_t num_rows, int num_columns, Body body) {
   const int64_t num_blocks = (num_rows + kJobRows - 1) / kJobRows;
-  const int64_t run = num_rows <= kFewPieceRows ? std::max<int64_t>(1, kJobBytes / panel_bytes) : 1;
-  quire::in_turns(num_blocks * ((num_panels(num_columns) + run - 1) / run), [&](int64_t job) {
+  quire::in_runs(num_blocks * num_panels(num_columns), [&](int64_t job) {
     const int64_t first = job % num_blocks * kJobRows;
-    const int64_t end = std::min<int64_t>((job / num_blocks + 1) * run, num_panels(num_columns));
-    for (int64_t panel = job / num_blocks * run; panel < end; ++panel)
-      body(int(panel), first, int(std::min<int64_t>(kJobRows, num_rows - first)));
+    body(int(job / num_blocks), first, int(std::min<int64_t>(kJobRows, num_rows - first)));
   });
-}
-
-// Calls `tile(row)` for rows [0, num_rows) in whole tiles, with the number of its rows as a constant.
-template <typename Tile>
-QUIRE_INLINE void in_tiles(int num_rows, Tile tile) {
-  int row = 0;
-  for (; num_rows - row >= kTileRows; row += kTileRows) tile(row, std::integral_constant<int, kTileRows>());
-  switch (num_rows - row) {
-    case 5: return tile(row, std::integral_constant<int, 5>());
-    case 4: return tile(row, std::integral_constant<int, 4>());
-    case 3: return tile(row, std::integral_constant<int, 3>());
-    case 2: return tile(row, std::integral_constant<int, 2>());
-    case 1: return tile(row, std::integral_constant<int, 1>());
-    default: return;
-  }
 }
 
 }  // namespace

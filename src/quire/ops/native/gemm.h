@@ -55,11 +55,30 @@ struct StepsOf<BFloat16> {
 };
 #endif
 
-// A tile of C. Without `scale`, C's old values count as zeros and are not read. With `kFetch`, what lies behind the
-// panel is asked for meanwhile.
-template <typename Steps, bool kFetch, int kRows, int kVectors>
-void multiply_tile(const typename Steps::Value* a, int a_stride, const typename Steps::Value* panel, int depth,
-                   float* c, int c_stride, const float* scale) {
+// A panel whose steps lie as they are multiplied.
+template <typename Steps>
+struct PanelSteps {
+  const typename Steps::Value* data;
+
+  template <int kVectors>
+  QUIRE_INLINE void take(int step, Floats (&columns)[kVectors]) const {
+#pragma GCC unroll 4
+    for (int vector = 0; vector < kVectors; ++vector)
+      columns[vector] = load_bits<Floats>(data + (step * kPanel + vector * kLanes) * Steps::kValues);
+  }
+};
+
+struct NothingAhead {
+  QUIRE_INLINE void step() {}
+};
+
+// A tile of C. Without `scale`, C's old values count as zeros and are not read.
+//
+// panel: `take(step, columns)` gives vectors of columns of a step.
+// ahead: asks at each step for what is read later.
+template <typename Steps, int kRows, int kVectors, typename Panel, typename Ahead = NothingAhead>
+void multiply_tile(const typename Steps::Value* a, int a_stride, const Panel& panel, int depth, float* c, int c_stride,
+                   const float* scale, Ahead ahead = {}) {
   Floats sums[kRows][kVectors];
 #pragma GCC unroll 6
   for (int row = 0; row < kRows; ++row)
@@ -68,12 +87,8 @@ void multiply_tile(const typename Steps::Value* a, int a_stride, const typename 
       sums[row][vector] = scale ? load(c + row * c_stride + vector * kLanes) * scale[row] : Floats{};
   for (int step = 0; step < depth; ++step) {
     Floats columns[kVectors];
-#pragma GCC unroll 4
-    for (int vector = 0; vector < kVectors; ++vector) {
-      const auto* from = panel + (step * kPanel + vector * kLanes) * Steps::kValues;
-      columns[vector] = load_bits<Floats>(from);
-      if constexpr (kFetch) fetch(from + depth * kPanel * Steps::kValues);
-    }
+    panel.take(step, columns);
+    ahead.step();
 #pragma GCC unroll 6
     for (int row = 0; row < kRows; ++row) {
       const Floats value = Steps::broadcast(a + row * a_stride + step * Steps::kValues);
@@ -87,13 +102,13 @@ void multiply_tile(const typename Steps::Value* a, int a_stride, const typename 
     for (int vector = 0; vector < kVectors; ++vector) store(c + row * c_stride + vector * kLanes, sums[row][vector]);
 }
 
-template <typename Steps, bool kFetch, int kVectors>
+template <typename Steps, int kVectors>
 void multiply_panel(const typename Steps::Value* a, int a_stride, const typename Steps::Value* panel, int depth,
                     float* c, int c_stride, const float* scale, int num_rows) {
   int row = 0;
   const auto tile = [&](auto rows) {
-    multiply_tile<Steps, kFetch, rows.value, kVectors>(a + row * a_stride, a_stride, panel, depth, c + row * c_stride,
-                                                       c_stride, scale ? scale + row : nullptr);
+    multiply_tile<Steps, rows.value, kVectors>(a + row * a_stride, a_stride, PanelSteps<Steps>{panel}, depth,
+                                               c + row * c_stride, c_stride, scale ? scale + row : nullptr);
     row += rows.value;
   };
   while (num_rows - row >= kTileRows) tile(std::integral_constant<int, kTileRows>());
@@ -113,20 +128,20 @@ void multiply_panel(const typename Steps::Value* a, int a_stride, const typename
 // b: panels; what they hold past `num_columns` reaches C's padding only.
 // c: [num_rows, c_stride] floats; a row has room for `num_columns` rounded up to whole vectors.
 // scale: [num_rows], or null: C's old values are not read.
-template <typename Steps, bool kFetch = false>
+template <typename Steps>
 void multiply(const typename Steps::Value* a, int a_stride, const typename Steps::Value* b, int depth, float* c,
               int c_stride, const float* scale, int num_rows, int num_columns) {
   for (int column = 0; column < num_columns; column += kPanel) {
     const int num_vectors = (num_columns - column + kLanes - 1) / kLanes;
     if (num_vectors >= kTileVectors) {
-      multiply_panel<Steps, kFetch, kTileVectors>(a, a_stride, b, depth, c, c_stride, scale, num_rows);
+      multiply_panel<Steps, kTileVectors>(a, a_stride, b, depth, c, c_stride, scale, num_rows);
     } else if (num_vectors == 1) {
-      multiply_panel<Steps, kFetch, 1>(a, a_stride, b, depth, c, c_stride, scale, num_rows);
+      multiply_panel<Steps, 1>(a, a_stride, b, depth, c, c_stride, scale, num_rows);
     } else if constexpr (kTileVectors > 2) {
       if (num_vectors == 2) {
-        multiply_panel<Steps, kFetch, 2>(a, a_stride, b, depth, c, c_stride, scale, num_rows);
+        multiply_panel<Steps, 2>(a, a_stride, b, depth, c, c_stride, scale, num_rows);
       } else {
-        multiply_panel<Steps, kFetch, 3>(a, a_stride, b, depth, c, c_stride, scale, num_rows);
+        multiply_panel<Steps, 3>(a, a_stride, b, depth, c, c_stride, scale, num_rows);
       }
     }
     b += kPanel * depth * Steps::kValues;

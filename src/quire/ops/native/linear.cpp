@@ -3,42 +3,10 @@
 // Where the instruction set multiplies pairs of bfloat16, panels hold pairs. Elsewhere each weight is widened to a
 // float on its way from memory.
 #include "cache.h"
+#include "paired.h"
 #include "widened.h"
 
 namespace {
-
-// ---- pairs ----
-
-#if defined(__AVX512BF16__)
-struct PairedWeight {
-  using Steps = BFloat16Pairs;
-  using Value = BFloat16;
-
-  // Packs the columns [num_columns, width] of a panel.
-  static void pack(const Value* const* columns, int count, int width, Value* panel) {
-    // The padding is read, and its sums are not: it must exist, and may hold anything.
-    pack_columns<Steps, Value>(columns, 0, count, width, panel);
-  }
-
-  static void multiply(const Operands& operands, int64_t num_rows, const Value* packed, int64_t num_columns, int width) {
-    const int depth = width / Steps::kValues;
-    in_blocks(num_columns, num_rows, [&](int64_t panel, int64_t first, int count) {
-      alignas(64) float sums[kJobRows * kWeightPanel];
-      float ones[kJobRows];
-      std::fill_n(ones, count, 1.0f);
-      const Value* x = static_cast<const Value*>(operands.x) + first * operands.row_stride;
-      const Value* columns = packed + panel * width * kWeightPanel;
-      const int piece = count <= kFewPieceRows ? kPieceSteps : kLongPieceSteps;
-      for (int step = 0; step < depth; step += piece) {
-        ::multiply<Steps, true>(x + step * Steps::kValues, int(operands.row_stride),
-                                columns + step * kWeightPanel * Steps::kValues, std::min(piece, depth - step), sums,
-                                kWeightPanel, step > 0 ? ones : nullptr, count, kWeightPanel);
-      }
-      finish_rows<Value>(operands, panel, first, count, sums);
-    });
-  }
-};
-#endif
 
 // Calls `body` with a null pointer to what packs weights of a type; of one that is not packed, not at all.
 template <typename Body>
@@ -95,4 +63,21 @@ QUIRE_EXPORT void quire_linear(Type type, const void* x, int64_t row_stride, int
     using Weight = std::remove_pointer_t<decltype(kind)>;
     Weight::multiply(operands, num_rows, static_cast<const typename Weight::Value*>(packed), num_columns, int(width));
   });
+}
+
+// Looks columns of a packed weight up: ids [num_ids] to output [num_ids, width]. Returns false for an id that is none.
+QUIRE_EXPORT bool quire_rows(Type type, const void* packed, int64_t num_columns, int64_t width, const int64_t* ids,
+                             int64_t num_ids, void* output) {
+  bool is_found = false;
+  with_weight(type, [&](auto* kind) {
+    using Weight = std::remove_pointer_t<decltype(kind)>;
+    using Value = typename Weight::Value;
+    is_found = for_each_column(ids, num_ids, num_columns, [&](int64_t panel, int column, int64_t idx) {
+      const auto* from = static_cast<const Value*>(packed) + panel * width * kWeightPanel + Weight::place_of(column);
+      auto* to = static_cast<Value*>(output) + idx * width;
+      for (int64_t step = 0; step < width; step += Weight::kStepValues, from += kWeightPanel * Weight::kStepValues)
+        std::copy_n(from, Weight::kStepValues, to + step);
+    });
+  });
+  return is_found;
 }

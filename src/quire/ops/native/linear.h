@@ -55,6 +55,40 @@ void finish(float* sums, const Operands& operands, int64_t row, int panel) {
   for (; column < count; ++column) narrow(to + column, sums[column]);
 }
 
+// ---- tiles of a job ----
+
+// Calls `tile(first row)` for rows [0, num_rows) in whole tiles, with the number of its rows as a constant.
+template <int kRows, typename Tile>
+QUIRE_INLINE void in_tiles(int num_rows, Tile tile) {
+  int row = 0;
+  for (; num_rows - row >= kRows; row += kRows) tile(row, std::integral_constant<int, kRows>());
+  if constexpr (kRows > 1) {
+    if (num_rows > row) in_tiles<kRows - 1>(num_rows - row, [&](int idx, auto count) { tile(row + idx, count); });
+  }
+}
+
+// What a tile asks for while it computes: its share, by its rows, of what is read after the bytes that all tiles meet.
+class Ahead {
+ public:
+  // from: what is read first, `num_bytes` of it while all tiles take `num_steps` steps each.
+  // row, tile_rows, num_rows: the tile's first, how many it has, and all.
+  Ahead(const uint8_t* from, int num_bytes, int num_steps, int row, int tile_rows, int num_rows)
+      : next_(from + int64_t(num_bytes) * row / num_rows) {
+    const int64_t unit = int64_t(num_rows) * num_steps * kLineBytes;
+    num_lines_ = int((int64_t(num_bytes) * tile_rows + unit - 1) / unit);
+  }
+
+  QUIRE_INLINE void step() {
+    for (int line = 0; line < num_lines_; ++line, next_ += kLineBytes) fetch(next_);
+  }
+
+ private:
+  static constexpr int kLineBytes = 64;
+
+  const uint8_t* next_;
+  int num_lines_;  // for each step
+};
+
 // ---- weights of two bytes, or of as many as hold them: panels of as many columns on every level ----
 
 constexpr int kWeightPanel = 64;
@@ -65,7 +99,7 @@ static_assert(kWeightPanel % kPanel == 0 && kPanel % (2 * kLanes) == 0);
 template <typename Body>
 void in_blocks(int64_t num_columns, int64_t num_rows, Body body) {
   const int64_t num_blocks = (num_rows + kJobRows - 1) / kJobRows;
-  quire::in_turns(num_blocks * num_panels<kWeightPanel>(num_columns), [&](int64_t job) {
+  quire::in_runs(num_blocks * num_panels<kWeightPanel>(num_columns), [&](int64_t job) {
     const int64_t first = job % num_blocks * kJobRows;
     body(job / num_blocks, first, int(std::min<int64_t>(kJobRows, num_rows - first)));
   });
@@ -75,6 +109,18 @@ void in_blocks(int64_t num_columns, int64_t num_rows, Body body) {
 template <typename T>
 void finish_rows(const Operands& operands, int64_t panel, int64_t first, int num_rows, float* sums) {
   for (int row = 0; row < num_rows; ++row) finish<T, kWeightPanel>(sums + row * kWeightPanel, operands, first + row, int(panel));
+}
+
+// Calls `body(panel, column, idx)` for each of the columns `ids` of a weight, on threads; where one of them is none of
+// its `num_columns`, returns false instead.
+template <typename Body>
+bool for_each_column(const int64_t* ids, int64_t num_ids, int64_t num_columns, Body body) {
+  constexpr int kFewIds = 8;  // over before another thread has woken up
+  if (!std::all_of(ids, ids + num_ids, [=](int64_t id) { return id >= 0 && id < num_columns; })) return false;
+  quire::in_parallel(num_ids, kFewIds, [&](int64_t begin, int64_t end) {
+    for (int64_t idx = begin; idx < end; ++idx) body(ids[idx] / kWeightPanel, int(ids[idx] % kWeightPanel), idx);
+  });
+  return true;
 }
 
 }  // namespace

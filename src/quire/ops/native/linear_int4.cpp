@@ -16,11 +16,16 @@ constexpr int kNibbleOffset = 8;  // added to weights of -8..7
 constexpr int kPairBytes = kPanel * kStepBytes;
 constexpr int kGroupBytes = kPanel * int(sizeof(BFloat16)) + kGroupSteps / 2 * kPairBytes;
 
-// Sums of a group's products.
+// Rows of a tile: their sums of a group and those of all groups stay in registers.
+constexpr int kGroupRows = 3;
+
+// Sums of a group's products, from what they start with to a whole number.
 #if QUIRE_LANES == 8 || (defined(__AVX512BW__) && !defined(__AVX512VNNI__))
 
 // Products are so small that those of a whole group fit in 16 bits: 8 steps of pairs of 15 * 127.
 using GroupSum = Shorts;
+
+QUIRE_INLINE GroupSum first_sum(int32_t) { return GroupSum{}; }
 
 QUIRE_INLINE void add_products(Shorts& sum, Ints weights, Ints values) {
 #if QUIRE_LANES == 8
@@ -30,11 +35,11 @@ QUIRE_INLINE void add_products(Shorts& sum, Ints weights, Ints values) {
 #endif
 }
 
-QUIRE_INLINE Ints total_of(Shorts sum) {
+QUIRE_INLINE Ints total_of(Shorts sum, int32_t start) {
 #if QUIRE_LANES == 8
-  return (Ints)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1));
+  return (Ints)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1)) + start;
 #else
-  return (Ints)_mm512_madd_epi16((__m512i)sum, _mm512_set1_epi16(1));
+  return (Ints)_mm512_madd_epi16((__m512i)sum, _mm512_set1_epi16(1)) + start;
 #endif
 }
 
@@ -42,51 +47,73 @@ QUIRE_INLINE Ints total_of(Shorts sum) {
 
 using GroupSum = Ints;
 
+QUIRE_INLINE GroupSum first_sum(int32_t start) { return Ints{} + start; }
 QUIRE_INLINE void add_products(Ints& sum, Ints weights, Ints values) { multiply_add(sum, weights, values); }
-QUIRE_INLINE Ints total_of(Ints sum) { return sum; }
+QUIRE_INLINE Ints total_of(Ints sum, int32_t) { return sum; }
 
 #endif
+
+constexpr int32_t kLowNibbles = 0x0f0f0f0f;
 
 // Adds the products of some groups to the sums [rows, kPanel].
 //
 // starts: [rows, all groups of a row].
-// ahead: bytes from what is read to what is fetched meanwhile.
+// ahead: what is fetched meanwhile.
 template <int kRows>
 void multiply_groups(const int8_t* x, int width, const int32_t* starts, const uint8_t* groups, int num_groups,
-                     int ahead, float* sums) {
+                     Ahead ahead, float* sums) {
   constexpr int32_t kLow = 0x0f0f0f0f;
+  const int all_groups = width / kGroup;
+  Floats totals[kRows][kTileVectors];
+#pragma GCC unroll 3
+  for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 4
+    for (int vector = 0; vector < kTileVectors; ++vector) totals[row][vector] = load(sums + row * kPanel + vector * kLanes);
   for (int group = 0; group < num_groups; ++group) {
-    const uint8_t* scales = groups + group * kGroupBytes;
-    const uint8_t* pairs = scales + kPanel * sizeof(BFloat16);
+    const auto* scales = reinterpret_cast<const BFloat16*>(groups + group * kGroupBytes);
+    const uint8_t* pairs = groups + group * kGroupBytes + kPanel * sizeof(BFloat16);
     const int8_t* values = x + group * kGroup;
-    GroupSum products[kRows][kTileVectors]{};
+    GroupSum products[kRows][kTileVectors];
+#pragma GCC unroll 3
+    for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 4
+      for (int vector = 0; vector < kTileVectors; ++vector)
+        products[row][vector] = first_sum(starts[row * all_groups + group]);
 #pragma GCC unroll 1  // else the compiler adds up a group's products in an order that takes more registers than there are
     for (int pair = 0; pair < kGroupSteps / 2; ++pair) {
+      Ints weights[2][kTileVectors];  // of both steps
 #pragma GCC unroll 4
       for (int vector = 0; vector < kTileVectors; ++vector) {
-        const uint8_t* from = pairs + pair * kPairBytes + vector * kLanes * kStepBytes;
-        fetch(from + ahead);
-        const Ints both = load_bits<Ints>(from);
-        const Ints first = both & kLow, second = (both >> 4) & kLow;
-#pragma GCC unroll 6
-        for (int row = 0; row < kRows; ++row) {
-          const int8_t* step = values + row * width + 2 * pair * kStepBytes;
-          add_products(products[row][vector], first, broadcast(step));
-          add_products(products[row][vector], second, broadcast(step + kStepBytes));
+        const Ints both = load_bits<Ints>(pairs + pair * kPairBytes + vector * kLanes * kStepBytes);
+        weights[0][vector] = both & kLow;
+        weights[1][vector] = (both >> 4) & kLow;
+      }
+      ahead.step();
+#pragma GCC unroll 3
+      for (int row = 0; row < kRows; ++row) {
+#pragma GCC unroll 2
+        for (int step = 0; step < 2; ++step) {
+          const Ints value = broadcast(values + row * width + (2 * pair + step) * kStepBytes);
+#pragma GCC unroll 4
+          for (int vector = 0; vector < kTileVectors; ++vector)
+            add_products(products[row][vector], weights[step][vector], value);
         }
       }
     }
 #pragma GCC unroll 4
     for (int vector = 0; vector < kTileVectors; ++vector) {
-      const Floats scale = load(reinterpret_cast<const BFloat16*>(scales) + vector * kLanes);
-#pragma GCC unroll 6
+      const Floats scale = load(scales + vector * kLanes);
+#pragma GCC unroll 3
       for (int row = 0; row < kRows; ++row) {
-        float* sum = sums + row * kPanel + vector * kLanes;
-        const Ints total = total_of(products[row][vector]) + starts[row * (width / kGroup) + group];
-        store(sum, load(sum) + __builtin_convertvector(total, Floats) * scale);
+        const Ints total = total_of(products[row][vector], starts[row * all_groups + group]);
+        totals[row][vector] += __builtin_convertvector(total, Floats) * scale;
       }
     }
   }
+#pragma GCC unroll 3
+  for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 4
+    for (int vector = 0; vector < kTileVectors; ++vector) store(sums + row * kPanel + vector * kLanes, totals[row][vector]);
 }
 
 // Rows [first, first + num_rows) and the columns of one panel.
@@ -98,14 +125,14 @@ void multiply_rows(const ByteRows& rows, const uint8_t* groups, const Operands& 
   const int8_t* x = rows.values.get() + first * rows.width;
   const int32_t* starts = rows.starts.get() + first * rows.num_groups;
   // Half the bytes a step: twice the steps of a piece.
-  const bool is_few = num_rows <= kFewPieceRows;
-  const int piece = 2 * (is_few ? kPieceSteps : kLongPieceSteps) / kGroupSteps;
+  const int piece = 2 * (num_rows <= kFewPieceRows ? kPieceSteps : kLongPieceSteps) / kGroupSteps;
   for (int group = 0; group < rows.num_groups; group += piece) {
-    const int count = std::min(piece, rows.num_groups - group);
-    in_tiles(num_rows, [&](int row, auto tile_rows) {
+    const int count = std::min(piece, rows.num_groups - group), num_bytes = count * kGroupBytes;
+    const uint8_t* from = groups + group * kGroupBytes;
+    in_tiles<kGroupRows>(num_rows, [&](int row, auto tile_rows) {
+      const Ahead ahead(from + num_bytes, num_bytes, count * kGroupSteps / 2, row, tile_rows.value, num_rows);
       multiply_groups<tile_rows.value>(x + row * rows.width + group * kGroup, rows.width,
-                                       starts + row * rows.num_groups + group, groups + group * kGroupBytes, count,
-                                       is_few ? kFewRowsAhead : count * kGroupBytes, sums + row * kPanel);
+                                       starts + row * rows.num_groups + group, from, count, ahead, sums + row * kPanel);
     });
   }
   for (int row = 0; row < num_rows; ++row) {
@@ -181,7 +208,7 @@ QUIRE_EXPORT void quire_linear_int4(int64_t type, const void* x, int64_t row_str
     const int num_groups = int(width / kGroup);
     const ByteRows rows(static_cast<const T*>(x), row_stride, num_rows, int(width), num_groups, kNibbleOffset);
     const int64_t panel_bytes = int64_t(num_groups) * kGroupBytes;
-    in_jobs(num_rows, operands.num_columns, panel_bytes, [&](int panel, int64_t first, int count) {
+    in_jobs(num_rows, operands.num_columns, [&](int panel, int64_t first, int count) {
       const uint8_t* groups = static_cast<const uint8_t*>(packed) + panel * panel_bytes;
       multiply_rows<T>(rows, groups, operands, panel, first, count);
     });

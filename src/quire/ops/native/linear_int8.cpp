@@ -20,9 +20,9 @@ struct Int8Weight {
 
 // Adds the products of some steps to the sums [rows, kPanel].
 //
-// ahead: bytes from what is read to what is fetched meanwhile.
+// ahead: what is fetched meanwhile.
 template <int kRows>
-void multiply_tile(const int8_t* x, int width, const uint8_t* steps, int depth, int ahead, int32_t* sums) {
+void multiply_tile(const int8_t* x, int width, const uint8_t* steps, int depth, Ahead ahead, int32_t* sums) {
   Ints totals[kRows][kTileVectors];
 #pragma GCC unroll 6
   for (int row = 0; row < kRows; ++row)
@@ -33,10 +33,9 @@ void multiply_tile(const int8_t* x, int width, const uint8_t* steps, int depth, 
     Ints columns[kTileVectors];
 #pragma GCC unroll 4
     for (int vector = 0; vector < kTileVectors; ++vector) {
-      const uint8_t* from = steps + (step * kPanel + vector * kLanes) * kStepBytes;
-      columns[vector] = load_bits<Ints>(from);
-      fetch(from + ahead);
+      columns[vector] = load_bits<Ints>(steps + (step * kPanel + vector * kLanes) * kStepBytes);
     }
+    ahead.step();
 #pragma GCC unroll 6
     for (int row = 0; row < kRows; ++row) {
       const Ints values = broadcast(x + row * width + step * kStepBytes);
@@ -59,14 +58,14 @@ void multiply_rows(const ByteRows& rows, const Int8Weight& weight, const Operand
   for (int row = 0; row < num_rows; ++row) std::fill_n(sums + row * kPanel, kPanel, rows.starts[first + row]);
   const int8_t* x = rows.values.get() + first * rows.width;
   const uint8_t* steps = weight.steps(panel);
-  const bool is_few = num_rows <= kFewPieceRows;
-  const int piece = is_few ? kPieceSteps : kLongPieceSteps;
+  const int piece = num_rows <= kFewPieceRows ? kPieceSteps : kLongPieceSteps;
   for (int step = 0; step < weight.depth; step += piece) {
-    const int depth = std::min(piece, weight.depth - step);
-    in_tiles(num_rows, [&](int row, auto count) {
-      multiply_tile<count.value>(x + row * rows.width + step * kStepBytes, rows.width,
-                                 steps + step * kPanel * kStepBytes, depth,
-                                 is_few ? kFewRowsAhead : depth * kPanel * kStepBytes, sums + row * kPanel);
+    const int depth = std::min(piece, weight.depth - step), num_bytes = depth * kPanel * kStepBytes;
+    const uint8_t* from = steps + step * kPanel * kStepBytes;
+    in_tiles<kTileRows>(num_rows, [&](int row, auto count) {
+      const Ahead ahead(from + num_bytes, num_bytes, depth, row, count.value, num_rows);
+      multiply_tile<count.value>(x + row * rows.width + step * kStepBytes, rows.width, from, depth, ahead,
+                                 sums + row * kPanel);
     });
   }
   const float* scales = weight.scales(panel);
@@ -118,7 +117,7 @@ QUIRE_EXPORT void quire_linear_int8(int64_t type, const void* x, int64_t row_str
     const Int8Weight weight{static_cast<const uint8_t*>(packed), int(width / kStepBytes)};
     const Operands operands{x, row_stride, bias, residual, output, int(num_columns)};
     const ByteRows rows(static_cast<const T*>(x), row_stride, num_rows, int(width), 1, kWeightOffset);
-    in_jobs(num_rows, operands.num_columns, Int8Weight::panel_bytes(width),
+    in_jobs(num_rows, operands.num_columns,
             [&](int panel, int64_t first, int count) { multiply_rows<T>(rows, weight, operands, panel, first, count); });
   });
 }

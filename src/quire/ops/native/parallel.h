@@ -2,6 +2,7 @@
 // threads would fight with them for the cores.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 
@@ -40,6 +41,25 @@ void in_turns(int64_t count, Body body) {
   in_parallel(num_threads < count ? num_threads : count, 1, [&](int64_t begin, int64_t end) {
     for (int64_t slot = begin; slot < end; ++slot)
       for (int64_t job = next++; job < count; job = next++) body(job);
+  });
+}
+
+// Calls `body(job)` for each job in [0, count), where neighbouring jobs read what lies together: threads take runs of
+// them, long ones first, so that what a job asks for ahead is read by the thread that asked for it.
+template <typename Body>
+void in_runs(int64_t count, Body body) {
+  uint32_t num_threads = 1;
+  if (count > 1 && get_num_threads != nullptr) get_num_threads(&num_threads);
+  std::atomic<int64_t> next{0};
+  in_parallel(num_threads < count ? num_threads : count, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t slot = begin; slot < end; ++slot) {
+      for (int64_t job = next; job < count;) {
+        const int64_t run = std::max<int64_t>(1, (count - job) / (2 * num_threads));
+        if (!next.compare_exchange_weak(job, job + run)) continue;
+        for (const int64_t last = job + run; job < last; ++job) body(job);
+        job = next;
+      }
+    }
   });
 }
 

@@ -25,6 +25,8 @@ struct ColumnPair {
     store_bits(to, __builtin_convertvector(words, Halves));
     store_bits(to + kLanes, __builtin_convertvector(words >> 16, Halves));
   }
+  // Where a column of the two lies.
+  static int place_of(int column) { return column; }
 };
 
 // In turns, so that a shift and a mask widen them.
@@ -38,6 +40,7 @@ struct ColumnPair<BFloat16> {
     widen_both(load_bits<Words>(from), low, high);
   }
   static QUIRE_INLINE void store_both(BFloat16* to, Words words) { store_bits(to, words); }
+  static int place_of(int column) { return column % kLanes * 2 + column / kLanes; }
 };
 
 // Packs the columns [num_columns, width] of a panel; the padding repeats the last one, and its sums are not read.
@@ -194,6 +197,13 @@ struct WidenedWeight {
   using Value = T;
 
   static void pack(const T* const* columns, int count, int width, T* panel) { pack_pairs(columns, count, width, panel); }
+
+  // Where values of a column lie in a step, side by side, and how many.
+  static constexpr int kStepValues = 1;
+  static int place_of(int column) {
+    constexpr int both = 2 * kLanes;
+    return column / both * both + ColumnPair<T>::place_of(column % both);
+  }
 
   static void multiply(const Operands& operands, int64_t num_rows, const T* packed, int64_t num_columns, int width) {
     multiply_widened<T>(operands, num_rows, num_columns, width,

@@ -1,0 +1,35 @@
+"""Memory for packed weights: aligned, apart, and as much as was asked for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quire.ops import weight_memory
+from quire.ops.weight_memory import HUGE_PAGE_BYTES, LINE_BYTES, SLAB_BYTES, WeightMemory
+
+
+def test_parts_are_aligned_and_apart() -> None:
+    memory = WeightMemory()
+    parts = [memory.take(num_bytes) for num_bytes in (1, 64, 100, 0, 4097)]
+    assert [len(part) for part in parts] == [1, 64, 100, 0, 4097]
+    assert all(part.data_ptr() % LINE_BYTES == 0 for part in parts)
+    for number, part in enumerate(parts):
+        part.fill_(number)
+    assert all((part == number).all() for number, part in enumerate(parts))
+
+
+def test_slabs_start_at_a_huge_page_and_outlive_what_took_them() -> None:
+    memory = WeightMemory()
+    first, second = memory.take(3), memory.take(SLAB_BYTES - LINE_BYTES + 1)
+    assert first.data_ptr() % HUGE_PAGE_BYTES == second.data_ptr() % HUGE_PAGE_BYTES == 0
+    large = memory.take(SLAB_BYTES + 1)
+    assert len(large) == SLAB_BYTES + 1
+    first.fill_(7)
+    del memory, second, large
+    assert (first == 7).all()
+
+
+def test_systems_without_such_pages_have_plain_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_memory.sys, "platform", "darwin")
+    assert WeightMemory().take(100).dtype == torch.uint8
