@@ -299,23 +299,32 @@ QUIRE_INLINE float largest_magnitude(const T* from, int64_t count) {
 }
 
 // e to the power of each lane: relative error below 3e-7 in [-87, 88], 0 below, e^88 above; a NaN stays one.
-// A power of two and a polynomial (Taylor to the sixth order) of the rest, which is at most ln(2) / 2.
+// A power of two and a polynomial of the rest, which is at most ln(2) / 2: the one of the fifth order, beginning with
+// 1 + x, whose largest relative error is least (1.05e-7).
 QUIRE_INLINE Floats exponential(Floats x) {
-  const Floats magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   const Floats limited = x > 88.0f ? splat(88.0f) : x;
+#if defined(__AVX512F__)
+  const Floats power = (Floats)_mm512_roundscale_ps((__m512)(limited * 1.44269504088896341f), _MM_FROUND_TO_NEAREST_INT);
+#else
+  const Floats magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   const Floats rounded = limited * 1.44269504088896341f + magic;
   const Floats power = rounded - magic;
+#endif
   const Floats rest = (limited - power * 0.693145751953125f) - power * 1.42860682030941723212e-6f;
-  Floats value = splat(1.0f / 720.0f);
-  value = value * rest + 1.0f / 120.0f;
-  value = value * rest + 1.0f / 24.0f;
-  value = value * rest + 1.0f / 6.0f;
-  value = value * rest + 0.5f;
+  Floats value = splat(0.00831252618f);
+  value = value * rest + 0.0418901156f;
+  value = value * rest + 0.166671145f;
+  value = value * rest + 0.499992318f;
   value = value * rest + 1.0f;
   value = value * rest + 1.0f;
+#if defined(__AVX512F__)
+  const __mmask16 is_above = _mm512_cmp_ps_mask((__m512)x, (__m512)splat(-87.0f), _CMP_NLT_UQ);
+  return (Floats)_mm512_maskz_scalef_ps(is_above, (__m512)value, (__m512)power);
+#else
   const Ints exponent = bit_cast<Ints>(rounded) - bit_cast<Ints>(magic);
   const Floats scaled = bit_cast<Floats>(bit_cast<Ints>(value) + (exponent << 23));
   return x < -87.0f ? Floats{} : (x == x ? scaled : x);
+#endif
 }
 
 }  // namespace
