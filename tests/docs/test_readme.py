@@ -44,6 +44,12 @@ def test_the_offline_example_runs() -> None:
     assert "A small fox ->" in done.stdout
 
 
+def test_the_example_of_a_processor_runs() -> None:
+    (code,) = blocks(ROOT / "docs" / "decoding.md", "python")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip()
+
+
 def test_the_client_example_runs_against_a_server(server_address: str) -> None:
     code = next(block for block in blocks(README, "python") if "OpenAI(" in block)
     assert DEFAULT_ADDRESS in code

@@ -73,12 +73,22 @@ def test_samples_of_one_row_are_those_of_its_forks() -> None:
 
 def test_a_closed_sequence_leaves_nothing_to_the_next_of_its_name() -> None:
     sampler = Sampler(CPU)
-    biased = SamplingParams(temperature=0.0, logit_bias={5: 100.0}, frequency_penalty=2.0)
-    step(sampler, opened(opening(biased, output=(5, 5))), random_logits(1))
+    best = int(random_logits(1).argmax())
+    biased = SamplingParams(
+        temperature=0.0,
+        logit_bias={5: 100.0},
+        frequency_penalty=2.0,
+        dry_multiplier=9.0,
+        bad_words=("a",),
+        logits_processors=(lambda _prompt, _output, logits: logits.neg(),),
+        top_n_sigma=0.1,
+        typical_p=0.1,
+    )
+    step(sampler, opened(opening(biased, output=(5, 5))._replace(bad_words=((best,),))), random_logits(1))
     sampler.follow(StepPlan(1, (), NO_OPS, (0, 99)))
     assert sampler.num_open == 0
     plain = step(sampler, opened(opening(SamplingParams(temperature=0.0))), random_logits(1))
-    assert plain[0].token_ids == (int(random_logits(1).argmax()),)
+    assert plain[0].token_ids == (best,)
 
 
 def test_an_opening_replaces_what_was_known() -> None:

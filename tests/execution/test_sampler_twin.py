@@ -1,12 +1,10 @@
-"""The sampler against its slow twin: one row at a time, in plain Python floats."""
+"""The sampler against its slow twin."""
 
 from __future__ import annotations
 
 import bisect
 import itertools
 import math
-from collections import Counter
-from typing import Any
 
 import pytest
 import torch
@@ -18,66 +16,23 @@ from quire.execution.sampler import Sampler
 from quire.memory.ops import NO_OPS
 from quire.scheduling.plan import ItemResult, Opening, PlanItem, StepPlan
 from quire.sequences.params import SamplingParams
+from tests.execution.sampler_twin import VOCAB, adjusted, chosen, kept, openings
 
 CPU = torch.device("cpu")
 # How far float32 may move a share of the distribution.
 SLACK = 3e-6
 
 
-def adjusted(logits: list[float], opening: Opening) -> list[float]:
-    """Return a row's logits after masks, bias and penalties."""
-    params = opening.params
-    values = list(logits)
-    if params.allowed_token_ids is not None:
-        values = [value if i in params.allowed_token_ids else -math.inf for i, value in enumerate(values)]
-    for token_id, bias in (params.logit_bias or {}).items():
-        values[token_id] += bias
-    output = Counter(opening.token_ids[opening.num_prompt :])
-    if output.total() < params.min_tokens:
-        for token_id in opening.suppressed_ids:
-            values[token_id] = -math.inf
-    for token_id in set(opening.token_ids):
-        if values[token_id] > 0:
-            values[token_id] /= params.repetition_penalty
-        else:
-            values[token_id] *= params.repetition_penalty
-    for token_id, count in output.items():
-        values[token_id] -= params.frequency_penalty * count + params.presence_penalty
-    return values
-
-
-def kept(values: list[float], filters: Filter) -> dict[int, float]:
-    """Return the tokens that may be drawn, in the order of the draw, and the share of each."""
-    best = max(values)
-    weights = {i: math.exp((value - best) / filters.temperature) for i, value in enumerate(values)}
-    if not filters.keeps_all:
-        ranked = sorted(weights, key=lambda i: (-values[i], i))
-        ranked = [i for i in ranked if weights[i] >= filters.min_p]
-        ranked = ranked[: filters.top_k or len(ranked)]
-        wanted = filters.top_p * math.fsum(weights[i] for i in ranked)
-        sums = itertools.accumulate((weights[i] for i in ranked), initial=0.0)
-        weights = {i: weights[i] for i, before in zip(ranked, sums, strict=False) if before < wanted}
-    total = math.fsum(weights.values())
-    return {i: weight / total for i, weight in weights.items()}
-
-
-def chosen(values: list[float], filters: Filter, point: float) -> int:
-    """Return the token that `point` in [0, 1) draws."""
-    if filters.temperature == 0.0:
-        return values.index(max(values))
-    shares = kept(values, filters)
-    place = bisect.bisect_right(list(itertools.accumulate(shares.values())), point)
-    return list(shares)[min(place, len(shares) - 1)]
-
-
 def accepted(values: list[float], params: SamplingParams, point: float) -> set[int]:
     """Return what may be drawn where rounding moves the point or a filter's edge by a hair."""
     points = {min(max(point + shift, 0.0), 1.0 - 1e-12) for shift in (-SLACK, SLACK)}
     top_ps = {params.top_p * (1 + shift) for shift in (-SLACK, SLACK)} if params.top_p < 1 else {1.0}
+    typical_ps = {params.typical_p * (1 + shift) for shift in (-SLACK, SLACK)} if params.typical_p < 1 else {1.0}
+    num_sigmas = {params.top_n_sigma * (1 + shift) for shift in (-SLACK, SLACK)}
     min_ps = {min(params.min_p * (1 + shift), 1.0) for shift in (-SLACK, SLACK)}
     return {
-        chosen(values, Filter(params.temperature, params.top_k, top_p, min_p), near)
-        for near, top_p, min_p in itertools.product(sorted(points), sorted(top_ps), sorted(min_ps))
+        chosen(values, Filter(params.temperature, params.top_k, top_p, min_p, typical_p, sigmas), near)
+        for near, top_p, min_p, typical_p, sigmas in itertools.product(points, top_ps, min_ps, typical_ps, num_sigmas)
     }
 
 
@@ -108,40 +63,6 @@ def check(logits: torch.Tensor, openings: list[Opening], num_samples: list[int])
             assert token_id in accepted(values, opening.params, point), opening.params
         alone = sample(logits[row : row + 1], [opening], [count])[0]
         assert alone.token_ids == result.token_ids
-
-
-VOCAB = 40
-token = st.integers(0, VOCAB - 1)
-quarter = st.integers(-24, 24).map(lambda n: n / 4)
-
-
-@st.composite
-def openings(draw: st.DrawFn) -> Opening:
-    options: dict[str, Any] = {}
-    knobs = {
-        "temperature": st.sampled_from([0.0, 0.3, 1.0, 1.7]),
-        "top_k": st.integers(1, VOCAB + 5),
-        "top_p": st.sampled_from([0.01, 0.37, 0.8, 0.951, 0.9999]),
-        "min_p": st.sampled_from([0.001, 0.07, 0.6, 1.0]),
-        "repetition_penalty": st.sampled_from([0.5, 1.25, 2.0]),
-        "presence_penalty": st.sampled_from([-2.0, 0.25, 1.5]),
-        "frequency_penalty": st.sampled_from([-1.5, 0.5, 2.0]),
-        "logit_bias": st.dictionaries(token, quarter, max_size=4),
-        "allowed_token_ids": st.lists(token, min_size=1, max_size=6),
-        "min_tokens": st.integers(1, 6),
-    }
-    for name in draw(st.sets(st.sampled_from(sorted(knobs)))):
-        options[name] = draw(knobs[name])
-    prompt = draw(st.lists(token, min_size=1, max_size=8))
-    output = draw(st.lists(token, max_size=8))
-    return Opening(
-        params=SamplingParams(**options),
-        seed=draw(st.integers(-(2**63), 2**63 - 1)),
-        sample_idx=draw(st.integers(0, 5)),
-        num_prompt=len(prompt),
-        token_ids=tuple(prompt + output),
-        suppressed_ids=tuple(draw(st.lists(token, max_size=3))),
-    )
 
 
 @settings(max_examples=150)

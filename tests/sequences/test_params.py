@@ -13,14 +13,8 @@ from hypothesis import strategies as st
 
 from quire.errors import InvalidParameter
 from quire.sequences import SamplingParams
-from quire.sequences.params import (
-    MAX_LOGIT_BIAS,
-    MAX_LOGPROBS,
-    MAX_N,
-    MAX_SEED,
-    MAX_STOP_CHARS,
-    MAX_STOPS,
-)
+from quire.sequences.param_checks import MAX_LOGIT_BIAS, MAX_STRING_CHARS, MAX_STRINGS
+from quire.sequences.params import MAX_BAD_WORDS, MAX_LOGPROBS, MAX_N, MAX_SEED, MAX_STOP_IDS
 
 INT32 = 2**31 - 1
 UP, DOWN = math.inf, -math.inf
@@ -28,7 +22,10 @@ ABOVE_ZERO = math.nextafter(0.0, UP)
 
 INTEGERS: dict[str, tuple[int, int]] = {
     "n": (1, MAX_N),
+    "best_of": (1, MAX_N),
     "top_k": (-1, INT32),
+    "dry_allowed_length": (1, INT32),
+    "dry_penalty_last_n": (-1, INT32),
     "seed": (-MAX_SEED - 1, MAX_SEED),
     "max_tokens": (1, INT32),
     "min_tokens": (0, 16),
@@ -39,6 +36,10 @@ NUMBERS: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 100.0),
     "top_p": (ABOVE_ZERO, 1.0),
     "min_p": (0.0, 1.0),
+    "typical_p": (ABOVE_ZERO, 1.0),
+    "top_n_sigma": (-1.0, 100.0),
+    "dry_multiplier": (0.0, 100.0),
+    "dry_base": (1.0, 100.0),
     "repetition_penalty": (ABOVE_ZERO, 100.0),
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
@@ -72,7 +73,7 @@ def test_integers(name: str) -> None:
         assert taken == (max(value, 0) if name == "top_k" else value)
     for value in (low - 1, high + 1, float(low + 1), *NO_NUMBERS):
         assert refused(**{name: value}).field == name
-    if name not in ("seed", "max_tokens", "logprobs", "prompt_logprobs"):
+    if name not in ("best_of", "seed", "max_tokens", "logprobs", "prompt_logprobs"):
         assert refused(**{name: None}).field == name
 
 
@@ -80,7 +81,7 @@ def test_integers(name: str) -> None:
 def test_numbers(name: str) -> None:
     low, high = NUMBERS[name]
     for value in (low, (low + high) / 2, high):
-        assert kept(name, value) == value
+        assert kept(name, value) == (max(value, 0.0) if name == "top_n_sigma" else value)
     whole = kept(name, 1)
     assert (whole, type(whole)) == (1.0, float)
     for value in (math.nextafter(low, DOWN), math.nextafter(high, UP), None, *NO_NUMBERS):
@@ -105,8 +106,8 @@ def test_token_ids(name: str) -> None:
 
 
 def test_how_many_token_ids() -> None:
-    assert len(kept("stop_token_ids", list(range(MAX_STOPS)))) == MAX_STOPS
-    assert "65 ids" in str(refused(stop_token_ids=list(range(MAX_STOPS + 1))))
+    assert len(kept("stop_token_ids", list(range(MAX_STOP_IDS)))) == MAX_STOP_IDS
+    assert "65 ids" in str(refused(stop_token_ids=list(range(MAX_STOP_IDS + 1))))
     assert len(SamplingParams(allowed_token_ids=range_of(5000)).allowed_token_ids or ()) == 5000
     assert "at least one" in str(refused(allowed_token_ids=[]))
     assert refused(stop_token_ids=None).field == "stop_token_ids"
@@ -123,8 +124,8 @@ def range_of(count: int) -> tuple[int, ...]:
         ("end", ("end",)),
         (["a", "b"], ("a", "b")),
         ((), ()),
-        ("x" * MAX_STOP_CHARS, ("x" * MAX_STOP_CHARS,)),
-        (["s"] * MAX_STOPS, ("s",) * MAX_STOPS),
+        ("x" * MAX_STRING_CHARS, ("x" * MAX_STRING_CHARS,)),
+        (["s"] * MAX_STRINGS, ("s",) * MAX_STRINGS),
     ],
 )
 def test_stop_strings(value: Any, kept: tuple[str, ...]) -> None:
@@ -132,12 +133,27 @@ def test_stop_strings(value: Any, kept: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["", [""], ["a", ""], "x" * (MAX_STOP_CHARS + 1), ["s"] * (MAX_STOPS + 1), [1], 1, {"a"}, b"a", [None]]
+    "value", ["", [""], ["a", ""], "x" * (MAX_STRING_CHARS + 1), ["s"] * (MAX_STRINGS + 1), [1], 1, {"a"}, b"a", [None]]
 )
 def test_stop_strings_that_are_refused(value: Any) -> None:
     error = refused(stop=value)
     assert error.field == "stop"
     assert len(str(error)) < 400, "a long value is shown shortened"
+
+
+def test_bad_words_and_breakers_are_strings_too() -> None:
+    assert kept("bad_words", "end") == ("end",)
+    assert len(kept("bad_words", ["w"] * MAX_BAD_WORDS)) == MAX_BAD_WORDS
+    assert kept("dry_sequence_breakers", []) == ()
+    for value in ("", [""], [1], 1, ["w"] * (MAX_BAD_WORDS + 1)):
+        assert refused(bad_words=value).field == "bad_words"
+        assert refused(dry_sequence_breakers=value).field == "dry_sequence_breakers"
+
+
+def test_processors_are_functions() -> None:
+    assert kept("logits_processors", [max]) == (max,)
+    for value in (max, "max", [1], None, {max: 1}):
+        assert refused(logits_processors=value).field == "logits_processors"
 
 
 def test_stop_strings_need_text() -> None:
@@ -188,11 +204,21 @@ def test_min_tokens_may_not_exceed_max_tokens() -> None:
         ({"repetition_penalty": 1.1}, True),
         ({"presence_penalty": -0.1}, True),
         ({"frequency_penalty": 0.1}, True),
+        ({"dry_multiplier": 0.5}, True),
+        ({"dry_base": 3.0}, False),
+        ({"bad_words": ["a"]}, True),
+        ({"logits_processors": [max]}, True),
         ({"min_tokens": 3, "temperature": 0.0}, False),
     ],
 )
 def test_needs_history(changes: dict[str, Any], needs: bool) -> None:
     assert SamplingParams(**changes).needs_history is needs
+
+
+def test_the_best_of_fewer_than_are_returned() -> None:
+    assert str(refused(n=3, best_of=2)) == "best_of must be at least n (3), got 2"
+    assert not SamplingParams(n=3, best_of=3).is_ranked
+    assert SamplingParams(n=3, best_of=4).num_sequences == 4
 
 
 def test_greedy() -> None:
@@ -240,6 +266,7 @@ def check(max_num_seqs: int = 4, **params: Any) -> None:
     ("fits", "fails"),
     [
         ({"n": 4}, {"n": 5}),
+        ({"best_of": 4}, {"best_of": 5}),
         ({"allowed_token_ids": (49,)}, {"allowed_token_ids": (3, 50)}),
         ({"stop_token_ids": (49,)}, {"stop_token_ids": (50,)}),
         ({"logit_bias": {49: 1.0}}, {"logit_bias": {50: 1.0}}),
@@ -253,4 +280,4 @@ def test_check_for_model(fits: dict[str, Any], fails: dict[str, Any]) -> None:
         check(**fails)
     (name,) = fails
     assert caught.value.field == name
-    assert ("4" if name == "n" else "50") in str(caught.value)
+    assert ("4" if name in ("n", "best_of") else "50") in str(caught.value)

@@ -145,6 +145,18 @@ def test_16_logprobs_are_those_of_the_raw_distribution(server: ServerProcess, to
     assert 0.99 < sum(math.exp(logprob) for logprob in many["top_logprobs"][0].values()) < 1.001
 
 
+def test_18_the_best_of_several_samples(server: ServerProcess) -> None:
+    body = {"prompt": "hello", "max_tokens": 6, "temperature": 1.5, "seed": 1, "ignore_eos": True}
+    every = server.post("/v1/completions", {**body, "n": 5, "logprobs": 0}).json()["choices"]
+    ranked = sorted(every, key=lambda choice: -sum(choice["logprobs"]["token_logprobs"]))
+    best = server.post("/v1/completions", {**body, "n": 2, "best_of": 5}).json()
+    assert [choice["text"] for choice in best["choices"]] == [choice["text"] for choice in ranked[:2]]
+    assert best["usage"]["completion_tokens"] == 30, "what was sampled, not what is shown"
+    refused = server.post("/v1/completions", {**body, "best_of": 5, "stream": True})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "best_of"
+
+
 def test_17_the_call_of_lm_eval(server: ServerProcess, tokenizer: Tokenizer) -> None:
     context, continuation = tokenizer.encode("helloZ"), tokenizer.encode("abc", add_special_tokens=False)
     ids = context + continuation

@@ -24,6 +24,9 @@ INVALID: list[Case] = [
     ),
     *((COMPLETIONS, {"prompt": bad}, "prompt") for bad in ([-1], [2**31], [[1], []], [1000], ["a"] * 257, [[[1]]])),
     (COMPLETIONS, {"prompt": ["a"] * 40, "n": 32}, "n"),
+    (COMPLETIONS, {"prompt": "a", "n": 3, "best_of": 2}, "best_of"),
+    (COMPLETIONS, {"prompt": "a", "best_of": 33}, "best_of"),
+    (COMPLETIONS, {"prompt": ["a"] * 40, "best_of": 32}, "best_of"),
     *(
         (COMPLETIONS, {"prompt": "a", field: bad}, field)
         for field, values in {
@@ -31,6 +34,14 @@ INVALID: list[Case] = [
             "top_p": (0, 1.1, "1", True),
             "top_k": (-2, 1.5, "5", True),
             "min_p": (-0.1, 2, "0"),
+            "typical_p": (0, 1.1, "1"),
+            "top_n_sigma": (-2, "1", True),
+            "dry_multiplier": (-1, "1", 101),
+            "dry_base": (0.5, "2"),
+            "dry_allowed_length": (0, 1.5, "2"),
+            "dry_penalty_last_n": (-2, 1.5, "2"),
+            "dry_sequence_breakers": ([1], [""], {"a": 1}),
+            "bad_words": (1, [1], [""], ["a"] * 1025),
             "repetition_penalty": (0, -1, "1"),
             "presence_penalty": (3, -3, "x", True),
             "frequency_penalty": (3, -3, "x"),
@@ -84,7 +95,6 @@ INVALID: list[Case] = [
 ]
 UNSUPPORTED: list[Case] = [
     (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix"),
-    (COMPLETIONS, {"prompt": "a", "best_of": 2}, "best_of"),
     (COMPLETIONS, {"prompt": "a", "use_beam_search": True}, "use_beam_search"),
     (COMPLETIONS, {"prompt": "a", "guided_json": {}}, "guided_json"),
     (CHAT, {"messages": USER, "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),

@@ -100,7 +100,7 @@ def _given(args: argparse.Namespace, cls: type) -> dict[str, Any]:
 def _flags(cls: type) -> Iterator[Flag]:
     hints, helps = get_type_hints(cls), _help_of(cls)
     for field in fields(cls):
-        if field.init:
+        if field.init and field.metadata.get("has_flag", True):
             choices = get_args(hints[field.name])
             is_optional = type(None) in choices
             hint = choices[0] if is_optional else hints[field.name]

@@ -23,13 +23,13 @@ class Strategy(Protocol):
 
 
 class Sampling:
-    """Parallel samples: the prompt is computed once, its last logits give `n` first tokens, and the prompt forks."""
+    """Parallel samples: the prompt is computed once, its last logits give all first tokens, and the prompt forks."""
 
     def num_draws(self, sequence: Sequence) -> int:
-        """Return `n` for a prompt that has not forked, else 1."""
+        """Return the samples that are still to fork off a prompt, itself included; else 1."""
         if len(sequence.tokens) > sequence.num_prompt:
             return 1
-        return sequence.request.params.n - len(sequence.request.sequences) + 1
+        return sequence.request.params.num_sequences - len(sequence.request.sequences) + 1
 
     def advance(self, sequence: Sequence, token_ids: Tokens[int]) -> list[Edit]:
         """Return one append per token; before it, one fork for each sample after the first; finishes last."""

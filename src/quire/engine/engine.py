@@ -21,6 +21,7 @@ from quire.engine.residency import Residency
 from quire.engine.staging import Staging
 from quire.engine.stats import EngineStats, StepStats, Totals
 from quire.engine.transcript import RequestTranscript
+from quire.engine.words import read_words
 from quire.errors import InvalidParameter, PromptTooLong, UnsupportedFeature, WorkerError
 from quire.memory.status import NO_TOKENS
 from quire.memory.usage import Usage
@@ -146,6 +147,7 @@ class Engine:
         params.check_for_model(vocab_size=self.config.vocab_size, max_num_seqs=self.config.max_num_seqs)
         if params.stop and self.tokenizer is None:
             raise UnsupportedFeature("stop", "this engine runs without a tokenizer; use stop_token_ids")
+        words = read_words(params, self.tokenizer, self.config.vocab_size)
         tokens = self._prompts.read(prompt, add_special_tokens=add_special_tokens)
         num_prompt = len(tokens.token_ids)
         limit = self.config.max_model_len
@@ -163,6 +165,8 @@ class Engine:
             namespace=namespace,
             media=tokens.media,
             retain_cache=retain_cache,
+            bad_words=words.bad_words,
+            dry_breakers=words.dry_breakers,
         )
         if params.allowed_token_ids is not None and set(params.allowed_token_ids) <= set(request.suppressed_ids):
             raise InvalidParameter("min_tokens", params.min_tokens, "0 where all allowed_token_ids end the output")

@@ -48,6 +48,7 @@ GENERATION_FIELDS = {
     "top_p": "top_p",
     "top_k": "top_k",
     "min_p": "min_p",
+    "typical_p": "typical_p",
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }

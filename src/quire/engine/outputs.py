@@ -37,7 +37,8 @@ class CompletionOutput:
         index: which of the `n` samples.
         text: the output's text (in a delta: the new part).
         token_ids: the output's token ids (in a delta: the new ones).
-        cumulative_logprob: sum over the output so far of the chosen tokens' log probabilities; None without `logprobs`.
+        cumulative_logprob: sum over the output so far of the chosen tokens' log probabilities; None without `logprobs`
+            and `best_of`.
         logprobs: one entry per token of `token_ids`; None without `logprobs`.
         finish_reason: None while running; then "stop", "length", "abort" or "error".
         stop_reason: the stop string or stop token id that ended the output; None for the model's own end token.
@@ -55,6 +56,17 @@ class CompletionOutput:
     def is_finished(self) -> bool:
         """True once no more tokens will come."""
         return self.finish_reason is not None
+
+    def add(self, news: CompletionOutput) -> None:
+        """Merge a later delta of the same sequence into this output."""
+        self.text += news.text
+        self.token_ids += news.token_ids
+        if news.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + news.logprobs
+        if news.cumulative_logprob is not None:
+            self.cumulative_logprob = news.cumulative_logprob
+        self.finish_reason = news.finish_reason
+        self.stop_reason = news.stop_reason
 
 
 @dataclass(slots=True)
@@ -77,7 +89,7 @@ class RequestOutput:
         prompt: the prompt's text, None when it came as token ids.
         prompt_token_ids: the prompt's token ids; one list for all outputs of the request, not to be changed.
         outputs: whole: the sequences by index, all `n` unless the request failed before it forked. Delta: only
-            those with news.
+            those with news; where `best_of` exceeds `n`, none before the last delta.
         finished: True in the last output of the request.
         prompt_logprobs: for each prompt token, None for the first one; only once, in the first delta.
         num_cached_tokens: tokens of the prompt that came from the prefix cache (first admission).
@@ -85,6 +97,7 @@ class RequestOutput:
         cache_hit_end: why no more of them did, in words; None until the request was let in.
         cache_differs_at: the position of the first token that differs from what is cached, when that is why; else None.
         prompt_account: the prompt's tokens by source, and those that were computed by reason; None until it was let in.
+        num_dropped_tokens: tokens of the sequences that `best_of` left out; in the last output.
         error: why the request failed when a sequence's `finish_reason` is "error".
         metrics: times and preemptions.
     """
@@ -100,6 +113,7 @@ class RequestOutput:
     cache_hit_end: str | None = None
     cache_differs_at: int | None = None
     prompt_account: TokenAccount | None = None
+    num_dropped_tokens: int = 0
     error: str | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
@@ -110,14 +124,8 @@ class RequestOutput:
             known = by_index.get(news.index)
             if known is None:
                 self.outputs.append(news)
-                continue
-            known.text += news.text
-            known.token_ids += news.token_ids
-            if news.logprobs is not None:
-                known.logprobs = (known.logprobs or []) + news.logprobs
-            known.cumulative_logprob = news.cumulative_logprob
-            known.finish_reason = news.finish_reason
-            known.stop_reason = news.stop_reason
+            else:
+                known.add(news)
         self.outputs.sort(key=lambda output: output.index)
         self.finished = delta.finished
         self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
@@ -126,5 +134,6 @@ class RequestOutput:
         self.cache_hit_end = delta.cache_hit_end
         self.cache_differs_at = delta.cache_differs_at
         self.prompt_account = delta.prompt_account
+        self.num_dropped_tokens = delta.num_dropped_tokens
         self.error = self.error or delta.error
         self.metrics = delta.metrics

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from quire.decoding.stop import StopStrings
 from quire.engine.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestMetrics, RequestOutput
+from quire.engine.ranking import Ranking
 from quire.scheduling.plan import TokenLogprobs
 from quire.sequences.request import Request
 from quire.sequences.sequence import FinishReason, Sequence
@@ -81,6 +82,7 @@ class RequestTranscript:
         self._tokenizer = tokenizer
         self._samples: dict[int, SampleTranscript] = {}
         self._news: dict[int, CompletionOutput] = {}
+        self._ranking = Ranking(request.params.n) if request.params.is_ranked else None
         self._prompt_logprobs: list[PositionLogprobs | None] | None = None
         if request.params.prompt_logprobs is not None:
             self._prompt_logprobs = [None]
@@ -97,9 +99,10 @@ class RequestTranscript:
         output = self._output(sequence.sample_idx)
         output.token_ids.append(token_id)
         if logprobs is not None:
-            if output.logprobs is None:
-                output.logprobs = []
-            output.logprobs.append(self._position(logprobs))
+            if self.request.params.logprobs is not None:
+                if output.logprobs is None:
+                    output.logprobs = []
+                output.logprobs.append(self._position(logprobs))
             output.cumulative_logprob = sample.add_logprob(logprobs.logprob)
         text, stop = sample.take(sequence, token_id, sequence.num_output)
         output.text += text
@@ -124,6 +127,10 @@ class RequestTranscript:
     def take_news(self, *, is_finished: bool, error: str | None = None) -> RequestOutput:
         """Hand over what happened since the last call."""
         news, self._news = self._news, {}
+        outputs, num_dropped = list(news.values()), 0
+        if self._ranking is not None:
+            self._ranking.add(outputs)
+            outputs, num_dropped = self._ranking.best() if is_finished else ([], 0)
         prompt_logprobs, request = None, self.request
         if self._prompt_logprobs is not None and len(self._prompt_logprobs) == request.num_prompt:
             prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
@@ -132,7 +139,7 @@ class RequestTranscript:
             request_id=request.request_id,
             prompt=self._prompt,
             prompt_token_ids=request.prompt_token_ids,
-            outputs=list(news.values()),
+            outputs=outputs,
             finished=is_finished,
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=request.num_cached_tokens or 0,
@@ -140,6 +147,7 @@ class RequestTranscript:
             cache_hit_end=None if request.hit_end is None else request.hit_end.value,
             cache_differs_at=request.differs_at,
             prompt_account=request.account,
+            num_dropped_tokens=num_dropped,
             error=error,
             metrics=self.metrics,
         )

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from quire.execution.truncation import keep_near_best, keep_typical
+
 CHUNK = 128
 FIRST_WIDTH = 256
 WIDTH_FACTOR = 16
@@ -25,10 +27,12 @@ class Filter(NamedTuple):
     top_k: int
     top_p: float
     min_p: float
+    typical_p: float = 1.0
+    top_n_sigma: float = 0.0
 
     @property
     def keeps_all(self) -> bool:
-        """True when every token may be drawn."""
+        """True when every token that `typical_p` and `top_n_sigma` leave may be drawn."""
         return self.top_k == 0 and self.top_p == 1.0 and self.min_p == 0.0
 
 
@@ -58,7 +62,8 @@ def _mixed(value: int) -> int:
 def draw(logits: torch.Tensor, filters: Sequence[Filter], points: torch.Tensor) -> torch.Tensor:
     """Draw tokens from the filtered distributions of a batch's rows.
 
-    Filters apply in the order temperature, min_p, top_k, top_p; each sees what the one before it left.
+    Filters apply in the order temperature, top_n_sigma, typical_p, min_p, top_k, top_p; each sees what the one before
+    it left.
 
     Args:
         logits: float32 [R, V], overwritten; every row has a finite maximum.
@@ -73,6 +78,7 @@ def draw(logits: torch.Tensor, filters: Sequence[Filter], points: torch.Tensor) 
     temperature = logits.new_tensor([f.temperature for f in filters]).clamp_(min=torch.finfo(torch.float32).tiny)
     # The maximum goes first: it is 0 then at any temperature, and no quotient overflows.
     logits.sub_(logits.amax(-1, keepdim=True)).div_(temperature[:, None])
+    _truncate(logits, filters)
     whole = [row for row, f in enumerate(filters) if f.keeps_all]
     if len(whole) == len(filters):
         return invert_cdf(logits.exp_(), points)
@@ -84,6 +90,20 @@ def draw(logits: torch.Tensor, filters: Sequence[Filter], points: torch.Tensor) 
     rows = torch.tensor(filtered, device=logits.device)
     _draw_filtered(logits, rows, [filters[row] for row in filtered], points, drawn)
     return drawn
+
+
+def _truncate(logits: torch.Tensor, filters: Sequence[Filter]) -> None:
+    """Forbid, in place, what filters drop that look at all tokens; the likeliest is 0 again afterwards."""
+    near = [row for row, f in enumerate(filters) if f.top_n_sigma]
+    if near:
+        kept = logits[near]
+        keep_near_best(kept, logits.new_tensor([filters[row].top_n_sigma for row in near]))
+        logits[near] = kept
+    typical = [row for row, f in enumerate(filters) if f.typical_p < 1.0]
+    if typical:
+        kept = logits[typical]
+        keep_typical(kept, torch.tensor([filters[row].typical_p for row in typical]).double().to(logits.device))
+        logits[typical] = kept.sub_(kept.amax(-1, keepdim=True))
 
 
 def _draw_filtered(

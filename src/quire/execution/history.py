@@ -1,7 +1,8 @@
-"""The tokens that a sequence has used, counted as they come, for the penalties."""
+"""The tokens that a sequence has used, and how often, kept as they come."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -31,9 +32,9 @@ class TokenHistory:
     """
 
     def __init__(self, token_ids: Sequence[int], num_prompt: int) -> None:
-        self._token_ids = list(token_ids)
+        self._token_ids = array("i", token_ids)
         self._num_prompt = num_prompt
-        known = torch.tensor(self._token_ids, dtype=torch.int64)
+        known = torch.tensor(token_ids, dtype=torch.int64)
         ids, inverse = torch.unique(known, return_inverse=True)
         self._counts = TokenCounts(
             ids,
@@ -62,6 +63,14 @@ class TokenHistory:
             for token_id in token_ids[same - start :]:
                 known.append(token_id)
                 self._count(token_id, len(known) - 1, 1)
+
+    def tokens(self) -> torch.Tensor:
+        """Return prompt and output, int32 [n], as a view: nobody may hold it when `follow` is called next."""
+        return torch.frombuffer(self._token_ids, dtype=torch.int32)
+
+    def prompt_and_output(self) -> tuple[list[int], list[int]]:
+        """Return the tokens as two lists."""
+        return self._token_ids[: self._num_prompt].tolist(), self._token_ids[self._num_prompt :].tolist()
 
     def counts(self) -> TokenCounts:
         """Return the counts as views; they change with the next `follow`."""

@@ -1,4 +1,4 @@
-"""What a request does to its logits before a token is chosen: masks, bias and penalties."""
+"""What makes tokens that were used less likely: penalties on single tokens, and DRY on repeated sequences of them."""
 
 from __future__ import annotations
 
@@ -6,75 +6,22 @@ from collections.abc import Sequence
 
 import torch
 
-from quire.execution.history import TokenCounts, TokenHistory
-from quire.scheduling.plan import Opening
+from quire.execution.history import TokenCounts
+from quire.execution.masks import places
 from quire.sequences.params import SamplingParams
 
-
-class Adjustments:
-    """One sequence's changes of its logits.
-
-    Args:
-        opening: what the plan says of the sequence.
-        device: of the logits.
-    """
-
-    def __init__(self, opening: Opening, device: torch.device) -> None:
-        params = opening.params
-        bias = params.logit_bias or {}
-        self.params = params
-        self.num_prompt = opening.num_prompt
-        self.history = TokenHistory(opening.token_ids, opening.num_prompt) if params.needs_history else None
-        self.allowed_ids = None
-        if params.allowed_token_ids is not None:
-            self.allowed_ids = torch.tensor(params.allowed_token_ids, dtype=torch.int64, device=device)
-        self.bias_ids = torch.tensor(list(bias), dtype=torch.int64, device=device)
-        self.bias = torch.tensor(list(bias.values()), dtype=torch.float32, device=device)
-        suppressed_ids = opening.suppressed_ids if params.min_tokens else ()
-        self.suppressed_ids = torch.tensor(suppressed_ids, dtype=torch.int64, device=device)
-
-    def is_none(self, position: int) -> bool:
-        """True when the logits of the token at `position` stay as they are."""
-        return (
-            self.history is None
-            and self.allowed_ids is None
-            and len(self.bias_ids) == 0
-            and not self.is_suppressing(position)
-        )
-
-    def is_suppressing(self, position: int) -> bool:
-        """True while fewer than `min_tokens` output tokens come before `position`."""
-        return len(self.suppressed_ids) > 0 and position - self.num_prompt < self.params.min_tokens
+# Longer repetitions count as this long, which bounds the work for a text that says one thing over and over.
+MAX_REPEATED = 128
+# A penalty is a float32: past this, no logit is left to be compared with.
+MAX_PENALTY = 1e30
 
 
-def adjust(logits: torch.Tensor, rows: Sequence[tuple[int, Adjustments, int]]) -> None:
-    """Apply to the named rows, in place: allowed tokens, bias, suppressed tokens, then penalties.
-
-    Args:
-        logits: float32 [R, V].
-        rows: row, its sequence's adjustments, and the position of the token that the row's logits are for.
-    """
-    for row, own, _ in rows:
-        if own.allowed_ids is not None:
-            kept = logits[row, own.allowed_ids]
-            logits[row].fill_(-torch.inf)
-            logits[row, own.allowed_ids] = kept
-    biased = [(row, own) for row, own, _ in rows if len(own.bias_ids)]
-    if biased:
-        places = _places([(row, own.bias_ids) for row, own in biased], logits.device)
-        logits[places] += torch.cat([own.bias for _, own in biased])
-    suppressed = [(row, own.suppressed_ids) for row, own, position in rows if own.is_suppressing(position)]
-    # End tokens come from configurations, which may name ids that the head does not have.
-    suppressed = [(row, ids[ids < logits.shape[1]]) for row, ids in suppressed]
-    if suppressed:
-        logits[_places(suppressed, logits.device)] = -torch.inf
-    penalized = [(row, own.params, own.history.counts()) for row, own, _ in rows if own.history is not None]
-    if penalized:
-        _penalize(logits, penalized)
-
-
-def _penalize(logits: torch.Tensor, penalized: Sequence[tuple[int, SamplingParams, TokenCounts]]) -> None:
+def penalize_tokens(logits: torch.Tensor, penalized: Sequence[tuple[int, SamplingParams, TokenCounts]]) -> None:
     """Apply the repetition penalty to tokens seen anywhere, and the other two to tokens of the output.
+
+    Args:
+        logits: float32 [R, V], changed.
+        penalized: a row, its parameters, and its sequence's tokens.
 
     Source: CTRL, arXiv 1909.05858, for the repetition penalty.
     """
@@ -84,20 +31,55 @@ def _penalize(logits: torch.Tensor, penalized: Sequence[tuple[int, SamplingParam
     def per_token(values: list[float]) -> torch.Tensor:
         return torch.repeat_interleave(torch.tensor(values, dtype=torch.float32), sizes).to(device)
 
-    places = _places([(row, counts.ids) for row, _, counts in penalized], device)
+    where = places([(row, counts.ids) for row, _, counts in penalized], device)
     seen = torch.cat([counts.seen for _, _, counts in penalized]).to(device)
     output = torch.cat([counts.output for _, _, counts in penalized]).to(device)
     repetition = per_token([params.repetition_penalty for _, params, _ in penalized])
-    values = logits[places]
+    values = logits[where]
     scaled = torch.where(values > 0, values / repetition, values * repetition)
     values = torch.where(seen > 0, scaled, values)
     values -= per_token([params.frequency_penalty for _, params, _ in penalized]) * output
     values -= per_token([params.presence_penalty for _, params, _ in penalized]) * (output > 0)
-    logits[places] = values
+    logits[where] = values
 
 
-def _places(entries: Sequence[tuple[int, torch.Tensor]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the row index and the token id of every entry, both int64 [number of ids of all entries]."""
-    rows = torch.tensor([row for row, _ in entries])
-    sizes = torch.tensor([len(ids) for _, ids in entries])
-    return torch.repeat_interleave(rows, sizes).to(device), torch.cat([ids for _, ids in entries]).to(device)
+def penalize_repeats(row: torch.Tensor, tokens: torch.Tensor, params: SamplingParams, breakers: torch.Tensor) -> None:
+    """Make it the less likely that the end of a sequence goes on as it did before, the longer both are alike (DRY).
+
+    A token that came after the last `n` tokens when they occurred before loses
+    `dry_multiplier * dry_base ** (n - dry_allowed_length)`, if `n` is `dry_allowed_length` at least; where they
+    occurred several times, the longest `n` counts. Nothing is alike across a breaker, and no breaker loses anything.
+
+    Args:
+        row: logits of one sequence, float32 [V], changed.
+        tokens: prompt and output, int32 [n], on the CPU.
+        params: of the request.
+        breakers: token ids, int32 [B].
+
+    Source: DRY, by "p-e-w", for text-generation-webui (2024).
+    """
+    if params.dry_penalty_last_n >= 0:
+        tokens = tokens[max(0, len(tokens) - params.dry_penalty_last_n) :]
+    end = len(tokens) - 1
+    is_breaker = torch.isin(tokens, breakers)
+    since_breaker = end - int(is_breaker.nonzero()[-1]) if is_breaker.any() else end + 1
+    limit = min(since_breaker, MAX_REPEATED)
+    if limit < params.dry_allowed_length:
+        return
+    ends = (tokens[:end] == tokens[end]).nonzero()[:, 0]  # where the last token occurred before
+    ends = ends[~is_breaker[ends + 1]]
+    lengths = torch.ones_like(ends)
+    alike = torch.arange(len(ends))
+    for length in range(1, limit):
+        alike = alike[ends[alike] >= length]
+        alike = alike[tokens[ends[alike] - length] == tokens[end - length]]
+        if not len(alike):
+            break
+        lengths[alike] = length + 1
+    is_long = lengths >= params.dry_allowed_length
+    if not is_long.any():
+        return
+    ids, place = torch.unique(tokens[ends[is_long] + 1].long(), return_inverse=True)
+    longest = torch.zeros_like(ids).scatter_reduce_(0, place, lengths[is_long], "amax")
+    penalties = params.dry_multiplier * params.dry_base ** (longest - params.dry_allowed_length).double()
+    row[ids.to(row.device)] -= penalties.clamp_(max=MAX_PENALTY).float().to(row.device)

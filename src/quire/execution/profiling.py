@@ -16,7 +16,7 @@ from quire.scheduling.plan import Opening, PlanItem, StepPlan, TableDelta
 from quire.sequences.params import SamplingParams
 
 # Everything that takes memory for each sampled row: filters that sort the vocabulary, penalties, log probabilities.
-HUNGRY = SamplingParams(top_p=0.9, top_k=50, presence_penalty=0.1, logprobs=5, seed=0)
+HUNGRY = SamplingParams(top_p=0.9, top_k=50, typical_p=0.9, presence_penalty=0.1, logprobs=5, seed=0)
 # Tokens in the caches of decoding sequences, all together, of the two steps that are compared.
 CONTEXTS = (1 << 13, 1 << 15)
 

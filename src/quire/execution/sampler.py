@@ -8,13 +8,16 @@ from math import isfinite
 
 import torch
 
+from quire.execution.adjustments import Adjustments, adjust
 from quire.execution.draws import Filter, draw, uniform
 from quire.execution.logprobs import measure, rows_per_tile
-from quire.execution.penalties import Adjustments, adjust
 from quire.scheduling.plan import ItemResult, Opening, PlanItem, StepPlan, TokenLogprobs
 
 BAD_LOGITS = "the model gave logits that are not finite numbers"
-NO_TOKEN = "no token is left to sample after allowed_token_ids, logit_bias, min_tokens and penalties"
+NO_TOKEN = (
+    "no token is left to sample after allowed_token_ids, logit_bias, min_tokens, bad_words, penalties and"
+    " logits_processors"
+)
 
 
 class SamplingState:
@@ -32,7 +35,9 @@ class SamplingState:
         self.sample_idx = opening.sample_idx
         self.prompt_ids = opening.token_ids[: opening.num_prompt] if params.prompt_logprobs is not None else ()
         self.adjustments = Adjustments(opening, device)
-        self.filter = Filter(params.temperature, params.top_k, params.top_p, params.min_p)
+        self.filter = Filter(
+            params.temperature, params.top_k, params.top_p, params.min_p, params.typical_p, params.top_n_sigma
+        )
 
 
 class Sampler:
@@ -74,7 +79,7 @@ class Sampler:
         states = [self._states[item.seq_id] for item in items]
         positions = [item.start + len(item.token_ids) for item in items]
         adjusted = [row for row, state in enumerate(states) if not state.adjustments.is_none(positions[row])]
-        measured = [row for row, state in enumerate(states) if state.params.logprobs is not None]
+        measured = [row for row, state in enumerate(states) if state.params.measures_tokens]
         if not adjusted and all(state.params.is_greedy for state in states):
             greatest, chosen = logits.max(-1, keepdim=True)
             errors = _refuse(logits, greatest, BAD_LOGITS)
@@ -83,8 +88,8 @@ class Sampler:
             errors = _refuse(logits, logits.amax(-1, keepdim=True), BAD_LOGITS)
             raw = logits[measured] if measured else logits
             if adjusted:
-                adjust(logits, [(row, states[row].adjustments, positions[row]) for row in adjusted])
-                errors = _refuse(logits, logits.amax(-1, keepdim=True), NO_TOKEN) | errors
+                failed = adjust(logits, [(row, states[row].adjustments, positions[row]) for row in adjusted])
+                errors = _refuse(logits, logits.amax(-1, keepdim=True), NO_TOKEN) | failed | errors
             chosen = _choose(logits, states, items)
         token_ids = [
             tuple(ids * item.num_samples)[: item.num_samples] for item, ids in zip(items, chosen.tolist(), strict=True)

@@ -180,4 +180,4 @@ class Admission:
 def _seats(sequence: Sequence) -> int:
     """Return the places among `max_num_seqs` that a sequence takes, samples still to fork included."""
     request = sequence.request
-    return 1 if request.is_forked else request.params.n
+    return 1 if request.is_forked else request.params.num_sequences

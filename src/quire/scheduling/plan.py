@@ -26,6 +26,8 @@ class Opening(NamedTuple):
         token_ids: prompt and output so far, all that is known at the time of the plan.
         suppressed_ids: tokens that may not be sampled before `params.min_tokens` output tokens exist.
         media: embeddings to compute in place of some tokens' own, in the order of their places.
+        bad_words: token sequences that the output may not contain.
+        dry_breakers: tokens across which nothing counts as repeated.
     """
 
     params: SamplingParams
@@ -35,6 +37,8 @@ class Opening(NamedTuple):
     token_ids: tuple[int, ...]
     suppressed_ids: tuple[int, ...]
     media: tuple[Media, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    dry_breakers: tuple[int, ...] = ()
 
 
 class PlanItem(NamedTuple):
@@ -101,7 +105,7 @@ class ItemResult(NamedTuple):
     Args:
         seq_id: the sequence.
         token_ids: the `num_samples` tokens drawn.
-        logprobs: one for each drawn token when `params.logprobs` is set, else empty.
+        logprobs: one for each drawn token when `params.measures_tokens`, else empty.
         prompt_logprobs: when `params.prompt_logprobs` is set: for each prompt position `p` in
             `[start + 1, min(start + len + 1, num_prompt))`, the log probabilities of the prompt's token at `p`.
         error: why this item alone failed (for example non-finite logits), else None; then the rest is empty.

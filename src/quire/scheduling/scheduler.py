@@ -106,8 +106,8 @@ class Scheduler:
             raise ValueError(f"request {request.request_id!r} exists already")
         if not 0 < request.num_prompt < request.max_total_tokens:
             raise ValueError(f"{request.num_prompt} prompt tokens leave no room within {request.max_total_tokens}")
-        if request.params.n > self.max_num_seqs:
-            raise InvalidParameter("n", request.params.n, f"at most max_num_seqs ({self.max_num_seqs})")
+        if request.params.num_sequences > self.max_num_seqs:
+            raise InvalidParameter("n", request.params.num_sequences, f"at most max_num_seqs ({self.max_num_seqs})")
         if not self.memory.can_ever_hold(request.max_total_tokens):
             # Lengths that fit come before those that do not.
             lengths = range(1, request.max_total_tokens)
@@ -276,6 +276,8 @@ class Scheduler:
             tuple(sequence.tokens),
             request.suppressed_ids,
             request.media,
+            request.bad_words,
+            request.dry_breakers,
         )
 
     # ---- lives of sequences ----

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from quire.errors import InvalidParameter
+from quire.sequences.param_checks import integer, logit_bias, number, processors, strings, token_ids
 
 MAX_N = 128
 MAX_LOGPROBS = 64
-MAX_STOPS = 64
-MAX_STOP_CHARS = 1024
-MAX_LOGIT_BIAS = 1024
+MAX_STOP_IDS = 64
+MAX_BAD_WORDS = 1024
 MAX_SEED = 2**63 - 1
 
 
@@ -24,13 +25,26 @@ class SamplingParams:
 
     Args:
         n: sequences to sample from one prompt; the prompt is computed once and forked.
+        best_of: sample so many sequences, and return the `n` whose tokens have the highest mean log probability, best
+            first; None samples `n`.
         temperature: 0 is greedy; otherwise logits are divided by it.
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         top_p: keep the smallest set of tokens whose probability reaches this; 1 keeps all.
         min_p: drop tokens less likely than this share of the likeliest; 0 drops none.
+        typical_p: keep the tokens whose surprise is closest to the expected one, until their probability reaches this;
+            1 keeps all.
+        top_n_sigma: drop tokens whose logit is so many standard deviations below the greatest; 0 or
+            -1 drops none.
         repetition_penalty: divide (multiply, when negative) logits of tokens seen in prompt or output; 1 is off.
         presence_penalty: subtract once from logits of tokens seen in the output; 0 is off.
         frequency_penalty: subtract per occurrence in the output; 0 is off.
+        dry_multiplier: how hard to penalise a token with which the output would repeat an earlier sequence of tokens
+            (DRY); 0 is off.
+        dry_base: by how much each further token of the repetition multiplies the penalty.
+        dry_allowed_length: repetitions of fewer tokens go free.
+        dry_penalty_last_n: look for repetitions in so many of the last tokens of prompt and output; -1 is all.
+        dry_sequence_breakers: strings across which nothing counts as repeated; of each, its last token is looked for.
+        bad_words: strings that may not come about in the output, at the beginning of a word or within one.
         logit_bias: token id -> value added to its logit.
         allowed_token_ids: if given, only these tokens can be sampled.
         seed: makes the request's tokens a function of its own prompt and parameters alone.
@@ -44,19 +58,31 @@ class SamplingParams:
         prompt_logprobs: the same for the prompt's tokens.
         detokenize: False returns token ids only.
         skip_special_tokens: leave special tokens out of the text.
+        logits_processors: functions (prompt token ids, output token ids, logits [V]) -> logits [V], called in order
+            for each token, from Python only; they run in the engine's own thread, which waits for them. One that raises
+            ends its own request.
 
     Raises:
         InvalidParameter: naming the field, the value and what is allowed.
     """
 
     n: int = 1
+    best_of: int | None = None
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    typical_p: float = 1.0
+    top_n_sigma: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+    bad_words: tuple[str, ...] = ()
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: tuple[int, ...] | None = None
     seed: int | None = None
@@ -70,51 +96,80 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
+    logits_processors: tuple[Callable[..., Any], ...] = field(default=(), metadata={"has_flag": False})
+    penalizes_tokens: bool = field(init=False, default=False, repr=False)
     needs_history: bool = field(init=False, default=False, repr=False)
 
     def __post_init__(self) -> None:
         put = object.__setattr__
-        put(self, "n", _integer("n", self.n, 1, MAX_N))
-        put(self, "temperature", _number("temperature", self.temperature, 0.0, 100.0))
-        top_k = _integer("top_k", self.top_k, -1, 2**31 - 1)
+        put(self, "n", integer("n", self.n, 1, MAX_N))
+        if self.best_of is not None:
+            put(self, "best_of", integer("best_of", self.best_of, 1, MAX_N))
+            if self.best_of < self.n:
+                raise InvalidParameter("best_of", self.best_of, f"at least n ({self.n})")
+        put(self, "temperature", number("temperature", self.temperature, 0.0, 100.0))
+        top_k = integer("top_k", self.top_k, -1, 2**31 - 1)
         put(self, "top_k", max(top_k, 0))
-        put(self, "top_p", _number("top_p", self.top_p, 0.0, 1.0, open_low=True))
-        put(self, "min_p", _number("min_p", self.min_p, 0.0, 1.0))
+        put(self, "top_p", number("top_p", self.top_p, 0.0, 1.0, open_low=True))
+        put(self, "min_p", number("min_p", self.min_p, 0.0, 1.0))
+        put(self, "typical_p", number("typical_p", self.typical_p, 0.0, 1.0, open_low=True))
+        put(self, "top_n_sigma", max(number("top_n_sigma", self.top_n_sigma, -1.0, 100.0), 0.0))
         put(
             self,
             "repetition_penalty",
-            _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True),
+            number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True),
         )
-        put(self, "presence_penalty", _number("presence_penalty", self.presence_penalty, -2.0, 2.0))
-        put(self, "frequency_penalty", _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0))
-        put(self, "logit_bias", _logit_bias(self.logit_bias))
+        put(self, "presence_penalty", number("presence_penalty", self.presence_penalty, -2.0, 2.0))
+        put(self, "frequency_penalty", number("frequency_penalty", self.frequency_penalty, -2.0, 2.0))
+        put(self, "dry_multiplier", number("dry_multiplier", self.dry_multiplier, 0.0, 100.0))
+        put(self, "dry_base", number("dry_base", self.dry_base, 1.0, 100.0))
+        put(self, "dry_allowed_length", integer("dry_allowed_length", self.dry_allowed_length, 1, 2**31 - 1))
+        put(self, "dry_penalty_last_n", integer("dry_penalty_last_n", self.dry_penalty_last_n, -1, 2**31 - 1))
+        put(self, "dry_sequence_breakers", strings("dry_sequence_breakers", self.dry_sequence_breakers))
+        put(self, "bad_words", strings("bad_words", self.bad_words, MAX_BAD_WORDS))
+        put(self, "logits_processors", processors(self.logits_processors))
+        put(self, "logit_bias", logit_bias(self.logit_bias))
         if self.allowed_token_ids is not None:
-            allowed = _token_ids("allowed_token_ids", self.allowed_token_ids, limit=None)
+            allowed = token_ids("allowed_token_ids", self.allowed_token_ids, limit=None)
             if not allowed:
                 raise InvalidParameter("allowed_token_ids", (), "at least one token id, or None")
             put(self, "allowed_token_ids", allowed)
         if self.seed is not None:
-            put(self, "seed", _integer("seed", self.seed, -MAX_SEED - 1, MAX_SEED))
-        put(self, "stop", _stop_strings(self.stop))
-        put(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids, limit=MAX_STOPS))
+            put(self, "seed", integer("seed", self.seed, -MAX_SEED - 1, MAX_SEED))
+        put(self, "stop", strings("stop", self.stop))
+        put(self, "stop_token_ids", token_ids("stop_token_ids", self.stop_token_ids, limit=MAX_STOP_IDS))
         for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidParameter(name, getattr(self, name), "true or false")
         if self.max_tokens is not None:
-            put(self, "max_tokens", _integer("max_tokens", self.max_tokens, 1, 2**31 - 1))
-        put(self, "min_tokens", _integer("min_tokens", self.min_tokens, 0, 2**31 - 1))
+            put(self, "max_tokens", integer("max_tokens", self.max_tokens, 1, 2**31 - 1))
+        put(self, "min_tokens", integer("min_tokens", self.min_tokens, 0, 2**31 - 1))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParameter("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                put(self, name, _integer(name, getattr(self, name), 0, MAX_LOGPROBS))
+                put(self, name, integer(name, getattr(self, name), 0, MAX_LOGPROBS))
         if self.stop and not self.detokenize:
             raise InvalidParameter("stop", self.stop, "empty when detokenize is false (stop strings need text)")
-        put(
-            self,
-            "needs_history",
-            self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0,
-        )
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        put(self, "penalizes_tokens", penalties != (1.0, 0.0, 0.0))
+        needs_history = self.penalizes_tokens or self.dry_multiplier or self.bad_words or self.logits_processors
+        put(self, "needs_history", bool(needs_history))
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that are sampled."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def is_ranked(self) -> bool:
+        """True when more sequences are sampled than returned."""
+        return self.num_sequences > self.n
+
+    @property
+    def measures_tokens(self) -> bool:
+        """True when the log probability of each chosen token is wanted."""
+        return self.logprobs is not None or self.is_ranked
 
     @property
     def is_greedy(self) -> bool:
@@ -126,13 +181,14 @@ class SamplingParams:
 
         Args:
             vocab_size: token ids must lie in [0, vocab_size).
-            max_num_seqs: sequences that can run at once; `n` must fit.
+            max_num_seqs: sequences that can run at once; `n` and `best_of` must fit.
 
         Raises:
             InvalidParameter: naming the field.
         """
-        if self.n > max_num_seqs:
-            raise InvalidParameter("n", self.n, f"at most max_num_seqs ({max_num_seqs})")
+        if self.num_sequences > max_num_seqs:
+            name = "n" if self.best_of is None else "best_of"
+            raise InvalidParameter(name, self.num_sequences, f"at most max_num_seqs ({max_num_seqs})")
         for name, ids in (
             ("allowed_token_ids", self.allowed_token_ids or ()),
             ("stop_token_ids", self.stop_token_ids),
@@ -145,58 +201,3 @@ class SamplingParams:
             count = getattr(self, name)
             if count is not None and count > vocab_size:
                 raise InvalidParameter(name, count, f"at most the vocabulary size ({vocab_size})")
-
-
-def _integer(name: str, value: object, low: int, high: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise InvalidParameter(name, value, f"an integer from {low} to {high}")
-    return value
-
-
-def _number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> float:
-    allowed = f"a number {'above' if open_low else 'from'} {low:g} {'and at most' if open_low else 'to'} {high:g}"
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InvalidParameter(name, value, allowed)
-    # Compared before it becomes a float: a whole number may be too large for one; NaN compares as False.
-    if not low <= value <= high or (open_low and value == low):
-        raise InvalidParameter(name, value, allowed)
-    return float(value)
-
-
-def _token_ids(name: str, value: object, limit: int | None) -> tuple[int, ...]:
-    allowed = "a list of token ids (integers from 0)" + (f", at most {limit}" if limit is not None else "")
-    if not isinstance(value, list | tuple | set | frozenset):
-        raise InvalidParameter(name, value, allowed)
-    if limit is not None and len(value) > limit:
-        raise InvalidParameter(name, f"{len(value)} ids", allowed)
-    for token_id in value:
-        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < 2**31:
-            raise InvalidParameter(name, token_id, allowed)
-    return tuple(value) if isinstance(value, list | tuple) else tuple(sorted(value))
-
-
-def _stop_strings(value: object) -> tuple[str, ...]:
-    allowed = f"a string or up to {MAX_STOPS} non-empty strings of at most {MAX_STOP_CHARS} characters"
-    if value is None:
-        return ()
-    strings = (value,) if isinstance(value, str) else value
-    if not isinstance(strings, list | tuple) or len(strings) > MAX_STOPS:
-        raise InvalidParameter("stop", value, allowed)
-    for string in strings:
-        if not isinstance(string, str) or not 0 < len(string) <= MAX_STOP_CHARS:
-            raise InvalidParameter("stop", string, allowed)
-    return tuple(strings)
-
-
-def _logit_bias(value: object) -> Mapping[int, float] | None:
-    allowed = f"a map of at most {MAX_LOGIT_BIAS} token ids to numbers from -100 to 100"
-    if value is None:
-        return None
-    if not isinstance(value, Mapping) or len(value) > MAX_LOGIT_BIAS:
-        raise InvalidParameter("logit_bias", value, allowed)
-    bias: dict[int, float] = {}
-    for token_id, amount in value.items():
-        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < 2**31:
-            raise InvalidParameter("logit_bias", token_id, allowed)
-        bias[token_id] = _number("logit_bias", amount, -100.0, 100.0)
-    return bias or None

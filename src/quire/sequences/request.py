@@ -26,6 +26,8 @@ class Request:
         namespace: where its blocks may be shared.
         media: what some of the prompt's tokens stand for, in the order of their places.
         retain_cache: have the blocks that it leaves behind evicted last.
+        bad_words: token sequences that its outputs may not contain.
+        dry_breakers: tokens across which nothing counts as repeated.
         seed: seed of its draws.
         sequences: the prompt's sequence first; after the fork one for each sample.
         num_known_prompt_logprobs: prompt positions whose log probabilities came back already.
@@ -46,6 +48,8 @@ class Request:
     namespace: Namespace = field(default_factory=Namespace)
     media: tuple[Media, ...] = ()
     retain_cache: bool = False
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    dry_breakers: tuple[int, ...] = ()
     sequences: list[Sequence] = field(default_factory=list)
     num_known_prompt_logprobs: int = 0
     account: TokenAccount | None = None
@@ -77,7 +81,7 @@ class Request:
     @property
     def is_forked(self) -> bool:
         """True once each sample has its own sequence."""
-        return len(self.sequences) == self.params.n
+        return len(self.sequences) == self.params.num_sequences
 
     @property
     def is_finished(self) -> bool:

@@ -52,7 +52,6 @@ UNSUPPORTED: Mapping[str, Refusal] = {
     "continue_final_message": ((False,), "use /v1/completions to continue a text"),
     "documents": (([],), "put them into a message"),
     "echo": ((False,), "use /v1/completions"),
-    "best_of": ((1,), "use n"),
     "mm_processor_kwargs": (({},), "the model reads text only"),
     "include_reasoning": ((True,), "all that the model writes is content"),
 }

@@ -36,7 +36,7 @@ MAX_SEQUENCES = 1024
 Prompt = str | list[int]
 # How the client wrote what the engine names otherwise.
 SPELLED: Mapping[str, str] = {"prompt_token_ids": "prompt"}
-OWN_FIELDS = ("prompt", "echo", "best_of", "suffix")
+OWN_FIELDS = ("prompt", "echo", "suffix")
 UNSUPPORTED: Mapping[str, Refusal] = {
     **sampling.UNSUPPORTED,
     "suffix": (("",), "the models served here continue a text, they do not fill one in"),
@@ -107,13 +107,10 @@ def read_completion(state: ServerState, fields: Fields) -> tuple[Job, Extras, li
     if has_echo and extras.logprobs is not None:
         own["prompt_logprobs"] = max(extras.logprobs, extras.prompt_logprobs or 0)
     params = sampling.read_sampling(fields, state.llm.default_sampling_params(), own, SPELLED)
-    best_of = fields.integer("best_of", 1, 2**31 - 1)
-    if best_of is not None and best_of < params.n:
-        raise InvalidParameter("best_of", best_of, f"at least n ({params.n})")
-    if best_of is not None and best_of > params.n:
-        raise UnsupportedFeature("best_of", f"all n ({params.n}) samples are returned, none is dropped; ask for n")
-    if len(prompts) * params.n > MAX_SEQUENCES:
-        raise InvalidParameter("n", params.n, f"at most {MAX_SEQUENCES} divided by the number of prompts")
+    if len(prompts) * params.num_sequences > MAX_SEQUENCES:
+        name = "n" if params.best_of is None else "best_of"
+        allowed = f"at most {MAX_SEQUENCES} divided by the number of prompts"
+        raise InvalidParameter(name, params.num_sequences, allowed)
 
     encode = partial(_encode, state.llm.tokenizer, prompts, fields.flag("add_special_tokens", True))
     return Job(len(prompts), encode, params, options, SPELLED, extras.is_prompt_only), extras, prompts

@@ -13,13 +13,22 @@ from quire.server.fields import Fields, Refusal
 # Fields that mean to both routes what they mean to `SamplingParams`, which alone checks them.
 SAMPLING_FIELDS = (
     "n",
+    "best_of",
     "temperature",
     "top_p",
     "top_k",
     "min_p",
+    "typical_p",
+    "top_n_sigma",
     "repetition_penalty",
     "presence_penalty",
     "frequency_penalty",
+    "dry_multiplier",
+    "dry_base",
+    "dry_allowed_length",
+    "dry_penalty_last_n",
+    "dry_sequence_breakers",
+    "bad_words",
     "logit_bias",
     "allowed_token_ids",
     "seed",
@@ -58,7 +67,6 @@ UNSUPPORTED: Mapping[str, Refusal] = {
     "guided_choice": ((), NO_CONSTRAINTS),
     "guided_grammar": ((), NO_CONSTRAINTS),
     "guided_decoding_backend": ((), NO_CONSTRAINTS),
-    "bad_words": (([],), "use logit_bias or allowed_token_ids"),
     "logits_processors": (([],), "no code is taken from requests"),
     "truncate_prompt_tokens": ((), "send the prompt that you mean"),
     "spaces_between_special_tokens": ((True,), "special tokens are written as they are"),
@@ -158,9 +166,12 @@ def read_sampling(
         given["logit_bias"] = {_token_id(key): bias for key, bias in given["logit_bias"].items()}
     given.update(own)
     try:
-        return SamplingParams(**given)
+        params = SamplingParams(**given)
     except InvalidParameter as error:
         raise InvalidParameter(spelled.get(error.field or "", error.field or ""), error.value, error.allowed) from error
+    if params.is_ranked and fields.flag("stream"):
+        raise InvalidParameter("best_of", params.best_of, f"n ({params.n}) when stream is true: the best come last")
+    return params
 
 
 def _token_id(key: object) -> object:

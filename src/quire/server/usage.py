@@ -10,7 +10,8 @@ from quire.memory.status import NO_TOKENS, TokenAccount
 
 
 class TokenCount:
-    """Tokens of one HTTP request: each prompt once, whatever `n` is; every sample's output.
+    """Tokens of one HTTP request: each prompt once, whatever `n` is; every sample's output, also of
+    those that `best_of` leaves out.
 
     Args:
         is_prompt_only: the client asked for no output; the token that the engine needs to run is not counted.
@@ -36,7 +37,7 @@ class TokenCount:
         if delta.prompt_account is not None:
             self._accounts[prompt_idx] = delta.prompt_account
         if not self._is_prompt_only:
-            self.num_output += sum(len(output.token_ids) for output in delta.outputs)
+            self.num_output += sum(len(output.token_ids) for output in delta.outputs) + delta.num_dropped_tokens
 
     def as_json(self) -> dict[str, Any]:
         """Return the counts so far in OpenAI's form, and in more detail beside it."""

@@ -1,0 +1,112 @@
+"""What a request does to its logits before a token is chosen, and in which order.
+
+1. `allowed_token_ids`, `logit_bias`, end tokens that `min_tokens` suppresses, `bad_words`;
+2. `repetition_penalty`, `frequency_penalty`, `presence_penalty`, DRY;
+3. `logits_processors`, in the order given.
+
+Temperature and the filters come after (`quire.execution.draws`). Who asks for none of this has none of it computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from quire.execution.history import TokenHistory
+from quire.execution.masks import BadWords, add_bias, forbid, keep_only
+from quire.execution.penalties import penalize_repeats, penalize_tokens
+from quire.scheduling.plan import Opening
+
+
+class Adjustments:
+    """One sequence's changes of its logits.
+
+    Args:
+        opening: what the plan says of the sequence.
+        device: of the logits.
+    """
+
+    def __init__(self, opening: Opening, device: torch.device) -> None:
+        params = opening.params
+        bias = params.logit_bias or {}
+        self.params = params
+        self.num_prompt = opening.num_prompt
+        self.history = TokenHistory(opening.token_ids, opening.num_prompt) if params.needs_history else None
+        self.allowed_ids = None
+        if params.allowed_token_ids is not None:
+            self.allowed_ids = torch.tensor(params.allowed_token_ids, dtype=torch.int64, device=device)
+        self.bias_ids = torch.tensor(list(bias), dtype=torch.int64, device=device)
+        self.bias = torch.tensor(list(bias.values()), dtype=torch.float32, device=device)
+        suppressed_ids = opening.suppressed_ids if params.min_tokens else ()
+        self.suppressed_ids = torch.tensor(suppressed_ids, dtype=torch.int64, device=device)
+        self.bad_words = BadWords(opening.bad_words, device) if opening.bad_words else None
+        self.breakers = torch.tensor(opening.dry_breakers, dtype=torch.int32)
+
+    def is_none(self, position: int) -> bool:
+        """True when the logits of the token at `position` stay as they are."""
+        return (
+            self.history is None
+            and self.allowed_ids is None
+            and len(self.bias_ids) == 0
+            and not self.is_suppressing(position)
+        )
+
+    def is_suppressing(self, position: int) -> bool:
+        """True while fewer than `min_tokens` output tokens come before `position`."""
+        return len(self.suppressed_ids) > 0 and position - self.num_prompt < self.params.min_tokens
+
+
+def adjust(logits: torch.Tensor, rows: Sequence[tuple[int, Adjustments, int]]) -> dict[int, str]:
+    """Apply what requests ask for to the named rows, in place.
+
+    Args:
+        logits: float32 [R, V].
+        rows: row, its sequence's adjustments, and the position of the token that the row's logits are for.
+
+    Returns:
+        For each row whose own processor failed, why.
+    """
+    keep_only(logits, [(row, own.allowed_ids) for row, own, _ in rows if own.allowed_ids is not None])
+    add_bias(logits, [(row, own.bias_ids, own.bias) for row, own, _ in rows if len(own.bias_ids)])
+    forbid(logits, [(row, own.suppressed_ids) for row, own, position in rows if own.is_suppressing(position)])
+    known = [(row, own, own.history) for row, own, _ in rows if own.history is not None]
+    forbid(
+        logits,
+        [
+            (row, own.bad_words.next_ids(history.tokens()[own.num_prompt :]))
+            for row, own, history in known
+            if own.bad_words is not None
+        ],
+    )
+    penalized = [(row, own.params, history.counts()) for row, own, history in known if own.params.penalizes_tokens]
+    if penalized:
+        penalize_tokens(logits, penalized)
+    for row, own, history in known:
+        if own.params.dry_multiplier:
+            penalize_repeats(logits[row], history.tokens(), own.params, own.breakers)
+    processed = [(row, own, history) for row, own, history in known if own.params.logits_processors]
+    errors = {row: _process(logits[row], own, history) for row, own, history in processed}
+    return {row: error for row, error in errors.items() if error is not None}
+
+
+def _process(row: torch.Tensor, own: Adjustments, history: TokenHistory) -> str | None:
+    """Apply a request's processors to its logits [V]; return why that failed, or None."""
+    prompt, output = history.prompt_and_output()
+    values = row.clone()
+    for processor in own.params.logits_processors:
+        name = getattr(processor, "__qualname__", type(processor).__qualname__)
+        # Whatever it raises is its own request's affair.
+        try:
+            values = processor(prompt.copy(), output.copy(), values)
+        except Exception as error:
+            return f"the logits processor {name} raised {type(error).__name__}: {error}"
+        if (
+            not isinstance(values, torch.Tensor)
+            or values.shape != row.shape
+            or not values.is_floating_point()
+            or not (values < torch.inf).all()
+        ):
+            return f"the logits processor {name} must return {len(row)} floating-point logits, none NaN or infinity"
+    row.copy_(values)
+    return None

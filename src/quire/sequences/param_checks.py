@@ -1,0 +1,79 @@
+"""What the values of sampling parameters may be; each check returns the value as it is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from quire.errors import InvalidParameter
+
+MAX_STRINGS = 64
+MAX_STRING_CHARS = 1024
+MAX_LOGIT_BIAS = 1024
+
+
+def integer(name: str, value: object, low: int, high: int) -> int:
+    """Return an integer within bounds."""
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise InvalidParameter(name, value, f"an integer from {low} to {high}")
+    return value
+
+
+def number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> float:
+    """Return a number within bounds as a float; with `open_low` the lower one is outside."""
+    allowed = f"a number {'above' if open_low else 'from'} {low:g} {'and at most' if open_low else 'to'} {high:g}"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidParameter(name, value, allowed)
+    # Compared before it becomes a float: a whole number may be too large for one; NaN compares as False.
+    if not low <= value <= high or (open_low and value == low):
+        raise InvalidParameter(name, value, allowed)
+    return float(value)
+
+
+def token_ids(name: str, value: object, limit: int | None) -> tuple[int, ...]:
+    """Return token ids, at most `limit` of them; sets in order."""
+    allowed = "a list of token ids (integers from 0)" + (f", at most {limit}" if limit is not None else "")
+    if not isinstance(value, list | tuple | set | frozenset):
+        raise InvalidParameter(name, value, allowed)
+    if limit is not None and len(value) > limit:
+        raise InvalidParameter(name, f"{len(value)} ids", allowed)
+    for token_id in value:
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < 2**31:
+            raise InvalidParameter(name, token_id, allowed)
+    return tuple(value) if isinstance(value, list | tuple) else tuple(sorted(value))
+
+
+def strings(name: str, value: object, limit: int = MAX_STRINGS) -> tuple[str, ...]:
+    """Return strings, at most `limit` of them; one string stands for itself."""
+    allowed = f"a string or up to {limit} non-empty strings of at most {MAX_STRING_CHARS} characters"
+    if value is None:
+        return ()
+    given = (value,) if isinstance(value, str) else value
+    if not isinstance(given, list | tuple) or len(given) > limit:
+        raise InvalidParameter(name, value, allowed)
+    for string in given:
+        if not isinstance(string, str) or not 0 < len(string) <= MAX_STRING_CHARS:
+            raise InvalidParameter(name, string, allowed)
+    return tuple(given)
+
+
+def logit_bias(value: object) -> Mapping[int, float] | None:
+    """Return a bias, or None where there is none."""
+    allowed = f"a map of at most {MAX_LOGIT_BIAS} token ids to numbers from -100 to 100"
+    if value is None:
+        return None
+    if not isinstance(value, Mapping) or len(value) > MAX_LOGIT_BIAS:
+        raise InvalidParameter("logit_bias", value, allowed)
+    bias: dict[int, float] = {}
+    for token_id, amount in value.items():
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < 2**31:
+            raise InvalidParameter("logit_bias", token_id, allowed)
+        bias[token_id] = number("logit_bias", amount, -100.0, 100.0)
+    return bias or None
+
+
+def processors(value: object) -> tuple[Callable[..., Any], ...]:
+    """Return functions."""
+    if not isinstance(value, list | tuple) or not all(callable(processor) for processor in value):
+        raise InvalidParameter("logits_processors", value, "a list of functions")
+    return tuple(value)
