@@ -157,15 +157,34 @@ def test_what_stock_operators_narrow_is_what_the_definition_says(name: str) -> N
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_nan_is_seen_by_whom_it_concerns_only(backend: Backend, dtype: torch.dtype, bad: float) -> None:
-    """In a key or in a value: rows that see it get NaN, and no other does."""
-    for place in (4 * 64 + 3, -1):
+    """In a query: its row gets NaN; in a key or in a value: rows that see it do; and no other does."""
+    for place in (3, 4 * 64 + 3, -1):
         world = World([(30, 1), (200, 1), (0, 90), (10, 80)], dtype=dtype, device=backend.device, stored="int8")
         starts = world.batch.row_starts
         for seq in (1, 3):
             world.qkv[starts[seq], place] = bad
         _, outputs = world.run(backend.make())
         is_nan = outputs.isnan().any(-1)
-        assert set(is_nan.nonzero().flatten().tolist()) == {starts[1], *range(starts[3], starts[4])}
+        concerned = {starts[1], starts[3]} if place == 3 else {starts[1], *range(starts[3], starts[4])}
+        assert set(is_nan.nonzero().flatten().tolist()) == concerned
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_rows", [1, 40])
+def test_what_is_small_beside_another_counts(backend: Backend, dtype: torch.dtype, num_rows: int) -> None:
+    """A query's values that are all the score comes from, and many weights that are small beside a last one."""
+    world = World([(381, num_rows)], num_kv_heads=1, group=3, dtype=dtype, device=backend.device, stored="int8")
+    world.rotation = Rotation(torch.ones_like(world.rotation.cos), torch.zeros_like(world.rotation.sin))
+    history = torch.stack((torch.zeros(64), torch.ones(64))).to(backend.device)
+    world.kv.data[world.batch.block_ids, 1] = narrowed(history, torch.int8)[:, None, None]
+    heads = world.qkv.view(num_rows, 5, 64)
+    heads[:, :3, 0], heads[:, :3, 1:] = 100.0, 1 / 3
+    heads[:, 3, 0], heads[:, 3, 1:] = 0.0, 6.25  # a weight of 518 beside those of the history
+    heads[:, 4] = -1.0
+    world.scale = 1 / 21
+    check(world, backend.make())
+    assert (world.run(backend.make())[1][0] - (381 - 518) / (381 + 518)).abs().max() < 0.02
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -63,24 +63,11 @@ constexpr float kLeast = 1e-36f;
 // Stores a vector as int8 and the scale that gives it back. One with a NaN or an infinity gives NaN back.
 template <typename T>
 QUIRE_INLINE void quantise(const T* from, int64_t count, int8_t* slot) {
-  // As integers, absolute values have the order that they have as floats, and a NaN is the largest.
-  const auto magnitude = [](auto value) { return value & 0x7fffffff; };
-  Ints highest{};
-  int64_t idx = 0;
-  for (; idx + kLanes <= count; idx += kLanes) {
-    const Ints here = magnitude(bit_cast<Ints>(load(from + idx)));
-    highest = here > highest ? here : highest;
-  }
-  int32_t largest = 0;
-  for (int lane = 0; lane < kLanes; ++lane) largest = highest[lane] > largest ? highest[lane] : largest;
-  for (; idx < count; ++idx) {
-    const int32_t here = magnitude(bit_cast<int32_t>(widen(from[idx])));
-    largest = here > largest ? here : largest;
-  }
-  const float reach = bit_cast<float>(largest);
+  const float reach = largest_magnitude(from, count);
   const float scale = reach <= kLeast ? 0.0f : reach / kLargest;
   const float divisor = scale == 0.0f ? 1.0f : scale;
-  for (idx = 0; idx + kLanes <= count; idx += kLanes) store(slot + idx, load(from + idx) / divisor);
+  int64_t idx = 0;
+  for (; idx + kLanes <= count; idx += kLanes) store(slot + idx, load(from + idx) / divisor);
   for (; idx < count; ++idx) narrow(slot + idx, widen(from[idx]) / divisor);
   store_bits(slot + count, scale);
 }

@@ -12,11 +12,7 @@ namespace {
 
 // Rows and vectors of C that stay in registers.
 constexpr int kTileRows = 6;
-#if QUIRE_LANES == 16 || defined(__aarch64__)
-constexpr int kTileVectors = 4;
-#else
-constexpr int kTileVectors = 2;
-#endif
+constexpr int kTileVectors = kRegisters / 8;
 constexpr int kPanel = kTileVectors * kLanes;
 
 constexpr int round_up(int count, int unit) { return (count + unit - 1) / unit * unit; }
@@ -54,6 +50,16 @@ struct StepsOf<BFloat16> {
   using Type = BFloat16Pairs;
 };
 #endif
+
+// One lane's step of a key, and as many more as there are lanes.
+template <typename Steps, typename T>
+QUIRE_INLINE Words load_steps(const T* key) {
+  if constexpr (Steps::kValues == 2) {
+    return bit_cast<Words>(load_halves(key));
+  } else {
+    return bit_cast<Words>(load(key));
+  }
+}
 
 // A panel whose steps lie as they are multiplied.
 template <typename Steps>

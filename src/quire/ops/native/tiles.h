@@ -1,14 +1,11 @@
 // What is done with a tile of keys and values: scores, weights and weighted sums.
 //
-// Many query rows are worth packing a tile into panels for `multiply`. For few, that would take longer than the
-// products; their scores and sums are computed from where the keys and values lie.
+// Many query rows are worth packing a tile into panels for `multiply`; few are not.
 #pragma once
 
-#include "gemm.h"
+#include "few_rows.h"
 
 namespace {
-
-constexpr int kFewRows = 4;
 
 constexpr int kTileTokens = 128;  // tokens of a tile
 
@@ -27,27 +24,11 @@ struct Scales {
   }
 };
 
-// True where a line of the cache begins, counted from a vector's first value: one request for each line is enough.
-template <typename T>
-QUIRE_INLINE bool starts_line(int dim) {
-  return dim * int(sizeof(T)) % 64 == 0;
-}
-
 // Stores two values as a pair of bfloat16.
 template <typename T>
 QUIRE_INLINE void store_pair(BFloat16* to, T first, T second) {
   narrow(to, widen(first));
   narrow(to + 1, widen(second));
-}
-
-// One lane's step of a key, and as many more as there are lanes.
-template <typename Steps, typename T>
-QUIRE_INLINE Words load_steps(const T* key) {
-  if constexpr (Steps::kValues == 2) {
-    return bit_cast<Words>(load_halves(key));
-  } else {
-    return bit_cast<Words>(load(key));
-  }
 }
 
 // Packs vectors of `width` values, such as keys: a column for each vector, a row of the panel for each step.
@@ -59,8 +40,10 @@ void pack_columns(const T* const* vectors, int64_t ahead, int count, int width, 
   const int depth = width / values;
   for (int column = 0; column < count; column += kLanes) {
     const T* lanes[kLanes];
-    for (int lane = 0; lane < kLanes; ++lane)  // past the end the last vector is repeated: nobody looks at its sums
+    for (int lane = 0; lane < kLanes; ++lane) {  // past the end the last vector is repeated: nobody looks at its sums
       lanes[lane] = vectors[column + lane < count ? column + lane : count - 1];
+      if constexpr (std::is_same_v<T, int8_t>) fetch(lanes[lane] + width + ahead);  // the scale
+    }
     auto* panel = panels + (column / kPanel * kPanel * depth + column % kPanel) * values;
     int step = 0;
     for (; step + kLanes <= depth; step += kLanes) {
@@ -92,8 +75,10 @@ void pack_values(const T* const* rows, const T* const* next, int num_tokens, int
     return panels + (dim / kPanel * kPanel * depth + step * kPanel + dim % kPanel) * Steps::kValues;
   };
   for (int step = 0; step < depth; ++step) {
-    for (int token = step * Steps::kValues; token < (step + 1) * Steps::kValues && token < num_next; ++token)
+    for (int token = step * Steps::kValues; token < (step + 1) * Steps::kValues && token < num_next; ++token) {
       for (int dim = 0; dim < head_dim; dim += int(64 / sizeof(T))) fetch(next[token] + dim);
+      if constexpr (std::is_same_v<T, int8_t>) fetch(next[token] + head_dim);  // the scale
+    }
     int dim = 0;
     if constexpr (Steps::kValues == 2) {
       const T* first = rows[2 * step];
@@ -149,122 +134,6 @@ QUIRE_INLINE float weigh(float* scores, int begin, int end, int num_columns, flo
   const float rescale = before == -kInfinity ? 0.0f : exponential(splat(before - largest))[0];
   total = total * rescale + sum_of(sum)[0];
   return rescale;
-}
-
-// Adds up each of as many vectors as there are lanes: lane i of the result is the sum of vector i.
-template <int kCount = kLanes>
-QUIRE_INLINE Floats sums_of(Floats* vectors) {
-  if constexpr (kCount == 1) {
-    return vectors[0];
-  } else {
-    constexpr int step = kLanes / kCount;
-#pragma GCC unroll 16
-    for (int pair = 0; pair < kCount / 2; ++pair) {
-      Words low = bit_cast<Words>(vectors[2 * pair]), high = bit_cast<Words>(vectors[2 * pair + 1]);
-      exchange<step>(low, high, std::make_integer_sequence<int, kLanes>());
-      vectors[pair] = bit_cast<Floats>(low) + bit_cast<Floats>(high);
-    }
-    return sums_of<kCount / 2>(vectors);
-  }
-}
-
-// Computes the scores of few rows: scores[row, token] = queries[row] . key(token).
-//
-// keys: where each token's key lies. What is read next lies `ahead` values behind each, and is fetched meanwhile.
-template <typename Steps, int kRows, typename T>
-void score(const typename Steps::Value* queries, const T* const* keys, int64_t ahead, int num_tokens, int head_dim,
-           float* scores, int stride) {
-  constexpr int width = kLanes * Steps::kValues;
-  for (int column = 0; column < num_tokens; column += kLanes) {
-    Floats sums[kRows][kLanes];
-    for (int lane = 0; lane < kLanes; ++lane) {
-      const T* key = keys[column + lane < num_tokens ? column + lane : num_tokens - 1];
-      Floats products[kRows]{};
-      for (int dim = 0; dim < head_dim; dim += width) {
-        const Floats values = bit_cast<Floats>(load_steps<Steps>(key + dim));
-        if (starts_line<T>(dim)) fetch(key + dim + ahead);
-#pragma GCC unroll 4
-        for (int row = 0; row < kRows; ++row)
-          Steps::multiply_add(products[row], values, load_bits<Floats>(queries + row * head_dim + dim));
-      }
-#pragma GCC unroll 4
-      for (int row = 0; row < kRows; ++row) sums[row][lane] = products[row];
-    }
-#pragma GCC unroll 4
-    for (int row = 0; row < kRows; ++row) store(scores + row * stride + column, sums_of(sums[row]));
-  }
-}
-
-// Adds values to the sums of few rows: sums[row] = rescale[row] * sums[row] + weights[row, token] * value(token).
-//
-// This does it for the dimensions of `kVectors` vectors from `first_dim` on.
-template <typename Steps, int kRows, int kVectors, typename T>
-void add_columns(const typename Steps::Value* weights, int stride, const T* const* values, const T* const* next,
-                 int num_tokens, int num_next, int first_dim, float* sums, int sums_stride, const float* rescale) {
-  Floats totals[kRows][kVectors];
-#pragma GCC unroll 4
-  for (int row = 0; row < kRows; ++row)
-#pragma GCC unroll 4
-    for (int vector = 0; vector < kVectors; ++vector)
-      totals[row][vector] = load(sums + row * sums_stride + first_dim + vector * kLanes) * rescale[row];
-  for (int token = 0; token < num_tokens; token += Steps::kValues) {
-    for (int ahead = token; ahead < token + Steps::kValues && ahead < num_next; ++ahead)
-#pragma GCC unroll 4
-      for (int dim = 0; dim < kVectors * kLanes; dim += int(64 / sizeof(T)))
-        fetch(next[ahead] + first_dim + dim);
-    Floats columns[kVectors];
-    if constexpr (Steps::kValues == 2) {
-      const bool is_pair = token + 1 < num_tokens;
-#pragma GCC unroll 4
-      for (int vector = 0; vector < kVectors; vector += 2) {
-        const T* first = values[token] + first_dim + vector * kLanes;
-        // A pair's second half without a token must be zero: its weight is, but zero times anything need not be.
-        const HalfPairs second =
-            is_pair ? load_halves(values[token + 1] + first_dim + vector * kLanes) : HalfPairs{};
-        const Interleaved pairs = interleave(load_halves(first), second);
-        columns[vector] = bit_cast<Floats>(pairs.low);
-        columns[vector + 1] = bit_cast<Floats>(pairs.high);
-      }
-    } else {
-#pragma GCC unroll 4
-      for (int vector = 0; vector < kVectors; ++vector)
-        columns[vector] = load(values[token] + first_dim + vector * kLanes);
-    }
-#pragma GCC unroll 4
-    for (int row = 0; row < kRows; ++row) {
-      const Floats weight = Steps::broadcast(weights + row * stride + token);
-#pragma GCC unroll 4
-      for (int vector = 0; vector < kVectors; ++vector) Steps::multiply_add(totals[row][vector], weight, columns[vector]);
-    }
-  }
-#pragma GCC unroll 4
-  for (int row = 0; row < kRows; ++row)
-#pragma GCC unroll 4
-    for (int vector = 0; vector < kVectors; ++vector)
-      store(sums + row * sums_stride + first_dim + vector * kLanes, totals[row][vector]);
-}
-
-// values: where each token's value lies. next: where each token of the next tile lies, fetched meanwhile.
-template <typename Steps, int kRows, typename T>
-void add_values(const typename Steps::Value* weights, int stride, const T* const* values, const T* const* next,
-                int num_tokens, int num_next, int head_dim, float* sums, int sums_stride, const float* rescale) {
-  int dim = 0;
-  for (; dim + kPanel <= head_dim; dim += kPanel)
-    add_columns<Steps, kRows, kTileVectors>(weights, stride, values, next, num_tokens, num_next, dim, sums, sums_stride,
-                                            rescale);
-  for (; dim < head_dim; dim += 2 * kLanes)
-    add_columns<Steps, kRows, 2>(weights, stride, values, next, num_tokens, num_next, dim, sums, sums_stride, rescale);
-}
-
-// Calls `body` with the number of rows as a constant.
-template <typename Body>
-QUIRE_INLINE void with_few(int num_rows, Body body) {
-  switch (num_rows) {
-    case 1: return body(std::integral_constant<int, 1>());
-    case 2: return body(std::integral_constant<int, 2>());
-    case 3: return body(std::integral_constant<int, 3>());
-    default: return body(std::integral_constant<int, 4>());
-  }
 }
 
 }  // namespace

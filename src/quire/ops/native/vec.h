@@ -23,6 +23,11 @@
 namespace {
 
 constexpr int kLanes = QUIRE_LANES;
+#if QUIRE_LANES == 16 || defined(__aarch64__)
+constexpr int kRegisters = 32;  // for vectors
+#else
+constexpr int kRegisters = 16;
+#endif
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 typedef float Floats __attribute__((vector_size(4 * QUIRE_LANES)));
@@ -61,7 +66,10 @@ QUIRE_INLINE To bit_cast(From from) {
 
 QUIRE_INLINE Floats splat(float value) { return value - Floats{}; }
 
-QUIRE_INLINE Floats max(Floats a, Floats b) { return a > b ? a : b; }
+template <typename Vector>
+QUIRE_INLINE Vector max(Vector a, Vector b) {
+  return a > b ? a : b;
+}
 
 // ---- values in memory, one type after the other; tails of less than a vector go through the scalar forms ----
 
@@ -70,12 +78,27 @@ QUIRE_INLINE void store(float* to, Floats values) { store_bits(to, values); }
 QUIRE_INLINE float widen(float value) { return value; }
 QUIRE_INLINE void narrow(float* to, float value) { *to = value; }
 
-QUIRE_INLINE Floats load(const BFloat16* from) {
-#if defined(__AVX512F__)  // the compiler's own conversion goes through two halves
-  return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_bits<__m256i>(from)), 16);
+// Between 16 and 32 bits. GCC widens and narrows plain vectors half by half and puts the halves together.
+QUIRE_INLINE Words widen_words(Halves values) {
+#if defined(__AVX512F__)
+  return (Words)_mm512_cvtepu16_epi32((__m256i)values);
+#elif defined(__AVX2__)
+  return (Words)_mm256_cvtepu16_epi32((__m128i)values);
 #else
-  return bit_cast<Floats>(__builtin_convertvector(load_bits<Halves>(from), Words) << 16);
+  return __builtin_convertvector(values, Words);
 #endif
+}
+
+QUIRE_INLINE Halves narrow_words(Words values) {
+#if defined(__AVX512F__)
+  return (Halves)_mm512_cvtepi32_epi16((__m512i)values);
+#else
+  return __builtin_convertvector(values, Halves);
+#endif
+}
+
+QUIRE_INLINE Floats load(const BFloat16* from) {
+  return bit_cast<Floats>(widen_words(load_bits<Halves>(from)) << 16);
 }
 
 QUIRE_INLINE float widen(BFloat16 value) { return bit_cast<float>(uint32_t(value.bits) << 16); }
@@ -88,7 +111,7 @@ QUIRE_INLINE Halves round_to_bfloat16(Floats values) {
   const Words bits = bit_cast<Words>(values);
   const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   const Words nan = Words{} + 0x7fc0;
-  return __builtin_convertvector(values == values ? rounded : nan, Halves);
+  return narrow_words(values == values ? rounded : nan);
 #endif
 }
 
@@ -152,10 +175,11 @@ QUIRE_INLINE Floats load(const int8_t* from) {
 // As many values as two vectors hold, as bfloat16, which every int8 is exactly.
 QUIRE_INLINE HalfPairs load_halves(const BFloat16* from) { return load_bits<HalfPairs>(from); }
 
+#if defined(__AVX512BF16__)
 QUIRE_INLINE HalfPairs load_halves(const int8_t* from) {
-  const Halves halves[] = {round_to_bfloat16(load(from)), round_to_bfloat16(load(from + kLanes))};
-  return load_bits<HalfPairs>(halves);
+  return (HalfPairs)_mm512_cvtne2ps_pbh((__m512)load(from + kLanes), (__m512)load(from));
 }
+#endif
 
 // Rounds to the nearest, ties to even; a NaN becomes 0. The values are in [-127, 127].
 QUIRE_INLINE void store(int8_t* to, Floats values) {
@@ -174,25 +198,31 @@ QUIRE_INLINE void fetch(const T* from) {
   __builtin_prefetch(from, 0, 2);
 }
 
+// True where a line of the cache begins, counted from a vector's first value: one request for each line is enough.
+template <typename T>
+QUIRE_INLINE bool starts_line(int dim) {
+  return dim * int(sizeof(T)) % 64 == 0;
+}
+
 // ---- across lanes ----
 
 // Each lane beside the one whose index differs in the bit `kStep`.
-template <int kStep, int... kLane>
-QUIRE_INLINE Floats swapped(Floats values, std::integer_sequence<int, kLane...>) {
+template <int kStep, typename Vector, int... kLane>
+QUIRE_INLINE Vector swapped(Vector values, std::integer_sequence<int, kLane...>) {
   return __builtin_shufflevector(values, values, (kLane ^ kStep)...);
 }
 
 // The sum and the largest of all lanes, in every lane.
-template <int kStep = kLanes / 2>
-QUIRE_INLINE Floats sum_of(Floats values) {
-  const Floats sums = values + swapped<kStep>(values, std::make_integer_sequence<int, kLanes>());
+template <int kStep = kLanes / 2, typename Vector>
+QUIRE_INLINE Vector sum_of(Vector values) {
+  const Vector sums = values + swapped<kStep>(values, std::make_integer_sequence<int, kLanes>());
   if constexpr (kStep > 1) return sum_of<kStep / 2>(sums);
   return sums;
 }
 
-template <int kStep = kLanes / 2>
-QUIRE_INLINE Floats max_of(Floats values) {
-  const Floats larger = max(values, swapped<kStep>(values, std::make_integer_sequence<int, kLanes>()));
+template <int kStep = kLanes / 2, typename Vector>
+QUIRE_INLINE Vector max_of(Vector values) {
+  const Vector larger = max(values, swapped<kStep>(values, std::make_integer_sequence<int, kLanes>()));
   if constexpr (kStep > 1) return max_of<kStep / 2>(larger);
   return larger;
 }
@@ -217,6 +247,23 @@ QUIRE_INLINE void transpose(Words (&rows)[kLanes]) {
   }
 }
 
+// Adds up vectors: lane i of `sums_of<kLanes, 1>` is the sum of vector i. Its rounds can be had apart: what
+// `sums_of<n, 1>` returns for n vectors at a time is finished by `sums_of<kLanes / n, n>`.
+template <int kCount, int kStep, typename Vector>
+QUIRE_INLINE Vector sums_of(Vector* vectors) {
+  if constexpr (kCount == 1) {
+    return vectors[0];
+  } else {
+#pragma GCC unroll 8
+    for (int pair = 0; pair < kCount / 2; ++pair) {
+      Words low = bit_cast<Words>(vectors[2 * pair]), high = bit_cast<Words>(vectors[2 * pair + 1]);
+      exchange<kStep>(low, high, std::make_integer_sequence<int, kLanes>());
+      vectors[pair] = bit_cast<Vector>(low) + bit_cast<Vector>(high);
+    }
+    return sums_of<kCount / 2, 2 * kStep>(vectors);
+  }
+}
+
 // The values of two vectors in turns: a0 b0 a1 b1 ..., the first half and the second.
 struct Interleaved {
   HalfPairs low, high;
@@ -234,24 +281,50 @@ QUIRE_INLINE Interleaved interleave(HalfPairs a, HalfPairs b) {
 
 // ---- functions ----
 
+// The largest magnitude of some values, or NaN where there is one: as integers, magnitudes have the order that they have
+// as floats, and a NaN is the largest.
+template <typename T>
+QUIRE_INLINE float largest_magnitude(const T* from, int64_t count) {
+  const auto magnitude = [](auto value) { return value & 0x7fffffff; };
+  Ints highest{};
+  int64_t idx = 0;
+  for (; idx + kLanes <= count; idx += kLanes)
+    highest = max(highest, magnitude(bit_cast<Ints>(load(from + idx))));
+  int32_t largest = max_of(highest)[0];
+  for (; idx < count; ++idx) {
+    const int32_t here = magnitude(bit_cast<int32_t>(widen(from[idx])));
+    largest = here > largest ? here : largest;
+  }
+  return bit_cast<float>(largest);
+}
+
 // e to the power of each lane: relative error below 3e-7 in [-87, 88], 0 below, e^88 above; a NaN stays one.
-// A power of two and a polynomial (Taylor to the sixth order) of the rest, which is at most ln(2) / 2.
+// A power of two and a polynomial of the rest, which is at most ln(2) / 2: the one of the fifth order, beginning with
+// 1 + x, whose largest relative error is least (1.05e-7).
 QUIRE_INLINE Floats exponential(Floats x) {
-  const Floats magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   const Floats limited = x > 88.0f ? splat(88.0f) : x;
+#if defined(__AVX512F__)
+  const Floats power = (Floats)_mm512_roundscale_ps((__m512)(limited * 1.44269504088896341f), _MM_FROUND_TO_NEAREST_INT);
+#else
+  const Floats magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   const Floats rounded = limited * 1.44269504088896341f + magic;
   const Floats power = rounded - magic;
+#endif
   const Floats rest = (limited - power * 0.693145751953125f) - power * 1.42860682030941723212e-6f;
-  Floats value = splat(1.0f / 720.0f);
-  value = value * rest + 1.0f / 120.0f;
-  value = value * rest + 1.0f / 24.0f;
-  value = value * rest + 1.0f / 6.0f;
-  value = value * rest + 0.5f;
+  Floats value = splat(0.00831252618f);
+  value = value * rest + 0.0418901156f;
+  value = value * rest + 0.166671145f;
+  value = value * rest + 0.499992318f;
   value = value * rest + 1.0f;
   value = value * rest + 1.0f;
+#if defined(__AVX512F__)
+  const __mmask16 is_above = _mm512_cmp_ps_mask((__m512)x, (__m512)splat(-87.0f), _CMP_NLT_UQ);
+  return (Floats)_mm512_maskz_scalef_ps(is_above, (__m512)value, (__m512)power);
+#else
   const Ints exponent = bit_cast<Ints>(rounded) - bit_cast<Ints>(magic);
   const Floats scaled = bit_cast<Floats>(bit_cast<Ints>(value) + (exponent << 23));
   return x < -87.0f ? Floats{} : (x == x ? scaled : x);
+#endif
 }
 
 }  // namespace
