@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -39,6 +40,9 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> None:
         from quire.engine.async_llm import AsyncLLM
 
         llm = AsyncLLM.from_config(engine_config)
+        # All this stays: a full collection that went through it too would hold every stream up for some 30 ms.
+        gc.collect()
+        gc.freeze()
         try:
             state = ServerState(llm, config, __version__, created=int(time.time()))
             settings = uvicorn.Config(
