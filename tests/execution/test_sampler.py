@@ -91,6 +91,22 @@ def test_a_closed_sequence_leaves_nothing_to_the_next_of_its_name() -> None:
     assert plain[0].token_ids == (best,)
 
 
+def test_greedy_samples_of_one_row_are_all_the_likeliest() -> None:
+    plan = opened(opening(SamplingParams(temperature=0.0, n=2)), num_samples=2)
+    best = int(random_logits(1).argmax())
+    assert step(Sampler(CPU), plan, random_logits(1))[0].token_ids == (best, best)
+
+
+def test_an_opening_forgets_the_history_before_it() -> None:
+    sampler = Sampler(CPU)
+    penalized = SamplingParams(temperature=0.0, frequency_penalty=2.0)
+    step(sampler, opened(opening(penalized)), random_logits(1))
+    step(sampler, opened(opening(SamplingParams(temperature=0.0), output=(3, 4, 5))), random_logits(1))
+    # Past what the first sequence of this name had: its history would have a hole.
+    later = StepPlan(2, (PlanItem(0, 9, (1,), (), 1, None),), NO_OPS, ())
+    assert step(sampler, later, random_logits(1))[0].token_ids == (int(random_logits(1).argmax()),)
+
+
 def test_an_opening_replaces_what_was_known() -> None:
     sampler = Sampler(CPU)
     step(sampler, opened(opening(SamplingParams(temperature=0.0, logit_bias={5: 100.0}))), random_logits(1))

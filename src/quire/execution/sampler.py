@@ -42,10 +42,10 @@ class SamplingState:
 
     @property
     def is_plain(self) -> bool:
-        """Say whether every token is the likeliest, one a step, and nothing else is asked of it."""
+        """Say whether every token is the likeliest, and nothing else is asked of it."""
         params = self.params
-        is_single = params.num_sequences == 1 and not params.measures_tokens
-        return is_single and params.is_greedy and params.min_tokens == 0 and self.adjustments.is_none(0)
+        is_greedy = params.is_greedy and params.min_tokens == 0 and not params.measures_tokens
+        return is_greedy and self.adjustments.is_none(0)
 
 
 class Sampler:
@@ -76,8 +76,7 @@ class Sampler:
     def follow(self, plan: StepPlan) -> None:
         """Forget the closed sequences, meet the opened ones, and learn the tokens of this step."""
         for seq_id in plan.closed:
-            for known in (self._states, self._special, self._with_history, self._with_prompt):
-                known.pop(seq_id, None)
+            self._close(seq_id)
         for item in plan.items:
             if item.opening is not None:
                 self._open(item.seq_id, item.opening)
@@ -87,7 +86,12 @@ class Sampler:
                 if history is not None:
                     history.follow(item.start, item.token_ids, is_end=item.num_samples > 0)
 
+    def _close(self, seq_id: int) -> None:
+        for known in (self._states, self._special, self._with_history, self._with_prompt):
+            known.pop(seq_id, None)
+
     def _open(self, seq_id: int, opening: Opening) -> None:
+        self._close(seq_id)  # an opening replaces all that was known
         state = self._states[seq_id] = SamplingState(opening, self._device)
         history = state.adjustments.history
         if history is not None:
@@ -106,7 +110,8 @@ class Sampler:
             logits: float32 [R, V], overwritten: row `r` is of the last token of `items[r]`.
             items: those with `num_samples` of at least 1, in any order; no item's result depends on the others.
         """
-        if self._special.keys().isdisjoint([item.seq_id for item in items]):
+        special = self._special
+        if not any(item.num_samples > 1 or item.seq_id in special for item in items):
             results = _take_likeliest(logits, items)
             if results is not None:
                 return results
