@@ -23,8 +23,12 @@ def draw_curve(axes: Any, xs: list[int], rows: list[dict[str, float]], color: st
 
 def finish_panel(axes: Any, title: str, unit: str, xs: list[int]) -> None:
     """Set a panel's scales and its words; both axes are logarithmic."""
+    from matplotlib.ticker import LogLocator
+
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xticks(xs, [str(x) for x in xs], fontsize=9)
     axes.minorticks_off()
     axes.set_xlabel(unit, fontsize=9, color=INK)
@@ -55,7 +59,7 @@ def draw(figures: dict[str, Any], image: Path) -> None:
     finish_panel(panels[1], "Prompts, tokens/s", "tokens of the prompt", contexts)
     handles = [
         *panels[0].get_legend_handles_labels()[0],
-        Line2D([], [], ls="--", lw=1.1, color=INK, label="what bytes and operations allow"),
+        Line2D([], [], ls="--", lw=1.1, color=INK, label="what bytes and operations allow (16-bit weights)"),
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     image.parent.mkdir(parents=True, exist_ok=True)
