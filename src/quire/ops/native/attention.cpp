@@ -178,8 +178,10 @@ const Collected& attend(const Layer& layer, const Job& job, int64_t kv_head, Scr
   int64_t start = plan.is_deterministic ? job.begin / kTokens * kTokens : job.begin;
   Tile<S> tile, next;
   next.find(layer, kv_head, job, table, start);
+  // Behind an int8 vector lies its scale.
+  constexpr int scale_bytes = std::is_same_v<S, int8_t> ? int(sizeof(float)) : 0;
   for (int token = next.num_missing; token < next.num_tokens; ++token)
-    for (int dim = 0; dim < head_dim; dim += int(64 / sizeof(S))) fetch(next.slots[token] + dim);
+    for (int dim = 0; dim < head_dim + scale_bytes; dim += int(64 / sizeof(S))) fetch(next.slots[token] + dim);
   gather<T>(layer, job, kv_head, scratch);
   const int num_rows = scratch.num_rows;
   // Elsewhere a chunk of a prompt walks through its context in one go.
