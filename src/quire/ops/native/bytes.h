@@ -149,16 +149,4 @@ struct ByteRows {
   }
 };
 
-// ---- parts of a product ----
-
-// Calls `body(panel, first row, number of rows)` for all parts of a product, on threads.
-template <typename Body>
-void in_jobs(int64_t num_rows, int num_columns, Body body) {
-  const int64_t num_blocks = (num_rows + kJobRows - 1) / kJobRows;
-  quire::in_runs(num_blocks * num_panels(num_columns), [&](int64_t job) {
-    const int64_t first = job % num_blocks * kJobRows;
-    body(int(job / num_blocks), first, int(std::min<int64_t>(kJobRows, num_rows - first)));
-  });
-}
-
 }  // namespace

@@ -108,24 +108,23 @@ void multiply_tile(const typename Steps::Value* a, int a_stride, const Panel& pa
     for (int vector = 0; vector < kVectors; ++vector) store(c + row * c_stride + vector * kLanes, sums[row][vector]);
 }
 
+// Calls `tile(first row)` for rows [0, num_rows) in whole tiles, with the number of its rows as a constant.
+template <int kRows, typename Tile>
+QUIRE_INLINE void in_tiles(int num_rows, Tile tile) {
+  int row = 0;
+  for (; num_rows - row >= kRows; row += kRows) tile(row, std::integral_constant<int, kRows>());
+  if constexpr (kRows > 1) {
+    if (num_rows > row) in_tiles<kRows - 1>(num_rows - row, [&](int idx, auto count) { tile(row + idx, count); });
+  }
+}
+
 template <typename Steps, int kVectors>
 void multiply_panel(const typename Steps::Value* a, int a_stride, const typename Steps::Value* panel, int depth,
                     float* c, int c_stride, const float* scale, int num_rows) {
-  int row = 0;
-  const auto tile = [&](auto rows) {
+  in_tiles<kTileRows>(num_rows, [&](int row, auto rows) {
     multiply_tile<Steps, rows.value, kVectors>(a + row * a_stride, a_stride, PanelSteps<Steps>{panel}, depth,
                                                c + row * c_stride, c_stride, scale ? scale + row : nullptr);
-    row += rows.value;
-  };
-  while (num_rows - row >= kTileRows) tile(std::integral_constant<int, kTileRows>());
-  switch (num_rows - row) {
-    case 5: return tile(std::integral_constant<int, 5>());
-    case 4: return tile(std::integral_constant<int, 4>());
-    case 3: return tile(std::integral_constant<int, 3>());
-    case 2: return tile(std::integral_constant<int, 2>());
-    case 1: return tile(std::integral_constant<int, 1>());
-    default: return;
-  }
+  });
 }
 
 // C[num_rows, num_columns] = diag(scale) C + A B.

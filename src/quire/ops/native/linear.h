@@ -57,16 +57,6 @@ void finish(float* sums, const Operands& operands, int64_t row, int panel) {
 
 // ---- tiles of a job ----
 
-// Calls `tile(first row)` for rows [0, num_rows) in whole tiles, with the number of its rows as a constant.
-template <int kRows, typename Tile>
-QUIRE_INLINE void in_tiles(int num_rows, Tile tile) {
-  int row = 0;
-  for (; num_rows - row >= kRows; row += kRows) tile(row, std::integral_constant<int, kRows>());
-  if constexpr (kRows > 1) {
-    if (num_rows > row) in_tiles<kRows - 1>(num_rows - row, [&](int idx, auto count) { tile(row + idx, count); });
-  }
-}
-
 // What a tile asks for while it computes: its share, by its rows, of what is read after the bytes that all tiles meet.
 class Ahead {
  public:
@@ -95,11 +85,11 @@ constexpr int kWeightPanel = 64;
 
 static_assert(kWeightPanel % kPanel == 0 && kPanel % (2 * kLanes) == 0);
 
-// Calls `body(panel, first row, rows)` for each panel and each block of rows, on all threads.
-template <typename Body>
+// Calls `body(panel, first row, rows)` for each panel of `kColumns` and each block of rows, on all threads.
+template <int kColumns = kWeightPanel, typename Body>
 void in_blocks(int64_t num_columns, int64_t num_rows, Body body) {
   const int64_t num_blocks = (num_rows + kJobRows - 1) / kJobRows;
-  quire::in_runs(num_blocks * num_panels<kWeightPanel>(num_columns), [&](int64_t job) {
+  quire::in_runs(num_blocks * num_panels<kColumns>(num_columns), [&](int64_t job) {
     const int64_t first = job % num_blocks * kJobRows;
     body(job / num_blocks, first, int(std::min<int64_t>(kJobRows, num_rows - first)));
   });

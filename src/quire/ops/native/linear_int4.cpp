@@ -208,7 +208,7 @@ QUIRE_EXPORT void quire_linear_int4(int64_t type, const void* x, int64_t row_str
     const int num_groups = int(width / kGroup);
     const ByteRows rows(static_cast<const T*>(x), row_stride, num_rows, int(width), num_groups, kNibbleOffset);
     const int64_t panel_bytes = int64_t(num_groups) * kGroupBytes;
-    in_jobs(num_rows, operands.num_columns, [&](int panel, int64_t first, int count) {
+    in_blocks<kPanel>(operands.num_columns, num_rows, [&](int panel, int64_t first, int count) {
       const uint8_t* groups = static_cast<const uint8_t*>(packed) + panel * panel_bytes;
       multiply_rows<T>(rows, groups, operands, panel, first, count);
     });

@@ -117,7 +117,8 @@ QUIRE_EXPORT void quire_linear_int8(int64_t type, const void* x, int64_t row_str
     const Int8Weight weight{static_cast<const uint8_t*>(packed), int(width / kStepBytes)};
     const Operands operands{x, row_stride, bias, residual, output, int(num_columns)};
     const ByteRows rows(static_cast<const T*>(x), row_stride, num_rows, int(width), 1, kWeightOffset);
-    in_jobs(num_rows, operands.num_columns,
-            [&](int panel, int64_t first, int count) { multiply_rows<T>(rows, weight, operands, panel, first, count); });
+    in_blocks<kPanel>(
+        operands.num_columns, num_rows,
+        [&](int panel, int64_t first, int count) { multiply_rows<T>(rows, weight, operands, panel, first, count); });
   });
 }
