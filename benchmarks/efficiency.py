@@ -31,7 +31,6 @@ from benchmarks.efficiency_moments import (
 )
 from benchmarks.efficiency_traces import DATASETS, SPREAD, Work, trace
 from quire.config import EngineConfig, Machine, ModelFacts, resolve
-from quire.decoding.strategies import Sampling
 from quire.engine.engine import Engine
 from quire.engine.llm import LLM
 from quire.memory.manager import KVCacheManager
@@ -91,7 +90,6 @@ def simulated(**options: int) -> Engine:
     )
     scheduler = Scheduler(
         memory,
-        Sampling(),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
     )

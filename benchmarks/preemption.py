@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.efficiency_traces import DATASETS, trace
-from quire.decoding.strategies import Sampling
 from quire.memory.manager import KVCacheManager
 from quire.memory.specs import FullAttention
 from quire.scheduling.preemption import SwapCosts
@@ -78,7 +77,6 @@ def serve(case: Case, num_requests: int, seed: int) -> Figures:
     )
     scheduler = Scheduler(
         memory,
-        Sampling(),
         max_num_seqs=MAX_NUM_SEQS,
         max_num_batched_tokens=BUDGET,
         preemption_policy=case.policy,
@@ -98,7 +96,7 @@ def serve(case: Case, num_requests: int, seed: int) -> Figures:
         seconds += STEP_S + num_tokens * TOKEN_S + moved / COPY_BYTES_PER_S
         num_computed += num_tokens
         moved_bytes += moved
-        scheduler.advance(plan.items, [out.token_ids for out in executor.execute(plan).items])
+        scheduler.advance(plan.items, executor.execute(plan).items)
     # The last token of a sample is never computed.
     needed = sum(len(work.prompt) + case.num_samples * (work.num_new - 1) for work in works)
     generated = case.num_samples * sum(work.num_new for work in works)

@@ -13,7 +13,6 @@ import time
 from typing import Any
 
 from benchmarks import machine
-from quire.decoding.strategies import Sampling
 from quire.memory.manager import KVCacheManager
 from quire.memory.specs import FullAttention
 from quire.scheduling.scheduler import Scheduler
@@ -31,7 +30,7 @@ def scheduler_in_decode(num_seqs: int, num_steps: int, *, caching: bool) -> Sche
     memory = KVCacheManager(
         [FullAttention(block_size=BLOCK_SIZE)], num_seqs * blocks_each, enable_prefix_caching=caching, key=b"benchmark"
     )
-    scheduler = Scheduler(memory, Sampling(), max_num_seqs=num_seqs, max_num_batched_tokens=NUM_PROMPT * num_seqs)
+    scheduler = Scheduler(memory, max_num_seqs=num_seqs, max_num_batched_tokens=NUM_PROMPT * num_seqs)
     rng = random.Random(0)
     params = SamplingParams(temperature=0.0, max_tokens=num_steps + BLOCK_SIZE, ignore_eos=True, detokenize=False)
     for idx in range(num_seqs):
@@ -49,7 +48,7 @@ def step(scheduler: Scheduler, executor: CountingExecutor, tick: int) -> tuple[f
     planned = time.perf_counter()
     result = executor.execute(plan)
     executed = time.perf_counter()
-    scheduler.advance(plan.items, [out.token_ids for out in result.items])
+    scheduler.advance(plan.items, result.items)
     return planned - started, time.perf_counter() - executed
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quire.decoding import Append, Finish, Fork, Sampling, end_of_tokens
+from quire.decoding import Append, Edit, Finish, Fork, Sampling, Truncate, end_of_tokens
 from quire.memory import Namespace, TokenChain
 from quire.sequences import FinishReason, Request, SamplingParams, Sequence
 
@@ -25,7 +25,8 @@ def sequence_with(num_output: int = 0, *, sample_idx: int = 0, max_total_tokens:
         seed=0,
     )
     tokens = [1, 2, 3] + [4] * num_output
-    sequence = Sequence(0, request, sample_idx, tokens, TokenChain(tokens, Namespace(), 4, b""), (0, 0, sample_idx))
+    chain = TokenChain(tokens, Namespace(), 4, b"")
+    sequence = Sequence(0, request, sample_idx, tokens, chain, (0, 0, sample_idx), Sampling())
     request.sequences.append(sequence)
     return sequence
 
@@ -68,8 +69,8 @@ def test_a_single_sample_appends() -> None:
 def test_forks_come_first_and_finishes_last() -> None:
     edits = Sampling().advance(sequence_with(n=3, stop_token_ids=(6,)), (END, 5, 6))
     assert edits == [
-        Fork(1),
-        Fork(2),
+        Fork(1, 0),
+        Fork(2, 0),
         Append(0, 0),
         Append(1, 1),
         Append(2, 2),
@@ -83,6 +84,31 @@ def test_a_later_sample_edits_itself() -> None:
         Append(2, 0),
         Finish(2, FinishReason.STOP, None),
     )
+
+
+@pytest.mark.parametrize(
+    ("draft", "run", "edits"),
+    [
+        ((), (4, 5), [Append(0, 0), Append(0, 1)]),
+        ((), (4, END, 5), [Append(0, 0), Append(0, 1), Finish(0, FinishReason.STOP, None)]),
+        ((4, 5), (4, 5, 6), [Append(0, 0), Append(0, 1), Append(0, 2), Truncate(0, 6)]),
+        ((4, 5), (4, 6), [Append(0, 0), Append(0, 1), Truncate(0, 5)]),
+        ((4, 5), (6,), [Append(0, 0), Truncate(0, 4)]),
+        # What a grammar forces behind the drafts is not computed, even where it looks like a draft.
+        ((4,), (4, 5, 5), [Append(0, 0), Append(0, 1), Append(0, 2), Truncate(0, 5)]),
+        ((4, 5), (6, 5), [Append(0, 0), Append(0, 1), Truncate(0, 4)]),
+        ((END, 5), (END, 5, 6), [Append(0, 0), Truncate(0, 5), Finish(0, FinishReason.STOP, None)]),
+        (
+            (4, 4, 4, 4, 4),
+            (4, 4, 4, 4, 4, 4),
+            [*(Append(0, i) for i in range(4)), Truncate(0, 8), Finish(0, FinishReason.LENGTH, None)],
+        ),
+    ],
+)
+def test_runs(draft: tuple[int, ...], run: tuple[int, ...], edits: list[Edit]) -> None:
+    sequence = sequence_with(1, max_total_tokens=8)
+    sequence.draft = draft
+    assert Sampling().advance(sequence, run) == edits
 
 
 def test_a_prompt_is_drawn_from_once_for_each_sample() -> None:

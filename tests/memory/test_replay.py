@@ -8,7 +8,6 @@ import re
 
 import pytest
 
-from quire.decoding import Sampling
 from quire.errors import LogError
 from quire.memory import (
     ChunkedLocal,
@@ -199,7 +198,7 @@ def test_a_scheduler_under_pressure_is_recorded(specs: tuple[KVCacheSpec, ...]) 
     num_bytes = 17 * sum(spec.bytes_per_block for spec in specs)
     settings = MemorySettings(specs=specs, num_bytes=num_bytes, watermark=1)
     memory, log = open_memory(settings)
-    scheduler = Scheduler(memory, Sampling(), max_num_seqs=8, max_num_batched_tokens=24)
+    scheduler = Scheduler(memory, max_num_seqs=8, max_num_batched_tokens=24)
     executor = SimulatedExecutor(SIZE, 13, specs)
     rng = random.Random(3)
     for i in range(40):
@@ -209,7 +208,7 @@ def test_a_scheduler_under_pressure_is_recorded(specs: tuple[KVCacheSpec, ...]) 
     tick = 0
     while scheduler.has_unfinished:
         plan = scheduler.plan(tick)
-        scheduler.advance(plan.items, [out.token_ids for out in executor.execute(plan).items])
+        scheduler.advance(plan.items, executor.execute(plan).items)
         tick += 1
     report = play(log.getvalue())
     assert report.fault is None

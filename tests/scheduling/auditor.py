@@ -82,8 +82,11 @@ class Auditor:
             end = item.start + len(item.token_ids)
             assert item.token_ids
             assert item.start == sequence.num_computed
-            assert list(item.token_ids) == sequence.tokens[item.start : end]
-            assert (item.num_samples > 0) == (end == len(sequence.tokens)), "draws before the last pending token"
+            assert list(item.token_ids) == [*sequence.tokens[item.start :], *sequence.draft][: len(item.token_ids)]
+            assert item.num_draft == len(sequence.draft)
+            is_last = end - item.num_draft == len(sequence.tokens)
+            assert (item.num_samples > 0) == is_last, "draws before the last pending token"
+            assert is_last or not item.num_draft
             assert memory.sequences[item.seq_id].num_slots == end, "slots for more or fewer than the step's tokens"
         if before.running:
             assert planned[0] == before.running[0].seq_id, "the first in order does not go on"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 
-from quire.decoding import Sampling
 from quire.memory import FullAttention, KVCacheManager, KVCacheSpec, MediaSpan, Namespace, check
 from quire.scheduling import Scheduler, StepPlan
 from quire.sequences import Request, SamplingParams, Sequence
@@ -59,11 +59,39 @@ class Setting:
     snapshot_interval: int | None = None
     retention: int = 0
     chunk_tokens: int | None = None
+    drafts: bool = False
 
     @property
     def room(self) -> int:
         """Tokens that the pool holds."""
         return self.num_blocks * self.block_size
+
+
+class Guesser:
+    """Guesses right or wrong, as a hash of the tokens so far says.
+
+    Args:
+        executor: whose tokens are to be guessed.
+    """
+
+    def __init__(self, executor: SimulatedExecutor) -> None:
+        self.executor = executor
+        self.counts = [0, 0]
+
+    def propose(self, sequence: Sequence, limit: int) -> tuple[int, ...]:
+        """Return up to four tokens, mostly those that will be drawn."""
+        rng = random.Random(repr((sequence.seq_id, sequence.tokens)))
+        draft: list[int] = []
+        while len(draft) < min(limit, 4) and rng.random() < 0.8:
+            known = self.executor.foresee(sequence.seq_id, (*sequence.tokens[sequence.num_computed :], *draft))
+            draft.append(known if known is not None and rng.random() < 0.8 else rng.randrange(VOCAB_SIZE))
+        return tuple(draft)
+
+    def note(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
+        """Count."""
+        assert 0 <= num_accepted <= num_drafted == len(sequence.draft)
+        self.counts[0] += num_drafted
+        self.counts[1] += num_accepted
 
 
 @dataclass
@@ -110,7 +138,6 @@ class Rig:
         )
         self.scheduler = Scheduler(
             self.memory,
-            Sampling(),
             max_num_seqs=setting.max_num_seqs,
             max_num_batched_tokens=setting.budget,
             policy=setting.policy,
@@ -119,6 +146,8 @@ class Rig:
         )
         self.scheduler.chunk_tokens = setting.chunk_tokens
         self.executor = SimulatedExecutor(setting.block_size, VOCAB_SIZE, specs)
+        if setting.drafts:
+            self.scheduler.drafter = Guesser(self.executor)
         self.auditor = Auditor(self.scheduler)
 
     def add(self, job: Job, seed: int) -> Request:
@@ -162,12 +191,11 @@ class Rig:
     def finish_step(self, plan: StepPlan) -> None:
         """Execute a plan and take in its results: of all items together, or in every second step item by item."""
         result = self.executor.execute(plan)
-        drawn = [out.token_ids for out in result.items]
         per_call = 1 if self.tick % 2 else len(plan.items)
         for start in range(0, len(plan.items), max(per_call, 1)):
             items = plan.items[start : start + per_call]
             sequences = [self.scheduler.sequences.get(item.seq_id) for item in items]
-            self.scheduler.advance(items, drawn[start : start + per_call])
+            self.scheduler.advance(items, result.items[start : start + per_call])
             for sequence, item in zip(sequences, items, strict=True):
                 if sequence is not None:
                     self._know_prompt_logprobs(sequence, item.start, len(item.token_ids))

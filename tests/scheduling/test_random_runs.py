@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.memory import ChunkedLocal, FullAttention, KVCacheSpec, MediaSpan, RecurrentState, SlidingWindow
-from tests.scheduling.rig import NEVER, VOCAB_SIZE, Job, Setting, run
+from tests.scheduling.rig import NEVER, VOCAB_SIZE, Guesser, Job, Setting, run
 
 FULL = (FullAttention(block_size=4),)
 WINDOW = SlidingWindow(block_size=4, window=9)
@@ -67,6 +67,7 @@ def narrow_settings(draw: st.DrawFn) -> Setting:
         preemption_policy=draw(st.sampled_from(["last", "least_waste"])),
         preemption_mode=draw(st.sampled_from(["auto", "swap", "recompute"])),
         host_blocks=draw(st.sampled_from([0, 1, 3, least, 3 * least])),
+        drafts=draw(st.booleans()),
     )
 
 
@@ -169,9 +170,10 @@ def with_media(jobs: list[Job]) -> list[Job]:
         "a pool smaller than a chunk, swap",
     ],
 )
-def test_long_runs(seed: int, setting: Setting) -> None:
+@pytest.mark.parametrize("drafts", [False, True], ids=["", "drafts"])
+def test_long_runs(seed: int, setting: Setting, drafts: bool) -> None:
     jobs = random_jobs(random.Random(seed), 40)
-    outcome = run(jobs, setting)
+    outcome = run(jobs, replace(setting, drafts=drafts))
     for job, samples, expected in zip(jobs, outcome.outputs, undisturbed(jobs), strict=True):
         assert agrees(job, samples, expected)
 
@@ -209,3 +211,12 @@ def test_long_runs_do_swap_families_out_and_in() -> None:
     assert stats.num_swaps > 5
     assert stats.num_preemptions > stats.num_swaps, "some families are torn, and recompute"
     assert min(host.num_swap_outs, host.num_swap_ins) > 5
+
+
+def test_long_runs_do_accept_and_reject_drafts() -> None:
+    setting = Setting(num_blocks=19, budget=16, max_num_seqs=8, drafts=True)
+    outcome = run(random_jobs(random.Random(0), 30), setting)
+    drafter = outcome.scheduler.drafter
+    assert isinstance(drafter, Guesser)
+    num_drafted, num_accepted = drafter.counts
+    assert 100 < num_accepted < 0.9 * num_drafted

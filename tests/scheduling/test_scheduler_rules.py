@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from quire.decoding import Append, Finish, Sampling
+from quire.decoding import Append, Finish
 from quire.errors import InvalidParameter, InvariantViolation, PromptTooLong
 from quire.memory import FullAttention, KVCacheManager, TokenAccount, TokenSources
 from quire.scheduling import Scheduler
+from quire.scheduling.plan import ItemResult
 from quire.sequences import FinishReason, SequenceStatus
 from tests.scheduling.rig import Job, Rig, Setting, run
 
@@ -65,7 +66,7 @@ def test_prompts_beside_decodes_are_cut_to_what_the_pace_allows_and_alone_they_a
 def test_a_budget_below_the_seats_is_refused() -> None:
     memory = KVCacheManager([FullAttention(block_size=4)], 4)
     with pytest.raises(ValueError, match="3 tokens a step cannot serve 4 sequences"):
-        Scheduler(memory, Sampling(), max_num_seqs=4, max_num_batched_tokens=3)
+        Scheduler(memory, max_num_seqs=4, max_num_batched_tokens=3)
 
 
 # ---- order (S6) ----
@@ -144,17 +145,18 @@ def test_advance_reports_draws_and_endings_in_order() -> None:
     rig = Rig(Setting())
     request = rig.add(Job(prompt=prompt(3), n=2, max_tokens=1, ignore_eos=True), seed=0)
     plan = rig.plan()
-    news = rig.scheduler.advance(plan.items, [(5, 6)])
+    results = [ItemResult(0, (5, 6))]
+    news = rig.scheduler.advance(plan.items, results)
     first, second = request.sequences
     assert news == [
-        (0, first, Append(0, 0)),
-        (0, second, Append(1, 1)),
-        (0, first, Finish(0, FinishReason.LENGTH, None)),
-        (0, second, Finish(1, FinishReason.LENGTH, None)),
+        (0, first, Append(0, 0), 4),
+        (0, second, Append(1, 1), 4),
+        (0, first, Finish(0, FinishReason.LENGTH, None), 4),
+        (0, second, Finish(1, FinishReason.LENGTH, None), 4),
     ]
     assert (first.output_token_ids, second.output_token_ids) == ([5], [6])
     assert rig.scheduler.requests == {}
-    assert rig.scheduler.advance(plan.items, [(5, 6)]) == [], "a sequence that ended takes no more tokens"
+    assert rig.scheduler.advance(plan.items, results) == [], "a sequence that ended takes no more tokens"
 
 
 # ---- prefixes ----

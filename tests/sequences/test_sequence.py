@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from quire.decoding import Sampling
 from quire.errors import InvariantViolation
 from quire.memory import Namespace, TokenChain
 from quire.sequences import Request, SamplingParams, Sequence, SequenceStatus
@@ -37,7 +38,8 @@ def request_with(**params: Any) -> Request:
 def sequence_of(request: Request, *output: int) -> Sequence:
     tokens = [*request.prompt_token_ids, *output]
     idx = len(request.sequences)
-    sequence = Sequence(idx, request, idx, tokens, TokenChain(tokens, Namespace(), 2, b""), (0, 0, idx))
+    chain = TokenChain(tokens, Namespace(), 2, b"")
+    sequence = Sequence(idx, request, idx, tokens, chain, (0, 0, idx), Sampling())
     request.sequences.append(sequence)
     return sequence
 

@@ -1,7 +1,22 @@
 """Decoding: what becomes of the tokens that the data plane draws."""
 
-from quire.decoding.edits import Append, Edit, Finish, Fork
+from quire.decoding.drafting import Drafter
 from quire.decoding.stop import StopStrings, end_of_tokens
-from quire.decoding.strategies import Sampling, Strategy
+from quire.decoding.strategies import Sampling, strategy_of
+from quire.sequences.edits import Append, Edit, Fail, Finish, Fork, Truncate
+from quire.sequences.strategy import Strategy
 
-__all__ = ["Append", "Edit", "Finish", "Fork", "Sampling", "StopStrings", "Strategy", "end_of_tokens"]
+__all__ = [
+    "Append",
+    "Drafter",
+    "Edit",
+    "Fail",
+    "Finish",
+    "Fork",
+    "Sampling",
+    "StopStrings",
+    "Strategy",
+    "Truncate",
+    "end_of_tokens",
+    "strategy_of",
+]

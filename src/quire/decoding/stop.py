@@ -7,19 +7,20 @@ from collections.abc import Sequence as Strings
 from quire.sequences.sequence import FinishReason, Sequence
 
 
-def end_of_tokens(sequence: Sequence, token_id: int) -> tuple[FinishReason, int | None] | None:
+def end_of_tokens(sequence: Sequence, token_id: int, num_before: int = 0) -> tuple[FinishReason, int | None] | None:
     """Say whether a sequence ends when a token is appended to it.
 
     Args:
-        sequence: as it is before the token.
+        sequence: as it is before the token, and before those that are appended with it.
         token_id: the token about to be appended.
+        num_before: tokens that are appended with it, before it.
 
     Returns:
         The reason and, for one of the request's own stop tokens, that token; None when it goes on.
     """
     request = sequence.request
     params = request.params
-    num_tokens = len(sequence.tokens) + 1
+    num_tokens = len(sequence.tokens) + num_before + 1
     is_end, is_stop = token_id in request.end_token_ids, token_id in params.stop_token_ids
     if (is_end or is_stop) and num_tokens - sequence.num_prompt > params.min_tokens:
         return FinishReason.STOP, None if is_end else token_id

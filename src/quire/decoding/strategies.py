@@ -5,23 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence as Edits
 from collections.abc import Sequence as Tokens
 from functools import cache
-from typing import Protocol
+from itertools import takewhile
 
-from quire.decoding.edits import Append, Edit, Finish, Fork
 from quire.decoding.stop import end_of_tokens
+from quire.sequences.edits import Append, Edit, Finish, Fork, Truncate
+from quire.sequences.request import Request
 from quire.sequences.sequence import Sequence
-
-
-class Strategy(Protocol):
-    """How a request is decoded; stateless, all state is in the request."""
-
-    def num_draws(self, sequence: Sequence) -> int:
-        """Return how many tokens to draw from the logits of the sequence's last token."""
-        ...
-
-    def advance(self, sequence: Sequence, token_ids: Tokens[int]) -> Edits[Edit]:
-        """Return what to do with the tokens drawn for a sequence."""
-        ...
+from quire.sequences.strategy import Strategy
 
 
 class Sampling:
@@ -34,16 +24,21 @@ class Sampling:
         return sequence.request.params.num_sequences - len(sequence.request.sequences) + 1
 
     def advance(self, sequence: Sequence, token_ids: Tokens[int]) -> Edits[Edit]:
-        """Return one append per token; before it, one fork for each sample after the first; finishes last."""
+        """Return one append per token; before it, one fork for each sample after the first; finishes last.
+
+        A run is cut where the sequence ends.
+        """
         first = sequence.sample_idx
-        if len(token_ids) == 1:
+        if len(token_ids) == 1 and not sequence.draft:
             only = _only_append(first)
             if token_ids[0] not in sequence.end_ids and len(sequence.tokens) + 1 < sequence.max_tokens:
                 return only
             end = end_of_tokens(sequence, token_ids[0])
             return only if end is None else (*only, Finish(first, *end))
+        if self.num_draws(sequence) == 1:
+            return _appends(sequence, token_ids)
         # Forks come first: a child starts from the prompt, before its parent grows.
-        edits: list[Edit] = [Fork(first + draw_idx) for draw_idx in range(1, len(token_ids))]
+        edits: list[Edit] = [Fork(first + draw_idx, first) for draw_idx in range(1, len(token_ids))]
         finishes: list[Finish] = []
         for draw_idx, token_id in enumerate(token_ids):
             edits.append(Append(first + draw_idx, draw_idx))
@@ -54,7 +49,34 @@ class Sampling:
         return edits
 
 
+def _appends(sequence: Sequence, token_ids: Tokens[int]) -> list[Edit]:
+    """Append a run of tokens up to the one that ends the sequence, and drop the drafts that were not accepted."""
+    sample_idx, draft = sequence.sample_idx, sequence.draft
+    edits: list[Edit] = []
+    finish = None
+    for draw_idx, token_id in enumerate(token_ids):
+        edits.append(Append(sample_idx, draw_idx))
+        end = end_of_tokens(sequence, token_id, draw_idx)
+        if end is not None:
+            finish = Finish(sample_idx, *end)
+            break
+    if draft:
+        # The token behind the accepted drafts is not computed yet, even where it is the draft that comes next.
+        pairs = zip(draft, token_ids[: len(edits)], strict=False)
+        num_accepted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        edits.append(Truncate(sample_idx, len(sequence.tokens) + num_accepted))
+    return edits if finish is None else [*edits, finish]
+
+
 @cache
 def _only_append(sample_idx: int) -> tuple[Append]:
     """Return what almost every token of a sample comes to."""
     return (Append(sample_idx, 0),)
+
+
+SAMPLING = Sampling()
+
+
+def strategy_of(request: Request) -> Strategy:
+    """Return how a request is decoded."""
+    return SAMPLING if request.params.strategy is None else request.params.strategy

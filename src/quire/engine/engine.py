@@ -9,10 +9,10 @@ from hashlib import blake2b
 from typing import TextIO
 
 from quire.config import ResolvedConfig
-from quire.decoding.edits import Append
 from quire.distributed.executor import Executor
 from quire.engine.calibration import Calibration
 from quire.engine.media import MediaReader
+from quire.engine.meter import Meter
 from quire.engine.namespaces import read_namespace
 from quire.engine.outputs import RequestMetrics, RequestOutput
 from quire.engine.pace import Pace
@@ -20,14 +20,14 @@ from quire.engine.pinning import PrefixPins
 from quire.engine.prompts import Prompt, PromptReader
 from quire.engine.residency import Residency
 from quire.engine.staging import Staging
-from quire.engine.stats import EngineStats, StepStats, Totals
+from quire.engine.stats import EngineStats, StepStats
 from quire.engine.transcript import RequestTranscript
 from quire.engine.words import read_words
 from quire.errors import InvalidParameter, PromptTooLong, UnsupportedFeature, WorkerError
-from quire.memory.status import NO_TOKENS
-from quire.memory.usage import Usage, used_fraction
+from quire.memory.usage import Usage
 from quire.scheduling.plan import ItemResult, PlanItem, StepPlan, TokenLogprobs
 from quire.scheduling.scheduler import Scheduler
+from quire.sequences.edits import Fail, Finish
 from quire.sequences.params import SamplingParams
 from quire.sequences.request import Request
 from quire.sequences.sequence import FinishReason, Sequence
@@ -92,12 +92,7 @@ class Engine:
         self._news: dict[str, RequestTranscript] = {}
         self._num_requests = 0
         self._num_failures = 0
-        self._prompt_tokens = 0
-        self._generation_tokens = 0
-        self._computed_tokens = 0
-        self._counted = Totals(*(0 for _ in Totals._fields))
-        self._accounts = (NO_TOKENS, NO_TOKENS)
-        self._has_host = self.usage().host is not None
+        self._meter = Meter(scheduler)
         self._calibration = Calibration(executor.measure_copies())
         self._pace: Pace | None = None
         if config.max_inter_token_ms is not None:
@@ -228,7 +223,8 @@ class Engine:
                 failed += self._fail_item(item, outcome.error)
             elif outcome.prompt_logprobs:
                 self._take_prompt_logprobs(item, outcome.prompt_logprobs)
-        num_generated = self._take_tokens(plan.items, result.items)
+        num_generated, broken = self._take_tokens(plan.items, result.items)
+        failed += broken
         outputs = self._drain()
         self.last_step = self.measure(num_generated=num_generated, step_tokens=step_tokens)
         return failed + outputs
@@ -246,26 +242,8 @@ class Engine:
     @property
     def stats(self) -> EngineStats:
         """Totals since the start."""
-        usage, stats = self.usage(), self.scheduler.stats
-        return EngineStats(
-            num_steps=self.num_steps,
-            num_preemptions=stats.num_preemptions,
-            num_swaps=stats.num_swaps,
-            prefix_queries=stats.prefix_queries,
-            prefix_hits=stats.prefix_hits,
-            resumed_queries=stats.resumed_queries,
-            resumed_hits=stats.resumed_hits,
-            wasted_tokens=stats.wasted_tokens,
-            prompt_tokens=self._prompt_tokens,
-            generation_tokens=self._generation_tokens,
-            computed_tokens=self._computed_tokens,
-            num_copies=usage.num_copies,
-            num_evictions=usage.num_evictions,
-            num_merges=usage.num_merges,
-            first_time=stats.first_time,
-            resumed=stats.resumed,
-            disk=None if self._staging is None else self._staging.stats,
-        )
+        disk = None if self._staging is None else self._staging.stats
+        return self._meter.totals(self.num_steps, disk)
 
     def measure(self, *, num_generated: int = 0, step_tokens: int = 0) -> StepStats:
         """Return the levels as they are, and what was counted since the last call.
@@ -274,36 +252,7 @@ class Engine:
             num_generated: tokens that the step sampled.
             step_tokens: tokens that the step computed.
         """
-        stats, host = self.scheduler.stats, self.usage().host if self._has_host else None
-        now = Totals(
-            prefix_queries=stats.prefix_queries,
-            prefix_hits=stats.prefix_hits,
-            num_preemptions=stats.num_preemptions,
-            num_swaps=stats.num_swaps,
-            wasted_tokens=stats.wasted_tokens,
-            swap_out_blocks=host.num_swap_outs if host else 0,
-            swap_in_blocks=host.num_swap_ins if host else 0,
-            prompt_tokens=self._prompt_tokens,
-        )
-        added = Totals(*(new - old for new, old in zip(now, self._counted, strict=True)))
-        self._counted = now
-        earlier, self._accounts = self._accounts, (stats.first_time, stats.resumed)
-        first_time, resumed = (new.minus(old) for new, old in zip(self._accounts, earlier, strict=True))
-        self._generation_tokens += num_generated
-        self._computed_tokens += step_tokens
-        return StepStats(
-            now_s=self._clock(),
-            num_running=len(self.scheduler.running),
-            num_waiting=len(self.scheduler.waiting),
-            num_swapped=len(self.scheduler.swapped),
-            kv_usage=used_fraction(self.scheduler.memory.arena),
-            host_usage=host.used_bytes / host.num_bytes if host else 0.0,
-            generation_tokens=num_generated,
-            step_tokens=step_tokens,
-            **added._asdict(),
-            first_time=first_time,
-            resumed=resumed,
-        )
+        return self._meter.measure(self._clock(), num_generated, step_tokens)
 
     def close(self) -> None:
         """End what is unfinished, and release the data plane."""
@@ -328,23 +277,35 @@ class Engine:
         if transcript is not None and transcript.wants_prompt_logprobs:
             transcript.add_prompt_logprobs(item.start, logprobs)
 
-    def _take_tokens(self, items: Items[PlanItem], outcomes: Items[ItemResult]) -> int:
-        """Take in what a step drew, of all items that did not fail; return how many tokens it generated."""
+    def _take_tokens(self, items: Items[PlanItem], outcomes: Items[ItemResult]) -> tuple[int, list[RequestOutput]]:
+        """Take in what a step drew, of all items that did not fail.
+
+        Returns:
+            How many tokens it generated, and the last outputs of requests whose own strategy failed.
+        """
         num_generated = 0
+        failed: list[RequestOutput] = []
         transcripts, news = self._transcripts, self._news
-        for idx, sequence, edit in self.scheduler.advance(items, [outcome.token_ids for outcome in outcomes]):
+        stopped: set[Sequence] = set()
+        for idx, sequence, edit, num_tokens in self.scheduler.advance(items, outcomes):
             request_id = sequence.request.request_id
+            if isinstance(edit, Fail):
+                output = self._end_request(request_id, FinishReason.ERROR, edit.error)
+                failed += [] if output is None else [output]
+                continue
             transcript = news[request_id] = transcripts[request_id]
-            if isinstance(edit, Append):
+            if isinstance(edit, Finish):
+                transcript.add_finish(sequence)
+            elif sequence not in stopped:
                 num_generated += 1
                 outcome, draw_idx = outcomes[idx], edit.draw_idx
                 logprobs = outcome.logprobs[draw_idx] if outcome.logprobs else None
-                stop = transcript.add_token(sequence, outcome.token_ids[draw_idx], logprobs)
+                stop = transcript.add_token(sequence, num_tokens, outcome.token_ids[draw_idx], logprobs)
                 if stop is not None:
+                    # What a run has behind it is not the output's.
+                    stopped.add(sequence)
                     self._stop_at_string(sequence, stop, transcript)
-            else:
-                transcript.add_finish(sequence)
-        return num_generated
+        return num_generated, failed
 
     def _stop_at_string(self, sequence: Sequence, stop: str, transcript: RequestTranscript) -> None:
         """End a sequence whose text has reached a stop string; that wins over its length or a stop token."""
@@ -379,7 +340,7 @@ class Engine:
                 if metrics.first_scheduled_s is None:
                     now = self._clock() if now is None else now
                     metrics.first_scheduled_s = now
-                    self._prompt_tokens += request.num_prompt
+                    self._meter.prompt_tokens += request.num_prompt
 
     def _fail_item(self, item: PlanItem, error: str) -> list[RequestOutput]:
         """End the request of one item with an error."""

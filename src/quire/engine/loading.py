@@ -13,7 +13,6 @@ from typing import Any, TextIO
 import torch
 
 from quire.config import EngineConfig, ModelFacts, ResolvedConfig, StepCost, context_length, resolve, step_tokens
-from quire.decoding.strategies import Sampling
 from quire.distributed.executor import InProcessExecutor
 from quire.engine.disk_cache import make_staging, open_disk
 from quire.engine.engine import Engine
@@ -275,7 +274,6 @@ def _memory(
 def _scheduler(resolved: ResolvedConfig, memory: KVCacheManager | RecordedMemory, staging: Staging | None) -> Scheduler:
     return Scheduler(
         memory,
-        Sampling(),
         max_num_seqs=resolved.max_num_seqs,
         max_num_batched_tokens=resolved.max_num_batched_tokens,
         policy=resolved.scheduling_policy,

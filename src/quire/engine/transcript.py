@@ -33,23 +33,25 @@ class SampleTranscript:
                 tokenizer, request.prompt_token_ids, skip_special_tokens=params.skip_special_tokens
             )
 
-    def take(self, sequence: Sequence, token_id: int, num_output: int) -> tuple[str, str | None]:
+    def take(self, sequence: Sequence, num_tokens: int, token_id: int) -> tuple[str, str | None]:
         """Take one more token.
 
         Args:
-            sequence: as it is after the token.
+            sequence: as it is after the step that gave the token, and maybe further ones.
+            num_tokens: prompt and output up to this token.
             token_id: the token.
-            num_output: the sample's output tokens, this one included.
 
         Returns:
             The text that may be shown now, and the stop string that it completed, if any.
         """
         if self._detokenizer is None:
             return "", None
-        is_stop_token = sequence.finish_reason is FinishReason.STOP
+        is_last = sequence.is_finished and num_tokens == len(sequence.tokens)
+        is_stop_token = is_last and sequence.finish_reason is FinishReason.STOP
         text = "" if is_stop_token and not self._shows_stop else self._detokenizer.push((token_id,))
+        num_output = num_tokens - sequence.num_prompt
         shown, stop = self._stops.push(text, can_stop=num_output > sequence.request.params.min_tokens)
-        if stop is None and sequence.is_finished:
+        if stop is None and is_last:
             shown += self._stops.flush()
         return shown, stop
 
@@ -87,8 +89,10 @@ class RequestTranscript:
         if request.params.prompt_logprobs is not None:
             self._prompt_logprobs = [None]
 
-    def add_token(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> str | None:
-        """Take a token of one of the samples.
+    def add_token(
+        self, sequence: Sequence, num_tokens: int, token_id: int, logprobs: TokenLogprobs | None
+    ) -> str | None:
+        """Take a token of one of the samples; see `SampleTranscript.take`.
 
         Returns:
             The stop string that its text completed, if any.
@@ -104,7 +108,7 @@ class RequestTranscript:
                     output.logprobs = []
                 output.logprobs.append(self._position(logprobs))
             output.cumulative_logprob = sample.add_logprob(logprobs.logprob)
-        text, stop = sample.take(sequence, token_id, sequence.num_output)
+        text, stop = sample.take(sequence, num_tokens, token_id)
         output.text += text
         return stop
 

@@ -33,6 +33,7 @@ from quire.memory.media import MediaSpan
 from quire.memory.ops import NO_OPS, MemoryOps, TableDelta, Tier
 from quire.memory.pins import Pins
 from quire.memory.progress import bury, next_event, publish_blocks
+from quire.memory.rollback import Rollback
 from quire.memory.sequence_memory import SequenceMemory
 from quire.memory.specs import IMMORTAL, KVCacheSpec
 from quire.memory.states import Snapshots
@@ -42,7 +43,7 @@ from quire.memory.usage import Usage, measure
 
 
 class KVCacheManager:
-    """Owns every block of the KV cache. Questions of room are those of `Forecast`; see `BatchCommands` too.
+    """Owns every block of the KV cache. It has the verbs of `Forecast`, `Rollback` and `BatchCommands` too.
 
     Args:
         specs: one for each cache group; all with the same block size.
@@ -96,6 +97,7 @@ class KVCacheManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.sequences = self.tables.sequences
         self._key = key
+        self._mortal = tuple(idx for idx, spec in enumerate(specs) if spec.death(0) < IMMORTAL)
         forecast = Forecast(self.tables, watermark, self.arena.layout.num_slabs - pin_limit)
         self.can_allocate = forecast.can_allocate
         self.can_ever_hold = forecast.can_ever_hold
@@ -104,10 +106,12 @@ class KVCacheManager:
         self.can_swap_in = forecast.can_swap_in
         self.swap_size = forecast.swap_size
         self.would_release = forecast.would_release
+        rollback = Rollback(self.tables, self._mortal)
+        self.rollback_limit = rollback.rollback_limit
+        self.rollback_point = rollback.rollback_point
         each = BatchCommands(self, self.sequences, self.block_size)
         self.append_slot_to_each = each.append_slot_to_each
         self.take_table_deltas_of_each = each.take_table_deltas_of_each
-        self._mortal = tuple(idx for idx, spec in enumerate(specs) if spec.death(0) < IMMORTAL)
         self.num_resets = 0
         self.namespaces = Namespaces()
         self._num_merges = 0
@@ -129,18 +133,6 @@ class KVCacheManager:
             return PrefixHit(0, ((),) * len(self.groups), HitEnd.DISABLED, None, self.tables.version)
         host_groups = self.host.groups if self.host is not None else ()
         return find_hit(self.groups, chain, max_tokens, self.tables.version, self.namespaces, host_groups)
-
-    def rollback_limit(self, seq_id: int) -> int:
-        """Return the least length to which a live sequence can be truncated: before it, live tokens would be gone.
-
-        With groups of states it is the only one: where it looked ahead from, else the length that it has.
-        """
-        state = self.sequences[seq_id]
-        if self.tables.carried:
-            return state.num_slots if state.checkpoint is None else state.checkpoint.num_tokens
-        num_dead = state.num_dead
-        deaths = (self.groups[idx].spec.death(num_dead[idx] - 1) for idx in self._mortal if num_dead[idx])
-        return max(deaths, default=0)
 
     def step_limit(self, seq_id: int, num_tokens: int) -> int:
         """Return how many of a live sequence's next tokens may be computed in one step.

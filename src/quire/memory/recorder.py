@@ -120,6 +120,7 @@ class RecordedMemory:
         self.blocks_missing = manager.blocks_missing
         self.can_ever_hold = manager.can_ever_hold
         self.rollback_limit = manager.rollback_limit
+        self.rollback_point = manager.rollback_point
         self.step_limit = manager.step_limit
         self.would_release = manager.would_release
         self.block_table = manager.block_table

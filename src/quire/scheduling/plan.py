@@ -59,6 +59,8 @@ class PlanItem(NamedTuple):
         num_samples: tokens to draw from the logits of the last token; 0 in a prefill chunk that is not the last.
             Draw `i` uses `sample_idx + i`.
         opening: given when the data plane does not know the sequence (new, forked or resumed).
+        num_draft: the last so many of `token_ids` are drafts. A token is drawn at each of them too, and at the token
+            before them; the first that differs from the draft behind it ends the run. Then `num_samples` is 1.
     """
 
     seq_id: int
@@ -67,6 +69,7 @@ class PlanItem(NamedTuple):
     table_deltas: tuple[TableDelta, ...]
     num_samples: int
     opening: Opening | None
+    num_draft: int = 0
 
 
 def plan_items(
@@ -76,9 +79,10 @@ def plan_items(
     table_deltas: Iterable[tuple[TableDelta, ...]],
     num_samples: Iterable[int],
     openings: Iterable[Opening | None],
+    num_draft: Iterable[int],
 ) -> tuple[PlanItem, ...]:
     """Make many items of their fields, without a call in Python for each, as `PlanItem._make` would be."""
-    fields = zip(seq_ids, starts, token_ids, table_deltas, num_samples, openings, strict=True)
+    fields = zip(seq_ids, starts, token_ids, table_deltas, num_samples, openings, num_draft, strict=True)
     return tuple(map(partial(tuple.__new__, PlanItem), fields))
 
 
@@ -119,8 +123,9 @@ class ItemResult(NamedTuple):
 
     Args:
         seq_id: the sequence.
-        token_ids: the `num_samples` tokens drawn.
-        logprobs: one for each drawn token when `params.measures_tokens`, else empty.
+        token_ids: of several samples, a token for each; of one, a run of tokens that follow each other: the drafts that
+            were accepted, the token drawn behind them, and, unless `params.measures_tokens`, what is certain to follow.
+        logprobs: one for each of them when `params.measures_tokens`, else empty.
         prompt_logprobs: when `params.prompt_logprobs` is set: for each prompt position `p` in
             `[start + 1, min(start + len + 1, num_prompt))`, the log probabilities of the prompt's token at `p`.
         error: why this item alone failed (for example non-finite logits), else None; then the rest is empty.

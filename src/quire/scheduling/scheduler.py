@@ -13,26 +13,29 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Tokens
 from itertools import islice
 
-from quire.decoding.edits import Append, Finish, Fork
-from quire.decoding.strategies import Strategy
+from quire.decoding.drafting import Drafter
+from quire.decoding.strategies import strategy_of
 from quire.errors import InvalidParameter, InvariantViolation, PromptTooLong
 from quire.memory.manager import KVCacheManager
 from quire.memory.ops import NO_OPS
 from quire.memory.recorder import RecordedMemory
 from quire.scheduling.admission import Admission
-from quire.scheduling.plan import Opening, PlanItem, StepPlan, plan_items
+from quire.scheduling.plan import ItemResult, Opening, PlanItem, StepPlan, plan_items
 from quire.scheduling.policies import ORDER_POLICIES
 from quire.scheduling.preemption import Preemption
 from quire.scheduling.queues import Queues
 from quire.scheduling.stats import SchedulerStats
+from quire.sequences.edits import Append, Fail, Finish, Fork, Truncate
 from quire.sequences.request import Request
 from quire.sequences.sequence import FinishReason, Sequence, SequenceStatus
 
 # Looking a member up in its enumeration takes as long as a call.
 _RUNNING = SequenceStatus.RUNNING
+
+# The place of the item in the step, the sequence, what happened to it, and the tokens that it had then.
+News = tuple[int, Sequence, Append | Finish | Fail, int]
 
 
 class Scheduler:
@@ -40,7 +43,6 @@ class Scheduler:
 
     Args:
         memory: the manager, which this scheduler alone commands.
-        strategy: how requests are decoded.
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: tokens of a step; at least `max_num_seqs`.
         policy: a name in `ORDER_POLICIES`.
@@ -48,6 +50,7 @@ class Scheduler:
         preemption_mode: "recompute", "swap" or "auto": how it is given back; see `Preemption`.
         prepare: called for each sequence before its prefix is matched; it, and who is behind it, waits while that
             says False.
+        drafter: guesses how sequences go on; None verifies no drafts.
 
     Attributes:
         waiting, running, swapped: see `Queues`.
@@ -58,7 +61,6 @@ class Scheduler:
     def __init__(
         self,
         memory: KVCacheManager | RecordedMemory,
-        strategy: Strategy,
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
@@ -66,11 +68,12 @@ class Scheduler:
         preemption_policy: str = "last",
         preemption_mode: str = "auto",
         prepare: Callable[[Sequence], bool] | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(f"{max_num_batched_tokens} tokens a step cannot serve {max_num_seqs} sequences")
         self.memory = memory
-        self.strategy = strategy
+        self.drafter = drafter
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.chunk_tokens: int | None = None
@@ -167,41 +170,52 @@ class Scheduler:
         self._queues.closed.clear()
         return StepPlan(tick, items, self.memory.take_ops(), closed)
 
-    def advance(
-        self, items: Iterable[PlanItem], drawn: Iterable[Tokens[int]]
-    ) -> list[tuple[int, Sequence, Append | Finish]]:
+    def advance(self, items: Iterable[PlanItem], results: Iterable[ItemResult]) -> list[News]:
         """Take in what a step gave, item by item: publish, fork, append, finish.
 
         Args:
             items: of the plan that was executed.
-            drawn: for each, the tokens drawn, `num_samples` of them.
+            results: one for each.
 
         Returns:
-            What happened, in order: the place of the item, the sequence, and the edit. Nothing of an item whose
-            sequence ended while the step ran.
+            What happened, in order; nothing of an item whose sequence ended while the step ran. Where a strategy of a
+            request's own failed, that is told, and ends nothing yet.
         """
-        news: list[tuple[int, Sequence, Append | Finish]] = []
-        find, publish, advance = self.sequences.get, self.memory.publish, self.strategy.advance
-        for idx, ((seq_id, start, computed, _, _, _), token_ids) in enumerate(zip(items, drawn, strict=True)):
+        news: list[News] = []
+        find, publish = self.sequences.get, self.memory.publish
+        for idx, ((seq_id, start, computed, _, _, _, num_draft), (_, token_ids, _, _, _)) in enumerate(
+            zip(items, results, strict=True)
+        ):
             sequence = find(seq_id)
             if sequence is None or sequence.status is not _RUNNING:
                 continue
-            sequence.num_computed = num_computed = start + len(computed)
-            publish(seq_id, num_computed)
-            if not token_ids:
-                continue
+            if not num_draft:
+                sequence.num_computed = num_computed = start + len(computed)
+                publish(seq_id, num_computed)
+                if not token_ids:
+                    continue
             samples = sequence.request.sequences
-            for edit in advance(sequence, token_ids):
-                if isinstance(edit, Append):
-                    target = samples[edit.sample_idx]
-                    target.tokens.append(token_ids[edit.draw_idx])
-                    news.append((idx, target, edit))
-                elif isinstance(edit, Fork):
-                    self._fork(sequence, edit.sample_idx)
-                else:
-                    target = samples[edit.sample_idx]
-                    self.finish(target, edit.reason, edit.stop_reason)
-                    news.append((idx, target, edit))
+            try:
+                for edit in sequence.strategy.advance(sequence, token_ids):
+                    if isinstance(edit, Append):
+                        target = samples[edit.sample_idx]
+                        tokens = target.tokens
+                        tokens.append(token_ids[edit.draw_idx])
+                        news.append((idx, target, edit, len(tokens)))
+                    elif isinstance(edit, Fork):
+                        self._fork(samples[edit.parent_idx], edit.sample_idx)
+                    elif isinstance(edit, Truncate):
+                        self._keep(samples[edit.sample_idx], edit.num_tokens)
+                    else:
+                        target = samples[edit.sample_idx]
+                        self.finish(target, edit.reason, edit.stop_reason)
+                        news.append((idx, target, edit, len(target.tokens)))
+            except Exception as error:
+                # Of a client's own code anything may come, and it is that client's affair.
+                if sequence.request.params.strategy is None:
+                    raise
+                failure = Fail(f"the strategy raised {type(error).__name__}: {error}")
+                news.append((idx, sequence, failure, len(sequence.tokens)))
         return news
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
@@ -209,6 +223,21 @@ class Scheduler:
         self._end(sequence, reason, stop_reason)
         if sequence.request.is_finished:
             del self.requests[sequence.request.request_id]
+
+    # ---- parts of taking in ----
+
+    def _keep(self, sequence: Sequence, num_tokens: int) -> None:
+        """Keep of what was computed for drafts what turned out right; states that went further begin again."""
+        memory, seq_id, num_drafted = self.memory, sequence.seq_id, len(sequence.draft)
+        end = sequence.num_computed + 1 + num_drafted
+        if self.drafter is not None:
+            self.drafter.note(sequence, num_drafted, num_tokens - sequence.num_computed - 1)
+        sequence.draft = ()
+        kept = memory.rollback_point(seq_id, num_tokens)
+        if kept < end:
+            memory.truncate(seq_id, kept)
+        memory.publish(seq_id, kept)
+        sequence.num_computed = kept
 
     # ---- parts of a plan ----
 
@@ -230,6 +259,8 @@ class Scheduler:
         num_leading = num_decoding
         if num_decoding < len(running):
             num_leading = next(idx for idx, count in enumerate(pending_counts) if count != 1)
+        if self.drafter is not None:
+            num_leading = 0
         num_served = memory.append_slot_to_each([sequence.seq_id for sequence in running[:num_leading]])
         granted |= dict.fromkeys(running[:num_served], 1)
         # Whoever is preempted on the way stands behind the position.
@@ -238,13 +269,33 @@ class Scheduler:
             count = pending if pending == 1 else min(pending, spare)
             if count > 1:
                 count = memory.step_limit(sequence.seq_id, count)
-            if count > 0 and not memory.append_slots(sequence.seq_id, count):
+            if pending == 1 and self._look_ahead(sequence, spare):
+                spare -= len(sequence.draft)
+            elif count > 0 and not memory.append_slots(sequence.seq_id, count):
                 count = self._grow(sequence, count, position)
             if count > 0:
                 if pending > 1:
                     spare -= count
                 granted[sequence] = count
         return spare
+
+    def _look_ahead(self, sequence: Sequence, spare: int) -> bool:
+        """Get slots for a sequence's next token and for drafts behind it; False, and no slots, where there are none.
+
+        Nobody loses memory for the sake of drafts, and none are verified that the sequence could not use.
+        """
+        if self.drafter is None or sequence.request.params.strategy is not None:
+            return False
+        num_tokens = len(sequence.tokens)
+        limit = min(spare, sequence.max_tokens - num_tokens - 1)
+        if limit < 1 or num_tokens == sequence.num_prompt:
+            return False
+        limit = self.memory.step_limit(sequence.seq_id, 1 + limit) - 1
+        draft = tuple(self.drafter.propose(sequence, limit)) if limit > 0 else ()
+        if not draft or not self.memory.append_slots(sequence.seq_id, 1, lookahead=len(draft)):
+            return False
+        sequence.draft = draft
+        return True
 
     def _grow(self, sequence: Sequence, count: int, position: int) -> int:
         """Get slots for `count` tokens that were just refused, by taking memory from the unplanned tail.
@@ -273,14 +324,22 @@ class Scheduler:
             (sequence.tokens[start],) if count == 1 else tuple(sequence.tokens[start : start + count])
             for start, (sequence, count) in zip(starts, granted.items(), strict=True)
         ]
-        num_draws = self.strategy.num_draws
         num_samples = [
-            0 if start + count < len(sequence.tokens) else 1 if start >= sequence.num_prompt else num_draws(sequence)
+            0
+            if start + count < len(sequence.tokens)
+            else 1
+            if start >= sequence.num_prompt
+            else sequence.strategy.num_draws(sequence)
             for start, (sequence, count) in zip(starts, granted.items(), strict=True)
         ]
+        num_draft = [0] * len(granted)
+        if self.drafter is not None:
+            drafts = [sequence.draft for sequence in granted]
+            token_ids = [ids + draft for ids, draft in zip(token_ids, drafts, strict=True)]
+            num_draft = list(map(len, drafts))
         openings = [None if sequence.is_open else self._opening(sequence) for sequence in granted]
         table_deltas = self.memory.take_table_deltas_of_each(seq_ids)
-        return plan_items(seq_ids, starts, token_ids, table_deltas, num_samples, openings)
+        return plan_items(seq_ids, starts, token_ids, table_deltas, num_samples, openings, num_draft)
 
     def _opening(self, sequence: Sequence) -> Opening:
         """Return what the data plane must know of a sequence, and note that it will."""
@@ -315,7 +374,8 @@ class Scheduler:
             chain = self.memory.chain(tokens, request.namespace, [media.span for media in request.media])
         else:
             chain = self.memory.fork(parent.seq_id, seq_id, tokens)
-        sequence = Sequence(seq_id, request, sample_idx, tokens, chain, (*self._order(request), sample_idx))
+        key = (*self._order(request), sample_idx)
+        sequence = Sequence(seq_id, request, sample_idx, tokens, chain, key, strategy_of(request))
         request.sequences.append(sequence)
         self.sequences[seq_id] = sequence
         return sequence

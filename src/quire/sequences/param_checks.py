@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from quire.errors import InvalidParameter
+from quire.sequences.strategy import Strategy
 
 MAX_STRINGS = 64
 MAX_STRING_CHARS = 1024
@@ -77,3 +78,10 @@ def processors(value: object) -> tuple[Callable[..., Any], ...]:
     if not isinstance(value, list | tuple) or not all(callable(processor) for processor in value):
         raise InvalidParameter("logits_processors", value, "a list of functions")
     return tuple(value)
+
+
+def strategy(value: Any) -> Strategy | None:
+    """Return an object with the methods of a strategy, or None."""
+    if value is not None and not all(callable(getattr(value, name, None)) for name in ("num_draws", "advance")):
+        raise InvalidParameter("strategy", value, "an object with the methods num_draws and advance, or None")
+    return value  # type: ignore[no-any-return]

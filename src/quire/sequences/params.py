@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.errors import InvalidParameter
-from quire.sequences.param_checks import integer, logit_bias, number, processors, strings, token_ids
+from quire.sequences.param_checks import integer, logit_bias, number, processors, strategy, strings, token_ids
+from quire.sequences.strategy import Strategy
 
 MAX_N = 128
 MAX_LOGPROBS = 64
@@ -61,6 +62,7 @@ class SamplingParams:
         logits_processors: functions (prompt token ids, output token ids, logits [V]) -> logits [V], called in order
             for each token, from Python only; they run in the engine's own thread, which waits for them. One that raises
             ends its own request.
+        strategy: what to do with the tokens of each step, from Python only; None samples.
 
     Raises:
         InvalidParameter: naming the field, the value and what is allowed.
@@ -97,6 +99,7 @@ class SamplingParams:
     detokenize: bool = True
     skip_special_tokens: bool = True
     logits_processors: tuple[Callable[..., Any], ...] = field(default=(), metadata={"has_flag": False})
+    strategy: Strategy | None = field(default=None, metadata={"has_flag": False})
     penalizes_tokens: bool = field(init=False, default=False, repr=False)
     needs_history: bool = field(init=False, default=False, repr=False)
 
@@ -128,6 +131,7 @@ class SamplingParams:
         put(self, "dry_sequence_breakers", strings("dry_sequence_breakers", self.dry_sequence_breakers))
         put(self, "bad_words", strings("bad_words", self.bad_words, MAX_BAD_WORDS))
         put(self, "logits_processors", processors(self.logits_processors))
+        put(self, "strategy", strategy(self.strategy))
         put(self, "logit_bias", logit_bias(self.logit_bias))
         if self.allowed_token_ids is not None:
             allowed = token_ids("allowed_token_ids", self.allowed_token_ids, limit=None)

@@ -10,6 +10,7 @@ from quire.memory.chain import TokenChain
 
 if TYPE_CHECKING:
     from quire.sequences.request import Request
+    from quire.sequences.strategy import Strategy
 
 
 class SequenceStatus(Enum):
@@ -52,9 +53,11 @@ class Sequence:
         sample_idx: which of the request's samples it is.
         tokens: prompt and output; owned here, referenced by `chain`.
         chain: the identities of its blocks.
+        strategy: how its request is decoded.
 
     Attributes:
         num_computed: tokens whose KV is stored.
+        draft: tokens that may come next, which the step that is planned verifies.
         is_open: True when the data plane knows the sequence.
         is_staged: True once what is on disk of its prompt was brought up, or found not to be worth that.
         staged: places in its chain of the blocks that were.
@@ -66,6 +69,7 @@ class Sequence:
 
     __slots__ = (
         "chain",
+        "draft",
         "end_ids",
         "finish_reason",
         "is_open",
@@ -80,6 +84,7 @@ class Sequence:
         "staged",
         "status",
         "stop_reason",
+        "strategy",
         "tokens",
     )
 
@@ -91,6 +96,7 @@ class Sequence:
         tokens: list[int],
         chain: TokenChain,
         key: tuple[int, int, int],
+        strategy: Strategy,
     ) -> None:
         self.seq_id = seq_id
         self.request = request
@@ -98,10 +104,12 @@ class Sequence:
         self.tokens = tokens
         self.chain = chain
         self.key = key
+        self.strategy = strategy
         self.num_prompt = request.num_prompt
         self.max_tokens = request.max_total_tokens
         self.end_ids = request.end_ids
         self.num_computed = 0
+        self.draft: tuple[int, ...] = ()
         self.is_open = False
         self.is_staged = False
         self.staged: set[int] = set()

@@ -88,6 +88,13 @@ class SimulatedExecutor:
             self._read(item)
         return StepResult(plan.tick, tuple(self._draw(item) for item in plan.items))
 
+    def foresee(self, seq_id: int, token_ids: Sequence[int]) -> int | None:
+        """Return the token that comes after what a sequence has computed and these; None where it is not open."""
+        sequence = self._open.get(seq_id)
+        if sequence is None:
+            return None
+        return self._next_token(sequence.opening, [*sequence.tokens, *token_ids], 0)
+
     def measure_copies(self) -> None:
         """Return None: time has no meaning here."""
 
@@ -174,9 +181,17 @@ class SimulatedExecutor:
                     raise InvariantViolation("M5", f"sequence {item.seq_id} reads {content} at position {position}")
 
     def _draw(self, item: PlanItem) -> ItemResult:
-        """Draw tokens that depend on the whole context."""
+        """Draw tokens that depend on the whole context: a token for each sample, or a run over the drafts."""
         sequence = self._open[item.seq_id]
-        context = sequence.tokens[: item.start + len(item.token_ids)]
+        end = item.start + len(item.token_ids)
+        if item.num_draft:
+            run: list[int] = []
+            for place in range(end - item.num_draft, end + 1):
+                run.append(self._next_token(sequence.opening, sequence.tokens[:place], 0))
+                if place < end and item.token_ids[place - item.start] != run[-1]:
+                    break
+            return ItemResult(item.seq_id, tuple(run))
+        context = sequence.tokens[:end]
         return ItemResult(
             item.seq_id, tuple(self._next_token(sequence.opening, context, i) for i in range(item.num_samples))
         )

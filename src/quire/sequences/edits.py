@@ -1,0 +1,48 @@
+"""What a decoding strategy wants done to its request's sequences; applied in order by the scheduler."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from quire.sequences.sequence import FinishReason
+
+
+class Fork(NamedTuple):
+    """Open sample `sample_idx` as a copy of sample `parent_idx`."""
+
+    sample_idx: int
+    parent_idx: int
+
+
+class Append(NamedTuple):
+    """Add draw number `draw_idx` of the step to sample `sample_idx`."""
+
+    sample_idx: int
+    draw_idx: int
+
+
+class Truncate(NamedTuple):
+    """Of what a step computed for sample `sample_idx`, drafts included, keep what is of its first `num_tokens` tokens.
+
+    It follows the appends of a run whose drafts were verified, and comes once for each such run.
+    """
+
+    sample_idx: int
+    num_tokens: int
+
+
+class Finish(NamedTuple):
+    """End sample `sample_idx`."""
+
+    sample_idx: int
+    reason: FinishReason
+    stop_reason: str | int | None = None
+
+
+class Fail(NamedTuple):
+    """No edit: it tells that a strategy could not say what to do, and why."""
+
+    error: str
+
+
+Edit = Fork | Append | Truncate | Finish
