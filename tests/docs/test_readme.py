@@ -44,10 +44,11 @@ def test_the_offline_example_runs() -> None:
     assert "A small fox ->" in done.stdout
 
 
-def test_the_example_of_a_processor_runs() -> None:
-    (code,) = blocks(ROOT / "docs" / "decoding.md", "python")
+@pytest.mark.parametrize("code", blocks(ROOT / "docs" / "decoding.md", "python"))
+def test_the_examples_of_decoding_run(code: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip()
+    assert "Majority" not in code or "the others agree" in done.stdout
 
 
 def test_the_client_example_runs_against_a_server(server_address: str) -> None:

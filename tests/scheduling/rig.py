@@ -219,6 +219,12 @@ class Rig:
         if self.is_audited:
             check(self.memory)
             self.auditor.check_queues()
+            assert self.memory.usage().saved_bytes == sum(
+                (count - 1) * group.spec.bytes_per_block
+                for group in self.memory.groups
+                for count in group.pool.ref_counts
+                if count
+            )
 
     def _know_prompt_logprobs(self, sequence: Sequence, start: int, count: int) -> None:
         """Count the prompt's log probabilities that a step returned; none may be missing in between."""

@@ -42,6 +42,7 @@ class KvMetrics(Collector):
         yield self._counter("kv_block_evictions", "Published blocks taken back for reuse.", usage.num_evictions)
         yield self._counter("kv_block_copies", "Blocks copied on write.", usage.num_copies)
         yield self._counter("kv_block_merges", "Duplicate blocks given back when they filled.", usage.num_merges)
+        yield self._gauge("kv_saved_bytes", "Bytes that sharing saves among what is held.", usage.saved_bytes)
         retention = self._engine.scheduler.memory.arena.retention
         yield self._gauge("kv_pinned_blocks", "Blocks, or slabs, that pins fill.", self._engine.pins.report().filled)
         yield self._gauge("kv_retained_bytes", "Bytes of blocks that are to be evicted last.", retention.num_bytes)

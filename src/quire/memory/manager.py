@@ -154,9 +154,7 @@ class KVCacheManager:
 
     def usage(self) -> Usage:
         """Return block counts, of all groups and of each, and counters since the start."""
-        states = tuple(self.sequences.values())
-        num_slots = sum(state.num_slots for state in states if not state.is_swapped)
-        return measure(self.arena, self.host, len(states), num_slots, self.tables.num_copies, self._num_merges)
+        return measure(self.tables, self._num_merges)
 
     # ---- commands ----
 

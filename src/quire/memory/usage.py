@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from quire.memory.arena import Arena
 from quire.memory.host_tier import HostTier
+from quire.memory.sequence_memory import SequenceMemory
+from quire.memory.tables import BlockTables
 
 
 class GroupUsage(NamedTuple):
@@ -79,6 +81,7 @@ class Usage(NamedTuple):
         num_bytes: bytes of all blocks and slabs, the null block's not counted.
         used_bytes: of those, bytes of blocks with holders.
         lost_bytes: of those, bytes in lent slabs that blocks of the group's size leave over.
+        saved_bytes: what the holders of used blocks, sequences and pins, would take more if nobody shared one.
         groups: the counts of each cache group.
         host: the host tier, None without one.
     """
@@ -95,6 +98,7 @@ class Usage(NamedTuple):
     num_bytes: int
     used_bytes: int
     lost_bytes: int
+    saved_bytes: int
     groups: tuple[GroupUsage, ...]
     host: HostUsage | None = None
 
@@ -111,10 +115,15 @@ def used_fraction(arena: Arena) -> float:
     return used_bytes / (layout.num_slabs * layout.slab_bytes)
 
 
-def measure(
-    arena: Arena, host: HostTier | None, num_sequences: int, num_tokens: int, num_copies: int, num_merges: int
-) -> Usage:
-    """Return how the tiers are used; the other arguments are those of `Usage`."""
+def measure(tables: BlockTables, num_merges: int) -> Usage:
+    """Return how the tiers are used.
+
+    Args:
+        tables: of all sequences.
+        num_merges: see `Usage`.
+    """
+    arena, host, states = tables.arena, tables.host, tuple(tables.sequences.values())
+    on_device = [state for state in states if not state.is_swapped]
     layout, groups = arena.layout, _measure_groups(arena)
     used, idle, free = _count_blocks(arena, groups)
     block_bytes = sum((group.used + group.idle + group.free) * group.bytes_per_block for group in groups)
@@ -123,17 +132,30 @@ def measure(
         used=used,
         idle=idle,
         free=free,
-        num_sequences=num_sequences,
-        num_tokens=num_tokens,
+        num_sequences=len(states),
+        num_tokens=sum(state.num_slots for state in on_device),
         num_evictions=sum(pool.num_evictions for pool in arena.pools),
-        num_copies=num_copies,
+        num_copies=tables.num_copies,
         num_merges=num_merges,
         num_bytes=layout.num_slabs * layout.slab_bytes,
         used_bytes=sum(group.used * group.bytes_per_block for group in groups),
         lost_bytes=(layout.num_slabs - len(arena.free_slabs)) * layout.slab_bytes - block_bytes,
+        saved_bytes=sum(
+            (_count_held(tables, on_device, idx) - group.used) * group.bytes_per_block
+            for idx, group in enumerate(groups)
+        ),
         groups=groups,
         host=None if host is None else _measure_host(host),
     )
+
+
+def _count_held(tables: BlockTables, on_device: Sequence[SequenceMemory], group_idx: int) -> int:
+    """Return the blocks of a group that holders have, one that two of them hold counted twice."""
+    num_held = sum(1 for _ in tables.pins.blocks(group_idx))
+    for state in on_device:
+        num_held += len(state.tables[group_idx]) - state.num_dead[group_idx]
+        num_held += state.checkpoint is not None and group_idx in state.checkpoint.block_ids
+    return num_held
 
 
 def _measure_host(host: HostTier) -> HostUsage:

@@ -92,6 +92,7 @@ async def kv(state: ServerState, request: Request) -> Response:  # noqa: ARG001 
             "num_bytes": usage.num_bytes,
             "used_bytes": usage.used_bytes,
             "lost_bytes": usage.lost_bytes,
+            "saved_bytes": usage.saved_bytes,
             "groups": _groups(usage),
             "num_sequences": usage.num_sequences,
             "num_tokens": usage.num_tokens,
