@@ -25,19 +25,20 @@ from quire.ops.native_ops import NativeOps
 # In and out: what the layers of Qwen3-0.6B multiply by, and its head.
 SHAPES = "1024x4096,2048x1024,1024x6144,3072x1024,1024x151936"
 ROWS = "1,2,4,8,16,64,512"
-FORMATS = "plain,lossless,int8,int4"
+FORMATS = "plain,lossless,int8,int6,int4"
 # Of a weight, without scales and tables.
-BITS = {"plain": 16.0, "lossless": 12.08, "int8": 8.0, "int4": 4.5}
+BITS = {"plain": 16.0, "lossless": 12.08, "int8": 8.0, "int6": 6.5, "int4": 4.5}
 LEAST_BYTES = 256_000_000
-ROUNDED: dict[str, Quantization] = {"int8": "int8", "int4": "int4"}
+ROUNDED: dict[str, tuple[Quantization, int]] = {"int8": ("int8", 8), "int6": ("int4", 6), "int4": ("int4", 4)}
 
 
-def make_ops(library: NativeLibrary, name: str) -> NativeOps:
-    """Return the backend that packs weights in a format."""
+def packer(library: NativeLibrary, name: str) -> tuple[NativeOps, int]:
+    """Return the backend that packs weights in a format, and the bits to ask it for."""
     if name != "lossless":
-        return NativeOps(library, ROUNDED.get(name))
+        quantization, min_bits = ROUNDED.get(name, (None, 4))
+        return NativeOps(library, quantization), min_bits
     assert library.lossless is not None, f"level {library.level} has no lossless weights"
-    return NativeOps(library, packing=LosslessPacking(library.lossless))
+    return NativeOps(library, packing=LosslessPacking(library.lossless)), 4
 
 
 def compare(linears: dict[str, list[Linear]], x: Tensor, runs: int, num_values: int) -> str:
@@ -96,9 +97,9 @@ def main() -> None:
         count = -(-LEAST_BYTES // weight.nbytes)
         linears: dict[str, list[Linear]] = {}
         for name in options.formats.split(","):
-            ops = make_ops(library, name)
+            ops, min_bits = packer(library, name)
             started = time.perf_counter()
-            linears[name] = [ops.pack_linear(weight) for _ in range(count)]
+            linears[name] = [ops.pack_linear(weight, min_bits=min_bits) for _ in range(count)]
             pack_s = time.perf_counter() - started
             print(f"{shape}, {name}: packed {count * weight.numel() / pack_s / 1e6:.0f} M values/s, {ops.name}")
         for num_rows in map(int, options.rows.split(",")):

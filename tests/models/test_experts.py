@@ -33,8 +33,8 @@ class CountingOps(TorchOps):
         super().__init__(torch.device("cpu"))
         self.rows: list[int] = []
 
-    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None, sensitive: bool = False) -> Linear:
-        linear = super().pack_linear(weight, bias, sensitive)
+    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None, min_bits: int = 4) -> Linear:
+        linear = super().pack_linear(weight, bias, min_bits)
 
         def run(x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
             self.rows.append(len(x))

@@ -87,12 +87,12 @@ def test_an_output_gate_is_as_large_as_the_queries() -> None:
 
 
 def test_bytes_of_rounded_weights() -> None:
-    """What is looked up stays; a head is there by itself; four bits have a sixteenth of two bytes for scales."""
+    """What is looked up stays; a head is there by itself; four bits and six have a sixteenth of a byte for scales."""
     tied = estimate_parameters(CONFIGS["Qwen3 0.6B"])
     table, others = 151936 * 1024, tied.total - 151936 * 1024
     assert tied.num_bytes(2, None) == 2 * tied.total
     assert tied.num_bytes(2, "int8") == 3 * table + others
-    assert tied.num_bytes(2, "int4") == 3 * table + others * 9 // 16
+    assert tied.num_bytes(2, "int4") == 2 * table + table * 13 // 16 + others * 9 // 16
     free = estimate_parameters(CONFIGS["Llama 3.1 8B"])
     table = 128256 * 4096
     assert free.num_bytes(2, "int8") == 2 * table + table + free.total - 2 * table

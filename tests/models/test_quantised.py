@@ -21,8 +21,8 @@ CPU = torch.device("cpu")
 class DequantisedOps(ReferenceOps):
     """The reference on weights that were rounded; rows are not."""
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, sensitive: bool = False) -> Linear:
-        linear = super().pack_linear(weight, bias, sensitive)
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, min_bits: int = 4) -> Linear:
+        linear = super().pack_linear(weight, bias, min_bits)
         return ReferenceLinear(linear.dequantised(), bias) if isinstance(linear, ReferenceQuantisedLinear) else linear
 
 

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.config import EngineConfig, Quantization
+from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.ops import make_ops, native_library
 from quire.ops.native_library import FOLDER, find_library
 from quire.ops.native_ops import NativeOps
 from quire.ops.torch_ops import TorchOps
+from quire.ops.weight_formats import WeightFormat
 from tests.ops.backends import LIBRARIES
 
 CPU = torch.device("cpu")
@@ -45,19 +46,19 @@ def test_a_library_of_other_sources_is_refused(tmp_path: Path, monkeypatch: pyte
 
 
 @built
-@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["int8", "int6", "int4"])
 def test_kernels_that_multiply_rounded_weights_wrongly_are_left(
-    name: Quantization, monkeypatch: pytest.MonkeyPatch
+    name: WeightFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = find_library()
     assert not isinstance(library, str)
     library.weight_kernels[name] = library.weight_kernels[name]._replace(pack=lambda *_: None)
     monkeypatch.setattr("quire.ops.find_library", lambda: library)
-    ops = make_ops(CPU, quantization=name)
+    ops = make_ops(CPU, quantization="int4")
     assert isinstance(ops, TorchOps)
     assert "other products of rounded weights" in ops.name
     with pytest.raises(ConfigError, match="other products of rounded weights"):
-        make_ops(CPU, "native", name)
+        make_ops(CPU, "native", "int4")
     assert isinstance(make_ops(CPU), NativeOps)
 
 

@@ -18,8 +18,8 @@ from quire.models.spec import Attention, Experts, GatedMLP, KeptState, ModelSpec
 # Tables of which a step reads a row for each token, and no more.
 TABLES = ("embedding.weight", "per_layer_inputs.embedding.weight")
 HEAD = "head.weight"
-# Bytes of a rounded weight, and of one of the head: at four bits each 32 share a scale of two bytes.
-ROUNDED_BYTES: Final[Mapping[Quantization, tuple[float, float]]] = {"int8": (1.0, 1.0), "int4": (9 / 16, 1.0)}
+# Bytes of a rounded weight, and of one of the head: at four and at six bits each 32 share a scale of two bytes.
+ROUNDED_BYTES: Final[Mapping[Quantization, tuple[float, float]]] = {"int8": (1.0, 1.0), "int4": (9 / 16, 13 / 16)}
 # Two multiply-adds: what a token adds to each value of a state, and what it reads of it.
 STATE_OPERATIONS = 4
 

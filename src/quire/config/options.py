@@ -42,7 +42,7 @@ class ModelConfig:
         kernels: what computes between the matrix products: "native" kernels, compiled when Quire was installed, or
             stock "torch" operators; "auto" takes the former on a CPU where there are any.
         quantization: what the weights of linear layers are rounded to as they are loaded, on a CPU: "int8" (one scale
-            for each output) or "int4" (one for each 32 inputs; the head stays at int8); None keeps them.
+            for each output) or "int4" (one for each 32 inputs; the head has six bits); None keeps them.
         weight_packing: how the weights of linear layers lie: "plain", or "lossless" for bfloat16 weights in about 76 %
             of their bytes, with the same results bit for bit; it needs native kernels of level avx2 or better.
             "auto" is the latter where it can be had.

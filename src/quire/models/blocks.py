@@ -39,29 +39,29 @@ class Projection:
     """A linear layer, packed as soon as its parts are there.
 
     Args:
-        sensitive: its weight must not be rounded to fewer than eight bits.
+        min_bits: its weight must not be rounded to fewer.
 
     Attributes:
         run: the packed layer.
         slots: "weight" and, if there is one, "bias".
     """
 
-    __slots__ = ("_ops", "_parts", "_sensitive", "run", "slots")
+    __slots__ = ("_min_bits", "_ops", "_parts", "run", "slots")
 
     run: Linear
 
-    def __init__(self, in_width: int, out_width: int, has_bias: bool, ops: Ops, sensitive: bool = False) -> None:
+    def __init__(self, in_width: int, out_width: int, has_bias: bool, ops: Ops, min_bits: int = 4) -> None:
         self.slots: WeightSlots = {"weight": WeightSlot((out_width, in_width), partial(self._fill, "weight"))}
         if has_bias:
             self.slots["bias"] = WeightSlot((out_width,), partial(self._fill, "bias"))
         self._ops = ops
-        self._sensitive = sensitive
+        self._min_bits = min_bits
         self._parts: dict[str, Tensor] = {}
 
     def _fill(self, name: str, tensor: Tensor) -> None:
         self._parts[name] = tensor if len(self.slots) == 1 else tensor.clone()  # a bias comes later, and is kept
         if len(self._parts) == len(self.slots):
-            self.run = self._ops.pack_linear(**self._parts, sensitive=self._sensitive)
+            self.run = self._ops.pack_linear(**self._parts, min_bits=self._min_bits)
             self._parts = {}  # the plain weight is let go
 
 

@@ -73,7 +73,7 @@ class Decoder:
         self._device = device
         self._embed: Callable[[Tensor], Tensor]
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
-        self._head = Projection(spec.width, spec.vocab_size, False, ops, sensitive=True)
+        self._head = Projection(spec.width, spec.vocab_size, False, ops, min_bits=6)
         new_norm = partial(Norm, width=spec.width, ops=ops, dtype=dtype, device=device)
         self._norm = new_norm(spec.norm)
         # What mixers are given each step: a cache group's step, for attention with a rotation.

@@ -28,7 +28,7 @@ class ExpertsBlock:
     def __init__(self, experts: spec.Experts, width: int, ops: Ops) -> None:
         self._experts = experts
         self._gate = ops.gate
-        self._router = Projection(width, experts.num_experts, False, ops, sensitive=True)
+        self._router = Projection(width, experts.num_experts, False, ops, min_bits=8)
         self._gate_up = ExpertProjections(experts, width, 2 * experts.width, ops)
         self._down = ExpertProjections(experts, experts.width, width, ops)
         self.slots: WeightSlots = nested(router=self._router.slots, gate_up=self._gate_up.slots, down=self._down.slots)

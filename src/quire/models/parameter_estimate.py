@@ -25,8 +25,11 @@ EXPERT_COUNTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
 SHARED_WIDTHS: Final = ("shared_expert_intermediate_size", "shared_intermediate_size")
 
 
-# Bytes of a weight of each format, its part of the scales included.
-ROUNDED_BYTES: Final[Mapping[Quantization, Fraction]] = {"int8": Fraction(1), "int4": Fraction(9, 16)}
+# Bytes of a weight, and of one of the head, its part of the scales included.
+ROUNDED_BYTES: Final[Mapping[Quantization, tuple[Fraction, Fraction]]] = {
+    "int8": (Fraction(1), Fraction(1)),
+    "int4": (Fraction(9, 16), Fraction(13, 16)),
+}
 
 
 class ParameterCounts(NamedTuple):
@@ -49,10 +52,11 @@ class ParameterCounts(NamedTuple):
         return self.tables + (0 if self.is_tied else self.head) + self.projections
 
     def num_bytes(self, element_bytes: int, quantization: Quantization | None) -> int:
-        """Return what they take; a head that is rounded is there by itself, and of eight bits."""
+        """Return what they take; a head that is rounded is there by itself."""
         if quantization is None:
             return self.total * element_bytes
-        return self.tables * element_bytes + self.head + int(self.projections * ROUNDED_BYTES[quantization])
+        body, head = ROUNDED_BYTES[quantization]
+        return self.tables * element_bytes + int(self.head * head) + int(self.projections * body)
 
 
 def estimate_parameters(config: Mapping[str, Any]) -> ParameterCounts:

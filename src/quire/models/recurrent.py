@@ -101,7 +101,7 @@ class Mamba2Block:
         self._gate_scale, *conv_scales, self._step_scale = mamba.scales
         self._parts = (inner, mamba.num_channels, num_heads)
         self._conv_parts = (inner, written, written)
-        self._input = Projection(width, sum(self._parts), mamba.input_bias, ops, sensitive=True)
+        self._input = Projection(width, sum(self._parts), mamba.input_bias, ops, min_bits=8)
         scales = torch.tensor(conv_scales).repeat_interleave(torch.tensor(self._conv_parts)).to(device)
         self._conv = Convolution(mamba.num_channels, mamba.kernel, mamba.conv_bias, device, scales)
         heads = self._heads = ScanHeads(*torch.empty(3, num_heads, device=device))
@@ -161,7 +161,7 @@ class GatedDeltaNetBlock:
         self._rms_norm = ops.rms_norm
         self._parts = (net.num_channels, net.inner, num_heads, num_heads)
         self._conv_parts = (net.num_channels - net.inner, net.inner)
-        self._input = Projection(width, sum(self._parts), False, ops, sensitive=True)
+        self._input = Projection(width, sum(self._parts), False, ops, min_bits=8)
         self._conv = Convolution(net.num_channels, net.kernel, False, device)
         decays, step_biases = self._decays, self._step_biases = torch.empty(2, num_heads, device=device)
         # A length of 1 is a root mean square of K ** -0.5.

@@ -12,7 +12,7 @@ from quire.ops.native_library import LosslessCalls, NativeLibrary, find_library
 from quire.ops.native_ops import NativeOps
 from quire.ops.torch_ops import TorchOps
 from quire.ops.torch_quantised import TorchQuantisedLinear
-from quire.ops.weight_formats import UNITS
+from quire.ops.weight_formats import BITS
 
 
 def make_ops(
@@ -74,8 +74,9 @@ def _rounds_alike(library: NativeLibrary) -> bool:
     """Return whether small products of rounded weights are those of stock operators."""
     weight = torch.linspace(-1, 1, 70 * 96).view(70, 96).sin()
     x = torch.linspace(0, 9, 7 * 96).view(7, 96).sin()
-    for name in UNITS:
-        stock, native = TorchQuantisedLinear(name, weight, None), NativeOps(library, name).pack_linear(weight)
+    for name, bits in BITS.items():
+        stock = TorchQuantisedLinear(name, weight, None)
+        native = NativeOps(library, "int8" if bits == 8 else "int4").pack_linear(weight, min_bits=bits)
         for rows in (x[:1], x[:2], x):
             if not torch.allclose(native(rows), stock(rows), rtol=1e-4, atol=1e-4):
                 return False

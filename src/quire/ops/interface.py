@@ -294,12 +294,12 @@ class Ops(Protocol):
     @property
     def name(self) -> str: ...
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, sensitive: bool = False) -> Linear:
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, min_bits: int = 4) -> Linear:
         """Take a weight [out, in] and bias [out]; how the weight is kept is the backend's affair.
 
         Args:
             weight: read before this returns, and not kept.
-            sensitive: it must not be rounded to fewer than eight bits.
+            min_bits: it must not be rounded to fewer.
         """
         ...
 

@@ -14,13 +14,12 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from quire.config import Quantization
 from quire.ops.interface import Activation
-from quire.ops.weight_formats import UNITS
+from quire.ops.weight_formats import UNITS, WeightFormat
 
 FOLDER: Final = Path(__file__).parent / "native"
 # The number that `quire_interface_version` must return.
-INTERFACE_VERSION: Final = 12
+INTERFACE_VERSION: Final = 13
 # The best last; a processor that runs one runs those before it.
 LEVELS: Final = ("portable", "avx2", "avx512", "avx512_bf16")
 MAX_HEAD_DIM: Final = 256
@@ -177,7 +176,7 @@ def runnable_libraries(folder: Path = FOLDER) -> dict[str, Path]:
     return {level: path for level, path in list(paths.items())[: best + 1] if path.exists()}
 
 
-def _weight_kernels(library: Any, name: Quantization) -> WeightKernels:
+def _weight_kernels(library: Any, name: WeightFormat) -> WeightKernels:
     num_bytes, pack, linear = (getattr(library, f"quire_{part}_{name}") for part in ("bytes", "pack", "linear"))
     return WeightKernels(
         num_bytes=_typed(num_bytes, _INT, _INT, returns=_INT),

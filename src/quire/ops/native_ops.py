@@ -62,14 +62,14 @@ class NativeOps:
         packed = f", {self._packing}" if self._packing is not None and self._packing.plain_bytes else ""
         return f"native ({self._library.level}){packed}" + (", deterministic" if self._is_deterministic else "")
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, sensitive: bool = False) -> Linear:
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, min_bits: int = 4) -> Linear:
         """Round, or pack for the kernels where they are faster, else for oneDNN.
 
         Raises:
             ConfigError: the ops are to be deterministic, and oneDNN, which adds up differently for other numbers of
                 rows, would have to compute.
         """
-        chosen = weight_format(self._quantization, weight.shape[1], sensitive)
+        chosen = weight_format(self._quantization, weight.shape[1], min_bits)
         if chosen is not None:
             return NativeQuantisedLinear(self._library.weight_kernels[chosen], self._memory, weight, bias)
         if weight.dtype in self._library.packed_types and weight.shape[1] % 2 == 0:

@@ -36,9 +36,9 @@ class ReferenceOps:
     def __init__(self, quantization: Quantization | None = None) -> None:
         self._quantization = quantization
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, sensitive: bool = False) -> Linear:
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, min_bits: int = 4) -> Linear:
         """Keep the weight as it is, or round it."""
-        chosen = weight_format(self._quantization, weight.shape[1], sensitive)
+        chosen = weight_format(self._quantization, weight.shape[1], min_bits)
         return (
             ReferenceLinear(weight.clone(), bias) if chosen is None else ReferenceQuantisedLinear(chosen, weight, bias)
         )

@@ -7,16 +7,15 @@ import math
 import torch
 from torch import Tensor
 
-from quire.config import Quantization
-from quire.ops.weight_formats import GROUP, SMALLEST
+from quire.ops.weight_formats import BITS, GROUP, SMALLEST, WeightFormat
 
 
 class ReferenceQuantisedLinear:
     """Whole numbers times whole numbers, added up as such for all inputs that share a scale."""
 
-    def __init__(self, format_name: Quantization, weight: Tensor, bias: Tensor | None) -> None:
-        round_weight = round_groups if format_name == "int4" else round_rows
-        self.values, self.scales = round_weight(weight)
+    def __init__(self, format_name: WeightFormat, weight: Tensor, bias: Tensor | None) -> None:
+        bits = BITS[format_name]
+        self.values, self.scales = round_rows(weight) if bits == 8 else round_groups(weight, bits)
         self._bias = bias
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -51,20 +50,21 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return values, scales
 
 
-def round_groups(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round each group of a row [T, E] to -8..7, such that its largest magnitude (the first such) becomes -8.
+def round_groups(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Round each group of a row [T, E] to so many bits, its largest magnitude (the first such) to the lowest number.
 
     Returns:
         int64 [T, E], and what one is worth, [T, E / GROUP]: of float32, with the accuracy of bfloat16.
     """
     values, scales = torch.zeros(x.shape, dtype=torch.int64), torch.zeros(len(x), x.shape[1] // GROUP)
+    lowest = -(1 << (bits - 1))
     for row_idx, row in enumerate(x.float()):
         for idx, group in enumerate(row.split(GROUP)):
-            scale = (group[group.abs().argmax()] / -8.0).bfloat16().float()
+            scale = (group[group.abs().argmax()] / lowest).bfloat16().float()
             if not (group.isfinite().all() and scale.isfinite()):
                 scales[row_idx, idx] = math.nan
             elif group.abs().max() >= SMALLEST:
-                numbers = (group / scale).round().clamp(-8, 7).long()
+                numbers = (group / scale).round().clamp(lowest, -lowest - 1).long()
                 values[row_idx, idx * GROUP : (idx + 1) * GROUP] = numbers
                 scales[row_idx, idx] = scale
     return values, scales

@@ -38,9 +38,9 @@ class TorchOps:
         self._quantization = quantization
         self._can_pack: dict[torch.dtype, bool] = {}
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, sensitive: bool = False) -> Linear:
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, min_bits: int = 4) -> Linear:
         """Round, or pack for oneDNN where this build of torch does that correctly, else keep the plain weight."""
-        chosen = weight_format(self._quantization, weight.shape[1], sensitive)
+        chosen = weight_format(self._quantization, weight.shape[1], min_bits)
         if chosen is not None:
             return TorchQuantisedLinear(chosen, weight, bias)
         dtype = weight.dtype

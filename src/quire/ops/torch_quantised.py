@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quire.config import Quantization
-from quire.ops.weight_formats import GROUP, SMALLEST
+from quire.ops.weight_formats import BITS, GROUP, SMALLEST, WeightFormat
 
 # Weights that are widened at a time, so that they stay in the cache.
 CHUNK = 1 << 20
@@ -20,13 +19,14 @@ class TorchQuantisedLinear:
 
     __slots__ = ("_bias", "_num_columns", "_scales", "_values", "_width")
 
-    def __init__(self, format_name: Quantization, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, format_name: WeightFormat, weight: Tensor, bias: Tensor | None) -> None:
         self._num_columns, self._width = weight.shape
         self._bias = bias
-        round_weight = round_groups if format_name == "int4" else round_rows
-        chunks = [round_weight(weight[part].float()) for part in self._parts()]
+        bits = BITS[format_name]
+        parts = (weight[part].float() for part in self._parts())
+        chunks = [round_rows(part) if bits == 8 else round_groups(part, bits) for part in parts]
         values, scales = map(torch.cat, zip(*chunks, strict=True))
-        self._values, self._scales = (_pair(values) if format_name == "int4" else values), scales
+        self._values, self._scales = (_pair(values) if bits == 4 else values), scales
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Round the rows, multiply and add."""
@@ -63,17 +63,17 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
-def round_groups(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round each group of float32 [T, E] to -8..7, such that its largest magnitude becomes -8.
+def round_groups(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Round each group of float32 [T, E] to so many bits, its largest magnitude to the lowest number.
 
     Returns:
         int8 [T, E], and of bfloat16 what one is worth, [T, E / GROUP].
     """
-    groups = x.reshape(len(x), -1, GROUP)
+    groups, lowest = x.reshape(len(x), -1, GROUP), -float(1 << (bits - 1))
     largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
-    scales = torch.where(largest.abs() < SMALLEST, 0.0, largest / -8.0).to(torch.bfloat16)
+    scales = torch.where(largest.abs() < SMALLEST, 0.0, largest / lowest).to(torch.bfloat16)
     scales = torch.where(scales.isfinite(), scales, torch.nan)
-    values = (groups / scales.float()).round_().clamp_(-8.0, 7.0).nan_to_num_(0.0)
+    values = (groups / scales.float()).round_().clamp_(lowest, -lowest - 1.0).nan_to_num_(0.0)
     return values.to(torch.int8).flatten(-2), scales.squeeze(-1)
 
 

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Literal
 
 from quire.config import Quantization
 
-# Inputs that are rounded by one scale where weights are of four bits.
+WeightFormat = Literal["int8", "int6", "int4"]
+
+# Inputs that are rounded by one scale where weights are of fewer than eight bits.
 GROUP: Final = 32
+BITS: Final[dict[WeightFormat, int]] = {"int8": 8, "int6": 6, "int4": 4}
 # What a row's length must be a multiple of.
-UNITS: Final[dict[Quantization, int]] = {"int8": 4, "int4": GROUP}
+UNITS: Final[dict[WeightFormat, int]] = {"int8": 4, "int6": GROUP, "int4": GROUP}
 # Rows are int8 as well: sums of more products than this may leave 32 bits.
 MAX_WIDTH: Final = (1 << 31) // (127 * 127)
 # Rows and groups without a larger magnitude count as zeros: beside it scales would leave the range of floats.
 SMALLEST: Final = 1e-30
 
 
-def weight_format(quantization: Quantization | None, width: int, sensitive: bool) -> Quantization | None:
+def weight_format(quantization: Quantization | None, width: int, min_bits: int) -> WeightFormat | None:
     """Return the format of a weight whose rows have `width` values, or None for as it came.
 
     Args:
         quantization: what was asked for.
-        sensitive: four bits would harm it: it gets eight.
+        min_bits: fewer would harm it.
     """
     if quantization is None or width > MAX_WIDTH:
         return None
-    if quantization == "int4" and not sensitive and width % UNITS["int4"] == 0:
-        return "int4"
-    return "int8" if width % UNITS["int8"] == 0 else None
+    wanted = max(min_bits, BITS[quantization])
+    # The fewest bits first.
+    for name in ("int4", "int6", "int8"):
+        if BITS[name] >= wanted and width % UNITS[name] == 0:
+            return name
+    return None
