@@ -1,0 +1,124 @@
+"""What is read: text that is content, and calls of functions in pieces."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+NAME = "[a-zA-Z0-9_-]{1,64}"
+NAME_PATTERN = re.compile(NAME)
+# Formats write the one or the other; a model that mixes them up still means a call.
+ARGUMENT_KEYS = ("arguments", "parameters")
+JSON_SPACE = " \t\n\r"
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function that may be called.
+
+    Args:
+        name: matches `NAME`.
+        parameters: a JSON schema of the arguments, which are an object.
+        is_strict: refuse a schema of which a part cannot be held to, rather than leave that part out.
+    """
+
+    name: str
+    parameters: Mapping[str, Any]
+    is_strict: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CallDelta:
+    """A piece of a call.
+
+    Args:
+        index: which call of the output, from 0.
+        name: the function, in the call's first piece; else None.
+        arguments: the next part of the arguments, which are JSON as the model wrote it.
+        is_last: True where the call is complete.
+    """
+
+    index: int
+    name: str | None = None
+    arguments: str = ""
+    is_last: bool = False
+
+
+# A string is content.
+Piece = str | CallDelta
+
+
+def merge(pieces: Iterable[Piece]) -> list[Piece]:
+    """Join pieces of content, or of one call, that follow one another."""
+    merged: list[Piece] = []
+    for piece in pieces:
+        last = merged[-1] if merged else None
+        if isinstance(piece, str):
+            if isinstance(last, str):
+                merged[-1] = last + piece
+            elif piece:
+                merged.append(piece)
+        elif isinstance(last, CallDelta) and last.index == piece.index:
+            merged[-1] = CallDelta(piece.index, last.name, last.arguments + piece.arguments, piece.is_last)
+        else:
+            merged.append(piece)
+    return merged
+
+
+def read_call(text: str, names: frozenset[str]) -> tuple[str, str] | None:
+    """Return the name and the arguments, as they stand there, of a call that is one JSON object.
+
+    Args:
+        text: the object.
+        names: of the functions that there are.
+
+    Returns:
+        None where it is no JSON object, or none that calls one of the functions.
+    """
+    call = read_object(text)
+    name = None if call is None else call.get("name")
+    if call is None or not isinstance(name, str) or name not in names:
+        return None
+    keys = [key for key in ARGUMENT_KEYS if key in call]
+    if len(keys) != 1 or not isinstance(call[keys[0]], dict):
+        return None
+    return name, _member(text, keys[0])
+
+
+def read_object(text: str) -> dict[str, Any] | None:
+    """Return what a JSON object holds, None where the text is anything else."""
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _member(text: str, wanted: str) -> str:
+    """Return the value of a member of an object that was read before, as it is written; the last one of its key."""
+    decode = json.JSONDecoder().raw_decode
+    found = ""
+    pos = _past_space(text, text.index("{") + 1)
+    while text[pos] != "}":
+        key, pos = decode(text, pos)
+        begin = _past_space(text, _past_space(text, pos) + 1)
+        _, end = decode(text, begin)
+        if key == wanted:
+            found = text[begin:end]
+        pos = _past_space(text, end)
+        if text[pos] == ",":
+            pos = _past_space(text, pos + 1)
+    return found
+
+
+def _past_space(text: str, pos: int) -> int:
+    while text[pos] in JSON_SPACE:
+        pos += 1
+    return pos
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")

@@ -1,0 +1,95 @@
+"""Pieces of the grammars that hold a model to a format; Lark, as llguidance reads it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from quire.text.tool_calls.calls import Function
+
+# Values are written as models see them in their prompts, where `json.dumps` wrote them; free white space would give a
+# weak model a way never to come to an end.
+LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallRules:
+    """What calls there may be.
+
+    Args:
+        functions: those that may be called, at least one.
+        is_required: the output is calls and nothing else; otherwise there may be text before them, or no call.
+        is_parallel: there may be more than one call.
+        tokens: the ids of markers that are tokens of their own.
+        text_tokens: ids of other tokens that a grammar does not count as text, and that free text may have.
+    """
+
+    functions: Sequence[Function]
+    is_required: bool = False
+    is_parallel: bool = True
+    tokens: Mapping[str, int] = field(default_factory=dict)
+    text_tokens: Sequence[int] = ()
+
+
+def whole(lines: Iterable[str]) -> str:
+    """Return a grammar of these rules."""
+    return "\n".join(["%llguidance {}", *lines, ""])
+
+
+def literal(text: str) -> str:
+    """Return a text that is to stand there as it is."""
+    return json.dumps(text)
+
+
+def marker(text: str, tokens: Mapping[str, int]) -> str:
+    """Return a marker: its token where it has one, since no other token may write it then."""
+    return f"<[{tokens[text]}]>" if text in tokens else literal(text)
+
+
+def object_calls(rules: CallRules, key: str) -> list[str]:
+    """Return the rules of `object`: a JSON object with a name and, under a key, arguments that fit the schema."""
+    heads = (literal(f'{{"name": "{function.name}", "{key}": ') for function in rules.functions)
+    options = (f'{head} args_{idx} "}}"' for idx, head in enumerate(heads))
+    return [f"object: {' | '.join(options)}", *arguments(rules)]
+
+
+def arguments(rules: CallRules) -> list[str]:
+    """Return the rules `args_0`, `args_1`, ...: the arguments of each function."""
+    return [f"args_{idx}: %json {_schema(function)}" for idx, function in enumerate(rules.functions)]
+
+
+def free_text(rules: CallRules, mark: str, text: str = r"/(?s:.*)/") -> list[str]:
+    """Return the rules of `free`, text without the marker, and of `opened`, text that ends with it.
+
+    Once the marker is there, written out or as its token, it cannot be text any more.
+
+    Args:
+        rules: what calls there may be.
+        mark: the marker.
+        text: the terminal of text.
+    """
+    lines = [f"TEXT: {text}", f"written[lazy]: TEXT {literal(mark)}"]
+    endings = ["written"]
+    if mark in rules.tokens:
+        endings.append(f"TEXT <[{rules.tokens[mark]}]>")
+    parts = ""
+    if others := sorted(set(rules.text_tokens) - set(rules.tokens.values())):
+        lines.append(f"part: TEXT <[{','.join(_ranges(others))}]>")
+        parts = "part* "
+    return [*lines, f"free: {parts}TEXT", f"opened: {parts}({' | '.join(endings)})"]
+
+
+def _ranges(ids: Sequence[int]) -> Iterator[str]:
+    """Yield ascending ids as ranges."""
+    begins = [ids[0], *(after for before, after in pairwise(ids) if after != before + 1)]
+    ends = [*(before for before, after in pairwise(ids) if after != before + 1), ids[-1]]
+    for begin, end in zip(begins, ends, strict=True):
+        yield str(begin) if begin == end else f"{begin}-{end}"
+
+
+def _schema(function: Function) -> str:
+    # The type says that arguments are an object, where the schema does not; the layout is ours, whatever it says.
+    schema = {"type": "object", **function.parameters}
+    return json.dumps({**schema, "x-guidance": {**LAYOUT, "lenient": not function.is_strict}})

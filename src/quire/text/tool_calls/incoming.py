@@ -1,0 +1,151 @@
+"""Text that is still coming, read as if it were there: a reading is a generator that yields None to wait for more."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator
+
+from quire.text.tool_calls.calls import JSON_SPACE, CallDelta, Piece
+
+# What reads text: it yields what it found out, and None where it needs more text.
+Reading = Generator[Piece | None, None, int | None]
+
+PLAIN_NAME = re.compile("[a-zA-Z0-9_-]*")
+MAX_NAME_CHARS = 64
+# Outside strings: brackets, quotes, and what cannot stand in JSON. A marker is found by it, so of all readings that
+# begin inside one object none gets far, and together they take linear time.
+STRUCTURE = re.compile(r"[^ \t\n\r,:0-9eE+.\-truefalsn]")
+IN_STRING = re.compile(r'["\\]')
+
+
+class Incoming:
+    """The text that has come and was not consumed yet.
+
+    Positions count from its beginning; `consume` moves them. Every reading returns the position behind what it read, or
+    None where something else stands there, or where the text ended before.
+
+    Args:
+        text: what has come so far.
+    """
+
+    __slots__ = ("is_ended", "text")
+
+    def __init__(self, text: str = "") -> None:
+        self.text = text
+        self.is_ended = False
+
+    def consume(self, num_chars: int) -> str:
+        """Remove the beginning and return it."""
+        head, self.text = self.text[:num_chars], self.text[num_chars:]
+        return head
+
+    def past_space(self, pos: int) -> Reading:
+        """Read any white space; at the end of the text that is all there is."""
+        while True:
+            while pos < len(self.text):
+                if self.text[pos] not in JSON_SPACE:
+                    return pos
+                pos += 1
+            if self.is_ended:
+                return pos
+            yield None
+
+    def literal(self, pos: int, wanted: str, *, may_be_cut: bool = False) -> Reading:
+        """Read white space and then a certain text.
+
+        Args:
+            pos: where.
+            wanted: the text.
+            may_be_cut: the end of the text may stand for what is missing of it.
+        """
+        begin = yield from self.past_space(pos)
+        assert begin is not None
+        while True:
+            there = self.text[begin : begin + len(wanted)]
+            if there == wanted:
+                return begin + len(wanted)
+            if not wanted.startswith(there):
+                return None
+            if self.is_ended:
+                return len(self.text) if may_be_cut else None
+            yield None
+
+    def name(self, pos: int) -> Reading:
+        """Read the letters of a function's name, none of which may be there."""
+        while True:
+            match = PLAIN_NAME.match(self.text, pos)
+            assert match is not None
+            if match.end() - pos > MAX_NAME_CHARS:
+                return None
+            if match.end() < len(self.text) or self.is_ended:
+                return match.end()
+            yield None
+
+    def json_object(self, pos: int, index: int | None = None) -> Reading:
+        """Read a JSON object by its brackets and strings; whether it is JSON throughout, it does not tell.
+
+        Args:
+            pos: where it begins.
+            index: of the call whose arguments it is, to be yielded as they come. With None nothing is yielded, and a
+                character that JSON has in strings only ends the reading.
+        """
+        if (yield from self.literal(pos, "{")) != pos + 1:
+            return None
+        scan = BracketScan(is_strict=index is None)
+        while True:
+            end = scan.advance(self.text, pos)
+            if scan.is_broken:
+                return None
+            upto = len(self.text) if end is None else end
+            if index is not None and upto > pos:
+                yield CallDelta(index, arguments=self.text[pos:upto])
+            if end is not None:
+                return end
+            if self.is_ended:
+                return None
+            pos = upto
+            yield None
+
+
+class BracketScan:
+    """Finds where a JSON value that begins with a bracket ends, in one pass over text that comes in parts.
+
+    Args:
+        is_strict: stop at what cannot stand in JSON; `is_broken` is then True.
+    """
+
+    __slots__ = ("_depth", "_in_string", "_is_escaped", "_is_strict", "is_broken")
+
+    def __init__(self, *, is_strict: bool) -> None:
+        self._is_strict = is_strict
+        self.is_broken = False
+        self._depth = 0
+        self._in_string = self._is_escaped = False
+
+    def advance(self, text: str, pos: int) -> int | None:
+        """Go through the text from a position on; return where the value ends, None where it goes on or is broken."""
+        while pos < len(text):
+            if self._is_escaped:
+                self._is_escaped = False
+                pos += 1
+                continue
+            match = (IN_STRING if self._in_string else STRUCTURE).search(text, pos)
+            if match is None:
+                return None
+            pos = match.end()
+            char = match[0]
+            if char == '"':
+                self._in_string = not self._in_string
+            elif char == "\\":
+                self._is_escaped = True
+            elif char in "{[":
+                self._depth += 1
+            elif char not in "]}":
+                if self._is_strict:
+                    self.is_broken = True
+                    return None
+            else:
+                self._depth -= 1
+                if self._depth == 0:
+                    return pos
+        return None

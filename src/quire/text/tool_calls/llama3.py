@@ -1,0 +1,70 @@
+"""Llama 3's format: JSON objects with name and parameters, `;` between them, maybe behind `<|python_tag|>`."""
+
+from __future__ import annotations
+
+from quire.text.tool_calls import grammar
+from quire.text.tool_calls.grammar import CallRules
+from quire.text.tool_calls.incoming import Incoming, Reading
+from quire.text.tool_calls.object_calls import read_series
+from quire.text.tool_calls.parser import CallReader
+
+MARK = "<|python_tag|>"
+# How Llama 3's templates show the format to the model.
+SHOWN = '"parameters": dictionary'
+SPACE = r"[ \t\n\r]*"
+
+
+class Llama3:
+    """Calls are the whole output, or all of it behind the mark.
+
+    Source: Llama 3.1, 3.2 and 3.3.
+    """
+
+    name = "llama3"
+    marker = MARK
+    other_markers = ()
+    may_be_bare = True
+    id_chars = None
+
+    @classmethod
+    def for_template(cls, source: str) -> Llama3:
+        """Return the format; templates do not change it."""
+        del source
+        return cls()
+
+    @staticmethod
+    def is_spoken_by(source: str) -> bool:
+        """Tell whether a chat template shows the format to the model."""
+        return MARK in source or SHOWN in source
+
+    def read_calls(self, incoming: Incoming, pos: int, reader: CallReader) -> Reading:
+        """Read calls up to the end of the output."""
+        return (yield from read_series(incoming, pos, reader, ";", ""))
+
+    def grammar(self, rules: CallRules) -> str:
+        """Return the grammar: text that does not begin like a call, or calls and nothing else.
+
+        Free text has no tokens beside it: Llama's others end its turn or are reserved.
+        """
+        if rules.is_required:
+            more = ' ("; " object)*' if rules.is_parallel else ""
+            return grammar.whole([f"start: object{more}", *grammar.object_calls(rules, "parameters")])
+        lines = []
+        options = []
+        for idx, function in enumerate(rules.functions):
+            lines.append(f'HEAD_{idx}: /{_begun(function.name)}{SPACE},{SPACE}"parameters"{SPACE}:{SPACE}/')
+            options.append(f'HEAD_{idx} args_{idx} "}}"')
+        names = "|".join(function.name for function in rules.functions)
+        # Whatever is read as a call is none of this, so it can only be a call.
+        text = f"/(?s:.*)/ & ~/{_begun(f'({names})')}(?s:.*)/"
+        text_rules = CallRules(functions=rules.functions, tokens=rules.tokens)
+        lines += [f"call: {' | '.join(options)}", *grammar.arguments(rules)]
+        lines += grammar.free_text(text_rules, MARK, text)
+        more = ' (";" call)*' if rules.is_parallel else ""
+        return grammar.whole([f"start: free | opened? call{more}", *lines])
+
+
+def _begun(name: str) -> str:
+    """Return the regular expression of how a call begins, up to its function's name."""
+    kind = f'("type"{SPACE}:{SPACE}"function"{SPACE},{SPACE})?'
+    return f'{SPACE}\\{{{SPACE}{kind}"name"{SPACE}:{SPACE}"{name}"'

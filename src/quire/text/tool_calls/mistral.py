@@ -1,0 +1,97 @@
+"""Mistral's formats: behind `[TOOL_CALLS]` an array of objects, or a name and its arguments for each mark."""
+
+from __future__ import annotations
+
+from quire.text.tool_calls import grammar
+from quire.text.tool_calls.calls import CallDelta, read_object
+from quire.text.tool_calls.grammar import CallRules
+from quire.text.tool_calls.incoming import Incoming, Reading
+from quire.text.tool_calls.object_calls import read_series
+from quire.text.tool_calls.parser import CallReader
+
+MARK, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+
+
+class Mistral:
+    """Both forms are read, whatever the model; its template decides which one it is held to.
+
+    Args:
+        is_array: write one array of all calls, as older models do.
+
+    Source: Mistral 7B v0.3, Nemo and Small (an array); Small 3.2, Magistral and Devstral (names).
+    """
+
+    name = "mistral"
+    marker = MARK
+    other_markers = (ARGS, CALL_ID)
+    may_be_bare = False
+    # Mistral's templates refuse any other id.
+    id_chars = 9
+
+    def __init__(self, *, is_array: bool) -> None:
+        self.is_array = is_array
+
+    @classmethod
+    def for_template(cls, source: str) -> Mistral:
+        """Return the format in the form that a template shows."""
+        return cls(is_array=ARGS not in source)
+
+    @staticmethod
+    def is_spoken_by(source: str) -> bool:
+        """Tell whether a chat template shows the format to the model."""
+        return MARK in source
+
+    def read_calls(self, incoming: Incoming, pos: int, reader: CallReader) -> Reading:
+        """Read an array of calls, or one call."""
+        bracket = yield from incoming.literal(pos, "[")
+        if bracket is not None:
+            return (yield from read_series(incoming, bracket, reader, ",", "]"))
+        return (yield from self._read_named(incoming, pos, reader))
+
+    def grammar(self, rules: CallRules) -> str:
+        """Return the grammar: free text and calls behind it, or calls and nothing else."""
+        opened = grammar.marker(MARK, rules.tokens)
+        if self.is_array:
+            more = ' (", " object)*' if rules.is_parallel else ""
+            lines = [*grammar.object_calls(rules, "arguments"), f'calls: / ?\\[/ object{more} "]"']
+        else:
+            args = grammar.marker(ARGS, rules.tokens)
+            options = (f'"{function.name}" {args} args_{idx}' for idx, function in enumerate(rules.functions))
+            more = f" ({opened} call)*" if rules.is_parallel else ""
+            lines = [f"call: {' | '.join(options)}", f"calls: call{more}", *grammar.arguments(rules)]
+        if rules.is_required:
+            return grammar.whole([f"start: {opened} calls", *lines])
+        return grammar.whole(["start: free | opened calls", *grammar.free_text(rules, MARK), *lines])
+
+    def _read_named(self, incoming: Incoming, pos: int, reader: CallReader) -> Reading:
+        """Read a name, an id that the model may have given the call, and arguments."""
+        begin = yield from incoming.past_space(pos)
+        assert begin is not None
+        end = yield from incoming.name(begin)
+        name = None if end is None else incoming.text[begin:end]
+        if end is None or name not in reader.names:
+            return None
+        marked = yield from incoming.literal(end, CALL_ID)
+        if marked is not None:
+            end = yield from incoming.name(marked)
+            if end is None:
+                return None
+        marked = yield from incoming.literal(end, ARGS)
+        begin = yield from incoming.past_space(end if marked is None else marked)
+        assert begin is not None
+        if not reader.is_forced:
+            end = yield from incoming.json_object(begin)
+            if end is None or read_object(incoming.text[begin:end]) is None:
+                return None
+            yield reader.tell(name, incoming.text[begin:end])
+            return end
+        if (yield from incoming.literal(begin, "{")) is None:
+            return None
+        index = reader.num_calls
+        reader.num_calls += 1
+        yield CallDelta(index, name)
+        end = yield from incoming.json_object(begin, index)
+        if end is None:
+            return len(incoming.text)
+        yield CallDelta(index, is_last=True)
+        return end
