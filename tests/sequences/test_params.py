@@ -96,7 +96,7 @@ def test_flags(name: str, value: object) -> None:
     assert refused(**{name: value}).field == name
 
 
-@pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids"])
+@pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids", "kept_special_ids"])
 def test_token_ids(name: str) -> None:
     for given_ids in ([0, INT32], (0, INT32), {INT32, 0}, frozenset({0, INT32})):
         assert kept(name, given_ids) == (0, INT32)
@@ -269,6 +269,7 @@ def check(max_num_seqs: int = 4, **params: Any) -> None:
         ({"best_of": 4}, {"best_of": 5}),
         ({"allowed_token_ids": (49,)}, {"allowed_token_ids": (3, 50)}),
         ({"stop_token_ids": (49,)}, {"stop_token_ids": (50,)}),
+        ({"kept_special_ids": (49,)}, {"kept_special_ids": (50,)}),
         ({"logit_bias": {49: 1.0}}, {"logit_bias": {50: 1.0}}),
         ({"logprobs": 50}, {"logprobs": 51}),
         ({"prompt_logprobs": 50}, {"prompt_logprobs": 51}),

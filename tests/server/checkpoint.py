@@ -8,13 +8,14 @@ path; hot sampling jumps off it.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Library
-from tokenizers import decoders, models, pre_tokenizers, processors
 
 CONTEXT = 4096
 WIDTH, HEADS, KV_HEADS, LAYERS, INNER = 64, 4, 2, 2, 96
@@ -31,12 +32,25 @@ TEMPLATE = (
 )
 
 
-def save(folder: Path) -> Path:
-    """Write the checkpoint and return its folder."""
+def save(
+    folder: Path,
+    template: str = TEMPLATE,
+    more_tokens: Sequence[AddedToken] = (),
+    more_paths: Sequence[Sequence[str]] = (),
+) -> Path:
+    """Write the checkpoint and return its folder.
+
+    Args:
+        folder: where.
+        template: of chats.
+        more_tokens: added to the vocabulary.
+        more_paths: tokens of which each makes the model say the next one; they win over what it says otherwise.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     library = _tokenizer()
+    library.add_tokens(list(more_tokens))
     library.save(str(folder / "tokenizer.json"))
-    named = {"bos_token": SPECIAL[0], "eos_token": SPECIAL[1], "chat_template": TEMPLATE}
+    named = {"bos_token": SPECIAL[0], "eos_token": SPECIAL[1], "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(named))
     vocab_size = library.get_vocab_size()
     config = {
@@ -59,7 +73,9 @@ def save(folder: Path) -> Path:
         "torch_dtype": "float32",
     }
     (folder / "config.json").write_text(json.dumps(config))
-    save_file(_weights(vocab_size, _followers(library)), str(folder / "model.safetensors"))
+    ids = [[library.token_to_id(token) for token in path] for path in more_paths]
+    followers = _followers(library) | {before: after for path in ids for before, after in pairwise(path)}
+    save_file(_weights(vocab_size, followers), str(folder / "model.safetensors"))
     return folder
 
 

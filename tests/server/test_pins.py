@@ -54,7 +54,7 @@ def test_a_conversation_is_pinned_without_the_assistant_s_mark(server: ServerPro
         ("/pin_prefix", {"name": "x", "prompt": PROMPT, "cache_salt": 5}, "cache_salt", "invalid_parameter"),
         ("/pin_prefix", {"name": "", "prompt": PROMPT}, "name", "invalid_parameter"),
         ("/pin_prefix", {"name": "x", "prompt": PROMPT * 100}, "prompt", "context_length_exceeded"),
-        ("/pin_prefix", {"name": "x", "messages": [], "tools": [{}]}, "tools", "unsupported_feature"),
+        ("/pin_prefix", {"name": "x", "messages": [], "tools": [{}]}, "tools[0].type", "invalid_parameter"),
         ("/unpin_prefix", {"name": "nobody"}, "name", "invalid_parameter"),
         ("/unpin_prefix", {}, "name", "invalid_parameter"),
         ("/v1/completions", {"prompt": "a", "retain_cache": "yes"}, "retain_cache", "invalid_parameter"),

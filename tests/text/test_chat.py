@@ -61,6 +61,17 @@ def test_tools_reach_the_template(chatml: ChatTemplate) -> None:
     assert rendered == '<|user|>hi</s>[\n {\n  "type": "function"\n }\n]'
 
 
+def test_whether_a_template_knows_tools_can_be_asked(chatml: ChatTemplate) -> None:
+    assert chatml.knows_tools
+    chatml.require_tools()
+    assert not ChatTemplate("{{ messages }}").knows_tools
+    assert ChatTemplate("{{ messages }}", tool_source="{{ tools }}").knows_tools
+    broken = ChatTemplate("{% if tools %}")
+    assert not broken.knows_tools
+    with pytest.raises(RequestError, match="cannot be compiled"):
+        broken.require_tools()
+
+
 def test_without_tools_a_template_sees_none() -> None:
     template = ChatTemplate("{% if tools is not none %}{{ tools | length }}{% else %}plain{% endif %}")
     assert template.render([USER]) == "plain"

@@ -150,6 +150,16 @@ def test_half_a_character_is_replaced_only_at_the_end(byte_level: Tokenizer) -> 
     assert detokenizer.flush() == ""
 
 
+def test_some_special_tokens_can_be_kept(every_tokenizer: dict[str, Tokenizer]) -> None:
+    for tokenizer in every_tokenizer.values():
+        kept, left_out = tokenizer.added_ids["<|end|>"], tokenizer.added_ids["<s>"]
+        ids = [left_out, kept, *tokenizer.encode("a", add_special_tokens=False), kept]
+        detokenizer = IncrementalDetokenizer(tokenizer, [], skip_special_tokens=True, kept_special_ids=[kept])
+        text = detokenizer.push(ids) + detokenizer.flush()
+        assert text == tokenizer.decode(ids[1:], skip_special_tokens=False)
+        assert text.count("<|end|>") == 2
+
+
 def test_a_replacement_character_that_was_meant_is_not_held_back(byte_level: Tokenizer) -> None:
     detokenizer = IncrementalDetokenizer(byte_level, [], skip_special_tokens=True)
     assert detokenizer.push(byte_level.encode("\ufffd", add_special_tokens=False)) == "\ufffd"

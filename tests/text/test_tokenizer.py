@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Library
 
-from quire.errors import CheckpointError, InvalidParameter
+from quire.errors import CheckpointError, InvalidParameter, UnsupportedFeature
 from quire.text.tokenizer import Tokenizer
 
 
@@ -80,18 +80,26 @@ def test_a_decoder_that_needs_neighbours_is_refused() -> None:
 
 
 def test_chat_templates_are_found_where_models_keep_them(tmp_path: Path, byte_level: Tokenizer) -> None:
-    def rendered() -> str:
+    def rendered(tools: Any = None) -> str:
         template = Tokenizer.from_folder(tmp_path).chat_template
         assert template is not None
-        return template.render([{"role": "user", "content": "hi"}])
+        return template.render([{"role": "user", "content": "hi"}], tools=tools)
 
     write(tmp_path, byte_level, {"chat_template": "{{ bos_token }}one", "bos_token": "<s>"})
     assert rendered() == "<s>one"
-    named = [{"name": "tool_use", "template": "two"}, {"name": "default", "template": "three{{ pad_token }}"}]
+    two = "two{{ tools[0].name }}{{ pad_token }}"
+    named = [{"name": "tool_use", "template": two}, {"name": "default", "template": "three{{ pad_token }}"}]
     write(tmp_path, byte_level, {"chat_template": named, "pad_token": {"content": "<pad>"}})
     assert rendered() == "three<pad>"
+    assert rendered([{"name": "f"}]) == "twof<pad>"
     (tmp_path / "chat_template.jinja").write_text("four", encoding="utf-8")
     assert rendered() == "four"
+    with pytest.raises(UnsupportedFeature, match="tools"):
+        rendered([{"name": "f"}])
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("five{{ tools[0].name }}", encoding="utf-8")
+    assert rendered() == "four"
+    assert rendered([{"name": "f"}]) == "fivef"
 
 
 @pytest.mark.parametrize("text", ["\ud800", "a\udfffb"])

@@ -6,7 +6,7 @@ import argparse
 import os
 
 from quire.cli import options
-from quire.server.settings import ServerConfig
+from quire.server.settings import TOOL_CALL_PARSERS, ServerConfig
 
 DEFAULT_MAX_QUEUE_LEN = 1024
 
@@ -48,6 +48,12 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         ("--log-interval", usual.log_interval_s, "seconds between throughput lines; 0 for none"),
     ):
         add(flag, type=float, default=default, metavar="S", help=f"{help_text} (default {default:g})")
+    add(
+        "--tool-call-parser",
+        choices=TOOL_CALL_PARSERS,
+        default=usual.tool_call_parser,
+        help="the format in which the model writes calls of tools; auto finds it in the chat template (default auto)",
+    )
     add("--max-body-bytes", type=options.parse_size, default=usual.max_body_bytes, metavar="SIZE", help="longest body")
     add("--max-prompts", type=int, default=usual.max_prompts, metavar="N", help="most prompts in one request")
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
@@ -73,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
         api_key=args.api_key,
         allow_origins=tuple(args.allow_origin),
         tenant_header=args.tenant_header,
+        tool_call_parser=args.tool_call_parser,
         max_body_bytes=args.max_body_bytes,
         max_prompts=args.max_prompts,
         drain_timeout_s=args.drain_timeout,

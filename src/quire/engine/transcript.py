@@ -30,7 +30,10 @@ class SampleTranscript:
         self._detokenizer: IncrementalDetokenizer | None = None
         if tokenizer is not None and params.detokenize:
             self._detokenizer = IncrementalDetokenizer(
-                tokenizer, request.prompt_token_ids, skip_special_tokens=params.skip_special_tokens
+                tokenizer,
+                request.prompt_token_ids,
+                skip_special_tokens=params.skip_special_tokens,
+                kept_special_ids=params.kept_special_ids,
             )
 
     def take(self, sequence: Sequence, num_tokens: int, token_id: int) -> tuple[str, str | None]:

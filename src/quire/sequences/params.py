@@ -59,6 +59,7 @@ class SamplingParams:
         prompt_logprobs: the same for the prompt's tokens.
         detokenize: False returns token ids only.
         skip_special_tokens: leave special tokens out of the text.
+        kept_special_ids: special tokens that stay in the text all the same.
         logits_processors: functions (prompt token ids, output token ids, logits [V]) -> logits [V], called in order
             for each token, from Python only; they run in the engine's own thread, which waits for them. One that raises
             ends its own request.
@@ -98,6 +99,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
+    kept_special_ids: tuple[int, ...] = ()
     logits_processors: tuple[Callable[..., Any], ...] = field(default=(), metadata={"has_flag": False})
     strategy: Strategy | None = field(default=None, metadata={"has_flag": False})
     penalizes_tokens: bool = field(init=False, default=False, repr=False)
@@ -142,6 +144,7 @@ class SamplingParams:
             put(self, "seed", integer("seed", self.seed, -MAX_SEED - 1, MAX_SEED))
         put(self, "stop", strings("stop", self.stop))
         put(self, "stop_token_ids", token_ids("stop_token_ids", self.stop_token_ids, limit=MAX_STOP_IDS))
+        put(self, "kept_special_ids", token_ids("kept_special_ids", self.kept_special_ids, limit=MAX_STOP_IDS))
         for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidParameter(name, getattr(self, name), "true or false")
@@ -196,6 +199,7 @@ class SamplingParams:
         for name, ids in (
             ("allowed_token_ids", self.allowed_token_ids or ()),
             ("stop_token_ids", self.stop_token_ids),
+            ("kept_special_ids", self.kept_special_ids),
             ("logit_bias", tuple(self.logit_bias or ())),
         ):
             for token_id in ids:

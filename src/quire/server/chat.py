@@ -21,24 +21,23 @@ from quire.server.generation import Job, answer, new_head
 from quire.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs_json
 from quire.server.models import check_model
 from quire.server.state import ServerState
+from quire.server.tool_calls import SampleCalls
+from quire.server.tool_use import TOOL_FIELDS, ToolUse, read_tool_use
 from quire.text.chat import RESERVED, require_chat_template
 
-NO_TOOLS = "calls of tools cannot be read from the output yet"
+USE_TOOLS = "it is the older form of tools; send tools and tool_choice"
 OWN_FIELDS = (
     "messages",
     "max_completion_tokens",
     "top_logprobs",
     "add_generation_prompt",
     "chat_template_kwargs",
-    # These say how to use tools; without tools there is nothing to honour.
-    "tools",
-    "tool_choice",
-    "parallel_tool_calls",
+    *TOOL_FIELDS,
 )
 UNSUPPORTED: Mapping[str, Refusal] = {
     **sampling.UNSUPPORTED,
-    "functions": (([],), NO_TOOLS),
-    "function_call": (("none",), NO_TOOLS),
+    "functions": (([],), USE_TOOLS),
+    "function_call": (("none",), USE_TOOLS),
     "audio": ((), "the model writes text only"),
     "modalities": ((["text"],), "the model writes text only"),
     "prediction": ((), "predicted outputs are not used"),
@@ -66,11 +65,13 @@ class Extras:
         top_logprobs: how many of the likeliest tokens at each position; None gives no log probabilities.
         prompt_logprobs: the same for vLLM's `prompt_logprobs`.
         token_ids: put token ids beside the text.
+        tool_use: what the request said about calls; None reads none.
     """
 
     top_logprobs: int | None
     prompt_logprobs: int | None
     token_ids: bool
+    tool_use: ToolUse | None = None
 
 
 async def chat_completions(state: ServerState, request: Request) -> ASGIApp:
@@ -92,7 +93,7 @@ def read_chat(state: ServerState, fields: Fields) -> tuple[Job, Extras]:
     Raises:
         RequestError: naming the field.
     """
-    _refuse_tools(fields)
+    tool_use = read_tool_use(state, fields)
     options = sampling.read_options(fields, state.llm.resolved.scheduling_policy)
     length = "max_tokens" if fields.get("max_completion_tokens") is None else "max_completion_tokens"
     top_logprobs = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
@@ -103,19 +104,27 @@ def read_chat(state: ServerState, fields: Fields) -> tuple[Job, Extras]:
         top_logprobs=(top_logprobs or 0) if has_logprobs else None,
         prompt_logprobs=fields.integer("prompt_logprobs", 0, MAX_LOGPROBS),
         token_ids=options.return_token_ids,
+        tool_use=tool_use,
     )
     spelled = {"max_tokens": length, "logprobs": "top_logprobs", "prompt": "messages"}
-    own = {"max_tokens": fields.get(length), "logprobs": extras.top_logprobs}
+    own: dict[str, Any] = {"max_tokens": fields.get(length), "logprobs": extras.top_logprobs}
+    if tool_use is not None:
+        own |= tool_use.sampling()
+        spelled["structured_outputs.grammar"] = "tools"
     params = sampling.read_sampling(fields, state.llm.default_sampling_params(), own, spelled)
-    return Job(1, partial(_prompts, state, fields), params, options, spelled), extras
+    told = () if tool_use is None else tool_use.told
+    return Job(1, partial(_prompts, state, fields, told), params, options, spelled), extras
 
 
-def encode_chat(state: ServerState, fields: Fields, *, add_generation_prompt: bool = True) -> list[int]:
+def encode_chat(
+    state: ServerState, fields: Fields, tools: Sequence[Mapping[str, Any]] = (), *, add_generation_prompt: bool = True
+) -> list[int]:
     """Write a conversation as the model's template has it, in token ids.
 
     Args:
         state: of the server.
         fields: the body.
+        tools: as templates read them.
         add_generation_prompt: unless the body says otherwise.
 
     Raises:
@@ -130,29 +139,20 @@ def encode_chat(state: ServerState, fields: Fields, *, add_generation_prompt: bo
     for name in RESERVED.intersection(kwargs or ()):
         raise InvalidParameter("chat_template_kwargs", name, "names that are not reserved")
     add_generation_prompt = fields.flag("add_generation_prompt", add_generation_prompt)
-    text = template.render(fields.get("messages"), add_generation_prompt=add_generation_prompt, **(kwargs or {}))
+    text = template.render(
+        fields.get("messages"), add_generation_prompt=add_generation_prompt, tools=tools, **(kwargs or {})
+    )
     # The template has written the special tokens already.
     return state.llm.tokenizer.encode(text, add_special_tokens=fields.flag("add_special_tokens", False))
 
 
-async def _prompts(state: ServerState, fields: Fields) -> list[list[int]]:
+async def _prompts(state: ServerState, fields: Fields, tools: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     # A long conversation takes a while; neither the event loop nor the engine waits for it.
-    return [await asyncio.to_thread(encode_chat, state, fields)]
-
-
-def _refuse_tools(fields: Fields) -> None:
-    tools, choice = fields.get("tools"), fields.get("tool_choice")
-    fields.flag("parallel_tool_calls")
-    if tools is not None and not isinstance(tools, list):
-        raise InvalidParameter("tools", tools, "a list of tools")
-    if tools and choice != "none":
-        raise UnsupportedFeature("tools", f'{NO_TOOLS}; leave them out, or set tool_choice to "none"')
-    if choice is not None and choice not in ("none", "auto"):
-        raise UnsupportedFeature("tool_choice", NO_TOOLS)
+    return [await asyncio.to_thread(encode_chat, state, fields, tools)]
 
 
 class ChatReply:
-    """Turns outputs into the JSON of chat completions.
+    """Turns outputs into the JSON of chat completions, with calls of tools where they are wanted.
 
     Args:
         head: the fields that are the same in every chunk.
@@ -166,6 +166,7 @@ class ChatReply:
         self._extras = extras
         self._names = names
         self._begun: set[int] = set()
+        self._calls: dict[int, SampleCalls] = {}
 
     def chunks(self, prompt_idx: int, delta: RequestOutput) -> Iterator[dict[str, Any]]:  # noqa: ARG002 - one prompt
         """Yield the chunks of a stream that a delta gives: the role once, then text, then the reason of the end."""
@@ -176,10 +177,17 @@ class ChatReply:
                 yield self._chunk(output.index, {"role": "assistant", "content": ""}) | ids
             logprobs = self._logprobs(output) if output.token_ids else None
             ids = {"token_ids": output.token_ids} if self._extras.token_ids and output.token_ids else {}
-            if output.text or logprobs or ids:
-                yield self._chunk(output.index, {"content": output.text}, logprobs, ids)
+            calls = self._calls_of(output.index)
+            deltas = [{"content": output.text}] if output.text else []
+            if calls is not None:
+                deltas = calls.deltas(output.text, is_finished=output.is_finished)
+            if not deltas and (logprobs or ids):
+                deltas = [{"content": ""}]
+            for idx, part in enumerate(deltas):
+                # What is said of the new tokens is said once.
+                yield self._chunk(output.index, part, None if idx else logprobs, None if idx else ids)
             if output.is_finished:
-                yield self._chunk(output.index, {}, None, _ending(output))
+                yield self._chunk(output.index, {}, None, _ending(output, calls))
 
     def last_chunk(self) -> dict[str, Any]:
         """Return the chunk without choices that carries a stream's usage."""
@@ -197,13 +205,21 @@ class ChatReply:
         return body
 
     def _choice(self, sample: CompletionOutput) -> dict[str, Any]:
+        calls = self._calls_of(sample.index)
+        said = {"content": sample.text} if calls is None else calls.message(sample.text)
         choice = {
             "index": sample.index,
-            "message": {"role": "assistant", "content": sample.text, "refusal": None},
+            "message": {"role": "assistant", "refusal": None, **said},
             "logprobs": self._logprobs(sample),
-            **_ending(sample),
+            **_ending(sample, calls),
         }
         return choice | ({"token_ids": sample.token_ids} if self._extras.token_ids else {})
+
+    def _calls_of(self, index: int) -> SampleCalls | None:
+        """Return what reads a sample's calls, None where none are wanted."""
+        if self._extras.tool_use is not None and index not in self._calls:
+            self._calls[index] = SampleCalls(self._extras.tool_use)
+        return self._calls.get(index)
 
     def _logprobs(self, output: CompletionOutput) -> dict[str, Any] | None:
         if self._extras.top_logprobs is None:
@@ -221,5 +237,6 @@ class ChatReply:
         return {**self._chunk_head, "choices": [choice]}
 
 
-def _ending(output: CompletionOutput) -> dict[str, Any]:
-    return {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
+def _ending(output: CompletionOutput, calls: SampleCalls | None) -> dict[str, Any]:
+    reason = output.finish_reason if calls is None else calls.finish_reason(output.finish_reason)
+    return {"finish_reason": reason, "stop_reason": output.stop_reason}

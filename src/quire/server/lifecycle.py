@@ -21,6 +21,8 @@ from quire.server.errors import stopping
 from quire.server.reports import report_for_ever
 from quire.server.settings import ServerConfig
 from quire.server.state import ServerState
+from quire.text.tokenizer import Tokenizer
+from quire.text.tool_calls import ToolFormat, choose_format
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +46,8 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> None:
         gc.collect()
         gc.freeze()
         try:
-            state = ServerState(llm, config, __version__, created=int(time.time()))
+            form = _tool_format(llm.tokenizer, config.tool_call_parser)
+            state = ServerState(llm, config, __version__, created=int(time.time()), tool_format=form)
             settings = uvicorn.Config(
                 build_app(state),
                 log_config=None,
@@ -59,6 +62,20 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> None:
                 runner.run(_run(state, uvicorn.Server(settings), listener))
         finally:
             llm.shutdown()
+
+
+def _tool_format(tokenizer: Tokenizer | None, wanted: str) -> ToolFormat | None:
+    """Return how the model writes calls of tools, and say so; None where it knows no tools, or that is not known."""
+    template = None if tokenizer is None else tokenizer.chat_template
+    if template is None or not template.knows_tools:
+        return None
+    form = choose_format(wanted, template.for_tools.source)
+    if form is None:
+        logger.warning("Tool calls: the chat template does not show the format; --tool-call-parser can say it")
+    else:
+        found = "as the chat template shows" if wanted == "auto" else "as --tool-call-parser says"
+        logger.info("Tool calls: read in the format %s, %s", form.name, found)
+    return form
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -58,4 +58,5 @@ def _card(state: ServerState) -> dict[str, Any]:
         "created": state.created,
         "owned_by": "quire",
         "max_model_len": state.llm.resolved.max_model_len,
+        "tool_call_parser": None if state.tool_format is None else state.tool_format.name,
     }

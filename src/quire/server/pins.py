@@ -18,11 +18,11 @@ from quire.server.models import check_model
 from quire.server.sampling import UNSUPPORTED as NEVER_SUPPORTED
 from quire.server.state import ServerState
 from quire.server.tenants import read_tenant
+from quire.server.tool_use import read_tools
 
 UNSUPPORTED: dict[str, Refusal] = {
     "chat_template": ((), "templates come with the model, never from requests"),
     "continue_final_message": ((False,), "pin the text as a prompt"),
-    "tools": (([],), "calls of tools cannot be read from the output yet"),
     **{field: NEVER_SUPPORTED[field] for field in ("media", "tenant")},
 }
 KNOWN_FIELDS = (
@@ -31,6 +31,7 @@ KNOWN_FIELDS = (
     "name",
     "prompt",
     "messages",
+    "tools",
     "cache_salt",
     "add_special_tokens",
     "add_generation_prompt",
@@ -50,7 +51,8 @@ async def pin_prefix(state: ServerState, request: Request) -> Response:
     prompt: Prompt
     if has_messages:
         # What is pinned is the beginning of conversations: the assistant's mark would not be where they go on.
-        prompt = await asyncio.to_thread(encode_chat, state, fields, add_generation_prompt=False)
+        told = [tool.told for tool in read_tools(fields)]
+        prompt = await asyncio.to_thread(encode_chat, state, fields, told, add_generation_prompt=False)
     else:
         prompt = fields.get("prompt")
     name = _name(fields)

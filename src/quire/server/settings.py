@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from quire.errors import ConfigError
 
 DEFAULT_MAX_BODY_BYTES = 8 << 20
+# "auto", or a format of `quire.text.tool_calls`, which takes longer to import than the command line should.
+TOOL_CALL_PARSERS = ("auto", "hermes", "llama3", "mistral")
 # What the name of a header is made of, by RFC 9110.
 HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
@@ -24,6 +26,7 @@ class ServerConfig:
         api_key: what clients must show on every route but `/health`; None lets this machine's users in.
         allow_origins: web origins whose pages may call the server; none by default.
         tenant_header: the header in which a gateway in front says whose a request is; None where all are one tenant's.
+        tool_call_parser: the format in which the model writes calls of tools; "auto" finds it in its chat template.
         max_body_bytes: the longest request body.
         max_prompts: prompts of one request at most.
         drain_timeout_s: how long running requests may go on once the server was asked to stop.
@@ -39,6 +42,7 @@ class ServerConfig:
     api_key: str | None = field(default=None, repr=False)
     allow_origins: tuple[str, ...] = ()
     tenant_header: str | None = None
+    tool_call_parser: str = "auto"
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
     max_prompts: int = 256
     drain_timeout_s: float = 30.0
@@ -52,6 +56,11 @@ class ServerConfig:
         _within("drain_timeout_s", self.drain_timeout_s, 0, 86400)
         _within("ping_interval_s", self.ping_interval_s, 0.001, 86400)
         _within("log_interval_s", self.log_interval_s, 0, 86400)
+        if self.tool_call_parser not in TOOL_CALL_PARSERS:
+            raise ConfigError(
+                f"tool_call_parser must be one of {', '.join(TOOL_CALL_PARSERS)}, got {self.tool_call_parser!r}",
+                field="tool_call_parser",
+            )
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.strip()):
             raise ConfigError("api_key must be ASCII text that is not blank", field="api_key")
         if self.tenant_header is not None and not HEADER_NAME.fullmatch(self.tenant_header):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from quire.server.feed import Feed
 from quire.server.settings import ServerConfig
 from quire.server.usage import TokenCount
+from quire.text.tool_calls import ToolFormat
 
 if TYPE_CHECKING:
     from quire.engine.async_llm import AsyncLLM
@@ -42,6 +43,7 @@ class ServerState:
         config: the server's options.
         version: Quire's.
         created: when the server started, in Unix seconds.
+        tool_format: how the model writes calls of tools, None where that is not known.
         is_draining: True once the server was asked to stop.
         flights: the requests in the engine, by the id of their answer.
     """
@@ -50,6 +52,7 @@ class ServerState:
     config: ServerConfig
     version: str
     created: int
+    tool_format: ToolFormat | None = None
     is_draining: bool = False
     flights: dict[str, Flight] = field(default_factory=dict)
 

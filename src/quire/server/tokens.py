@@ -14,12 +14,12 @@ from quire.server.fields import Fields, Refusal
 from quire.server.generation import json_response
 from quire.server.models import check_model
 from quire.server.state import ServerState
+from quire.server.tool_use import read_tools
 from quire.text.tokenizer import Tokenizer
 
 UNSUPPORTED: dict[str, Refusal] = {
     "chat_template": ((), "templates come with the model, never from requests"),
     "continue_final_message": ((False,), "tokenize the text as a prompt"),
-    "tools": (([],), "calls of tools cannot be read from the output yet"),
     "mm_processor_kwargs": (({},), "the model reads text only"),
 }
 KNOWN_FIELDS = (
@@ -27,6 +27,7 @@ KNOWN_FIELDS = (
     "model",
     "prompt",
     "messages",
+    "tools",
     "tokens",
     "add_special_tokens",
     "add_generation_prompt",
@@ -43,7 +44,8 @@ async def tokenize(state: ServerState, request: Request) -> Response:
         raise InvalidParameter("prompt", fields.get("prompt"), "given, or else messages")
     with_texts = fields.flag("return_token_strs")
     if has_messages:
-        ids = await asyncio.to_thread(encode_chat, state, fields)
+        told = [tool.told for tool in read_tools(fields)]
+        ids = await asyncio.to_thread(encode_chat, state, fields, told)
     else:
         text, add_special_tokens = fields.text("prompt") or "", fields.flag("add_special_tokens", True)
         ids = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)

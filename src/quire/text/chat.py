@@ -35,6 +35,7 @@ class ChatTemplate:
 
     Args:
         source: the Jinja template.
+        tool_source: another one for conversations with tools; None where `source` serves them too.
         bos_token: the token that begins a text, or "".
         eos_token: the token that ends a text, or "".
         special_tokens: further special tokens by name, for example `{"pad_token": "<pad>"}`.
@@ -45,6 +46,7 @@ class ChatTemplate:
         self,
         source: str,
         *,
+        tool_source: str | None = None,
         bos_token: str = "",
         eos_token: str = "",
         special_tokens: Mapping[str, str] | None = None,
@@ -53,6 +55,12 @@ class ChatTemplate:
         self.source = source
         self._clock = clock
         self._special_tokens = {**(special_tokens or {}), "bos_token": bos_token, "eos_token": eos_token}
+        # What conversations with tools are written with.
+        self.for_tools = self
+        if tool_source is not None:
+            self.for_tools = ChatTemplate(
+                tool_source, bos_token=bos_token, eos_token=eos_token, special_tokens=special_tokens, clock=clock
+            )
 
     def render(
         self,
@@ -75,12 +83,14 @@ class ChatTemplate:
             UnsupportedFeature: content that is not text, or a variable that the template does not use.
             RequestError: the template refuses the conversation, fails, or writes too much.
         """
+        if tools and self.for_tools is not self:
+            return self.for_tools.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **kwargs)
         template = self._template
         variables: dict[str, Any] = {"messages": normalise_messages(messages), **self._special_tokens}
         # Templates ask whether tools and documents are none, so they are always there.
         variables |= {"add_generation_prompt": add_generation_prompt, "tools": None, "documents": None}
         if tools:
-            self._require("tools")
+            self.require_tools()
             variables["tools"] = [dict(tool) for tool in tools]
         for name, value in kwargs.items():
             if name in RESERVED or name in self._special_tokens or name in template.environment.globals:
@@ -103,17 +113,37 @@ class ChatTemplate:
             raise RequestError(why, field="messages") from error
         return "".join(pieces)
 
+    @property
+    def knows_tools(self) -> bool:
+        """True where the template has a place for tools; one that cannot be compiled has none."""
+        try:
+            return "tools" in self.for_tools._variables
+        except RequestError:
+            return False
+
+    def require_tools(self) -> None:
+        """Check that the template has a place for tools.
+
+        Raises:
+            UnsupportedFeature: it has none.
+            RequestError: it cannot be compiled.
+        """
+        self.for_tools._require("tools")
+
     @cached_property
     def _template(self) -> jinja2.Template:
         try:
             return self._environment.from_string(self.source)
         except jinja2.TemplateError as error:
-            raise RequestError(f"the model's chat template cannot be compiled: {error}") from error
+            raise _broken(error) from error
 
     @cached_property
     def _variables(self) -> set[str]:
         """The names that the template reads."""
-        return jinja2.meta.find_undeclared_variables(self._environment.parse(self.source))
+        try:
+            return jinja2.meta.find_undeclared_variables(self._environment.parse(self.source))
+        except jinja2.TemplateError as error:
+            raise _broken(error) from error
 
     @cached_property
     def _environment(self) -> ImmutableSandboxedEnvironment:
@@ -131,6 +161,10 @@ class ChatTemplate:
     def _require(self, name: str) -> None:
         if name not in self._variables:
             raise UnsupportedFeature(name, "the model's chat template does not use it")
+
+
+def _broken(error: jinja2.TemplateError) -> RequestError:
+    return RequestError(f"the model's chat template cannot be compiled: {error}")
 
 
 def require_chat_template(template: ChatTemplate | None) -> ChatTemplate:

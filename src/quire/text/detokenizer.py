@@ -29,11 +29,20 @@ class IncrementalDetokenizer:
         tokenizer: the model's.
         prompt_ids: the tokens before the first one pushed; where they end inside a character, the output completes it.
         skip_special_tokens: leave special tokens out of the text.
+        kept_special_ids: special tokens that stay in the text all the same.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool,
+        kept_special_ids: Sequence[int] = (),
+    ) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
+        self._kept = frozenset(kept_special_ids)
         self._characters: _Characters = _RunCharacters() if tokenizer.has_byte_fallback else _LossyCharacters()
         self._begins_text = True
         self._replay(prompt_ids)
@@ -48,11 +57,15 @@ class IncrementalDetokenizer:
 
     def _add(self, token_id: int) -> str:
         tokenizer = self._tokenizer
-        if not tokenizer.is_visible(token_id, skip_special_tokens=self._skip):
+        if not self._is_visible(token_id):
             return ""
         piece = tokenizer.head_bytes(token_id) if self._begins_text else tokenizer.token_bytes(token_id)
         self._begins_text = False
         return self._characters.add(piece, is_fallback_byte=tokenizer.is_fallback_byte(token_id))
+
+    def _is_visible(self, token_id: int) -> bool:
+        skip = self._skip and token_id not in self._kept
+        return self._tokenizer.is_visible(token_id, skip_special_tokens=skip)
 
     def _replay(self, prompt_ids: Sequence[int]) -> None:
         """Reach the state behind the prompt by looking at its last few tokens only."""
@@ -60,7 +73,7 @@ class IncrementalDetokenizer:
         tail: list[int] = []
         num_bytes = 0
         for token_id in reversed(prompt_ids):
-            if not tokenizer.is_visible(token_id, skip_special_tokens=self._skip):
+            if not self._is_visible(token_id):
                 continue
             self._begins_text = False
             tail.append(token_id)

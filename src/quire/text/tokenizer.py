@@ -55,9 +55,10 @@ class Tokenizer:
         self._pieces: dict[int, bytes] = {}
         self.has_byte_fallback = "ByteFallback" in kinds
         self.vocab_size: int = library.get_vocab_size(with_added_tokens=True)
-        self.special_ids = frozenset(
-            token_id for token_id, token in library.get_added_tokens_decoder().items() if token.special
-        )
+        added = library.get_added_tokens_decoder()
+        # Tokens that stand for a text of their own, whatever the vocabulary makes of its letters.
+        self.added_ids: dict[str, int] = {token.content: token_id for token_id, token in added.items()}
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.bos_token_id = None if bos_token is None else library.token_to_id(bos_token)
         self.eos_token_id = None if eos_token is None else library.token_to_id(eos_token)
         self.chat_template = chat_template
@@ -89,7 +90,11 @@ class Tokenizer:
         template = None
         if source is not None:
             template = ChatTemplate(
-                source, bos_token=bos_token or "", eos_token=eos_token or "", special_tokens=_special_tokens(config)
+                source,
+                tool_source=_tool_template_source(folder, config),
+                bos_token=bos_token or "",
+                eos_token=eos_token or "",
+                special_tokens=_special_tokens(config),
             )
         return cls(library, bos_token=bos_token, eos_token=eos_token, chat_template=template)
 
@@ -242,18 +247,35 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _chat_template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        try:
-            return file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise CheckpointError(f"{file} is not UTF-8 text: {error}") from error
-    source = config.get("chat_template")
-    if isinstance(source, list):
-        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, Mapping)}
-        source = named.get("default")
+    source = _read_template(folder / "chat_template.jinja")
+    if source is None:
+        source = config.get("chat_template")
+        if isinstance(source, list):
+            source = _named_templates(source).get("default")
     if source is not None and not isinstance(source, str):
         raise CheckpointError(
             f"chat_template in {folder / 'tokenizer_config.json'} must be a string or a list of named templates"
         )
     return source
+
+
+def _tool_template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """Return the template for conversations with tools, of models that have one of its own for them."""
+    if (folder / "chat_template.jinja").is_file():
+        return _read_template(folder / "additional_chat_templates" / "tool_use.jinja")
+    named = config.get("chat_template")
+    source = _named_templates(named).get("tool_use") if isinstance(named, list) else None
+    return source if isinstance(source, str) else None
+
+
+def _read_template(file: Path) -> str | None:
+    if not file.is_file():
+        return None
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{file} is not UTF-8 text: {error}") from error
+
+
+def _named_templates(entries: list[Any]) -> dict[Any, Any]:
+    return {entry.get("name"): entry.get("template") for entry in entries if isinstance(entry, Mapping)}

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer as Library
 import quire
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_calls import CallDelta, CallParser, CallRules, Function, ToolFormat, choose_format, merge
+from quire.text.tool_calls.grammar import bare_schema
 from tests.text.tool_calls.schema_check import fits
 
 llguidance = pytest.importorskip("llguidance", reason="grammars are applied by llguidance (extra: structured)")
@@ -255,6 +256,23 @@ def test_a_schema_cannot_change_how_it_is_written() -> None:
     assert '"item_separator": ", "' in grammar
     assert '.*"' not in grammar
     assert '"lenient": false' in grammar
+
+
+def test_what_only_people_read_is_left_out_of_a_schema() -> None:
+    note = {"description": "x", "title": "y", "default": 1}
+    whole = {
+        **note,
+        "properties": {"description": {"type": "string", **note}, "list": {"items": {"enum": [{"title": 1}], **note}}},
+        "anyOf": [{"required": ["title"], **note}],
+        "$defs": {"title": {**note, "const": {"default": 2}}},
+        "additionalProperties": False,
+    }
+    assert bare_schema(whole) == {
+        "properties": {"description": {"type": "string"}, "list": {"items": {"enum": [{"title": 1}]}}},
+        "anyOf": [{"required": ["title"]}],
+        "$defs": {"title": {"const": {"default": 2}}},
+        "additionalProperties": False,
+    }
 
 
 def test_ids_of_other_tokens_become_ranges() -> None:

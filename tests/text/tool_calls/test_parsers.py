@@ -161,10 +161,9 @@ def test_arguments_come_as_they_are_written_where_a_grammar_is_kept_to(name: str
     assert parser.finish() == []
 
 
-@pytest.mark.parametrize(("name", "text", "expected"), READ)
+# No grammar lets the name come last.
+@pytest.mark.parametrize(("name", "text", "expected"), [case for case in READ if '"name": "add"}' not in case[1]])
 def test_a_grammar_kept_to_gives_the_same_calls(name: str, text: str, expected: list[Piece]) -> None:
-    if '"name": "add"}' in text:
-        pytest.skip("the name comes last, which no grammar allows")
     assert read(name, list(text), is_forced=True)[0] == expected
 
 

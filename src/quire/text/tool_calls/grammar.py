@@ -6,9 +6,14 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 from quire.text.tool_calls.calls import Function
 
+ANNOTATIONS = frozenset({"$schema", "$comment", "title", "description", "default", "examples", "deprecated"})
+MAPS_OF_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+# What holds a schema, or a list of them.
+SCHEMAS = frozenset({"items", "prefixItems", "additionalProperties", "anyOf", "oneOf", "allOf", "not", "propertyNames"})
 # Values are written as models see them in their prompts, where `json.dumps` wrote them; free white space would give a
 # weak model a way never to come to an end.
 LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -91,5 +96,26 @@ def _ranges(ids: Sequence[int]) -> Iterator[str]:
 
 def _schema(function: Function) -> str:
     # The type says that arguments are an object, where the schema does not; the layout is ours, whatever it says.
-    schema = {"type": "object", **function.parameters}
-    return json.dumps({**schema, "x-guidance": {**LAYOUT, "lenient": not function.is_strict}})
+    schema = {"type": "object", **bare_schema(function.parameters)}
+    return json.dumps({**schema, "x-guidance": {**LAYOUT, "lenient": not function.is_strict}}, ensure_ascii=False)
+
+
+def bare_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema without what only people and prompts read: descriptions may be longer than all the rest."""
+    bare: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in ANNOTATIONS:
+            continue
+        if key in MAPS_OF_SCHEMAS and isinstance(value, dict):
+            bare[key] = {name: _bare(inner) for name, inner in value.items()}
+        elif key in SCHEMAS:
+            bare[key] = _bare(value)
+        else:
+            bare[key] = value
+    return bare
+
+
+def _bare(value: object) -> object:
+    if isinstance(value, dict):
+        return bare_schema(value)
+    return [_bare(inner) for inner in value] if isinstance(value, list) else value
