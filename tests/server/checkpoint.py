@@ -36,7 +36,7 @@ def save(
     folder: Path,
     template: str = TEMPLATE,
     more_tokens: Sequence[AddedToken] = (),
-    more_paths: Sequence[Sequence[str]] = (),
+    more_paths: Sequence[tuple[float, Sequence[str]]] = (),
 ) -> Path:
     """Write the checkpoint and return its folder.
 
@@ -44,7 +44,8 @@ def save(
         folder: where.
         template: of chats.
         more_tokens: added to the vocabulary.
-        more_paths: tokens of which each makes the model say the next one; they win over what it says otherwise.
+        more_paths: tokens of which each makes the model say the next one, and how strongly, what it says otherwise
+            having 0.25. Where the strongest is not allowed, the next one is said.
     """
     folder.mkdir(parents=True, exist_ok=True)
     library = _tokenizer()
@@ -73,8 +74,10 @@ def save(
         "torch_dtype": "float32",
     }
     (folder / "config.json").write_text(json.dumps(config))
-    ids = [[library.token_to_id(token) for token in path] for path in more_paths]
-    followers = _followers(library) | {before: after for path in ids for before, after in pairwise(path)}
+    followers = [(before, after, 0.25) for before, after in _followers(library).items()]
+    for strength, path in more_paths:
+        ids = [library.token_to_id(token) for token in path]
+        followers += [(before, after, strength) for before, after in pairwise(ids)]
     save_file(_weights(vocab_size, followers), str(folder / "model.safetensors"))
     return folder
 
@@ -100,7 +103,7 @@ def _followers(library: Library) -> dict[int, int]:
     return {before: after for path in paths for before, after in pairwise(path)}
 
 
-def _weights(vocab_size: int, followers: dict[int, int]) -> dict[str, torch.Tensor]:
+def _weights(vocab_size: int, followers: Sequence[tuple[int, int, float]]) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(7)
 
     def normal(*shape: int, scale: float = 0.1) -> torch.Tensor:
@@ -108,8 +111,8 @@ def _weights(vocab_size: int, followers: dict[int, int]) -> dict[str, torch.Tens
 
     embedding = normal(vocab_size, WIDTH, scale=1.0)
     head = torch.zeros(vocab_size, WIDTH)
-    for before, after in followers.items():
-        head[after] += embedding[before] * 0.25
+    for before, after, strength in followers:
+        head[after] += embedding[before] * strength
     weights = {"model.embed_tokens.weight": embedding, "lm_head.weight": head + normal(vocab_size, WIDTH)}
     weights["model.norm.weight"] = torch.ones(WIDTH)
     head_dim = WIDTH // HEADS

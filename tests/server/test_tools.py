@@ -21,21 +21,25 @@ from tests.server.process import PATIENCE_S, ServerProcess, running
 from tests.server.streams import stream, text_of
 
 CHAT = "/v1/chat/completions"
+# What the models say, token by token.
 PATHS: dict[str, list[str]] = {
-    # The last token is a whole call, so that there are two.
     "hermes": [
         *("I look.\n", "<tool_call>", '\n{"name": "get_weather", "arguments": ', '{"city": "Par', 'is"}', "}\n"),
-        *("</tool_call>", '\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'),
+        "</tool_call>",
     ],
     "llama3": [
         *('{"name": "get_weather", "parameters": ', '{"city": "Par', 'is"}', "}"),
         ';{"name": "now", "parameters": {}}',
     ],
-    "mistral": [
-        *("I look.\n", "[TOOL_CALLS]", "get_weather", "[ARGS]", '{"city": "Par', 'is"}'),
-        "[TOOL_CALLS]now[ARGS]{}",
-    ],
+    "mistral": ["I look.\n", "[TOOL_CALLS]", "get_weather", "[ARGS]", '{"city": "Par', 'is"}'],
 }
+# What they say where a grammar has written the rest.
+CHOICES: list[tuple[float, list[str]]] = [
+    (0.6, ['"', "Paris", '"']),
+    (0.4, ['"', "get_w"]),
+    (0.25, ['"', "}", "<|eos|>"]),
+    (0.25, ["Q", "x"]),
+]
 MARKERS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]")
 SHOWN = {"hermes": "<tool_call>", "llama3": "<|python_tag|>", "mistral": "[TOOL_CALLS][ARGS]"}
 TEMPLATE = (
@@ -49,8 +53,10 @@ CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required"
 WEATHER = {"type": "function", "function": {"name": "get_weather", "description": "Looks.", "parameters": CITY}}
 NOW = {"type": "function", "function": {"name": "now"}}
 USER = [{"role": "user", "content": "hi"}]
-ASK: dict[str, Any] = {"messages": USER, "tools": [WEATHER, NOW], "temperature": 0, "max_tokens": 40}
+ASK: dict[str, Any] = {"messages": USER, "tools": [WEATHER, NOW], "temperature": 0, "max_tokens": 200}
 PARIS = '{"city": "Paris"}'
+CALLS = [("get_weather", PARIS)]
+ALL_CALLS = {"hermes": CALLS, "mistral": CALLS, "llama3": [*CALLS, ("now", "{}")]}
 HAS_GRAMMARS = importlib.util.find_spec("llguidance") is not None
 needs_grammars = pytest.mark.skipif(not HAS_GRAMMARS, reason="calls are required through llguidance")
 
@@ -75,12 +81,13 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
 
 
 def save(folder: Path, form: str) -> Path:
-    """Write a model that calls two tools, and says "xyz" behind a Q."""
+    """Write a model that calls tools, and says "xyz" behind a Q."""
     path = PATHS[form]
+    words = {token for _, tokens in [(0, path), *CHOICES] for token in tokens} - {*MARKERS, "<|eos|>", *'"}Qx'}
     marks = [AddedToken(text, special=True, normalized=False) for text in MARKERS]
-    plain = [AddedToken(text, special=False, normalized=False) for text in path if text not in MARKERS]
-    whole = ["<|assistant|>", *path, "<|eos|>"]
-    return checkpoint.save(folder, TEMPLATE.replace("SHOWN", SHOWN[form]), [*marks, *plain], [whole])
+    plain = [AddedToken(text, special=False, normalized=False) for text in sorted(words)]
+    paths = [(0.5, ["<|assistant|>", *path, "<|eos|>"]), *CHOICES]
+    return checkpoint.save(folder, TEMPLATE.replace("SHOWN", SHOWN[form]), [*marks, *plain], paths)
 
 
 @pytest.fixture
@@ -138,14 +145,14 @@ def test_a_model_that_calls_tools_has_them_called(serve: Serve, form: str) -> No
     server = serve(form)
     choice = ask(server)
     message = choice["message"]
-    assert told(message["tool_calls"]) == [("get_weather", PARIS), ("now", "{}")]
+    assert told(message["tool_calls"]) == ALL_CALLS[form]
     assert message["content"] == (None if form == "llama3" else "I look.")
     assert choice["finish_reason"] == "tool_calls"
     shape = "[a-zA-Z0-9]{9}" if form == "mistral" else "call_[0-9a-f]{24}"
     assert all(re.fullmatch(shape, call["id"]) for call in message["tool_calls"])
 
     _, chunks = stream(server, CHAT, ASK)
-    assert told(joined(chunks)) == [("get_weather", PARIS), ("now", "{}")]
+    assert told(joined(chunks)) == ALL_CALLS[form]
     assert text_of(chunks) == (message["content"] or "")
     assert reasons(chunks) == ["tool_calls"]
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
@@ -168,27 +175,24 @@ def test_openais_client_streams_calls(tool_client: openai.OpenAI) -> None:
         final = events.get_final_completion()
     (choice,) = final.choices
     assert choice.message.content == "I look."
-    assert [(call.function.name, call.function.arguments) for call in choice.message.tool_calls] == [
-        ("get_weather", PARIS),
-        ("now", "{}"),
-    ]
+    assert [(call.function.name, call.function.arguments) for call in choice.message.tool_calls] == CALLS
     assert choice.finish_reason == "tool_calls"
-    assert final.usage.completion_tokens == len(PATHS["hermes"]) + 1
+    assert final.usage.completion_tokens > len(CALLS)
     assert "tool_calls.function.arguments.delta" in kinds
-    assert kinds.count("tool_calls.function.arguments.done") == 2
+    assert kinds.count("tool_calls.function.arguments.done") == 1
 
 
 def test_samples_usage_logprobs_and_token_ids_go_with_calls(hermes: ServerProcess) -> None:
     more = {"n": 2, "logprobs": True, "top_logprobs": 1, "return_token_ids": True}
     whole = hermes.post(CHAT, {**ASK, **more}).json()
-    num_tokens = len(PATHS["hermes"]) + 1
+    num_tokens = len(whole["choices"][0]["token_ids"])
     for choice in whole["choices"]:
-        assert told(choice["message"]["tool_calls"]) == [("get_weather", PARIS), ("now", "{}")]
+        assert told(choice["message"]["tool_calls"]) == CALLS
         assert len(choice["logprobs"]["content"]) == len(choice["token_ids"]) == num_tokens
     _, chunks = stream(hermes, CHAT, {**ASK, **more, "stream_options": {"include_usage": True}})
     assert chunks[-1]["usage"]["completion_tokens"] == 2 * num_tokens
     for index in (0, 1):
-        assert told(joined(chunks, index)) == [("get_weather", PARIS), ("now", "{}")]
+        assert told(joined(chunks, index)) == CALLS
         parts = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
         ids = [token_id for part in parts for token_id in part.get("token_ids") or ()]
         assert ids == whole["choices"][index]["token_ids"]
@@ -211,23 +215,31 @@ def test_a_stop_string_ends_calls_too(hermes: ServerProcess) -> None:
 
 
 def test_a_call_cut_off_by_the_length_is_no_end_of_calls(hermes: ServerProcess) -> None:
-    choice = ask(hermes, max_tokens=4)
-    assert choice["finish_reason"] == "length"
-    if HAS_GRAMMARS:
-        assert told(choice["message"]["tool_calls"]) == [("get_weather", '{"city": "Par')]
-    else:
-        # Nothing says that this would have become a call.
-        assert choice["message"]["content"].endswith('<tool_call>\n{"name": "get_weather", "arguments": {"city": "Par')
-    _, chunks = stream(hermes, CHAT, {**ASK, "max_tokens": 4})
-    assert told(joined(chunks)) == told(choice["message"].get("tool_calls", []))
-    assert text_of(chunks) == (choice["message"]["content"] or "")
+    num_tokens = len(ask(hermes, return_token_ids=True)["token_ids"])
+    seen = set()
+    for max_tokens in range(1, num_tokens):
+        choice = ask(hermes, max_tokens=max_tokens)
+        assert choice["finish_reason"] == "length"
+        calls = told(choice["message"].get("tool_calls", []))
+        _, chunks = stream(hermes, CHAT, {**ASK, "max_tokens": max_tokens})
+        assert told(joined(chunks)) == calls
+        assert text_of(chunks) == (choice["message"]["content"] or "")
+        assert reasons(chunks) == ["length"]
+        for name, arguments in calls:
+            assert name == "get_weather"
+            assert PARIS.startswith(arguments)
+            seen.add(arguments)
+    # Without a grammar nothing says that what has begun will become a call.
+    assert PARIS in seen
+    assert (len(seen) > 1) == HAS_GRAMMARS
 
 
 @pytest.mark.skipif(HAS_GRAMMARS, reason="a grammar lets the model call only what there is")
 def test_a_function_that_is_not_there_cannot_be_called(hermes: ServerProcess) -> None:
     choice = ask(hermes, tools=[NOW])
-    assert told(choice["message"]["tool_calls"]) == [("now", "{}")]
-    assert '"get_weather"' in choice["message"]["content"]
+    assert "tool_calls" not in choice["message"]
+    assert '<tool_call>\n{"name": "get_weather"' in choice["message"]["content"]
+    assert choice["finish_reason"] == "stop"
 
 
 def test_with_none_tools_are_neither_told_nor_read(hermes: ServerProcess) -> None:
@@ -314,6 +326,15 @@ def test_a_bad_tool_is_a_400_that_names_it(hermes: ServerProcess, body: dict[str
         assert (error["param"], error["code"]) == (field, "invalid_parameter")
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("response_format", {"type": "json_object"}), ("structured_outputs", {"regex": "a"}), ("guided_choice", ["a"])],
+)
+def test_another_grammar_beside_that_of_the_tools_is_refused(hermes: ServerProcess, field: str, value: Any) -> None:
+    error = hermes.post(CHAT, {**ASK, field: value}).json()["error"]
+    assert (error["param"], error["code"]) == (field, "unsupported_feature")
+
+
 @pytest.mark.parametrize("field", ["functions", "function_call"])
 def test_the_older_form_is_refused_with_the_newer_ones_name(hermes: ServerProcess, field: str) -> None:
     value = [{"name": "now"}] if field == "functions" else {"name": "now"}
@@ -382,7 +403,7 @@ def test_a_model_that_knows_no_tools_says_so(server: ServerProcess) -> None:
 def test_a_template_that_does_not_show_its_format_needs_the_option(tmp_path: Path) -> None:
     template = "{% if tools %}{{ tools | tojson }}{% endif %}<|assistant|>"
     marks = [AddedToken(text, special=True, normalized=False) for text in MARKERS]
-    path = ["<|assistant|>", "[TOOL_CALLS]", "<|eos|>"]
+    path = (0.5, ["<|assistant|>", "[TOOL_CALLS]", "<|eos|>"])
     folder = checkpoint.save(tmp_path / "model", template, marks, [path])
     for flags, status in (((), 400), (("--tool-call-parser", "mistral"), 200)):
         with running(folder, tmp_path / "log", "--num-kv-blocks", "300", *flags) as process:

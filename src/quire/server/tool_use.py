@@ -21,6 +21,15 @@ TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
 MAX_TOOLS = 128
 MAX_TOOLS_CHARS = 1 << 18
 NO_PARAMETERS = {"type": "object", "properties": {}}
+# What else would say how the output must look.
+CONSTRAINTS = (
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+)
 CHOICES = '"none", "auto", "required" or {"type": "function", "function": {"name": "..."}}'
 
 
@@ -94,8 +103,9 @@ def read_tool_use(state: ServerState, fields: Fields) -> ToolUse | None:
     if is_required and not can_force:
         why = 'calls can be required where llguidance is installed: pip install "quire[structured]"'
         raise UnsupportedFeature("tool_choice", why)
-    if can_force and fields.get("response_format") not in (None, {"type": "text"}):
-        raise UnsupportedFeature("response_format", "an output has one grammar, which is that of the tools here")
+    for name in CONSTRAINTS:
+        if fields.get(name) not in (None, {"type": "text"}):
+            raise UnsupportedFeature(name, 'an output has one grammar, that of its tools; set tool_choice to "none"')
     tokenizer = state.llm.tokenizer
     assert tokenizer is not None
     markers = (form.marker, *form.other_markers)
@@ -105,7 +115,7 @@ def read_tool_use(state: ServerState, fields: Fields) -> ToolUse | None:
         is_required=is_required,
         is_parallel=is_parallel,
         tokens=tokens,
-        text_tokens=_text_tokens(tokenizer, state.llm.resolved.vocab_size),
+        text_tokens=_text_tokens(tokenizer, form.marker, state.llm.resolved.vocab_size),
     )
     kept_ids = tuple(token_id for token_id in tokens.values() if token_id in tokenizer.special_ids)
     return ToolUse([tool.told for tool in tools], rules, form, can_force, kept_ids)
@@ -202,7 +212,15 @@ def _format_of(state: ServerState) -> ToolFormat:
     return state.tool_format
 
 
-def _text_tokens(tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
-    """Return the added tokens that may come in the middle of a text, for example those round a thought."""
-    ids = set(tokenizer.added_ids.values()) - {tokenizer.eos_token_id}
-    return tuple(sorted(token_id for token_id in ids if token_id < vocab_size))
+def _text_tokens(tokenizer: Tokenizer, marker: str, vocab_size: int) -> tuple[int, ...]:
+    """Return the tokens that are no text to a grammar and may come in the middle of one, like those round a thought.
+
+    llguidance takes added tokens for text but where they are special, or in angle brackets.
+    """
+    ids = {
+        token_id
+        for text, token_id in tokenizer.added_ids.items()
+        if token_id in tokenizer.special_ids or (text.startswith("<") and text.endswith(">"))
+        if marker not in text and token_id < vocab_size
+    }
+    return tuple(sorted(ids - {tokenizer.eos_token_id}))
