@@ -19,36 +19,9 @@ from quire.text.tool_calls import FORMATS
 from tests.server import checkpoint
 from tests.server.process import PATIENCE_S, ServerProcess, running
 from tests.server.streams import stream, text_of
+from tests.server.tool_checkpoint import MARKERS, save
 
 CHAT = "/v1/chat/completions"
-# What the models say, token by token.
-PATHS: dict[str, list[str]] = {
-    "hermes": [
-        *("I look.\n", "<tool_call>", '\n{"name": "get_weather", "arguments": ', '{"city": "Par', 'is"}', "}\n"),
-        "</tool_call>",
-    ],
-    "llama3": [
-        *('{"name": "get_weather", "parameters": ', '{"city": "Par', 'is"}', "}"),
-        ';{"name": "now", "parameters": {}}',
-    ],
-    "mistral": ["I look.\n", "[TOOL_CALLS]", "get_weather", "[ARGS]", '{"city": "Par', 'is"}'],
-}
-# What they say where a grammar has written the rest.
-CHOICES: list[tuple[float, list[str]]] = [
-    (0.6, ['"', "Paris", '"']),
-    (0.4, ['"', "get_w"]),
-    (0.25, ['"', "}", "<|eos|>"]),
-    (0.25, ["Q", "x"]),
-]
-MARKERS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]")
-SHOWN = {"hermes": "<tool_call>", "llama3": "<|python_tag|>", "mistral": "[TOOL_CALLS][ARGS]"}
-TEMPLATE = (
-    "{{ bos_token }}{% if tools %}<|system|>{{ tools | tojson }} as in SHOWN{{ eos_token }}{% endif %}"
-    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
-    "{% for call in message.tool_calls or [] %}{{ call.function.name }}:{{ call.function.arguments.city }}{% endfor %}"
-    "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    "{% if style is defined %}{{ style }}{% endif %}"
-)
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = {"type": "function", "function": {"name": "get_weather", "description": "Looks.", "parameters": CITY}}
 NOW = {"type": "function", "function": {"name": "now"}}
@@ -78,16 +51,6 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
             return servers[form]
 
         yield start
-
-
-def save(folder: Path, form: str) -> Path:
-    """Write a model that calls tools, and says "xyz" behind a Q."""
-    path = PATHS[form]
-    words = {token for _, tokens in [(0, path), *CHOICES] for token in tokens} - {*MARKERS, "<|eos|>", *'"}Qx'}
-    marks = [AddedToken(text, special=True, normalized=False) for text in MARKERS]
-    plain = [AddedToken(text, special=False, normalized=False) for text in sorted(words)]
-    paths = [(0.5, ["<|assistant|>", *path, "<|eos|>"]), *CHOICES]
-    return checkpoint.save(folder, TEMPLATE.replace("SHOWN", SHOWN[form]), [*marks, *plain], paths)
 
 
 @pytest.fixture

@@ -54,10 +54,16 @@ FUNCTIONS = tuple(Function(name, schema) for name, schema in SCHEMAS.items())
 MARKERS = {
     "hermes": ("<tool_call>", "</tool_call>"),
     "llama3": ("<|python_tag|>",),
-    "mistral": ("[TOOL_CALLS]", "[ARGS]"),
+    "mistral": ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
 }
 # The templates that decide on Mistral's form.
-FORMS = [("hermes", ""), ("llama3", ""), ("mistral", "[TOOL_CALLS]"), ("mistral", "[TOOL_CALLS] [ARGS]")]
+FORMS = [
+    ("hermes", ""),
+    ("llama3", ""),
+    ("mistral", "[TOOL_CALLS]"),
+    ("mistral", "[TOOL_CALLS] [ARGS]"),
+    ("mistral", "[TOOL_CALLS] [CALL_ID] [ARGS]"),
+]
 
 
 class Walker:

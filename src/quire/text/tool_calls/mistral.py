@@ -17,8 +17,9 @@ class Mistral:
 
     Args:
         is_array: write one array of all calls, as older models do.
+        has_ids: a name may have an id of the call behind it.
 
-    Source: Mistral 7B v0.3, Nemo and Small (an array); Small 3.2, Magistral and Devstral (names).
+    Source: Mistral 7B v0.3, Nemo and Small (an array); Small 3.2, Magistral and Devstral (names, with ids or without).
     """
 
     name = "mistral"
@@ -28,13 +29,14 @@ class Mistral:
     # Mistral's templates refuse any other id.
     id_chars = 9
 
-    def __init__(self, *, is_array: bool) -> None:
+    def __init__(self, *, is_array: bool, has_ids: bool = False) -> None:
         self.is_array = is_array
+        self.has_ids = has_ids
 
     @classmethod
     def for_template(cls, source: str) -> Mistral:
         """Return the format in the form that a template shows."""
-        return cls(is_array=ARGS not in source)
+        return cls(is_array=ARGS not in source, has_ids=CALL_ID in source)
 
     @staticmethod
     def is_spoken_by(source: str) -> bool:
@@ -56,6 +58,8 @@ class Mistral:
             lines = [*grammar.object_calls(rules, "arguments"), f'calls: / ?\\[/ object{more} "]"']
         else:
             args = grammar.marker(ARGS, rules.tokens)
+            if self.has_ids:
+                args = f"({grammar.marker(CALL_ID, rules.tokens)} /[a-zA-Z0-9]{{{self.id_chars}}}/)? {args}"
             options = (f'"{function.name}" {args} args_{idx}' for idx, function in enumerate(rules.functions))
             more = f" ({opened} call)*" if rules.is_parallel else ""
             lines = [f"call: {' | '.join(options)}", f"calls: call{more}", *grammar.arguments(rules)]

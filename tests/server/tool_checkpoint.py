@@ -1,0 +1,48 @@
+"""Tiny models that call tools, each in one of the formats."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenizers import AddedToken
+
+from tests.server import checkpoint
+
+# What the models say, token by token.
+PATHS: dict[str, list[str]] = {
+    "hermes": [
+        *("I look.\n", "<tool_call>", '\n{"name": "get_weather", "arguments": ', '{"city": "Par', 'is"}', "}\n"),
+        "</tool_call>",
+    ],
+    "llama3": [
+        *('{"name": "get_weather", "parameters": ', '{"city": "Par', 'is"}', "}"),
+        ';{"name": "now", "parameters": {}}',
+    ],
+    "mistral": ["I look.\n", "[TOOL_CALLS]", "get_weather", "[ARGS]", '{"city": "Par', 'is"}'],
+}
+# What they say where a grammar has written the rest.
+CHOICES: list[tuple[float, list[str]]] = [
+    (0.6, ['"', "Paris", '"']),
+    (0.4, ['"', "get_w"]),
+    (0.25, ['"', "}", "<|eos|>"]),
+    (0.25, ["Q", "x"]),
+]
+MARKERS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]")
+SHOWN = {"hermes": "<tool_call>", "llama3": "<|python_tag|>", "mistral": "[TOOL_CALLS][ARGS]"}
+TEMPLATE = (
+    "{{ bos_token }}{% if tools %}<|system|>{{ tools | tojson }} as in SHOWN{{ eos_token }}{% endif %}"
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}{{ call.function.name }}:{{ call.function.arguments.city }}{% endfor %}"
+    "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% if style is defined %}{{ style }}{% endif %}"
+)
+
+
+def save(folder: Path, form: str) -> Path:
+    """Write a model that calls tools, and says "xyz" behind a Q."""
+    path = PATHS[form]
+    words = {token for _, tokens in [(0, path), *CHOICES] for token in tokens} - {*MARKERS, "<|eos|>", *'"}Qx'}
+    marks = [AddedToken(text, special=True, normalized=False) for text in MARKERS]
+    plain = [AddedToken(text, special=False, normalized=False) for text in sorted(words)]
+    paths = [(0.5, ["<|assistant|>", *path, "<|eos|>"]), *CHOICES]
+    return checkpoint.save(folder, TEMPLATE.replace("SHOWN", SHOWN[form]), [*marks, *plain], paths)
