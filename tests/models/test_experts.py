@@ -16,7 +16,7 @@ from quire.models.experts import ExpertsBlock
 from quire.models.families import build
 from quire.models.loading import load_decoder
 from quire.models.spec import Experts, ModelSpec
-from quire.ops.interface import Linear
+from quire.ops.interface import Activation, Linear
 from quire.ops.torch_ops import TorchOps
 from tests.models.published import CONFIGS
 from tests.models.test_conformance import assert_same
@@ -33,8 +33,12 @@ class CountingOps(TorchOps):
         super().__init__(torch.device("cpu"))
         self.rows: list[int] = []
 
-    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None, min_bits: int = 4) -> Linear:
-        linear = super().pack_linear(weight, bias, min_bits)
+    def pack_linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, min_bits: int = 4, gate: Activation | None = None
+    ) -> Linear:
+        linear = super().pack_linear(weight, bias, min_bits, gate)
+        if gate is not None:
+            return linear  # its product is counted
 
         def run(x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
             self.rows.append(len(x))

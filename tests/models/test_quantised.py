@@ -10,7 +10,7 @@ from quire.config import Quantization
 from quire.models.decoder import Decoder
 from quire.models.families import build
 from quire.ops import make_ops
-from quire.ops.interface import Linear, Ops
+from quire.ops.interface import Activation, Linear, Ops
 from quire.ops.reference import ReferenceLinear, ReferenceOps
 from quire.ops.reference_quantised import ReferenceQuantisedLinear
 from tests.models.tiny import PagedRun, fill, make_tiny
@@ -21,8 +21,10 @@ CPU = torch.device("cpu")
 class DequantisedOps(ReferenceOps):
     """The reference on weights that were rounded; rows are not."""
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, min_bits: int = 4) -> Linear:
-        linear = super().pack_linear(weight, bias, min_bits)
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None = None, min_bits: int = 4, gate: Activation | None = None
+    ) -> Linear:
+        linear = super().pack_linear(weight, bias, min_bits, gate)
         return ReferenceLinear(linear.dequantised(), bias) if isinstance(linear, ReferenceQuantisedLinear) else linear
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.models import spec
 from quire.models.rope import turning_order
-from quire.ops.interface import HeadNorms, Linear, Ops, Rotation, StepAttention
+from quire.ops.interface import Activation, HeadNorms, Linear, Ops, Rotation, StepAttention
 
 
 class WeightSlot(NamedTuple):
@@ -40,28 +40,36 @@ class Projection:
 
     Args:
         min_bits: its weight must not be rounded to fewer.
+        gate: see `Ops.pack_linear`.
 
     Attributes:
         run: the packed layer.
         slots: "weight" and, if there is one, "bias".
     """
 
-    __slots__ = ("_min_bits", "_ops", "_parts", "run", "slots")
+    __slots__ = ("_pack", "_parts", "run", "slots")
 
     run: Linear
 
-    def __init__(self, in_width: int, out_width: int, has_bias: bool, ops: Ops, min_bits: int = 4) -> None:
+    def __init__(
+        self,
+        in_width: int,
+        out_width: int,
+        has_bias: bool,
+        ops: Ops,
+        min_bits: int = 4,
+        gate: Activation | None = None,
+    ) -> None:
         self.slots: WeightSlots = {"weight": WeightSlot((out_width, in_width), partial(self._fill, "weight"))}
         if has_bias:
             self.slots["bias"] = WeightSlot((out_width,), partial(self._fill, "bias"))
-        self._ops = ops
-        self._min_bits = min_bits
+        self._pack: Callable[..., Linear] = partial(ops.pack_linear, min_bits=min_bits, gate=gate)
         self._parts: dict[str, Tensor] = {}
 
     def _fill(self, name: str, tensor: Tensor) -> None:
         self._parts[name] = tensor if len(self.slots) == 1 else tensor.clone()  # a bias comes later, and is kept
         if len(self._parts) == len(self.slots):
-            self.run = self._ops.pack_linear(**self._parts, min_bits=self._min_bits)
+            self.run = self._pack(**self._parts)
             self._parts = {}  # the plain weight is let go
 
 
@@ -317,7 +325,9 @@ class GatedMLPBlock:
     """
 
     def __init__(self, mlp: spec.GatedMLP, width: int, addition: Addition, ops: Ops) -> None:
-        self._gate_up = Projection(width, 2 * mlp.width, mlp.bias, ops)
+        # Where the gate is scaled, that comes between the product and the gate.
+        is_scaled = mlp.gate_scale != 1.0
+        self._gate_up = Projection(width, 2 * mlp.width, mlp.bias, ops, gate=None if is_scaled else mlp.activation)
         self._down = ResidualProjection(mlp.width, width, mlp.bias, addition, ops)
         self._gate = ops.gate
         self._mlp = mlp
@@ -325,7 +335,8 @@ class GatedMLPBlock:
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
         """Add to `residual` [T, E] what the perceptron makes of `x` [T, E]."""
-        gate_up, mlp = self._gate_up.run(x), self._mlp
+        product, mlp = self._gate_up.run(x), self._mlp
         if mlp.gate_scale != 1.0:
-            gate_up[:, : mlp.width].mul_(mlp.gate_scale)
-        return self._down(self._gate(gate_up, mlp.activation), residual)
+            product[:, : mlp.width].mul_(mlp.gate_scale)
+            product = self._gate(product, mlp.activation)
+        return self._down(product, residual)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from quire.models import spec
 from quire.models.blocks import Addition, GatedMLPBlock, Projection, WeightSlot, WeightSlots, nested
-from quire.ops.interface import Linear, Ops
+from quire.ops.interface import Activation, Linear, Ops
 
 
 class ExpertsBlock:
@@ -27,9 +28,8 @@ class ExpertsBlock:
 
     def __init__(self, experts: spec.Experts, width: int, ops: Ops) -> None:
         self._experts = experts
-        self._gate = ops.gate
         self._router = Projection(width, experts.num_experts, False, ops, min_bits=8)
-        self._gate_up = ExpertProjections(experts, width, 2 * experts.width, ops)
+        self._gate_up = ExpertProjections(experts, width, 2 * experts.width, ops, gate=experts.activation)
         self._down = ExpertProjections(experts, experts.width, width, ops)
         self.slots: WeightSlots = nested(router=self._router.slots, gate_up=self._gate_up.slots, down=self._down.slots)
         self._shared: GatedMLPBlock | None = None
@@ -55,8 +55,7 @@ class ExpertsBlock:
         for idx, (start, end) in enumerate(pairwise(accumulate(counts, initial=0))):
             if start == end:
                 continue
-            gate_up = self._gate_up.runs[idx](seen[start:end])
-            given = self._down.runs[idx](self._gate(gate_up, experts.activation)).float()
+            given = self._down.runs[idx](self._gate_up.runs[idx](seen[start:end])).float()
             if not experts.scaled_input:
                 given.mul_(weights[start:end])
             total.index_add_(0, rows[start:end], given)
@@ -68,18 +67,21 @@ class ExpertProjections:
 
     Args:
         in_width, out_width: of each.
+        gate: see `Ops.pack_linear`.
 
     Attributes:
         runs: the packed layers, one for each expert.
         slots: "weight".
     """
 
-    __slots__ = ("_is_transposed", "_ops", "_shape", "runs", "slots")
+    __slots__ = ("_is_transposed", "_pack", "_shape", "runs", "slots")
 
     runs: list[Linear]
 
-    def __init__(self, experts: spec.Experts, in_width: int, out_width: int, ops: Ops) -> None:
-        self._ops = ops
+    def __init__(
+        self, experts: spec.Experts, in_width: int, out_width: int, ops: Ops, gate: Activation | None = None
+    ) -> None:
+        self._pack = partial(ops.pack_linear, gate=gate)
         self._is_transposed = experts.transposed
         self._shape = experts.num_experts, out_width, in_width
         shape: tuple[int, ...] = (experts.num_experts * out_width, in_width)
@@ -89,7 +91,7 @@ class ExpertProjections:
 
     def _fill(self, tensor: Tensor) -> None:
         weights = tensor.mT if self._is_transposed else tensor.view(self._shape)
-        self.runs = [self._ops.pack_linear(weight) for weight in weights]
+        self.runs = [self._pack(weight) for weight in weights]
 
 
 def choose(logits: Tensor, experts: spec.Experts) -> tuple[Tensor, Tensor]:

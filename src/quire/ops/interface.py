@@ -294,12 +294,16 @@ class Ops(Protocol):
     @property
     def name(self) -> str: ...
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, min_bits: int = 4) -> Linear:
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None = None, min_bits: int = 4, gate: Activation | None = None
+    ) -> Linear:
         """Take a weight [out, in] and bias [out]; how the weight is kept is the backend's affair.
 
         Args:
             weight: read before this returns, and not kept.
             min_bits: it must not be rounded to fewer.
+            gate: the layer gives `gate` of its product, as the method of that name does with this activation: half as
+                many columns as the weight has rows; it is called without a residual.
         """
         ...
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.ops.native_library import LosslessCalls
+from quire.ops.interface import Activation
+from quire.ops.native_library import ACTIVATIONS, LosslessCalls
 from quire.ops.weight_memory import WeightMemory
 
 PANEL_COLUMNS, BLOCK_WIDTH, TABLE_BYTES = 64, 32, 16
@@ -29,9 +30,11 @@ class LosslessPacking:
         """Return what is reached, for people."""
         return f"weights packed lossless to {self.packed_bytes / self.plain_bytes:.1%}"
 
-    def pack(self, memory: WeightMemory, weight: Tensor, bias: Tensor | None) -> LosslessLinear:
-        """Pack a weight [out, in] of bfloat16, `in` even."""
-        linear = LosslessLinear(self._calls, memory, weight, bias)
+    def pack(
+        self, memory: WeightMemory, weight: Tensor, bias: Tensor | None, gate: Activation | None = None
+    ) -> LosslessLinear:
+        """Pack a weight [out, in] of bfloat16, `in` even; `gate` as in `Ops.pack_linear`."""
+        linear = LosslessLinear(self._calls, memory, weight, bias, gate)
         self.plain_bytes += weight.nbytes
         self.packed_bytes += linear.num_bytes
         return linear
@@ -44,9 +47,28 @@ class LosslessLinear:
         num_bytes: of the packed weight.
     """
 
-    __slots__ = ("_bias", "_data", "_look_up", "_multiply", "_num_columns", "_starts", "_tables", "_width", "num_bytes")
+    __slots__ = (
+        "_bias",
+        "_data",
+        "_gate",
+        "_look_up",
+        "_multiply",
+        "_num_columns",
+        "_num_outputs",
+        "_starts",
+        "_tables",
+        "_width",
+        "num_bytes",
+    )
 
-    def __init__(self, calls: LosslessCalls, memory: WeightMemory, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(
+        self,
+        calls: LosslessCalls,
+        memory: WeightMemory,
+        weight: Tensor,
+        bias: Tensor | None,
+        gate: Activation | None = None,
+    ) -> None:
         weight = weight.contiguous()
         self._num_columns, self._width = weight.shape
         self._multiply, self._look_up = calls.linear, calls.rows
@@ -54,18 +76,19 @@ class LosslessLinear:
         num_panels, num_blocks = -(-self._num_columns // PANEL_COLUMNS), -(-self._width // BLOCK_WIDTH)
         self._tables = torch.empty(num_panels, num_blocks, TABLE_BYTES, dtype=torch.uint8)
         self._starts = torch.zeros(num_panels + 1, dtype=torch.int64)
-        shape = (self._num_columns, self._width)
-        calls.tables(weight.data_ptr(), *shape, self._tables.data_ptr(), self._starts[1:].data_ptr())
+        self._gate, self._num_outputs = ACTIVATIONS[gate], self._num_columns // (1 if gate is None else 2)
+        what = (weight.data_ptr(), self._num_columns, self._width, gate is not None)
+        calls.tables(*what, self._tables.data_ptr(), self._starts[1:].data_ptr())
         self._starts.cumsum_(0)
         self._data = memory.take(int(self._starts[-1]))
         places = (self._tables.data_ptr(), self._starts.data_ptr(), self._data.data_ptr())
-        calls.pack(weight.data_ptr(), *shape, *places)
+        calls.pack(*what, *places)
         self.num_bytes = self._tables.nbytes + self._starts.nbytes + self._data.nbytes
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Multiply and add in one call."""
         num_rows = x.shape[0]
-        output = x.new_empty(num_rows, self._num_columns)
+        output = x.new_empty(num_rows, self._num_outputs)
         self._multiply(
             x.data_ptr(),
             x.stride(0),
@@ -77,6 +100,7 @@ class LosslessLinear:
             self._width,
             None if self._bias is None else self._bias.data_ptr(),
             None if residual is None else residual.data_ptr(),
+            self._gate,
             output.data_ptr(),
         )
         return output

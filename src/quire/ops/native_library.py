@@ -19,13 +19,13 @@ from quire.ops.weight_formats import UNITS, WeightFormat
 
 FOLDER: Final = Path(__file__).parent / "native"
 # The number that `quire_interface_version` must return.
-INTERFACE_VERSION: Final = 13
+INTERFACE_VERSION: Final = 14
 # The best last; a processor that runs one runs those before it.
 LEVELS: Final = ("portable", "avx2", "avx512", "avx512_bf16")
 MAX_HEAD_DIM: Final = 256
 # Types and activations as the libraries number them.
 TYPES: Final = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-ACTIVATIONS: Final[dict[Activation, int]] = {"silu": 0, "gelu_tanh": 1}
+ACTIVATIONS: Final[dict[Activation | None, int]] = {None: 0, "silu": 1, "gelu_tanh": 2}
 
 _POINTER, _INT, _FLOAT, _BOOL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_bool
 
@@ -86,11 +86,11 @@ class LosslessCalls(NamedTuple):
         """Find them in a library."""
         weight = (_POINTER, _INT, _INT)
         return cls(
-            _typed(library.quire_lossless_tables, *weight, _POINTER, _POINTER),
-            _typed(library.quire_lossless_pack, *weight, _POINTER, _POINTER, _POINTER),
+            _typed(library.quire_lossless_tables, *weight, _BOOL, _POINTER, _POINTER),
+            _typed(library.quire_lossless_pack, *weight, _BOOL, _POINTER, _POINTER, _POINTER),
             _typed(
                 library.quire_lossless_linear,
-                *(_POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER),
+                *(_POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _POINTER),
             ),
             _typed(library.quire_lossless_rows, *(_POINTER,) * 3, _INT, _INT, _POINTER, _INT, _POINTER, returns=_BOOL),
         )
@@ -105,6 +105,7 @@ class NativeLibrary:
 
     Attributes:
         packed_types: the types of weights that it packs and multiplies faster than torch does.
+        panel_columns: columns of a panel, of weights that are rounded (True) and of those that are not.
         attend, plan_attention, free_attention_plan, tokens_read, gate, prepare, rms_norm, pack, linear, rows,
             packed_columns: the functions of the same names, with `quire_` before, of the sources.
         weight_kernels: for each format of rounded weights, what packs and multiplies them.
@@ -140,10 +141,12 @@ class NativeLibrary:
         self.rms_norm = _typed(
             library.quire_rms_norm, _INT, _POINTER, _INT, _INT, _POINTER, _FLOAT, _INT, _INT, _POINTER
         )
-        self.pack = _typed(library.quire_pack, _INT, _POINTER, _INT, _INT, _POINTER)
+        self.pack = _typed(library.quire_pack, _INT, _POINTER, _INT, _INT, _BOOL, _POINTER)
         self.linear = _typed(
-            library.quire_linear, _INT, _POINTER, _INT, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER
+            library.quire_linear, _INT, _POINTER, _INT, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _POINTER
         )
+        panel_columns = _typed(library.quire_panel_columns, _BOOL, returns=_INT)
+        self.panel_columns = {is_rounded: panel_columns(is_rounded) for is_rounded in (False, True)}
         self.rows = _typed(library.quire_rows, _INT, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER, returns=_BOOL)
         self.packed_columns = _typed(library.quire_packed_columns, _INT, returns=_INT)
         self.weight_kernels = {name: _weight_kernels(library, name) for name in UNITS}
@@ -180,8 +183,10 @@ def _weight_kernels(library: Any, name: WeightFormat) -> WeightKernels:
     num_bytes, pack, linear = (getattr(library, f"quire_{part}_{name}") for part in ("bytes", "pack", "linear"))
     return WeightKernels(
         num_bytes=_typed(num_bytes, _INT, _INT, returns=_INT),
-        pack=_typed(pack, _INT, _POINTER, _INT, _INT, _POINTER),
-        multiply=_typed(linear, *(_INT, _POINTER, _INT, _INT, _POINTER, _INT, _INT), *(_POINTER, _POINTER, _POINTER)),
+        pack=_typed(pack, _INT, _POINTER, _INT, _INT, _BOOL, _POINTER),
+        multiply=_typed(
+            linear, *(_INT, _POINTER, _INT, _INT, _POINTER, _INT, _INT), *(_POINTER, _POINTER, _INT, _POINTER)
+        ),
     )
 
 

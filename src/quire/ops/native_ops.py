@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quire.config import Quantization
 from quire.errors import ConfigError
+from quire.ops.gated import GatedLinear
 from quire.ops.interface import (
     Activation,
     AttentionBatch,
@@ -62,7 +63,9 @@ class NativeOps:
         packed = f", {self._packing}" if self._packing is not None and self._packing.plain_bytes else ""
         return f"native ({self._library.level}){packed}" + (", deterministic" if self._is_deterministic else "")
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, min_bits: int = 4) -> Linear:
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None = None, min_bits: int = 4, gate: Activation | None = None
+    ) -> Linear:
         """Round, or pack for the kernels where they are faster, else for oneDNN.
 
         Raises:
@@ -70,12 +73,15 @@ class NativeOps:
                 rows, would have to compute.
         """
         chosen = weight_format(self._quantization, weight.shape[1], min_bits)
+        if gate is not None and weight.shape[0] % self._library.panel_columns[chosen is not None]:
+            # A panel would not have as many gates as other columns.
+            return GatedLinear(self.pack_linear(weight, bias, min_bits), self.gate, gate)
         if chosen is not None:
-            return NativeQuantisedLinear(self._library.weight_kernels[chosen], self._memory, weight, bias)
+            return NativeQuantisedLinear(self._library.weight_kernels[chosen], self._memory, weight, bias, gate)
         if weight.dtype in self._library.packed_types and weight.shape[1] % 2 == 0:
             if self._packing is not None and weight.dtype == torch.bfloat16:
-                return self._packing.pack(self._memory, weight, bias)
-            return NativeLinear(self._library, self._memory, weight, bias)
+                return self._packing.pack(self._memory, weight, bias, gate)
+            return NativeLinear(self._library, self._memory, weight, bias, gate)
         if self._is_deterministic:
             dtypes = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in self._library.packed_types))
             raise ConfigError(
@@ -83,7 +89,8 @@ class NativeOps:
                 f"one is of {str(weight.dtype).removeprefix('torch.')} with {weight.shape[1]} inputs",
                 field="deterministic",
             )
-        return self._torch.pack_linear(weight, bias)
+        linear = self._torch.pack_linear(weight, bias)
+        return linear if gate is None else GatedLinear(linear, self.gate, gate)
 
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
         """Look up rows."""
@@ -135,23 +142,35 @@ class NativeLinear:
     """A product on panels of 64 columns; bias and residual are added before the one rounding.
 
     A row gets the same bits whatever rows are beside it.
+
+    Args:
+        gate: see `Ops.pack_linear`.
     """
 
-    __slots__ = ("_bias", "_dtype", "_library", "_num_columns", "_packed", "_width")
+    __slots__ = ("_bias", "_dtype", "_gate", "_library", "_num_columns", "_num_outputs", "_packed", "_width")
 
-    def __init__(self, library: NativeLibrary, memory: WeightMemory, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(
+        self,
+        library: NativeLibrary,
+        memory: WeightMemory,
+        weight: Tensor,
+        bias: Tensor | None,
+        gate: Activation | None = None,
+    ) -> None:
         weight = weight.contiguous()
         self._num_columns, self._width = weight.shape
         self._dtype = weight.dtype
         self._library = library
         self._packed = memory.take(library.packed_columns(self._num_columns) * self._width * weight.itemsize)
         self._bias = None if bias is None else bias.contiguous()
-        library.pack(TYPES[weight.dtype], weight.data_ptr(), self._num_columns, self._width, self._packed.data_ptr())
+        self._gate, self._num_outputs = ACTIVATIONS[gate], self._num_columns // (1 if gate is None else 2)
+        shape = (self._num_columns, self._width)
+        library.pack(TYPES[weight.dtype], weight.data_ptr(), *shape, gate is not None, self._packed.data_ptr())
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Multiply and add in one call."""
         num_rows = x.shape[0]
-        output = x.new_empty(num_rows, self._num_columns)
+        output = x.new_empty(num_rows, self._num_outputs)
         self._library.linear(
             TYPES[self._dtype],
             x.data_ptr(),
@@ -162,6 +181,7 @@ class NativeLinear:
             self._width,
             None if self._bias is None else self._bias.data_ptr(),
             None if residual is None else residual.data_ptr(),
+            self._gate,
             output.data_ptr(),
         )
         return output

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.config import Quantization
+from quire.ops.gated import GatedLinear
 from quire.ops.interface import (
     LEAST_SCALED,
     Activation,
@@ -36,8 +37,12 @@ class ReferenceOps:
     def __init__(self, quantization: Quantization | None = None) -> None:
         self._quantization = quantization
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, min_bits: int = 4) -> Linear:
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None = None, min_bits: int = 4, gate: Activation | None = None
+    ) -> Linear:
         """Keep the weight as it is, or round it."""
+        if gate is not None:
+            return GatedLinear(self.pack_linear(weight, bias, min_bits), self.gate, gate)
         chosen = weight_format(self._quantization, weight.shape[1], min_bits)
         return (
             ReferenceLinear(weight.clone(), bias) if chosen is None else ReferenceQuantisedLinear(chosen, weight, bias)

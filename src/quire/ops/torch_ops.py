@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from quire.config import Quantization
 from quire.ops import torch_rows
+from quire.ops.gated import GatedLinear
 from quire.ops.interface import Activation, AttentionBatch, Linear, PagedKV, PagedStates, StateBatch, StepAttention
 from quire.ops.torch_attention import Scratch, TorchStepAttention
 from quire.ops.torch_quantised import TorchQuantisedLinear
@@ -38,8 +39,12 @@ class TorchOps:
         self._quantization = quantization
         self._can_pack: dict[torch.dtype, bool] = {}
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, min_bits: int = 4) -> Linear:
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None = None, min_bits: int = 4, gate: Activation | None = None
+    ) -> Linear:
         """Round, or pack for oneDNN where this build of torch does that correctly, else keep the plain weight."""
+        if gate is not None:
+            return GatedLinear(self.pack_linear(weight, bias, min_bits), self.gate, gate)
         chosen = weight_format(self._quantization, weight.shape[1], min_bits)
         if chosen is not None:
             return TorchQuantisedLinear(chosen, weight, bias)

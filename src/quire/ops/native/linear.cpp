@@ -37,8 +37,12 @@ QUIRE_EXPORT bool quire_packs(Type type) {
 // The columns that a packed weight has room for.
 QUIRE_EXPORT int64_t quire_packed_columns(int64_t num_columns) { return num_panels<kWeightPanel>(num_columns) * kWeightPanel; }
 
+// The columns of a panel of weights of two bytes, and of rounded ones: half of them must divide what is gated.
+QUIRE_EXPORT int64_t quire_panel_columns(bool is_rounded) { return is_rounded ? kPanel : kWeightPanel; }
+
 // Packs a weight [num_columns, width] of bfloat16 or float16 into [packed columns * width] values; `width` is even.
-QUIRE_EXPORT void quire_pack(Type type, const void* weight, int64_t num_columns, int64_t width, void* packed) {
+QUIRE_EXPORT void quire_pack(Type type, const void* weight, int64_t num_columns, int64_t width, bool is_gated,
+                             void* packed) {
   with_weight(type, [&](auto* kind) {
     using Weight = std::remove_pointer_t<decltype(kind)>;
     using Value = typename Weight::Value;
@@ -47,7 +51,8 @@ QUIRE_EXPORT void quire_pack(Type type, const void* weight, int64_t num_columns,
         const int count = int(std::min<int64_t>(kWeightPanel, num_columns - panel * kWeightPanel));
         const Value* columns[kWeightPanel];
         for (int column = 0; column < count; ++column)
-          columns[column] = static_cast<const Value*>(weight) + (panel * kWeightPanel + column) * width;
+          columns[column] = static_cast<const Value*>(weight) +
+                            column_of<kWeightPanel>(panel, column, num_columns, is_gated) * width;
         Weight::pack(columns, count, int(width), static_cast<Value*>(packed) + panel * width * kWeightPanel);
       }
     });
@@ -57,8 +62,8 @@ QUIRE_EXPORT void quire_pack(Type type, const void* weight, int64_t num_columns,
 // Multiplies rows [num_rows, width] by a packed weight; bias and residual may be null.
 QUIRE_EXPORT void quire_linear(Type type, const void* x, int64_t row_stride, int64_t num_rows, const void* packed,
                                int64_t num_columns, int64_t width, const void* bias, const void* residual,
-                               void* output) {
-  const Operands operands{x, row_stride, bias, residual, output, int(num_columns)};
+                               Activation gate, void* output) {
+  const Operands operands{x, row_stride, bias, residual, output, int(num_columns), gate};
   with_weight(type, [&](auto* kind) {
     using Weight = std::remove_pointer_t<decltype(kind)>;
     Weight::multiply(operands, num_rows, static_cast<const typename Weight::Value*>(packed), num_columns, int(width));

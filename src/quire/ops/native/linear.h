@@ -8,6 +8,7 @@
 
 #include <algorithm>
 
+#include "activations.h"
 #include "cache.h"
 #include "parallel.h"
 #include "tiles.h"
@@ -27,18 +28,48 @@ constexpr int num_panels(int64_t num_columns) {
   return int((num_columns + kColumns - 1) / kColumns);
 }
 
+// The column of a weight that stands in a column of a panel. Of gated ones, a panel has as many gates as columns that
+// they are multiplied with behind them, which are the second half of the weight's.
+template <int kColumns>
+constexpr int64_t column_of(int64_t panel, int column, int64_t num_columns, bool is_gated) {
+  constexpr int kHalf = kColumns / 2;
+  if (!is_gated) return panel * kColumns + column;
+  return panel * kHalf + (column < kHalf ? column : num_columns / 2 + column - kHalf);
+}
+
 struct Operands {
   const void* x;  // [rows, width]
   int64_t row_stride;
   const void* bias;      // [columns], or null
   const void* residual;  // [rows, columns], or null
-  void* output;          // [rows, columns]
+  void* output;          // [rows, columns], or half as many where they are gated
   int num_columns;
+  Activation gate;       // of the first half of the columns, which is multiplied with the second; then there is no residual
 };
 
-// Adds bias and residual to a row's sums of one panel, and rounds once.
+// Gates a row's sums of one panel, with the roundings that there are where sums come back from memory first.
+template <typename Form, typename T, int kColumns>
+void finish_gated(float* sums, const Operands& operands, int64_t row, int panel) {
+  constexpr int kHalf = kColumns / 2;
+  static_assert(kHalf % kLanes == 0);
+  const int width = operands.num_columns / 2;
+  const T* bias = static_cast<const T*>(operands.bias);
+  T* to = static_cast<T*>(operands.output) + row * width + panel * kHalf;
+  for (int column = 0; column < kHalf; column += kLanes) {
+    Floats gate = load(sums + column), up = load(sums + kHalf + column);
+    if (bias != nullptr) {
+      gate += load(bias + panel * kHalf + column);
+      up += load(bias + width + panel * kHalf + column);
+    }
+    store(to + column, rounded<T>(activated<Form>(rounded<T>(gate))) * rounded<T>(up));
+  }
+}
+
+// Adds bias and residual to a row's sums of one panel, and rounds once; or gates them.
 template <typename T, int kColumns = kPanel>
 void finish(float* sums, const Operands& operands, int64_t row, int panel) {
+  if (operands.gate == Activation::kSilu) return finish_gated<Silu, T, kColumns>(sums, operands, row, panel);
+  if (operands.gate == Activation::kGeluTanh) return finish_gated<GeluTanh, T, kColumns>(sums, operands, row, panel);
   const int begin = panel * kColumns;
   const int count = std::min(kColumns, operands.num_columns - begin);
   const int64_t place = row * operands.num_columns + begin;

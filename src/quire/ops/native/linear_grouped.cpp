@@ -237,19 +237,20 @@ int64_t panel_bytes(int64_t width) {
 }
 
 template <int kBits>
-void pack(Type type, const void* weight, int64_t num_columns, int64_t width, void* packed) {
+void pack(Type type, const void* weight, int64_t num_columns, int64_t width, bool is_gated, void* packed) {
   with_type(type, [&](auto* null) {
-    const auto* from = static_cast<const std::remove_pointer_t<decltype(null)>*>(weight);
+    using T = std::remove_pointer_t<decltype(null)>;
+    const auto* from = static_cast<const T*>(weight);
     quire::in_parallel(num_panels(int(num_columns)), 1, [&](int64_t begin, int64_t end) {
       for (int64_t panel = begin; panel < end; ++panel) {
         const int count = int(std::min<int64_t>(kPanel, num_columns - panel * kPanel));
         // What the padding holds reaches sums that nobody looks at.
         for (int column = 0; column < count; ++column) {
+          const T* row = from + column_of<kPanel>(panel, column, num_columns, is_gated) * width;
           uint8_t* to = static_cast<uint8_t*>(packed) + panel * panel_bytes<kBits>(width);
           for (int64_t idx = 0; idx < width; idx += kGroup, to += kGroupBytes<kBits>) {
             int8_t values[kGroup];
-            reinterpret_cast<BFloat16*>(to)[column] =
-                round_group<kBits>(from + (panel * kPanel + column) * width + idx, values);
+            reinterpret_cast<BFloat16*>(to)[column] = round_group<kBits>(row + idx, values);
             pack_group<kBits>(values, to + kPanel * sizeof(BFloat16) + column * kStepBytes,
                               to + kTops + column * kStepBytes);
           }
@@ -261,10 +262,10 @@ void pack(Type type, const void* weight, int64_t num_columns, int64_t width, voi
 
 template <int kBits>
 void multiply(Type type, const void* x, int64_t row_stride, int64_t num_rows, const void* packed, int64_t num_columns,
-              int64_t width, const void* bias, const void* residual, void* output) {
+              int64_t width, const void* bias, const void* residual, Activation gate, void* output) {
   with_type(type, [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
-    const Operands operands{x, row_stride, bias, residual, output, int(num_columns)};
+    const Operands operands{x, row_stride, bias, residual, output, int(num_columns), gate};
     const ByteRows rows(static_cast<const T*>(x), row_stride, num_rows, int(width), int(width / kGroup), kOffset<kBits>);
     in_blocks<kPanel>(operands.num_columns, num_rows, [&](int panel, int64_t first, int count) {
       const uint8_t* groups = static_cast<const uint8_t*>(packed) + panel * panel_bytes<kBits>(width);
@@ -285,13 +286,13 @@ void multiply(Type type, const void* x, int64_t row_stride, int64_t num_rows, co
     return num_panels(int(num_columns)) * panel_bytes<kBits>(width);                                                   \
   }                                                                                                                    \
   QUIRE_EXPORT void quire_pack_##name(int64_t type, const void* weight, int64_t num_columns, int64_t width,            \
-                                      void* packed) {                                                                  \
-    pack<kBits>(Type(type), weight, num_columns, width, packed);                                                       \
+                                      bool is_gated, void* packed) {                                                   \
+    pack<kBits>(Type(type), weight, num_columns, width, is_gated, packed);                                             \
   }                                                                                                                    \
   QUIRE_EXPORT void quire_linear_##name(int64_t type, const void* x, int64_t row_stride, int64_t num_rows,             \
                                         const void* packed, int64_t num_columns, int64_t width, const void* bias,      \
-                                        const void* residual, void* output) {                                          \
-    multiply<kBits>(Type(type), x, row_stride, num_rows, packed, num_columns, width, bias, residual, output);          \
+                                        const void* residual, Activation gate, void* output) {                         \
+    multiply<kBits>(Type(type), x, row_stride, num_rows, packed, num_columns, width, bias, residual, gate, output);    \
   }
 
 QUIRE_GROUPED(int4, 4)

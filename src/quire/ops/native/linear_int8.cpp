@@ -87,9 +87,11 @@ QUIRE_EXPORT int64_t quire_bytes_int8(int64_t num_columns, int64_t width) {
 }
 
 // Rounds and packs a weight [num_columns, width].
-QUIRE_EXPORT void quire_pack_int8(int64_t type, const void* weight, int64_t num_columns, int64_t width, void* packed) {
+QUIRE_EXPORT void quire_pack_int8(int64_t type, const void* weight, int64_t num_columns, int64_t width, bool is_gated,
+                                  void* packed) {
   with_type(Type(type), [&](auto* null) {
-    const auto* from = static_cast<const std::remove_pointer_t<decltype(null)>*>(weight);
+    using T = std::remove_pointer_t<decltype(null)>;
+    const auto* from = static_cast<const T*>(weight);
     quire::in_parallel(num_panels(int(num_columns)), 1, [&](int64_t begin, int64_t end) {
       std::unique_ptr<int8_t[]> values(new int8_t[width]);
       for (int64_t panel = begin; panel < end; ++panel) {
@@ -98,7 +100,8 @@ QUIRE_EXPORT void quire_pack_int8(int64_t type, const void* weight, int64_t num_
         const int count = int(std::min<int64_t>(kPanel, num_columns - panel * kPanel));
         // What the padding holds reaches sums that nobody looks at.
         for (int column = 0; column < count; ++column) {
-          scales[column] = round_row(from + (panel * kPanel + column) * width, int(width), values.get());
+          const T* row = from + column_of<kPanel>(panel, column, num_columns, is_gated) * width;
+          scales[column] = round_row(row, int(width), values.get());
           for (int64_t idx = 0; idx < width; ++idx)
             steps[(idx / kStepBytes * kPanel + column) * kStepBytes + idx % kStepBytes] =
                 uint8_t(values[idx] + kWeightOffset);
@@ -111,11 +114,11 @@ QUIRE_EXPORT void quire_pack_int8(int64_t type, const void* weight, int64_t num_
 // Multiplies rows [num_rows, width] by a packed weight; bias and residual may be null.
 QUIRE_EXPORT void quire_linear_int8(int64_t type, const void* x, int64_t row_stride, int64_t num_rows,
                                     const void* packed, int64_t num_columns, int64_t width, const void* bias,
-                                    const void* residual, void* output) {
+                                    const void* residual, Activation gate, void* output) {
   with_type(Type(type), [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
     const Int8Weight weight{static_cast<const uint8_t*>(packed), int(width / kStepBytes)};
-    const Operands operands{x, row_stride, bias, residual, output, int(num_columns)};
+    const Operands operands{x, row_stride, bias, residual, output, int(num_columns), gate};
     const ByteRows rows(static_cast<const T*>(x), row_stride, num_rows, int(width), 1, kWeightOffset);
     in_blocks<kPanel>(
         operands.num_columns, num_rows,

@@ -132,7 +132,7 @@ int64_t block_bytes(const Table& table, int num_values) {
 
 // Calls `body_of(panel)(block, columns, how many, values of each)` for each block of a weight, the panels on all threads.
 template <typename BodyOf>
-void for_each_block(const void* weight, int64_t num_columns, int64_t width, BodyOf body_of) {
+void for_each_block(const void* weight, int64_t num_columns, int64_t width, bool is_gated, BodyOf body_of) {
   quire::in_parallel(num_panels<kWeightPanel>(num_columns), 1, [&](int64_t begin, int64_t end) {
     for (int64_t panel = begin; panel < end; ++panel) {
       auto body = body_of(panel);
@@ -140,8 +140,8 @@ void for_each_block(const void* weight, int64_t num_columns, int64_t width, Body
       for (int block = 0; block < num_blocks(width); ++block) {
         const BFloat16* columns[kWeightPanel];
         for (int column = 0; column < count; ++column)
-          columns[column] =
-              static_cast<const BFloat16*>(weight) + (panel * kWeightPanel + column) * width + block * kBlockValues;
+          columns[column] = static_cast<const BFloat16*>(weight) +
+                            column_of<kWeightPanel>(panel, column, num_columns, is_gated) * width + block * kBlockValues;
         body(block, columns, count, block_values(width, block));
       }
     }
@@ -151,9 +151,9 @@ void for_each_block(const void* weight, int64_t num_columns, int64_t width, Body
 }  // namespace
 
 // Finds the tables of a weight [num_columns, width], [panels, blocks of a panel], and the bytes of each panel.
-QUIRE_EXPORT void quire_lossless_tables(const void* weight, int64_t num_columns, int64_t width, void* tables,
-                                        int64_t* panel_bytes) {
-  for_each_block(weight, num_columns, width, [&](int64_t panel) {
+QUIRE_EXPORT void quire_lossless_tables(const void* weight, int64_t num_columns, int64_t width, bool is_gated,
+                                        void* tables, int64_t* panel_bytes) {
+  for_each_block(weight, num_columns, width, is_gated, [&](int64_t panel) {
     Table* to = static_cast<Table*>(tables) + panel * num_blocks(width);
     int64_t* num_bytes = panel_bytes + panel;
     *num_bytes = 0;
@@ -165,9 +165,9 @@ QUIRE_EXPORT void quire_lossless_tables(const void* weight, int64_t num_columns,
 }
 
 // Packs the weight by its tables, each panel at its place in `packed`.
-QUIRE_EXPORT void quire_lossless_pack(const void* weight, int64_t num_columns, int64_t width, const void* tables,
-                                      const int64_t* panel_starts, void* packed) {
-  for_each_block(weight, num_columns, width, [&](int64_t panel) {
+QUIRE_EXPORT void quire_lossless_pack(const void* weight, int64_t num_columns, int64_t width, bool is_gated,
+                                      const void* tables, const int64_t* panel_starts, void* packed) {
+  for_each_block(weight, num_columns, width, is_gated, [&](int64_t panel) {
     const Table* from = static_cast<const Table*>(tables) + panel * num_blocks(width);
     uint8_t* to = static_cast<uint8_t*>(packed) + panel_starts[panel];
     return [=](int block, const BFloat16* const* columns, int count, int depth) mutable {
@@ -184,8 +184,9 @@ QUIRE_EXPORT void quire_lossless_pack(const void* weight, int64_t num_columns, i
 // Multiplies rows [num_rows, width] by a weight packed so; bias and residual may be null.
 QUIRE_EXPORT void quire_lossless_linear(const void* x, int64_t row_stride, int64_t num_rows, const void* tables,
                                         const int64_t* panel_starts, const void* packed, int64_t num_columns,
-                                        int64_t width, const void* bias, const void* residual, void* output) {
-  const Operands operands{x, row_stride, bias, residual, output, int(num_columns)};
+                                        int64_t width, const void* bias, const void* residual, Activation gate,
+                                        void* output) {
+  const Operands operands{x, row_stride, bias, residual, output, int(num_columns), gate};
   multiply_coded(operands, num_rows, num_columns, int(width), [=](int64_t panel) {
     return CodedPanel{static_cast<const uint8_t*>(packed) + panel_starts[panel],
                       static_cast<const Table*>(tables) + panel * num_blocks(width)};

@@ -1,5 +1,6 @@
 // What is done to each row of hidden states between the matrix products: norms, rotations, gates, and the store of
 // keys and values.
+#include "activations.h"
 #include "cache.h"
 #include "parallel.h"
 
@@ -9,26 +10,6 @@ namespace {
 constexpr int64_t kGrain = 1 << 14;
 
 int64_t rows_per_grain(int64_t width) { return kGrain / width + 1; }
-
-// A value as it would come back from memory: operations that are two in a model are rounded twice.
-template <typename T>
-QUIRE_INLINE Floats rounded(Floats values) {
-  T memory[kLanes];
-  store(memory, values);
-  return load(memory);
-}
-
-template <>
-QUIRE_INLINE Floats rounded<float>(Floats values) {
-  return values;
-}
-
-template <typename T>
-QUIRE_INLINE float rounded(float value) {
-  T memory;
-  narrow(&memory, value);
-  return widen(memory);
-}
 
 // The factor that makes the root mean square of a row one.
 template <typename T>
@@ -81,38 +62,23 @@ QUIRE_INLINE void rotate(const T* head, const T* cos, const T* sin, int64_t half
   }
 }
 
-// The activations, each as the z of x / (1 + e^-z).
-struct Silu {
-  static QUIRE_INLINE Floats exponent(Floats x) { return x; }
-};
-
-// x (1 + tanh(y)) / 2 = x / (1 + e^-2y), with y = sqrt(2 / pi) (x + 0.044715 x^3).
-struct GeluTanh {
-  static QUIRE_INLINE Floats exponent(Floats x) { return x * (x * x * 0.0713548162726f + 1.5957691216057308f); }
-};
-
-template <typename Activation>
-QUIRE_INLINE Floats activated(Floats x) {
-  return x / (exponential(-Activation::exponent(x)) + 1.0f);
-}
-
-template <typename Activation, typename T>
+template <typename Form, typename T>
 QUIRE_INLINE void gate(const T* gates, const T* ups, int64_t width, T* output) {
   int64_t idx = 0;
   for (; idx + kLanes <= width; idx += kLanes)
-    store(output + idx, rounded<T>(activated<Activation>(load(gates + idx))) * load(ups + idx));
+    store(output + idx, rounded<T>(activated<Form>(load(gates + idx))) * load(ups + idx));
   for (; idx < width; ++idx)
-    narrow(output + idx, rounded<T>(activated<Activation>(splat(widen(gates[idx])))[0]) * widen(ups[idx]));
+    narrow(output + idx, rounded<T>(activated<Form>(splat(widen(gates[idx])))[0]) * widen(ups[idx]));
 }
 
-template <typename Activation>
+template <typename Form>
 void gate_rows(int64_t type, const void* gate_up, int64_t num_rows, int64_t width, void* output) {
   with_type(static_cast<Type>(type), [&](auto* as) {
     using T = std::remove_pointer_t<decltype(as)>;
     quire::in_parallel(num_rows, rows_per_grain(width), [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
         const T* gates = static_cast<const T*>(gate_up) + row * 2 * width;
-        gate<Activation>(gates, gates + width, width, static_cast<T*>(output) + row * width);
+        gate<Form>(gates, gates + width, width, static_cast<T*>(output) + row * width);
       }
     });
   });
@@ -183,10 +149,10 @@ QUIRE_EXPORT void quire_rms_norm(int64_t type, const void* x, int64_t row_stride
   });
 }
 
-// Multiplies the second half of each row [2 * width] by the activation of the first: 0 for silu, 1 for gelu's tanh form.
-QUIRE_EXPORT void quire_gate(int64_t type, int64_t activation, const void* gate_up, int64_t num_rows, int64_t width,
+// Multiplies the second half of each row [2 * width] by the activation of the first.
+QUIRE_EXPORT void quire_gate(int64_t type, Activation activation, const void* gate_up, int64_t num_rows, int64_t width,
                              void* output) {
-  (activation == 0 ? gate_rows<Silu> : gate_rows<GeluTanh>)(type, gate_up, num_rows, width, output);
+  (activation == Activation::kSilu ? gate_rows<Silu> : gate_rows<GeluTanh>)(type, gate_up, num_rows, width, output);
 }
 
 // Norms the first heads of each row, and rotates its query and key heads; stores its keys and values in its slot of the

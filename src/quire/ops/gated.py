@@ -1,0 +1,31 @@
+"""A linear layer and a gate, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from quire.ops.interface import Activation, Linear
+
+
+class GatedLinear:
+    """What a backend computes in two goes: a product, and the gate of its halves.
+
+    Args:
+        linear: gives [T, 2 F].
+        gate: `Ops.gate` of the backend.
+        activation: of the gate.
+    """
+
+    __slots__ = ("_activation", "_gate", "_linear")
+
+    def __init__(self, linear: Linear, gate: Callable[[Tensor, Activation], Tensor], activation: Activation) -> None:
+        self._linear = linear
+        self._gate = gate
+        self._activation: Activation = activation
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Multiply, then gate: [T, E] to [T, F]."""
+        assert residual is None, "what is gated has no residual"
+        return self._gate(self._linear(x), self._activation)
