@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 
@@ -116,13 +117,17 @@ class ModelRunner:
         return StepResult(plan.tick, tuple(results))
 
     def _sample(self, items: Sequence[PlanItem], row_starts: list[int], hidden: torch.Tensor) -> list[ItemResult]:
-        """Draw the tokens of all items from their last rows of `hidden` [T, E]; return a result for each."""
+        """Draw the tokens of all items from their last rows of `hidden` [T, E]; return a result for each.
+
+        Of an item with drafts these are the rows of the drafts, and of the token before them.
+        """
         sampled = [item for item in items if item.num_samples]
         if not sampled:
             return [ItemResult(item.seq_id, ()) for item in items]
         if len(sampled) < row_starts[-1]:  # mostly each row is a sequence's last
             ends = zip(items, row_starts[1:], strict=True)
-            hidden = hidden[[end - 1 for item, end in ends if item.num_samples]]
+            rows = [range(end - 1 - item.num_draft, end) for item, end in ends if item.num_samples]
+            hidden = hidden[list(chain.from_iterable(rows))]
         drawn = self._sampler.sample(self._decoder.logits(hidden), sampled)
         if len(sampled) == len(items):
             return drawn

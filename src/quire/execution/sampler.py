@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
+from itertools import accumulate, islice
 from math import isfinite
+from typing import NamedTuple
 
 import torch
 
@@ -41,11 +42,32 @@ class SamplingState:
         )
 
     @property
+    def looks_back(self) -> bool:
+        """Say whether a row's logits are changed by the tokens before it, the drafts among them."""
+        return self.adjustments.history is not None
+
+    @property
     def is_plain(self) -> bool:
         """Say whether every token is the likeliest, and nothing else is asked of it."""
         params = self.params
         is_greedy = params.is_greedy and params.min_tokens == 0 and not params.measures_tokens
         return is_greedy and self.adjustments.is_none(0)
+
+
+class Row(NamedTuple):
+    """A row of logits: whose it is, the position of the token that it is for, and how many to draw from it."""
+
+    state: SamplingState
+    position: int
+    num_samples: int
+
+
+class Drawn(NamedTuple):
+    """What a row gave: tokens, their log probabilities where they are measured; or an error, and nothing else."""
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    error: str | None = None
 
 
 class Sampler:
@@ -84,7 +106,9 @@ class Sampler:
             for item in plan.items:
                 history = self._with_history.get(item.seq_id)
                 if history is not None:
-                    history.follow(item.start, item.token_ids, is_end=item.num_samples > 0)
+                    # Drafts are learnt one by one, as they turn out to be right.
+                    certain = item.token_ids[: len(item.token_ids) - item.num_draft]
+                    history.follow(item.start, certain, is_end=item.num_samples > 0)
 
     def _close(self, seq_id: int) -> None:
         for known in (self._states, self._special, self._with_history, self._with_prompt):
@@ -104,10 +128,10 @@ class Sampler:
     def sample(self, logits: torch.Tensor, items: Sequence[PlanItem]) -> list[ItemResult]:
         """Draw every item's tokens.
 
-        A row whose logits are not finite is an error of its item alone.
+        A row whose logits are not finite is an error of its item alone, where a run gets so far.
 
         Args:
-            logits: float32 [R, V], overwritten: row `r` is of the last token of `items[r]`.
+            logits: float32 [R, V], overwritten: the rows of each item's last token, and of the `num_draft` before it.
             items: those with `num_samples` of at least 1, in any order; no item's result depends on the others.
         """
         special = self._special
@@ -116,30 +140,15 @@ class Sampler:
             if results is not None:
                 return results
         states = [self._states[item.seq_id] for item in items]
-        positions = [item.start + len(item.token_ids) for item in items]
-        adjusted = [row for row, state in enumerate(states) if not state.adjustments.is_none(positions[row])]
-        measured = [row for row, state in enumerate(states) if state.params.measures_tokens]
-        if not adjusted and all(state.params.is_greedy for state in states):
-            greatest, chosen = logits.max(-1, keepdim=True)
-            errors = _refuse(logits, greatest, BAD_LOGITS)
-            raw = logits[measured] if measured else logits
-        else:
-            errors = _refuse(logits, logits.amax(-1, keepdim=True), BAD_LOGITS)
-            raw = logits[measured] if measured else logits
-            if adjusted:
-                failed = adjust(logits, [(row, states[row].adjustments, positions[row]) for row in adjusted])
-                errors = _refuse(logits, logits.amax(-1, keepdim=True), NO_TOKEN) | failed | errors
-            chosen = _choose(logits, states, items)
-        token_ids = [
-            tuple(ids * item.num_samples)[: item.num_samples] for item, ids in zip(items, chosen.tolist(), strict=True)
+        if len(logits) > len(items):
+            return _verify(logits, items, states)
+        rows = [
+            Row(state, item.start + len(item.token_ids), item.num_samples)
+            for state, item in zip(states, items, strict=True)
         ]
-        counts = [states[row].params.logprobs or 0 for row in measured]
-        logprobs = dict(zip(measured, _measure_drawn(raw, [token_ids[row] for row in measured], counts), strict=True))
         return [
-            ItemResult(item.seq_id, (), error=errors[row])
-            if row in errors
-            else ItemResult(item.seq_id, token_ids[row], logprobs.get(row, ()))
-            for row, item in enumerate(items)
+            ItemResult(item.seq_id, drawn.token_ids, drawn.logprobs, error=drawn.error)
+            for item, drawn in zip(items, _draw_rows(logits, rows), strict=True)
         ]
 
     def prompt_targets(self, item: PlanItem) -> tuple[tuple[int, ...], int]:
@@ -159,7 +168,114 @@ def _take_likeliest(logits: torch.Tensor, items: Sequence[PlanItem]) -> list[Ite
     greatest, chosen = logits.max(-1, keepdim=True)
     if not all(map(isfinite, greatest.flatten().tolist())):
         return None
-    return plain_results([item.seq_id for item in items], map(tuple, chosen.tolist()))
+    seq_ids = [item.seq_id for item in items]
+    if len(logits) == len(items):
+        return plain_results(seq_ids, map(tuple, chosen.tolist()))
+    token_ids = chosen[:, 0].tolist()
+    ends = accumulate(1 + item.num_draft for item in items)
+    return plain_results(
+        seq_ids, [_run(item, token_ids[end - 1 - item.num_draft : end]) for item, end in zip(items, ends, strict=True)]
+    )
+
+
+def _run(item: PlanItem, drawn: Sequence[int]) -> tuple[int, ...]:
+    """Return the tokens that follow each other: up to the first that is not the draft behind it."""
+    certain = len(item.token_ids) - item.num_draft
+    for place, (token_id, draft) in enumerate(zip(drawn, item.token_ids[certain:], strict=False), 1):
+        if token_id != draft:
+            return tuple(drawn[:place])
+    return tuple(drawn)
+
+
+def _verify(logits: torch.Tensor, items: Sequence[PlanItem], states: Sequence[SamplingState]) -> list[ItemResult]:
+    """Draw a run for each item.
+
+    At each of its rows the token is drawn that would be drawn without drafts, from the same distribution with the same
+    random number; so as long as the drafts are those tokens, the rows behind them are those that would have come. For a
+    draft that is certain, that is rejection sampling: it is accepted as often as it would have been drawn, and what
+    takes its place is distributed as what else would have been.
+
+    Rows that look at the tokens before them are drawn in turn, all items' together; the others at once.
+
+    Args:
+        logits: see `Sampler.sample`.
+        items: of which some have drafts.
+        states: of their sequences.
+
+    Source: speculative sampling, arXiv 2211.17192.
+    """
+    starts = list(accumulate((1 + item.num_draft for item in items), initial=0))
+    runs: list[list[Drawn]] = [[] for _ in items]
+    wave = [
+        (idx, place)
+        for idx, (item, state) in enumerate(zip(items, states, strict=True))
+        for place in range(1 if state.looks_back else 1 + item.num_draft)
+    ]
+    while wave:
+        rows = []
+        for idx, place in wave:
+            item, state = items[idx], states[idx]
+            rows.append(Row(state, item.start + len(item.token_ids) - item.num_draft + place, item.num_samples))
+        part = logits if len(wave) == len(logits) else logits[[starts[idx] + place for idx, place in wave]]
+        for (idx, _), drawn in zip(wave, _draw_rows(part, rows), strict=True):
+            runs[idx].append(drawn)
+        wave = [
+            (idx, place)
+            for idx, place in ((idx, place + 1) for idx, place in wave if states[idx].looks_back)
+            if place <= items[idx].num_draft and _learn_draft(items[idx], states[idx], place, runs[idx][-1])
+        ]
+    return [_run_result(item, run) for item, run in zip(items, runs, strict=True)]
+
+
+def _learn_draft(item: PlanItem, state: SamplingState, place: int, drawn: Drawn) -> bool:
+    """Say whether a draft, the item's `place`-th from 1 on, was drawn; if so, the sequence's history has it."""
+    offset = len(item.token_ids) - item.num_draft + place - 1
+    draft = item.token_ids[offset : offset + 1]
+    if drawn.token_ids != tuple(draft):
+        return False
+    if state.adjustments.history is not None:
+        state.adjustments.history.follow(item.start + offset, draft, is_end=True)
+    return True
+
+
+def _run_result(item: PlanItem, rows: Sequence[Drawn]) -> ItemResult:
+    """Return what the rows of an item gave, up to the first error."""
+    if rows[0].error is not None or not item.num_draft:
+        return ItemResult(item.seq_id, rows[0].token_ids, rows[0].logprobs, error=rows[0].error)
+    # Where a later row has an error, the next step comes upon it; what was accepted before stands.
+    sound = next((place for place, drawn in enumerate(rows) if drawn.error is not None), len(rows))
+    run = _run(item, [drawn.token_ids[0] for drawn in rows[:sound]])
+    logprobs = tuple(drawn.logprobs[0] for drawn in rows[: len(run)] if drawn.logprobs)
+    return ItemResult(item.seq_id, run, logprobs)
+
+
+def _draw_rows(logits: torch.Tensor, rows: Sequence[Row]) -> list[Drawn]:
+    """Draw the tokens of each row of logits, float32 [R, V], overwritten; no row's depend on the others."""
+    adjusted = [place for place, row in enumerate(rows) if not row.state.adjustments.is_none(row.position)]
+    measured = [place for place, row in enumerate(rows) if row.state.params.measures_tokens]
+    if not adjusted and all(row.state.params.is_greedy for row in rows):
+        greatest, chosen = logits.max(-1, keepdim=True)
+        errors = _refuse(logits, greatest, BAD_LOGITS)
+        raw = logits[measured] if measured else logits
+    else:
+        errors = _refuse(logits, logits.amax(-1, keepdim=True), BAD_LOGITS)
+        raw = logits[measured] if measured else logits
+        if adjusted:
+            failed = adjust(
+                logits, [(place, rows[place].state.adjustments, rows[place].position) for place in adjusted]
+            )
+            errors = _refuse(logits, logits.amax(-1, keepdim=True), NO_TOKEN) | failed | errors
+        chosen = _choose(logits, rows)
+    token_ids = [
+        tuple(ids * row.num_samples)[: row.num_samples] for row, ids in zip(rows, chosen.tolist(), strict=True)
+    ]
+    counts = [rows[place].state.params.logprobs or 0 for place in measured]
+    measures = _measure_drawn(raw, [token_ids[place] for place in measured], counts)
+    logprobs = dict(zip(measured, measures, strict=True))
+    return [
+        Drawn(error=errors[place]) if place in errors else Drawn(ids, logprobs.get(place, ()))
+        for place, ids in enumerate(token_ids)
+    ]
 
 
 def _refuse(logits: torch.Tensor, greatest: torch.Tensor, error: str) -> dict[int, str]:
@@ -170,19 +286,18 @@ def _refuse(logits: torch.Tensor, greatest: torch.Tensor, error: str) -> dict[in
     return dict.fromkeys(rows, error)
 
 
-def _choose(logits: torch.Tensor, states: Sequence[SamplingState], items: Sequence[PlanItem]) -> torch.Tensor:
-    """Return `num_samples` tokens of each row, int64 [R, n], n that of the greediest item for samples."""
-    num_draws = max(item.num_samples for item in items)
-    drawing = [row for row, state in enumerate(states) if not state.params.is_greedy]
-    filters = [states[row].filter for row in drawing]
+def _choose(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+    """Return `num_samples` tokens of each row, int64 [R, n], n that of the greediest row for samples."""
+    num_draws = max(row.num_samples for row in rows)
+    drawing = [place for place, row in enumerate(rows) if not row.state.params.is_greedy]
+    filters = [rows[place].state.filter for place in drawing]
     points = torch.zeros((len(drawing), num_draws), dtype=torch.float64)
-    for place, row in enumerate(drawing):
-        state, item = states[row], items[row]
-        position = item.start + len(item.token_ids)
-        numbers = [uniform(state.seed, state.sample_idx + draw_idx, position) for draw_idx in range(item.num_samples)]
-        points[place, : len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
+    for idx, place in enumerate(drawing):
+        state, position, num_samples = rows[place]
+        numbers = [uniform(state.seed, state.sample_idx + draw_idx, position) for draw_idx in range(num_samples)]
+        points[idx, : len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
     points = points.to(logits.device)
-    if len(drawing) == len(items):
+    if len(drawing) == len(rows):
         return draw(logits, filters, points)
     chosen = logits.argmax(-1, keepdim=True).repeat(1, num_draws)
     if drawing:
