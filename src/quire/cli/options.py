@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
-from quire.config import CacheConfig, ModelConfig, SchedulerConfig
+from quire.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
 from quire.sequences.params import SamplingParams
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -21,7 +21,7 @@ UNITS |= {"GB": 1000**3, "TB": 1000**4}
 RENAMED = {("SamplingParams", "seed"): "request_seed"}
 # Numbers of bytes whose names do not say so.
 SIZES = frozenset({"swap_space"})
-GROUPS = {ModelConfig: "model", CacheConfig: "cache", SchedulerConfig: "scheduler"}
+GROUPS = {ModelConfig: "model", CacheConfig: "cache", SchedulerConfig: "scheduler", SpeculativeConfig: "speculative"}
 
 
 @dataclass(frozen=True, slots=True)

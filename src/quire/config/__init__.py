@@ -22,6 +22,7 @@ from quire.config.resolved import (
     resolve,
     step_tokens,
 )
+from quire.config.speculative import SpeculativeConfig
 
 __all__ = [
     "DTYPES",
@@ -38,6 +39,7 @@ __all__ = [
     "Quantization",
     "ResolvedConfig",
     "SchedulerConfig",
+    "SpeculativeConfig",
     "StepCost",
     "context_length",
     "option_homes",

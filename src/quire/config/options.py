@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 from quire.config.checks import check_flag, check_one_of, check_positive, check_share, check_text, check_whole
+from quire.config.speculative import SpeculativeConfig, spread
 from quire.errors import ConfigError
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -219,6 +221,14 @@ class SchedulerConfig:
             )
 
 
+PARTS: Final[Mapping[str, Any]] = {
+    "model": ModelConfig,
+    "cache": CacheConfig,
+    "scheduler": SchedulerConfig,
+    "speculative": SpeculativeConfig,
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """All that a user can ask of an engine."""
@@ -226,6 +236,7 @@ class EngineConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
 
     def __post_init__(self) -> None:
         if self.scheduler.preemption_mode == "swap" and not self.cache.swap_space:
@@ -239,26 +250,21 @@ class EngineConfig:
     def from_options(cls, **options: Any) -> EngineConfig:
         """Compose a configuration from flat options, as `LLM(...)` and the command line give them.
 
+        Args:
+            options: fields of the parts; `speculative_config` is a mapping with those of `SpeculativeConfig`.
+
         Raises:
             ConfigError: an unknown option (the message lists the known ones), or a value that is not allowed.
         """
-        parts: dict[str, dict[str, Any]] = {"model": {}, "cache": {}, "scheduler": {}}
         homes = option_homes()
-        for name, value in options.items():
+        parts: dict[str, dict[str, Any]] = {part: {} for part in PARTS}
+        for name, value in spread(options).items():
             if name not in homes:
                 raise ConfigError(f"unknown option {name!r}; known options are {', '.join(sorted(homes))}", field=name)
             parts[homes[name]][name] = value
-        return cls(
-            model=ModelConfig(**parts["model"]),
-            cache=CacheConfig(**parts["cache"]),
-            scheduler=SchedulerConfig(**parts["scheduler"]),
-        )
+        return cls(**{part: PARTS[part](**given) for part, given in parts.items()})
 
 
 def option_homes() -> dict[str, str]:
     """Map each flat option's name to the part of `EngineConfig` that holds it."""
-    homes: dict[str, str] = {}
-    for part, cls in (("model", ModelConfig), ("cache", CacheConfig), ("scheduler", SchedulerConfig)):
-        for item in fields(cls):
-            homes[item.name] = part
-    return homes
+    return {item.name: part for part, cls in PARTS.items() for item in fields(cls)}

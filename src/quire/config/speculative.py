@@ -1,0 +1,127 @@
+"""What a user can ask of speculative decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from quire.config.checks import check_one_of, check_text, check_whole
+from quire.errors import ConfigError
+
+METHODS = ("off", "ngram", "suffix", "draft")
+MAX_TOKENS = 32
+MAX_LOOKUP = 64
+DEFAULT_TOKENS = 8
+DEFAULT_LOOKUP_MIN, DEFAULT_LOOKUP_MAX = 2, 8
+DEFAULT_CACHE_BYTES = 64 << 20
+# Option -> the methods that it means something to.
+METHODS_OF: Final[Mapping[str, tuple[str, ...]]] = {
+    "num_speculative_tokens": METHODS[1:],
+    "prompt_lookup_min": ("ngram", "suffix"),
+    "prompt_lookup_max": ("ngram",),
+    "suffix_cache_bytes": ("suffix",),
+    "draft_model": ("draft",),
+}
+# The keys of vLLM's `speculative_config` that are called otherwise here.
+SPELLED: Final[Mapping[str, str]] = {"method": "speculative_method", "model": "draft_model"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """How tokens are guessed, so that one step can verify several.
+
+    Args:
+        speculative_method: who guesses the next tokens: nobody ("off"), "ngram" (what came behind the last tokens
+            before, in the sequence itself), "suffix" (the same, and in earlier outputs of the same tenant), or "draft"
+            (a smaller model, see `draft_model`).
+        num_speculative_tokens: guessed for a sequence in a step at most, 1 to 32; fewer where they do not pay. None
+            takes 8.
+        prompt_lookup_min: tokens at the end of a sequence that must have been met before; None takes 2.
+        prompt_lookup_max: more than so many are not looked for in the choice between places, with "ngram"; None takes 8
+            or `prompt_lookup_min`, whichever is more.
+        suffix_cache_bytes: memory for earlier outputs, with "suffix"; the oldest are forgotten. None takes 64 MiB.
+        draft_model: with "draft", a folder or hub id of a model with the same vocabulary; each token goes through it
+            too.
+    """
+
+    speculative_method: str = "off"
+    num_speculative_tokens: int | None = None
+    prompt_lookup_min: int | None = None
+    prompt_lookup_max: int | None = None
+    suffix_cache_bytes: int | None = None
+    draft_model: str | None = None
+
+    def __post_init__(self) -> None:
+        method = self.speculative_method
+        check_one_of("speculative_method", method, METHODS)
+        check_whole("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_TOKENS, optional=True)
+        check_whole("prompt_lookup_min", self.prompt_lookup_min, 1, MAX_LOOKUP, optional=True)
+        check_whole("prompt_lookup_max", self.prompt_lookup_max, 1, MAX_LOOKUP, optional=True)
+        check_whole("suffix_cache_bytes", self.suffix_cache_bytes, 1 << 16, optional=True)
+        check_text("draft_model", self.draft_model, optional=True)
+        for name, methods in METHODS_OF.items():
+            if getattr(self, name) is not None and method not in methods:
+                raise ConfigError(
+                    f"{name} ({getattr(self, name)}) needs speculative_method {' or '.join(map(repr, methods))}, "
+                    f"got {method!r}",
+                    field=name,
+                )
+        if method == "draft" and self.draft_model is None:
+            raise ConfigError(
+                "speculative_method 'draft' needs draft_model, a model with the same vocabulary", field="draft_model"
+            )
+        if self.prompt_lookup_max is not None and self.prompt_lookup_max < self.lookup_min:
+            raise ConfigError(
+                f"prompt_lookup_max ({self.prompt_lookup_max}) must be at least prompt_lookup_min ({self.lookup_min})",
+                field="prompt_lookup_max",
+            )
+
+    @property
+    def num_tokens(self) -> int:
+        """Drafts of a sequence in a step at most; 0 where nobody guesses."""
+        return 0 if self.speculative_method == "off" else self.num_speculative_tokens or DEFAULT_TOKENS
+
+    @property
+    def lookup_min(self) -> int:
+        """Tokens that must have been met before."""
+        return self.prompt_lookup_min or DEFAULT_LOOKUP_MIN
+
+    @property
+    def lookup_max(self) -> int:
+        """Tokens beyond which a longer match is no better."""
+        return self.prompt_lookup_max or max(DEFAULT_LOOKUP_MAX, self.lookup_min)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes for earlier outputs."""
+        return self.suffix_cache_bytes or DEFAULT_CACHE_BYTES
+
+
+def spread(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return flat options in which those of `speculative_config`, a mapping as vLLM takes it, are options of their own.
+
+    Raises:
+        ConfigError: it is no mapping, or says what another option says.
+    """
+    if "speculative_config" not in options:
+        return dict(options)
+    flat = {name: value for name, value in options.items() if name != "speculative_config"}
+    given = options["speculative_config"]
+    if given is None:
+        return flat
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"speculative_config must be a mapping or None, got {given!r}", field="speculative_config")
+    names = {SPELLED.get(key, key): value for key, value in given.items()}
+    if "draft_model" in names:
+        names.setdefault("speculative_method", "draft")
+    twice = next((name for name in names if name in flat), None)
+    if twice is not None:
+        raise ConfigError(f"{twice} is given twice, once in speculative_config", field=twice)
+    unknown = next((name for name in names if name != "speculative_method" and name not in METHODS_OF), None)
+    if unknown is not None:
+        raise ConfigError(
+            f"unknown key {unknown!r} of speculative_config; known are {', '.join(('method', 'model', *METHODS_OF))}",
+            field="speculative_config",
+        )
+    return flat | names
