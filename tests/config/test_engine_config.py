@@ -59,6 +59,15 @@ def test_the_preemption_options_are_those_of_the_scheduler() -> None:
 
 # ---- options one by one ----
 
+# What must be asked for beside an option, so that it means something.
+NEEDED: dict[str, dict[str, Any]] = {
+    "num_speculative_tokens": {"speculative_method": "ngram"},
+    "prompt_lookup_min": {"speculative_method": "suffix"},
+    "prompt_lookup_max": {"speculative_method": "ngram"},
+    "suffix_cache_bytes": {"speculative_method": "suffix"},
+    "draft_model": {"speculative_method": "draft"},
+}
+
 
 @pytest.mark.parametrize(
     ("name", "good", "bad"),
@@ -101,14 +110,21 @@ def test_the_preemption_options_are_those_of_the_scheduler() -> None:
         ("max_num_batched_tokens", [None, 256], [0, 255, "512"]),
         ("max_queue_len", [None, 1], [0, -1, 2.5]),
         ("max_inter_token_ms", [None, 50, 0.5], [0, -1.0, math.nan, math.inf, "50", True]),
+        ("speculative_method", ["off", "ngram", "suffix"], ["eagle", "", None, True]),
+        ("num_speculative_tokens", [None, 1, 32], [0, 33, 1.5, "8", True]),
+        ("prompt_lookup_min", [None, 1, 64], [0, 65, 1.5, "2", True]),
+        ("prompt_lookup_max", [None, 2, 64], [0, 1, 65, 1.5, "2", True]),
+        ("suffix_cache_bytes", [None, 1 << 16, 1 << 40], [0, 65535, 1e9, "1GiB", True]),
+        ("draft_model", ["some/folder"], [None, "", 3, True]),
     ],
 )
 def test_an_option_is_taken_or_refused_by_name_and_value(name: str, good: list[Any], bad: list[Any]) -> None:
     home = option_homes()[name]
     for value in good:
-        assert getattr(getattr(EngineConfig.from_options(**{name: value}), home), name) == value
+        config = EngineConfig.from_options(**{name: value}, **NEEDED.get(name, {}))
+        assert getattr(getattr(config, home), name) == value
     for value in bad:
-        error = refused(**{name: value})
+        error = refused(**{name: value}, **NEEDED.get(name, {}))
         assert error.field == name
         assert name in str(error)
         assert str(value) in str(error), "the message shows what was given"
@@ -154,7 +170,7 @@ def test_options_go_home_and_nothing_else_changes() -> None:
 
 def test_options_go_round() -> None:
     config = EngineConfig.from_options(seed=5, watermark=0.25, scheduling_policy="priority")
-    parts = (config.model, config.cache, config.scheduler)
+    parts = (config.model, config.cache, config.scheduler, config.speculative)
     flat = {name: value for part in parts for name, value in dataclasses.asdict(part).items()}
     assert flat.keys() == option_homes().keys()
     assert EngineConfig.from_options(**flat) == config
@@ -218,10 +234,13 @@ def test_resolve_keeps_what_was_asked_for() -> None:
         retention_limit=0.3,
         kv_cache_metrics_sample=0.4,
         kv_cache_dtype="int8",
+        speculative_method="suffix",
+        num_speculative_tokens=5,
     )
     assert dataclasses.astuple(config) == (
         *("cpu", 2, 100, 32, 40, 32768, 4, False, "slru", 4, 1 << 20, 6, 7),
         *("priority", "least_waste", "swap", 9, 500, 11, "torch", 0.2, 0.3, 0.4, 64, 1 << 20, 30.5, "int8", "int8"),
+        *("suffix", 5),
     )
     assert config.max_concurrency == 10.0
 

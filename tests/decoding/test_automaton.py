@@ -34,9 +34,7 @@ def continuations(texts: list[list[int]], part: list[int], limit: int) -> list[l
 
 @settings(max_examples=400)
 @given(texts=texts, query=st.lists(st.integers(0, 2), max_size=20), limit=st.integers(1, 5))
-def test_matches_and_continuations_are_those_of_the_texts(
-    texts: list[list[int]], query: list[int], limit: int
-) -> None:
+def test_matches_and_continuations_are_those_of_the_texts(texts: list[list[int]], query: list[int], limit: int) -> None:
     automaton = SuffixAutomaton()
     for text in texts:
         automaton.add(text)

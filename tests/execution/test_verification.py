@@ -124,13 +124,15 @@ def _given(params: SamplingParams) -> dict[str, Any]:
     return {field.name: getattr(params, field.name) for field in names}
 
 
-def test_right_drafts_save_steps_whatever_is_asked_for() -> None:
-    for options in ({"temperature": 0.0}, {"seed": 1}, {"repetition_penalty": 1.3}, {"dry_multiplier": 1.0}):
-        opening = Opening(SamplingParams(**options), 5, 0, 2, (1, 2), ())
-        alone = Served(model_of(9, 0), [opening], 30).run(lambda _, __: [])
-        drafted = Served(model_of(9, 0), [opening], 30).run(lambda _, done: alone.tokens[0][len(done) :][:4])
-        assert (alone.num_steps, drafted.num_steps) == (30, 6), options
-        assert drafted.tokens == alone.tokens
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0.0}, {"seed": 1}, {"repetition_penalty": 1.3}, {"dry_multiplier": 1.0}]
+)
+def test_right_drafts_save_steps_whatever_is_asked_for(options: dict[str, Any]) -> None:
+    opening = Opening(SamplingParams(**options), 5, 0, 2, (1, 2), ())
+    alone = Served(model_of(9, 0), [opening], 30).run(lambda _, __: [])
+    drafted = Served(model_of(9, 0), [opening], 30).run(lambda _, done: alone.tokens[0][len(done) :][:4])
+    assert (alone.num_steps, drafted.num_steps) == (30, 6)
+    assert drafted.tokens == alone.tokens
 
 
 def test_a_processor_sees_what_it_would_have_seen_without_drafts() -> None:
@@ -191,7 +193,7 @@ def pairs_drawn(draft: tuple[int, int]) -> Counter[tuple[int, int]]:
 
 
 def surprise(pairs: Counter[tuple[int, int]]) -> float:
-    """Return how far pairs are from two independent tokens of the distribution: chi square, of 15 degrees of freedom."""
+    """Return how far pairs are from independent tokens of the distribution: chi square, of 15 degrees of freedom."""
     total = 0.0
     for first, share in enumerate(SHARES):
         for second, other in enumerate(SHARES):

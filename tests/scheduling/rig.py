@@ -77,6 +77,7 @@ class Guesser:
     def __init__(self, executor: SimulatedExecutor) -> None:
         self.executor = executor
         self.counts = [0, 0]
+        self.num_forgotten = 0
 
     def propose(self, sequence: Sequence, limit: int) -> tuple[int, ...]:
         """Return up to four tokens, mostly those that will be drawn."""
@@ -92,6 +93,14 @@ class Guesser:
         assert 0 <= num_accepted <= num_drafted == len(sequence.draft)
         self.counts[0] += num_drafted
         self.counts[1] += num_accepted
+
+    def forget(self, sequence: Sequence) -> None:
+        """Note that it was told of an end."""
+        assert sequence.is_finished
+        self.num_forgotten += 1
+
+    def reset(self) -> None:
+        """Do nothing."""
 
 
 @dataclass

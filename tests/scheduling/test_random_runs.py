@@ -220,3 +220,9 @@ def test_long_runs_do_accept_and_reject_drafts() -> None:
     assert isinstance(drafter, Guesser)
     num_drafted, num_accepted = drafter.counts
     assert 100 < num_accepted < 0.9 * num_drafted
+    stats = outcome.scheduler.stats
+    assert (stats.num_draft_tokens, stats.num_accepted_tokens) == (num_drafted, num_accepted)
+    assert sum(stats.accepted_by_position) == num_accepted
+    assert stats.accepted_by_position == sorted(stats.accepted_by_position, reverse=True)
+    # The passer-by at the end is a sequence too.
+    assert drafter.num_forgotten == 1 + sum(len(request.sequences) for request in outcome.requests)

@@ -31,6 +31,8 @@ class ResolvedConfig:
         host_bytes: of the host tier, for swapping or for what comes from disk.
         quantization: what the weights of linear layers are rounded to; None keeps them.
         kv_cache_dtype: what keys and values are stored as.
+        speculative_method: who guesses tokens.
+        num_speculative_tokens: guessed for a sequence in a step at most; 0 for none.
     """
 
     device: str
@@ -61,6 +63,8 @@ class ResolvedConfig:
     max_inter_token_ms: float | None = None
     quantization: Quantization | None = None
     kv_cache_dtype: str = "bfloat16"
+    speculative_method: str = "off"
+    num_speculative_tokens: int = 0
 
     @property
     def kv_tokens(self) -> int:
@@ -79,6 +83,10 @@ class ResolvedConfig:
             f"Swap space: {self.swap_space / GIB:.2f} GiB of host memory "
             f"({self.swap_space // self.bytes_per_block:,} blocks); preemption mode {self.preemption_mode}",
         )
+        guesses = (
+            f"Speculative decoding: {self.speculative_method}, at most {self.num_speculative_tokens} tokens of a "
+            "sequence in a step",
+        )
         return (
             f"Available KV cache memory: {kv_bytes / GIB:.2f} GiB "
             f"({self.num_blocks:,} blocks of {self.block_size} tokens in {self.kv_cache_dtype}, "
@@ -90,6 +98,7 @@ class ResolvedConfig:
             f"{'on' if self.enable_prefix_caching else 'off'}; device {self.device}, {self.num_threads} threads, "
             f"kernels: {self.kernels}" + (f", weights: {self.quantization}" if self.quantization else ""),
             *(swap if self.swap_space else ()),
+            *(guesses if self.num_speculative_tokens else ()),
         )
 
 
@@ -145,6 +154,8 @@ def resolve(config: EngineConfig, machine: Machine, facts: ModelFacts) -> Resolv
         retention_limit=cache.retention_limit,
         kv_cache_metrics_sample=cache.kv_cache_metrics_sample,
         state_snapshot_interval=cache.state_snapshot_interval,
+        speculative_method=config.speculative.speculative_method,
+        num_speculative_tokens=config.speculative.num_tokens,
     )
 
 

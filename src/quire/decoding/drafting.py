@@ -23,3 +23,11 @@ class Drafter(Protocol):
     def note(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         """Learn what became of a sequence's drafts: how many were verified, and how many of them were right."""
         ...
+
+    def forget(self, sequence: Sequence) -> None:
+        """Let go of a sequence that has ended; its output may help others of its namespace."""
+        ...
+
+    def reset(self) -> None:
+        """Let go of what is known of outputs of sequences that have ended."""
+        ...

@@ -8,7 +8,6 @@ the greatest quotient of the two; 0 where that is no more than 1.
 from __future__ import annotations
 
 from collections.abc import Sequence as Tokens
-from dataclasses import dataclass
 
 from quire.decoding.drafting import Drafter
 from quire.sequences.sequence import Sequence
@@ -64,23 +63,6 @@ class _Record:
         self.is_probing = False
 
 
-@dataclass(slots=True)
-class DraftStats:
-    """Counters since the start.
-
-    Args:
-        num_drafts: steps of sequences in which drafts were verified.
-        num_draft_tokens: drafts that were.
-        num_accepted_tokens: of those, drafts that were right.
-        by_position: the same by the draft's place behind the last token, first to last.
-    """
-
-    num_drafts: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
-    by_position: list[int]
-
-
 class Speculation:
     """A drafter that has another one guess, and decides for how many tokens.
 
@@ -89,14 +71,12 @@ class Speculation:
         num_tokens: drafts of a sequence in a step at most.
 
     Attributes:
-        stats: what became of all drafts.
         step_costs: what a step takes in which every running sequence has 0, 1, 2, ... drafts, beside the first of them.
         is_resting: True where no sequence is to have drafts, so that a step without them can be measured.
     """
 
     def __init__(self, source: Drafter, num_tokens: int) -> None:
         self.num_tokens = num_tokens
-        self.stats = DraftStats(0, 0, 0, [0] * num_tokens)
         self.step_costs: Tokens[float] = [1.0 + FIRST_ROW_COST * k for k in range(num_tokens + 1)]
         self.is_resting = False
         self._source = source
@@ -120,12 +100,6 @@ class Speculation:
 
     def note(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         """See `Drafter`."""
-        stats = self.stats
-        stats.num_drafts += 1
-        stats.num_draft_tokens += num_drafted
-        stats.num_accepted_tokens += num_accepted
-        for position in range(num_accepted):
-            stats.by_position[position] += 1
         num_wrong = int(num_accepted < num_drafted)
         self._common.add(num_accepted, num_wrong)
         record = self._records.get(sequence.seq_id)

@@ -64,6 +64,8 @@ def _appends(sequence: Sequence, token_ids: Tokens[int]) -> list[Edit]:
         # The token behind the accepted drafts is not computed yet, even where it is the draft that comes next.
         pairs = zip(draft, token_ids[: len(edits)], strict=False)
         num_accepted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if finish is None:
+            num_accepted = min(num_accepted, len(edits) - 1)
         edits.append(Truncate(sample_idx, len(sequence.tokens) + num_accepted))
     return edits if finish is None else [*edits, finish]
 

@@ -11,6 +11,7 @@ from typing import TextIO
 from quire.config import ResolvedConfig
 from quire.distributed.executor import Executor
 from quire.engine.calibration import Calibration
+from quire.engine.drafting import DraftPacer
 from quire.engine.media import MediaReader
 from quire.engine.meter import Meter
 from quire.engine.namespaces import read_namespace
@@ -51,6 +52,7 @@ class Engine:
         memory_log: what memory commands are recorded in; closed with the engine.
         staging: brings up what is on disk; None without a prefix cache there. Closed with the engine.
         media_reader: reads what comes with prompts; None where the data plane computes no embeddings.
+        draft_pacer: is told of each step; None where nobody guesses tokens.
 
     Attributes:
         last_step: the numbers of the last step, None where it did nothing.
@@ -71,6 +73,7 @@ class Engine:
         memory_log: TextIO | None = None,
         staging: Staging | None = None,
         media_reader: MediaReader | None = None,
+        draft_pacer: DraftPacer | None = None,
     ) -> None:
         self.config = config
         self.scheduler = scheduler
@@ -93,6 +96,7 @@ class Engine:
         self._num_requests = 0
         self._num_failures = 0
         self._meter = Meter(scheduler)
+        self._draft_pacer = draft_pacer
         self._calibration = Calibration(executor.measure_copies())
         self._pace: Pace | None = None
         if config.max_inter_token_ms is not None:
@@ -142,6 +146,8 @@ class Engine:
         if type(params) is not SamplingParams:
             raise InvalidParameter("sampling_params", params, "SamplingParams")
         params.check_for_model(vocab_size=self.config.vocab_size, max_num_seqs=self.config.max_num_seqs)
+        if params.speculative and self._draft_pacer is None:
+            raise UnsupportedFeature("speculative", "this engine guesses no tokens; see speculative_method")
         if params.stop and self.tokenizer is None:
             raise UnsupportedFeature("stop", "this engine runs without a tokenizer; use stop_token_ids")
         words = read_words(params, self.tokenizer, self.config.vocab_size)
@@ -209,12 +215,17 @@ class Engine:
         except WorkerError as error:
             return self._fail_step(plan, error)
         self._num_failures = 0
-        counts = [len(item.token_ids) for item in plan.items]
-        step_tokens, elapsed_s = sum(counts), self._clock() - started_s
-        self._calibration.note_step(step_tokens, len(counts), elapsed_s)
+        elapsed_s = self._clock() - started_s
+        # Drafts are no tokens of a prompt.
+        counts = [len(item.token_ids) - item.num_draft for item in plan.items]
+        num_certain = sum(counts)
+        step_tokens = num_certain + sum(item.num_draft for item in plan.items)
+        if self._draft_pacer is not None:
+            self._draft_pacer.note_step(plan.items, elapsed_s)
+        self._calibration.note_step(num_certain, len(counts), elapsed_s)
         if self._pace is not None:
             num_decoding = counts.count(1)
-            self._pace.note_step(num_decoding, step_tokens - num_decoding, elapsed_s)
+            self._pace.note_step(num_decoding, num_certain - num_decoding, elapsed_s)
             self.scheduler.chunk_tokens = self._pace.chunk_tokens
         self.scheduler.preemption.costs = self._calibration.costs
         failed: list[RequestOutput] = []
@@ -236,6 +247,8 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Let no request find what was computed before this call; who runs goes on with what it has, pins are gone."""
         self.scheduler.memory.reset_prefix_cache()
+        if self.scheduler.drafter is not None:
+            self.scheduler.drafter.reset()
         if self._staging is not None:
             self._staging.reset()
 

@@ -13,8 +13,10 @@ from typing import Any, TextIO
 import torch
 
 from quire.config import EngineConfig, ModelFacts, ResolvedConfig, StepCost, context_length, resolve, step_tokens
+from quire.decoding.drafting import Drafter
 from quire.distributed.executor import InProcessExecutor
 from quire.engine.disk_cache import make_staging, open_disk
+from quire.engine.drafting import DraftPacer, make_speculation
 from quire.engine.engine import Engine
 from quire.engine.media import MediaReader
 from quire.engine.staging import Staging
@@ -125,9 +127,10 @@ def load(config: EngineConfig, instruments: Instruments | None = None) -> Loaded
             disk=disk,
         )
         staging = None if disk is None else make_staging(memory, disk, resolved, groups)
+        speculation = make_speculation(config.speculative)
         engine = Engine(
             resolved,
-            _scheduler(resolved, memory, staging),
+            _scheduler(resolved, memory, staging, speculation),
             InProcessExecutor(runner),
             tokenizer,
             end_token_ids=_end_token_ids(checkpoint, tokenizer),
@@ -136,6 +139,7 @@ def load(config: EngineConfig, instruments: Instruments | None = None) -> Loaded
             staging=staging,
             # The memory's secret, which outlives a restart where what it names does.
             media_reader=MediaReader(decoder.spec.width, dtype, memory.chain([], Namespace("media")).root[0]),
+            draft_pacer=None if speculation is None else DraftPacer(speculation),
         )
         # From here on the engine closes it.
         stack.pop_all()
@@ -271,7 +275,12 @@ def _memory(
     return manager if log is None else RecordedMemory(manager, settings, log)
 
 
-def _scheduler(resolved: ResolvedConfig, memory: KVCacheManager | RecordedMemory, staging: Staging | None) -> Scheduler:
+def _scheduler(
+    resolved: ResolvedConfig,
+    memory: KVCacheManager | RecordedMemory,
+    staging: Staging | None,
+    drafter: Drafter | None,
+) -> Scheduler:
     return Scheduler(
         memory,
         max_num_seqs=resolved.max_num_seqs,
@@ -281,6 +290,7 @@ def _scheduler(resolved: ResolvedConfig, memory: KVCacheManager | RecordedMemory
         # What is there for the disk alone is not for sequences.
         preemption_mode=resolved.preemption_mode if resolved.swap_space else "recompute",
         prepare=None if staging is None else staging.prepare,
+        drafter=drafter,
     )
 
 

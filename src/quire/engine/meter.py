@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import chain, repeat
+from operator import sub
+
 from quire.engine.stats import EngineStats, StepStats, Totals
 from quire.execution.prefix_store import StoreStats
 from quire.memory.status import NO_TOKENS
@@ -26,6 +29,7 @@ class Meter:
         self._scheduler = scheduler
         self._counted = Totals(*(0 for _ in Totals._fields))
         self._accounts = (NO_TOKENS, NO_TOKENS)
+        self._by_position: list[int] = []
         self._has_host = scheduler.memory.usage().host is not None
 
     def totals(self, num_steps: int, disk: StoreStats | None) -> EngineStats:
@@ -54,6 +58,9 @@ class Meter:
             first_time=stats.first_time,
             resumed=stats.resumed,
             disk=disk,
+            num_drafts=stats.num_drafts,
+            num_draft_tokens=stats.num_draft_tokens,
+            num_accepted_tokens=stats.num_accepted_tokens,
         )
 
     def measure(self, now_s: float, num_generated: int, step_tokens: int) -> StepStats:
@@ -75,11 +82,15 @@ class Meter:
             swap_out_blocks=host.num_swap_outs if host else 0,
             swap_in_blocks=host.num_swap_ins if host else 0,
             prompt_tokens=self.prompt_tokens,
+            num_drafts=stats.num_drafts,
+            num_draft_tokens=stats.num_draft_tokens,
+            num_accepted_tokens=stats.num_accepted_tokens,
         )
         added = Totals(*(new - old for new, old in zip(now, self._counted, strict=True)))
         self._counted = now
         earlier, self._accounts = self._accounts, (stats.first_time, stats.resumed)
         first_time, resumed = (new.minus(old) for new, old in zip(self._accounts, earlier, strict=True))
+        by_position, self._by_position = self._by_position, stats.accepted_by_position.copy()
         self._generation_tokens += num_generated
         self._computed_tokens += step_tokens
         return StepStats(
@@ -94,4 +105,5 @@ class Meter:
             **added._asdict(),
             first_time=first_time,
             resumed=resumed,
+            accepted_by_position=tuple(map(sub, self._by_position, chain(by_position, repeat(0)))),
         )

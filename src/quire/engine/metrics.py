@@ -25,8 +25,8 @@ class Metrics:
     """Counts what the engine does, for one model.
 
     Each object has a registry of its own, so that two engines of a process never mix. Labels hold the model's name,
-    a finish reason, a preemption's mode, a source of tokens or why they were computed, and the engine's configuration;
-    nothing that a client wrote.
+    a finish reason, a preemption's mode, a draft's place, a source of tokens or why they were computed, and the
+    engine's configuration; nothing that a client wrote.
 
     Args:
         model_name: value of the label `model_name`, as the server shows it.
@@ -98,6 +98,13 @@ class Metrics:
         self._swap_in_blocks.inc(stats.swap_in_blocks)
         self._prompt_tokens.inc(stats.prompt_tokens)
         self._generation_tokens.inc(stats.generation_tokens)
+        if stats.num_drafts:
+            self._drafts.inc(stats.num_drafts)
+            self._draft_tokens.inc(stats.num_draft_tokens)
+            self._accepted_tokens.inc(stats.num_accepted_tokens)
+            for position, count in enumerate(stats.accepted_by_position):
+                if count:
+                    self._accepted_by_position.labels(self._model_name, str(position)).inc(count)
         if stats.step_tokens:
             self._step_tokens.observe(stats.step_tokens)
 
@@ -179,6 +186,15 @@ class Metrics:
         self._swap_in_blocks = self._counter("swap_in_blocks", "Blocks copied back when they came in again.")
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of the requests that ran.")
         self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self._drafts = self._counter("spec_decode_num_drafts", "Times that a sequence's drafts were verified.")
+        self._draft_tokens = self._counter("spec_decode_num_draft_tokens", "Drafts that were verified.")
+        self._accepted_tokens = self._counter("spec_decode_num_accepted_tokens", "Of those, drafts that were right.")
+        self._accepted_by_position = Counter(
+            f"{self._prefix}:spec_decode_num_accepted_tokens_per_pos",
+            "Drafts that were right, by their place behind the last token.",
+            ["model_name", "position"],
+            registry=self.registry,
+        )
         self._success = Counter(
             f"{self._prefix}:request_success",
             "Requests that ended, by reason.",

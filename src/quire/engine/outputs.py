@@ -42,6 +42,8 @@ class CompletionOutput:
         logprobs: one entry per token of `token_ids`; None without `logprobs`.
         finish_reason: None while running; then "stop", "length", "abort" or "error".
         stop_reason: the stop string or stop token id that ended the output; None for the model's own end token.
+        num_draft_tokens: drafts that were verified for the output so far.
+        num_accepted_tokens: of those, drafts that were right.
     """
 
     index: int
@@ -51,6 +53,8 @@ class CompletionOutput:
     logprobs: list[PositionLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     @property
     def is_finished(self) -> bool:
@@ -67,6 +71,8 @@ class CompletionOutput:
             self.cumulative_logprob = news.cumulative_logprob
         self.finish_reason = news.finish_reason
         self.stop_reason = news.stop_reason
+        self.num_draft_tokens = news.num_draft_tokens
+        self.num_accepted_tokens = news.num_accepted_tokens
 
 
 @dataclass(slots=True)

@@ -29,6 +29,10 @@ class StepStats(NamedTuple):
         step_tokens: count; tokens computed, prefill and decode together.
         first_time: count; prompt tokens of those requests by source, and the computed ones by reason.
         resumed: count; the same of all tokens of sequences that came back after a preemption.
+        num_drafts: count; sequences of which the step verified drafts.
+        num_draft_tokens: count; drafts that it verified.
+        num_accepted_tokens: count; those of them that were right.
+        accepted_by_position: count; the same by the draft's place behind the last token.
     """
 
     now_s: float
@@ -49,6 +53,10 @@ class StepStats(NamedTuple):
     step_tokens: int
     first_time: TokenAccount = NO_TOKENS
     resumed: TokenAccount = NO_TOKENS
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_by_position: tuple[int, ...] = ()
 
 
 class Totals(NamedTuple):
@@ -62,6 +70,9 @@ class Totals(NamedTuple):
     swap_out_blocks: int
     swap_in_blocks: int
     prompt_tokens: int
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
 
 
 class Health(NamedTuple):
@@ -97,6 +108,9 @@ class EngineStats(NamedTuple):
         generation_tokens: tokens generated.
         computed_tokens: tokens that went through the model.
         disk: of the prefix cache on disk, None without one.
+        num_drafts: times that a sequence's drafts were verified.
+        num_draft_tokens: drafts that were.
+        num_accepted_tokens: of those, drafts that were right.
     """
 
     num_steps: int
@@ -116,3 +130,6 @@ class EngineStats(NamedTuple):
     first_time: TokenAccount = NO_TOKENS
     resumed: TokenAccount = NO_TOKENS
     disk: StoreStats | None = None
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0

@@ -103,7 +103,7 @@ class RequestTranscript:
         sample = self._samples.get(sequence.sample_idx)
         if sample is None:
             sample = self._samples[sequence.sample_idx] = SampleTranscript(self.request, self._tokenizer)
-        output = self._output(sequence.sample_idx)
+        output = self._output(sequence)
         output.token_ids.append(token_id)
         if logprobs is not None:
             if self.request.params.logprobs is not None:
@@ -117,7 +117,7 @@ class RequestTranscript:
 
     def add_finish(self, sequence: Sequence) -> None:
         """Note that a sample has ended."""
-        output = self._output(sequence.sample_idx)
+        output = self._output(sequence)
         if output.finish_reason is None and not output.token_ids and sequence.sample_idx in self._samples:
             output.text += self._samples[sequence.sample_idx].flush()
         assert sequence.finish_reason is not None
@@ -164,10 +164,13 @@ class RequestTranscript:
         """True while log probabilities of the prompt are missing."""
         return self._prompt_logprobs is not None
 
-    def _output(self, index: int) -> CompletionOutput:
+    def _output(self, sequence: Sequence) -> CompletionOutput:
+        index = sequence.sample_idx
         output = self._news.get(index)
         if output is None:
-            output = self._news[index] = CompletionOutput(index)
+            output = self._news[index] = CompletionOutput(
+                index, num_draft_tokens=sequence.num_drafted, num_accepted_tokens=sequence.num_accepted
+            )
         return output
 
     def _position(self, logprobs: TokenLogprobs) -> PositionLogprobs:

@@ -230,8 +230,12 @@ class Scheduler:
         """Keep of what was computed for drafts what turned out right; states that went further begin again."""
         memory, seq_id, num_drafted = self.memory, sequence.seq_id, len(sequence.draft)
         end = sequence.num_computed + 1 + num_drafted
+        num_accepted = num_tokens - sequence.num_computed - 1
         if self.drafter is not None:
-            self.drafter.note(sequence, num_drafted, num_tokens - sequence.num_computed - 1)
+            self.drafter.note(sequence, num_drafted, num_accepted)
+        self.stats.note_drafts(num_drafted, num_accepted)
+        sequence.num_drafted += num_drafted
+        sequence.num_accepted += num_accepted
         sequence.draft = ()
         kept = memory.rollback_point(seq_id, num_tokens)
         if kept < end:
@@ -390,3 +394,5 @@ class Scheduler:
         sequence.finish_reason = reason
         sequence.stop_reason = stop_reason
         del self.sequences[sequence.seq_id]
+        if self.drafter is not None:
+            self.drafter.forget(sequence)

@@ -63,6 +63,7 @@ class SamplingParams:
         logits_processors: functions (prompt token ids, output token ids, logits [V]) -> logits [V], called in order
             for each token, from Python only; they run in the engine's own thread, which waits for them. One that raises
             ends its own request.
+        speculative: False verifies no drafts for this request; True refuses it where the engine guesses none.
         strategy: what to do with the tokens of each step, from Python only; None samples.
 
     Raises:
@@ -101,6 +102,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     kept_special_ids: tuple[int, ...] = ()
     logits_processors: tuple[Callable[..., Any], ...] = field(default=(), metadata={"has_flag": False})
+    speculative: bool | None = None
     strategy: Strategy | None = field(default=None, metadata={"has_flag": False})
     penalizes_tokens: bool = field(init=False, default=False, repr=False)
     needs_history: bool = field(init=False, default=False, repr=False)
@@ -148,6 +150,8 @@ class SamplingParams:
         for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidParameter(name, getattr(self, name), "true or false")
+        if self.speculative is not None and not isinstance(self.speculative, bool):
+            raise InvalidParameter("speculative", self.speculative, "true, false or None")
         if self.max_tokens is not None:
             put(self, "max_tokens", integer("max_tokens", self.max_tokens, 1, 2**31 - 1))
         put(self, "min_tokens", integer("min_tokens", self.min_tokens, 0, 2**31 - 1))

@@ -58,6 +58,7 @@ class Sequence:
     Attributes:
         num_computed: tokens whose KV is stored.
         draft: tokens that may come next, which the step that is planned verifies.
+        num_drafted, num_accepted: drafts that were verified so far, and those of them that were right.
         is_open: True when the data plane knows the sequence.
         is_staged: True once what is on disk of its prompt was brought up, or found not to be worth that.
         staged: places in its chain of the blocks that were.
@@ -76,7 +77,9 @@ class Sequence:
         "is_staged",
         "key",
         "max_tokens",
+        "num_accepted",
         "num_computed",
+        "num_drafted",
         "num_prompt",
         "request",
         "sample_idx",
@@ -110,6 +113,8 @@ class Sequence:
         self.end_ids = request.end_ids
         self.num_computed = 0
         self.draft: tuple[int, ...] = ()
+        self.num_drafted = 0
+        self.num_accepted = 0
         self.is_open = False
         self.is_staged = False
         self.staged: set[int] = set()

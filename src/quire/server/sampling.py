@@ -39,6 +39,7 @@ SAMPLING_FIELDS = (
     "min_tokens",
     "prompt_logprobs",
     "skip_special_tokens",
+    "speculative",
 )
 # Labels for the client's own books: nothing to honour.
 LABEL_FIELDS = ("user", "safety_identifier", "prompt_cache_key")

@@ -21,6 +21,8 @@ class TokenCount:
         self._is_prompt_only = is_prompt_only
         self._prompts: dict[int, tuple[int, int]] = {}
         self._accounts: dict[int, TokenAccount] = {}
+        # By prompt and sample: drafts that were verified, and those of them that were right.
+        self._drafts: dict[tuple[int, int], tuple[int, int]] = {}
         self.num_output = 0
 
     @property
@@ -36,6 +38,9 @@ class TokenCount:
             self._prompts[prompt_idx] = (num_prompt, min(delta.num_cached_tokens, num_prompt - 1))
         if delta.prompt_account is not None:
             self._accounts[prompt_idx] = delta.prompt_account
+        for output in delta.outputs:
+            if output.num_draft_tokens:
+                self._drafts[prompt_idx, output.index] = output.num_draft_tokens, output.num_accepted_tokens
         if not self._is_prompt_only:
             self.num_output += sum(len(output.token_ids) for output in delta.outputs) + delta.num_dropped_tokens
 
@@ -43,7 +48,7 @@ class TokenCount:
         """Return the counts so far in OpenAI's form, and in more detail beside it."""
         num_prompt = self.num_prompt
         account = reduce(TokenAccount.plus, self._accounts.values(), NO_TOKENS)
-        return {
+        counts: dict[str, Any] = {
             "prompt_tokens": num_prompt,
             "completion_tokens": self.num_output,
             "total_tokens": num_prompt + self.num_output,
@@ -53,3 +58,10 @@ class TokenCount:
                 "computed_by_reason": account.by_reason(),
             },
         }
+        if self._drafts:
+            accepted = sum(num_accepted for _, num_accepted in self._drafts.values())
+            counts["completion_tokens_details"] = {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": sum(num for num, _ in self._drafts.values()) - accepted,
+            }
+        return counts
