@@ -34,7 +34,7 @@ def test_an_option_is_taken_only_where_it_means_something(name: str, method: str
 
 
 def test_a_draft_model_is_needed_where_one_is_to_guess() -> None:
-    with pytest.raises(ConfigError, match="needs draft_model") as caught:
+    with pytest.raises(ConfigError, match="must be a model with the same vocabulary") as caught:
         EngineConfig.from_options(speculative_method="draft")
     assert caught.value.field == "draft_model"
 

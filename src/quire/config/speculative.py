@@ -69,7 +69,8 @@ class SpeculativeConfig:
                 )
         if method == "draft" and self.draft_model is None:
             raise ConfigError(
-                "speculative_method 'draft' needs draft_model, a model with the same vocabulary", field="draft_model"
+                "draft_model must be a model with the same vocabulary where speculative_method is 'draft', got None",
+                field="draft_model",
             )
         if self.prompt_lookup_max is not None and self.prompt_lookup_max < self.lookup_min:
             raise ConfigError(

@@ -15,6 +15,8 @@ from quire.sequences.sequence import Sequence
 REACH = 32
 # Of all memory, what one volume may take: what is forgotten at once.
 SHARE = 4
+# What a token takes of a volume at most, about: two states, each with a table of its own.
+MOST_BYTES_PER_TOKEN = 1000
 
 
 class OutputArchive:
@@ -29,6 +31,7 @@ class OutputArchive:
 
     def __init__(self, num_bytes: int) -> None:
         self._limit_bytes = num_bytes
+        self._most_tokens = max(1, num_bytes // (SHARE * MOST_BYTES_PER_TOKEN))
         # By namespace and number, the one added to last at the end; and of each namespace the numbers there are.
         self._volumes: OrderedDict[tuple[Namespace, int], SuffixAutomaton] = OrderedDict()
         self._numbers: dict[Namespace, list[int]] = {}
@@ -41,7 +44,8 @@ class OutputArchive:
         return self._num_bytes
 
     def add(self, namespace: Namespace, tokens: Tokens[int]) -> None:
-        """Add an output."""
+        """Add an output; of one that would fill a volume by itself, the end."""
+        tokens = tokens[-self._most_tokens :]
         numbers = self._numbers.setdefault(namespace, [])
         key = namespace, numbers[-1] if numbers else -1
         if not numbers or self._volumes[key].num_bytes * SHARE > self._limit_bytes:
@@ -49,6 +53,7 @@ class OutputArchive:
             self._num_made += 1
             numbers.append(key[1])
             self._volumes[key] = SuffixAutomaton()
+            self._num_bytes += self._volumes[key].num_bytes
         volume = self._volumes[key]
         before = volume.num_bytes
         volume.add(tokens)
