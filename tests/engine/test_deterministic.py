@@ -88,6 +88,16 @@ def test_every_history_gives_the_same_bits(folder: Path, stored: str, params: Sa
         assert scarce.stats.num_preemptions > 0
 
 
+@pytest.mark.parametrize("params", [GREEDY, RANDOM], ids=["greedy", "random"])
+def test_drafts_give_the_same_bits(folder: Path, params: SamplingParams) -> None:
+    expected = results(load(folder), PROMPTS, params)
+    llm = load(folder, speculative_method="suffix")
+    for _ in range(2):
+        assert results(llm, PROMPTS, params) == expected
+        assert [results(llm, [prompt], params)[0] for prompt in PROMPTS] == expected
+    assert llm.stats.num_accepted_tokens > 200
+
+
 def test_rounded_weights(folder: Path) -> None:
     alone = load(folder, quantization="int8", enable_prefix_caching=False)
     expected = [results(alone, [prompt], GREEDY)[0] for prompt in PROMPTS]
