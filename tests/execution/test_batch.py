@@ -41,9 +41,7 @@ def expect(builder: BatchBuilder, step: StepPlan, tables: dict[int, list[list[in
     num_blocks = [-(-end // block_size) for end in ends]
     for group_idx, attention in enumerate(batch.groups):
         if isinstance(attention, StateBatch):
-            assert attention.block_ids == [
-                tables[each.seq_id][group_idx][n - 1] for each, n in zip(step.items, num_blocks, strict=True)
-            ]
+            assert attention.block_ids == [tables[each.seq_id][group_idx][-1] for each in step.items]
             assert list(attention.row_starts) == starts
             assert attention.has_state == [each.start > 0 for each in step.items]
             continue
@@ -91,15 +89,27 @@ def test_a_group_says_how_far_back_its_rows_see() -> None:
     assert seen == [[0, 0, 0, 0, 0], [0, 0, 0, 1, 6], [0, 0, 6, 6, 12]]
 
 
-def test_a_state_is_the_last_entry_that_tokens_reach() -> None:
-    """Where a sequence's tokens end within the table, what lies beyond is lookahead."""
+def test_a_state_is_the_last_entry_wherever_the_tokens_end() -> None:
+    """It is carried along to where the slots end, and drafts are computed one after the other."""
     builder = BatchBuilder(4, "cpu", KEPT[2:])
     (batch,) = builder.build(plan(item(7, 0, [1] * 5, TableDelta(0, 0, (0, 3)), is_new=True))).groups
     assert batch == StateBatch([3], [0, 5], [False])
-    (batch,) = builder.build(plan(item(7, 5, [1] * 3, TableDelta(0, 1, (3, 8))))).groups
-    assert batch == StateBatch([3], [0, 3], [True])
-    (batch,) = builder.build(plan(item(7, 8, [1], TableDelta(0, 1, (0, 3))))).groups
-    assert batch == StateBatch([3], [0, 1], [True])
+    (batch,) = builder.build(plan(item(7, 5, [1] * 2, TableDelta(0, 1, (0, 8))))).groups
+    assert batch == StateBatch([8], [0, 2], [True])
+    (batch,) = builder.lay_out([item(7, 7, [1])]).groups
+    assert batch == StateBatch([8], [0, 1], [True])
+
+
+def test_a_batch_for_some_groups_is_that_part_of_a_whole_one() -> None:
+    builder = BatchBuilder(4, "cpu", KEPT)
+    deltas = [TableDelta(idx, 0, (idx + 5, idx + 9)) for idx in range(3)]
+    step = plan(item(7, 0, [1] * 6, *deltas, is_new=True))
+    whole = builder.build(step)
+    part = builder.lay_out(step.items, range(1, 3))
+    assert [type(group) for group in part.groups] == [AttentionBatch, StateBatch]
+    assert part.groups[0].block_ids.tolist() == whole.groups[1].block_ids.tolist() == [6, 10]
+    assert part.groups[1] == whole.groups[2]
+    assert part.input_ids.tolist() == whole.input_ids.tolist()
 
 
 def test_a_sequence_that_was_closed_starts_over() -> None:

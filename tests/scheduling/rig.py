@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+from quire.decoding.drafting import UNKNOWN
 from quire.memory import FullAttention, KVCacheManager, KVCacheSpec, MediaSpan, Namespace, check
 from quire.scheduling import Scheduler, StepPlan
 from quire.sequences import Request, SamplingParams, Sequence
@@ -43,7 +44,11 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """How much of everything there is; without arguments, plenty of it on the device, and no host tier."""
+    """How much of everything there is; without arguments, plenty of it on the device, and no host tier.
+
+    Args:
+        drafts: who makes them: "" nobody, "guesser" the control plane, "model" the data plane.
+    """
 
     num_blocks: int = 2000
     block_size: int = 4
@@ -59,7 +64,7 @@ class Setting:
     snapshot_interval: int | None = None
     retention: int = 0
     chunk_tokens: int | None = None
-    drafts: bool = False
+    drafts: str = ""
 
     @property
     def room(self) -> int:
@@ -72,10 +77,12 @@ class Guesser:
 
     Args:
         executor: whose tokens are to be guessed.
+        leaves_them: it says only how many there are to be.
     """
 
-    def __init__(self, executor: SimulatedExecutor) -> None:
+    def __init__(self, executor: SimulatedExecutor, *, leaves_them: bool) -> None:
         self.executor = executor
+        self.leaves_them = leaves_them
         self.counts = [0, 0]
         self.num_forgotten = 0
 
@@ -85,6 +92,9 @@ class Guesser:
         draft: list[int] = []
         while len(draft) < min(limit, 4) and rng.random() < 0.8:
             known = self.executor.foresee(sequence.seq_id, (*sequence.tokens[sequence.num_computed :], *draft))
+            if self.leaves_them:
+                draft.append(UNKNOWN)
+                continue
             draft.append(known if known is not None and rng.random() < 0.8 else rng.randrange(VOCAB_SIZE))
         return tuple(draft)
 
@@ -156,7 +166,7 @@ class Rig:
         self.scheduler.chunk_tokens = setting.chunk_tokens
         self.executor = SimulatedExecutor(setting.block_size, VOCAB_SIZE, specs)
         if setting.drafts:
-            self.scheduler.drafter = Guesser(self.executor)
+            self.scheduler.drafter = Guesser(self.executor, leaves_them=setting.drafts == "model")
         self.auditor = Auditor(self.scheduler)
 
     def add(self, job: Job, seed: int) -> Request:

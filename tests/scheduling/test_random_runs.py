@@ -67,7 +67,7 @@ def narrow_settings(draw: st.DrawFn) -> Setting:
         preemption_policy=draw(st.sampled_from(["last", "least_waste"])),
         preemption_mode=draw(st.sampled_from(["auto", "swap", "recompute"])),
         host_blocks=draw(st.sampled_from([0, 1, 3, least, 3 * least])),
-        drafts=draw(st.booleans()),
+        drafts=draw(st.sampled_from(["", "guesser", "model"])),
     )
 
 
@@ -170,8 +170,8 @@ def with_media(jobs: list[Job]) -> list[Job]:
         "a pool smaller than a chunk, swap",
     ],
 )
-@pytest.mark.parametrize("drafts", [False, True], ids=["", "drafts"])
-def test_long_runs(seed: int, setting: Setting, drafts: bool) -> None:
+@pytest.mark.parametrize("drafts", ["", "guesser", "model"])
+def test_long_runs(seed: int, setting: Setting, drafts: str) -> None:
     jobs = random_jobs(random.Random(seed), 40)
     outcome = run(jobs, replace(setting, drafts=drafts))
     for job, samples, expected in zip(jobs, outcome.outputs, undisturbed(jobs), strict=True):
@@ -213,8 +213,9 @@ def test_long_runs_do_swap_families_out_and_in() -> None:
     assert min(host.num_swap_outs, host.num_swap_ins) > 5
 
 
-def test_long_runs_do_accept_and_reject_drafts() -> None:
-    setting = Setting(num_blocks=19, budget=16, max_num_seqs=8, drafts=True)
+@pytest.mark.parametrize("drafts", ["guesser", "model"])
+def test_long_runs_do_accept_and_reject_drafts(drafts: str) -> None:
+    setting = Setting(num_blocks=19, budget=16, max_num_seqs=8, drafts=drafts)
     outcome = run(random_jobs(random.Random(0), 30), setting)
     drafter = outcome.scheduler.drafter
     assert isinstance(drafter, Guesser)

@@ -7,6 +7,9 @@ from typing import Protocol
 
 from quire.sequences.sequence import Sequence
 
+# Stands for a draft that the data plane is to make itself, with a model.
+UNKNOWN = -1
+
 
 class Drafter(Protocol):
     """Guesses how sequences go on."""
@@ -31,3 +34,20 @@ class Drafter(Protocol):
     def reset(self) -> None:
         """Let go of what is known of outputs of sequences that have ended."""
         ...
+
+
+class ModelDrafter:
+    """Leaves drafts to a model in the data plane: says how many there are to be, and nothing else."""
+
+    def propose(self, sequence: Sequence, limit: int) -> Tokens[int]:  # noqa: ARG002
+        """See `Drafter`."""
+        return (UNKNOWN,) * limit
+
+    def note(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
+        """See `Drafter`: nothing is learnt."""
+
+    def forget(self, sequence: Sequence) -> None:
+        """See `Drafter`: nothing is known."""
+
+    def reset(self) -> None:
+        """See `Drafter`: nothing is known."""

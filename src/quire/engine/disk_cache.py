@@ -23,7 +23,7 @@ from quire.models.fingerprint import fingerprint
 
 def open_disk(
     config: EngineConfig,
-    checkpoint: Checkpoint,
+    checkpoints: Sequence[Checkpoint],
     resolved: ResolvedConfig,
     groups: Sequence[KVCacheSpec],
     dtype: torch.dtype,
@@ -32,7 +32,7 @@ def open_disk(
 
     Args:
         config: with a `prefix_cache_dir`.
-        checkpoint: of the model.
+        checkpoints: of the model, and of a draft model behind it.
         resolved: the configuration.
         groups: the cache groups.
         dtype: of the weights.
@@ -55,7 +55,9 @@ def open_disk(
             *map(repr, groups),
         ]
         layout += filter(None, [resolved.quantization])
-        identity = fingerprint(checkpoint, layout, folder.path / "weights.json", IDENTITY_BYTES)
+        model, *others = checkpoints
+        layout += [fingerprint(each, (), folder.path / "draft_weights.json").hex() for each in others]
+        identity = fingerprint(model, layout, folder.path / "weights.json", IDENTITY_BYTES)
         store = PrefixStore(folder, identity, cache.prefix_cache_disk_bytes, max(block_bytes))
     except OSError as error:
         folder.close()

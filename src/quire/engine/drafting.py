@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.config import SpeculativeConfig
-from quire.decoding.drafting import Drafter
+from quire.config import EngineConfig, SpeculativeConfig, context_length
+from quire.decoding.drafting import Drafter, ModelDrafter
 from quire.decoding.lookup import PromptLookup
 from quire.decoding.speculation import Speculation
 from quire.decoding.suffixes import SuffixDrafter
 from quire.engine.draft_costs import DraftCosts
+from quire.errors import ConfigError
+from quire.models.checkpoint import Checkpoint
+from quire.models.decoder import Decoder
+from quire.models.families import build
 from quire.scheduling.plan import PlanItem
+from quire.text.tokenizer import Tokenizer
 
 
 def make_speculation(config: SpeculativeConfig) -> Speculation | None:
@@ -21,9 +26,52 @@ def make_speculation(config: SpeculativeConfig) -> Speculation | None:
             source = PromptLookup(config.lookup_min, config.lookup_max)
         case "suffix":
             source = SuffixDrafter(config.lookup_min, config.cache_bytes)
+        case "draft":
+            source = ModelDrafter()
         case _:
             return None
     return Speculation(source, config.num_tokens)
+
+
+def open_draft(config: EngineConfig, decoder: Decoder, tokenizer: Tokenizer | None) -> Checkpoint | None:
+    """Open the draft model's files, if there is one, and see that it can guess for the target.
+
+    Args:
+        config: of the engine.
+        decoder: the target.
+        tokenizer: the target's, None where token ids are all that is known of tokens.
+
+    Raises:
+        ConfigError: it cannot be found or read, has another vocabulary, or was made for shorter contexts.
+    """
+    name = config.speculative.draft_model
+    if name is None:
+        return None
+    checkpoint = Checkpoint.open(name)
+    spec, _ = build(checkpoint.config)
+    wanted = decoder.spec.vocab_size
+    if spec.vocab_size != wanted:
+        raise ConfigError(
+            f"draft_model {name} has a vocabulary of {spec.vocab_size} tokens, and {config.model.model} one of "
+            f"{wanted}: a draft model needs the same",
+            field="draft_model",
+        )
+    if tokenizer is not None and (checkpoint.folder / "tokenizer.json").is_file():
+        different = tokenizer.differs_at(Tokenizer.from_folder(checkpoint.folder))
+        if different is not None:
+            raise ConfigError(
+                f"draft_model {name} has another vocabulary than {config.model.model}: token {different} is another "
+                "one",
+                field="draft_model",
+            )
+    longest = context_length(config.model.max_model_len, decoder.spec.max_position)
+    if spec.max_position < longest:
+        raise ConfigError(
+            f"draft_model {name} was made for contexts of {spec.max_position} tokens, and max_model_len is {longest}: "
+            f"set max_model_len to at most {spec.max_position}",
+            field="draft_model",
+        )
+    return checkpoint
 
 
 class DraftPacer:

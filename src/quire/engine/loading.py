@@ -12,11 +12,20 @@ from typing import Any, TextIO
 
 import torch
 
-from quire.config import EngineConfig, ModelFacts, ResolvedConfig, StepCost, context_length, resolve, step_tokens
+from quire.config import (
+    EngineConfig,
+    ModelConfig,
+    ModelFacts,
+    ResolvedConfig,
+    StepCost,
+    context_length,
+    resolve,
+    step_tokens,
+)
 from quire.decoding.drafting import Drafter
 from quire.distributed.executor import InProcessExecutor
 from quire.engine.disk_cache import make_staging, open_disk
-from quire.engine.drafting import DraftPacer, make_speculation
+from quire.engine.drafting import DraftPacer, make_speculation, open_draft
 from quire.engine.engine import Engine
 from quire.engine.media import MediaReader
 from quire.engine.staging import Staging
@@ -91,18 +100,11 @@ def load(config: EngineConfig, instruments: Instruments | None = None) -> Loaded
     torch.set_num_threads(options.num_threads or probe(device).num_threads)
     use_huge_pages()
     keep_freed_memory()
-    decoder = load_decoder(
-        checkpoint,
-        device=device,
-        dtype=dtype,
-        kernels=options.kernels,
-        quantization=options.quantization,
-        weight_packing=options.weight_packing,
-        deterministic=options.deterministic,
-        instruments=instruments,
-    )
+    decoder = _load_decoder(options, checkpoint, device, dtype, instruments)
+    guide = open_draft(config, decoder, tokenizer)
+    draft = None if guide is None else _load_decoder(options, guide, device, dtype)
     stored = _stored(config, dtype)
-    groups = layout_of(decoder.spec).specs(config.cache.block_size, CACHE_DTYPES[stored], dtype.itemsize)
+    groups = [spec for each in (decoder, draft) if each for spec in _groups(config, each, stored)]
     step = _step_cost(config, decoder, device, stored)
     resolved = resolve(config, probe(device), _facts(config, decoder, groups, step))
     torch.set_num_threads(resolved.num_threads)
@@ -111,7 +113,9 @@ def load(config: EngineConfig, instruments: Instruments | None = None) -> Loaded
     _check_pin_limit(resolved, groups)
     name = options.served_model_name or options.model
     memory_log = _open_log(config.cache.record_memory)
-    disk = None if config.cache.prefix_cache_dir is None else open_disk(config, checkpoint, resolved, groups, dtype)
+    disk = None
+    if config.cache.prefix_cache_dir is not None:
+        disk = open_disk(config, [each for each in (checkpoint, guide) if each], resolved, groups, dtype)
     with ExitStack() as stack:
         if disk is not None:
             stack.callback(disk.close)
@@ -125,6 +129,7 @@ def load(config: EngineConfig, instruments: Instruments | None = None) -> Loaded
             stored=stored,
             host_bytes=resolved.host_bytes,
             disk=disk,
+            draft=draft,
         )
         staging = None if disk is None else make_staging(memory, disk, resolved, groups)
         speculation = make_speculation(config.speculative)
@@ -144,6 +149,31 @@ def load(config: EngineConfig, instruments: Instruments | None = None) -> Loaded
         # From here on the engine closes it.
         stack.pop_all()
     return LoadedModel(name, engine, _default_params(checkpoint))
+
+
+def _load_decoder(
+    options: ModelConfig,
+    checkpoint: Checkpoint,
+    device: str,
+    dtype: torch.dtype,
+    instruments: Instruments | None = None,
+) -> Decoder:
+    return load_decoder(
+        checkpoint,
+        device=device,
+        dtype=dtype,
+        kernels=options.kernels,
+        quantization=options.quantization,
+        weight_packing=options.weight_packing,
+        deterministic=options.deterministic,
+        instruments=instruments,
+    )
+
+
+def _groups(config: EngineConfig, decoder: Decoder, stored: str) -> tuple[KVCacheSpec, ...]:
+    """Return the cache groups of a model, in the order of its storages."""
+    sizes = config.cache.block_size, CACHE_DTYPES[stored], decoder.dtype.itemsize
+    return layout_of(decoder.spec).specs(*sizes)
 
 
 def _facts(config: EngineConfig, decoder: Decoder, groups: Sequence[KVCacheSpec], step: StepCost) -> ModelFacts:

@@ -63,7 +63,7 @@ class BatchBuilder:
         device: where the tensors go; they are made on the CPU.
         kept: what the layers of each cache group keep. What no row sees any more, behind a window or in an earlier
             chunk, is not read, so the table may name any block there: the null block, say. Of a group of states only
-            one entry is read, that of the block in which the sequence's tokens end.
+            the last entry is read.
     """
 
     def __init__(self, block_size: int, device: torch.device | str, kept: Sequence[KeptTokens | KeptState]) -> None:
@@ -74,16 +74,24 @@ class BatchBuilder:
         self._tables: dict[int, tuple[BlockTable, ...]] = {}
 
     def build(self, plan: StepPlan) -> Batch:
-        """Forget what the plan closes, apply its table changes, and lay its items out as one batch.
+        """Follow a plan, and lay its items out as one batch."""
+        self.follow(plan)
+        return self.lay_out(plan.items)
 
-        Args:
-            plan: of the step; without items the batch is empty.
-        """
+    def follow(self, plan: StepPlan) -> None:
+        """Forget what the plan closes, and apply its table changes."""
         for seq_id in plan.closed:
             self._tables.pop(seq_id, None)
         for item in plan.items:
             self._change_tables(item)
-        items = plan.items
+
+    def lay_out(self, items: Sequence[PlanItem], groups_of: range | None = None) -> Batch:
+        """Lay items out as one batch.
+
+        Args:
+            items: of open sequences, whose tables hold slots for all their tokens; without items the batch is empty.
+            groups_of: the cache groups that the batch is for, by number; None for all.
+        """
         counts = [len(item.token_ids) for item in items]
         row_starts = list(accumulate(counts, initial=0))
         input_ids = self._placed(chain.from_iterable([item.token_ids for item in items]))
@@ -94,13 +102,14 @@ class BatchBuilder:
         else:
             positions = list(chain.from_iterable(map(range, starts, context_lens)))
         groups: list[AttentionBatch | StateBatch] = []
-        for group_idx, kept in enumerate(self._kept):
+        for group_idx in range(len(self._kept)) if groups_of is None else groups_of:
+            kept = self._kept[group_idx]
             tables = [self._tables[item.seq_id][group_idx] for item in items]
             match kept:
                 case KeptTokens():
                     groups.append(self._attention(kept, tables, row_starts, starts, context_lens))
                 case KeptState():
-                    groups.append(self._states(tables, items, row_starts, context_lens))
+                    groups.append(self._states(tables, items, row_starts))
         return Batch(input_ids, self._placed(positions), tuple(groups), row_starts)
 
     def _change_tables(self, item: PlanItem) -> None:
@@ -147,11 +156,8 @@ class BatchBuilder:
         first = start % size
         return slots[first : first + end - start]
 
-    def _states(
-        self, tables: list[BlockTable], items: tuple[PlanItem, ...], row_starts: list[int], context_lens: list[int]
-    ) -> StateBatch:
-        ends = [-(-context_len // self._block_size) for context_len in context_lens]
-        block_ids = [table.first(end)[-1] for table, end in zip(tables, ends, strict=True)]
+    def _states(self, tables: list[BlockTable], items: Sequence[PlanItem], row_starts: list[int]) -> StateBatch:
+        block_ids = [table.ids[-1] for table in tables]
         return StateBatch(block_ids, row_starts, [item.start > 0 for item in items])
 
     def _placed(self, numbers: Iterable[int]) -> Tensor:

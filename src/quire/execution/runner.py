@@ -9,6 +9,7 @@ import torch
 
 from quire.execution.batch import BatchBuilder
 from quire.execution.disk_blocks import DiskBlocks
+from quire.execution.draft_model import DraftModel, with_drafts
 from quire.execution.host_blocks import TieredBlocks
 from quire.execution.logprobs import measure, rows_per_tile
 from quire.execution.media import OpenMedia
@@ -26,12 +27,13 @@ class ModelRunner:
 
     Args:
         decoder: the model.
-        storages: memory, one for each cache group.
-        builder: turns a plan into the model's inputs.
+        storages: memory, one for each cache group, those of a draft model last.
+        builder: turns a plan into the models' inputs.
         sampler: turns logits into tokens.
         media: has the embeddings that come with prompts.
         host_bytes: of the host tier; 0 for none.
         disk: the tier below that, if there is one.
+        draft: a second model that makes drafts; its cache groups lie behind the first one's.
     """
 
     def __init__(
@@ -43,10 +45,16 @@ class ModelRunner:
         media: OpenMedia,
         host_bytes: int = 0,
         disk: DiskBlocks | None = None,
+        draft: Decoder | None = None,
     ) -> None:
+        num_own = len(decoder.cache_groups)
         self._decoder = decoder
-        self._storages = tuple(storages)
-        self._blocks = TieredBlocks(self._storages, host_bytes, disk)
+        self._groups = range(num_own)
+        self._storages = tuple(storages[:num_own])
+        self._blocks = TieredBlocks(storages, host_bytes, disk)
+        self._draft: DraftModel | None = None
+        if draft is not None:
+            self._draft = DraftModel(draft, builder, storages[num_own:], range(num_own, len(storages)))
         self._builder = builder
         self._sampler = sampler
         self._media = media
@@ -63,6 +71,7 @@ class ModelRunner:
         stored: str | None = None,
         host_bytes: int = 0,
         disk: DiskBlocks | None = None,
+        draft: Decoder | None = None,
     ) -> ModelRunner:
         """Give a loaded decoder its KV memory, and all else that a step takes.
 
@@ -75,12 +84,13 @@ class ModelRunner:
             stored: see `quire.execution.storage.KVStorage`.
             host_bytes: of the host tier; 0 for none.
             disk: the tier below that, if there is one.
+            draft: a second model that makes drafts, of the same dtype; its cache groups come last in `num_blocks`.
         """
         place = torch.device(device)
-        groups = decoder.cache_groups
+        groups = (*decoder.cache_groups, *(() if draft is None else draft.cache_groups))
         storages = make_storages(groups, num_blocks, block_size, dtype, place, stored)
         builder = BatchBuilder(block_size, place, [group.kept for group in groups])
-        return cls(decoder, storages, builder, Sampler(place), OpenMedia(place), host_bytes, disk)
+        return cls(decoder, storages, builder, Sampler(place), OpenMedia(place), host_bytes, disk, draft)
 
     def measure_copies(self) -> float | None:
         """Return the bytes that move between the tiers in a second, None without a host tier; before the first plan."""
@@ -104,16 +114,20 @@ class ModelRunner:
         self._blocks.apply(plan.ops.copies, plan.ops.saves)
         self._sampler.follow(plan)
         self._media.follow(plan)
-        batch = self._builder.build(plan)
+        self._builder.follow(plan)
+        items: Sequence[PlanItem] = plan.items if self._draft is None else self._draft.guess(plan.items)
+        batch = self._builder.lay_out(items, self._groups)
         given = self._media.rows(plan.items, batch.row_starts)
         hidden = self._decoder(batch.input_ids, batch.positions, batch.groups, self._storages, given)
-        results = self._sample(plan.items, batch.row_starts, hidden)
+        results = self._sample(items, batch.row_starts, hidden)
         if self._sampler.measures_prompts:
             starts = batch.row_starts[:-1]
             results = [
                 self._with_prompt(result, item, hidden[start:])
-                for result, item, start in zip(results, plan.items, starts, strict=True)
+                for result, item, start in zip(results, items, starts, strict=True)
             ]
+        if self._draft is not None:
+            results = with_drafts(results, plan.items, items)
         return StepResult(plan.tick, tuple(results))
 
     def _sample(self, items: Sequence[PlanItem], row_starts: list[int], hidden: torch.Tensor) -> list[ItemResult]:

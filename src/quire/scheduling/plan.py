@@ -59,7 +59,8 @@ class PlanItem(NamedTuple):
         num_samples: tokens to draw from the logits of the last token; 0 in a prefill chunk that is not the last.
             Draw `i` uses `sample_idx + i`.
         opening: given when the data plane does not know the sequence (new, forked or resumed).
-        num_draft: the last so many of `token_ids` are drafts. A token is drawn at each of them too, and at the token
+        num_draft: the last so many of `token_ids` are drafts, or each `UNKNOWN` where the data plane has a model that
+            makes them. A token is drawn at each of them too, and at the token
             before them; the first that differs from the draft behind it ends the run. Then `num_samples` is 1.
     """
 
@@ -129,6 +130,7 @@ class ItemResult(NamedTuple):
         prompt_logprobs: when `params.prompt_logprobs` is set: for each prompt position `p` in
             `[start + 1, min(start + len + 1, num_prompt))`, the log probabilities of the prompt's token at `p`.
         error: why this item alone failed (for example non-finite logits), else None; then the rest is empty.
+        draft: the drafts that were verified, where the data plane made them.
     """
 
     seq_id: int
@@ -136,11 +138,12 @@ class ItemResult(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     error: str | None = None
+    draft: tuple[int, ...] = ()
 
 
 def plain_results(seq_ids: Iterable[int], token_ids: Iterable[tuple[int, ...]]) -> list[ItemResult]:
     """Make the results of many items that gave tokens and nothing else; see `plan_items`."""
-    fields = zip(seq_ids, token_ids, repeat(()), repeat(()), repeat(None), strict=False)
+    fields = zip(seq_ids, token_ids, repeat(()), repeat(()), repeat(None), repeat(()), strict=False)
     return list(map(partial(tuple.__new__, ItemResult), fields))
 
 

@@ -183,12 +183,14 @@ class Scheduler:
         """
         news: list[News] = []
         find, publish = self.sequences.get, self.memory.publish
-        for idx, ((seq_id, start, computed, _, _, _, num_draft), (_, token_ids, _, _, _)) in enumerate(
+        for idx, ((seq_id, start, computed, _, _, _, num_draft), (_, token_ids, _, _, _, draft)) in enumerate(
             zip(items, results, strict=True)
         ):
             sequence = find(seq_id)
             if sequence is None or sequence.status is not _RUNNING:
                 continue
+            if draft:
+                sequence.draft = draft
             if not num_draft:
                 sequence.num_computed = num_computed = start + len(computed)
                 publish(seq_id, num_computed)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from hashlib import blake2b
 
+from quire.decoding.drafting import UNKNOWN
 from quire.errors import InvariantViolation
 from quire.memory.ops import BlockCopy, MemoryOps, Tier
 from quire.memory.pool import NULL_BLOCK
@@ -82,11 +83,10 @@ class SimulatedExecutor:
         for copy in plan.ops.copies:
             self._copy_block(copy)
         written: dict[tuple[int, int], int] = {}
-        for item in plan.items:
-            self._write(item, written)
-        for item in plan.items:
+        items = [self._write(item, written) for item in plan.items]
+        for item in items:
             self._read(item)
-        return StepResult(plan.tick, tuple(self._draw(item) for item in plan.items))
+        return StepResult(plan.tick, tuple(self._draw(item) for item in items))
 
     def foresee(self, seq_id: int, token_ids: Sequence[int]) -> int | None:
         """Return the token that comes after what a sequence has computed and these; None where it is not open."""
@@ -124,13 +124,14 @@ class SimulatedExecutor:
             else:
                 target[slot] = content
 
-    def _write(self, item: PlanItem, written: dict[tuple[int, int], int]) -> None:
-        """Bring the item's table up to date and store its tokens."""
+    def _write(self, item: PlanItem, written: dict[tuple[int, int], int]) -> PlanItem:
+        """Bring the item's table up to date and store its tokens; return the item with all of its drafts."""
         if (item.opening is None) != (item.seq_id in self._open):
             raise InvariantViolation("S1", f"sequence {item.seq_id} is opened twice, or was never opened")
         if item.opening is not None:
             self._open[item.seq_id] = _OpenSequence(item.opening, len(self.specs))
         sequence = self._open[item.seq_id]
+        item = self._guess(item)
         sequence.write(item.start, item.token_ids)
         for delta in item.table_deltas:
             sequence.tables[delta.group_idx][delta.start :] = delta.block_ids
@@ -143,6 +144,19 @@ class SimulatedExecutor:
                 self._claim(slot, item.seq_id, written)
                 self._slots[slot] = (position, sequence.tokens[position])
         self.num_computed_tokens += len(item.token_ids)
+        return item
+
+    def _guess(self, item: PlanItem) -> PlanItem:
+        """Put guesses in place of drafts that are left to the data plane: two right ones, and one that may be wrong."""
+        if UNKNOWN not in item.token_ids:
+            return item
+        sequence = self._open[item.seq_id]
+        token_ids = list(item.token_ids[: len(item.token_ids) - item.num_draft])
+        while len(token_ids) < len(item.token_ids):
+            context = [*sequence.tokens[: item.start], *token_ids]
+            guess = self._next_token(sequence.opening, context, 0)
+            token_ids.append(guess if len(context) % 3 else (guess + 1) % self.vocab_size)
+        return item._replace(token_ids=tuple(token_ids))
 
     def _claim(self, slot: tuple[int, int], seq_id: int, written: dict[tuple[int, int], int]) -> None:
         if written.setdefault(slot, seq_id) != seq_id:
@@ -190,7 +204,7 @@ class SimulatedExecutor:
                 run.append(self._next_token(sequence.opening, sequence.tokens[:place], 0))
                 if place < end and item.token_ids[place - item.start] != run[-1]:
                     break
-            return ItemResult(item.seq_id, tuple(run))
+            return ItemResult(item.seq_id, tuple(run), draft=tuple(item.token_ids[-item.num_draft :]))
         context = sequence.tokens[:end]
         return ItemResult(
             item.seq_id, tuple(self._next_token(sequence.opening, context, i) for i in range(item.num_samples))

@@ -98,6 +98,11 @@ class Tokenizer:
             )
         return cls(library, bos_token=bos_token, eos_token=eos_token, chat_template=template)
 
+    def differs_at(self, other: Tokenizer) -> int | None:
+        """Return the first token id that means another token to another tokenizer, or is known to one alone."""
+        mine, theirs = (each._library.get_vocab(with_added_tokens=True) for each in (self, other))
+        return min((token_id for _, token_id in mine.items() ^ theirs.items()), default=None)
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Turn text into token ids.
 

@@ -1,0 +1,91 @@
+"""A second, smaller model that guesses how sequences go on, one token after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from torch import Tensor
+
+from quire.decoding.drafting import UNKNOWN
+from quire.execution.batch import BatchBuilder
+from quire.execution.storage import Storage
+from quire.models.decoder import Decoder
+from quire.scheduling.plan import ItemResult, PlanItem
+
+
+class DraftModel:
+    """Runs a draft model in cache groups of its own, which lie behind the target's and are granted with them.
+
+    In each step it computes what the target does: prompts, tokens and drafts alike, so that a block that is shared,
+    published, swapped or rolled back has the keys and values of both. So a draft is computed here too, the last one
+    included: it may turn out to be right, and then its block may be others' before the next step.
+
+    ```
+     pass 0   tokens of the step that are certain, of all sequences    -> draft 1
+     pass 1   draft 1, of the sequences that want drafts               -> draft 2
+     ...      draft k                                                  -> nothing
+    ```
+
+    Args:
+        decoder: with the target's vocabulary.
+        builder: follows the plans, for the groups of both.
+        storages: memory of its groups.
+        groups: its groups among all.
+
+    Source: speculative sampling, arXiv 2211.17192 and 2302.01318.
+    """
+
+    def __init__(self, decoder: Decoder, builder: BatchBuilder, storages: Sequence[Storage], groups: range) -> None:
+        self._decoder = decoder
+        self._builder = builder
+        self._storages = tuple(storages)
+        self._groups = groups
+
+    def guess(self, items: Sequence[PlanItem]) -> list[PlanItem]:
+        """Compute a step's tokens, and return its items with drafts in the place of those that are left to a model."""
+        wanted = [item.num_draft if UNKNOWN in item.token_ids else 0 for item in items]
+        certain = [
+            item._replace(token_ids=item.token_ids[: len(item.token_ids) - count]) if count else item
+            for item, count in zip(items, wanted, strict=True)
+        ]
+        hidden = self._run(certain)
+        ends = list(accumulate(len(item.token_ids) for item in certain))
+        live = [idx for idx, count in enumerate(wanted) if count]
+        rows = [ends[idx] - 1 for idx in live]
+        guesses: list[list[int]] = [[] for _ in items]
+        while live:
+            token_ids = self._decoder.logits(hidden[rows]).argmax(-1).tolist()
+            step = []
+            for idx, token_id in zip(live, token_ids, strict=True):
+                guesses[idx].append(token_id)
+                item = certain[idx]
+                start = item.start + len(item.token_ids) + len(guesses[idx]) - 1
+                step.append(item._replace(start=start, token_ids=(token_id,)))
+            hidden = self._run(step)
+            rows = [row for row, idx in enumerate(live) if len(guesses[idx]) < wanted[idx]]
+            live = [live[row] for row in rows]
+        return [
+            item._replace(token_ids=(*known.token_ids, *guessed)) if guessed else item
+            for item, known, guessed in zip(items, certain, guesses, strict=True)
+        ]
+
+    def _run(self, items: Sequence[PlanItem]) -> Tensor:
+        """Return the hidden states [T, E] of some tokens; their keys and values are stored."""
+        batch = self._builder.lay_out(items, self._groups)
+        return self._decoder(batch.input_ids, batch.positions, batch.groups, self._storages)
+
+
+def with_drafts(
+    results: Sequence[ItemResult], planned: Sequence[PlanItem], run: Sequence[PlanItem]
+) -> list[ItemResult]:
+    """Return results that tell the drafts which a model made.
+
+    Args:
+        planned: the items as they came.
+        run: the same with their drafts.
+    """
+    return [
+        result if item is before else result._replace(draft=tuple(item.token_ids[-item.num_draft :]))
+        for result, before, item in zip(results, planned, run, strict=True)
+    ]
