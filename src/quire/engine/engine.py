@@ -146,7 +146,7 @@ class Engine:
         if type(params) is not SamplingParams:
             raise InvalidParameter("sampling_params", params, "SamplingParams")
         params.check_for_model(vocab_size=self.config.vocab_size, max_num_seqs=self.config.max_num_seqs)
-        if params.speculative and self._draft_pacer is None:
+        if params.speculative and self.scheduler.drafter is None:
             raise UnsupportedFeature("speculative", "this engine guesses no tokens; see speculative_method")
         if params.stop and self.tokenizer is None:
             raise UnsupportedFeature("stop", "this engine runs without a tokenizer; use stop_token_ids")
