@@ -8,6 +8,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.decoding.speculation import Speculation
+from quire.decoding.strategies import SAMPLING
 from quire.engine.metrics import Metrics
 from quire.engine.outputs import RequestOutput
 from quire.errors import InvalidParameter, UnsupportedFeature
@@ -114,6 +115,8 @@ def test_asking_for_drafts_where_nobody_guesses_is_refused(plain: LLM) -> None:
     with pytest.raises(UnsupportedFeature, match="speculative_method") as caught:
         plain.generate(PROMPTS[:1], SamplingParams(speculative=True), use_tqdm=False)
     assert caught.value.field == "speculative"
+    with pytest.raises(InvalidParameter, match="beside a strategy"):
+        SamplingParams(speculative=True, strategy=SAMPLING)
     for value in (1, "no"):
         with pytest.raises(InvalidParameter) as invalid:
             SamplingParams(speculative=value)  # type: ignore[arg-type]

@@ -215,7 +215,7 @@ def test_long_runs_do_swap_families_out_and_in() -> None:
 
 @pytest.mark.parametrize("drafts", ["guesser", "model"])
 def test_long_runs_do_accept_and_reject_drafts(drafts: str) -> None:
-    setting = Setting(num_blocks=19, budget=16, max_num_seqs=8, drafts=drafts)
+    setting = Setting(num_blocks=40, budget=16, max_num_seqs=8, drafts=drafts)
     outcome = run(random_jobs(random.Random(0), 30), setting)
     drafter = outcome.scheduler.drafter
     assert isinstance(drafter, Guesser)

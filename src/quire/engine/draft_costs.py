@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from quire.decoding.speculation import FIRST_ROW_COST
 
-# How far one step moves what is believed of steps without drafts, and with them.
-PLAIN_WEIGHT = 0.25
-WEIGHT = 0.15
+# How far one step moves what is believed: further if it took less time, for what else a machine does only adds to it.
+DOWN_WEIGHT = 0.5
+UP_WEIGHT = 0.1
 # A step that something else held up is believed to have taken no more than so many times what was expected.
 MOST_OFF = 2.0
 # After so many steps with drafts in a row one without them is measured: contexts grow.
@@ -57,7 +57,7 @@ class DraftCosts:
         else:
             self._num_drafting = 0
             expected_s = elapsed_s if plain_s is None else min(elapsed_s, MOST_OFF * plain_s)
-            self._plain_s[num_seqs] = _moved(plain_s, expected_s, PLAIN_WEIGHT)
+            self._plain_s[num_seqs] = _moved(plain_s, expected_s)
         self.wants_rest = self._num_drafting >= PATIENCE or num_seqs not in self._plain_s
 
     def by_depth(self, num_seqs: int) -> Sequence[float]:
@@ -71,7 +71,7 @@ class DraftCosts:
         believed = known.get(place)
         expected = self._line(size, depth) if believed is None else believed
         measured = min(max(added, 0.0), MOST_OFF * (1.0 + expected) - 1.0) * place / depth
-        known[place] = _moved(believed, measured, WEIGHT)
+        known[place] = _moved(believed, measured)
         if believed is None:
             insort(self._depths.setdefault(size, []), place)
 
@@ -88,6 +88,8 @@ class DraftCosts:
         return below + (added[high] - below) * (depth - low) / (high - low)
 
 
-def _moved(believed: float | None, measured: float, weight: float) -> float:
+def _moved(believed: float | None, measured: float) -> float:
     """Return the new belief; the first measure is believed as it is."""
-    return measured if believed is None else believed + weight * (measured - believed)
+    if believed is None:
+        return measured
+    return believed + (DOWN_WEIGHT if measured < believed else UP_WEIGHT) * (measured - believed)

@@ -29,9 +29,9 @@ class LLM:
 
     Args:
         model: a local folder, a Hugging Face hub id, or "bundled".
-        options: every field of `ModelConfig`, `CacheConfig` and `SchedulerConfig`: `dtype`, `max_model_len`,
-            `block_size`, `num_kv_blocks`, `kv_cache_memory_bytes`, `max_num_seqs`, `max_num_batched_tokens`,
-            `enable_prefix_caching`, `skip_tokenizer_init`, `seed`, ...
+        options: every field of `ModelConfig`, `CacheConfig`, `SchedulerConfig` and `SpeculativeConfig`: `dtype`,
+            `max_model_len`, `block_size`, `num_kv_blocks`, `kv_cache_memory_bytes`, `max_num_seqs`,
+            `max_num_batched_tokens`, `enable_prefix_caching`, `skip_tokenizer_init`, `seed`, ...
 
     Raises:
         ConfigError: an option or a checkpoint that cannot be honoured.

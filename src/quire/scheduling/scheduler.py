@@ -265,8 +265,11 @@ class Scheduler:
         num_leading = num_decoding
         if num_decoding < len(running):
             num_leading = next(idx for idx, count in enumerate(pending_counts) if count != 1)
+        reserved = 0
         if self.drafter is not None:
             num_leading = 0
+            # Blocks, of each group, that those who are not served yet may ask for.
+            reserved = sum(1 + min(count, max(spare, 1)) // memory.block_size for count in pending_counts)
         num_served = memory.append_slot_to_each([sequence.seq_id for sequence in running[:num_leading]])
         granted |= dict.fromkeys(running[:num_served], 1)
         # Whoever is preempted on the way stands behind the position.
@@ -275,7 +278,9 @@ class Scheduler:
             count = pending if pending == 1 else min(pending, spare)
             if count > 1:
                 count = memory.step_limit(sequence.seq_id, count)
-            if pending == 1 and self._look_ahead(sequence, spare):
+            if self.drafter is not None:
+                reserved -= 1 + min(pending_counts[position], max(spare, 1)) // memory.block_size
+            if pending == 1 and self._look_ahead(sequence, spare, max(reserved, 0)):
                 spare -= len(sequence.draft)
             elif count > 0 and not memory.append_slots(sequence.seq_id, count):
                 count = self._grow(sequence, count, position)
@@ -285,10 +290,15 @@ class Scheduler:
                 granted[sequence] = count
         return spare
 
-    def _look_ahead(self, sequence: Sequence, spare: int) -> bool:
+    def _look_ahead(self, sequence: Sequence, spare: int, reserved: int) -> bool:
         """Get slots for a sequence's next token and for drafts behind it; False, and no slots, where there are none.
 
         Nobody loses memory for the sake of drafts, and none are verified that the sequence could not use.
+
+        Args:
+            sequence: with one token to compute.
+            spare: tokens of the budget that are left.
+            reserved: blocks of each group that are left to others.
         """
         if self.drafter is None or sequence.request.params.strategy is not None:
             return False
@@ -298,7 +308,12 @@ class Scheduler:
             return False
         limit = self.memory.step_limit(sequence.seq_id, 1 + limit) - 1
         draft = tuple(self.drafter.propose(sequence, limit)) if limit > 0 else ()
-        if not draft or not self.memory.append_slots(sequence.seq_id, 1, lookahead=len(draft)):
+        memory = self.memory
+        # A copy of the last block, and those that the drafts fill.
+        room = reserved + 2 + len(draft) // memory.block_size
+        if not draft or not memory.arena.can_hold([room] * len(memory.groups)):
+            return False
+        if not memory.append_slots(sequence.seq_id, 1, lookahead=len(draft)):
             return False
         sequence.draft = draft
         return True

@@ -152,6 +152,8 @@ class SamplingParams:
                 raise InvalidParameter(name, getattr(self, name), "true or false")
         if self.speculative is not None and not isinstance(self.speculative, bool):
             raise InvalidParameter("speculative", self.speculative, "true, false or None")
+        if self.speculative and self.strategy is not None:
+            raise InvalidParameter("speculative", True, "false or None beside a strategy, which gets no drafts")
         if self.max_tokens is not None:
             put(self, "max_tokens", integer("max_tokens", self.max_tokens, 1, 2**31 - 1))
         put(self, "min_tokens", integer("min_tokens", self.min_tokens, 0, 2**31 - 1))
