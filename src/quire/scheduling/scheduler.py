@@ -279,7 +279,7 @@ class Scheduler:
             if count > 1:
                 count = memory.step_limit(sequence.seq_id, count)
             if self.drafter is not None:
-                reserved -= 1 + min(pending_counts[position], max(spare, 1)) // memory.block_size
+                reserved -= 1 + min(pending, max(spare, 1)) // memory.block_size
             if pending == 1 and self._look_ahead(sequence, spare, max(reserved, 0)):
                 spare -= len(sequence.draft)
             elif count > 0 and not memory.append_slots(sequence.seq_id, count):
