@@ -85,3 +85,12 @@ def strategy(value: Any) -> Strategy | None:
     if value is not None and not all(callable(getattr(value, name, None)) for name in ("num_draws", "advance")):
         raise InvalidParameter("strategy", value, "an object with the methods num_draws and advance, or None")
     return value  # type: ignore[no-any-return]
+
+
+def speculative(value: object, strategy: Strategy | None) -> bool | None:
+    """Return whether drafts are wanted, None for as the engine does; a strategy of the request's own gets none."""
+    if value is not None and not isinstance(value, bool):
+        raise InvalidParameter("speculative", value, "true, false or None")
+    if value and strategy is not None:
+        raise InvalidParameter("speculative", True, "false or None beside a strategy, which gets no drafts")
+    return value

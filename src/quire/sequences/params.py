@@ -7,7 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.errors import InvalidParameter
-from quire.sequences.param_checks import integer, logit_bias, number, processors, strategy, strings, token_ids
+from quire.sequences.param_checks import (
+    integer,
+    logit_bias,
+    number,
+    processors,
+    speculative,
+    strategy,
+    strings,
+    token_ids,
+)
 from quire.sequences.strategy import Strategy
 
 MAX_N = 128
@@ -150,10 +159,7 @@ class SamplingParams:
         for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidParameter(name, getattr(self, name), "true or false")
-        if self.speculative is not None and not isinstance(self.speculative, bool):
-            raise InvalidParameter("speculative", self.speculative, "true, false or None")
-        if self.speculative and self.strategy is not None:
-            raise InvalidParameter("speculative", True, "false or None beside a strategy, which gets no drafts")
+        put(self, "speculative", speculative(self.speculative, self.strategy))
         if self.max_tokens is not None:
             put(self, "max_tokens", integer("max_tokens", self.max_tokens, 1, 2**31 - 1))
         put(self, "min_tokens", integer("min_tokens", self.min_tokens, 0, 2**31 - 1))
