@@ -66,7 +66,7 @@ def walk(memory: RecordedMemory, rng: random.Random, num_commands: int) -> None:
             memory.reset_prefix_cache()
         live = sorted(manager.sequences)
         verb = rng.choice(
-            ("enter", "enter", "grow", "grow", "grow", "grow", "fork", "truncate", "free", "pin", "tell", *swaps)
+            ("enter", "enter", *["grow"] * 4, "advance", "fork", "truncate", "free", "pin", "tell", *swaps)
         )
         if verb == "enter" and len(live) < 5:
             tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 5 * SIZE))]
@@ -87,6 +87,13 @@ def walk(memory: RecordedMemory, rng: random.Random, num_commands: int) -> None:
                 memory.pin(name, manager.sequences[rng.choice(live)].chain)
         elif verb == "tell":
             memory.take_ops()
+        elif verb == "advance":
+            together = [key for key in live if is_settled(manager.sequences[key]) and not manager.sequences[key].is_swapped]
+            if together and memory.append_slot_to_all(together):
+                for seq_id in together:
+                    state = manager.sequences[seq_id]
+                    state.chain.tokens += [seq_id % 2] * max(0, state.num_slots - len(state.chain.tokens))
+                    memory.publish(seq_id, state.num_slots)
         elif verb in swaps:
             settled = [(key, state) for key, state in sorted(manager.sequences.items()) if is_settled(state)]
             family = [key for key, state in settled if state.is_swapped == (verb == "in") and rng.random() < 0.7]
@@ -183,7 +190,8 @@ def test_a_random_walk_runs_again_to_the_same_state(
     recorded, replayed = built
     assert ids_of(replayed) == ids_of(recorded)
     if seed > 0:
-        verbs = {"allocate", "append_slots", "fork", "truncate", "publish", "free", "reset_prefix_cache"}
+        verbs = {"allocate", "append_slots", "append_slot_to_all", "fork", "truncate", "publish", "free"}
+        verbs |= {"reset_prefix_cache"}
         assert report.num_commands.keys() >= verbs | {"take_table_deltas", "take_ops"}
         assert report.usage.num_copies > 0
     if seed % 2 == 0:

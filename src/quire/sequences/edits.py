@@ -31,6 +31,12 @@ class Truncate(NamedTuple):
     num_tokens: int
 
 
+class Drop(NamedTuple):
+    """Give sample `sample_idx` up: it ends and leaves nothing, and another may take its place."""
+
+    sample_idx: int
+
+
 class Finish(NamedTuple):
     """End sample `sample_idx`."""
 
@@ -45,4 +51,4 @@ class Fail(NamedTuple):
     error: str
 
 
-Edit = Fork | Append | Truncate | Finish
+Edit = Fork | Append | Truncate | Drop | Finish
