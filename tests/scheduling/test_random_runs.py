@@ -345,7 +345,7 @@ def test_searches_that_crowd_each_other(
     assert outcome.outputs == undisturbed(jobs)
     stats = outcome.scheduler.stats
     searches = [request for request in outcome.requests if request.search is not None]
-    assert sum(request.num_preemptions > 0 for request in searches) > 3
+    assert sum(request.num_preemptions > 0 for request in searches) >= 3
     if not host_blocks:
         assert stats.num_swaps == 0
         assert stats.wasted_tokens > 100
