@@ -88,7 +88,9 @@ def walk(memory: RecordedMemory, rng: random.Random, num_commands: int) -> None:
         elif verb == "tell":
             memory.take_ops()
         elif verb == "advance":
-            together = [key for key in live if is_settled(manager.sequences[key]) and not manager.sequences[key].is_swapped]
+            together = [
+                key for key in live if is_settled(manager.sequences[key]) and not manager.sequences[key].is_swapped
+            ]
             if together and memory.append_slot_to_all(together):
                 for seq_id in together:
                     state = manager.sequences[seq_id]

@@ -50,8 +50,8 @@ def advance_beams(search: BeamSearch, beams: Row[Sequence], candidates: Row[Cand
         candidates: best first; all those there are, where they are fewer than `num_candidates`.
 
     Returns:
-        First what is given up, then forks, then appends, each with its candidate; or, when the search is over, finishes:
-        with an error where there was no candidate at all, and nothing had ended.
+        First what is given up, then forks, then appends, each with its candidate. Or, when the search is over,
+        finishes: with an error where there was no candidate at all, and nothing had ended.
     """
     request = beams[0].request
     width = request.params.num_sequences
@@ -108,7 +108,8 @@ def _is_over(request: Request, search: BeamSearch, num_output: int, best_score: 
     best_length = num_output
     if params.early_stopping == "never" and params.length_penalty > 0:
         best_length = request.max_total_tokens - request.num_prompt
-    return best_score / best_length**params.length_penalty <= search.finished[-1].score
+    best_possible: float = best_score / best_length**params.length_penalty
+    return best_possible <= search.finished[-1].score
 
 
 def _follow(search: BeamSearch, beams: Row[Sequence], going: Row[tuple[int, Candidate]]) -> list[Edit]:

@@ -9,10 +9,20 @@ from math import isfinite
 import torch
 
 from quire.execution.adjustments import Adjustments, adjust
+from quire.execution.beams import BeamRow, find_candidates
 from quire.execution.draws import Filter, draw, uniform
 from quire.execution.history import TokenHistory
 from quire.execution.logprobs import measure, rows_per_tile
-from quire.scheduling.plan import ItemResult, Opening, PlanItem, StepPlan, TokenLogprobs, plain_results
+from quire.scheduling.plan import (
+    BeamGroup,
+    Candidate,
+    ItemResult,
+    Opening,
+    PlanItem,
+    StepPlan,
+    TokenLogprobs,
+    plain_results,
+)
 
 BAD_LOGITS = "the model gave logits that are not finite numbers"
 NO_TOKEN = (
@@ -141,6 +151,38 @@ class Sampler:
             else ItemResult(item.seq_id, token_ids[row], logprobs.get(row, ()))
             for row, item in enumerate(items)
         ]
+
+    def search(
+        self, logits: torch.Tensor, items: Sequence[PlanItem], groups: Sequence[BeamGroup]
+    ) -> tuple[list[ItemResult], tuple[tuple[Candidate, ...], ...]]:
+        """Draw the tokens of a step in which some items are beams, and find the candidates of those.
+
+        Args:
+            logits: see `sample`.
+            items: see `sample`.
+            groups: which of the items are beams, and belong together; their scores.
+
+        Returns:
+            A result for each item, and the candidates of each group: none where an item of it failed.
+        """
+        row_of = {item.seq_id: row for row, item in enumerate(items)}
+        rows = [row_of[seq_id] for group in groups for seq_id in group.seq_ids]
+        searching = set(rows)
+        others = [row for row in range(len(items)) if row not in searching]
+        drawn = iter(self.sample(logits[others], [items[row] for row in others]) if others else ())
+        own = logits if rows == list(range(len(items))) else logits[rows]
+        errors = _refuse(own, own.amax(-1, keepdim=True), BAD_LOGITS)
+        states = [self._states[items[row].seq_id] for row in rows]
+        ends = [items[row].start + len(items[row].token_ids) for row in rows]
+        known = [BeamRow(one.adjustments, end, one.params.logprobs) for one, end in zip(states, ends, strict=True)]
+        found, failed = find_candidates(own, known, groups)
+        failures = {items[rows[place]].seq_id: error for place, error in (failed | errors).items()}
+        results = [
+            ItemResult(item.seq_id, (), error=failures.get(item.seq_id)) if row in searching else next(drawn)
+            for row, item in enumerate(items)
+        ]
+        whole = [not any(seq_id in failures for seq_id in group.seq_ids) for group in groups]
+        return results, tuple(own if is_whole else () for own, is_whole in zip(found, whole, strict=True))
 
     def prompt_targets(self, item: PlanItem) -> tuple[tuple[int, ...], int]:
         """Return the prompt tokens that the item's first hidden states predict, where the request wants them measured.

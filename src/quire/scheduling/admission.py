@@ -120,8 +120,9 @@ class Admission:
     def _bring_back(self, first: Sequence, room: Room) -> bool:
         """Swap a family in again, if there is room for all that its samples have; who gets slots is in the step.
 
-        Beams get them all together. While nobody runs, a family that does not fit as one loses its last samples to recomputation: they shared more
-        before they wrote tokens of their own. So some sample always comes back.
+        Beams get them all together. While nobody runs, a family that does not fit as one loses its last samples to
+        recomputation: they shared more before they wrote tokens of their own. So some sample always comes back, or, of
+        beams, the prompt.
         """
         memory, queues = self._memory, self._queues
         family = [sequence for sequence in queues.swapped if sequence.request is first.request]

@@ -16,7 +16,18 @@ from quire.sequences.logprobs import TokenLogprobs
 from quire.sequences.media import Media
 from quire.sequences.params import SamplingParams
 
-__all__ = ["BeamGroup", "Candidate", "ItemResult", "MemoryOps", "Opening", "PlanItem", "StepPlan", "StepResult", "TableDelta", "TokenLogprobs"]
+__all__ = [
+    "BeamGroup",
+    "Candidate",
+    "ItemResult",
+    "MemoryOps",
+    "Opening",
+    "PlanItem",
+    "StepPlan",
+    "StepResult",
+    "TableDelta",
+    "TokenLogprobs",
+]
 
 
 class Opening(NamedTuple):
