@@ -32,9 +32,12 @@ class Found(NamedTuple):
     score: float
 
 
+NOTHING = Found((), 0.0)
+
+
 def search(model: Model, rules: Rules) -> list[Found]:
     """Return the hypotheses of a beam search, best first, as `transformers` defines it."""
-    running, finished = [Found((), 0.0)], list[Found]()
+    running, finished = [NOTHING], list[Found]()
     while True:
         ways = [
             Found((*tokens, token), score + logprob)
@@ -69,7 +72,7 @@ def normed(way: Found, rules: Rules) -> float:
     return way.score / len(way.tokens) ** rules.length_penalty
 
 
-def every_output(model: Model, rules: Rules, so_far: Found = Found((), 0.0)) -> Iterator[Found]:
+def every_output(model: Model, rules: Rules, so_far: Found = NOTHING) -> Iterator[Found]:
     """Yield all outputs that end, with their scores."""
     for token, logprob in enumerate(model(so_far.tokens)):
         way = Found((*so_far.tokens, token), so_far.score + logprob)

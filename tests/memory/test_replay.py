@@ -88,14 +88,7 @@ def walk(memory: RecordedMemory, rng: random.Random, num_commands: int) -> None:
         elif verb == "tell":
             memory.take_ops()
         elif verb == "advance":
-            together = [
-                key for key in live if is_settled(manager.sequences[key]) and not manager.sequences[key].is_swapped
-            ]
-            if together and memory.append_slot_to_all(together):
-                for seq_id in together:
-                    state = manager.sequences[seq_id]
-                    state.chain.tokens += [seq_id % 2] * max(0, state.num_slots - len(state.chain.tokens))
-                    memory.publish(seq_id, state.num_slots)
+            advance(memory, [key for key in live if is_settled(manager.sequences[key])])
         elif verb in swaps:
             settled = [(key, state) for key, state in sorted(manager.sequences.items()) if is_settled(state)]
             family = [key for key, state in settled if state.is_swapped == (verb == "in") and rng.random() < 0.7]
@@ -138,6 +131,16 @@ def grow(memory: RecordedMemory, rng: random.Random, seq_id: int) -> None:
         tokens += [0] * (state.num_slots - len(tokens))
         memory.publish(seq_id, state.num_slots)
     memory.take_table_deltas(seq_id)
+
+
+def advance(memory: RecordedMemory, seq_ids: list[int]) -> None:
+    """Give all sequences that are not swapped out a slot more, or none of them, and compute it."""
+    states = {seq_id: memory.manager.sequences[seq_id] for seq_id in seq_ids}
+    gang = {seq_id: state for seq_id, state in states.items() if not state.is_swapped}
+    if gang and memory.append_slot_to_all([*gang]):
+        for seq_id, state in gang.items():
+            state.chain.tokens += [seq_id % 2] * max(0, state.num_slots - len(state.chain.tokens))
+            memory.publish(seq_id, state.num_slots)
 
 
 def is_settled(state: SequenceMemory) -> bool:

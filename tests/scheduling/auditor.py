@@ -105,12 +105,8 @@ class Auditor:
         still_running = set(scheduler.running)
         self._check_gangs(set(planned), plan)
         for sequence in before.running:
-            if (
-                not sequence.is_beam
-                and sequence.num_pending == 1
-                and sequence in still_running
-                and sequence.seq_id not in planned
-            ):
+            is_left_out = sequence in still_running and sequence.seq_id not in planned
+            if sequence.num_pending == 1 and is_left_out and not sequence.is_beam:
                 # It lacks a block of some groups; or, behind a fork, a copy of its last one.
                 needs = list(memory.blocks_missing(sequence.seq_id, len(sequence.tokens)))
                 for idx, group in enumerate(memory.groups):

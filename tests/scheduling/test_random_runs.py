@@ -166,7 +166,7 @@ def random_jobs(rng: random.Random, count: int) -> list[Job]:
 
 
 def with_beams(jobs: list[Job], width: int) -> list[Job]:
-    """Return the same jobs in quicker succession, every second one of them a search, most of those to the full length."""
+    """Return the same jobs in quicker succession; every second one is a search, most of those to the full length."""
     stoppings = (False, True, "never")
     return [
         replace(job, arrives_at=job.arrives_at // 4)

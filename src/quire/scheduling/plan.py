@@ -136,8 +136,9 @@ class ItemResult(NamedTuple):
 
     Args:
         seq_id: the sequence.
-        token_ids: of a beam nothing; of several samples, a token for each; of one, a run of tokens that follow each other: the drafts that
-            were accepted, the token drawn behind them, and, unless `params.measures_tokens`, what is certain to follow.
+        token_ids: of a beam nothing; of several samples, a token for each; of one, a run of tokens that follow each
+            other: the drafts that were accepted, the token drawn behind them, and, unless `params.measures_tokens`,
+            what is certain to follow.
         logprobs: one for each of them when `params.measures_tokens`, else empty.
         prompt_logprobs: when `params.prompt_logprobs` is set: for each prompt position `p` in
             `[start + 1, min(start + len + 1, num_prompt))`, the log probabilities of the prompt's token at `p`.

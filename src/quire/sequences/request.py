@@ -30,8 +30,8 @@ class Request:
         bad_words: token sequences that its outputs may not contain.
         dry_breakers: tokens across which nothing counts as repeated.
         seed: seed of its draws.
-        sequences: the prompt's sequence first; after the fork one for each sample. Of a beam search by place, those that
-            were given up among them.
+        sequences: the prompt's sequence first; after the fork one for each sample. Of a beam search by place, those
+            that were given up among them.
         search: how far a beam search is; None for samples.
         num_known_prompt_logprobs: prompt positions whose log probabilities came back already.
         account: where the KV of the prompt came from at the first admission, and why the rest was computed, as far as
