@@ -12,8 +12,9 @@ if TYPE_CHECKING:
 
 MAX_BEAM_WIDTH = 128
 MAX_LENGTH_PENALTY = 10.0
-# What shapes a random choice, and the value that leaves it alone.
+# What shapes a random choice, and the values that leave it alone. A model may recommend others, for samples.
 CHOICE_FIELDS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "top_n_sigma": 0.0}
+NO_CHOICE = {"temperature": 1.0, **CHOICE_FIELDS}
 
 
 def check_beams(params: SamplingParams) -> float:
