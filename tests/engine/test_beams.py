@@ -141,7 +141,7 @@ def test_a_search_that_is_left_no_token_fails_alone(llm: LLM) -> None:
     """Whoever forbids each word and its end has no candidate; the others of the step do not notice."""
     allowed = SamplingParams(beam_width=2, n=2, max_tokens=6, allowed_token_ids=(300, 301), ignore_eos=True)
 
-    def nothing(prompt: list[int], output: list[int], logits: torch.Tensor) -> torch.Tensor:
+    def nothing(_: list[int], output: list[int], logits: torch.Tensor) -> torch.Tensor:
         return torch.full_like(logits, -torch.inf) if len(output) == 3 else logits
 
     banned = SamplingParams(beam_width=2, n=2, max_tokens=6, logits_processors=[nothing])  # type: ignore[arg-type]
@@ -153,7 +153,7 @@ def test_a_search_that_is_left_no_token_fails_alone(llm: LLM) -> None:
 
 
 def test_a_processor_that_raises_fails_its_own_search(llm: LLM) -> None:
-    def fails(prompt: list[int], output: list[int], logits: torch.Tensor) -> torch.Tensor:
+    def fails(_: list[int], output: list[int], logits: torch.Tensor) -> torch.Tensor:
         if len(output) == 2:
             raise ZeroDivisionError
         return logits
