@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.memory import ChunkedLocal, FullAttention, KVCacheSpec, MediaSpan, RecurrentState, SlidingWindow
-from quire.simulation.executor import log_probability
+from quire.simulation.executor import log_probabilities
 from tests.decoding.beam_twin import Rules
 from tests.decoding.beam_twin import search as search_slowly
 from tests.scheduling.rig import END_TOKEN, NEVER, VOCAB_SIZE, Guesser, Job, Rig, Setting, outputs_of, run
@@ -118,10 +118,8 @@ def found_slowly(job: Job, seed: int) -> list[list[int]]:
     def model(output: tuple[int, ...]) -> list[float]:
         context = (*job.prompt, *output)
         can_end = len(output) >= job.min_tokens
-        return [
-            log_probability(seed, context, token) if can_end or token not in ends else -inf
-            for token in range(VOCAB_SIZE)
-        ]
+        logprobs = log_probabilities(seed, context, VOCAB_SIZE)
+        return [-inf if token in ends and not can_end else logprob for token, logprob in enumerate(logprobs)]
 
     rules = Rules(
         job.beam_width,

@@ -213,16 +213,19 @@ class SimulatedExecutor:
         found = []
         for parent_idx, (seq_id, score) in enumerate(zip(group.seq_ids, group.scores, strict=True)):
             opening, context = self._open[seq_id].opening, self._open[seq_id].tokens
+            logprobs = log_probabilities(opening.seed, context, self.vocab_size)
             found += [
-                Candidate(parent_idx, token_id, score + log_probability(opening.seed, context, token_id))
+                Candidate(parent_idx, token_id, score + logprobs[token_id])
                 for token_id in self._allowed_ids(opening, len(context))
             ]
         return tuple(sorted(found, key=lambda candidate: -candidate.score)[: group.num_candidates])
 
 
-def log_probability(seed: int, context: Sequence[Token], token_id: int) -> float:
-    """Return what a token behind a context is worth to a beam: a function of both, from -8 to 0."""
-    return -8.0 * _number(seed, token_id, context) / 2**64
+def log_probabilities(seed: int, context: Sequence[Token], vocab_size: int) -> list[float]:
+    """Return what each token behind a context is worth to a beam: a function of both, from -8 to 0."""
+    number = _number(seed, 0, context)
+    # Multiples of an odd number, modulo a power of two, are spread over all that there is.
+    return [-8.0 * (number * (2 * token_id + 1) % 2**64) / 2**64 for token_id in range(vocab_size)]
 
 
 def _number(seed: int, which: int, context: Sequence[Token]) -> int:
