@@ -1,8 +1,7 @@
 """What the beams of a search share of their blocks: `python -m benchmarks.efficiency_beams`.
 
-As `benchmarks.efficiency` measures samples, with a pool as many times larger as there are beams. What beams share
-depends on where they part, and so on what the model says: *bundled* is a model of language, *simulated* gives tokens
-that are as likely as a hash of what is before them says.
+As `benchmarks.efficiency` measures samples. What beams share depends on where they part, and so on what the model says:
+*bundled* is a model of language, *simulated* gives tokens that are as likely as a hash of what is before them says.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from benchmarks import machine
-from benchmarks.efficiency import ENGINES, POOL_TOKENS, observe
+from benchmarks.efficiency import ENGINES, observe
 from benchmarks.efficiency_moments import Moment, saved_by_sharing
 from benchmarks.efficiency_traces import DATASETS, SPREAD, Work, trace
 from quire.engine.engine import Engine
@@ -23,6 +22,8 @@ from quire.sequences.params import SamplingParams
 WIDTHS = (2, 4, 6)
 NUM_REQUESTS = {"ShareGPT": 90, "Alpaca": 400}
 BLOCK_SIZE = 16
+# The longest request fits with six beams that share no more than its prompt.
+POOL_BLOCKS = {"ShareGPT": 1024, "Alpaca": 320}
 # PagedAttention (SOSP 2023), in percent of blocks: from 2 beams to 6.
 PUBLISHED = {"Alpaca": [37.6, 55.2], "ShareGPT": [44.3, 66.3]}
 
@@ -55,12 +56,12 @@ def moments(engine: Engine, works: list[Work], width: int) -> Iterator[Moment]:
 
 def measure(run: Run) -> dict[str, Any]:
     """Return one run's figures, averaged over the steps in which memory was full."""
-    num_blocks = POOL_TOKENS[run.dataset] * run.width // BLOCK_SIZE
+    num_blocks = POOL_BLOCKS[run.dataset]
     engine = ENGINES[run.engine](
         block_size=BLOCK_SIZE,
         num_kv_blocks=num_blocks,
-        max_num_seqs=num_blocks,
-        max_num_batched_tokens=num_blocks * BLOCK_SIZE,
+        max_num_seqs=num_blocks * run.width,
+        max_num_batched_tokens=num_blocks * (BLOCK_SIZE + run.width),
     )
     works = trace(DATASETS[run.dataset], engine.config.max_model_len, run.num_requests, engine.config.vocab_size)
     full = [moment for moment in moments(engine, works, run.width) if moment.is_full and moment.sequences]

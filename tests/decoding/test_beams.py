@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.decoding import Append, Drop, Edit, Finish, Fork, strategy_of
+from quire.decoding import Append, BeamEdit, Drop, Finish, Fork, strategy_of
 from quire.decoding.beams import advance_beams, num_candidates
 from quire.memory import Namespace, TokenChain
 from quire.sequences import FinishReason, Request, SamplingParams, Sequence
@@ -77,7 +77,7 @@ def candidates_of(request: Request, model: Model, stops: Callable[[tuple[int, ..
     return sorted(found, key=lambda candidate: -candidate.score)[: num_candidates(request)]
 
 
-def apply(request: Request, edits: list[Edit], candidates: list[Candidate]) -> bool:
+def apply(request: Request, edits: list[BeamEdit], candidates: list[Candidate]) -> bool:
     """Do what a scheduler does, on lists; say whether the search is over. Nothing may be named in another order."""
     held = {beam.sample_idx for beam in live(request)} if any(isinstance(edit, Finish) for edit in edits) else None
     order = [Drop, Fork, Append]
@@ -174,7 +174,7 @@ def test_as_wide_as_there_are_outputs_the_best_are_found(seed: int, length_penal
     assert [way.score for way in found] == pytest.approx([way.score for way in best], abs=1e-12)
 
 
-def edits_of(scores: dict[int, float], candidates: list[Candidate], width: int = 3) -> list[Edit]:
+def edits_of(scores: dict[int, float], candidates: list[Candidate], width: int = 3) -> list[BeamEdit]:
     request = request_for(Rules(width, 9, lambda _: False), frozenset({7}))
     assert request.search is not None
     places = sorted(scores)

@@ -19,7 +19,7 @@ from collections.abc import Sequence as Row
 
 from quire.decoding.stop import end_of_tokens
 from quire.sequences.beams import BeamSearch, Candidate, Hypothesis, Trail
-from quire.sequences.edits import Append, Drop, Edit, Finish, Fork
+from quire.sequences.edits import Append, BeamEdit, Drop, Edit, Finish, Fork
 from quire.sequences.request import Request
 from quire.sequences.sequence import FinishReason, Sequence
 
@@ -41,7 +41,7 @@ def num_candidates(request: Request) -> int:
     return request.params.num_sequences * max(2, 1 + len(request.end_ids))
 
 
-def advance_beams(search: BeamSearch, beams: Row[Sequence], candidates: Row[Candidate]) -> list[Edit]:
+def advance_beams(search: BeamSearch, beams: Row[Sequence], candidates: Row[Candidate]) -> list[BeamEdit]:
     """Take in the candidates of a step, and say what becomes of the beams.
 
     Args:
@@ -112,15 +112,15 @@ def _is_over(request: Request, search: BeamSearch, num_output: int, best_score: 
     return best_possible <= search.finished[-1].score
 
 
-def _follow(search: BeamSearch, beams: Row[Sequence], going: Row[tuple[int, Candidate]]) -> list[Edit]:
+def _follow(search: BeamSearch, beams: Row[Sequence], going: Row[tuple[int, Candidate]]) -> list[BeamEdit]:
     """Return the edits that leave the beams which go on: each parent's first child continues it, others fork."""
     children: dict[int, list[tuple[int, Candidate]]] = defaultdict(list)
     for rank, candidate in going:
         children[candidate.parent_idx].append((rank, candidate))
     kept = {beams[parent_idx].sample_idx for parent_idx in children}
     free = iter(place for place in range(len(going) + len(beams)) if place not in kept)
-    forks: list[Edit] = []
-    appends: list[Edit] = []
+    forks: list[BeamEdit] = []
+    appends: list[BeamEdit] = []
     scores: dict[int, float] = {}
     trails: dict[int, Trail | None] = {}
     for parent_idx, own in children.items():
@@ -133,5 +133,5 @@ def _follow(search: BeamSearch, beams: Row[Sequence], going: Row[tuple[int, Cand
             scores[place] = candidate.score
             trails[place] = Trail(candidate.logprobs, search.trails[parent_place])
     search.scores, search.trails = scores, trails
-    drops: list[Edit] = [Drop(beam.sample_idx) for beam in beams if beam.sample_idx not in kept]
+    drops: list[BeamEdit] = [Drop(beam.sample_idx) for beam in beams if beam.sample_idx not in kept]
     return drops + forks + appends

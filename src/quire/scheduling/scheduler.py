@@ -27,7 +27,7 @@ from quire.scheduling.preemption import Preemption
 from quire.scheduling.queues import Queues
 from quire.scheduling.roster import Roster
 from quire.scheduling.stats import SchedulerStats
-from quire.sequences.edits import Append, Drop, Fail, Finish, Fork, Truncate
+from quire.sequences.edits import Append, Fail, Finish, Fork, Truncate
 from quire.sequences.request import Request
 from quire.sequences.sequence import FinishReason, Sequence, SequenceStatus
 
@@ -201,8 +201,6 @@ class Scheduler:
                         self._roster.fork(samples[edit.parent_idx], edit.sample_idx)
                     elif isinstance(edit, Truncate):
                         self._keep(samples[edit.sample_idx], edit.num_tokens)
-                    elif isinstance(edit, Drop):
-                        self._roster.end(samples[edit.sample_idx], FinishReason.DROPPED)
                     else:
                         target = samples[edit.sample_idx]
                         self.finish(target, edit.reason, edit.stop_reason)

@@ -32,7 +32,7 @@ class Truncate(NamedTuple):
 
 
 class Drop(NamedTuple):
-    """Give sample `sample_idx` up: it ends and leaves nothing, and another may take its place."""
+    """Give beam `sample_idx` up: it ends and leaves nothing, and another may take its place."""
 
     sample_idx: int
 
@@ -51,4 +51,6 @@ class Fail(NamedTuple):
     error: str
 
 
-Edit = Fork | Append | Truncate | Drop | Finish
+Edit = Fork | Append | Truncate | Finish
+# Of a search, all of whose beams are advanced together.
+BeamEdit = Fork | Append | Drop | Finish
