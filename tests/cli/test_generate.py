@@ -66,6 +66,19 @@ def test_json_has_every_sample_and_its_log_probabilities(capsys: pytest.CaptureF
             assert [position[0]["token_id"] for position in sample["logprobs"]] == sample["token_ids"]
 
 
+def test_a_beam_search_shows_its_best_outputs(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--beam-width", "4", "--n", "2", "--early-stopping", "never", *GREEDY]
+    assert main(["generate", "--prompt", PROMPTS[0], "--json", *flags]) == 0
+    (line,) = map(json.loads, capsys.readouterr().out.splitlines())
+    params = SamplingParams(beam_width=4, n=2, early_stopping="never", max_tokens=12)
+    (output,) = llm.generate(PROMPTS[:1], params, use_tqdm=False)
+    assert [sample["text"] for sample in line["outputs"]] == [sample.text for sample in output.outputs]
+    scores = [sample["beam_score"] for sample in line["outputs"]]
+    assert scores == pytest.approx([sample.beam_score for sample in output.outputs])
+    assert main(["generate", "--prompt", PROMPTS[0], "--json", "--stream", *flags]) != 0
+    assert "--stream has nothing to show" in capsys.readouterr().err
+
+
 def test_json_deltas_join_to_the_whole(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--prompt", PROMPTS[0], "--prompt", PROMPTS[1], "--json", "--stream", *GREEDY]) == 0
     texts = ["", ""]

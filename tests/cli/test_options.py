@@ -75,6 +75,11 @@ def test_engine_flags_become_options(
         (["--logit-bias", "5=-1.5,6=2"], {"logit_bias": {5: -1.5, 6: 2.0}}),
         (["--bad-words", "a", "--bad-words", "b c"], {"bad_words": ["a", "b c"]}),
         (["--allowed-token-ids", "7"], {"allowed_token_ids": (7,)}),
+        (["--beam-width", "4", "--early-stopping", "never"], {"beam_width": 4, "early_stopping": "never"}),
+        (
+            ["--beam-width", "4", "--early-stopping", "True", "--length-penalty", "0.5"],
+            {"beam_width": 4, "early_stopping": True, "length_penalty": 0.5},
+        ),
         (["--request-seed", "-3", "--seed", "4"], {"seed": -3}),
         (["--max-tokens", "None", "--ignore-eos"], {"max_tokens": None, "ignore_eos": True}),
     ],

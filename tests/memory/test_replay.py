@@ -66,7 +66,7 @@ def walk(memory: RecordedMemory, rng: random.Random, num_commands: int) -> None:
             memory.reset_prefix_cache()
         live = sorted(manager.sequences)
         verb = rng.choice(
-            ("enter", "enter", "grow", "grow", "grow", "grow", "fork", "truncate", "free", "pin", "tell", *swaps)
+            ("enter", "enter", *["grow"] * 4, "advance", "fork", "truncate", "free", "pin", "tell", *swaps)
         )
         if verb == "enter" and len(live) < 5:
             tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 5 * SIZE))]
@@ -87,6 +87,8 @@ def walk(memory: RecordedMemory, rng: random.Random, num_commands: int) -> None:
                 memory.pin(name, manager.sequences[rng.choice(live)].chain)
         elif verb == "tell":
             memory.take_ops()
+        elif verb == "advance":
+            advance(memory, [key for key in live if is_settled(manager.sequences[key])])
         elif verb in swaps:
             settled = [(key, state) for key, state in sorted(manager.sequences.items()) if is_settled(state)]
             family = [key for key, state in settled if state.is_swapped == (verb == "in") and rng.random() < 0.7]
@@ -129,6 +131,16 @@ def grow(memory: RecordedMemory, rng: random.Random, seq_id: int) -> None:
         tokens += [0] * (state.num_slots - len(tokens))
         memory.publish(seq_id, state.num_slots)
     memory.take_table_deltas(seq_id)
+
+
+def advance(memory: RecordedMemory, seq_ids: list[int]) -> None:
+    """Give all sequences that are not swapped out a slot more, or none of them, and compute it."""
+    states = {seq_id: memory.manager.sequences[seq_id] for seq_id in seq_ids}
+    gang = {seq_id: state for seq_id, state in states.items() if not state.is_swapped}
+    if gang and memory.append_slot_to_all([*gang]):
+        for seq_id, state in gang.items():
+            state.chain.tokens += [seq_id % 2] * max(0, state.num_slots - len(state.chain.tokens))
+            memory.publish(seq_id, state.num_slots)
 
 
 def is_settled(state: SequenceMemory) -> bool:
@@ -183,7 +195,8 @@ def test_a_random_walk_runs_again_to_the_same_state(
     recorded, replayed = built
     assert ids_of(replayed) == ids_of(recorded)
     if seed > 0:
-        verbs = {"allocate", "append_slots", "fork", "truncate", "publish", "free", "reset_prefix_cache"}
+        verbs = {"allocate", "append_slots", "append_slot_to_all", "fork", "truncate", "publish", "free"}
+        verbs |= {"reset_prefix_cache"}
         assert report.num_commands.keys() >= verbs | {"take_table_deltas", "take_ops"}
         assert report.usage.num_copies > 0
     if seed % 2 == 0:

@@ -122,6 +122,21 @@ class MemoryMachine(RuleBasedStateMachine):
         self.world.grow(seq_id, lookahead)
 
     @precondition(is_alive)
+    @rule(data=st.data(), is_stored=st.booleans())
+    def grow_together(self, data: st.DataObject, is_stored: bool) -> None:
+        """Advance some sequences together, or none of them."""
+        world = self.world
+        able = [seq_id for seq_id in self.residents() if not world.is_looking_ahead(seq_id)]
+        if not able:
+            return
+        seq_ids = data.draw(st.lists(st.sampled_from(able), min_size=1, unique=True), label="gang")
+        if world.grow_together(seq_ids) and is_stored:
+            for seq_id in seq_ids:
+                missing = world.num_slots(seq_id) - len(world.tokens[seq_id])
+                world.tokens[seq_id] += [seq_id % 2] * max(0, missing)
+                world.store(seq_id, world.num_slots(seq_id) - world.num_computed(seq_id))
+
+    @precondition(is_alive)
     @rule(data=st.data(), lookahead=st.integers(1, 3))
     def look_ahead(self, data: st.DataObject, lookahead: int) -> None:
         """Ask for slots, some of which verification may take back."""
@@ -267,6 +282,7 @@ class MemoryMachine(RuleBasedStateMachine):
         world, manager = self.world, self.world.manager
         seq_id = data.draw(st.sampled_from(self.swapped()))
         world.refuses(ValueError, lambda: manager.append_slots(seq_id, 1))
+        world.refuses(ValueError, lambda: manager.append_slot_to_all([*self.residents(), seq_id]))
         world.refuses(ValueError, lambda: manager.publish(seq_id, world.num_computed(seq_id)))
         world.refuses(ValueError, lambda: manager.truncate(seq_id, world.num_computed(seq_id)))
         world.refuses(ValueError, lambda: manager.fork(seq_id, -1, []))

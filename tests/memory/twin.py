@@ -8,6 +8,7 @@ eviction, and which sequences share which pages.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -155,7 +156,17 @@ class Twin:
         if self.host is not None:
             self.host.promote(seq_id, hit.pages)
 
-    def append(self, seq_id: int, num_tokens: int, lookahead: int = 0) -> bool:
+    def append_all(self, seq_ids: Sequence[int]) -> bool:
+        """Give a slot more to each, or to none: found out by trying, on a copy."""
+        trial = deepcopy(self)
+        num_before = trial.num_available()
+        if not all(trial.append(seq_id, 1, may_spare=False) for seq_id in seq_ids):
+            return False
+        num_taken = num_before - trial.num_available()
+        has_plenty = num_before >= num_taken + len(seq_ids) * len(self.groups)
+        return all(self.append(seq_id, 1, may_spare=has_plenty) for seq_id in seq_ids)
+
+    def append(self, seq_id: int, num_tokens: int, lookahead: int = 0, *, may_spare: bool = True) -> bool:
         """Give slots, or change nothing and return False."""
         sequence = self.sequences[seq_id]
         end = sequence.num_slots + num_tokens + lookahead
@@ -176,7 +187,7 @@ class Twin:
             if idx not in copied and idx in self.kept and page and page.prefix:
                 # What is published stays so where there is room; a tail of which nothing would be lost need not.
                 snapshots += [idx] if sequence.num_slots < len(page.prefix[1]) else []
-        if sum(fresh) + len(copied) + len(snapshots) <= self.num_available():
+        if may_spare and sum(fresh) + len(copied) + len(snapshots) <= self.num_available():
             copied = sorted(copied + snapshots)
         sequence.num_slots = end
         if is_held:

@@ -197,6 +197,17 @@ class World:
         self.verify()
         return is_granted
 
+    def grow_together(self, seq_ids: list[int]) -> bool:
+        """Ask for a slot more for each of some sequences."""
+        before = snapshot(self.manager)
+        is_granted = self.manager.append_slot_to_all(seq_ids)
+        if not is_granted:
+            assert snapshot(self.manager) == before, "a refused command changed the manager"
+        if self.has_twin:
+            assert is_granted == self.twin.append_all(seq_ids), "the twin decides otherwise"
+        self.verify()
+        return is_granted
+
     def store(self, seq_id: int, num_tokens: int) -> None:
         """Run one step of a worker for one sequence: copies first, then the tokens' KV, then publish."""
         self.perform_copies()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from quire.scheduling import Scheduler, StepPlan
-from quire.sequences import Sequence, SequenceStatus
+from quire.sequences import Request, Sequence, SequenceStatus
 from quire.sequences.sequence import TRANSITIONS
 
 
@@ -46,6 +46,15 @@ class Auditor:
         assert {sequence.seq_id for sequence in everybody} == scheduler.sequences.keys()
         running, swapped = scheduler.running, scheduler.swapped
         assert len(running) <= scheduler.max_num_seqs, "S2: more sequences run than there are seats"
+        for request in scheduler.requests.values():
+            alive = request.unfinished
+            if request.search is not None and alive:
+                assert len({sequence.status for sequence in alive}) == 1, "beams are torn apart"
+                assert len({len(sequence.tokens) for sequence in alive}) == 1, "beams are not of one length"
+                assert sorted(request.search.scores) == [sequence.sample_idx for sequence in alive]
+                assert len(request.sequences) <= request.params.num_sequences, "beams take more places than they have"
+        seats = [max(len(r.unfinished), r.params.num_sequences * (r.search is not None)) for r in self._running()]
+        assert sum(seats) <= scheduler.max_num_seqs, "S2: beams to come have no seats"
         held = {seq_id: state.is_swapped for seq_id, state in scheduler.memory.sequences.items()}
         should_be = {s.seq_id: False for s in running} | {s.seq_id: True for s in swapped}
         assert held == should_be, "S4: who holds memory, and where, is not who runs or is swapped out"
@@ -62,6 +71,9 @@ class Auditor:
             assert new is old or new in TRANSITIONS[old], f"S5: {old} became {new}"
             assert (sequence.finish_reason is not None) == sequence.is_finished
             self.statuses[sequence] = new
+
+    def _running(self) -> set[Request]:
+        return {sequence.request for sequence in self.scheduler.running if sequence.request.search is not None}
 
     def before_plan(self) -> Before:
         """Remember the queues."""
@@ -91,8 +103,10 @@ class Auditor:
         if before.running:
             assert planned[0] == before.running[0].seq_id, "the first in order does not go on"
         still_running = set(scheduler.running)
+        self._check_gangs(set(planned), plan)
         for sequence in before.running:
-            if sequence.num_pending == 1 and sequence in still_running and sequence.seq_id not in planned:
+            is_left_out = sequence in still_running and sequence.seq_id not in planned
+            if sequence.num_pending == 1 and is_left_out and not sequence.is_beam:
                 # It lacks a block of some groups; or, behind a fork, a copy of its last one.
                 needs = list(memory.blocks_missing(sequence.seq_id, len(sequence.tokens)))
                 for idx, group in enumerate(memory.groups):
@@ -101,7 +115,8 @@ class Auditor:
                 assert not memory.arena.can_hold(needs), "a decode starves while there are blocks"
         out = sorted((*before.waiting, *before.swapped), key=lambda sequence: sequence.key)
         admitted = [s for s in out if s.status is SequenceStatus.RUNNING]
-        left = [s for s in out if s.status is not SequenceStatus.RUNNING]
+        # A search that does not fit any more has begun again, and its beams are gone.
+        left = [s for s in out if not s.is_finished and s.status is not SequenceStatus.RUNNING]
         if admitted and left:
             assert admitted[-1].key < left[0].key, "S6: somebody was overtaken"
         if before.running and scheduler.stats.num_preemptions > before.num_preemptions:
@@ -109,3 +124,23 @@ class Auditor:
         for sequence in scheduler.swapped:
             samples = sequence.request.sequences
             assert all(s.status is not SequenceStatus.RUNNING for s in samples), "a family was torn apart"
+
+    def _check_gangs(self, planned: set[int], plan: StepPlan) -> None:
+        """All beams of a search are in a step, as one group, or none is; and none only where blocks are lacking."""
+        memory, groups = self.scheduler.memory, {group.seq_ids: group for group in plan.beams}
+        for request in self._running():
+            beams = [sequence for sequence in self.scheduler.running if sequence.request is request]
+            seq_ids = tuple(beam.seq_id for beam in beams)
+            if not beams[0].is_beam:
+                continue
+            if planned & set(seq_ids):
+                assert groups[seq_ids].scores == tuple(request.search.scores[b.sample_idx] for b in beams)  # type: ignore[union-attr]
+                continue
+            needs = [0] * len(memory.groups)
+            for idx, group in enumerate(memory.groups):
+                tails = [memory.block_table(seq_id, idx)[-1] for seq_id in seq_ids]
+                is_written = group.spec.carries or beams[0].num_computed % memory.block_size > 0
+                held = [group.pool.ref_counts[tail] - tails.count(tail) for tail in set(tails)]
+                copies = len(tails) - held.count(0)
+                needs[idx] = copies if is_written else len(tails)
+            assert not memory.arena.can_hold(needs), "beams starve while there are blocks"

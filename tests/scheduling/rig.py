@@ -30,6 +30,9 @@ class Job:
     prompt: tuple[int, ...]
     max_tokens: int = 4
     n: int = 1
+    beam_width: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -115,7 +118,7 @@ class Guesser:
 
 @dataclass
 class Outcome:
-    """What a run gave: per job the tokens of each sample, and the parts to look into."""
+    """What a run gave: per job the tokens of each sample, or of the best hypotheses; and the parts to look into."""
 
     outputs: list[list[list[int]]]
     requests: list[Request]
@@ -173,6 +176,9 @@ class Rig:
         """Queue a job."""
         params = SamplingParams(
             n=job.n,
+            beam_width=job.beam_width,
+            length_penalty=job.length_penalty,
+            early_stopping=job.early_stopping,
             max_tokens=job.max_tokens,
             min_tokens=job.min_tokens,
             stop_token_ids=job.stop_token_ids,
@@ -219,6 +225,8 @@ class Rig:
                 if sequence is not None:
                     self._know_prompt_logprobs(sequence, item.start, len(item.token_ids))
             self.audit()
+        self.scheduler.advance_beams(plan.beams, result.beams)
+        self.audit()
         self.peak_blocks = max(self.peak_blocks, self.memory.usage().used)
         self.tick += 1
 
@@ -263,7 +271,7 @@ def run(jobs: list[Job], setting: Setting, *, is_audited: bool = True) -> Outcom
     rig = Rig(setting, is_audited)
     added: dict[int, Request] = {}
     by_arrival = sorted(range(len(jobs)), key=lambda i: (jobs[i].arrives_at, i))
-    most_steps = 200 + 40 * sum(len(job.prompt) + job.n * job.max_tokens for job in jobs)
+    most_steps = 200 + 40 * sum(len(job.prompt) + (job.beam_width or job.n) * job.max_tokens for job in jobs)
     last_event = max((job.arrives_at for job in jobs), default=0)
     while rig.tick <= last_event or rig.scheduler.has_unfinished:
         assert rig.tick < most_steps, "the run does not end"
@@ -287,6 +295,13 @@ def run(jobs: list[Job], setting: Setting, *, is_audited: bool = True) -> Outcom
     assert usage.host is None or usage.host.used == 0, "M11: host blocks are held by nobody"
     assert not rig.scheduler.requests
     assert not rig.scheduler.sequences
-    outputs = [[sequence.output_token_ids for sequence in added[i].sequences] for i in range(len(jobs))]
+    outputs = [outputs_of(added[i]) for i in range(len(jobs))]
     requests = [added[i] for i in range(len(jobs))]
     return Outcome(outputs, requests, rig.scheduler, rig.executor, rig.tick, rig.peak_blocks)
+
+
+def outputs_of(request: Request) -> list[list[int]]:
+    """Return the tokens of a request's samples, or of the best `n` that a search has found."""
+    if request.search is None:
+        return [sequence.output_token_ids for sequence in request.sequences]
+    return [list(hypothesis.token_ids) for hypothesis in request.search.finished[: request.params.n]]

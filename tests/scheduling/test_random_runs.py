@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from math import inf
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.memory import ChunkedLocal, FullAttention, KVCacheSpec, MediaSpan, RecurrentState, SlidingWindow
-from tests.scheduling.rig import NEVER, VOCAB_SIZE, Guesser, Job, Setting, run
+from quire.simulation.executor import log_probabilities
+from tests.decoding.beam_twin import Rules
+from tests.decoding.beam_twin import search as search_slowly
+from tests.scheduling.rig import END_TOKEN, NEVER, VOCAB_SIZE, Guesser, Job, Rig, Setting, outputs_of, run
 
 FULL = (FullAttention(block_size=4),)
 WINDOW = SlidingWindow(block_size=4, window=9)
@@ -18,7 +22,7 @@ STATE = RecurrentState(block_size=4, layer_bytes=FULL[0].bytes_per_block)
 # In prompts that are long enough for them.
 FOX, KITE = MediaSpan(1, 5, b"fox"), MediaSpan(1, 5, b"kite")
 
-jobs = st.builds(
+samples = st.builds(
     Job,
     prompt=st.lists(st.integers(0, 1), min_size=1, max_size=14).map(tuple),
     max_tokens=st.integers(1, 9),
@@ -33,6 +37,16 @@ jobs = st.builds(
     abort_at=st.just(NEVER) | st.integers(0, 20),
     abort_while_running=st.booleans(),
 )
+searches = st.builds(
+    lambda job, width, penalty, stopping: replace(
+        job, n=min(job.n, width), beam_width=width, length_penalty=penalty, early_stopping=stopping
+    ),
+    samples,
+    st.sampled_from([2, 3]),
+    st.sampled_from([1.0, 0.0, 2.0]),
+    st.sampled_from([False, True, "never"]),
+)
+jobs = samples | samples | searches
 
 
 def kinds_of(block_size: int) -> list[KVCacheSpec]:
@@ -48,10 +62,11 @@ def kinds_of(block_size: int) -> list[KVCacheSpec]:
 
 @st.composite
 def narrow_settings(draw: st.DrawFn) -> Setting:
-    """Settings in which everything is scarce, but every job (of at most 23 tokens, 3 samples) can end."""
+    """Settings in which everything is scarce, but every job (of at most 23 tokens, 3 samples or beams) can end."""
     block_size = draw(st.integers(1, 5))
     max_num_seqs = draw(st.integers(3, 8))
-    least = -(-23 // block_size)
+    # A prompt of 14 tokens, and 9 further ones for each of 3 beams.
+    least = 14 // block_size + 3 * (-(-23 // block_size) - 14 // block_size)
     specs = draw(st.lists(st.sampled_from(kinds_of(block_size)), min_size=1, max_size=2).map(tuple))
     return Setting(
         specs=specs,
@@ -81,6 +96,9 @@ def agrees(job: Job, samples: list[list[int]], expected: list[list[int]]) -> boo
     """Tell whether samples are the expected ones, or, after an abort, beginnings of them."""
     if job.abort_at == NEVER:
         return samples == expected
+    if job.beam_width is not None:
+        # What a search had found when it was aborted says nothing of what it would find.
+        return True
     return all(tokens == whole[: len(tokens)] for tokens, whole in zip(samples, expected, strict=False))
 
 
@@ -90,6 +108,40 @@ def test_tokens_do_not_depend_on_memory_budget_policy_or_company(jobs: list[Job]
     outcome = run(jobs, setting)
     for job, samples, expected in zip(jobs, outcome.outputs, undisturbed(jobs), strict=True):
         assert agrees(job, samples, expected)
+
+
+def found_slowly(job: Job, seed: int) -> list[list[int]]:
+    """Return what a search on lists finds, by the same log probabilities."""
+    assert job.beam_width is not None
+    ends = {END_TOKEN, *job.stop_token_ids} if not job.ignore_eos else set(job.stop_token_ids)
+
+    def model(output: tuple[int, ...]) -> list[float]:
+        context = (*job.prompt, *output)
+        can_end = len(output) >= job.min_tokens
+        logprobs = log_probabilities(seed, context, VOCAB_SIZE)
+        return [-inf if token in ends and not can_end else logprob for token, logprob in enumerate(logprobs)]
+
+    rules = Rules(
+        job.beam_width,
+        job.max_tokens,
+        lambda output: output[-1] in ends,
+        job.length_penalty,
+        job.early_stopping,
+        len(ends),
+    )
+    return [list(way.tokens) for way in search_slowly(model, rules)[: job.n]]
+
+
+@settings(max_examples=100)
+@given(job=searches, seed=st.integers(0, 1000))
+def test_an_undisturbed_search_finds_what_the_slow_twin_finds(job: Job, seed: int) -> None:
+    job = replace(job, media=(), min_tokens=min(seed % 3, job.max_tokens), abort_at=NEVER, arrives_at=0)
+    rig = Rig(Setting())
+    request = rig.add(job, seed)
+    while rig.scheduler.has_unfinished:
+        rig.step()
+    assert outputs_of(request) == found_slowly(job, seed)
+    assert len(request.sequences) <= 3
 
 
 def random_jobs(rng: random.Random, count: int) -> list[Job]:
@@ -108,6 +160,24 @@ def random_jobs(rng: random.Random, count: int) -> list[Job]:
             abort_while_running=rng.random() < 0.5,
         )
         for _ in range(count)
+    ]
+
+
+def with_beams(jobs: list[Job], width: int) -> list[Job]:
+    """Return the same jobs in quicker succession; every second one is a search, most of those to the full length."""
+    stoppings = (False, True, "never")
+    return [
+        replace(job, arrives_at=job.arrives_at // 4)
+        if i % 2
+        else replace(
+            job,
+            arrives_at=job.arrives_at // 4,
+            beam_width=width,
+            n=min(job.n, width),
+            early_stopping=stoppings[i % 3],
+            ignore_eos=i % 8 > 0,
+        )
+        for i, job in enumerate(jobs)
     ]
 
 
@@ -190,6 +260,96 @@ def test_long_runs_with_media(seed: int, specs: tuple[KVCacheSpec, ...], mode: s
     for job, samples, expected in zip(jobs, outcome.outputs, undisturbed(jobs), strict=True):
         assert agrees(job, samples, expected)
     assert outcome.scheduler.stats.prefix_hits > 20
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "setting",
+    [
+        Setting(num_blocks=44, budget=20, max_num_seqs=20, watermark=1),
+        Setting(num_blocks=44, budget=20, max_num_seqs=20, caching=False, preemption_policy="least_waste"),
+        Setting(num_blocks=165, block_size=1, budget=64, max_num_seqs=16, policy="priority"),
+        Setting(num_blocks=15, block_size=16, budget=12, max_num_seqs=12, watermark=1),
+        Setting(num_blocks=44, budget=20, max_num_seqs=20, watermark=1, specs=(*FULL, WINDOW)),
+        Setting(num_blocks=16, budget=32, max_num_seqs=16, specs=(WINDOW,)),
+        Setting(num_blocks=32, budget=64, max_num_seqs=16, specs=(ChunkedLocal(block_size=4, chunk=10), WINDOW)),
+        Setting(num_blocks=6, budget=64, max_num_seqs=16, specs=(STATE,), snapshot_interval=8),
+        Setting(num_blocks=27, budget=20, max_num_seqs=20, watermark=1, specs=(*FULL, STATE), snapshot_interval=4),
+        Setting(num_blocks=44, budget=20, max_num_seqs=20, preemption_mode="swap", host_blocks=90),
+        Setting(num_blocks=44, budget=20, max_num_seqs=20, preemption_policy="least_waste", host_blocks=25),
+        Setting(
+            num_blocks=27, budget=20, max_num_seqs=20, preemption_mode="swap", host_blocks=60, specs=(*FULL, STATE)
+        ),
+    ],
+    ids=[
+        "tight",
+        "least waste, no caching",
+        "priority, blocks of one token",
+        "tiny budget",
+        "full and window",
+        "windows",
+        "chunks and windows",
+        "states",
+        "full and states",
+        "swap",
+        "least waste, small host",
+        "full and states, swap",
+    ],
+)
+def test_long_runs_with_beams(seed: int, setting: Setting) -> None:
+    jobs = with_beams(random_jobs(random.Random(seed), 30), 4)
+    outcome = run(jobs, setting)
+    for job, found, expected in zip(jobs, outcome.outputs, undisturbed(jobs), strict=True):
+        assert agrees(job, found, expected)
+
+
+def crowd() -> list[Job]:
+    """Return searches and samples that grow far beyond their prompts, all at once."""
+    rng = random.Random(1)
+    return [
+        Job(
+            prompt=tuple(rng.randrange(12) for _ in range(8 + rng.randrange(8))),
+            max_tokens=20 + rng.randrange(9),
+            beam_width=4 if i % 3 else None,
+            ignore_eos=True,
+        )
+        for i in range(16)
+    ]
+
+
+@pytest.mark.parametrize("policy", ["last", "least_waste"])
+@pytest.mark.parametrize("host_blocks", [0, 20, 90])
+@pytest.mark.parametrize(
+    ("specs", "num_blocks"),
+    [(FULL, 36), ((*FULL, WINDOW), 26), ((*FULL, STATE), 20)],
+    ids=["full", "full and window", "full and states"],
+)
+def test_searches_that_crowd_each_other(
+    specs: tuple[KVCacheSpec, ...], num_blocks: int, host_blocks: int, policy: str
+) -> None:
+    """There is just room for one to its end: they swap where they can, and else begin again, and find the same."""
+    jobs = crowd()
+    mode = "swap" if host_blocks else "recompute"
+    setting = Setting(
+        num_blocks=num_blocks,
+        max_num_seqs=24,
+        specs=specs,
+        host_blocks=host_blocks,
+        preemption_mode=mode,
+        preemption_policy=policy,
+        snapshot_interval=4,
+    )
+    outcome = run(jobs, setting)
+    assert outcome.outputs == undisturbed(jobs)
+    stats = outcome.scheduler.stats
+    searches = [request for request in outcome.requests if request.search is not None]
+    assert sum(request.num_preemptions > 0 for request in searches) >= 3
+    if not host_blocks:
+        assert stats.num_swaps == 0
+        assert stats.wasted_tokens > 100
+    elif host_blocks == 90:
+        assert stats.num_swaps == stats.num_preemptions > 10
+        assert stats.wasted_tokens == 0
 
 
 def test_long_runs_do_preempt_copy_hit_and_evict() -> None:

@@ -267,6 +267,7 @@ def check(max_num_seqs: int = 4, **params: Any) -> None:
     [
         ({"n": 4}, {"n": 5}),
         ({"best_of": 4}, {"best_of": 5}),
+        ({"beam_width": 4}, {"beam_width": 5}),
         ({"allowed_token_ids": (49,)}, {"allowed_token_ids": (3, 50)}),
         ({"stop_token_ids": (49,)}, {"stop_token_ids": (50,)}),
         ({"kept_special_ids": (49,)}, {"kept_special_ids": (50,)}),
@@ -281,4 +282,4 @@ def test_check_for_model(fits: dict[str, Any], fails: dict[str, Any]) -> None:
         check(**fails)
     (name,) = fails
     assert caught.value.field == name
-    assert ("4" if name in ("n", "best_of") else "50") in str(caught.value)
+    assert ("4" if name in ("n", "best_of", "beam_width") else "50") in str(caught.value)

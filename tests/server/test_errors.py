@@ -26,6 +26,22 @@ INVALID: list[Case] = [
     (COMPLETIONS, {"prompt": ["a"] * 40, "n": 32}, "n"),
     (COMPLETIONS, {"prompt": "a", "n": 3, "best_of": 2}, "best_of"),
     (COMPLETIONS, {"prompt": "a", "best_of": 33}, "best_of"),
+    (COMPLETIONS, {"prompt": "a", "beam_width": 33}, "beam_width"),
+    (COMPLETIONS, {"prompt": "a", "beam_width": 1}, "beam_width"),
+    (COMPLETIONS, {"prompt": ["a"] * 40, "beam_width": 32}, "beam_width"),
+    (COMPLETIONS, {"prompt": "a", "beam_width": 4, "best_of": 4}, "best_of"),
+    (COMPLETIONS, {"prompt": "a", "beam_width": 4, "n": 5}, "n"),
+    (COMPLETIONS, {"prompt": "a", "beam_width": 4, "temperature": 0.5}, "temperature"),
+    (COMPLETIONS, {"prompt": "a", "beam_width": 4, "top_p": 0.5}, "top_p"),
+    (COMPLETIONS, {"prompt": "a", "beam_width": 4, "stream": True}, "stream"),
+    (COMPLETIONS, {"prompt": "a", "beam_width": 4, "use_beam_search": False}, "use_beam_search"),
+    (COMPLETIONS, {"prompt": "a", "use_beam_search": True}, "n"),
+    (COMPLETIONS, {"prompt": "a", "use_beam_search": True, "best_of": 33}, "best_of"),
+    (COMPLETIONS, {"prompt": "a", "use_beam_search": 1}, "use_beam_search"),
+    (COMPLETIONS, {"prompt": "a", "length_penalty": 2.0}, "length_penalty"),
+    (COMPLETIONS, {"prompt": "a", "early_stopping": True}, "early_stopping"),
+    (COMPLETIONS, {"prompt": "a", "beam_width": 2, "early_stopping": "soon"}, "early_stopping"),
+    (COMPLETIONS, {"prompt": "a", "beam_width": 2, "length_penalty": 11}, "length_penalty"),
     (COMPLETIONS, {"prompt": ["a"] * 40, "best_of": 32}, "best_of"),
     *(
         (COMPLETIONS, {"prompt": "a", field: bad}, field)
@@ -96,7 +112,6 @@ INVALID: list[Case] = [
 ]
 UNSUPPORTED: list[Case] = [
     (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix"),
-    (COMPLETIONS, {"prompt": "a", "use_beam_search": True}, "use_beam_search"),
     (COMPLETIONS, {"prompt": "a", "guided_json": {}}, "guided_json"),
     (CHAT, {"messages": USER, "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     (CHAT, {"messages": USER, "functions": [{"name": "f"}]}, "functions"),

@@ -43,7 +43,13 @@ def run(args: argparse.Namespace) -> int:
         QuireError: an option or parameter that is refused; from a pipe also a question that is.
     """
     given = sampling_options(args)
-    for name, allowed in (("n", 1), ("logprobs", None), ("prompt_logprobs", None), ("detokenize", True)):
+    for name, allowed in (
+        ("n", 1),
+        ("beam_width", None),
+        ("logprobs", None),
+        ("prompt_logprobs", None),
+        ("detokenize", True),
+    ):
         if given.get(name, allowed) != allowed:
             raise ConfigError(f"{name} has no place in a chat; leave it out", field=name)
     SamplingParams(**given)  # what is wrong with them is wrong before a model is loaded

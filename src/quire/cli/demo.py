@@ -41,6 +41,8 @@ def run(llm: LLM, given: dict[str, Any]) -> int:
     """
     if given.get("n", 1) != 1:
         raise ConfigError("the demonstration chooses n itself; leave it out", field="n")
+    if "beam_width" in given:
+        raise ConfigError("the demonstration shows samples; leave beam_width out", field="beam_width")
     console = Console(highlight=False)
     params = replace(llm.default_sampling_params(), **{"max_tokens": DEFAULT_MAX_TOKENS, **given})
     for line in llm.resolved.lines():

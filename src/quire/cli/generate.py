@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.cli.options import add_engine_options, add_sampling_options, engine_options, sampling_options
 from quire.errors import ConfigError
+from quire.sequences.beam_params import NO_CHOICE
 from quire.sequences.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -64,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError("--stream takes one prompt, unless --json marks which text is whose", field="stream")
         if args.stream and given.get("n", 1) > 1:
             raise ConfigError("--stream takes n=1, unless --json marks which text is whose", field="n")
-
+    if args.stream and "beam_width" in given:
+        raise ConfigError("--stream has nothing to show before the end of a beam search", field="stream")
     if not prompts and (args.json or args.stream):
         raise ConfigError("the demonstration has neither --json nor --stream; give a prompt", field="prompt")
     SamplingParams(**given)  # what is wrong with them is wrong before a model is loaded
@@ -78,7 +80,8 @@ def run(args: argparse.Namespace) -> int:
             return demo.run(llm, given)
         for line in llm.resolved.lines():
             print(line, file=sys.stderr)
-        params = replace(llm.default_sampling_params(), **{"max_tokens": DEFAULT_MAX_TOKENS, **given})
+        defaults = {"max_tokens": DEFAULT_MAX_TOKENS, **(NO_CHOICE if "beam_width" in given else {})}
+        params = replace(llm.default_sampling_params(), **{**defaults, **given})
         if args.stream:
             return _print_stream(llm, prompts, params, is_json=args.json)
         outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty() and not args.json)
@@ -113,6 +116,8 @@ def as_json(output: RequestOutput) -> dict[str, Any]:
     for sample in output.outputs:
         one: dict[str, Any] = {"index": sample.index, "text": sample.text, "token_ids": sample.token_ids}
         one |= {"finish_reason": sample.finish_reason, "stop_reason": sample.stop_reason}
+        if sample.beam_score is not None:
+            one["beam_score"] = sample.beam_score
         if sample.logprobs is not None:
             one["logprobs"] = [_logprobs(position) for position in sample.logprobs]
         shown["outputs"].append(one)

@@ -128,6 +128,8 @@ def _reader(flag: Flag) -> tuple[Callable[[str], Any], str]:
         return _integer, "N"
     if flag.hint is float:
         return _number, "X"
+    if flag.hint == bool | str:
+        return _flag_or_name, "NAME"
     if flag.hint is str or get_origin(flag.hint) is Literal:
         return str, "NAME"
     if flag.hint == tuple[int, ...]:
@@ -146,6 +148,10 @@ def _integer(text: str) -> int:
         return int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
+
+
+def _flag_or_name(text: str) -> bool | str:
+    return {"true": True, "false": False}.get(text.lower(), text)
 
 
 def _number(text: str) -> float:

@@ -1,14 +1,18 @@
 """Decoding: what becomes of the tokens that the data plane draws."""
 
+from quire.decoding.beams import Beams
 from quire.decoding.drafting import Drafter
 from quire.decoding.stop import StopStrings, end_of_tokens
 from quire.decoding.strategies import Sampling, strategy_of
-from quire.sequences.edits import Append, Edit, Fail, Finish, Fork, Truncate
+from quire.sequences.edits import Append, BeamEdit, Drop, Edit, Fail, Finish, Fork, Truncate
 from quire.sequences.strategy import Strategy
 
 __all__ = [
     "Append",
+    "BeamEdit",
+    "Beams",
     "Drafter",
+    "Drop",
     "Edit",
     "Fail",
     "Finish",

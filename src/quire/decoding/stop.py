@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Strings
+from copy import copy
 
 from quire.sequences.sequence import FinishReason, Sequence
 
@@ -76,6 +77,10 @@ class StopStrings:
         """Return the text held back; for the end of a sequence that ended otherwise."""
         held, self._held = self._held, ""
         return held
+
+    def fork(self) -> StopStrings:
+        """Return a copy that goes on by itself."""
+        return copy(self)
 
     def _first_match(self, text: str) -> tuple[int, str] | None:
         """Return the end and the string of the match that is complete first."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Tokens
 from functools import cache
 from itertools import takewhile
 
+from quire.decoding.beams import Beams
 from quire.decoding.stop import end_of_tokens
 from quire.sequences.edits import Append, Edit, Finish, Fork, Truncate
 from quire.sequences.request import Request
@@ -77,8 +78,11 @@ def _only_append(sample_idx: int) -> tuple[Append]:
 
 
 SAMPLING = Sampling()
+BEAMS = Beams()
 
 
 def strategy_of(request: Request) -> Strategy:
     """Return how a request is decoded."""
+    if request.params.beam_width is not None:
+        return BEAMS
     return SAMPLING if request.params.strategy is None else request.params.strategy

@@ -11,6 +11,7 @@ from typing import TextIO
 from quire.config import ResolvedConfig
 from quire.distributed.executor import Executor
 from quire.engine.calibration import Calibration
+from quire.engine.candidates import take_candidates
 from quire.engine.drafting import DraftPacer
 from quire.engine.media import MediaReader
 from quire.engine.meter import Meter
@@ -25,6 +26,7 @@ from quire.engine.stats import EngineStats, StepStats
 from quire.engine.transcript import RequestTranscript
 from quire.engine.words import read_words
 from quire.errors import InvalidParameter, PromptTooLong, UnsupportedFeature, WorkerError
+from quire.execution.sampler import NO_TOKEN
 from quire.memory.usage import Usage
 from quire.scheduling.plan import ItemResult, PlanItem, StepPlan, TokenLogprobs
 from quire.scheduling.scheduler import Scheduler
@@ -236,6 +238,12 @@ class Engine:
                 self._take_prompt_logprobs(item, outcome.prompt_logprobs)
         num_generated, broken = self._take_tokens(plan.items, result.items)
         failed += broken
+        if plan.beams:
+            num_chosen, over = take_candidates(
+                self.scheduler, self._transcripts, plan.beams, result.beams, self._clock()
+            )
+            num_generated += num_chosen
+            failed += self._end_searches(over)
         outputs = self._drain()
         self.last_step = self.measure(num_generated=num_generated, step_tokens=step_tokens)
         return failed + outputs
@@ -319,6 +327,18 @@ class Engine:
                     stopped.add(sequence)
                     self._stop_at_string(sequence, stop, transcript)
         return num_generated, failed
+
+    def _end_searches(self, over: Items[RequestTranscript]) -> list[RequestOutput]:
+        """Note which searches are over; return the last outputs of those for which no token was left."""
+        failed: list[RequestOutput] = []
+        for transcript in over:
+            request_id = transcript.request.request_id
+            if transcript.beams is not None and transcript.beams.reason is FinishReason.ERROR:
+                output = self._end_request(request_id, FinishReason.ERROR, NO_TOKEN)
+                failed += [] if output is None else [output]
+            else:
+                self._news[request_id] = transcript
+        return failed
 
     def _stop_at_string(self, sequence: Sequence, stop: str, transcript: RequestTranscript) -> None:
         """End a sequence whose text has reached a stop string; that wins over its length or a stop token."""

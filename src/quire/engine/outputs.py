@@ -34,11 +34,13 @@ class CompletionOutput:
     """One sequence of a request.
 
     Args:
-        index: which of the `n` samples.
+        index: which of the `n` samples; of a beam search, 0 is the best output.
         text: the output's text (in a delta: the new part).
         token_ids: the output's token ids (in a delta: the new ones).
         cumulative_logprob: sum over the output so far of the chosen tokens' log probabilities; None without `logprobs`
             and `best_of`.
+        beam_score: of a beam search: the sum of the log probabilities of the output's tokens, as penalties and the like
+            have changed them, divided by its length to the power of `length_penalty`.
         logprobs: one entry per token of `token_ids`; None without `logprobs`.
         finish_reason: None while running; then "stop", "length", "abort" or "error".
         stop_reason: the stop string or stop token id that ended the output; None for the model's own end token.
@@ -55,6 +57,7 @@ class CompletionOutput:
     stop_reason: str | int | None = None
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    beam_score: float | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -73,6 +76,7 @@ class CompletionOutput:
         self.stop_reason = news.stop_reason
         self.num_draft_tokens = news.num_draft_tokens
         self.num_accepted_tokens = news.num_accepted_tokens
+        self.beam_score = news.beam_score
 
 
 @dataclass(slots=True)
@@ -94,8 +98,9 @@ class RequestOutput:
         request_id: the caller's or the engine's name for the request.
         prompt: the prompt's text, None when it came as token ids.
         prompt_token_ids: the prompt's token ids; one list for all outputs of the request, not to be changed.
-        outputs: whole: the sequences by index, all `n` unless the request failed before it forked. Delta: only
-            those with news; where `best_of` exceeds `n`, none before the last delta.
+        outputs: whole: the sequences by index, all `n` unless the request failed before it forked, or a beam search
+            found fewer. Delta: only those with news; of a beam search, and where `best_of` exceeds `n`, none before the
+            last delta.
         finished: True in the last output of the request.
         prompt_logprobs: for each prompt token, None for the first one; only once, in the first delta.
         num_cached_tokens: tokens of the prompt that came from the prefix cache (first admission).
@@ -104,6 +109,8 @@ class RequestOutput:
         cache_differs_at: the position of the first token that differs from what is cached, when that is why; else None.
         prompt_account: the prompt's tokens by source, and those that were computed by reason; None until it was let in.
         num_dropped_tokens: tokens of the sequences that `best_of` left out; in the last output.
+        num_pruned_tokens: tokens that the beams of a search were given, and that are in none of its outputs; in the
+            last output.
         error: why the request failed when a sequence's `finish_reason` is "error".
         metrics: times and preemptions.
     """
@@ -120,6 +127,7 @@ class RequestOutput:
     cache_differs_at: int | None = None
     prompt_account: TokenAccount | None = None
     num_dropped_tokens: int = 0
+    num_pruned_tokens: int = 0
     error: str | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
@@ -141,5 +149,6 @@ class RequestOutput:
         self.cache_differs_at = delta.cache_differs_at
         self.prompt_account = delta.prompt_account
         self.num_dropped_tokens = delta.num_dropped_tokens
+        self.num_pruned_tokens = delta.num_pruned_tokens
         self.error = self.error or delta.error
         self.metrics = delta.metrics

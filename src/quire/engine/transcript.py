@@ -2,70 +2,14 @@
 
 from __future__ import annotations
 
-from quire.decoding.stop import StopStrings
+from quire.engine.beams import BeamTexts
 from quire.engine.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestMetrics, RequestOutput
 from quire.engine.ranking import Ranking
+from quire.engine.sample_text import SampleText
 from quire.scheduling.plan import TokenLogprobs
 from quire.sequences.request import Request
 from quire.sequences.sequence import FinishReason, Sequence
-from quire.text.detokenizer import IncrementalDetokenizer
 from quire.text.tokenizer import Tokenizer
-
-
-class SampleTranscript:
-    """One sample's text as far as it may be shown; bytes of a character that its end cuts off are left out.
-
-    Args:
-        request: the sample's request.
-        tokenizer: None gives token ids only.
-    """
-
-    __slots__ = ("_cumulative", "_detokenizer", "_shows_stop", "_stops")
-
-    def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
-        params = request.params
-        self._stops = StopStrings(params.stop, is_included=params.include_stop_str_in_output)
-        self._shows_stop = params.include_stop_str_in_output
-        self._cumulative = 0.0
-        self._detokenizer: IncrementalDetokenizer | None = None
-        if tokenizer is not None and params.detokenize:
-            self._detokenizer = IncrementalDetokenizer(
-                tokenizer,
-                request.prompt_token_ids,
-                skip_special_tokens=params.skip_special_tokens,
-                kept_special_ids=params.kept_special_ids,
-            )
-
-    def take(self, sequence: Sequence, num_tokens: int, token_id: int) -> tuple[str, str | None]:
-        """Take one more token.
-
-        Args:
-            sequence: as it is after the step that gave the token, and maybe further ones.
-            num_tokens: prompt and output up to this token.
-            token_id: the token.
-
-        Returns:
-            The text that may be shown now, and the stop string that it completed, if any.
-        """
-        if self._detokenizer is None:
-            return "", None
-        is_last = sequence.is_finished and num_tokens == len(sequence.tokens)
-        is_stop_token = is_last and sequence.finish_reason is FinishReason.STOP
-        text = "" if is_stop_token and not self._shows_stop else self._detokenizer.push((token_id,))
-        num_output = num_tokens - sequence.num_prompt
-        shown, stop = self._stops.push(text, can_stop=num_output > sequence.request.params.min_tokens)
-        if stop is None and is_last:
-            shown += self._stops.flush()
-        return shown, stop
-
-    def flush(self) -> str:
-        """Return the text still held back, of a sample that ended without another token."""
-        return self._stops.flush()
-
-    def add_logprob(self, logprob: float) -> float:
-        """Add a chosen token's log probability and return the sum so far."""
-        self._cumulative += logprob
-        return self._cumulative
 
 
 class RequestTranscript:
@@ -76,6 +20,9 @@ class RequestTranscript:
         prompt: its text, None where it came as token ids.
         tokenizer: None gives token ids only.
         metrics: times of the request, shared with every output.
+
+    Attributes:
+        beams: what the beams of a search say; None for samples.
     """
 
     def __init__(
@@ -85,9 +32,11 @@ class RequestTranscript:
         self.metrics = metrics
         self._prompt = prompt
         self._tokenizer = tokenizer
-        self._samples: dict[int, SampleTranscript] = {}
+        self._samples: dict[int, SampleText] = {}
+        self._cumulative: dict[int, float] = {}
         self._news: dict[int, CompletionOutput] = {}
         self._ranking = Ranking(request.params.n) if request.params.is_ranked else None
+        self.beams = None if request.params.beam_width is None else BeamTexts(request, tokenizer)
         self._prompt_logprobs: list[PositionLogprobs | None] | None = None
         if request.params.prompt_logprobs is not None:
             self._prompt_logprobs = [None]
@@ -95,14 +44,21 @@ class RequestTranscript:
     def add_token(
         self, sequence: Sequence, num_tokens: int, token_id: int, logprobs: TokenLogprobs | None
     ) -> str | None:
-        """Take a token of one of the samples; see `SampleTranscript.take`.
+        """Take a token of one of the samples.
+
+        Args:
+            sequence: as it is after the step that gave the token, and maybe further ones.
+            num_tokens: prompt and output up to this token.
+            token_id: the token.
+            logprobs: of it, where they are measured.
 
         Returns:
             The stop string that its text completed, if any.
         """
-        sample = self._samples.get(sequence.sample_idx)
+        idx = sequence.sample_idx
+        sample = self._samples.get(idx)
         if sample is None:
-            sample = self._samples[sequence.sample_idx] = SampleTranscript(self.request, self._tokenizer)
+            sample = self._samples[idx] = SampleText(self.request, self._tokenizer)
         output = self._output(sequence)
         output.token_ids.append(token_id)
         if logprobs is not None:
@@ -110,13 +66,20 @@ class RequestTranscript:
                 if output.logprobs is None:
                     output.logprobs = []
                 output.logprobs.append(self._position(logprobs))
-            output.cumulative_logprob = sample.add_logprob(logprobs.logprob)
-        text, stop = sample.take(sequence, num_tokens, token_id)
+            output.cumulative_logprob = self._cumulative[idx] = self._cumulative.get(idx, 0.0) + logprobs.logprob
+        is_last = sequence.is_finished and num_tokens == len(sequence.tokens)
+        is_end_token = is_last and sequence.finish_reason is FinishReason.STOP
+        text, stop = sample.take(token_id, num_tokens - sequence.num_prompt, is_end_token=is_end_token)
         output.text += text
+        if stop is None and is_last:
+            output.text += sample.flush()
         return stop
 
     def add_finish(self, sequence: Sequence) -> None:
         """Note that a sample has ended."""
+        if self.beams is not None:
+            self.beams.reason = sequence.finish_reason
+            return
         output = self._output(sequence)
         if output.finish_reason is None and not output.token_ids and sequence.sample_idx in self._samples:
             output.text += self._samples[sequence.sample_idx].flush()
@@ -134,10 +97,12 @@ class RequestTranscript:
     def take_news(self, *, is_finished: bool, error: str | None = None) -> RequestOutput:
         """Hand over what happened since the last call."""
         news, self._news = self._news, {}
-        outputs, num_dropped = list(news.values()), 0
+        outputs, num_dropped, num_pruned = list(news.values()), 0, 0
         if self._ranking is not None:
             self._ranking.add(outputs)
             outputs, num_dropped = self._ranking.best() if is_finished else ([], 0)
+        if self.beams is not None and is_finished:
+            outputs, num_pruned = self.beams.outputs(self._position)
         prompt_logprobs, request = None, self.request
         if self._prompt_logprobs is not None and len(self._prompt_logprobs) == request.num_prompt:
             prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
@@ -155,6 +120,7 @@ class RequestTranscript:
             cache_differs_at=request.differs_at,
             prompt_account=request.account,
             num_dropped_tokens=num_dropped,
+            num_pruned_tokens=num_pruned,
             error=error,
             metrics=self.metrics,
         )

@@ -17,7 +17,7 @@ from quire.execution.sampler import BAD_LOGITS, Sampler
 from quire.execution.storage import Storage, make_storages
 from quire.memory.ops import MemoryOps
 from quire.models.decoder import Decoder
-from quire.scheduling.plan import ItemResult, PlanItem, StepPlan, StepResult, TokenLogprobs
+from quire.scheduling.plan import BeamGroup, Candidate, ItemResult, PlanItem, StepPlan, StepResult, TokenLogprobs
 
 
 class ModelRunner:
@@ -109,7 +109,7 @@ class ModelRunner:
             plan: with one item at least; after its deltas the block tables hold slots for all its tokens.
 
         Returns:
-            One result for each item, in the plan's order.
+            One result for each item, in the plan's order, and the candidates of each group of beams.
         """
         self._blocks.apply(plan.ops.copies, plan.ops.saves)
         self._sampler.follow(plan)
@@ -119,7 +119,7 @@ class ModelRunner:
         batch = self._builder.lay_out(items, self._groups)
         given = self._media.rows(plan.items, batch.row_starts)
         hidden = self._decoder(batch.input_ids, batch.positions, batch.groups, self._storages, given)
-        results = self._sample(items, batch.row_starts, hidden)
+        results, found = self._sample(items, plan.beams, batch.row_starts, hidden)
         if self._sampler.measures_prompts:
             starts = batch.row_starts[:-1]
             results = [
@@ -128,25 +128,39 @@ class ModelRunner:
             ]
         if self._draft is not None:
             results = with_drafts(results, plan.items, items)
-        return StepResult(plan.tick, tuple(results))
+        return StepResult(plan.tick, tuple(results), found)
 
-    def _sample(self, items: Sequence[PlanItem], row_starts: list[int], hidden: torch.Tensor) -> list[ItemResult]:
-        """Draw the tokens of all items from their last rows of `hidden` [T, E]; return a result for each.
+    def _sample(
+        self,
+        items: Sequence[PlanItem],
+        beams: Sequence[BeamGroup],
+        row_starts: list[int],
+        hidden: torch.Tensor,
+    ) -> tuple[list[ItemResult], tuple[tuple[Candidate, ...], ...]]:
+        """Draw the tokens of all items from their last rows of `hidden` [T, E].
 
         Of an item with drafts these are the rows of the drafts, and of the token before them.
+
+        Returns:
+            A result for each item, and the candidates of each group of beams.
         """
+        found = tuple[tuple[Candidate, ...], ...]()
         sampled = [item for item in items if item.num_samples]
         if not sampled:
-            return [ItemResult(item.seq_id, ()) for item in items]
+            return [ItemResult(item.seq_id, ()) for item in items], found
         if len(sampled) < row_starts[-1]:  # mostly each row is a sequence's last
             ends = zip(items, row_starts[1:], strict=True)
             rows = [range(end - 1 - item.num_draft, end) for item, end in ends if item.num_samples]
             hidden = hidden[list(chain.from_iterable(rows))]
-        drawn = self._sampler.sample(self._decoder.logits(hidden), sampled)
+        logits = self._decoder.logits(hidden)
+        if beams:
+            drawn, found = self._sampler.search(logits, sampled, beams)
+        else:
+            drawn = self._sampler.sample(logits, sampled)
         if len(sampled) == len(items):
-            return drawn
+            return drawn, found
         results = iter(drawn)
-        return [next(results) if item.num_samples else ItemResult(item.seq_id, ()) for item in items]
+        return [next(results) if item.num_samples else ItemResult(item.seq_id, ()) for item in items], found
 
     def _with_prompt(self, result: ItemResult, item: PlanItem, hidden: torch.Tensor) -> ItemResult:
         """Add the log probabilities of the prompt's tokens, where the request wants them.

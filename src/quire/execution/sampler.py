@@ -10,10 +10,20 @@ from typing import NamedTuple
 import torch
 
 from quire.execution.adjustments import Adjustments, adjust
+from quire.execution.beams import BeamRow, find_candidates
 from quire.execution.draws import Filter, draw, uniform
 from quire.execution.history import TokenHistory
 from quire.execution.logprobs import measure, rows_per_tile
-from quire.scheduling.plan import ItemResult, Opening, PlanItem, StepPlan, TokenLogprobs, plain_results
+from quire.scheduling.plan import (
+    BeamGroup,
+    Candidate,
+    ItemResult,
+    Opening,
+    PlanItem,
+    StepPlan,
+    TokenLogprobs,
+    plain_results,
+)
 
 BAD_LOGITS = "the model gave logits that are not finite numbers"
 NO_TOKEN = (
@@ -150,6 +160,42 @@ class Sampler:
             ItemResult(item.seq_id, drawn.token_ids, drawn.logprobs, error=drawn.error)
             for item, drawn in zip(items, _draw_rows(logits, rows), strict=True)
         ]
+
+    def search(
+        self, logits: torch.Tensor, items: Sequence[PlanItem], groups: Sequence[BeamGroup]
+    ) -> tuple[list[ItemResult], tuple[tuple[Candidate, ...], ...]]:
+        """Draw the tokens of a step in which some items are beams, and find the candidates of those.
+
+        Args:
+            logits: see `sample`.
+            items: see `sample`.
+            groups: which of the items are beams, and belong together; their scores.
+
+        Returns:
+            A result for each item, and the candidates of each group: none where an item of it failed.
+        """
+        place_of = {item.seq_id: place for place, item in enumerate(items)}
+        places = [place_of[seq_id] for group in groups for seq_id in group.seq_ids]
+        searching = set(places)
+        # Of a beam there is one row; of another item, one more for each draft.
+        starts = list(accumulate((1 + item.num_draft for item in items), initial=0))
+        others = [place for place in range(len(items)) if place not in searching]
+        other_rows = [row for place in others for row in range(starts[place], starts[place + 1])]
+        drawn = iter(self.sample(logits[other_rows], [items[place] for place in others]) if others else ())
+        rows = [starts[place] for place in places]
+        own = logits if rows == list(range(len(logits))) else logits[rows]
+        errors = _refuse(own, own.amax(-1, keepdim=True), BAD_LOGITS)
+        states = [self._states[items[place].seq_id] for place in places]
+        ends = [items[place].start + len(items[place].token_ids) for place in places]
+        known = [BeamRow(one.adjustments, end, one.params.logprobs) for one, end in zip(states, ends, strict=True)]
+        found, failed = find_candidates(own, known, groups)
+        failures = {items[places[row]].seq_id: error for row, error in (failed | errors).items()}
+        results = [
+            ItemResult(item.seq_id, (), error=failures.get(item.seq_id)) if place in searching else next(drawn)
+            for place, item in enumerate(items)
+        ]
+        whole = [not any(seq_id in failures for seq_id in group.seq_ids) for group in groups]
+        return results, tuple(own if is_whole else () for own, is_whole in zip(found, whole, strict=True))
 
     def prompt_targets(self, item: PlanItem) -> tuple[tuple[int, ...], int]:
         """Return the prompt tokens that the item's first hidden states predict, where the request wants them measured.

@@ -75,9 +75,23 @@ def weigh(arena: Arena, needs: Sequence[int], woken: Sequence[int]) -> AllocStat
     return AllocStatus(verdict, idx, needs[idx] - woken[idx], rooms[idx] - woken[idx])
 
 
-def refuse_for_ever(arena: Arena, groups: Sequence[CacheGroup], num_tokens: int, num_slabs: int) -> AllocStatus | None:
-    """Return NEVER with its numbers when a sequence alone, in steps of one token, could not reach a length."""
-    worst = worst_moment([group.spec for group in groups], num_tokens, arena.layout, num_slabs)
+def refuse_for_ever(
+    arena: Arena,
+    groups: Sequence[CacheGroup],
+    num_tokens: int,
+    num_slabs: int,
+    *,
+    width: int = 1,
+    num_shared: int = 0,
+) -> AllocStatus | None:
+    """Return NEVER with its numbers when sequences alone, in steps of one token, could not reach a length.
+
+    Args:
+        arena: has the layout.
+        groups, num_tokens, num_slabs, width, num_shared: see `worst_moment`.
+    """
+    specs = [group.spec for group in groups]
+    worst = worst_moment(specs, num_tokens, arena.layout, num_slabs, width=width, num_shared=num_shared)
     return None if worst is None else refuse_blocks(arena, worst, num_slabs)
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from quire.memory.gangs import grow_together
 from quire.memory.ops import TableDelta
-from quire.memory.sequence_memory import SequenceMemory
+from quire.memory.tables import BlockTables
 
 
 class SlotCommand(Protocol):
@@ -20,19 +21,21 @@ class SlotCommand(Protocol):
 
 
 class BatchCommands:
-    """Commands for several sequences: each has the effect, and the errors, of the command for one, in turn.
+    """Commands for several sequences: but for `append_slot_to_all`, each has the effect, and the errors, of the command
+    for one, in turn.
 
     Args:
         manager: has the verb for one sequence.
-        sequences: its live sequences.
+        tables: of its live sequences.
         block_size: tokens of a block.
     """
 
-    __slots__ = ("_block_size", "_manager", "_sequences")
+    __slots__ = ("_block_size", "_manager", "_sequences", "_tables")
 
-    def __init__(self, manager: SlotCommand, sequences: dict[int, SequenceMemory], block_size: int) -> None:
+    def __init__(self, manager: SlotCommand, tables: BlockTables, block_size: int) -> None:
         self._manager = manager
-        self._sequences = sequences
+        self._tables = tables
+        self._sequences = tables.sequences
         self._block_size = block_size
 
     def append_slot_to_each(self, seq_ids: Sequence[int]) -> int:
@@ -52,6 +55,20 @@ class BatchCommands:
             elif not append_slots(seq_id, 1):
                 return position
         return len(seq_ids)
+
+    def append_slot_to_all(self, seq_ids: Sequence[int]) -> bool:
+        """Give sequences that advance together a slot for one more token each, or change nothing.
+
+        Args:
+            seq_ids: live sequences on the device, all different, none of which looks ahead.
+
+        Returns:
+            False when some group lacks the blocks.
+
+        Raises:
+            ValueError: one is swapped out.
+        """
+        return grow_together(self._tables, [self._tables.resident(seq_id) for seq_id in seq_ids])
 
     def take_table_deltas_of_each(self, seq_ids: Iterable[int]) -> list[tuple[TableDelta, ...]]:
         """Hand over, for each sequence, the table entries that changed since the last call for it."""

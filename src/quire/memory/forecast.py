@@ -52,9 +52,19 @@ class Forecast:
         arena, groups = self._tables.arena, self._tables.groups
         return judge(arena, groups, num_tokens, hit, step_tokens or num_tokens, self._spare(reserved))
 
-    def can_ever_hold(self, num_tokens: int) -> bool:
-        """Say whether a sequence of `num_tokens` tokens could be held at all, by itself and in the shortest steps."""
-        return self._refuse_for_ever(num_tokens) is None
+    def can_ever_hold(self, num_tokens: int, *, width: int = 1, num_shared: int = 0) -> bool:
+        """Say whether sequences of `num_tokens` tokens could be held at all, by themselves and in the shortest steps.
+
+        Args:
+            num_tokens: that each reaches.
+            width: how many of them, side by side.
+            num_shared: tokens that all of those began with, and hold once.
+        """
+        if width == 1:
+            return self._refuse_for_ever(num_tokens) is None
+        arena, groups = self._tables.arena, self._tables.groups
+        refusal = refuse_for_ever(arena, groups, num_tokens, self._num_slabs, width=width, num_shared=num_shared)
+        return refusal is None
 
     def blocks_missing(self, seq_id: int, num_tokens: int, step_tokens: int | None = None) -> tuple[int, ...]:
         """Return the blocks of each group that a live sequence will still ask for on its way to `num_tokens` tokens.

@@ -109,8 +109,9 @@ class KVCacheManager:
         rollback = Rollback(self.tables, self._mortal)
         self.rollback_limit = rollback.rollback_limit
         self.rollback_point = rollback.rollback_point
-        each = BatchCommands(self, self.sequences, self.block_size)
+        each = BatchCommands(self, self.tables, self.block_size)
         self.append_slot_to_each = each.append_slot_to_each
+        self.append_slot_to_all = each.append_slot_to_all
         self.take_table_deltas_of_each = each.take_table_deltas_of_each
         self.num_resets = 0
         self.namespaces = Namespaces()

@@ -9,6 +9,7 @@ A line has what the command needs to be run again, and what came of it:
                              blocks end with a window or chunk and none is needed); where HIT ends inside a block, a
                              last name is that of the block used in part
  s SEQ N LOOKAHEAD SLOTS     append_slots: the sequence has SLOTS slots now, as before if it was refused
+ g GRANTED SEQ ...           append_slot_to_all: 1 where each of them has a slot more now, 0 where none has
  k PARENT CHILD SLOTS        fork
  t SEQ SLOTS                 truncate
  p SEQ COMPUTED [NAME ...]   publish: names of the blocks that were published, or merged, by this
@@ -49,7 +50,7 @@ from quire.memory.settings import MemorySettings
 from quire.memory.status import PrefixHit
 
 TITLE = "quire memory log"
-VERSION = 2
+VERSION = 3
 COUNT_EVERY = 256
 # The first fields of `Usage` count blocks, sequences, tokens and events; the others follow from them.
 NUM_COUNTS = 9
@@ -157,6 +158,12 @@ class RecordedMemory:
     def append_slot_to_each(self, seq_ids: Sequence[int]) -> int:
         """See `BatchCommands.append_slot_to_each`."""
         return next((idx for idx, seq_id in enumerate(seq_ids) if not self.append_slots(seq_id, 1)), len(seq_ids))
+
+    def append_slot_to_all(self, seq_ids: Sequence[int]) -> bool:
+        """See `BatchCommands.append_slot_to_all`."""
+        is_granted = self.manager.append_slot_to_all(seq_ids)
+        self._write(" ".join([f"g {int(is_granted)}", *map(str, seq_ids)]))
+        return is_granted
 
     def fork(self, parent_id: int, child_id: int, child_tokens: list[int]) -> TokenChain:
         """See `KVCacheManager.fork`."""

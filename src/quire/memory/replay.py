@@ -22,6 +22,7 @@ from quire.memory.usage import Usage
 VERBS = {
     "a": "allocate",
     "s": "append_slots",
+    "g": "append_slot_to_all",
     "k": "fork",
     "t": "truncate",
     "p": "publish",
@@ -169,6 +170,7 @@ class _Replay:
         self._runs: dict[str, Callable[[list[str]], object]] = {
             "a": self._allocate,
             "s": self._append_slots,
+            "g": lambda words: self.memory.append_slot_to_all([int(word) for word in words[1:]]),
             "k": self._fork,
             "t": self._truncate,
             "p": self._publish,

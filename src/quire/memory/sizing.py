@@ -70,30 +70,53 @@ def tokens_bytes(specs: Sequence[KVCacheSpec]) -> int:
     return sum(spec.bytes_per_block for spec in specs if not spec.carries)
 
 
-def worst_moment(specs: Sequence[KVCacheSpec], num_tokens: int, layout: SlabLayout, num_slabs: int) -> list[int] | None:
+def worst_moment(
+    specs: Sequence[KVCacheSpec],
+    num_tokens: int,
+    layout: SlabLayout,
+    num_slabs: int,
+    *,
+    width: int = 1,
+    num_shared: int = 0,
+) -> list[int] | None:
     """Return the blocks of each group at the worst moment of a sequence alone, in steps of one token; None if it fits.
 
     Groups need most when a block has just begun. What is full only grows, what slides repeats: so the last moments of
-    that kind, one period of them, are all that need be looked at, and none when the peaks together fit.
+    that kind, one period of them, are all that need be looked at, and none when the peaks together fit. Of several
+    sequences that began alike, what slides leaves the blocks that they share: the last moments are the worst there too,
+    or that in which they part.
 
     Args:
         specs: of the groups, with one block size.
         num_tokens: the length that the sequence would reach.
         layout: of their blocks.
         num_slabs: slabs that there are for it.
+        width: so many such sequences, side by side.
+        num_shared: tokens that all of those began with, and hold once where they fill blocks.
     """
-    if layout.num_filled([spec.peak_blocks(num_tokens, 1) for spec in specs]) <= num_slabs:
+    if layout.num_filled([width * spec.peak_blocks(num_tokens, 1) for spec in specs]) <= num_slabs:
         return None
     size = specs[0].block_size
     last = (num_tokens - 1) // size
     period = lcm(*(spec.period for spec in specs))
-    moments = [
-        # What is carried along has left the last block when a new one begins.
-        [block_idx + 1 - spec.first_live_token(block_idx * size + spec.carries) // size for spec in specs]
-        for block_idx in range(max(0, last - period + 1), last + 1)
-    ]
-    worst = max(moments, key=layout.num_filled)
+    moments = [block_idx * size for block_idx in range(max(0, last - period + 1), last + 1)]
+    if width > 1:
+        moments.append(num_shared)
+    held = [[_held_at(spec, moment, width, num_shared) for spec in specs] for moment in moments]
+    worst = max(held, key=layout.num_filled)
     return worst if layout.num_filled(worst) > num_slabs else None
+
+
+def _held_at(spec: KVCacheSpec, num_computed: int, width: int, num_shared: int) -> int:
+    """Return the blocks of a group that hold so many tokens and one more, of sequences that began alike."""
+    size = spec.block_size
+    last = num_computed // size
+    # What is carried along has left the last block when a new one begins.
+    first = spec.first_live_token(num_computed + spec.carries) // size
+    if num_computed < num_shared:
+        return last + 1 - first
+    shared = 0 if spec.carries else max(0, num_shared // size - first)
+    return shared + width * (last + 1 - first - shared)
 
 
 def sequence_bytes(specs: Sequence[KVCacheSpec], num_tokens: int) -> int:

@@ -67,7 +67,7 @@ class BlockTables:
         state.num_slots = state.num_computed = hit.num_tokens
         state.has_exclusive_tail = not hit.num_copied
 
-    def grow(self, state: SequenceMemory, end: int, *, is_looking_ahead: bool = False) -> bool:
+    def grow(self, state: SequenceMemory, end: int, *, is_looking_ahead: bool = False, may_spare: bool = True) -> bool:
         """Give a sequence slots up to `end` in every group, or change nothing.
 
         Before the last block is written (M3), it is copied where it is shared. Where it is published, it is copied too
@@ -79,6 +79,7 @@ class BlockTables:
             state: of the sequence.
             end: its slots afterwards.
             is_looking_ahead: hold states as they are, so that `shrink` can go back to them.
+            may_spare: copy what is published even where it could be written in place.
 
         Returns:
             False when some group lacks the blocks.
@@ -110,7 +111,7 @@ class BlockTables:
             return False
         needs_more = [need + (idx in spared) for idx, need in enumerate(needs)]
         # All or none: of what is missing in one group, the others make no hit.
-        if spared and self.arena.can_hold(needs_more):
+        if spared and may_spare and self.arena.can_hold(needs_more):
             needs, copied = needs_more, sorted(copied + spared)
         state.num_slots = end
         if checkpoint is not None:

@@ -9,6 +9,7 @@ from quire.errors import InvariantViolation
 from quire.memory.manager import KVCacheManager
 from quire.memory.recorder import RecordedMemory
 from quire.memory.status import HitEnd, PrefixHit, Verdict
+from quire.scheduling.gangs import seats_of
 from quire.scheduling.preemption import Preemption
 from quire.scheduling.queues import Queues
 from quire.scheduling.stats import SchedulerStats
@@ -72,7 +73,7 @@ class Admission:
             spare: tokens of the budget that are left, at least one.
         """
         running, memory = self._queues.running, self._memory
-        room = Room(granted, spare, self._max_num_seqs - sum(map(_seats, running)), [0] * len(memory.groups))
+        room = Room(granted, spare, self._max_num_seqs - sum(map(seats_of, running)), [0] * len(memory.groups))
         # Sequences already in will ask for the rest of their prompts.
         for sequence in running:
             if sequence.num_pending > 1:
@@ -88,13 +89,15 @@ class Admission:
     def _admit(self, sequence: Sequence, room: Room) -> bool:
         """Open a waiting sequence on its longest hit and grant its first tokens, if there is room for all it has."""
         memory, num_tokens = self._memory, len(sequence.tokens)
-        if _seats(sequence) > room.seats:
+        if seats_of(sequence) > room.seats:
             return False
         if self._prepare is not None and not self._prepare(sequence):
             return False
         hit = memory.match_prefix(sequence.chain, sequence.request.hit_limit)
         step = self._max_num_batched_tokens
-        status = memory.can_allocate(num_tokens, hit, step, room.reserved)
+        # Beams that lack room as soon as they part would begin again.
+        num_beams = sequence.request.params.beam_width or 0
+        status = memory.can_allocate(num_tokens, hit, step, [count + num_beams for count in room.reserved])
         if status.verdict is Verdict.LATER and not self._queues.running:
             # Alone, it need not wait for more room than its shortest steps take.
             step = 1
@@ -117,20 +120,28 @@ class Admission:
     def _bring_back(self, first: Sequence, room: Room) -> bool:
         """Swap a family in again, if there is room for all that its samples have; who gets slots is in the step.
 
-        While nobody runs, a family that does not fit as one loses its last samples to recomputation: they shared more
-        before they wrote tokens of their own. So some sample always comes back.
+        Beams get them all together. While nobody runs, a family that does not fit as one loses its last samples to
+        recomputation: they shared more before they wrote tokens of their own. So some sample always comes back, or, of
+        beams, the prompt.
         """
         memory, queues = self._memory, self._queues
         family = [sequence for sequence in queues.swapped if sequence.request is first.request]
-        if sum(map(_seats, family)) > room.seats:
+        if sum(map(seats_of, family)) > room.seats:
             return False
         while not self._fits(family, room):
             if queues.running:
                 return False
-            self._preemption.drop(family.pop())
+            self._preemption.drop(family[-1])
+            family = [sequence for sequence in family if sequence.status is SequenceStatus.SWAPPED]
             if not family:
                 return True
-        memory.swap_in([sequence.seq_id for sequence in family])
+        seq_ids = [sequence.seq_id for sequence in family]
+        memory.swap_in(seq_ids)
+        if first.is_beam:
+            count = int(len(family) <= room.spare and memory.append_slot_to_all(seq_ids))
+            for sequence in family:
+                self._enter(sequence, count, room)
+            return True
         for sequence in family:
             count = memory.step_limit(sequence.seq_id, min(sequence.num_pending, room.spare))
             if count > 0 and not memory.append_slots(sequence.seq_id, count):
@@ -145,7 +156,7 @@ class Admission:
 
     def _enter(self, sequence: Sequence, count: int, room: Room) -> None:
         """Have a sequence run, with `count` tokens in this step; none are granted to one that lacked slots."""
-        room.seats -= _seats(sequence)
+        room.seats -= seats_of(sequence)
         room.spare -= count
         self._reserve(room, sequence)
         self._queues.move(sequence, SequenceStatus.RUNNING)
@@ -175,9 +186,3 @@ class Admission:
             stats.resumed = stats.resumed.plus(account)
             stats.resumed_queries += num_queried
             stats.resumed_hits += hit.num_tokens
-
-
-def _seats(sequence: Sequence) -> int:
-    """Return the places among `max_num_seqs` that a sequence takes, samples still to fork included."""
-    request = sequence.request
-    return 1 if request.is_forked else request.params.num_sequences

@@ -11,10 +11,23 @@ from itertools import repeat
 from typing import NamedTuple
 
 from quire.memory.ops import MemoryOps, TableDelta
+from quire.sequences.beams import Candidate
+from quire.sequences.logprobs import TokenLogprobs
 from quire.sequences.media import Media
 from quire.sequences.params import SamplingParams
 
-__all__ = ["ItemResult", "MemoryOps", "Opening", "PlanItem", "StepPlan", "StepResult", "TableDelta", "TokenLogprobs"]
+__all__ = [
+    "BeamGroup",
+    "Candidate",
+    "ItemResult",
+    "MemoryOps",
+    "Opening",
+    "PlanItem",
+    "StepPlan",
+    "StepResult",
+    "TableDelta",
+    "TokenLogprobs",
+]
 
 
 class Opening(NamedTuple):
@@ -87,6 +100,20 @@ def plan_items(
     return tuple(map(partial(tuple.__new__, PlanItem), fields))
 
 
+class BeamGroup(NamedTuple):
+    """The beams of one search that advance in a step: their items give no tokens, but candidates, all together.
+
+    Args:
+        seq_ids: of their items; a prompt's alone in its last step.
+        scores: sums of log probabilities of their outputs.
+        num_candidates: how many of the best continuations of all of them are wanted.
+    """
+
+    seq_ids: tuple[int, ...]
+    scores: tuple[float, ...]
+    num_candidates: int
+
+
 class StepPlan(NamedTuple):
     """One engine iteration's decision.
 
@@ -95,28 +122,14 @@ class StepPlan(NamedTuple):
         items: who runs, in policy order; a sequence appears at most once.
         ops: copies (and later transfers) to perform, in order, before this step's kernels.
         closed: sequences that the data plane can forget, before it looks at `items`: finished, aborted or preempted.
+        beams: which items belong together.
     """
 
     tick: int
     items: tuple[PlanItem, ...]
     ops: MemoryOps
     closed: tuple[int, ...]
-
-
-class TokenLogprobs(NamedTuple):
-    """Log probabilities at one position, from the raw distribution (before penalties and temperature).
-
-    Args:
-        token_id: the chosen (or given, in a prompt) token.
-        logprob: its log probability.
-        rank: 1 for the likeliest token.
-        top: (token id, log probability) of the likeliest tokens, best first; may be empty.
-    """
-
-    token_id: int
-    logprob: float
-    rank: int
-    top: tuple[tuple[int, float], ...]
+    beams: tuple[BeamGroup, ...] = ()
 
 
 class ItemResult(NamedTuple):
@@ -124,8 +137,9 @@ class ItemResult(NamedTuple):
 
     Args:
         seq_id: the sequence.
-        token_ids: of several samples, a token for each; of one, a run of tokens that follow each other: the drafts that
-            were accepted, the token drawn behind them, and, unless `params.measures_tokens`, what is certain to follow.
+        token_ids: of a beam nothing; of several samples, a token for each; of one, a run of tokens that follow each
+            other: the drafts that were accepted, the token drawn behind them, and, unless `params.measures_tokens`,
+            what is certain to follow.
         logprobs: one for each of them when `params.measures_tokens`, else empty.
         prompt_logprobs: when `params.prompt_logprobs` is set: for each prompt position `p` in
             `[start + 1, min(start + len + 1, num_prompt))`, the log probabilities of the prompt's token at `p`.
@@ -148,7 +162,15 @@ def plain_results(seq_ids: Iterable[int], token_ids: Iterable[tuple[int, ...]]) 
 
 
 class StepResult(NamedTuple):
-    """What a step gave: one result for each item, in the plan's order."""
+    """What a step gave.
+
+    Args:
+        tick: the plan's.
+        items: a result for each item, in the plan's order.
+        beams: for each of the plan's groups the candidates, best first: those that are possible at all, and none where
+            an item of the group failed.
+    """
 
     tick: int
     items: tuple[ItemResult, ...]
+    beams: tuple[tuple[Candidate, ...], ...] = ()

@@ -20,6 +20,7 @@ from quire.memory.recorder import RecordedMemory
 from quire.memory.status import Verdict
 from quire.scheduling.policies import PREEMPTION_POLICIES
 from quire.scheduling.queues import Queues
+from quire.scheduling.roster import Roster
 from quire.scheduling.stats import SchedulerStats
 from quire.sequences.sequence import Sequence, SequenceStatus
 
@@ -66,6 +67,7 @@ class Preemption:
     Args:
         memory: the manager.
         queues: of the scheduler.
+        roster: has searches begin again.
         stats: counted in.
         policy: a name in `PREEMPTION_POLICIES`.
         mode: "recompute"; "swap", wherever a family and the host allow it; or "auto", what wastes less. Without a host
@@ -76,11 +78,19 @@ class Preemption:
     """
 
     def __init__(
-        self, memory: KVCacheManager | RecordedMemory, queues: Queues, stats: SchedulerStats, *, policy: str, mode: str
+        self,
+        memory: KVCacheManager | RecordedMemory,
+        queues: Queues,
+        roster: Roster,
+        stats: SchedulerStats,
+        *,
+        policy: str,
+        mode: str,
     ) -> None:
         self.costs = SwapCosts()
         self._memory = memory
         self._queues = queues
+        self._roster = roster
         self._stats = stats
         self._choose = PREEMPTION_POLICIES[policy]
         self._mode = mode if memory.usage().host else "recompute"
@@ -101,11 +111,17 @@ class Preemption:
             for sequence in loss.victims:
                 self._queues.move(sequence, SequenceStatus.SWAPPED)
         else:
-            self._stats.wasted_tokens += victim.num_computed
+            self._stats.wasted_tokens += _num_computed(victim)
             self.drop(victim)
 
     def drop(self, sequence: Sequence) -> None:
-        """Free what a sequence holds, on either tier; it waits in its old place and computes its tokens again."""
+        """Free what a sequence holds, on either tier; it waits in its old place and computes its tokens again.
+
+        A beam takes all of its search with it, which waits as the prompt that it began with.
+        """
+        if sequence.is_beam:
+            self._roster.restart(sequence.request)
+            return
         self._memory.free(sequence.seq_id, retain=sequence.request.retain_cache)
         self._queues.close(sequence)
         sequence.num_computed = 0
@@ -113,9 +129,11 @@ class Preemption:
 
     def _loss(self, victim: Sequence, candidates: Candidates[Sequence]) -> Loss:
         """Return the better way, or the one that was asked for, to take a sequence's memory."""
-        release = self._memory.would_release([victim.seq_id])
-        lost_s = release.lost_tokens / self.costs.prefill_tokens_per_s
-        recompute = Loss((victim,), False, lost_s, release.freed_bytes)
+        victims = tuple(victim.request.unfinished) if victim.is_beam else (victim,)
+        release = self._memory.would_release([sequence.seq_id for sequence in victims])
+        lost_tokens = _num_computed(victim) if victim.is_beam else release.lost_tokens
+        lost_s = lost_tokens / self.costs.prefill_tokens_per_s
+        recompute = Loss(victims, False, lost_s, release.freed_bytes)
         swap = None if self._mode == "recompute" else self._swap_loss(victim, candidates)
         if swap is None:
             return recompute
@@ -134,3 +152,9 @@ class Preemption:
         moved_bytes = 2 * self._memory.swap_size(seq_ids).num_bytes
         freed_bytes = self._memory.would_release(seq_ids).freed_bytes
         return Loss(family, True, moved_bytes / self.costs.copy_bytes_per_s, freed_bytes)
+
+
+def _num_computed(victim: Sequence) -> int:
+    """Return the tokens that were computed for a sequence; for a search, those of its prompt and of all its beams."""
+    search = victim.request.search
+    return victim.num_prompt + search.num_computed if search is not None and victim.is_beam else victim.num_computed

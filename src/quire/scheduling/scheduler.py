@@ -11,21 +11,21 @@ Invariants: S1 to S6.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from itertools import islice
 
 from quire.decoding.drafting import Drafter
-from quire.decoding.strategies import strategy_of
-from quire.errors import InvalidParameter, InvariantViolation, PromptTooLong
+from quire.errors import InvalidParameter, InvariantViolation
 from quire.memory.manager import KVCacheManager
 from quire.memory.ops import NO_OPS
 from quire.memory.recorder import RecordedMemory
 from quire.scheduling.admission import Admission
-from quire.scheduling.plan import ItemResult, Opening, PlanItem, StepPlan, plan_items
+from quire.scheduling.gangs import advance_gang, gang_at, groups_of, refuse_what_never_fits
+from quire.scheduling.plan import BeamGroup, Candidate, ItemResult, Opening, PlanItem, StepPlan, plan_items
 from quire.scheduling.policies import ORDER_POLICIES
 from quire.scheduling.preemption import Preemption
 from quire.scheduling.queues import Queues
+from quire.scheduling.roster import Roster
 from quire.scheduling.stats import SchedulerStats
 from quire.sequences.edits import Append, Fail, Finish, Fork, Truncate
 from quire.sequences.request import Request
@@ -77,13 +77,15 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.chunk_tokens: int | None = None
-        self.requests: dict[str, Request] = {}
-        self.sequences: dict[int, Sequence] = {}
         self.stats = SchedulerStats()
         self._queues = Queues()
-        # The queues themselves, not copies.
+        self._roster = Roster(memory, self._queues, ORDER_POLICIES[policy])
+        # The queues and the lists themselves, not copies.
         self.waiting, self.running, self.swapped = self._queues.waiting, self._queues.running, self._queues.swapped
-        self.preemption = Preemption(memory, self._queues, self.stats, policy=preemption_policy, mode=preemption_mode)
+        self.requests, self.sequences = self._roster.requests, self._roster.sequences
+        self.preemption = Preemption(
+            memory, self._queues, self._roster, self.stats, policy=preemption_policy, mode=preemption_mode
+        )
         self._admission = Admission(
             memory,
             self._queues,
@@ -93,8 +95,6 @@ class Scheduler:
             max_num_batched_tokens=max_num_batched_tokens,
             prepare=prepare,
         )
-        self._order = ORDER_POLICIES[policy]
-        self._next_seq_id = 0
 
     # ---- requests come and go ----
 
@@ -111,16 +111,10 @@ class Scheduler:
         if not 0 < request.num_prompt < request.max_total_tokens:
             raise ValueError(f"{request.num_prompt} prompt tokens leave no room within {request.max_total_tokens}")
         if request.params.num_sequences > self.max_num_seqs:
-            raise InvalidParameter("n", request.params.num_sequences, f"at most max_num_seqs ({self.max_num_seqs})")
-        if not self.memory.can_ever_hold(request.max_total_tokens):
-            # Lengths that fit come before those that do not.
-            lengths = range(1, request.max_total_tokens)
-            room = bisect_left(lengths, True, key=lambda length: not self.memory.can_ever_hold(length))
-            limit = max(0, room - (request.max_total_tokens - request.num_prompt))
-            raise PromptTooLong(request.num_prompt, limit, "the KV cache (with room for the output asked for)")
-        tokens = list(request.prompt_token_ids)
-        self._queues.enter(self._open(request, 0, tokens))
-        self.requests[request.request_id] = request
+            name = "n" if request.params.beam_width is None else "beam_width"
+            raise InvalidParameter(name, request.params.num_sequences, f"at most max_num_seqs ({self.max_num_seqs})")
+        refuse_what_never_fits(self.memory, request)
+        self._roster.add(request)
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> list[Sequence]:
         """End a request, whatever state it is in, and free all that it holds.
@@ -135,10 +129,10 @@ class Scheduler:
         request = self.requests.get(request_id)
         if request is None:
             return []
-        ended = [sequence for sequence in request.sequences if not sequence.is_finished]
+        ended = request.unfinished
         for sequence in ended:
-            self._end(sequence, reason, None)
-        self.requests.pop(request_id, None)
+            self._end(sequence, reason)
+        self._roster.remove(request)
         return ended
 
     @property
@@ -168,7 +162,8 @@ class Scheduler:
         items = self._items(granted)
         closed = tuple(self._queues.closed)
         self._queues.closed.clear()
-        return StepPlan(tick, items, self.memory.take_ops(), closed)
+        beams = groups_of(granted, [item.num_samples for item in items]) if self._roster.num_searches else ()
+        return StepPlan(tick, items, self.memory.take_ops(), closed, beams)
 
     def advance(self, items: Iterable[PlanItem], results: Iterable[ItemResult]) -> list[News]:
         """Take in what a step gave, item by item: publish, fork, append, finish.
@@ -205,7 +200,7 @@ class Scheduler:
                         tokens.append(token_ids[edit.draw_idx])
                         news.append((idx, target, edit, len(tokens)))
                     elif isinstance(edit, Fork):
-                        self._fork(samples[edit.parent_idx], edit.sample_idx)
+                        self._roster.fork(samples[edit.parent_idx], edit.sample_idx)
                     elif isinstance(edit, Truncate):
                         self._keep(samples[edit.sample_idx], edit.num_tokens)
                     else:
@@ -220,11 +215,32 @@ class Scheduler:
                 news.append((idx, sequence, failure, len(sequence.tokens)))
         return news
 
+    def advance_beams(self, groups: Iterable[BeamGroup], found: Iterable[tuple[Candidate, ...]]) -> list[News]:
+        """Take in the candidates of a step, once all of its items are taken in.
+
+        Args:
+            groups: of the plan that was executed.
+            found: the candidates of each.
+
+        Returns:
+            What happened, in order, with the place of the group; nothing of a request that ended while the step ran.
+        """
+        return [
+            (idx, sequence, edit, len(sequence.tokens))
+            for idx, (group, candidates) in enumerate(zip(groups, found, strict=True))
+            for sequence, edit in advance_gang(self._roster, group, candidates)
+        ]
+
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
         """End a sequence and free its memory; forget the request when it was the last one."""
         self._end(sequence, reason, stop_reason)
         if sequence.request.is_finished:
-            del self.requests[sequence.request.request_id]
+            self._roster.remove(sequence.request)
+
+    def _end(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
+        self._roster.end(sequence, reason, stop_reason)
+        if self.drafter is not None:
+            self.drafter.forget(sequence)
 
     # ---- parts of taking in ----
 
@@ -270,16 +286,24 @@ class Scheduler:
             num_leading = 0
             # Blocks, of each group, that those who are not served yet may ask for.
             reserved = sum(1 + min(count, max(spare, 1)) // memory.block_size for count in pending_counts)
+        elif self._roster.num_searches:
+            num_leading = next((idx for idx in range(num_leading) if running[idx].is_beam), num_leading)
         num_served = memory.append_slot_to_each([sequence.seq_id for sequence in running[:num_leading]])
         granted |= dict.fromkeys(running[:num_served], 1)
+        gang: list[Sequence] = []
         # Whoever is preempted on the way stands behind the position.
         for position, sequence in islice(enumerate(running), num_served, None):
             pending = len(sequence.tokens) - sequence.num_computed
+            if self.drafter is not None:
+                reserved -= 1 + min(pending, max(spare, 1)) // memory.block_size
+            if self._roster.num_searches and sequence.is_beam:
+                if sequence not in gang:
+                    gang = gang_at(running, position)
+                    granted |= dict.fromkeys(self._grow_together(gang, position), 1)
+                continue
             count = pending if pending == 1 else min(pending, spare)
             if count > 1:
                 count = memory.step_limit(sequence.seq_id, count)
-            if self.drafter is not None:
-                reserved -= 1 + min(pending, max(spare, 1)) // memory.block_size
             if pending == 1 and self._look_ahead(sequence, spare, max(reserved, 0)):
                 spare -= len(sequence.draft)
             elif count > 0 and not memory.append_slots(sequence.seq_id, count):
@@ -300,7 +324,7 @@ class Scheduler:
             spare: tokens of the budget that are left.
             reserved: blocks of each group that are left to others.
         """
-        if self.drafter is None or sequence.request.params.strategy is not None:
+        if self.drafter is None or sequence.request.params.strategy is not None or sequence.request.search is not None:
             return False
         num_tokens = len(sequence.tokens)
         limit = min(spare, sequence.max_tokens - num_tokens - 1)
@@ -336,6 +360,20 @@ class Scheduler:
                 return 0
             if self.memory.append_slots(sequence.seq_id, count):
                 return count
+
+    def _grow_together(self, gang: list[Sequence], position: int) -> list[Sequence]:
+        """Get a slot for each beam of a gang, if need be by taking memory from the unplanned tail.
+
+        Returns:
+            The gang; or nobody, when there is nobody left to take from: all keep their blocks and yield this step.
+        """
+        seq_ids = [beam.seq_id for beam in gang]
+        while not self.memory.append_slot_to_all(seq_ids):
+            unplanned = self.running[position + len(gang) :]
+            if not unplanned:
+                return []
+            self.preemption.take_from(unplanned)
+        return gang
 
     def _items(self, granted: dict[Sequence, int]) -> tuple[PlanItem, ...]:
         """Return each sequence's share of the step: so many of its next tokens."""
@@ -377,39 +415,3 @@ class Scheduler:
             request.bad_words,
             request.dry_breakers,
         )
-
-    # ---- lives of sequences ----
-
-    def _fork(self, parent: Sequence, sample_idx: int) -> None:
-        """Open another sample of a request as a copy of a running sequence; its blocks are shared."""
-        child = self._open(parent.request, sample_idx, parent.tokens.copy(), parent)
-        child.num_computed = parent.num_computed
-        child.move_to(SequenceStatus.RUNNING)
-        self._queues.enter(child)
-
-    def _open(self, request: Request, sample_idx: int, tokens: list[int], parent: Sequence | None = None) -> Sequence:
-        """Make a sequence, forked from a parent where there is one."""
-        seq_id = self._next_seq_id
-        self._next_seq_id += 1
-        if parent is None:
-            chain = self.memory.chain(tokens, request.namespace, [media.span for media in request.media])
-        else:
-            chain = self.memory.fork(parent.seq_id, seq_id, tokens)
-        key = (*self._order(request), sample_idx)
-        sequence = Sequence(seq_id, request, sample_idx, tokens, chain, key, strategy_of(request))
-        request.sequences.append(sequence)
-        self.sequences[seq_id] = sequence
-        return sequence
-
-    def _end(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None) -> None:
-        """Finish a sequence; it holds nothing afterwards (S4)."""
-        if sequence.status is not SequenceStatus.WAITING:
-            is_sound = reason is not FinishReason.ERROR
-            self.memory.free(sequence.seq_id, retain=sequence.request.retain_cache, is_sound=is_sound)
-            self._queues.close(sequence)
-        self._queues.move(sequence, SequenceStatus.FINISHED)
-        sequence.finish_reason = reason
-        sequence.stop_reason = stop_reason
-        del self.sequences[sequence.seq_id]
-        if self.drafter is not None:
-            self.drafter.forget(sequence)

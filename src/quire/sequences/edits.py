@@ -31,6 +31,12 @@ class Truncate(NamedTuple):
     num_tokens: int
 
 
+class Drop(NamedTuple):
+    """Give beam `sample_idx` up: it ends and leaves nothing, and another may take its place."""
+
+    sample_idx: int
+
+
 class Finish(NamedTuple):
     """End sample `sample_idx`."""
 
@@ -46,3 +52,5 @@ class Fail(NamedTuple):
 
 
 Edit = Fork | Append | Truncate | Finish
+# Of a search, all of whose beams are advanced together.
+BeamEdit = Fork | Append | Drop | Finish

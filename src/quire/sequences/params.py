@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.errors import InvalidParameter
+from quire.sequences.beam_params import check_beams
 from quire.sequences.param_checks import (
     integer,
     logit_bias,
@@ -37,6 +38,11 @@ class SamplingParams:
         n: sequences to sample from one prompt; the prompt is computed once and forked.
         best_of: sample so many sequences, and return the `n` whose tokens have the highest mean log probability, best
             first; None samples `n`.
+        beam_width: search with so many beams, and return the `n` best outputs, best first; nothing is drawn then. None
+            samples.
+        length_penalty: of a beam search: scores are divided by the output's length to this power.
+        early_stopping: of a beam search: True ends it as soon as `beam_width` outputs have ended; False when none of
+            the beams, ending now, would be better than those; "never" when none could become better.
         temperature: 0 is greedy; otherwise logits are divided by it.
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         top_p: keep the smallest set of tokens whose probability reaches this; 1 keeps all.
@@ -81,6 +87,9 @@ class SamplingParams:
 
     n: int = 1
     best_of: int | None = None
+    beam_width: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -174,16 +183,17 @@ class SamplingParams:
         put(self, "penalizes_tokens", penalties != (1.0, 0.0, 0.0))
         needs_history = self.penalizes_tokens or self.dry_multiplier or self.bad_words or self.logits_processors
         put(self, "needs_history", bool(needs_history))
+        put(self, "length_penalty", check_beams(self))
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that are sampled."""
-        return self.n if self.best_of is None else self.best_of
+        """Sequences that run side by side: samples or beams."""
+        return self.beam_width or self.best_of or self.n
 
     @property
     def is_ranked(self) -> bool:
         """True when more sequences are sampled than returned."""
-        return self.num_sequences > self.n
+        return self.best_of is not None and self.best_of > self.n
 
     @property
     def measures_tokens(self) -> bool:
@@ -200,13 +210,13 @@ class SamplingParams:
 
         Args:
             vocab_size: token ids must lie in [0, vocab_size).
-            max_num_seqs: sequences that can run at once; `n` and `best_of` must fit.
+            max_num_seqs: sequences that can run at once; `n`, `best_of` and `beam_width` must fit.
 
         Raises:
             InvalidParameter: naming the field.
         """
         if self.num_sequences > max_num_seqs:
-            name = "n" if self.best_of is None else "best_of"
+            name = "beam_width" if self.beam_width else "best_of" if self.best_of else "n"
             raise InvalidParameter(name, self.num_sequences, f"at most max_num_seqs ({max_num_seqs})")
         for name, ids in (
             ("allowed_token_ids", self.allowed_token_ids or ()),

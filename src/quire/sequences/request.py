@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from quire.memory.chain import Namespace
 from quire.memory.status import HitEnd, PrefixHit, TokenAccount
+from quire.sequences.beams import BeamSearch
 from quire.sequences.media import Media
 from quire.sequences.params import SamplingParams
 from quire.sequences.sequence import Sequence
@@ -29,7 +30,9 @@ class Request:
         bad_words: token sequences that its outputs may not contain.
         dry_breakers: tokens across which nothing counts as repeated.
         seed: seed of its draws.
-        sequences: the prompt's sequence first; after the fork one for each sample.
+        sequences: the prompt's sequence first; after the fork one for each sample. Of a beam search by place, those
+            that were given up among them.
+        search: how far a beam search is; None for samples.
         num_known_prompt_logprobs: prompt positions whose log probabilities came back already.
         account: where the KV of the prompt came from at the first admission, and why the rest was computed, as far as
             the client may know; None before it.
@@ -51,6 +54,7 @@ class Request:
     bad_words: tuple[tuple[int, ...], ...] = ()
     dry_breakers: tuple[int, ...] = ()
     sequences: list[Sequence] = field(default_factory=list)
+    search: BeamSearch | None = None
     num_known_prompt_logprobs: int = 0
     account: TokenAccount | None = None
     hit_end: HitEnd | None = None
@@ -77,6 +81,11 @@ class Request:
         self.account = account.told()
         self.hit_end = hit.end.told
         self.differs_at = hit.differs_at
+
+    @property
+    def unfinished(self) -> list[Sequence]:
+        """The sequences that wait, run or are swapped out."""
+        return [sequence for sequence in self.sequences if not sequence.is_finished]
 
     @property
     def is_forked(self) -> bool:

@@ -37,6 +37,8 @@ class FinishReason(Enum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    # Of a beam that was given up: no client sees it.
+    DROPPED = "dropped"
 
 
 class Sequence:
@@ -136,6 +138,11 @@ class Sequence:
     def num_pending(self) -> int:
         """Tokens still to run through the model before the next one can be sampled."""
         return len(self.tokens) - self.num_computed
+
+    @property
+    def is_beam(self) -> bool:
+        """True for one of the beams of a search, which advance, lose their memory and come back together."""
+        return self.request.search is not None and len(self.tokens) > self.num_prompt
 
     @property
     def is_finished(self) -> bool:

@@ -107,6 +107,7 @@ def read_chat(state: ServerState, fields: Fields) -> tuple[Job, Extras]:
         tool_use=tool_use,
     )
     spelled = {"max_tokens": length, "logprobs": "top_logprobs", "prompt": "messages"}
+    spelled |= sampling.width_spelling(fields)
     own: dict[str, Any] = {"max_tokens": fields.get(length), "logprobs": extras.top_logprobs}
     if tool_use is not None:
         own |= tool_use.sampling()
@@ -239,4 +240,5 @@ class ChatReply:
 
 def _ending(output: CompletionOutput, calls: SampleCalls | None) -> dict[str, Any]:
     reason = output.finish_reason if calls is None else calls.finish_reason(output.finish_reason)
-    return {"finish_reason": reason, "stop_reason": output.stop_reason}
+    score = {} if output.beam_score is None else {"beam_score": output.beam_score}
+    return {"finish_reason": reason, "stop_reason": output.stop_reason, **score}

@@ -106,14 +106,15 @@ def read_completion(state: ServerState, fields: Fields) -> tuple[Job, Extras, li
     own: dict[str, Any] = {"max_tokens": max(max_tokens, 1), "logprobs": extras.logprobs}
     if has_echo and extras.logprobs is not None:
         own["prompt_logprobs"] = max(extras.logprobs, extras.prompt_logprobs or 0)
-    params = sampling.read_sampling(fields, state.llm.default_sampling_params(), own, SPELLED)
+    spelled = {**SPELLED, **sampling.width_spelling(fields)}
+    params = sampling.read_sampling(fields, state.llm.default_sampling_params(), own, spelled)
     if len(prompts) * params.num_sequences > MAX_SEQUENCES:
-        name = "n" if params.best_of is None else "best_of"
+        name = "beam_width" if params.beam_width else "best_of" if params.best_of else "n"
         allowed = f"at most {MAX_SEQUENCES} divided by the number of prompts"
-        raise InvalidParameter(name, params.num_sequences, allowed)
+        raise InvalidParameter(spelled.get(name, name), params.num_sequences, allowed)
 
     encode = partial(_encode, state.llm.tokenizer, prompts, fields.flag("add_special_tokens", True))
-    return Job(len(prompts), encode, params, options, SPELLED, extras.is_prompt_only), extras, prompts
+    return Job(len(prompts), encode, params, options, spelled, extras.is_prompt_only), extras, prompts
 
 
 def read_prompts(value: object, max_prompts: int) -> list[Prompt]:
@@ -244,7 +245,8 @@ class CompletionReply:
             return {"finish_reason": None, "stop_reason": None}
         if self._extras.is_prompt_only:
             return {"finish_reason": "length", "stop_reason": None}
-        return {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
+        score = {} if output.beam_score is None else {"beam_score": output.beam_score}
+        return {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason, **score}
 
     def _ids(self, token_ids: list[int]) -> dict[str, Any]:
         return {"token_ids": token_ids} if self._extras.token_ids else {}

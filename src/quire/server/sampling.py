@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.errors import InvalidParameter
+from quire.sequences.beam_params import NO_CHOICE
 from quire.sequences.params import SamplingParams
 from quire.server.fields import Fields, Refusal
 
@@ -14,6 +15,9 @@ from quire.server.fields import Fields, Refusal
 SAMPLING_FIELDS = (
     "n",
     "best_of",
+    "beam_width",
+    "length_penalty",
+    "early_stopping",
     "temperature",
     "top_p",
     "top_k",
@@ -49,6 +53,7 @@ OPTION_FIELDS = (
     "logprobs",
     "stream",
     "stream_options",
+    "use_beam_search",
     "add_special_tokens",
     "priority",
     "cache_salt",
@@ -58,9 +63,6 @@ OPTION_FIELDS = (
 )
 NO_CONSTRAINTS = "the output cannot be constrained yet"
 UNSUPPORTED: Mapping[str, Refusal] = {
-    "use_beam_search": ((False,), "beam search cannot be asked for over HTTP yet"),
-    "length_penalty": ((1.0, 1), "it belongs to beam search"),
-    "early_stopping": ((False,), "it belongs to beam search"),
     "response_format": (({"type": "text"},), NO_CONSTRAINTS),
     "structured_outputs": ((), NO_CONSTRAINTS),
     "guided_json": ((), NO_CONSTRAINTS),
@@ -153,16 +155,16 @@ def read_sampling(
         fields: the body.
         defaults: the model's recommendations, for what the body leaves open.
         own: parameters that the route computed itself; they win.
-        spelled: how the client wrote a parameter, where that is not `SamplingParams`' name.
+        spelled: how the client wrote a parameter, where that is not `SamplingParams`' name; a beam width that has
+            another name is taken from there.
 
     Raises:
         InvalidParameter: in the client's spelling.
     """
-    given: dict[str, Any] = dict(defaults)
-    for name in SAMPLING_FIELDS:
-        value = fields.get(name)
-        if value is not None:
-            given[name] = value
+    asked = {name: value for name in SAMPLING_FIELDS if (value := fields.get(name)) is not None}
+    if "beam_width" in spelled:
+        asked["beam_width"] = asked.pop("best_of", asked.get("n", 1))
+    given: dict[str, Any] = {**defaults, **(NO_CHOICE if "beam_width" in asked else {}), **asked}
     if isinstance(given.get("logit_bias"), dict):
         given["logit_bias"] = {_token_id(key): bias for key, bias in given["logit_bias"].items()}
     given.update(own)
@@ -170,9 +172,29 @@ def read_sampling(
         params = SamplingParams(**given)
     except InvalidParameter as error:
         raise InvalidParameter(spelled.get(error.field or "", error.field or ""), error.value, error.allowed) from error
+    if params.beam_width is not None and fields.flag("stream"):
+        raise InvalidParameter("stream", True, "false beside a beam search: the best outputs are known last")
     if params.is_ranked and fields.flag("stream"):
         raise InvalidParameter("best_of", params.best_of, f"n ({params.n}) when stream is true: the best come last")
     return params
+
+
+def width_spelling(fields: Fields) -> dict[str, str]:
+    """Return how the client wrote a beam width: by vLLM's `use_beam_search` it is `best_of`, or else `n`.
+
+    Returns:
+        The client's field by its name here; nothing where they are the same, or where no width is wanted.
+
+    Raises:
+        InvalidParameter: a width, and that no beam search is wanted.
+    """
+    has_width = fields.get("beam_width") is not None
+    is_wanted = fields.flag("use_beam_search", has_width)
+    if not is_wanted and has_width:
+        raise InvalidParameter("use_beam_search", False, "true or absent beside beam_width")
+    if not is_wanted or has_width:
+        return {}
+    return {"beam_width": "n" if fields.get("best_of") is None else "best_of"}
 
 
 def _token_id(key: object) -> object:

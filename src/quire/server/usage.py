@@ -11,7 +11,7 @@ from quire.memory.status import NO_TOKENS, TokenAccount
 
 class TokenCount:
     """Tokens of one HTTP request: each prompt once, whatever `n` is; every sample's output, also of
-    those that `best_of` leaves out.
+    those that `best_of` leaves out. Of a beam search the outputs, and apart from them what the other beams were given.
 
     Args:
         is_prompt_only: the client asked for no output; the token that the engine needs to run is not counted.
@@ -24,6 +24,7 @@ class TokenCount:
         # By prompt and sample: drafts that were verified, and those of them that were right.
         self._drafts: dict[tuple[int, int], tuple[int, int]] = {}
         self.num_output = 0
+        self.num_pruned = 0
 
     @property
     def num_prompt(self) -> int:
@@ -41,6 +42,7 @@ class TokenCount:
         for output in delta.outputs:
             if output.num_draft_tokens:
                 self._drafts[prompt_idx, output.index] = output.num_draft_tokens, output.num_accepted_tokens
+        self.num_pruned += delta.num_pruned_tokens
         if not self._is_prompt_only:
             self.num_output += sum(len(output.token_ids) for output in delta.outputs) + delta.num_dropped_tokens
 
@@ -52,6 +54,7 @@ class TokenCount:
             "prompt_tokens": num_prompt,
             "completion_tokens": self.num_output,
             "total_tokens": num_prompt + self.num_output,
+            **({"completion_tokens_details": {"pruned_tokens": self.num_pruned}} if self.num_pruned else {}),
             "prompt_tokens_details": {
                 "cached_tokens": sum(num_cached for _, num_cached in self._prompts.values()),
                 "by_source": account.sources._asdict(),

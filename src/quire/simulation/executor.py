@@ -15,7 +15,7 @@ from quire.errors import InvariantViolation
 from quire.memory.ops import BlockCopy, MemoryOps, Tier
 from quire.memory.pool import NULL_BLOCK
 from quire.memory.specs import FullAttention, KVCacheSpec
-from quire.scheduling.plan import ItemResult, Opening, PlanItem, StepPlan, StepResult
+from quire.scheduling.plan import BeamGroup, Candidate, ItemResult, Opening, PlanItem, StepPlan, StepResult
 
 # A token id, or what stands for media: a token id, their digest and the row of them.
 Token = int | tuple[int, bytes, int]
@@ -86,7 +86,10 @@ class SimulatedExecutor:
         items = [self._write(item, written) for item in plan.items]
         for item in items:
             self._read(item)
-        return StepResult(plan.tick, tuple(self._draw(item) for item in items))
+        found = tuple(self._find_candidates(group) for group in plan.beams)
+        searching = {seq_id for group in plan.beams for seq_id in group.seq_ids}
+        drawing = [item._replace(num_samples=0) if item.seq_id in searching else item for item in items]
+        return StepResult(plan.tick, tuple(map(self._draw, drawing)), found)
 
     def foresee(self, seq_id: int, token_ids: Sequence[int]) -> int | None:
         """Return the token that comes after what a sequence has computed and these; None where it is not open."""
@@ -212,11 +215,36 @@ class SimulatedExecutor:
 
     def _next_token(self, opening: Opening, context: list[Token], draw_idx: int) -> int:
         """Return a token that is a function of seed, sample and context, and not a suppressed one."""
-        data = repr((opening.seed, opening.sample_idx + draw_idx, context)).encode()
-        number = int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
-        banned = opening.suppressed_ids if len(context) < opening.num_prompt + opening.params.min_tokens else ()
-        allowed = [token_id for token_id in range(self.vocab_size) if token_id not in banned]
-        return allowed[number % len(allowed)]
+        allowed = self._allowed_ids(opening, len(context))
+        return allowed[_number(opening.seed, opening.sample_idx + draw_idx, context) % len(allowed)]
+
+    def _allowed_ids(self, opening: Opening, num_tokens: int) -> list[int]:
+        banned = opening.suppressed_ids if num_tokens < opening.num_prompt + opening.params.min_tokens else ()
+        return [token_id for token_id in range(self.vocab_size) if token_id not in banned]
+
+    def _find_candidates(self, group: BeamGroup) -> tuple[Candidate, ...]:
+        """Return the best continuations of beams, by log probabilities that depend on the whole context."""
+        found = []
+        for parent_idx, (seq_id, score) in enumerate(zip(group.seq_ids, group.scores, strict=True)):
+            opening, context = self._open[seq_id].opening, self._open[seq_id].tokens
+            logprobs = log_probabilities(opening.seed, context, self.vocab_size)
+            found += [
+                Candidate(parent_idx, token_id, score + logprobs[token_id])
+                for token_id in self._allowed_ids(opening, len(context))
+            ]
+        return tuple(sorted(found, key=lambda candidate: -candidate.score)[: group.num_candidates])
+
+
+def log_probabilities(seed: int, context: Sequence[Token], vocab_size: int) -> list[float]:
+    """Return what each token behind a context is worth to a beam: a function of both, from -8 to 0."""
+    number = _number(seed, 0, context)
+    # Multiples of an odd number, modulo a power of two, are spread over all that there is.
+    return [-8.0 * (number * (2 * token_id + 1) % 2**64) / 2**64 for token_id in range(vocab_size)]
+
+
+def _number(seed: int, which: int, context: Sequence[Token]) -> int:
+    """Return 64 bits that are a function of a seed, a number and a context."""
+    return int.from_bytes(blake2b(repr((seed, which, list(context))).encode(), digest_size=8).digest(), "little")
 
 
 class CountingExecutor:

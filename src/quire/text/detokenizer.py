@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
+from copy import copy
 from typing import Protocol
 
 from quire.text.tokenizer import Tokenizer
@@ -55,6 +56,12 @@ class IncrementalDetokenizer:
         """Return what is held back, as replacement characters; the sequence has ended."""
         return self._characters.end()
 
+    def fork(self) -> IncrementalDetokenizer:
+        """Return a copy that goes on by itself."""
+        twin = copy(self)
+        twin._characters = self._characters.fork()
+        return twin
+
     def _add(self, token_id: int) -> str:
         tokenizer = self._tokenizer
         if not self._is_visible(token_id):
@@ -96,6 +103,10 @@ class _Characters(Protocol):
         """Return what is held back as replacement characters."""
         ...
 
+    def fork(self) -> _Characters:
+        """Return a copy that goes on by itself."""
+        ...
+
 
 class _LossyCharacters:
     """Bytes of one stream: a fault anywhere is one replacement character for each maximal well-formed part."""
@@ -108,6 +119,11 @@ class _LossyCharacters:
 
     def end(self) -> str:
         return self._decoder.decode(b"", final=True)
+
+    def fork(self) -> _LossyCharacters:
+        twin = _LossyCharacters()
+        twin._decoder.setstate(self._decoder.getstate())
+        return twin
 
 
 class _RunCharacters:
@@ -135,3 +151,6 @@ class _RunCharacters:
     def end(self) -> str:
         held, self._pending, self._is_broken = self._pending, b"", False
         return REPLACEMENT * len(held)
+
+    def fork(self) -> _RunCharacters:
+        return copy(self)

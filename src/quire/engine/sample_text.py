@@ -1,0 +1,62 @@
+"""The text of one sample or beam, token by token, up to a stop string."""
+
+from __future__ import annotations
+
+from quire.decoding.stop import StopStrings
+from quire.sequences.request import Request
+from quire.text.detokenizer import IncrementalDetokenizer
+from quire.text.tokenizer import Tokenizer
+
+
+class SampleText:
+    """One sample's text as far as it may be shown; bytes of a character that its end cuts off are left out.
+
+    Args:
+        request: the sample's request.
+        tokenizer: None gives no text.
+    """
+
+    __slots__ = ("_detokenizer", "_min_tokens", "_shows_stop", "_stops")
+
+    def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
+        params = request.params
+        self._stops = StopStrings(params.stop, is_included=params.include_stop_str_in_output)
+        self._shows_stop = params.include_stop_str_in_output
+        self._min_tokens = params.min_tokens
+        self._detokenizer: IncrementalDetokenizer | None = None
+        if tokenizer is not None and params.detokenize:
+            self._detokenizer = IncrementalDetokenizer(
+                tokenizer,
+                request.prompt_token_ids,
+                skip_special_tokens=params.skip_special_tokens,
+                kept_special_ids=params.kept_special_ids,
+            )
+
+    def take(self, token_id: int, num_output: int, *, is_end_token: bool) -> tuple[str, str | None]:
+        """Take one more token.
+
+        Args:
+            token_id: the token.
+            num_output: tokens of the output up to this one.
+            is_end_token: the sample ends because of it; it is part of the text only where stop strings are.
+
+        Returns:
+            The text that may be shown now, and the stop string that it completed, if any.
+        """
+        if self._detokenizer is None:
+            return "", None
+        text = "" if is_end_token and not self._shows_stop else self._detokenizer.push((token_id,))
+        return self._stops.push(text, can_stop=num_output > self._min_tokens)
+
+    def flush(self) -> str:
+        """Return the text still held back, of a sample that ended without a stop string."""
+        return self._stops.flush()
+
+    def fork(self) -> SampleText:
+        """Return a text that goes on from here by itself."""
+        twin = SampleText.__new__(SampleText)
+        twin._stops = self._stops.fork()
+        twin._shows_stop = self._shows_stop
+        twin._min_tokens = self._min_tokens
+        twin._detokenizer = None if self._detokenizer is None else self._detokenizer.fork()
+        return twin
