@@ -39,6 +39,13 @@ def test_decodes_have_the_tokens_asked_for_as_far_as_sequences_reach() -> None:
     assert decode_items(LIMITS, 1) == [(1, 1)] * 4
 
 
+def test_decodes_have_drafts_as_far_as_the_budget_reaches() -> None:
+    assert decode_items(LIMITS._replace(num_draft_tokens=3), 40) == [(10, 4)] * 4
+    assert decode_items(LIMITS._replace(num_draft_tokens=30), 40) == [(10, 12)] * 4
+    assert decode_items(LIMITS._replace(num_draft_tokens=3), 1000) == [(28, 4)] * 4
+    assert decode_items(LIMITS._replace(num_draft_tokens=3, max_num_seqs=50), 100) == [(2, 1)] * 50
+
+
 @pytest.mark.parametrize(("fixed", "slope"), [(10_000, 7), (10_000, 0), (0, 3)])
 def test_the_cost_is_split_into_its_two_parts(fixed: int, slope: int) -> None:
     limits = LIMITS._replace(max_model_len=1 << 20)
@@ -56,7 +63,10 @@ def test_short_sequences_leave_no_slope_to_be_seen() -> None:
     assert step_cost(LIMITS, lambda items: 1000 * len(items)) == StepCost(fixed_bytes=4000, bytes_per_token=0)
 
 
-@pytest.mark.parametrize("items", [prefill_items(LIMITS), decode_items(LIMITS, 60)])
+@pytest.mark.parametrize(
+    "items",
+    [prefill_items(LIMITS), decode_items(LIMITS, 60), decode_items(LIMITS._replace(num_draft_tokens=3), 60)],
+)
 def test_the_steps_run(items: Items, tmp_path: Path) -> None:
     decoder = Tiny(tiny_qwen3, tmp_path).decoder
     groups = decoder.cache_groups
@@ -64,7 +74,8 @@ def test_the_steps_run(items: Items, tmp_path: Path) -> None:
     for storage in runner._storages:
         storage.data.zero_()  # nobody wrote what the steps read: it could be NaN
     result = runner.execute(plan_of(items, LIMITS, len(groups)))
-    assert [len(item.token_ids) for item in result.items] == [1] * len(items)
+    for item, (start, count) in zip(result.items, items, strict=True):
+        assert 1 <= len(item.token_ids) <= (count if start else 1)
 
 
 @pytest.mark.gpu

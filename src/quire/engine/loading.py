@@ -105,7 +105,7 @@ def load(config: EngineConfig, instruments: Instruments | None = None) -> Loaded
     draft = None if guide is None else _load_decoder(options, guide, device, dtype)
     stored = _stored(config, dtype)
     groups = [spec for each in (decoder, draft) if each for spec in _groups(config, each, stored)]
-    step = _step_cost(config, decoder, device, stored)
+    step = _step_cost(config, [each for each in (decoder, draft) if each], device, stored)
     resolved = resolve(config, probe(device), _facts(config, decoder, groups, step))
     torch.set_num_threads(resolved.num_threads)
     for line in resolved.lines():
@@ -218,17 +218,25 @@ def _stored(config: EngineConfig, dtype: torch.dtype) -> str:
     return stored
 
 
-def _step_cost(config: EngineConfig, decoder: Decoder, device: str, stored: str) -> StepCost:
-    """Return what a step takes of a GPU; on a CPU, where memory is shared with others anyway, it is not looked at."""
+def _step_cost(config: EngineConfig, decoders: Sequence[Decoder], device: str, stored: str) -> StepCost:
+    """Return what a step takes of a GPU; on a CPU, where memory is shared with others anyway, it is not looked at.
+
+    Args:
+        decoders: the model, and a draft model, which run one after the other.
+    """
     if device == "cpu":
         return StepCost()
     limits = StepLimits(
         config.scheduler.max_num_seqs,
         step_tokens(config.scheduler, device),
-        context_length(config.model.max_model_len, decoder.spec.max_position),
+        context_length(config.model.max_model_len, decoders[0].spec.max_position),
         config.cache.block_size,
+        config.speculative.num_tokens,
     )
-    return measure_step_cost(decoder, limits, decoder.dtype, stored)
+    costs = [measure_step_cost(decoder, limits, decoder.dtype, stored) for decoder in decoders]
+    return StepCost(
+        fixed_bytes=max(cost.fixed_bytes for cost in costs), bytes_per_token=max(cost.bytes_per_token for cost in costs)
+    )
 
 
 def _longest_bytes(groups: Sequence[KVCacheSpec], max_model_len: int) -> int:

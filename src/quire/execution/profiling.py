@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -29,12 +30,14 @@ class StepLimits(NamedTuple):
         max_num_batched_tokens: tokens computed.
         max_model_len: tokens of a sequence.
         block_size: N.
+        num_draft_tokens: of a sequence.
     """
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
     block_size: int
+    num_draft_tokens: int = 0
 
 
 # (start, tokens) of each sequence in a step.
@@ -76,9 +79,14 @@ def prefill_items(limits: StepLimits) -> Items:
 
 
 def decode_items(limits: StepLimits, num_cached: int) -> Items:
-    """Return (start, 1) of each sequence in a step of decodes that have so many cached tokens together, or nearly."""
-    start = min(limits.max_model_len - 1, max(1, num_cached // limits.max_num_seqs))
-    return [(start, 1)] * limits.max_num_seqs
+    """Return (start, tokens) of each sequence in a step of decodes that have so many cached tokens together, or nearly.
+
+    Where there are drafts, each has a token and as many of them as there may be.
+    """
+    most = limits.max_num_batched_tokens // limits.max_num_seqs - 1
+    count = 1 + max(0, min(limits.num_draft_tokens, most, limits.max_model_len - 2))
+    start = min(limits.max_model_len - count, max(1, num_cached // limits.max_num_seqs))
+    return [(start, count)] * limits.max_num_seqs
 
 
 def _num_cached(items: Items) -> int:
@@ -94,8 +102,11 @@ def _plan_items(items: Items, limits: StepLimits, num_groups: int) -> Iterator[P
     for seq_id, (start, count) in enumerate(items):
         table = (1,) * -(-(start + count) // limits.block_size)
         deltas = tuple(TableDelta(group_idx, 0, table) for group_idx in range(num_groups))
-        opening = Opening(HUNGRY, 0, 0, start + count, (0,) * (start + count), ())
-        yield PlanItem(seq_id, start, (0,) * count, deltas, 1, opening)
+        # Rows that look at the tokens before them are drawn in turn, which takes less.
+        num_draft = count - 1 if start else 0
+        params = replace(HUNGRY, presence_penalty=0.0) if num_draft else HUNGRY
+        opening = Opening(params, 0, 0, start + count, (0,) * (start + count), ())
+        yield PlanItem(seq_id, start, (0,) * count, deltas, 1, opening, num_draft)
 
 
 def _peak_bytes(decoder: Decoder, limits: StepLimits, dtype: torch.dtype, stored: str | None, items: Items) -> int:
