@@ -105,6 +105,12 @@ class UnsupportedFeature(RequestError):
         super().__init__(f"{field} is not supported: {why}", field=field)
 
 
+class RequestFailed(RequestError):
+    """A request that failed on what it asked for: a grammar that goes no further, say, or no token that is allowed."""
+
+    code = "request_failed"
+
+
 class QueueFull(RequestError):
     """The waiting queue has no place left; the client should come back later.
 

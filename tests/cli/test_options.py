@@ -39,7 +39,7 @@ def test_every_field_has_a_flag_with_its_meaning(parser: argparse.ArgumentParser
     for name in option_homes():
         assert helps[name], name
     for field in fields(SamplingParams):
-        if field.init and field.name not in ("logits_processors", "strategy"):
+        if field.init and field.name not in ("logits_processors", "strategy", "structured_outputs"):
             assert ("request_seed" if field.name == "seed" else field.name) in helps, field.name
 
 

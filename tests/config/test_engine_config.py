@@ -116,6 +116,8 @@ NEEDED: dict[str, dict[str, Any]] = {
         ("prompt_lookup_max", [None, 2, 64], [0, 1, 65, 1.5, "2", True]),
         ("suffix_cache_bytes", [None, 1 << 16, 1 << 40], [0, 65535, 1e9, "1GiB", True]),
         ("draft_model", ["some/folder"], [None, "", 3, True]),
+        ("grammar_timeout_s", [5, 0.1], [0, -1.0, math.nan, math.inf, "5", True, None]),
+        ("grammar_memory_bytes", [1 << 24, 10**12], [0, (1 << 24) - 1, -1, 1e9, True, None]),
     ],
 )
 def test_an_option_is_taken_or_refused_by_name_and_value(name: str, good: list[Any], bad: list[Any]) -> None:

@@ -18,7 +18,7 @@ USER = [{"role": "user", "content": "hi"}]
 
 
 def test_3_cached_tokens_are_always_told(client: openai.OpenAI) -> None:
-    prompt = "a prompt that nobody sent before, and that is longer than two blocks"
+    prompt = "§ nobody has sent this prompt before, and it is longer than two blocks"
     usages = [client.completions.create(model="tiny", prompt=prompt, max_tokens=1).usage for _ in range(2)]
     assert usages[0].prompt_tokens_details.cached_tokens == 0
     assert 32 <= usages[1].prompt_tokens_details.cached_tokens < usages[1].prompt_tokens

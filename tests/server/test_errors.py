@@ -112,10 +112,10 @@ INVALID: list[Case] = [
 ]
 UNSUPPORTED: list[Case] = [
     (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix"),
-    (COMPLETIONS, {"prompt": "a", "guided_json": {}}, "guided_json"),
+    (COMPLETIONS, {"prompt": "a", "guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
     (CHAT, {"messages": USER, "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     (CHAT, {"messages": USER, "functions": [{"name": "f"}]}, "functions"),
-    (CHAT, {"messages": USER, "response_format": {"type": "json_object"}}, "response_format"),
+    (CHAT, {"messages": USER, "response_format": {"type": "structural_tag"}}, "response_format.type"),
     (CHAT, {"messages": USER, "modalities": ["text", "audio"]}, "modalities"),
     (CHAT, {"messages": USER, "audio": {"voice": "alloy"}}, "audio"),
     (CHAT, {"messages": USER, "chat_template": "{{ 1 }}"}, "chat_template"),

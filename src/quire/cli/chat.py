@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from quire.cli.options import add_engine_options, add_sampling_options, engine_options, sampling_options
+from quire.cli.structured import add_structured_options, structured_options
 from quire.errors import ConfigError, RequestError
 from quire.sequences.params import SamplingParams
 
@@ -33,6 +34,7 @@ def register(subparsers: Subparsers) -> None:
     parser.add_argument("--system", metavar="TEXT", help="instructions that stand before the conversation")
     add_engine_options(parser)
     add_sampling_options(parser)
+    add_structured_options(parser)
     parser.set_defaults(handler=run)
 
 
@@ -42,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         QuireError: an option or parameter that is refused; from a pipe also a question that is.
     """
-    given = sampling_options(args)
+    given = sampling_options(args) | structured_options(args)
     for name, allowed in (
         ("n", 1),
         ("beam_width", None),

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.cli.options import add_engine_options, add_sampling_options, engine_options, sampling_options
+from quire.cli.structured import add_structured_options, structured_options
 from quire.errors import ConfigError
 from quire.sequences.beam_params import NO_CHOICE
 from quire.sequences.params import SamplingParams
@@ -44,6 +45,7 @@ def register(subparsers: Subparsers) -> None:
     parser.add_argument("--demo", action="store_true", help="show the demonstration, whatever standard input is")
     add_engine_options(parser)
     add_sampling_options(parser)
+    add_structured_options(parser)
     parser.set_defaults(handler=run)
 
 
@@ -53,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         QuireError: an option, a prompt or a parameter that is refused.
     """
-    given = sampling_options(args)
+    given = sampling_options(args) | structured_options(args)
     prompts = [] if args.demo else _prompts(args)
     if not prompts and not args.demo and args.model != "bundled":
         raise ConfigError("there is no prompt; give --prompt, --prompts-file or a pipe", field="prompt")

@@ -194,6 +194,8 @@ class SchedulerConfig:
         max_queue_len: requests that may wait; more are refused with `QueueFull`. None is unbounded (offline use).
         max_inter_token_ms: how long a stream should wait for its next token at most: prompts are computed beside it
             in chunks that are small enough, by what is measured; 16 tokens at least. None has them fill the step.
+        grammar_timeout_s: seconds that compiling a grammar or schema of a request may take.
+        grammar_memory_bytes: memory that it may take.
     """
 
     max_num_seqs: int = 256
@@ -203,6 +205,8 @@ class SchedulerConfig:
     preemption_mode: str = "auto"
     max_queue_len: int | None = None
     max_inter_token_ms: float | None = None
+    grammar_timeout_s: float = 5.0
+    grammar_memory_bytes: int = 1 << 29
 
     def __post_init__(self) -> None:
         check_whole("max_num_seqs", self.max_num_seqs, 1)
@@ -212,6 +216,8 @@ class SchedulerConfig:
         check_one_of("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
         check_whole("max_queue_len", self.max_queue_len, 1, optional=True)
         check_positive("max_inter_token_ms", self.max_inter_token_ms, optional=True)
+        check_positive("grammar_timeout_s", self.grammar_timeout_s)
+        check_whole("grammar_memory_bytes", self.grammar_memory_bytes, 1 << 24)
         budget = self.max_num_batched_tokens
         if budget is not None and budget < self.max_num_seqs:
             raise ConfigError(

@@ -27,6 +27,7 @@ from quire.engine.stats import EngineStats, Health
 from quire.errors import QueueFull, RequestError, WorkerError
 from quire.memory.usage import Usage
 from quire.sequences.params import SamplingParams
+from quire.sequences.structured import StructuredOutputs
 from quire.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -149,14 +150,18 @@ class AsyncLLM:
             "tenant": tenant,
             "retain_cache": retain_cache,
         }
-        return self._follow(partial(self._stream, prompt, sampling_params, request_id, options), place)
+        make = partial(self._stream, prompt, sampling_params, request_id, options)
+        return self._follow(make, place, getattr(sampling_params, "structured_outputs", None))
 
     async def _follow(
-        self, make_stream: Callable[[], Stream], place: Reservation | None = None
+        self, make: Callable[[], Stream], place: Reservation | None = None, wanted: StructuredOutputs | None = None
     ) -> AsyncIterator[RequestOutput]:
-        """Put a request and yield its outputs; see `generate`."""
+        """Put a request, once what its output must look like is compiled, and yield its outputs; see `generate`."""
         with self.reserve(1) if place is None else contextlib.nullcontext(place) as held:
-            stream = make_stream()
+            grammars = self._engine.grammars
+            grammar = None if grammars is None else await grammars.wait_for(wanted)
+            stream = make()
+            stream.grammar = grammar
             held.take()
             with self._lock:
                 self._num_unstarted += 1

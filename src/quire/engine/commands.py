@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from quire.engine.engine import Engine
 from quire.engine.outputs import RequestOutput
+from quire.execution.grammars import Grammar
 
 
 @dataclass(slots=True, eq=False)
@@ -19,6 +20,7 @@ class Stream:
     Args:
         then: done once the request has ended, before the next step; its error ends the stream.
         items: outputs, or the error that ends the stream.
+        grammar: what its request needs compiled, held until the request holds it.
     """
 
     request_id: str
@@ -26,6 +28,7 @@ class Stream:
     loop: asyncio.AbstractEventLoop
     then: Callable[[Engine], None] | None = None
     items: asyncio.Queue[RequestOutput | Exception] = field(default_factory=asyncio.Queue)
+    grammar: Grammar | None = None
 
     def send(self, item: RequestOutput | Exception) -> None:
         """Hand an item to the task that follows, from the engine's thread."""

@@ -10,22 +10,22 @@ from typing import TextIO
 
 from quire.config import ResolvedConfig
 from quire.distributed.executor import Executor
-from quire.engine.calibration import Calibration
 from quire.engine.candidates import take_candidates
 from quire.engine.drafting import DraftPacer
+from quire.engine.grammars import Grammars
 from quire.engine.media import MediaReader
 from quire.engine.meter import Meter
 from quire.engine.namespaces import read_namespace
 from quire.engine.outputs import RequestMetrics, RequestOutput
-from quire.engine.pace import Pace
 from quire.engine.pinning import PrefixPins
 from quire.engine.prompts import Prompt, PromptReader
 from quire.engine.residency import Residency
 from quire.engine.staging import Staging
 from quire.engine.stats import EngineStats, StepStats
+from quire.engine.step_times import StepTimes
 from quire.engine.transcript import RequestTranscript
 from quire.engine.words import read_words
-from quire.errors import InvalidParameter, PromptTooLong, UnsupportedFeature, WorkerError
+from quire.errors import InvalidParameter, PromptTooLong, RequestFailed, UnsupportedFeature, WorkerError
 from quire.execution.sampler import NO_TOKEN
 from quire.memory.usage import Usage
 from quire.scheduling.plan import ItemResult, PlanItem, StepPlan, TokenLogprobs
@@ -55,10 +55,12 @@ class Engine:
         staging: brings up what is on disk; None without a prefix cache there. Closed with the engine.
         media_reader: reads what comes with prompts; None where the data plane computes no embeddings.
         draft_pacer: is told of each step; None where nobody guesses tokens.
+        grammars: of outputs that must have a form; None where there can be none. Closed with the engine.
 
     Attributes:
         last_step: the numbers of the last step, None where it did nothing.
         pins: the prefixes that are held by name.
+        times: is told how long steps take.
         residency: how long blocks live; None where no share of them is measured.
     """
 
@@ -76,6 +78,7 @@ class Engine:
         staging: Staging | None = None,
         media_reader: MediaReader | None = None,
         draft_pacer: DraftPacer | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self.config = config
         self.scheduler = scheduler
@@ -93,17 +96,13 @@ class Engine:
         self._clock = clock
         self._memory_log = memory_log
         self._staging = staging
+        self.grammars = grammars
         self._transcripts: dict[str, RequestTranscript] = {}
         self._news: dict[str, RequestTranscript] = {}
         self._num_requests = 0
         self._num_failures = 0
         self._meter = Meter(scheduler)
-        self._draft_pacer = draft_pacer
-        self._calibration = Calibration(executor.measure_copies())
-        self._pace: Pace | None = None
-        if config.max_inter_token_ms is not None:
-            self._pace = Pace(config.max_inter_token_ms / 1000)
-            scheduler.chunk_tokens = self._pace.chunk_tokens
+        self.times = StepTimes(scheduler, executor.measure_copies(), config.max_inter_token_ms, draft_pacer)
 
     # ---- requests ----
 
@@ -158,6 +157,11 @@ class Engine:
         limit = self.config.max_model_len
         if num_prompt >= limit:
             raise PromptTooLong(num_prompt, limit - 1, f"the context length of {limit} tokens")
+        grammar = None
+        if params.structured_outputs is not None:
+            if self.grammars is None:
+                raise UnsupportedFeature("structured_outputs", "this engine runs without a tokenizer or an end token")
+            grammar = self.grammars.open(params.structured_outputs)
         request = Request(
             request_id=request_id,
             prompt_token_ids=tokens.token_ids,
@@ -172,6 +176,7 @@ class Engine:
             retain_cache=retain_cache,
             bad_words=words.bad_words,
             dry_breakers=words.dry_breakers,
+            grammar=grammar,
         )
         if params.allowed_token_ids is not None and set(params.allowed_token_ids) <= set(request.suppressed_ids):
             raise InvalidParameter("min_tokens", params.min_tokens, "0 where all allowed_token_ids end the output")
@@ -205,7 +210,7 @@ class Engine:
         """
         self.last_step = None
         if self._staging is not None:
-            self._staging.begin_step(self._calibration.tokens_per_s)
+            self._staging.begin_step(self.times.tokens_per_s)
         plan = self.scheduler.plan(self.num_steps)
         self.num_steps += 1
         if not plan.items:
@@ -217,23 +222,11 @@ class Engine:
         except WorkerError as error:
             return self._fail_step(plan, error)
         self._num_failures = 0
-        elapsed_s = self._clock() - started_s
-        # Drafts are no tokens of a prompt.
-        counts = [len(item.token_ids) - item.num_draft for item in plan.items]
-        num_certain = sum(counts)
-        step_tokens = num_certain + sum(item.num_draft for item in plan.items)
-        if self._draft_pacer is not None:
-            self._draft_pacer.note_step(plan.items, elapsed_s)
-        self._calibration.note_step(num_certain, len(counts), elapsed_s)
-        if self._pace is not None:
-            num_decoding = counts.count(1)
-            self._pace.note_step(num_decoding, num_certain - num_decoding, elapsed_s)
-            self.scheduler.chunk_tokens = self._pace.chunk_tokens
-        self.scheduler.preemption.costs = self._calibration.costs
+        step_tokens = self.times.note_step(plan.items, self._clock() - started_s)
         failed: list[RequestOutput] = []
         for item, outcome in zip(plan.items, result.items, strict=True):
             if outcome.error is not None:
-                failed += self._fail_item(item, outcome.error)
+                failed += self._fail_item(item, outcome.error, is_own_fault=outcome.is_own_fault)
             elif outcome.prompt_logprobs:
                 self._take_prompt_logprobs(item, outcome.prompt_logprobs)
         num_generated, broken = self._take_tokens(plan.items, result.items)
@@ -285,6 +278,8 @@ class Engine:
                 self._staging.save_all(self.executor, self.scheduler.memory.take_ops(), self._clock)
         finally:
             self.executor.close()
+            if self.grammars is not None:
+                self.grammars.close()
             if self._staging is not None:
                 self._staging.close()
             if self._memory_log is not None:
@@ -311,7 +306,7 @@ class Engine:
         for idx, sequence, edit, num_tokens in self.scheduler.advance(items, outcomes):
             request_id = sequence.request.request_id
             if isinstance(edit, Fail):
-                output = self._end_request(request_id, FinishReason.ERROR, edit.error)
+                output = self._end_request(request_id, FinishReason.ERROR, edit.error, RequestFailed.code)
                 failed += [] if output is None else [output]
                 continue
             transcript = news[request_id] = transcripts[request_id]
@@ -375,12 +370,13 @@ class Engine:
                     metrics.first_scheduled_s = now
                     self._meter.prompt_tokens += request.num_prompt
 
-    def _fail_item(self, item: PlanItem, error: str) -> list[RequestOutput]:
+    def _fail_item(self, item: PlanItem, error: str, *, is_own_fault: bool = False) -> list[RequestOutput]:
         """End the request of one item with an error."""
         sequence = self.scheduler.sequences.get(item.seq_id)
         output = None
         if sequence is not None:
-            output = self._end_request(sequence.request.request_id, FinishReason.ERROR, error)
+            code = RequestFailed.code if is_own_fault else "engine_failed"
+            output = self._end_request(sequence.request.request_id, FinishReason.ERROR, error, code)
         return [] if output is None else [output]
 
     def _fail_step(self, plan: StepPlan, error: WorkerError) -> list[RequestOutput]:
@@ -392,7 +388,9 @@ class Engine:
         self.last_step = self.measure()
         return outputs
 
-    def _end_request(self, request_id: str, reason: FinishReason, error: str | None) -> RequestOutput | None:
+    def _end_request(
+        self, request_id: str, reason: FinishReason, error: str | None, error_code: str | None = None
+    ) -> RequestOutput | None:
         """End a request early and return its last output."""
         transcript = self._transcripts.pop(request_id, None)
         if transcript is None:
@@ -401,7 +399,7 @@ class Engine:
         for sequence in self.scheduler.abort(request_id, reason):
             transcript.add_finish(sequence)
         transcript.metrics.finished_s = self._clock()
-        return transcript.take_news(is_finished=True, error=error)
+        return transcript.take_news(is_finished=True, error=error, error_code=error_code)
 
     def _seed(self, number: int) -> int:
         """Return the seed of a request that came without one: of the engine's seed and the request's number."""

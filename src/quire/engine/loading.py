@@ -27,10 +27,12 @@ from quire.distributed.executor import InProcessExecutor
 from quire.engine.disk_cache import make_staging, open_disk
 from quire.engine.drafting import DraftPacer, make_speculation, open_draft
 from quire.engine.engine import Engine
+from quire.engine.grammars import Grammars
 from quire.engine.media import MediaReader
 from quire.engine.staging import Staging
 from quire.errors import ConfigError, InvalidParameter
 from quire.execution.disk_blocks import DiskBlocks
+from quire.execution.grammars import GrammarShelf
 from quire.execution.heap import keep_freed_memory, use_huge_pages
 from quire.execution.machine import pick_device, probe
 from quire.execution.profiling import StepLimits, measure_step_cost
@@ -113,6 +115,8 @@ def load(config: EngineConfig, instruments: Instruments | None = None) -> Loaded
     _check_pin_limit(resolved, groups)
     name = options.served_model_name or options.model
     memory_log = _open_log(config.cache.record_memory)
+    ends = _end_token_ids(checkpoint, tokenizer)
+    grammars = _grammars(config, tokenizer, decoder.spec.vocab_size, ends)
     disk = None
     if config.cache.prefix_cache_dir is not None:
         disk = open_disk(config, [each for each in (checkpoint, guide) if each], resolved, groups, dtype)
@@ -130,6 +134,7 @@ def load(config: EngineConfig, instruments: Instruments | None = None) -> Loaded
             host_bytes=resolved.host_bytes,
             disk=disk,
             draft=draft,
+            grammars=None if grammars is None else grammars.shelf,
         )
         staging = None if disk is None else make_staging(memory, disk, resolved, groups)
         speculation = make_speculation(config.speculative)
@@ -138,13 +143,14 @@ def load(config: EngineConfig, instruments: Instruments | None = None) -> Loaded
             _scheduler(resolved, memory, staging, speculation),
             InProcessExecutor(runner),
             tokenizer,
-            end_token_ids=_end_token_ids(checkpoint, tokenizer),
+            end_token_ids=ends,
             cache_name=":".join((name, str(dtype), stored, *filter(None, [options.quantization]))),
             memory_log=memory_log,
             staging=staging,
             # The memory's secret, which outlives a restart where what it names does.
             media_reader=MediaReader(decoder.spec.width, dtype, memory.chain([], Namespace("media")).root[0]),
             draft_pacer=None if speculation is None else DraftPacer(speculation),
+            grammars=grammars,
         )
         # From here on the engine closes it.
         stack.pop_all()
@@ -338,6 +344,18 @@ def _end_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> froze
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
     return frozenset(ids)
+
+
+def _grammars(
+    config: EngineConfig, tokenizer: Tokenizer | None, vocab_size: int, end_token_ids: frozenset[int]
+) -> Grammars | None:
+    """Return what opens grammars; None where an output could not be written, or not be ended."""
+    ends = sorted(token_id for token_id in end_token_ids if token_id < vocab_size)
+    if tokenizer is None or not ends:
+        return None
+    limits = config.scheduler
+    shelf = GrammarShelf(tokenizer.to_json, vocab_size, ends)
+    return Grammars(shelf, timeout_s=limits.grammar_timeout_s, memory_bytes=limits.grammar_memory_bytes)
 
 
 def _default_params(checkpoint: Checkpoint) -> dict[str, Any]:

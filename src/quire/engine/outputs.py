@@ -112,6 +112,7 @@ class RequestOutput:
         num_pruned_tokens: tokens that the beams of a search were given, and that are in none of its outputs; in the
             last output.
         error: why the request failed when a sequence's `finish_reason` is "error".
+        error_code: then "request_failed" where what it asked for is to blame, and "engine_failed" elsewhere.
         metrics: times and preemptions.
     """
 
@@ -129,6 +130,7 @@ class RequestOutput:
     num_dropped_tokens: int = 0
     num_pruned_tokens: int = 0
     error: str | None = None
+    error_code: str | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
     def add(self, delta: RequestOutput) -> None:
@@ -151,4 +153,5 @@ class RequestOutput:
         self.num_dropped_tokens = delta.num_dropped_tokens
         self.num_pruned_tokens = delta.num_pruned_tokens
         self.error = self.error or delta.error
+        self.error_code = self.error_code or delta.error_code
         self.metrics = delta.metrics

@@ -94,7 +94,7 @@ class RequestTranscript:
         self._prompt_logprobs += [self._position(position) for position in new]
         self.request.num_known_prompt_logprobs = len(self._prompt_logprobs) - 1
 
-    def take_news(self, *, is_finished: bool, error: str | None = None) -> RequestOutput:
+    def take_news(self, *, is_finished: bool, error: str | None = None, error_code: str | None = None) -> RequestOutput:
         """Hand over what happened since the last call."""
         news, self._news = self._news, {}
         outputs, num_dropped, num_pruned = list(news.values()), 0, 0
@@ -122,6 +122,7 @@ class RequestTranscript:
             num_dropped_tokens=num_dropped,
             num_pruned_tokens=num_pruned,
             error=error,
+            error_code=error_code,
             metrics=self.metrics,
         )
 

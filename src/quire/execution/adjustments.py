@@ -1,6 +1,6 @@
 """What a request does to its logits before a token is chosen, and in which order.
 
-1. `allowed_token_ids`, `logit_bias`, end tokens that `min_tokens` suppresses, `bad_words`;
+1. `structured_outputs`, `allowed_token_ids`, `logit_bias`, end tokens that `min_tokens` suppresses, `bad_words`;
 2. `repetition_penalty`, `frequency_penalty`, `presence_penalty`, DRY;
 3. `logits_processors`, in the order given.
 
@@ -13,8 +13,9 @@ from collections.abc import Sequence
 
 import torch
 
+from quire.execution.constraints import Constraint
 from quire.execution.history import TokenHistory
-from quire.execution.masks import BadWords, add_bias, forbid, keep_only
+from quire.execution.masks import BadWords, add_bias, forbid, keep_masked, keep_only
 from quire.execution.penalties import penalize_repeats, penalize_tokens
 from quire.scheduling.plan import Opening
 
@@ -25,12 +26,14 @@ class Adjustments:
     Args:
         opening: what the plan says of the sequence.
         device: of the logits.
+        constraint: what `structured_outputs` asks for.
     """
 
-    def __init__(self, opening: Opening, device: torch.device) -> None:
+    def __init__(self, opening: Opening, device: torch.device, constraint: Constraint | None = None) -> None:
         params = opening.params
         bias = params.logit_bias or {}
         self.params = params
+        self.constraint = constraint
         self.num_prompt = opening.num_prompt
         self.history = TokenHistory(opening.token_ids, opening.num_prompt) if params.needs_history else None
         self.allowed_ids = None
@@ -47,10 +50,16 @@ class Adjustments:
         """True when the logits of the token at `position` stay as they are."""
         return (
             self.history is None
+            and self.constraint is None
             and self.allowed_ids is None
             and len(self.bias_ids) == 0
             and not self.is_suppressing(position)
         )
+
+    @property
+    def shows_bad_logits(self) -> bool:
+        """True when logits that are not numbers are still none afterwards: a grammar adds to them, and nothing else."""
+        return self.history is None and self.allowed_ids is None and len(self.suppressed_ids) == 0
 
     def is_suppressing(self, position: int) -> bool:
         """True while fewer than `min_tokens` output tokens come before `position`."""
@@ -65,8 +74,9 @@ def adjust(logits: torch.Tensor, rows: Sequence[tuple[int, Adjustments, int]]) -
         rows: row, its sequence's adjustments, and the position of the token that the row's logits are for.
 
     Returns:
-        For each row whose own processor failed, why.
+        For each row whose own processor or grammar failed, why.
     """
+    errors = _constrain(logits, rows)
     keep_only(logits, [(row, own.allowed_ids) for row, own, _ in rows if own.allowed_ids is not None])
     add_bias(logits, [(row, own.bias_ids, own.bias) for row, own, _ in rows if len(own.bias_ids)])
     forbid(logits, [(row, own.suppressed_ids) for row, own, position in rows if own.is_suppressing(position)])
@@ -86,8 +96,16 @@ def adjust(logits: torch.Tensor, rows: Sequence[tuple[int, Adjustments, int]]) -
         if own.params.dry_multiplier:
             penalize_repeats(logits[row], history.tokens(), own.params, own.breakers)
     processed = [(row, own, history) for row, own, history in known if own.params.logits_processors]
-    errors = {row: _process(logits[row], own, history) for row, own, history in processed}
+    errors |= {row: _process(logits[row], own, history) for row, own, history in processed}
     return {row: error for row, error in errors.items() if error is not None}
+
+
+def _constrain(logits: torch.Tensor, rows: Sequence[tuple[int, Adjustments, int]]) -> dict[int, str | None]:
+    """Forbid what the rows' grammars do not have next; return for each row with a grammar why that failed, or None."""
+    constrained = [(row, own.constraint, position) for row, own, position in rows if own.constraint is not None]
+    masks = [(row, constraint.mask_at(position)) for row, constraint, position in constrained]
+    keep_masked(logits, [(row, mask) for row, mask in masks if mask is not None])
+    return {row: constraint.error for row, constraint, _ in constrained}
 
 
 def _process(row: torch.Tensor, own: Adjustments, history: TokenHistory) -> str | None:

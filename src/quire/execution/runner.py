@@ -8,8 +8,10 @@ from itertools import chain
 import torch
 
 from quire.execution.batch import BatchBuilder
+from quire.execution.constraint_masks import Constraints
 from quire.execution.disk_blocks import DiskBlocks
 from quire.execution.draft_model import DraftModel, with_drafts
+from quire.execution.grammars import GrammarShelf
 from quire.execution.host_blocks import TieredBlocks
 from quire.execution.logprobs import measure, rows_per_tile
 from quire.execution.media import OpenMedia
@@ -72,6 +74,7 @@ class ModelRunner:
         host_bytes: int = 0,
         disk: DiskBlocks | None = None,
         draft: Decoder | None = None,
+        grammars: GrammarShelf | None = None,
     ) -> ModelRunner:
         """Give a loaded decoder its KV memory, and all else that a step takes.
 
@@ -85,12 +88,14 @@ class ModelRunner:
             host_bytes: of the host tier; 0 for none.
             disk: the tier below that, if there is one.
             draft: a second model that makes drafts, of the same dtype; its cache groups come last in `num_blocks`.
+            grammars: compiled ones; None where no output can be constrained.
         """
         place = torch.device(device)
         groups = (*decoder.cache_groups, *(() if draft is None else draft.cache_groups))
         storages = make_storages(groups, num_blocks, block_size, dtype, place, stored)
         builder = BatchBuilder(block_size, place, [group.kept for group in groups])
-        return cls(decoder, storages, builder, Sampler(place), OpenMedia(place), host_bytes, disk, draft)
+        sampler = Sampler(place, None if grammars is None else Constraints(grammars))
+        return cls(decoder, storages, builder, sampler, OpenMedia(place), host_bytes, disk, draft)
 
     def measure_copies(self) -> float | None:
         """Return the bytes that move between the tiers in a second, None without a host tier; before the first plan."""
@@ -112,10 +117,10 @@ class ModelRunner:
             One result for each item, in the plan's order, and the candidates of each group of beams.
         """
         self._blocks.apply(plan.ops.copies, plan.ops.saves)
-        self._sampler.follow(plan)
         self._media.follow(plan)
         self._builder.follow(plan)
         items: Sequence[PlanItem] = plan.items if self._draft is None else self._draft.guess(plan.items)
+        self._sampler.follow(plan._replace(items=tuple(items)))
         batch = self._builder.lay_out(items, self._groups)
         given = self._media.rows(plan.items, batch.row_starts)
         hidden = self._decoder(batch.input_ids, batch.positions, batch.groups, self._storages, given)

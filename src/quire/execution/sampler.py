@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, islice
-from math import isfinite
+from math import inf, isfinite
 from typing import NamedTuple
 
 import torch
 
 from quire.execution.adjustments import Adjustments, adjust
 from quire.execution.beams import BeamRow, find_candidates
+from quire.execution.constraint_masks import Constraints
+from quire.execution.constraints import Constraint
 from quire.execution.draws import Filter, draw, uniform
 from quire.execution.history import TokenHistory
 from quire.execution.logprobs import measure, rows_per_tile
@@ -27,8 +29,8 @@ from quire.scheduling.plan import (
 
 BAD_LOGITS = "the model gave logits that are not finite numbers"
 NO_TOKEN = (
-    "no token is left to sample after allowed_token_ids, logit_bias, min_tokens, bad_words, penalties and"
-    " logits_processors"
+    "no token is left to sample after structured_outputs, allowed_token_ids, logit_bias, min_tokens, bad_words,"
+    " penalties and logits_processors"
 )
 
 
@@ -38,15 +40,16 @@ class SamplingState:
     Args:
         opening: what the plan says of the sequence.
         device: of the logits.
+        constraint: what `structured_outputs` asks for.
     """
 
-    def __init__(self, opening: Opening, device: torch.device) -> None:
+    def __init__(self, opening: Opening, device: torch.device, constraint: Constraint | None = None) -> None:
         params = opening.params
         self.params = params
         self.seed = opening.seed
         self.sample_idx = opening.sample_idx
         self.prompt_ids = opening.token_ids[: opening.num_prompt] if params.prompt_logprobs is not None else ()
-        self.adjustments = Adjustments(opening, device)
+        self.adjustments = Adjustments(opening, device, constraint)
         self.filter = Filter(
             params.temperature, params.top_k, params.top_p, params.min_p, params.typical_p, params.top_n_sigma
         )
@@ -79,16 +82,23 @@ class Drawn(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] = ()
     error: str | None = None
 
+    def result_of(self, item: PlanItem) -> ItemResult:
+        """Return it as the result of an item; only what the model computes is not the request's own fault."""
+        is_own_fault = self.error not in (None, BAD_LOGITS)
+        return ItemResult(item.seq_id, self.token_ids, self.logprobs, error=self.error, is_own_fault=is_own_fault)
+
 
 class Sampler:
     """Chooses tokens, and keeps what that takes of each open sequence.
 
     Args:
         device: of the logits.
+        constraints: of outputs that must have a form; None where no request can ask for one.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, constraints: Constraints | None = None) -> None:
         self._device = device
+        self._constraints = constraints
         self._states: dict[int, SamplingState] = {}
         # Of the open sequences, those that take more than a look for the greatest logit; and two kinds of them.
         self._special: dict[int, SamplingState] = {}
@@ -119,14 +129,19 @@ class Sampler:
                     # Drafts are learnt one by one, as they turn out to be right.
                     certain = item.token_ids[: len(item.token_ids) - item.num_draft]
                     history.follow(item.start, certain, is_end=item.num_samples > 0)
+        if self._constraints is not None:
+            self._constraints.begin(plan.items)
 
     def _close(self, seq_id: int) -> None:
+        if self._constraints is not None:
+            self._constraints.close(seq_id)
         for known in (self._states, self._special, self._with_history, self._with_prompt):
             known.pop(seq_id, None)
 
     def _open(self, seq_id: int, opening: Opening) -> None:
         self._close(seq_id)  # an opening replaces all that was known
-        state = self._states[seq_id] = SamplingState(opening, self._device)
+        constraint = None if self._constraints is None else self._constraints.open(seq_id, opening)
+        state = self._states[seq_id] = SamplingState(opening, self._device, constraint)
         history = state.adjustments.history
         if history is not None:
             self._with_history[seq_id] = history
@@ -151,15 +166,14 @@ class Sampler:
                 return results
         states = [self._states[item.seq_id] for item in items]
         if len(logits) > len(items):
-            return _verify(logits, items, states)
-        rows = [
-            Row(state, item.start + len(item.token_ids), item.num_samples)
-            for state, item in zip(states, items, strict=True)
-        ]
-        return [
-            ItemResult(item.seq_id, drawn.token_ids, drawn.logprobs, error=drawn.error)
-            for item, drawn in zip(items, _draw_rows(logits, rows), strict=True)
-        ]
+            results = _verify(logits, items, states)
+        else:
+            rows = [
+                Row(state, item.start + len(item.token_ids), item.num_samples)
+                for state, item in zip(states, items, strict=True)
+            ]
+            results = [drawn.result_of(item) for item, drawn in zip(items, _draw_rows(logits, rows), strict=True)]
+        return results if self._constraints is None else self._constraints.append(items, results)
 
     def search(
         self, logits: torch.Tensor, items: Sequence[PlanItem], groups: Sequence[BeamGroup]
@@ -191,7 +205,7 @@ class Sampler:
         found, failed = find_candidates(own, known, groups)
         failures = {items[places[row]].seq_id: error for row, error in (failed | errors).items()}
         results = [
-            ItemResult(item.seq_id, (), error=failures.get(item.seq_id)) if place in searching else next(drawn)
+            Drawn(error=failures.get(item.seq_id)).result_of(item) if place in searching else next(drawn)
             for place, item in enumerate(items)
         ]
         whole = [not any(seq_id in failures for seq_id in group.seq_ids) for group in groups]
@@ -287,7 +301,7 @@ def _learn_draft(item: PlanItem, state: SamplingState, place: int, drawn: Drawn)
 def _run_result(item: PlanItem, rows: Sequence[Drawn]) -> ItemResult:
     """Return what the rows of an item gave, up to the first error."""
     if rows[0].error is not None or not item.num_draft:
-        return ItemResult(item.seq_id, rows[0].token_ids, rows[0].logprobs, error=rows[0].error)
+        return rows[0].result_of(item)
     # Where a later row has an error, the next step comes upon it; what was accepted before stands.
     sound = next((place for place, drawn in enumerate(rows) if drawn.error is not None), len(rows))
     run = _run(item, [drawn.token_ids[0] for drawn in rows[:sound]])
@@ -299,19 +313,20 @@ def _draw_rows(logits: torch.Tensor, rows: Sequence[Row]) -> list[Drawn]:
     """Draw the tokens of each row of logits, float32 [R, V], overwritten; no row's depend on the others."""
     adjusted = [place for place, row in enumerate(rows) if not row.state.adjustments.is_none(row.position)]
     measured = [place for place, row in enumerate(rows) if row.state.params.measures_tokens]
-    if not adjusted and all(row.state.params.is_greedy for row in rows):
-        greatest, chosen = logits.max(-1, keepdim=True)
-        errors = _refuse(logits, greatest, BAD_LOGITS)
-        raw = logits[measured] if measured else logits
-    else:
+    errors: dict[int, str] = {}
+    if not all(rows[place].state.adjustments.shows_bad_logits for place in adjusted):
         errors = _refuse(logits, logits.amax(-1, keepdim=True), BAD_LOGITS)
-        raw = logits[measured] if measured else logits
-        if adjusted:
-            failed = adjust(
-                logits, [(place, rows[place].state.adjustments, rows[place].position) for place in adjusted]
-            )
-            errors = _refuse(logits, logits.amax(-1, keepdim=True), NO_TOKEN) | failed | errors
-        chosen = _choose(logits, rows)
+    raw = logits[measured] if measured else logits
+    if adjusted:
+        changes = [(place, rows[place].state.adjustments, rows[place].position) for place in adjusted]
+        errors = adjust(logits, changes) | errors
+    nothing_left = NO_TOKEN if adjusted else BAD_LOGITS
+    if all(row.state.params.is_greedy for row in rows):
+        greatest, chosen = logits.max(-1, keepdim=True)
+        errors = _refuse(logits, greatest, nothing_left) | errors
+    else:
+        errors = _refuse(logits, logits.amax(-1, keepdim=True), nothing_left) | errors
+        chosen = _choose(logits, rows, is_sparse=bool(adjusted))
     token_ids = [
         tuple(ids * row.num_samples)[: row.num_samples] for row, ids in zip(rows, chosen.tolist(), strict=True)
     ]
@@ -325,14 +340,20 @@ def _draw_rows(logits: torch.Tensor, rows: Sequence[Row]) -> list[Drawn]:
 
 
 def _refuse(logits: torch.Tensor, greatest: torch.Tensor, error: str) -> dict[int, str]:
-    """Return an error for each row whose greatest logit [R, 1] is not finite, and make it harmless to the others."""
-    rows = [row for row, (value,) in enumerate(greatest.tolist()) if not isfinite(value)]
-    for row in rows:
+    """Return an error for each row whose greatest logit [R, 1] is not finite, and make it harmless to the others.
+
+    Args:
+        logits: float32 [R, V], changed.
+        greatest: the greatest of each row.
+        error: of those in which all are minus infinity.
+    """
+    refused = {row: value for row, (value,) in enumerate(greatest.tolist()) if not isfinite(value)}
+    for row in refused:
         logits[row].zero_()
-    return dict.fromkeys(rows, error)
+    return {row: error if value == -inf else BAD_LOGITS for row, value in refused.items()}
 
 
-def _choose(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+def _choose(logits: torch.Tensor, rows: Sequence[Row], *, is_sparse: bool) -> torch.Tensor:
     """Return `num_samples` tokens of each row, int64 [R, n], n that of the greediest row for samples."""
     num_draws = max(row.num_samples for row in rows)
     drawing = [place for place, row in enumerate(rows) if not row.state.params.is_greedy]
@@ -344,10 +365,10 @@ def _choose(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
         points[idx, : len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
     points = points.to(logits.device)
     if len(drawing) == len(rows):
-        return draw(logits, filters, points)
+        return draw(logits, filters, points, is_sparse=is_sparse)
     chosen = logits.argmax(-1, keepdim=True).repeat(1, num_draws)
     if drawing:
-        chosen[drawing] = draw(logits[drawing], filters, points)
+        chosen[drawing] = draw(logits[drawing], filters, points, is_sparse=is_sparse)
     return chosen
 
 

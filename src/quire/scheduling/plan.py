@@ -145,6 +145,7 @@ class ItemResult(NamedTuple):
             `[start + 1, min(start + len + 1, num_prompt))`, the log probabilities of the prompt's token at `p`.
         error: why this item alone failed (for example non-finite logits), else None; then the rest is empty.
         draft: the drafts that were verified, where the data plane made them.
+        is_own_fault: True when what its request asked for is to blame.
     """
 
     seq_id: int
@@ -153,11 +154,12 @@ class ItemResult(NamedTuple):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     error: str | None = None
     draft: tuple[int, ...] = ()
+    is_own_fault: bool = False
 
 
 def plain_results(seq_ids: Iterable[int], token_ids: Iterable[tuple[int, ...]]) -> list[ItemResult]:
     """Make the results of many items that gave tokens and nothing else; see `plan_items`."""
-    fields = zip(seq_ids, token_ids, repeat(()), repeat(()), repeat(None), repeat(()), strict=False)
+    fields = zip(seq_ids, token_ids, repeat(()), repeat(()), repeat(None), repeat(()), repeat(False), strict=False)
     return list(map(partial(tuple.__new__, ItemResult), fields))
 
 

@@ -178,7 +178,7 @@ class Scheduler:
         """
         news: list[News] = []
         find, publish = self.sequences.get, self.memory.publish
-        for idx, ((seq_id, start, computed, _, _, _, num_draft), (_, token_ids, _, _, _, draft)) in enumerate(
+        for idx, ((seq_id, start, computed, _, _, _, num_draft), (_, token_ids, _, _, _, draft, _)) in enumerate(
             zip(items, results, strict=True)
         ):
             sequence = find(seq_id)

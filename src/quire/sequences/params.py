@@ -19,6 +19,7 @@ from quire.sequences.param_checks import (
     token_ids,
 )
 from quire.sequences.strategy import Strategy
+from quire.sequences.structured import StructuredOutputs, structured_outputs
 
 MAX_N = 128
 MAX_LOGPROBS = 64
@@ -75,6 +76,7 @@ class SamplingParams:
         detokenize: False returns token ids only.
         skip_special_tokens: leave special tokens out of the text.
         kept_special_ids: special tokens that stay in the text all the same.
+        structured_outputs: what the output must look like: `StructuredOutputs`, or a mapping of its fields.
         logits_processors: functions (prompt token ids, output token ids, logits [V]) -> logits [V], called in order
             for each token, from Python only; they run in the engine's own thread, which waits for them. One that raises
             ends its own request.
@@ -119,6 +121,7 @@ class SamplingParams:
     detokenize: bool = True
     skip_special_tokens: bool = True
     kept_special_ids: tuple[int, ...] = ()
+    structured_outputs: StructuredOutputs | None = field(default=None, metadata={"has_flag": False})
     logits_processors: tuple[Callable[..., Any], ...] = field(default=(), metadata={"has_flag": False})
     speculative: bool | None = None
     strategy: Strategy | None = field(default=None, metadata={"has_flag": False})
@@ -154,6 +157,7 @@ class SamplingParams:
         put(self, "bad_words", strings("bad_words", self.bad_words, MAX_BAD_WORDS))
         put(self, "logits_processors", processors(self.logits_processors))
         put(self, "strategy", strategy(self.strategy))
+        put(self, "structured_outputs", structured_outputs(self.structured_outputs))
         put(self, "logit_bias", logit_bias(self.logit_bias))
         if self.allowed_token_ids is not None:
             allowed = token_ids("allowed_token_ids", self.allowed_token_ids, limit=None)
@@ -179,6 +183,8 @@ class SamplingParams:
                 put(self, name, integer(name, getattr(self, name), 0, MAX_LOGPROBS))
         if self.stop and not self.detokenize:
             raise InvalidParameter("stop", self.stop, "empty when detokenize is false (stop strings need text)")
+        if self.structured_outputs is not None and self.ignore_eos:
+            raise InvalidParameter("ignore_eos", True, "false with structured_outputs, which say where the output ends")
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         put(self, "penalizes_tokens", penalties != (1.0, 0.0, 0.0))
         needs_history = self.penalizes_tokens or self.dry_multiplier or self.bad_words or self.logits_processors

@@ -29,6 +29,7 @@ class Request:
         retain_cache: have the blocks that it leaves behind evicted last.
         bad_words: token sequences that its outputs may not contain.
         dry_breakers: tokens across which nothing counts as repeated.
+        grammar: what its `structured_outputs` compiled to; held so that the data plane finds it.
         seed: seed of its draws.
         sequences: the prompt's sequence first; after the fork one for each sample. Of a beam search by place, those
             that were given up among them.
@@ -53,6 +54,7 @@ class Request:
     retain_cache: bool = False
     bad_words: tuple[tuple[int, ...], ...] = ()
     dry_breakers: tuple[int, ...] = ()
+    grammar: object = None
     sequences: list[Sequence] = field(default_factory=list)
     search: BeamSearch | None = None
     num_known_prompt_logprobs: int = 0

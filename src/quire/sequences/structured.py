@@ -2,21 +2,47 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+from quire.errors import InvalidParameter
+
+MAX_GRAMMAR_CHARS = 2**17
+MAX_CHOICES = 4096
+KINDS = ("json", "json_object", "regex", "choice", "grammar")
+
+
+class GrammarSource(NamedTuple):
+    """A grammar as it was written; what it is known by.
+
+    Args:
+        kind: "json" (a schema), "regex", "choice" (a JSON list of strings) or "grammar" (Lark).
+        text: the grammar itself.
+        has_whitespace: whether JSON may have whitespace between its parts.
+    """
+
+    kind: str
+    text: str
+    has_whitespace: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
-    """What an output must look like. Exactly one is given.
+    """What an output must look like. Exactly one of the first five is given.
 
     Args:
-        json: a JSON schema.
+        json: a JSON schema, as text or as a mapping; kept as text.
         json_object: any JSON object.
-        regex: a regular expression of the whole output.
+        regex: a regular expression that matches the whole output, as Rust's `regex` reads it: nothing that looks around
+            or back.
         choice: the output is one of these.
-        grammar: a grammar in the dialect of Lark that `llguidance` reads.
+        grammar: a grammar in the dialect of Lark that `llguidance` reads, whose rule `start` gives the output.
+        disable_any_whitespace: no whitespace between the parts of JSON; else one space, or a new line with indentation.
+
+    Raises:
+        InvalidParameter: naming the field, the value and what is allowed.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -24,3 +50,112 @@ class StructuredOutputs:
     regex: str | None = None
     choice: tuple[str, ...] | None = None
     grammar: str | None = None
+    disable_any_whitespace: bool = False
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        for name in ("json_object", "disable_any_whitespace"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidParameter(f"structured_outputs.{name}", getattr(self, name), "true or false")
+        given = [name for name in KINDS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise InvalidParameter("structured_outputs", given, f"exactly one of {', '.join(KINDS)}")
+        if self.disable_any_whitespace and given[0] not in ("json", "json_object"):
+            raise InvalidParameter("structured_outputs.disable_any_whitespace", True, f"false with {given[0]}")
+        if self.json is not None:
+            put(self, "json", _schema(self.json))
+        if self.choice is not None:
+            put(self, "choice", _choices(self.choice))
+        for name in ("regex", "grammar"):
+            if getattr(self, name) is not None:
+                _check_text(name, getattr(self, name))
+
+    @property
+    def source(self) -> GrammarSource:
+        """The grammar."""
+        if self.json_object:
+            return GrammarSource("json", '{"type": "object"}', not self.disable_any_whitespace)
+        if self.json is not None:
+            assert isinstance(self.json, str)
+            return GrammarSource("json", self.json, not self.disable_any_whitespace)
+        if self.choice is not None:
+            return GrammarSource("choice", json.dumps(self.choice, ensure_ascii=False))
+        if self.regex is not None:
+            return GrammarSource("regex", self.regex)
+        return GrammarSource("grammar", self.grammar or "")
+
+    @property
+    def field(self) -> str:
+        """The field that is given, as errors name it."""
+        kind = next(name for name in KINDS if getattr(self, name) not in (None, False))
+        return f"structured_outputs.{kind}"
+
+
+def structured_outputs(value: object) -> StructuredOutputs | None:
+    """Return what an output must look like; a mapping stands for the fields.
+
+    Raises:
+        InvalidParameter: anything else, or a field that is not allowed.
+    """
+    if value is None or isinstance(value, StructuredOutputs):
+        return value
+    names = [item.name for item in fields(StructuredOutputs)]
+    if not isinstance(value, Mapping):
+        raise InvalidParameter("structured_outputs", value, f"StructuredOutputs, or a mapping of {', '.join(names)}")
+    for name in value:
+        if name not in names:
+            raise InvalidParameter("structured_outputs", name, f"a mapping of {', '.join(names)}")
+    return StructuredOutputs(**{name: given for name, given in value.items() if given is not None})
+
+
+def _schema(value: object) -> str:
+    """Return a JSON schema as text; properties keep their order, which is that of the output."""
+    allowed = f"a JSON schema (an object, or its text) of at most {MAX_GRAMMAR_CHARS} characters"
+    name = "structured_outputs.json"
+    if isinstance(value, str):
+        _check_text("json", value)
+        try:
+            parsed = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise InvalidParameter(name, value, f"{allowed} ({error})") from error
+        if not isinstance(parsed, dict | bool):
+            raise InvalidParameter(name, value, allowed)
+        return value
+    if not isinstance(value, Mapping):
+        raise InvalidParameter(name, value, allowed)
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidParameter(name, "a mapping", f"{allowed} ({error})") from error
+    _check_text("json", text)
+    return text
+
+
+def _choices(value: object) -> tuple[str, ...]:
+    allowed = f"a list of 1 to {MAX_CHOICES} non-empty strings, {MAX_GRAMMAR_CHARS} characters together"
+    name = "structured_outputs.choice"
+    if not isinstance(value, list | tuple) or not 0 < len(value) <= MAX_CHOICES:
+        raise InvalidParameter(name, value, allowed)
+    for choice in value:
+        if not isinstance(choice, str) or not choice or not _is_unicode(choice):
+            raise InvalidParameter(name, choice, allowed)
+    if sum(map(len, value)) > MAX_GRAMMAR_CHARS:
+        raise InvalidParameter(name, f"{sum(map(len, value))} characters", allowed)
+    return tuple(value)
+
+
+def _check_text(name: str, value: object) -> None:
+    allowed = f"a non-empty string of at most {MAX_GRAMMAR_CHARS} characters"
+    if not isinstance(value, str) or not value or not _is_unicode(value):
+        raise InvalidParameter(f"structured_outputs.{name}", value, allowed)
+    if len(value) > MAX_GRAMMAR_CHARS:
+        raise InvalidParameter(f"structured_outputs.{name}", f"{len(value)} characters", allowed)
+
+
+def _is_unicode(text: str) -> bool:
+    """Say whether a text has no lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.errors import InvalidParameter, UnsupportedFeature
 from quire.sequences.params import MAX_LOGPROBS
-from quire.server import sampling
+from quire.server import sampling, structured
 from quire.server.body import read_object
 from quire.server.fields import Fields, Refusal
 from quire.server.generation import Job, answer, new_head
@@ -54,7 +54,14 @@ UNSUPPORTED: Mapping[str, Refusal] = {
     "mm_processor_kwargs": (({},), "the model reads text only"),
     "include_reasoning": ((True,), "all that the model writes is content"),
 }
-KNOWN_FIELDS = (*sampling.SAMPLING_FIELDS, *sampling.LABEL_FIELDS, *sampling.OPTION_FIELDS, *UNSUPPORTED, *OWN_FIELDS)
+KNOWN_FIELDS = (
+    *sampling.SAMPLING_FIELDS,
+    *structured.STRUCTURED_FIELDS,
+    *sampling.LABEL_FIELDS,
+    *sampling.OPTION_FIELDS,
+    *UNSUPPORTED,
+    *OWN_FIELDS,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +115,13 @@ def read_chat(state: ServerState, fields: Fields) -> tuple[Job, Extras]:
     )
     spelled = {"max_tokens": length, "logprobs": "top_logprobs", "prompt": "messages"}
     spelled |= sampling.width_spelling(fields)
-    own: dict[str, Any] = {"max_tokens": fields.get(length), "logprobs": extras.top_logprobs}
+    wanted, names = structured.read_structured(fields)
+    spelled |= names
+    own: dict[str, Any] = {
+        "max_tokens": fields.get(length),
+        "logprobs": extras.top_logprobs,
+        "structured_outputs": wanted,
+    }
     if tool_use is not None:
         own |= tool_use.sampling()
         spelled["structured_outputs.grammar"] = "tools"

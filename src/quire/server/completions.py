@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 from quire.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from quire.errors import InvalidParameter, UnsupportedFeature
 from quire.sequences.params import MAX_LOGPROBS
-from quire.server import sampling
+from quire.server import sampling, structured
 from quire.server.body import read_object
 from quire.server.fields import Fields, Refusal
 from quire.server.generation import Job, answer, new_head
@@ -41,7 +41,14 @@ UNSUPPORTED: Mapping[str, Refusal] = {
     **sampling.UNSUPPORTED,
     "suffix": (("",), "the models served here continue a text, they do not fill one in"),
 }
-KNOWN_FIELDS = (*sampling.SAMPLING_FIELDS, *sampling.LABEL_FIELDS, *sampling.OPTION_FIELDS, *UNSUPPORTED, *OWN_FIELDS)
+KNOWN_FIELDS = (
+    *sampling.SAMPLING_FIELDS,
+    *structured.STRUCTURED_FIELDS,
+    *sampling.LABEL_FIELDS,
+    *sampling.OPTION_FIELDS,
+    *UNSUPPORTED,
+    *OWN_FIELDS,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +110,15 @@ def read_completion(state: ServerState, fields: Fields) -> tuple[Job, Extras, li
         skip_special_tokens=fields.flag("skip_special_tokens", True),
     )
     # The engine computes a prompt in order to sample; an answer without output drops the one token.
-    own: dict[str, Any] = {"max_tokens": max(max_tokens, 1), "logprobs": extras.logprobs}
+    wanted, names = structured.read_structured(fields)
+    spelled = {**SPELLED, **sampling.width_spelling(fields), **names}
+    own: dict[str, Any] = {
+        "max_tokens": max(max_tokens, 1),
+        "logprobs": extras.logprobs,
+        "structured_outputs": wanted,
+    }
     if has_echo and extras.logprobs is not None:
         own["prompt_logprobs"] = max(extras.logprobs, extras.prompt_logprobs or 0)
-    spelled = {**SPELLED, **sampling.width_spelling(fields)}
     params = sampling.read_sampling(fields, state.llm.default_sampling_params(), own, spelled)
     if len(prompts) * params.num_sequences > MAX_SEQUENCES:
         name = "beam_width" if params.beam_width else "best_of" if params.best_of else "n"

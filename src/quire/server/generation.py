@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from quire.engine.outputs import RequestOutput
-from quire.errors import RequestError
+from quire.errors import InvalidParameter, RequestError, RequestFailed
 from quire.sequences.params import SamplingParams
 from quire.server import sse
 from quire.server.errors import REQUEST_ID, api_error, stopping
@@ -110,7 +110,10 @@ async def answer(state: ServerState, request: Request, job: Job, reply: Reply, a
     except RequestError as error:
         if state.is_draining:
             raise stopping() from error
-        error.field = job.spelled.get(error.field or "", error.field)
+        spelled = job.spelled.get(error.field or "", error.field)
+        if isinstance(error, InvalidParameter) and spelled != error.field:
+            raise InvalidParameter(spelled or "", error.value, error.allowed) from error
+        error.field = spelled
         raise
 
 
@@ -143,6 +146,8 @@ async def _follow(
 def _check(delta: RequestOutput) -> None:
     """Raise where the engine gave a request up; neither reason has a finish reason that clients know."""
     reasons = {output.finish_reason for output in delta.outputs}
+    if "error" in reasons and delta.error_code == RequestFailed.code:
+        raise RequestFailed(delta.error or "the engine gave no reason")
     if "error" in reasons:
         raise RuntimeError(delta.error or "the engine gave no reason")
     if "abort" in reasons:

@@ -9,6 +9,7 @@ from typing import Any
 from quire.errors import InvalidParameter
 from quire.sequences.beam_params import NO_CHOICE
 from quire.sequences.params import SamplingParams
+from quire.server import structured
 from quire.server.fields import Fields, Refusal
 
 # Fields that mean to both routes what they mean to `SamplingParams`, which alone checks them.
@@ -61,15 +62,8 @@ OPTION_FIELDS = (
     "return_token_ids",
     "return_tokens_as_token_ids",
 )
-NO_CONSTRAINTS = "the output cannot be constrained yet"
 UNSUPPORTED: Mapping[str, Refusal] = {
-    "response_format": (({"type": "text"},), NO_CONSTRAINTS),
-    "structured_outputs": ((), NO_CONSTRAINTS),
-    "guided_json": ((), NO_CONSTRAINTS),
-    "guided_regex": ((), NO_CONSTRAINTS),
-    "guided_choice": ((), NO_CONSTRAINTS),
-    "guided_grammar": ((), NO_CONSTRAINTS),
-    "guided_decoding_backend": ((), NO_CONSTRAINTS),
+    **structured.UNSUPPORTED,
     "logits_processors": (([],), "no code is taken from requests"),
     "truncate_prompt_tokens": ((), "send the prompt that you mean"),
     "spaces_between_special_tokens": ((True,), "special tokens are written as they are"),

@@ -135,6 +135,10 @@ class Tokenizer:
             raise InvalidParameter("token_ids", ids, f"integers from 0 to {MAX_TOKEN_ID}") from error
         return text
 
+    def to_json(self) -> str:
+        """Return the tokenizer as the text of a `tokenizer.json`."""
+        return str(self._library.to_str())
+
     def token_text(self, token_id: int) -> str:
         """Return a token's own text, with a replacement character where it holds part of a character."""
         return self.token_bytes(token_id).decode("utf-8", "replace")

@@ -1,0 +1,47 @@
+"""Flags that say what an output must look like."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from quire.errors import ConfigError
+from quire.sequences.structured import StructuredOutputs
+
+
+def add_structured_options(parser: argparse.ArgumentParser) -> None:
+    """Add the flags; they exclude each other."""
+    group = parser.add_argument_group("output options", "What the output must look like; needs quire[structured].")
+    only = group.add_mutually_exclusive_group()
+    only.add_argument("--json-schema", metavar="FILE", help="JSON after the schema in a file")
+    only.add_argument("--json-object", action="store_true", help="any JSON object")
+    only.add_argument("--regex", metavar="TEXT", help="a text that the regular expression matches as a whole")
+    only.add_argument("--choice", action="append", metavar="TEXT", help="one of these; repeat it for each")
+    only.add_argument("--grammar", metavar="FILE", help="a text of the Lark grammar in a file")
+
+
+def structured_options(args: argparse.Namespace) -> dict[str, StructuredOutputs]:
+    """Return what was given, as an argument of `SamplingParams`; nothing where nothing was.
+
+    Raises:
+        ConfigError: a file that cannot be read.
+        InvalidParameter: a schema that is not JSON, an empty text.
+    """
+    if args.json_schema is not None:
+        return {"structured_outputs": StructuredOutputs(json=_read("json_schema", args.json_schema))}
+    if args.json_object:
+        return {"structured_outputs": StructuredOutputs(json_object=True)}
+    if args.regex is not None:
+        return {"structured_outputs": StructuredOutputs(regex=args.regex)}
+    if args.choice is not None:
+        return {"structured_outputs": StructuredOutputs(choice=tuple(args.choice))}
+    if args.grammar is not None:
+        return {"structured_outputs": StructuredOutputs(grammar=_read("grammar", args.grammar))}
+    return {}
+
+
+def _read(name: str, path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name} {path} cannot be read: {error}", field=name) from error

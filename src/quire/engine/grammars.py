@@ -1,0 +1,103 @@
+"""The grammars of requests: tried out in a process of their own, then compiled for the engine and held while in use."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from queue import LifoQueue
+
+from quire.engine.grammar_trial import Trial
+from quire.errors import InvalidParameter, WorkerError
+from quire.execution.grammars import Grammar, GrammarShelf, import_llguidance
+from quire.sequences.structured import StructuredOutputs
+
+# So that a grammar that takes long does not hold up all others. Each process holds the vocabulary.
+MAX_TRIALS = 2
+WANTED = {"json": "a JSON schema", "regex": "a regular expression", "choice": "choices", "grammar": "a Lark grammar"}
+
+
+class Grammars:
+    """Opens grammars; may be asked by several threads.
+
+    Args:
+        shelf: where compiled ones are looked for, by the data plane too.
+        timeout_s: that compiling one may take.
+        memory_bytes: that it may take.
+    """
+
+    def __init__(self, shelf: GrammarShelf, *, timeout_s: float, memory_bytes: int) -> None:
+        self.shelf = shelf
+        self._timeout_s = timeout_s
+        self._memory_bytes = memory_bytes
+        self._places: LifoQueue[Trial | None] = LifoQueue()
+        for _ in range(MAX_TRIALS):
+            self._places.put(None)
+        self._is_closed = False
+        self._threads = ThreadPoolExecutor(MAX_TRIALS, thread_name_prefix="quire-grammars")
+
+    def find(self, wanted: StructuredOutputs) -> Grammar | None:
+        """Return a grammar that is compiled already."""
+        return self.shelf.find(wanted.source)
+
+    def open(self, wanted: StructuredOutputs) -> Grammar:
+        """Return a grammar; one that is not known is tried out first, which may take `timeout_s` and longer.
+
+        The grammar stays compiled as long as the caller holds it.
+
+        Raises:
+            InvalidParameter: it does not compile, or not within the limits; the field is that of `wanted`.
+            UnsupportedFeature: the package `llguidance` is missing, or the tokenizer is one that it cannot read.
+            WorkerError: the process for trials does not start.
+        """
+        known = self.find(wanted)
+        if known is not None:
+            return known
+        import_llguidance()
+        source = wanted.source
+        allowed = f"{WANTED[source.kind]} that compiles"
+        error = self._try(wanted)
+        if error is None:
+            try:
+                return self.shelf.compile(source)
+            except ValueError as failure:
+                error = str(failure)
+        raise InvalidParameter(wanted.field, source.text, f"{allowed}: {error}")
+
+    async def wait_for(self, wanted: StructuredOutputs | None) -> Grammar | None:
+        """Do the same from an event loop, which goes on meanwhile; None where nothing is wanted.
+
+        Raises:
+            WorkerError: the engine was shut down.
+        """
+        if wanted is None:
+            return None
+        if self._is_closed:
+            raise WorkerError("the engine was shut down")
+        known = self.find(wanted)
+        return known if known is not None else await asyncio.wrap_future(self._threads.submit(self.open, wanted))
+
+    def close(self) -> None:
+        """End all trials."""
+        self._is_closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for _ in range(self._places.qsize()):
+            trial = self._places.get()
+            if trial is not None:
+                trial.close()
+
+    def _try(self, wanted: StructuredOutputs) -> str | None:
+        """Return why a grammar does not compile, None where it does."""
+        trial = self._places.get()
+        try:
+            if trial is not None and not trial.is_alive:
+                trial.close()
+                trial = None
+            if trial is None:
+                shelf = self.shelf
+                # Only now: the tokenizer's text is long, and most engines are asked for no grammar.
+                trial = Trial(shelf.read_tokenizer(), shelf.vocab_size, shelf.end_token_ids, self._memory_bytes)
+            return trial.compile(wanted.source, self._timeout_s)
+        finally:
+            if self._is_closed and trial is not None:
+                trial.close()
+            self._places.put(trial)

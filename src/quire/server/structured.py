@@ -1,0 +1,98 @@
+"""The fields with which clients say what an output must look like: OpenAI's, vLLM's and its earlier ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.errors import InvalidParameter, UnsupportedFeature
+from quire.sequences.structured import StructuredOutputs
+from quire.server.fields import Fields, Refusal
+
+STRUCTURED_FIELDS = (
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+)
+UNSUPPORTED: Mapping[str, Refusal] = {
+    "guided_decoding_backend": (("auto", "guidance"), "all grammars go through llguidance"),
+    "guided_whitespace_pattern": ((), "set structured_outputs.disable_any_whitespace, or write a grammar"),
+}
+OWN_FIELDS = ("json", "json_object", "regex", "choice", "grammar", "disable_any_whitespace")
+UNSUPPORTED_OWN: Mapping[str, Refusal] = {
+    "structural_tag": ((), "write a Lark grammar"),
+    "disable_fallback": ((False, True), "there is nothing to fall back to"),
+    "disable_additional_properties": ((False,), "say it in the schema"),
+    "whitespace_pattern": ((), "set disable_any_whitespace, or write a grammar"),
+}
+
+
+def read_structured(fields: Fields) -> tuple[StructuredOutputs | None, dict[str, str]]:
+    """Read what the output must look like.
+
+    Returns:
+        That, None where the client leaves it open; and how the client wrote the fields of `structured_outputs`.
+
+    Raises:
+        RequestError: in the client's spelling; more than one of the fields among them.
+    """
+    given = [(name, _read(fields, name)) for name in STRUCTURED_FIELDS if fields.get(name) is not None]
+    asked = [(name, read) for name, read in given if read is not None]
+    if not asked:
+        return None, {}
+    if len(asked) > 1:
+        raise InvalidParameter(asked[1][0], fields.get(asked[1][0]), f"absent beside {asked[0][0]}")
+    ((_, (wanted, spelled)),) = asked
+    try:
+        return StructuredOutputs(**wanted), spelled
+    except InvalidParameter as error:
+        field = error.field or ""
+        raise InvalidParameter(spelled.get(field, field), error.value, error.allowed) from error
+
+
+def _read(fields: Fields, name: str) -> tuple[dict[str, Any], dict[str, str]] | None:
+    """Return the fields of `StructuredOutputs` that a field asks for, and their spelling; None for any text."""
+    if name == "response_format":
+        return _response_format(fields)
+    if name == "structured_outputs":
+        return _own(fields), {}
+    kind = name.removeprefix("guided_")
+    return {kind: fields.get(name)}, {f"structured_outputs.{kind}": name, "structured_outputs": name}
+
+
+def _response_format(fields: Fields) -> tuple[dict[str, Any], dict[str, str]] | None:
+    response_format = fields.object("response_format")
+    assert response_format is not None
+    kind = response_format.text("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"json_object": True}, {"structured_outputs.json_object": "response_format"}
+    if kind == "structural_tag":
+        raise UnsupportedFeature("response_format.type", "structural tags are not read; use structured_outputs.grammar")
+    if kind != "json_schema":
+        raise InvalidParameter("response_format.type", kind, "text, json_object or json_schema")
+    described = response_format.object("json_schema")
+    if described is None:
+        raise InvalidParameter("response_format.json_schema", None, "an object")
+    for name in ("name", "description"):
+        described.text(name)
+    described.flag("strict")  # what is asked for is kept to either way
+    schema = described.get("schema")
+    if schema is None:
+        return {"json_object": True}, {"structured_outputs.json_object": "response_format"}
+    name = described.name("schema")
+    if not isinstance(schema, dict):
+        raise InvalidParameter(name, schema, "an object")
+    return {"json": schema}, {"structured_outputs.json": name}
+
+
+def _own(fields: Fields) -> dict[str, Any]:
+    own = fields.object("structured_outputs")
+    assert own is not None
+    own.refuse(UNSUPPORTED_OWN)
+    own.note_unknown((*OWN_FIELDS, *UNSUPPORTED_OWN))
+    return {name: own.get(name) for name in OWN_FIELDS if own.get(name) is not None}

@@ -1,0 +1,123 @@
+"""A small vocabulary with several ways to write most texts, grammars over it, and a constraint without memory."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from quire.execution.constraints import Constraint
+from quire.execution.grammars import GrammarShelf
+from quire.scheduling.plan import Opening
+from quire.sequences.params import SamplingParams
+from quire.sequences.structured import StructuredOutputs
+
+MERGES = [
+    *(("a", "b"), ("n", "a"), ("na", "m"), ("nam", "e"), ('"', "name")),
+    *(('"', ":"), ("t", "r"), ("u", "e"), ("1", "2")),
+]
+CHARS = [*'abcdefghijklmnopqrstuvwxy{}[]":,.0123456789', "Ġ", "Ċ"]
+VOCAB = ["<eos>", *sorted(CHARS), *("".join(pair) for pair in MERGES)]
+END = 0
+# Ids that the model's head has, and no token.
+NUM_IDS = len(VOCAB) + 5
+NUM_WORDS = -(-NUM_IDS // 32)
+# There is no z to write.
+WANTED: dict[str, dict[str, Any]] = {
+    "schema": {
+        "json": {
+            "type": "object",
+            "properties": {"name": {"enum": ["ab", "true"]}, "n": {"type": "integer", "maximum": 120}},
+            "required": ["name", "n"],
+            "additionalProperties": False,
+        }
+    },
+    "compact": {
+        "json": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "boolean"},
+                "ab": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+            },
+            "required": ["name", "ab"],
+            "additionalProperties": False,
+        },
+        "disable_any_whitespace": True,
+    },
+    "regex": {"regex": "(ab|name){1,4}( true)?[.]"},
+    "choice": {"choice": ["a", "ab", "name", "names are true"]},
+    "grammar": {"grammar": 'start: "name" x "."\nx: "ab" x | "12"'},
+    "dead": {"regex": "[ab]{2,6}z|c"},
+}
+
+
+def tokenizer() -> Tokenizer:
+    library = Tokenizer(models.BPE(vocab={token: idx for idx, token in enumerate(VOCAB)}, merges=MERGES))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens(["<eos>"])
+    return library
+
+
+@cache
+def shelf(end_token_ids: tuple[int, ...] = (END,)) -> GrammarShelf:
+    return GrammarShelf(lambda: str(tokenizer().to_str()), NUM_IDS, end_token_ids)
+
+
+def opening(name: str, output: tuple[int, ...] = (), *, prompt: tuple[int, ...] = (3, 4), **params: Any) -> Opening:
+    wanted = StructuredOutputs(**WANTED[name])
+    return Opening(SamplingParams(structured_outputs=wanted, **params), 7, 0, len(prompt), prompt + output, (END,))
+
+
+def constraint(name: str, **params: Any) -> Constraint:
+    first = opening(name, **params)
+    assert first.params.structured_outputs is not None
+    ends = shelf().end_token_ids
+    return Constraint(shelf().compile(first.params.structured_outputs.source).open(), first, ends)
+
+
+def filled(known: Constraint, draft: tuple[int, ...] = ()) -> list[set[int]]:
+    """Return the tokens that are allowed at the next position, and behind each draft that the grammar has."""
+    masks = torch.full((1 + len(draft), NUM_WORDS), -1, dtype=torch.int32)
+    known.begin(masks, None)
+    known.fill(draft)
+    start = known.num_prompt + len(known.token_ids)
+    rows = (known.mask_at(start + place) for place in range(1 + len(draft)))
+    return [allowed(row) for row in rows if row is not None]
+
+
+def allowed(mask: torch.Tensor) -> set[int]:
+    """Return the ids whose bits are set, looked at one by one."""
+    words = [word & 0xFFFFFFFF for word in mask.tolist()]
+    return {idx for idx in range(len(words) * 32) if words[idx // 32] >> (idx % 32) & 1}
+
+
+def fresh(name: str, output: list[int], **params: Any) -> Constraint:
+    """Return a constraint that has seen nothing but an output, token by token."""
+    known = constraint(name, **params)
+    for place, token_id in enumerate(output):
+        known.follow(place, [token_id])
+    return known
+
+
+def walk(name: str, rng: random.Random, length: int = 40, **params: Any) -> list[int]:
+    """Return an output drawn from the masks, without what ends it; stops at a dead end too."""
+    known = constraint(name, **params)
+    output: list[int] = []
+    while len(output) < length:
+        rows = filled(known)
+        if known.error is not None:
+            return output
+        token_id = rng.choice(sorted(rows[0]))
+        if token_id == END:
+            return output
+        known.follow(len(output), [token_id])
+        output.append(token_id)
+    return output
+
+
+def text(output: list[int]) -> str:
+    return str(tokenizer().decode(output, skip_special_tokens=False))

@@ -1,0 +1,241 @@
+"""Ways through grammars: forwards, backwards, forked, with drafts; beside a constraint that goes each way anew."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("llguidance", reason="the extra structured is not installed")
+
+from quire.execution.constraints import DEAD_END, Constraint
+from quire.execution.grammars import NUM_KEPT
+from quire.execution.masks import keep_masked
+from quire.sequences.structured import GrammarSource
+from tests.execution.grammar_world import (
+    END,
+    NUM_IDS,
+    NUM_WORDS,
+    VOCAB,
+    WANTED,
+    allowed,
+    constraint,
+    filled,
+    fresh,
+    opening,
+    shelf,
+    text,
+    tokenizer,
+    walk,
+)
+
+NAMES = sorted(WANTED)
+
+
+def check(name: str, said: str) -> None:
+    """Check a whole output against what was wanted, without a grammar."""
+    if name in ("schema", "compact"):
+        value = json.loads(said)
+        if name == "schema":
+            assert list(value) == ["name", "n"]
+            assert value["name"] in ("ab", "true")
+            assert type(value["n"]) is int
+            assert value["n"] <= 120
+            assert not re.search(r"[^\n ]  |\n *\n", said), "one space, or one new line with its indentation"
+        else:
+            assert said == json.dumps(value, separators=(",", ":"))
+            assert type(value["name"]) is bool
+            assert len(value["ab"]) <= 3
+    elif name == "choice":
+        assert said in WANTED[name]["choice"]
+    else:
+        pattern = {"regex": WANTED["regex"].get("regex"), "grammar": "name(ab)*12[.]", "dead": "c"}[name]
+        assert re.fullmatch(str(pattern), said)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_random_walks_give_what_was_wanted(name: str) -> None:
+    rng = random.Random(1)
+    said = set()
+    for _ in range(60):
+        output = walk(name, rng, 200)
+        known = fresh(name, output)
+        rows = filled(known)
+        if known.error is None and END in rows[0]:
+            said.add(text(output))
+    for one in said:
+        check(name, one)
+    assert len(said) > 1 or name == "dead"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_way_to_a_position_gives_the_same_masks(name: str) -> None:
+    rng = random.Random(2)
+    known = constraint(name)
+    for _ in range(150):
+        # Sometimes it goes on from where it is, sometimes somebody else's tokens come.
+        wanted = walk(name, rng, rng.randrange(1, 12))
+        start = min(known.num_common(wanted), rng.randrange(len(wanted) + 1))
+        known.follow(start, wanted[start:])
+        if rng.random() < 0.3:
+            known = known.fork(opening(name))
+        twin = fresh(name, wanted)
+        assert known.token_ids == wanted == twin.token_ids
+        assert filled(known) == filled(twin)
+        assert known.error == twin.error
+        if known.error is not None:
+            known = constraint(name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_masks_behind_drafts_are_those_of_drafts_that_came_true(name: str) -> None:
+    rng = random.Random(3)
+    for _ in range(60):
+        whole = walk(name, rng, 14)
+        cut = rng.randrange(len(whole) + 1)
+        draft = whole[cut:]
+        spoilt = rng.random() < 0.4 and bool(draft)
+        if spoilt:
+            place = rng.randrange(len(draft))
+            draft[place] = rng.choice([END, *range(NUM_IDS)])
+        known = fresh(name, whole[:cut])
+        rows = filled(known, tuple(draft))
+        expected = []
+        for length in range(len(draft) + 1):
+            twin = constraint(name)
+            twin.follow(0, whole[:cut] + draft[:length])
+            one = filled(twin) if twin.error is None else []
+            if not one:
+                break
+            expected += one
+        assert rows == expected
+        if known.error is None:
+            assert filled(known) == rows[:1], "it is where it was"
+            assert known.token_ids == whole[:cut]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_appended_is_what_would_have_been_drawn(name: str) -> None:
+    rng = random.Random(4)
+    num_free = 0
+    for seed in range(40):
+        output: list[int] = []
+        drawn_at = set()
+        known = constraint(name)
+        rng.seed(seed)
+        while True:
+            (tokens,) = filled(known) or [set()]
+            if not tokens:
+                assert known.error == DEAD_END
+                break
+            drawn = rng.choice(sorted(tokens))
+            drawn_at.add(len(output))
+            run = known.append((drawn,))
+            assert run[0] == drawn
+            output += run
+            num_free += len(run) - 1
+            if output[-1] == END or len(output) > 60:
+                break
+        # One position at a time, where no token is drawn there was no other.
+        twin = constraint(name)
+        for place, token_id in enumerate(output):
+            (tokens,) = filled(twin)
+            assert token_id in tokens
+            assert place in drawn_at or tokens == {token_id}
+            if token_id != END:
+                twin.follow(place, [token_id])
+    if name in ("compact", "grammar", "choice"):
+        assert num_free > 20
+
+
+def test_forced_text_is_written_as_the_tokenizer_writes_it() -> None:
+    known = constraint("compact")
+    run = known.append((VOCAB.index("{"),))
+    written = tokenizer().encode('{"name":').ids
+    assert list(run[: len(written) - 1]) == written[:-1], "the last token might go on"
+    assert len(run) > 1
+
+
+def test_what_something_else_may_forbid_or_measures_is_drawn_from_one_token() -> None:
+    brace = VOCAB.index("{")
+    assert len(constraint("compact").append((brace,))) > 1
+    for params in (
+        {"bad_words": ["a"]},
+        {"allowed_token_ids": [1]},
+        {"logits_processors": [lambda *_: None]},
+        {"min_tokens": 1, "stop_token_ids": [3]},
+        {"logprobs": 1},
+    ):
+        known = constraint("compact", **params)
+        assert known.append((brace,)) == (brace,)
+        assert [len(row) for row in filled(known)] == [1]
+
+
+def test_the_end_is_forced_where_there_is_one_end_and_it_may_come() -> None:
+    output = tuple(tokenizer().encode("names are true").ids)
+    assert constraint("choice").append(output)[-1] == END
+    assert constraint("choice", min_tokens=len(output)).append(output)[-1] == END
+    assert constraint("choice", min_tokens=len(output) + 1).append(output) == output, "a dead end comes of that"
+    ends = (END, 1)
+    first = opening("choice")
+    assert first.params.structured_outputs is not None
+    source = first.params.structured_outputs.source
+    either = Constraint(shelf(ends).compile(source).open(), first, ends)
+    assert either.append(output) == output
+    assert filled(either) == [{0, 1}]
+
+
+def test_a_dead_end_is_an_error_of_its_own_and_stays_one() -> None:
+    known = constraint("dead")
+    token = VOCAB.index("a")
+    known.follow(0, [token] * 6)
+    assert filled(known) == []
+    assert known.error == DEAD_END
+    known.follow(0, [])
+    assert filled(known) == []
+    assert known.fork(opening("dead")).error == DEAD_END
+
+
+def test_tokens_that_the_grammar_does_not_have_are_an_error() -> None:
+    known = constraint("choice")
+    known.follow(0, [VOCAB.index("{")])
+    assert known.error == DEAD_END
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 40])
+def test_masks_are_applied_as_one_by_one(num_rows: int) -> None:
+    generator = torch.Generator().manual_seed(num_rows)
+    num_tokens = 1000 if num_rows < 40 else 300_000  # more than one tile
+    logits = torch.randn(num_rows + 2, num_tokens, generator=generator)
+    rows = torch.randperm(num_rows + 2, generator=generator)[:num_rows].tolist()
+    masks = [torch.randint(-(2**31), 2**31, (-(-num_tokens // 32),), generator=generator).int() for _ in rows]
+    bits = [(mask.unsqueeze(1) >> torch.arange(32)).flatten()[:num_tokens] & 1 for mask in masks]
+    expected = logits.clone()
+    for row, bit in zip(rows, bits, strict=True):
+        expected[row, bit == 0] = -torch.inf
+    keep_masked(logits, list(zip(rows, masks, strict=True)))
+    assert torch.equal(logits, expected)
+    keep_masked(logits, [])
+    assert torch.equal(logits, expected)
+
+
+def test_a_mask_has_a_bit_for_each_id() -> None:
+    assert NUM_IDS % 32
+    (row,) = filled(constraint("dead"))
+    assert row == {VOCAB.index(token) for token in ("a", "b", "c", "ab")}
+    mask = torch.zeros(NUM_WORDS, dtype=torch.int32)
+    mask[1] = -(2**31)
+    assert allowed(mask) == {63}
+
+
+def test_grammars_that_nobody_holds_make_room_for_others() -> None:
+    sources = [GrammarSource("regex", f"a{{{count}}}") for count in range(1, NUM_KEPT + 3)]
+    held = shelf().compile(sources[0])
+    for source in sources[1:]:
+        shelf().compile(source)
+    assert shelf().find(sources[0]) is held, "somebody holds it"
+    assert shelf().find(sources[1]) is None
+    assert shelf().find(sources[-1]) is shelf().compile(sources[-1])
