@@ -12,6 +12,7 @@ from quire.errors import InvalidParameter, UnsupportedFeature
 from quire.sequences.structured import StructuredOutputs
 from quire.server.fields import Fields
 from quire.server.state import ServerState
+from quire.server.structured import STRUCTURED_FIELDS
 from quire.text.chat import require_chat_template
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_calls import CallRules, Function, ToolFormat
@@ -21,15 +22,6 @@ TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
 MAX_TOOLS = 128
 MAX_TOOLS_CHARS = 1 << 18
 NO_PARAMETERS = {"type": "object", "properties": {}}
-# What else would say how the output must look.
-CONSTRAINTS = (
-    "response_format",
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-)
 CHOICES = '"none", "auto", "required" or {"type": "function", "function": {"name": "..."}}'
 
 
@@ -103,7 +95,7 @@ def read_tool_use(state: ServerState, fields: Fields) -> ToolUse | None:
     if is_required and not can_force:
         why = 'calls can be required where llguidance is installed: pip install "quire[structured]"'
         raise UnsupportedFeature("tool_choice", why)
-    for name in CONSTRAINTS:
+    for name in STRUCTURED_FIELDS:
         if fields.get(name) not in (None, {"type": "text"}):
             raise UnsupportedFeature(name, 'an output has one grammar, that of its tools; set tool_choice to "none"')
     tokenizer = state.llm.tokenizer

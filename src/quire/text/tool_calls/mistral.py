@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from quire.text.tool_calls import grammar
-from quire.text.tool_calls.calls import CallDelta, read_object
+from quire.text.tool_calls.calls import read_object
 from quire.text.tool_calls.grammar import CallRules
 from quire.text.tool_calls.incoming import Incoming, Reading
-from quire.text.tool_calls.object_calls import read_series
+from quire.text.tool_calls.object_calls import read_series, tell_arguments
 from quire.text.tool_calls.parser import CallReader
 
 MARK, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
@@ -91,11 +91,4 @@ class Mistral:
             return end
         if (yield from incoming.literal(begin, "{")) is None:
             return None
-        index = reader.num_calls
-        reader.num_calls += 1
-        yield CallDelta(index, name)
-        end = yield from incoming.json_object(begin, index)
-        if end is None:
-            return len(incoming.text)
-        yield CallDelta(index, is_last=True)
-        return end
+        return (yield from tell_arguments(incoming, begin, reader, name))

@@ -33,6 +33,14 @@ def told_call(incoming: Incoming, pos: int, reader: CallReader) -> Reading:
     if found is None:
         return None
     name, begin = found
+    end = yield from tell_arguments(incoming, begin, reader, name)
+    assert end is not None
+    closed = yield from incoming.literal(end, "}", may_be_cut=True)
+    return end if closed is None else closed
+
+
+def tell_arguments(incoming: Incoming, begin: int, reader: CallReader, name: str) -> Reading:
+    """Tell a call whose arguments, an object, begin; they may be cut off by the end of the text, which is returned."""
     index = reader.num_calls
     reader.num_calls += 1
     yield CallDelta(index, name)
@@ -40,8 +48,7 @@ def told_call(incoming: Incoming, pos: int, reader: CallReader) -> Reading:
     if end is None:
         return len(incoming.text)
     yield CallDelta(index, is_last=True)
-    closed = yield from incoming.literal(end, "}", may_be_cut=True)
-    return end if closed is None else closed
+    return end
 
 
 def read_series(incoming: Incoming, pos: int, reader: CallReader, separator: str, closing: str) -> Reading:
