@@ -12,12 +12,11 @@ import transformers
 
 from quire import LLM, SamplingParams
 from quire.memory import check
+from tests.conformance.checkpoints import NEW_TOKENS as GREEDY_TOKENS
 from tests.conformance.conftest import Reference
 from tests.conformance.test_histories import load
 
 NEW_TOKENS = 12
-# Ends that come about now and then in outputs of random models.
-MORE_ENDS = (8, 9, 11, 23, 40)
 
 Found = list[tuple[list[int], float]]
 
@@ -27,27 +26,26 @@ class Case:
     """One search, in the words of both.
 
     Args:
-        ends: tokens that end an output besides the model's own.
+        has_more_ends: tokens of greedy outputs end an output, besides the model's own end.
         ours, theirs: further parameters.
     """
 
     width: int
     length_penalty: float = 1.0
     early_stopping: bool | str = False
-    ends: tuple[int, ...] = MORE_ENDS
+    has_more_ends: bool = True
     ignore_eos: bool = False
     ours: dict[str, Any] = field(default_factory=dict)
     theirs: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def params(self) -> SamplingParams:
-        """The search as it is asked for here."""
+    def params(self, reference: Reference) -> SamplingParams:
+        """Return the search as it is asked for here."""
         return SamplingParams(
             beam_width=self.width,
             n=self.width,
             length_penalty=self.length_penalty,
             early_stopping=self.early_stopping,
-            stop_token_ids=self.ends,
+            stop_token_ids=more_ends(reference) if self.has_more_ends else (),
             ignore_eos=self.ignore_eos,
             max_tokens=NEW_TOKENS,
             **self.ours,
@@ -60,14 +58,19 @@ CASES = [
     Case(3, length_penalty=0.0, early_stopping="never"),
     Case(5, length_penalty=2.0, early_stopping="never"),
     Case(3, length_penalty=-1.0, early_stopping=True),
-    Case(6, ends=(), ignore_eos=True),
-    Case(8, length_penalty=0.5, ends=()),
+    Case(6, has_more_ends=False, ignore_eos=True),
+    Case(8, length_penalty=0.5, has_more_ends=False),
     Case(
         3,
         ours={"repetition_penalty": 1.3, "min_tokens": 4, "logit_bias": {21: 1.5, 22: -2.0}},
         theirs={"repetition_penalty": 1.3, "min_new_tokens": 4, "sequence_bias": [[[21], 1.5], [[22], -2.0]]},
     ),
 ]
+
+
+def more_ends(reference: Reference) -> tuple[int, ...]:
+    """Return tokens that come soon in some likely outputs."""
+    return tuple(sorted({output[4] for output in reference.outputs if len(output) > 4}))
 
 
 def ends_of(reference: Reference) -> list[int]:
@@ -85,7 +88,7 @@ def expected(reference: Reference) -> list[list[Found]]:
 
 def find(model: Any, reference: Reference, case: Case, prompt: list[int]) -> Found:
     """Search with transformers."""
-    ends = [*({} if case.ignore_eos else ends_of(reference)), *case.ends]
+    ends = [*(() if case.ignore_eos else ends_of(reference)), *(more_ends(reference) if case.has_more_ends else ())]
     config = transformers.GenerationConfig(
         max_new_tokens=NEW_TOKENS,
         num_beams=case.width,
@@ -133,9 +136,9 @@ def test_each_alone_and_all_together(reference: Reference, expected: list[list[F
     llm = load(reference, num_kv_blocks=600, max_num_seqs=64)
     prompts = reference.prompts[:4]
     for case, known in zip(CASES, expected, strict=True):
-        alone = [search(llm, [prompt], case.params)[0] for prompt in prompts]
+        alone = [search(llm, [prompt], case.params(reference))[0] for prompt in prompts]
         assert_same(alone, known)
-        assert_same(search(llm, prompts, case.params), known)
+        assert_same(search(llm, prompts, case.params(reference)), known)
     # Some outputs ended by a token, some by their length.
     lengths = {len(tokens) for known in expected for found in known for tokens, _ in found}
     assert NEW_TOKENS in lengths
@@ -146,7 +149,7 @@ def test_beside_samples_and_other_widths(reference: Reference, expected: list[li
     """All cases at once, in one batch with samples that draw."""
     llm = load(reference, num_kv_blocks=2000, max_num_seqs=256, enable_prefix_caching=False)
     sampled = SamplingParams(temperature=1.0, n=3, max_tokens=NEW_TOKENS, seed=1)
-    params = [case.params for case in CASES]
+    params = [case.params(reference) for case in CASES]
     prompts = [prompt for prompt in reference.prompts[:4] for _ in range(len(CASES) + 1)]
     outputs = llm.generate(prompts, [*params, sampled] * 4, use_tqdm=False)
     found = [[(one.token_ids, one.beam_score or 0.0) for one in output.outputs] for output in outputs]
@@ -158,7 +161,7 @@ def test_beside_samples_and_other_widths(reference: Reference, expected: list[li
 def test_chunked_prefill_and_hits(reference: Reference, expected: list[list[Found]], budget: int) -> None:
     llm = load(reference, max_num_seqs=8, max_num_batched_tokens=budget)
     for case, known in list(zip(CASES, expected, strict=True))[:4]:
-        assert_same(search(llm, reference.prompts[:4], case.params), known)
+        assert_same(search(llm, reference.prompts[:4], case.params(reference)), known)
     assert llm.stats.prefix_hits > 0
 
 
@@ -169,7 +172,7 @@ def test_preempted(reference: Reference, expected: list[list[Found]], mode: str)
     longest, width = max(map(len, reference.prompts[:4])), max(case.width for case in CASES[:4])
     num_blocks = longest // 4 + width * (-(-(longest + NEW_TOKENS) // 4) - longest // 4)
     llm = load(reference, num_kv_blocks=max(24, num_blocks), max_model_len=96, max_num_seqs=32, block_size=4, **swap)
-    params = [case.params for case in CASES[:4] for _ in range(4)]
+    params = [case.params(reference) for case in CASES[:4] for _ in range(4)]
     found = search(llm, reference.prompts[:4] * 4, params)
     for idx, known in enumerate(expected[:4]):
         assert_same(found[4 * idx : 4 * idx + 4], known)
@@ -179,9 +182,29 @@ def test_preempted(reference: Reference, expected: list[list[Found]], mode: str)
         assert llm.stats.wasted_tokens == 0
 
 
+@pytest.mark.parametrize("method", ["suffix", "draft"])
+def test_beside_drafts(reference: Reference, expected: list[list[Found]], method: str) -> None:
+    """Samples of the same steps have drafts verified, by what was said before or by a model; beams have none."""
+    options: dict[str, Any] = {"draft_model": str(reference.folder)} if method == "draft" else {}
+    llm = load(reference, num_kv_blocks=900, max_num_seqs=64, speculative_method=method, **options)
+    # A draft is worth trying, whatever this machine's clock says.
+    llm.engine._draft_pacer = None
+    speculation: Any = llm.engine.scheduler.drafter
+    speculation.step_costs = [1.0] * (speculation.num_tokens + 1)
+    greedy = SamplingParams(temperature=0.0, max_tokens=GREEDY_TOKENS)
+    for case, known in list(zip(CASES, expected, strict=True))[:3]:
+        prompts = [*reference.prompts[:4], *reference.prompts]
+        outputs = llm.generate(prompts, [case.params(reference)] * 4 + [greedy] * 7, use_tqdm=False)
+        found = [[(one.token_ids, one.beam_score or 0.0) for one in output.outputs] for output in outputs[:4]]
+        assert_same(found, known)
+        assert [output.outputs[0].token_ids for output in outputs[4:]] == reference.outputs
+        check(llm.engine.scheduler.memory)
+    assert llm.stats.num_accepted_tokens > 0
+
+
 def test_fewer_are_returned_best_first(reference: Reference, expected: list[list[Found]]) -> None:
     llm = load(reference)
     for num_best in (1, 3):
-        params = replace(CASES[0].params, n=num_best)
+        params = replace(CASES[0].params(reference), n=num_best)
         found = search(llm, reference.prompts[:4], params)
         assert_same(found, [known[:num_best] for known in expected[0]])

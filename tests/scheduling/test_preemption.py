@@ -13,7 +13,7 @@ from quire.memory.status import AllocStatus, Verdict
 from quire.scheduling import SwapCosts
 from quire.scheduling.preemption import Loss
 from quire.sequences import FinishReason, Request, SequenceStatus
-from tests.scheduling.rig import Job, Rig, Setting
+from tests.scheduling.rig import Job, Rig, Setting, outputs_of
 
 TIGHT = Setting(num_blocks=8, budget=16, max_num_seqs=4, host_blocks=20, preemption_mode="swap", caching=False)
 
@@ -287,3 +287,83 @@ def test_a_release_of_a_state_loses_all_that_it_sums_up() -> None:
     assert memory.append_slots(2, 1)
     memory.publish(2, 11)
     assert memory.would_release([2]) == (2 * block_bytes, 11), "the copied tail, and the state"
+
+
+# ---- searches ----
+
+
+def search(length: int, max_tokens: int) -> Job:
+    return replace(job(length, max_tokens), beam_width=3, n=3)
+
+
+def two_searches_that_collide(setting: Setting) -> tuple[Rig, Request, Request]:
+    """Two searches that fit side by side at first, and not to their ends."""
+    rig = Rig(setting)
+    return rig, rig.add(search(9, 14), seed=0), rig.add(search(9, 14), seed=1)
+
+
+SEARCHING = replace(TIGHT, num_blocks=16, max_num_seqs=8)
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_beams_lose_their_memory_all_together(mode: str) -> None:
+    rig, older, younger = two_searches_that_collide(replace(SEARCHING, preemption_mode=mode))
+    while not rig.scheduler.stats.num_preemptions:
+        rig.step()
+    assert [beam.status for beam in older.unfinished] == [SequenceStatus.RUNNING] * 3
+    if mode == "swap":
+        assert [beam.status for beam in younger.unfinished] == [SequenceStatus.SWAPPED] * 3
+        assert rig.scheduler.stats.wasted_tokens == 0
+    else:
+        (again,) = younger.sequences
+        assert (again.status, again.tokens) == (SequenceStatus.WAITING, younger.prompt_token_ids)
+        # Its prompt, and the token of each of three beams in all steps but the first.
+        assert rig.scheduler.stats.wasted_tokens >= 9 + 3
+        assert (rig.scheduler.stats.wasted_tokens - 9) % 3 == 0
+    assert younger.num_preemptions == rig.scheduler.stats.num_preemptions == 3
+    finish_all(rig)
+    for request in (older, younger):
+        alone = Rig(Setting())
+        expected = alone.add(search(9, 14), seed=request.seed)
+        finish_all(alone)
+        assert outputs_of(request) == outputs_of(expected)
+
+
+def test_a_search_that_fits_no_more_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fitted when it was swapped out always fits again; memory is made to say otherwise."""
+    rig, older, younger = two_searches_that_collide(SEARCHING)
+    step_until_swapped(rig)
+    lost = set(rig.scheduler.swapped)
+    can_swap_in = rig.memory.can_swap_in
+    later = Verdict.LATER
+    monkeypatch.setattr(rig.memory, "can_swap_in", lambda *args: can_swap_in(*args)._replace(verdict=later))
+    while not older.is_finished:
+        rig.step()
+    finish_all(rig)
+    assert all(beam.finish_reason is FinishReason.DROPPED for beam in lost)
+    alone = Rig(Setting())
+    expected = alone.add(search(9, 14), seed=1)
+    finish_all(alone)
+    assert outputs_of(younger) == outputs_of(expected)
+
+
+def test_places_are_kept_for_beams_that_are_to_come() -> None:
+    """A search whose prompt is computed takes all its seats: nobody takes those of its beams meanwhile."""
+    rig = Rig(Setting(max_num_seqs=4, budget=8))
+    first = rig.add(search(20, 4), seed=0)
+    second = rig.add(job(4, 4, n=2), seed=1)
+    while not first.unfinished[0].is_beam:
+        rig.step()
+        assert [sequence.status for sequence in second.sequences] == [SequenceStatus.WAITING]
+    assert len(rig.scheduler.running) == 3
+    finish_all(rig)
+
+
+def test_a_search_that_is_aborted_holds_nothing_wherever_its_beams_are() -> None:
+    rig, older, younger = two_searches_that_collide(SEARCHING)
+    step_until_swapped(rig)
+    ended = rig.scheduler.abort(younger.request_id)
+    assert [(beam.finish_reason, beam.status) for beam in ended] == [(FinishReason.ABORT, SequenceStatus.FINISHED)] * 3
+    rig.abort(older)
+    assert not rig.scheduler.has_unfinished
+    assert rig.memory.usage().used == 0

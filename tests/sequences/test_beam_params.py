@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from quire.decoding.strategies import SAMPLING
 from quire.errors import InvalidParameter
 from quire.sequences import SamplingParams
 from quire.sequences.beam_params import MAX_BEAM_WIDTH, NO_CHOICE
@@ -64,6 +65,8 @@ def test_what_belongs_to_a_search_means_nothing_without_one(changes: dict[str, A
     [
         ("best_of", 4),
         ("n", 5),
+        ("speculative", True),
+        ("strategy", SAMPLING),
         ("temperature", 0.7),
         ("top_k", 5),
         ("top_p", 0.9),
@@ -84,6 +87,7 @@ def test_what_a_search_would_ignore_is_refused(name: str, value: object) -> None
         {"temperature": 0.0},
         {"temperature": 1.0},
         {"top_k": -1},
+        {"speculative": False},
         {"seed": 3},
         {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.5, "dry_multiplier": 1.0},
         {"bad_words": ["a"], "logit_bias": {3: 1.0}, "allowed_token_ids": (3, 4), "min_tokens": 2},
