@@ -329,3 +329,41 @@ def test_a_bomb_is_refused_while_others_are_served() -> None:
 
     asyncio.run(serve())
     llm.shutdown()
+
+
+# ---- beside drafts and beams ----
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_drafts_change_nothing(llm: LLM, method: str) -> None:
+    several = {"json": {"type": "array", "items": SCHEMA, "minItems": 2, "maxItems": 3}}
+    kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.6}, {"temperature": 0.6, "logprobs": 1}]
+    each = [
+        wild("json", structured_outputs=form, max_tokens=200, **kind)
+        for form in (several, WANTED["grammar"], WANTED["json"])
+        for kind in kinds
+    ]
+    each.append(wild("compact", temperature=0.6, stop='"kind"', repetition_penalty=1.1))
+    each.append(wild("regex", n=3, temperature=0.5))
+    expected = [[sample.token_ids for sample in output.outputs] for output in run(llm, [STORY] * len(each), each)]
+    guessing = load(speculative_method=method, num_speculative_tokens=6)
+    for _ in range(2):
+        outputs = run(guessing, [STORY] * len(each), each)
+        assert [[sample.token_ids for sample in output.outputs] for output in outputs] == expected
+    assert guessing.stats.num_accepted_tokens > 20
+    assert guessing.stats.num_draft_tokens > guessing.stats.num_accepted_tokens, "some drafts were wrong"
+    assert guessing.usage().used == 0
+    guessing.close()
+
+
+@pytest.mark.parametrize("kind", ["choice", "compact", "grammar", "regex"])
+@pytest.mark.parametrize("beam_width", [2, 5])
+def test_beams_have_the_form(llm: LLM, kind: str, beam_width: int) -> None:
+    form = {"choice": [*CHOICES, "later"]} if kind == "choice" else WANTED[kind]
+    params = SamplingParams(beam_width=beam_width, n=2, max_tokens=150, structured_outputs=form, temperature=0.0)
+    (output,) = run(llm, STORY, params)
+    assert output.error is None
+    assert output.outputs[0].token_ids != output.outputs[1].token_ids, "though the text may be the same"
+    for sample in output.outputs:
+        assert sample.finish_reason == "stop"
+        assert sample.text in [*CHOICES, "later"] if kind == "choice" else is_right(kind, sample.text)

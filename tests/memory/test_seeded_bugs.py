@@ -332,7 +332,7 @@ def keep_a_preempted_sequence_open(patch: Patch) -> None:
 
 
 def give_no_seats_to_samples(patch: Patch) -> None:
-    patch.setattr(seating, "_seats", lambda _: 1)
+    patch.setattr(seating, "seats_of", lambda _: 1)
 
 
 CAUGHT: list[tuple[Callable[[Patch], None], tuple[Callable[[], None], ...]]] = [

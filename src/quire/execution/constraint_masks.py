@@ -73,11 +73,12 @@ class Constraints:
         self._wait()
         ends = self._shelf.end_token_ids
         family = (wanted, opening.seed, opening.num_prompt)
-        output = opening.token_ids[opening.num_prompt :]
+        output = list(opening.token_ids[opening.num_prompt :])
+        known = (*self._open.values(), *self._leaving) if output else ()
         # What another sequence of the request went through need not be gone through again.
-        siblings = [known for known in (*self._open.values(), *self._leaving) if output and known.family == family]
-        nearest = max(siblings, key=lambda known: known.num_common(output), default=None)
-        if nearest is not None and nearest.error is None:
+        siblings = [one for one in known if one.family == family and one.error is None and one.leads_to(output)]
+        nearest = max(siblings, key=lambda one: len(one.token_ids), default=None)
+        if nearest is not None:
             constraint = nearest.fork(opening)
         else:
             try:

@@ -74,13 +74,14 @@ class Constraint:
         child.num_prompt = opening.num_prompt
         return child
 
-    def num_common(self, token_ids: Sequence[int]) -> int:
-        """Return how many of the first tokens of an output are this one's too."""
+    def leads_to(self, token_ids: list[int]) -> bool:
+        """Say whether an output begins with all the tokens of this one."""
         known = self.token_ids
-        for place, (ours, theirs) in enumerate(zip(known, token_ids, strict=False)):
-            if ours != theirs:
-                return place
-        return min(len(known), len(token_ids))
+        num_known = len(known)
+        # The last token is looked at first: of many beams, most differ there.
+        return (
+            num_known <= len(token_ids) and known[-1:] == token_ids[:num_known][-1:] and known == token_ids[:num_known]
+        )
 
     # ---- tokens ----
 
@@ -178,21 +179,18 @@ class Constraint:
 
     def fill(self, draft: Sequence[int]) -> None:
         """Fill the masks of the next row, and of those behind the drafts that the grammar has."""
-        if self.error is not None:
+        if self.error is not None or not self._fill_row(self._masks[0]):
             return
-        num_taken = 0
-        try:
-            for place in range(len(draft) + 1):
-                if place:
-                    if not self._advance(draft[place - 1 : place]):
-                        break
-                    num_taken += 1
-                if not self._fill_row(self._masks[place]):
+        self._num_masks = 1
+        if draft:
+            # What comes of drafts is nobody's error until they are accepted, and a matcher with an error is lost.
+            before, num_before = self._matcher.deep_copy(), len(self.token_ids)
+            for place, token_id in enumerate(draft, 1):
+                if not self._advance((token_id,)) or not self._fill_row(self._masks[place]):
                     break
                 self._num_masks += 1
-        finally:
-            if self.error is None:
-                self._retreat(num_taken)
+            self._matcher, self.error = before, None
+            del self.token_ids[num_before:], self._forced[num_before + 1 :]
 
     def _fill_row(self, row: torch.Tensor) -> bool:
         forced, place = self._forced[-1]

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from quire.execution.logprobs import rows_per_tile
+# Of what is added to logits at once, so that it is in a cache still when it is added.
+CACHED_BYTES = 2 << 20
 
 RowIds = tuple[int, torch.Tensor]  # a row, and token ids of int64
 
@@ -57,7 +58,7 @@ def keep_masked(logits: torch.Tensor, entries: Sequence[tuple[int, torch.Tensor]
     # What eight tokens' bits add to their logits: a look-up and a sum are much faster than a fill under a mask.
     bits = (torch.arange(256).unsqueeze(1) >> torch.arange(8)) & 1
     added = torch.zeros(256, 8).masked_fill_(bits == 0, -torch.inf).to(device)
-    tile = rows_per_tile(num_tokens)
+    tile = max(1, CACHED_BYTES // (4 * num_tokens))
     for start in range(0, len(entries), tile):
         part = entries[start : start + tile]
         masks = torch.stack([mask for _, mask in part]).to(device).view(torch.uint8)
