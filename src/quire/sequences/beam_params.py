@@ -48,10 +48,6 @@ def check_beams(params: SamplingParams) -> float:
         raise InvalidParameter("strategy", params.strategy, "absent beside beam_width: beam search is a strategy")
     if params.speculative:
         raise InvalidParameter("speculative", True, "false or absent beside beam_width: beams have no drafts")
-    if params.speculative:
-        raise InvalidParameter(
-            "speculative", True, "false or absent beside beam_width: beams go on in many ways at once"
-        )
     if params.n > params.beam_width:
         raise InvalidParameter("n", params.n, f"at most beam_width ({params.beam_width})")
     if params.temperature not in (0.0, 1.0):
