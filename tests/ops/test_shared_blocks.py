@@ -61,12 +61,12 @@ LAYOUTS = {
         256 + (256 + 89 + 109) + (128 + 67 + 37 + 317),
     ),
     "fork": Layout([(1100, 1), (1100, 1)], [(1, 0, 0, 1088)], 1024 + 77 + 77),
-    # 32 sequences of two query heads fill a job.
-    "many": Layout([(140, 1)] * 40, [(seq, 0, 0, 128) for seq in range(1, 40)], 2 * 128 + 40 * 13),
+    # 64 sequences of two query heads fill a job.
+    "many": Layout([(140, 1)] * 80, [(seq, 0, 0, 128) for seq in range(1, 80)], 2 * 128 + 80 * 13),
     # Only what follows a shared beginning counts.
     "middle": Layout([(600, 1), (640, 1)], [(1, 0, 128, 512)], 601 + 641),
     # Rows enough to be jobs of their own, and one that has nobody to share with.
-    "chunks": Layout([(512, 30), (512, 16), (512, 40)], [(1, 0, 0, 512), (2, 0, 0, 512)], 542 + 528 + (544 + 552)),
+    "chunks": Layout([(512, 30), (512, 16), (512, 80)], [(1, 0, 0, 512), (2, 0, 0, 512)], 542 + 528 + (576 + 592)),
     # A window ends within the last one's rows: it does not see all of what the others share.
     "window": Layout(
         [(700, 1), (710, 1), (720, 2)],

@@ -15,8 +15,8 @@ using quire::Strip;
 
 // Blocks are compared for so many tokens at a time.
 constexpr int64_t kSharedTokens = 128;
-// A strip of more rows is worth a job of its own: it would share with nobody what it packs.
-constexpr int64_t kSharingRows = kRows / 2;
+// A strip of more rows is worth a job of its own: to join what it collects would cost more than to read once more.
+constexpr int64_t kSharingRows = kRows / 4;
 
 // A strip's context, while it is cut.
 struct Context {

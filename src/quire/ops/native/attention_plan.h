@@ -17,7 +17,7 @@
 
 namespace quire {
 
-constexpr int kRows = 64;          // query rows of a job, at most
+constexpr int kRows = 128;         // query rows of a job, at most
 constexpr int kPartTokens = 512;   // contexts are cut at its multiples
 
 // How far back rows see.

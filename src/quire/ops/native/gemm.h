@@ -22,6 +22,7 @@ struct SingleFloats {
   static constexpr int kValues = 1;  // of a step
 
   static QUIRE_INLINE Floats broadcast(const float* step) { return splat(*step); }
+  static QUIRE_INLINE void store_step(float* to, const Floats* values) { store(to, values[0]); }
   static QUIRE_INLINE void multiply_add(Floats& sum, Floats a, Floats b) { sum += a * b; }
 };
 
@@ -32,6 +33,9 @@ struct BFloat16Pairs {
 
   static QUIRE_INLINE Floats broadcast(const BFloat16* step) {
     return bit_cast<Floats>(Words{} + load_bits<uint32_t>(step));
+  }
+  static QUIRE_INLINE void store_step(BFloat16* to, const Floats* values) {
+    store_bits(to, pairs_of(values[0], values[1]));
   }
   static QUIRE_INLINE void multiply_add(Floats& sum, Floats a, Floats b) {
     sum = (Floats)_mm512_dpbf16_ps((__m512)sum, bit_cast<__m512bh>(a), bit_cast<__m512bh>(b));
@@ -78,13 +82,44 @@ struct NothingAhead {
   QUIRE_INLINE void step() {}
 };
 
+// Rows of A that lie one behind the other.
+template <typename Steps>
+struct RowsApart {
+  const typename Steps::Value* data;
+  int stride;  // values from row to row
+
+  QUIRE_INLINE Floats at(int row, int step) const {
+    return Steps::broadcast(data + row * stride + step * Steps::kValues);
+  }
+};
+
+// Rows of A that lie side by side, step by step.
+template <typename Steps>
+struct RowsBeside {
+  const typename Steps::Value* data;
+  int stride;  // values from step to step
+
+  QUIRE_INLINE Floats at(int row, int step) const {
+    return Steps::broadcast(data + step * stride + row * Steps::kValues);
+  }
+};
+
+// Rows of A that lie anywhere.
+template <typename Steps, int kRows>
+struct RowsAnywhere {
+  const typename Steps::Value* rows[kRows];
+
+  QUIRE_INLINE Floats at(int row, int step) const { return Steps::broadcast(rows[row] + step * Steps::kValues); }
+};
+
 // A tile of C. Without `scale`, C's old values count as zeros and are not read.
 //
+// a: `at(row, step)` gives a step of a row, in every lane.
 // panel: `take(step, columns)` gives vectors of columns of a step.
 // ahead: asks at each step for what is read later.
-template <typename Steps, int kRows, int kVectors, typename Panel, typename Ahead = NothingAhead>
-void multiply_tile(const typename Steps::Value* a, int a_stride, const Panel& panel, int depth, float* c, int c_stride,
-                   const float* scale, Ahead ahead = {}) {
+template <typename Steps, int kRows, int kVectors, typename Rows, typename Panel, typename Ahead = NothingAhead>
+void multiply_tile(const Rows& a, const Panel& panel, int depth, float* c, int c_stride, const float* scale,
+                   Ahead ahead = {}) {
   Floats sums[kRows][kVectors];
 #pragma GCC unroll 6
   for (int row = 0; row < kRows; ++row)
@@ -97,7 +132,7 @@ void multiply_tile(const typename Steps::Value* a, int a_stride, const Panel& pa
     ahead.step();
 #pragma GCC unroll 6
     for (int row = 0; row < kRows; ++row) {
-      const Floats value = Steps::broadcast(a + row * a_stride + step * Steps::kValues);
+      const Floats value = a.at(row, step);
 #pragma GCC unroll 4
       for (int vector = 0; vector < kVectors; ++vector) Steps::multiply_add(sums[row][vector], value, columns[vector]);
     }
@@ -122,8 +157,8 @@ template <typename Steps, int kVectors>
 void multiply_panel(const typename Steps::Value* a, int a_stride, const typename Steps::Value* panel, int depth,
                     float* c, int c_stride, const float* scale, int num_rows) {
   in_tiles<kTileRows>(num_rows, [&](int row, auto rows) {
-    multiply_tile<Steps, rows.value, kVectors>(a + row * a_stride, a_stride, PanelSteps<Steps>{panel}, depth,
-                                               c + row * c_stride, c_stride, scale ? scale + row : nullptr);
+    multiply_tile<Steps, rows.value, kVectors>(RowsApart<Steps>{a + row * a_stride, a_stride}, PanelSteps<Steps>{panel},
+                                               depth, c + row * c_stride, c_stride, scale ? scale + row : nullptr);
   });
 }
 

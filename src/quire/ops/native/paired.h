@@ -28,8 +28,8 @@ struct PairRows {
     alignas(64) constexpr float kOnes[kTileRows] = {1, 1, 1, 1, 1, 1};
     in_tiles<kTileRows>(count, [&](int row, auto tile_rows) {
       const Ahead ahead(next, next_bytes, depth, row, tile_rows.value, count);
-      multiply_tile<Pairs, tile_rows.value, kTileVectors>(x + int64_t(row) * stride + step * Pairs::kValues, stride, panel,
-                                                          depth, sums + row * kWeightPanel, kWeightPanel,
+      const RowsApart<Pairs> rows{x + int64_t(row) * stride + step * Pairs::kValues, stride};
+      multiply_tile<Pairs, tile_rows.value, kTileVectors>(rows, panel, depth, sums + row * kWeightPanel, kWeightPanel,
                                                           is_begun ? kOnes : nullptr, ahead);
     });
   }

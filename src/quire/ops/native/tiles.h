@@ -102,9 +102,16 @@ void pack_values(const T* const* rows, const T* const* next, int num_tokens, int
   }
 }
 
+// What a score weighs beside the largest one: 2^(score * scale - largest), as exactly as the weights are kept.
+template <typename Value>
+QUIRE_INLINE Floats weight_of(Floats score, float scale, Floats largest) {
+  return power_of_two<std::is_same_v<Value, BFloat16>>(score * scale - largest);
+}
+
 // Turns a row of scores into weights relative to the row's largest score so far; columns outside [begin, end) weigh
 // nothing. Returns what the row's sums so far must be multiplied by.
 //
+// scale: of scores, as exponents of two.
 // scales: of quantised keys, which multiply their scores, and values, which multiply their weights; or null.
 template <typename Value>
 QUIRE_INLINE float weigh(float* scores, int begin, int end, int num_columns, float scale, const Scales* scales,
@@ -127,11 +134,11 @@ QUIRE_INLINE float weigh(float* scores, int begin, int end, int num_columns, flo
   largest = here > before ? here : before;
   Floats sum{};
   for (int column = 0; column < width; column += kLanes) {
-    const Floats weight = exponential(load(scores + column) * scale - largest);
+    const Floats weight = weight_of<Value>(load(scores + column), scale, splat(largest));
     sum += weight;
     store(weights + column, scales ? weight * load(scales->values + column) : weight);
   }
-  const float rescale = before == -kInfinity ? 0.0f : exponential(splat(before - largest))[0];
+  const float rescale = before == -kInfinity ? 0.0f : power_of_two<false>(splat(before - largest))[0];
   total = total * rescale + sum_of(sum)[0];
   return rescale;
 }

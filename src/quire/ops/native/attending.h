@@ -1,0 +1,364 @@
+// How the query rows of a job meet the keys and values of its context, tile by tile, with a running softmax between two
+// products (FlashAttention, arXiv 2205.14135).
+//
+//   rows    keys and values                                 softmax
+//   1..4    read where they lie                             row by row
+//   ..12    keys packed into panels, values too             row by row
+//   more    keys read where they lie, values packed; the    all lanes at once
+//           rows lie side by side in panels
+//
+// Under a deterministic plan the first path is left out; the other two give a row the same bits.
+#pragma once
+
+#include <algorithm>
+
+#include "attention_plan.h"
+#include "cache.h"
+#include "row_panels.h"
+
+namespace {
+
+using quire::AttentionPlan;
+using quire::Job;
+using quire::kPartTokens;
+using quire::kRows;
+using quire::Strip;
+
+constexpr int kTokens = kTileTokens;
+constexpr float kExponents = 1.44269504088896341f;  // the weight of a score is e to its power, and computed as 2's
+// For so few rows it takes longer to multiply whole vectors of them than to pack keys.
+constexpr int kPackedRows = 12;
+
+static_assert(kPartTokens % kTokens == 0);
+
+// What some rows have collected of a context.
+struct Collected {
+  alignas(64) float sums[kRows * kMaxDim];
+  alignas(64) float largest[kRows];  // score, as an exponent of two
+  alignas(64) float total[kRows];    // of the weights relative to it
+
+  void clear(int num_rows, int head_dim) {
+    for (int row = 0; row < num_rows; ++row) {
+      std::memset(sums + row * kMaxDim, 0, head_dim * sizeof(float));
+      largest[row] = -kInfinity;
+      total[row] = 0.0f;
+    }
+  }
+
+  // Adds what follows.
+  void join(const Collected& next, int num_rows, int head_dim);
+};
+
+// One thread's tiles: 1.1 MiB at most, a third of it touched for heads of 128 in bfloat16.
+template <typename Steps>
+struct Scratch {
+  using Value = typename Steps::Value;
+  alignas(64) Value queries[kRows * kMaxDim];  // row by row, or in panels
+  alignas(64) Value keys[kTokens * kMaxDim];   // likewise
+  alignas(64) Value values[kTokens * kMaxDim];
+  alignas(64) float scores[kRows * kTokens];
+  alignas(64) Value weights[kRows * kTokens];
+  Collected part;    // of the part at hand
+  Collected before;  // of the parts before it
+  alignas(64) float rescale[kRows];
+  Scales scales;
+  const Value* places[kTokens];
+  int num_rows;
+  int64_t first[kRows];  // that a row sees
+  int64_t last[kRows];   // behind what it sees
+};
+
+// A layer's queries and outputs, and all that its jobs share.
+struct Layer {
+  const StepRows& rows;
+  const Cache& cache;
+  AttentionPlan& plan;
+  int64_t idx;
+  const void* queries;  // [rows, heads, head dim]
+  int64_t row_stride;
+  float scale;  // of scores, as exponents of two
+  void* output;  // [rows, heads, head dim], contiguous
+
+  // A strip's row, as the step counts rows.
+  int64_t row_of(const Strip& strip, int64_t row) const {
+    return rows.row_starts[strip.seq] + (strip.first_row + row) / plan.group;
+  }
+  // A strip's row, as the query heads of a step's row are counted.
+  int64_t head_of(const Strip& strip, int64_t row, int64_t kv_head) const {
+    return kv_head * plan.group + (strip.first_row + row) % plan.group;
+  }
+  template <typename T>
+  const T* query(const Strip& strip, int64_t row, int64_t kv_head) const {
+    return static_cast<const T*>(queries) + row_of(strip, row) * row_stride +
+           head_of(strip, row, kv_head) * cache.head_dim;
+  }
+  template <typename T>
+  T* output_row(const Strip& strip, int64_t row, int64_t kv_head) const {
+    const int64_t num_heads = cache.num_kv_heads * plan.group;
+    return static_cast<T*>(output) +
+           (row_of(strip, row) * num_heads + head_of(strip, row, kv_head)) * cache.head_dim;
+  }
+};
+
+// The tokens that are packed at once.
+template <typename S>
+struct Tile {
+  int num_tokens;
+  int num_missing;         // the first of them, which nobody sees
+  const S* slots[kTokens];  // where each token's key lies; a missing one's, where some other's does
+
+  // Looks up the tokens from `start` to the next tile's start, those outside the job's left out.
+  void find(const Layer& layer, int64_t kv_head, const Job& job, const int64_t* table, int64_t start) {
+    const Cache& cache = layer.cache;
+    const int64_t end = std::min(job.end, (start / kTokens + 1) * kTokens);
+    num_tokens = int(std::max<int64_t>(0, end - start));
+    num_missing = int(std::max<int64_t>(0, job.begin - start));
+    int64_t block = (start + num_missing) / cache.block_size, offset = (start + num_missing) % cache.block_size;
+    for (int token = num_missing; token < num_tokens; ++block, offset = 0) {
+      const S* slot = cache.slot<const S>(table[block], layer.idx, 0, kv_head, offset);
+      for (; offset < cache.block_size && token < num_tokens; ++offset, ++token, slot += cache.slot_bytes / sizeof(S))
+        slots[token] = slot;
+    }
+    for (int token = 0; token < num_missing; ++token) slots[token] = slots[num_missing];
+  }
+};
+
+// Adds what a row collected of one part, or of several, to what it collected before (of nothing, its total is 0 and its
+// sums may be anything). Never inlined: one function gives the same bits wherever it is called.
+__attribute__((noinline)) void join(const float* sums, float largest, float total, int head_dim, float* sums_before,
+                                    float& largest_before, float& total_before) {
+  if (total == 0.0f) return;
+  if (total_before == 0.0f) {
+    std::memcpy(sums_before, sums, head_dim * sizeof(float));
+    largest_before = largest;
+    total_before = total;
+    return;
+  }
+  const float highest = largest > largest_before ? largest : largest_before;
+  const float factor = power_of_two<false>(splat(largest - highest))[0];
+  const float factor_before = power_of_two<false>(splat(largest_before - highest))[0];
+  largest_before = highest;
+  total_before = total_before * factor_before + total * factor;
+  for (int dim = 0; dim < head_dim; ++dim) sums_before[dim] = sums_before[dim] * factor_before + sums[dim] * factor;
+}
+
+void Collected::join(const Collected& next, int num_rows, int head_dim) {
+  for (int row = 0; row < num_rows; ++row)
+    ::join(next.sums + row * kMaxDim, next.largest[row], next.total[row], head_dim, sums + row * kMaxDim, largest[row],
+           total[row]);
+}
+
+// A job for one KV head. Rows are of the type T, slots of S: the same, or int8 with scales.
+template <typename Steps, typename T, typename S>
+class Attending {
+ public:
+  Attending(const Layer& layer, const Job& job, int64_t kv_head, Scratch<Steps>& scratch)
+      : layer_(layer),
+        job_(job),
+        kv_head_(kv_head),
+        scratch_(scratch),
+        head_dim_(int(layer.cache.head_dim)),
+        to_values_(layer.cache.num_kv_heads * layer.cache.block_size * layer.cache.slot_bytes / int64_t(sizeof(S))) {}
+
+  // Goes through the context; returns what the rows have collected of it.
+  const Collected& run() {
+    const bool is_deterministic = layer_.plan.is_deterministic;
+    const int64_t seq = layer_.plan.strips[layer_.plan.pieces[job_.first_piece].strip].seq;
+    const int64_t* table = layer_.rows.block_ids + layer_.rows.block_starts[seq];
+    // What a token's column is must not depend on where a row of another position begins to see.
+    start_ = is_deterministic ? job_.begin / kTokens * kTokens : job_.begin;
+    next_.find(layer_, kv_head_, job_, table, start_);
+    // Behind an int8 vector lies its scale.
+    constexpr int scale_bytes = kHasScales ? int(sizeof(float)) : 0;
+    for (int token = next_.num_missing; token < next_.num_tokens; ++token)
+      for (int dim = 0; dim < head_dim_ + scale_bytes; dim += int(64 / sizeof(S))) fetch(next_.slots[token] + dim);
+    gather();
+    const int num_rows = scratch_.num_rows;
+    // Elsewhere a chunk of a prompt walks through its context in one go.
+    const bool has_parts = is_deterministic && job_.begin / kPartTokens != (job_.end - 1) / kPartTokens;
+    Collected &part = scratch_.part, &before = scratch_.before;
+    part.clear(num_rows, head_dim_);
+    if (has_parts) before.clear(num_rows, head_dim_);
+    for (int64_t next_start; start_ < job_.end; start_ = next_start) {
+      tile_ = next_;
+      next_start = (start_ / kTokens + 1) * kTokens;
+      next_.find(layer_, kv_head_, job_, table, next_start);
+      meet();
+      if (has_parts && (next_start % kPartTokens == 0 || next_start >= job_.end)) {
+        before.join(part, num_rows, head_dim_);
+        part.clear(num_rows, head_dim_);
+      }
+    }
+    return has_parts ? before : part;
+  }
+
+ private:
+  using Value = typename Steps::Value;
+  static constexpr bool kHasScales = std::is_same_v<S, int8_t>;
+
+  // Lays the rows of the job's strips one behind the other, or side by side.
+  void gather() {
+    const AttentionPlan& plan = layer_.plan;
+    const T* queries[kRows];
+    int row = 0;
+    for (int64_t piece = job_.first_piece; piece < job_.first_piece + job_.num_pieces; ++piece) {
+      const Strip& strip = plan.strips[plan.pieces[piece].strip];
+      const int64_t to_position = layer_.rows.context_lens[strip.seq] - layer_.rows.row_starts[strip.seq + 1];
+      for (int64_t of_strip = 0; of_strip < strip.num_rows; ++of_strip, ++row) {
+        const int64_t position = to_position + layer_.row_of(strip, of_strip);
+        queries[row] = layer_.query<T>(strip, of_strip, kv_head_);
+        scratch_.first[row] = plan.sight.first_seen(position);
+        scratch_.last[row] = position + 1;
+      }
+    }
+    scratch_.num_rows = row;
+    is_few_ = !plan.is_deterministic && row <= kFewRows && head_dim_ % (2 * kLanes) == 0;
+    in_panels_ = row > kPackedRows;
+    if (in_panels_) {
+      pack_columns<Steps, T>(queries, 0, row, head_dim_, scratch_.queries);
+      // A last vector's lanes repeat the last row.
+      for (int lane = row; lane < round_up(row, kLanes); ++lane) {
+        scratch_.first[lane] = scratch_.first[row - 1];
+        scratch_.last[lane] = scratch_.last[row - 1];
+        scratch_.part.largest[lane] = -kInfinity;
+        scratch_.part.total[lane] = 0.0f;
+      }
+    } else {
+      for (int idx = 0; idx < row; ++idx)
+        for (int dim = 0; dim < head_dim_; ++dim)
+          narrow(scratch_.queries + idx * head_dim_ + dim, widen(queries[idx][dim]));
+    }
+  }
+
+  // Has the rows meet the tile.
+  void meet() {
+    if constexpr (kHasScales) {
+      scratch_.scales.read(tile_.slots, to_values_, tile_.num_tokens, head_dim_);
+      for (int token = 0; token < tile_.num_missing; ++token) scratch_.scales.values[token] = 0.0f;
+    }
+    if (is_few_) {
+      with_few(scratch_.num_rows, [&](auto few) { meet_few<few.value>(); });
+    } else if (in_panels_) {
+      meet_panels();
+    } else {
+      meet_packed();
+    }
+  }
+
+  const Scales* scales() const { return kHasScales ? &scratch_.scales : nullptr; }
+
+  // A token as it is counted in the tile, at one of its ends where it is not in it.
+  int in_tile(int64_t token) const { return int(std::clamp<int64_t>(token - start_, 0, tile_.num_tokens)); }
+
+  void weigh_rows() {
+    for (int row = 0; row < scratch_.num_rows; ++row)
+      scratch_.rescale[row] = weigh(scratch_.scores + row * kTokens, in_tile(scratch_.first[row]),
+                                    in_tile(scratch_.last[row]), tile_.num_tokens, layer_.scale, scales(),
+                                    scratch_.weights + row * kTokens, scratch_.part.largest[row],
+                                    scratch_.part.total[row]);
+  }
+
+  // Goes on from the keys of the tile to its values.
+  void turn_to_values() {
+    static constexpr S kNothing[kMaxDim]{};
+    for (int token = 0; token < tile_.num_tokens; ++token)
+      tile_.slots[token] = token < tile_.num_missing ? kNothing : tile_.slots[token] + to_values_;
+  }
+
+  template <int kCount>
+  void meet_few() {
+    score<Steps, kCount>(scratch_.queries, tile_.slots, to_values_, tile_.num_tokens, head_dim_, scratch_.scores,
+                         kTokens);
+    weigh_rows();
+    turn_to_values();
+    add_values<Steps, kCount>(scratch_.weights, kTokens, tile_.slots, next_.slots, tile_.num_tokens, next_.num_tokens,
+                              head_dim_, scratch_.part.sums, kMaxDim, scratch_.rescale);
+  }
+
+  void meet_packed() {
+    pack_columns<Steps, S>(tile_.slots, to_values_, tile_.num_tokens, head_dim_, scratch_.keys);
+    multiply<Steps>(scratch_.queries, head_dim_, scratch_.keys, head_dim_ / Steps::kValues, scratch_.scores, kTokens,
+                    nullptr, scratch_.num_rows, tile_.num_tokens);
+    weigh_rows();
+    turn_to_values();
+    pack_values<Steps, S>(tile_.slots, next_.slots, tile_.num_tokens, next_.num_tokens, head_dim_, scratch_.values);
+    const int depth = (tile_.num_tokens + Steps::kValues - 1) / Steps::kValues;
+    multiply<Steps>(scratch_.weights, kTokens, scratch_.values, depth, scratch_.part.sums, kMaxDim, scratch_.rescale,
+                    scratch_.num_rows, head_dim_);
+  }
+
+  void meet_panels() {
+    const int num_rows = scratch_.num_rows, num_panels = (num_rows + kPanel - 1) / kPanel;
+    constexpr int scale_width = kHasScales ? int(sizeof(float)) : 0;
+    const Value* const* keys =
+        widen_vectors<Steps, S>(tile_.slots, tile_.num_tokens, head_dim_, scratch_.keys, scratch_.places);
+    Span spans[kRows / kPanel];
+    Coming<S> values(tile_.slots, to_values_, tile_.num_tokens, head_dim_ + scale_width,
+                     num_panels * (tile_.num_tokens / kTileRows) + 1);
+    for (int row = 0; row < num_rows; row += kPanel) {
+      const int count = std::min(kPanel, num_rows - row);
+      const Span span = spans[row / kPanel] = find_span(row, count);
+      score_panel<Steps>(keys, span, scratch_.queries + row * head_dim_, count, head_dim_ / Steps::kValues,
+                         scratch_.scores, values);
+      if (!span.is_empty()) weigh_panel(row, count, span);
+    }
+    turn_to_values();
+    const int depth = (tile_.num_tokens + Steps::kValues - 1) / Steps::kValues;
+    pack_values<Steps, S>(tile_.slots, next_.slots, tile_.num_tokens, 0, head_dim_, scratch_.values);
+    Coming<S> next_keys(next_.slots, 0, next_.num_tokens, head_dim_ + scale_width,
+                        (head_dim_ + kPanel - 1) / kPanel * (num_rows / kTileRows));
+    for (int dim = 0; dim < head_dim_; dim += kPanel) {
+      for (int row = 0; row < num_rows; row += kPanel) {
+        const Span span = spans[row / kPanel];
+        if (span.is_empty()) continue;
+        const int begin = span.begin / Steps::kValues;
+        const int end = std::min(depth, (span.end + Steps::kValues - 1) / Steps::kValues);
+        add_panel<Steps>(scratch_.weights + row * kTokens + span.begin * kPanel, std::min(kPanel, num_rows - row),
+                         scratch_.values + (dim * depth + begin * kPanel) * Steps::kValues, end - begin,
+                         std::min(kPanel, head_dim_ - dim), scratch_.part.sums + row * kMaxDim + dim, kMaxDim,
+                         scratch_.rescale + row, next_keys);
+      }
+    }
+  }
+
+  // What `count` rows see of the tile, together.
+  Span find_span(int row, int count) const {
+    const int64_t first = *std::min_element(scratch_.first + row, scratch_.first + row + count);
+    const int64_t last = *std::max_element(scratch_.last + row, scratch_.last + row + count);
+    const int begin = in_tile(first) / kLanes * kLanes, end = in_tile(last);
+    return {begin, std::min(tile_.num_tokens, round_up(end, kLanes))};
+  }
+
+  void weigh_panel(int row, int count, Span span) {
+    const Span whole{span.begin, round_up(span.end, kLanes)};
+    Collected& part = scratch_.part;
+    for (int lane = row; lane < row + count; lane += kLanes) {
+      Lanes lanes{load(part.largest + lane), load(part.total + lane), {}, {}, {}};
+      bool sees_all = true;
+      for (int idx = 0; idx < kLanes; ++idx) {
+        lanes.first[idx] = in_tile(scratch_.first[lane + idx]);
+        lanes.last[idx] = in_tile(scratch_.last[lane + idx]);
+        sees_all = sees_all && lanes.first[idx] <= whole.begin && lanes.last[idx] >= whole.end;
+      }
+      const int of_panel = lane - row;
+      weigh_lanes<Steps>(scratch_.scores + of_panel, whole, layer_.scale, scales(),
+                         scratch_.weights + row * kTokens + of_panel * Steps::kValues, sees_all, lanes);
+      store(part.largest + lane, lanes.largest);
+      store(part.total + lane, lanes.total);
+      store(scratch_.rescale + lane, lanes.rescale);
+    }
+  }
+
+  const Layer& layer_;
+  const Job& job_;
+  const int64_t kv_head_;
+  Scratch<Steps>& scratch_;
+  const int head_dim_;
+  const int64_t to_values_;  // from a token's key
+  bool is_few_;
+  bool in_panels_;
+  int64_t start_;  // of the tile
+  Tile<S> tile_, next_;
+};
+
+}  // namespace

@@ -1,0 +1,167 @@
+// Many query rows and a tile of keys and values. The rows lie side by side in panels, a lane each: keys are multiplied
+// where they lie, one after the other, and the softmax goes through all lanes at once.
+//
+// A row gets the same bits as from `multiply` and `weigh`: its sums are the same ones, in the same order.
+#pragma once
+
+#include <algorithm>
+
+#include "tiles.h"
+
+namespace {
+
+// Tokens of a tile that rows of a panel see: whole vectors of them, but for the tile's last ones.
+struct Span {
+  int begin;
+  int end;  // the scores that no token is for weigh nothing
+
+  bool is_empty() const { return begin >= end; }
+};
+
+// Calls `body` with the number of vectors that `count` lanes take as a constant, at most a panel's.
+template <int kVectors = kTileVectors, typename Body>
+QUIRE_INLINE void with_vectors(int count, Body body) {
+  if constexpr (kVectors > 1) {
+    if (count <= (kVectors - 1) * kLanes) return with_vectors<kVectors - 1>(count, body);
+  }
+  body(std::integral_constant<int, kVectors>());
+}
+
+// Widens vectors to what is multiplied; those that are already stay where they are.
+//
+// widened: [count, width], and where each vector of it lies. Returns where each vector lies.
+template <typename Steps, typename T>
+const typename Steps::Value* const* widen_vectors(const T* const* vectors, int count, int width,
+                                                  typename Steps::Value* widened,
+                                                  const typename Steps::Value** places) {
+  using Value = typename Steps::Value;
+  if constexpr (std::is_same_v<T, Value>) {
+    return vectors;
+  } else {
+    constexpr int unit = kLanes * Steps::kValues;
+    for (int idx = 0; idx < count; ++idx, widened += width) {
+      int dim = 0;
+      for (; dim + unit <= width; dim += unit) store_bits(widened + dim, load_steps<Steps>(vectors[idx] + dim));
+      for (; dim < width; ++dim) narrow(widened + dim, widen(vectors[idx][dim]));
+      places[idx] = widened;
+    }
+    return places;
+  }
+}
+
+// Asks for vectors of the cache a few at a time, for requests that come faster than memory answers hold products up.
+template <typename T>
+class Coming {
+ public:
+  // vectors: where they lie, `ahead` values before. width: in values, a scale included.
+  // num_calls: that `step` will have at least.
+  Coming(const T* const* vectors, int64_t ahead, int count, int width, int num_calls)
+      : vectors_(vectors), ahead_(ahead), count_(count), width_(width), each_((count + num_calls - 1) / num_calls) {}
+
+  void step() {
+    for (const int end = std::min(count_, idx_ + each_); idx_ < end; ++idx_)
+      for (int dim = 0; dim < width_; dim += int(64 / sizeof(T))) fetch(vectors_[idx_] + ahead_ + dim);
+  }
+
+ private:
+  const T* const* vectors_;
+  const int64_t ahead_;
+  const int count_, width_, each_;
+  int idx_ = 0;
+};
+
+// The scores of a panel's rows: scores[token, row] = key(token) . query(row).
+//
+// coming: what is asked for meanwhile.
+template <typename Steps, typename T>
+void score_panel(const typename Steps::Value* const* keys, Span tokens, const typename Steps::Value* queries,
+                 int num_rows, int depth, float* scores, Coming<T>& coming) {
+  with_vectors(num_rows, [&](auto vectors) {
+    in_tiles<kTileRows>(tokens.end - tokens.begin, [&](int idx, auto count) {
+      const int token = tokens.begin + idx;
+      RowsAnywhere<Steps, count.value> rows;
+      for (int beside = 0; beside < count.value; ++beside) rows.rows[beside] = keys[token + beside];
+      coming.step();
+      multiply_tile<Steps, count.value, vectors.value>(rows, PanelSteps<Steps>{queries}, depth, scores + token * kPanel,
+                                                       kPanel, nullptr);
+    });
+  });
+}
+
+// What a vector of rows has collected, and what it sees of a tile.
+struct Lanes {
+  Floats largest;  // score
+  Floats total;    // of the weights relative to it
+  Floats rescale;  // what the rows' sums so far must be multiplied by
+  Ints first;      // token that is seen, of the tile's
+  Ints last;       // the one behind
+};
+
+// Turns scores into weights, as `weigh` does, for a vector of rows.
+//
+// scores: [tokens, kPanel]. weights: steps of tokens by kPanel rows.
+// scales: of quantised keys and values, or null.
+template <typename Steps>
+void weigh_lanes(float* scores, Span tokens, float scale, const Scales* scales, typename Steps::Value* weights,
+                 bool sees_all, Lanes& lanes) {
+  using Value = typename Steps::Value;
+  if (scales || !sees_all) {
+    for (int token = tokens.begin; token < tokens.end; ++token) {
+      Floats score = load(scores + token * kPanel);
+      if (scales) score *= scales->keys[token];
+      const Ints here = Ints{} + token;
+      store(scores + token * kPanel, (here >= lanes.first) & (here < lanes.last) ? score : splat(-kInfinity));
+    }
+  }
+  Floats highest[4];
+  for (Floats& value : highest) value = splat(-kInfinity);
+  for (int token = tokens.begin; token < tokens.end; token += 4) {
+#pragma GCC unroll 4
+    for (int idx = 0; idx < 4; ++idx) highest[idx] = max(highest[idx], load(scores + (token + idx) * kPanel));
+  }
+  const Floats before = lanes.largest;
+  const Floats here = max(max(highest[0], highest[1]), max(highest[2], highest[3])) * scale;
+  lanes.largest = here > before ? here : before;
+  // Of a row that has seen nothing yet all scores are minus infinity.
+  const Floats largest = lanes.largest == -kInfinity ? Floats{} : lanes.largest;
+  Floats sums[kLanes]{};  // as in `weigh`
+  for (int chunk = tokens.begin; chunk < tokens.end; chunk += kLanes) {
+#pragma GCC unroll 16
+    for (int idx = 0; idx < kLanes; idx += Steps::kValues) {
+      Floats step[Steps::kValues];
+#pragma GCC unroll 2
+      for (int value = 0; value < Steps::kValues; ++value) {
+        const int token = chunk + idx + value;
+        step[value] = weight_of<Value>(load(scores + token * kPanel), scale, largest);
+        sums[idx + value] += step[value];
+        if (scales) step[value] *= scales->values[token];
+      }
+      Steps::store_step(weights + (chunk + idx) * kPanel, step);
+    }
+  }
+#pragma GCC unroll 4
+  for (int half = kLanes / 2; half > 0; half /= 2)
+#pragma GCC unroll 8
+    for (int idx = 0; idx < half; ++idx) sums[idx] += sums[idx + half];
+  lanes.rescale = before == -kInfinity ? Floats{} : power_of_two<false>(before - largest);
+  lanes.total = lanes.total * lanes.rescale + sums[0];
+}
+
+// Adds a panel's weighted values: sums[row] = rescale[row] * sums[row] + weights[token, row] * value(token).
+//
+// weights, values: from the first of `depth` steps on; values are one panel of dimensions, `num_dims` of them.
+// coming: what is asked for meanwhile.
+template <typename Steps, typename T>
+void add_panel(const typename Steps::Value* weights, int num_rows, const typename Steps::Value* values, int depth,
+               int num_dims, float* sums, int sums_stride, const float* rescale, Coming<T>& coming) {
+  with_vectors(num_dims, [&](auto vectors) {
+    in_tiles<kTileRows>(num_rows, [&](int row, auto count) {
+      const RowsBeside<Steps> rows{weights + row * Steps::kValues, kPanel * Steps::kValues};
+      coming.step();
+      multiply_tile<Steps, count.value, vectors.value>(rows, PanelSteps<Steps>{values}, depth, sums + row * sums_stride,
+                                                       sums_stride, rescale + row);
+    });
+  });
+}
+
+}  // namespace
