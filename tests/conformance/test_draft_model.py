@@ -52,8 +52,9 @@ def test_right_guesses_are_all_accepted(reference: Reference) -> None:
     for _ in range(2):
         assert outputs_of(llm, reference.prompts) == reference.outputs
     stats = llm.stats
-    # Drafts go past the end of an output.
-    assert stats.num_accepted_tokens > 0.6 * stats.num_draft_tokens > 100
+    # Some outputs end by a token of their own, and drafts go past it.
+    assert stats.num_draft_tokens > 100
+    assert stats.num_accepted_tokens > 0.9 * stats.num_draft_tokens
 
 
 def test_some_guesses_are_wrong(reference: Reference, noisy: Path) -> None:
