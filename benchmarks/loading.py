@@ -1,0 +1,125 @@
+"""From a checkpoint on disk to weights that are ready to multiply: `python -m benchmarks.loading`.
+
+Beside it, what reading the same files takes: into one buffer over and over, and into memory that is used for the first
+time, which the system has to clear before, as it has for weights. Each in a process of its own, in another order each
+time, for what memory a process is given depends on who had it before; imports are not timed. The page cache is warm,
+since each run reads the files whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import machine, make_model
+from benchmarks.throughput import ROOT
+from quire.execution.heap import keep_freed_memory, use_huge_pages
+from quire.models.checkpoint import Checkpoint
+from quire.models.loading import load_decoder
+
+MIB = 1 << 20
+
+
+def read_again(model: Path) -> None:
+    """Read a model's weights piece by piece, each over the one before."""
+    buffer = bytearray(64 * MIB)
+    for path in model.glob("*.safetensors"):
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+
+def read_once(model: Path) -> None:
+    """Read a model's weights into new memory, on the pages that weights get."""
+    for path in model.glob("*.safetensors"):
+        memory = mmap.mmap(-1, path.stat().st_size)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        view = memoryview(memory)
+        with path.open("rb", buffering=0) as file:
+            while num_read := file.readinto(view):
+                view = view[num_read:]
+
+
+def loading(**options: Any) -> Callable[[Path], None]:
+    """Return what loads a model with some options."""
+
+    def load(model: Path) -> None:
+        load_decoder(Checkpoint.open(str(model)), device="cpu", dtype=torch.bfloat16, **options)
+
+    return load
+
+
+JOBS: dict[str, Callable[[Path], None]] = {
+    "read again": read_again,
+    "read once": read_once,
+    "plain": loading(weight_packing="plain"),
+    "lossless": loading(weight_packing="lossless"),
+    "int8": loading(quantization="int8"),
+    "int4": loading(quantization="int4"),
+}
+
+
+def timed(job: str, model: Path, threads: int) -> dict[str, float]:
+    """Run a job once, in this process; return its seconds and the most memory that the process has held."""
+    torch.set_num_threads(threads)
+    use_huge_pages()
+    keep_freed_memory()
+    started = time.perf_counter()
+    JOBS[job](model)
+    return {"wall_s": time.perf_counter() - started, "peak_bytes": machine.peak_memory_bytes()}
+
+
+def measure(model: Path, threads: int, runs: int, jobs: Sequence[str] = tuple(JOBS)) -> list[dict[str, Any]]:
+    """Run jobs again and again, each in a new process; return a row of figures for each."""
+    env = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT / "src")}
+    rows = []
+    for run in range(runs):
+        for job in random.Random(run).sample(jobs, len(jobs)):
+            command = [sys.executable, "-m", "benchmarks.loading", "--model", str(model), "--threads", str(threads)]
+            done = subprocess.run([*command, "--worker", job], capture_output=True, text=True, check=True, env=env)
+            rows.append({"job": job, "run": run, **json.loads(done.stdout)})
+    return rows
+
+
+def main() -> None:
+    """Measure, print and save."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--worker", choices=JOBS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker is not None:
+        print(json.dumps(timed(options.worker, options.model, options.threads)))
+        return
+    model = options.model or make_model.ensure()
+    read_again(model)
+    rows = measure(model, options.threads, options.runs)
+    median_s = {job: statistics.median(row["wall_s"] for row in rows if row["job"] == job) for job in JOBS}
+    for job in JOBS:
+        of_job = [row for row in rows if row["job"] == job]
+        walls = [row["wall_s"] for row in of_job]
+        print(
+            f"{job:11}{median_s[job]:6.2f} s ({min(walls):.2f} to {max(walls):.2f}), "
+            f"{median_s[job] / median_s['read again']:.2f} times reading again and again, "
+            f"{median_s[job] / median_s['read once']:.2f} times reading once, "
+            f"peak {max(row['peak_bytes'] for row in of_job) / 1e6:,.0f} MB"
+        )
+    figures = {"model": model.name, "threads": options.threads, "median_s": median_s, "runs": rows}
+    print(machine.save("loading", figures))
+
+
+if __name__ == "__main__":
+    main()
