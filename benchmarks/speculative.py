@@ -4,13 +4,15 @@ One stream on a checkpoint with the shape of Qwen3-0.6B and random weights, with
 weights say nothing that copies a prompt, so in most cases the text is dictated: a logits processor leaves the one
 token that the text has next, with drafts as without. The work of a step is what it always is, and so is a draft's
 chance to be right; the processor's own time (0.1 to 0.2 ms a row) is paid on both sides. Nothing is dictated in
-"loop".
+"loop" and "copy".
 
 - **edit**: the prompt again, with a word in 25 replaced, left out or added.
 - **extract**: sentences of the prompt in another order, with words between them that are nowhere else.
 - **prose**: another text than the prompt, of the same author; what few words it repeats go on otherwise.
 - **random**: tokens that nothing foretells.
 - **loop**: the greedy choice of the model, which soon repeats itself.
+- **copy**: the greedy choice of a model that copies (`benchmarks.make_copier`), behind a text and its first words; to be
+  asked for alone, since the model is another one. With the method "draft" a small one of its kind guesses.
 
 Texts are words of this project's documentation, each word and sign a token.
 """
@@ -30,13 +32,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks import machine, make_model
+from benchmarks import machine, make_copier, make_model
 from quire import LLM, SamplingParams
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 RESULTS = machine.RESULTS / "speculative.json"
 CASES = ("edit", "extract", "prose", "random", "loop")
+COPY = "copy"
 METHODS = ("off", "ngram", "suffix")
+# Of a text, to begin a copy with.
+NUM_FIRST = 4
 FIRST_ID, VOCAB_SIZE = 1000, 151_000
 
 
@@ -78,6 +83,8 @@ def task(case: str, num_prompt: int, num_new: int, seed: int) -> Task:
             return Task(prompt, other[start : start + num_new])
         case "random":
             return Task(prompt, [rng.randrange(FIRST_ID, VOCAB_SIZE) for _ in range(num_new)])
+        case "copy":
+            return Task(prompt[:-NUM_FIRST] + prompt[:NUM_FIRST], None)
         case _:
             return Task(prompt, None)
 
@@ -156,6 +163,7 @@ def load(method: str, model: str, options: argparse.Namespace) -> LLM:
         max_model_len=2 * (options.prompt + options.new),
         kv_cache_memory_bytes=1 << 30,
         quantization=options.quantization,
+        draft_model=str(make_copier.ensure("qwen3-0.6b-copier-draft")) if method == "draft" else None,
     )
 
 
@@ -173,11 +181,14 @@ def main() -> None:
     parser.add_argument("--quantization", choices=("int8", "int4"), default=None)
     parser.add_argument("--save", action="store_true", help=f"add the rows to {RESULTS.name}")
     options = parser.parse_args()
-    model = str(options.model or make_model.ensure())
-    methods = options.methods.split(",")
+    methods, cases = options.methods.split(","), options.cases.split(",")
+    if COPY in cases and len(cases) > 1:
+        parser.error(f"--cases: {COPY!r} is for another model than the others, and is asked for alone")
+    own_model = make_copier.ensure("qwen3-0.6b-copier") if COPY in cases else make_model.ensure()
+    model = str(options.model or own_model)
     llms = {method: load(method, model, options) for method in methods}
     rows: list[dict[str, Any]] = []
-    for case in options.cases.split(","):
+    for case in cases:
         for run, method in itertools.product(range(options.runs), methods):
             # Every run has texts of its own: suffixes of earlier runs are no help, as they would not be elsewhere.
             tasks = [task(case, options.prompt, options.new, run * options.batch + i) for i in range(options.batch)]
