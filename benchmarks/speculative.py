@@ -11,8 +11,8 @@ chance to be right; the processor's own time (0.1 to 0.2 ms a row) is paid on bo
 - **prose**: another text than the prompt, of the same author; what few words it repeats go on otherwise.
 - **random**: tokens that nothing foretells.
 - **loop**: the greedy choice of the model, which soon repeats itself.
-- **copy**: the greedy choice of a model that copies (`benchmarks.make_copier`), behind a text and its first words; to be
-  asked for alone, since the model is another one. With the method "draft" a small one of its kind guesses.
+- **copy**: the greedy choice of a model that copies (`benchmarks.make_copier`), behind a text and its first words.
+  Another model than the others', so it is asked for alone; with the method "draft" a small one of its kind guesses.
 
 Texts are words of this project's documentation, each word and sign a token.
 """
