@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("llguidance", reason="the extra structured is not installed")
 
@@ -108,6 +109,12 @@ def wild(kind: str, **params: Any) -> SamplingParams:
 
 def run(llm: LLM, prompts: Any, params: Any) -> list[RequestOutput]:
     return llm.generate(prompts, params, use_tqdm=False)
+
+
+def only_a_z(_prompt: list[int], _output: list[int], logits: torch.Tensor) -> torch.Tensor:
+    mine = torch.full_like(logits, -torch.inf)
+    mine[95] = 0.0
+    return mine
 
 
 def only(llm: LLM, params: SamplingParams, prompt: str = STORY) -> CompletionOutput:
@@ -251,9 +258,20 @@ def test_penalties_and_bias_choose_among_what_is_allowed(llm: LLM) -> None:
     assert is_right("regex", only(llm, params).text)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_a_processor_with_logits_of_its_own_does_not_leave_the_form(llm: LLM, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+
+    def whatever(_prompt: list[int], _output: list[int], logits: torch.Tensor) -> torch.Tensor:
+        return torch.randn(logits.shape, generator=generator) * 9
+
+    assert only(llm, wild("choice", logits_processors=[whatever])).text in CHOICES
+
+
 @pytest.mark.parametrize(
     "params",
     [
+        {"structured_outputs": {"choice": ["yes", "no"]}, "logits_processors": [only_a_z]},
         {"structured_outputs": {"choice": ["yes", "no"]}, "min_tokens": 20},
         {"structured_outputs": {"choice": ["yes", "no"]}, "allowed_token_ids": [7]},
         {"structured_outputs": {"regex": "z{3}"}, "bad_words": ["z", "zz", "zzz"]},

@@ -2,7 +2,7 @@
 
 1. `structured_outputs`, `allowed_token_ids`, `logit_bias`, end tokens that `min_tokens` suppresses, `bad_words`;
 2. `repetition_penalty`, `frequency_penalty`, `presence_penalty`, DRY;
-3. `logits_processors`, in the order given.
+3. `logits_processors`, in the order given; behind them the grammar again, as they may return logits of their own.
 
 Temperature and the filters come after (`quire.execution.draws`). Who asks for none of this has none of it computed.
 """
@@ -96,7 +96,11 @@ def adjust(logits: torch.Tensor, rows: Sequence[tuple[int, Adjustments, int]]) -
         if own.params.dry_multiplier:
             penalize_repeats(logits[row], history.tokens(), own.params, own.breakers)
     processed = [(row, own, history) for row, own, history in known if own.params.logits_processors]
-    errors |= {row: _process(logits[row], own, history) for row, own, history in processed}
+    errors |= {row: error for row, own, history in processed if (error := _process(logits[row], own, history))}
+    # A processor may return logits of its own making; what a grammar forbids stays forbidden.
+    if any(own.constraint is not None for _, own, _ in processed):
+        own_rows = {row for row, _, _ in processed}
+        _constrain(logits, [entry for entry in rows if entry[0] in own_rows])
     return {row: error for row, error in errors.items() if error is not None}
 
 

@@ -14,9 +14,9 @@ from quire.server.fields import Fields
 from quire.server.state import ServerState
 from quire.server.structured import STRUCTURED_FIELDS
 from quire.text.chat import require_chat_template
-from quire.text.tokenizer import Tokenizer
 from quire.text.tool_calls import CallRules, Function, ToolFormat
 from quire.text.tool_calls.calls import NAME, NAME_PATTERN
+from quire.text.tool_calls.grammar import text_tokens
 
 TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
 MAX_TOOLS = 128
@@ -107,7 +107,7 @@ def read_tool_use(state: ServerState, fields: Fields) -> ToolUse | None:
         is_required=is_required,
         is_parallel=is_parallel,
         tokens=tokens,
-        text_tokens=_text_tokens(tokenizer, form.marker, state.llm.resolved.vocab_size),
+        text_tokens=text_tokens(tokenizer, form.marker, state.llm.resolved.vocab_size),
     )
     kept_ids = tuple(token_id for token_id in tokens.values() if token_id in tokenizer.special_ids)
     return ToolUse([tool.told for tool in tools], rules, form, can_force, kept_ids)
@@ -202,17 +202,3 @@ def _format_of(state: ServerState) -> ToolFormat:
         why = "the model's chat template does not say how calls are written; --tool-call-parser can"
         raise UnsupportedFeature("tools", why)
     return state.tool_format
-
-
-def _text_tokens(tokenizer: Tokenizer, marker: str, vocab_size: int) -> tuple[int, ...]:
-    """Return the tokens that are no text to a grammar and may come in the middle of one, like those round a thought.
-
-    llguidance takes added tokens for text but where they are special, or in angle brackets.
-    """
-    ids = {
-        token_id
-        for text, token_id in tokenizer.added_ids.items()
-        if token_id in tokenizer.special_ids or (text.startswith("<") and text.endswith(">"))
-        if marker not in text and token_id < vocab_size
-    }
-    return tuple(sorted(ids - {tokenizer.eos_token_id}))

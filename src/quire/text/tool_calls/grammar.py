@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from quire.text.tokenizer import Tokenizer
 from quire.text.tool_calls.calls import Function
 
 ANNOTATIONS = frozenset({"$schema", "$comment", "title", "description", "default", "examples", "deprecated"})
@@ -28,7 +30,8 @@ class CallRules:
         is_required: the output is calls and nothing else; otherwise there may be text before them, or no call.
         is_parallel: there may be more than one call.
         tokens: the ids of markers that are tokens of their own.
-        text_tokens: ids of other tokens that a grammar does not count as text, and that free text may have.
+        text_tokens: ids of other tokens that a grammar does not count as text, and that free text may have; see
+            `text_tokens`.
     """
 
     functions: Sequence[Function]
@@ -68,7 +71,8 @@ def arguments(rules: CallRules) -> list[str]:
 def free_text(rules: CallRules, mark: str, text: str = r"/(?s:.*)/") -> list[str]:
     """Return the rules of `free`, text without the marker, and of `opened`, text that ends with it.
 
-    Once the marker is there, written out or as its token, it cannot be text any more.
+    Once the marker is there, written out or as its token, it cannot be text any more. Readers see text without some of
+    the tokens in it, so none of these may stand inside a marker: behind a part of one there are none.
 
     Args:
         rules: what calls there may be.
@@ -81,9 +85,38 @@ def free_text(rules: CallRules, mark: str, text: str = r"/(?s:.*)/") -> list[str
         endings.append(f"TEXT <[{rules.tokens[mark]}]>")
     parts = ""
     if others := sorted(set(rules.text_tokens) - set(rules.tokens.values())):
-        lines.append(f"part: TEXT <[{','.join(_ranges(others))}]>")
+        begun = "|".join(re.escape(mark[:length]) for length in range(1, len(mark)))
+        lines.append(f"BESIDE: {text} & ~/(?s:.*)({begun})/")
+        lines.append(f"part: BESIDE <[{','.join(_ranges(others))}]>")
         parts = "part* "
     return [*lines, f"free: {parts}TEXT", f"opened: {parts}({' | '.join(endings)})"]
+
+
+def text_tokens(tokenizer: Tokenizer, marker: str, vocab_size: int) -> tuple[int, ...]:
+    """Return the tokens that are no text to a grammar and may come in the middle of one, like those round a thought.
+
+    llguidance takes added tokens for text but where they are special, or in angle brackets. Left out are those whose
+    own letters could be a part of a marker, where they are shown.
+
+    Args:
+        tokenizer: of the model.
+        marker: of the format.
+        vocab_size: ids lie below.
+    """
+    ids = {
+        token_id
+        for text, token_id in tokenizer.added_ids.items()
+        if token_id in tokenizer.special_ids or (text.startswith("<") and text.endswith(">"))
+        if not _overlaps(text, marker) and token_id < vocab_size
+    }
+    return tuple(sorted(ids - {tokenizer.eos_token_id}))
+
+
+def _overlaps(text: str, marker: str) -> bool:
+    """Tell whether a text that holds this one may have a marker of which this one has a part."""
+    cuts = range(1, len(marker))
+    is_part = any(text.endswith(marker[:cut]) or text.startswith(marker[cut:]) for cut in cuts)
+    return is_part or marker in text or text in marker
 
 
 def _ranges(ids: Sequence[int]) -> Iterator[str]:
