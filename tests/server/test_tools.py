@@ -244,6 +244,10 @@ def test_arguments_that_are_no_json_are_named(hermes: ServerProcess) -> None:
     assert response.json()["error"]["param"] == "messages[1].tool_calls[0].function.arguments"
 
 
+ALLOWED = {"type": "allowed_tools"}
+IN_ALLOWED = "tool_choice.allowed_tools"
+
+
 def function(**fields: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f", **fields}}
 
@@ -276,6 +280,35 @@ def function(**fields: Any) -> dict[str, Any]:
         ({"tool_choice": {"type": "function"}}, "tool_choice.function.name"),
         ({"tool_choice": {"type": "function", "function": "now"}}, "tool_choice.function"),
         ({"tool_choice": {"type": "function", "function": {"name": "nothing"}}}, "tool_choice.function.name"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
+        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": []}}, "tool_choice.allowed_tools"),
+        *(
+            ({"tool_choice": ALLOWED | {"allowed_tools": {"mode": mode, "tools": [NOW]}}}, f"{IN_ALLOWED}.mode")
+            for mode in (None, "none", "AUTO", 1, [])
+        ),
+        *(
+            ({"tool_choice": ALLOWED | {"allowed_tools": {"mode": "auto", "tools": bad}}}, f"{IN_ALLOWED}.tools")
+            for bad in (None, [], {}, "now")
+        ),
+        *(
+            (
+                {"tool_choice": ALLOWED | {"allowed_tools": {"mode": "auto", "tools": [NOW, bad]}}},
+                f"{IN_ALLOWED}.tools[1]{field}",
+            )
+            for bad, field in [
+                ("now", ""),
+                ({"function": {"name": "now"}}, ".type"),
+                ({"type": "custom", "custom": {"name": "now"}}, ".type"),
+                ({"type": "function"}, ".function.name"),
+                ({"type": "function", "function": "now"}, ".function"),
+                ({"type": "function", "function": {"name": "nothing"}}, ".function.name"),
+                ({"type": "function", "function": {"name": ["now"]}}, ".function.name"),
+            ]
+        ),
+        (
+            {"tool_choice": ALLOWED | {"allowed_tools": {"mode": "auto", "tools": [NOW]}}, "tools": None},
+            f"{IN_ALLOWED}.tools[0].function.name",
+        ),
         ({"tool_choice": "required", "tools": []}, "tool_choice"),
         ({"tool_choice": "required", "tools": None}, "tool_choice"),
         ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
@@ -340,8 +373,64 @@ def test_a_named_function_is_called_once(serve: Serve, form: str) -> None:
     choice = {"type": "function", "function": {"name": "now"}}
     answer = ask(serve(form), tool_choice=choice, chat_template_kwargs={"style": "Q"})
     assert told(answer["message"]["tool_calls"]) == [("now", "{}")]
+    # It was the client's choice that there is a call: OpenAI says "stop" then.
+    assert answer["finish_reason"] == "stop"
     _, chunks = stream(serve(form), CHAT, {**ASK, "tool_choice": choice, "temperature": 2, "n": 3})
     assert [told(joined(chunks, index)) for index in range(3)] == [[("now", "{}")]] * 3
+    assert reasons(chunks) == ["stop"] * 3
+
+
+def allowed(mode: Any, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@needs_grammars
+@pytest.mark.parametrize("form", sorted(FORMATS))
+def test_of_the_tools_some_may_be_allowed(serve: Serve, form: str) -> None:
+    server = serve(form)
+    # The model would call the other one; required, it calls what it may.
+    choice = ask(server, tool_choice=allowed("required", "now"), parallel_tool_calls=False, return_token_ids=True)
+    assert told(choice["message"]["tool_calls"]) == [("now", "{}")]
+    assert choice["finish_reason"] == "tool_calls"
+    _, chunks = stream(server, CHAT, {**ASK, "tool_choice": allowed("required", "now", "now"), "n": 2})
+    for index in (0, 1):
+        assert set(told(joined(chunks, index))) == {("now", "{}")}
+    # Asked for no call it need not make one, and what it calls is allowed.
+    for seed in range(4):
+        answer = ask(server, tool_choice=allowed("auto", "now"), temperature=2, seed=seed)
+        whole = answer["message"].get("tool_calls", ())[: None if answer["finish_reason"] != "length" else -1]
+        assert set(told(list(whole))) <= {("now", "{}")}
+    assert (
+        told(ask(server, tool_choice=allowed("auto", "get_weather", "now"))["message"]["tool_calls"])
+        == (ALL_CALLS[form])
+    )
+
+
+@needs_grammars
+def test_all_tools_are_told_whichever_are_allowed(hermes: ServerProcess) -> None:
+    prompts = [
+        hermes.post(CHAT, {**ASK, "tool_choice": choice, "return_token_ids": True, "max_tokens": 1}).json()
+        for choice in ("auto", "required", allowed("auto", "now"), allowed("required", "get_weather"))
+    ]
+    assert len({tuple(prompt["prompt_token_ids"]) for prompt in prompts}) == 1
+
+
+@needs_grammars
+def test_openais_client_says_what_is_allowed(tool_client: openai.OpenAI) -> None:
+    tools: Any = [WEATHER, NOW]
+    choice: Any = allowed("required", "now")
+    completion = tool_client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "hi"}],
+        tools=tools,
+        tool_choice=choice,
+        parallel_tool_calls=False,
+        temperature=0,
+    )
+    (call,) = completion.choices[0].message.tool_calls or ()
+    assert call.type == "function"
+    assert (call.function.name, call.function.arguments) == ("now", "{}")
 
 
 @needs_grammars

@@ -21,9 +21,10 @@ from quire.server.generation import Job, answer, new_head
 from quire.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs_json
 from quire.server.models import check_model
 from quire.server.state import ServerState
-from quire.server.tool_calls import SampleCalls
-from quire.server.tool_use import TOOL_FIELDS, ToolUse, read_tool_use
+from quire.server.tool_calls import call_deltas, call_message
+from quire.server.tool_use import TOOL_FIELDS, read_tool_use
 from quire.text.chat import RESERVED, require_chat_template
+from quire.text.tool_calls import SampleCalls, ToolUse
 
 USE_TOOLS = "it is the older form of tools; send tools and tool_choice"
 OWN_FIELDS = (
@@ -194,7 +195,7 @@ class ChatReply:
             calls = self._calls_of(output.index)
             deltas = [{"content": output.text}] if output.text else []
             if calls is not None:
-                deltas = calls.deltas(output.text, is_finished=output.is_finished)
+                deltas = call_deltas(calls, output.text, is_finished=output.is_finished)
             if not deltas and (logprobs or ids):
                 deltas = [{"content": ""}]
             for idx, part in enumerate(deltas):
@@ -220,7 +221,7 @@ class ChatReply:
 
     def _choice(self, sample: CompletionOutput) -> dict[str, Any]:
         calls = self._calls_of(sample.index)
-        said = {"content": sample.text} if calls is None else calls.message(sample.text)
+        said = {"content": sample.text} if calls is None else call_message(calls, sample.text)
         choice = {
             "index": sample.index,
             "message": {"role": "assistant", "refusal": None, **said},

@@ -18,7 +18,7 @@ from quire.server.models import check_model
 from quire.server.sampling import UNSUPPORTED as NEVER_SUPPORTED
 from quire.server.state import ServerState
 from quire.server.tenants import read_tenant
-from quire.server.tool_use import read_tools
+from quire.text.tool_calls import read_tools
 
 UNSUPPORTED: dict[str, Refusal] = {
     "chat_template": ((), "templates come with the model, never from requests"),
@@ -51,7 +51,7 @@ async def pin_prefix(state: ServerState, request: Request) -> Response:
     prompt: Prompt
     if has_messages:
         # What is pinned is the beginning of conversations: the assistant's mark would not be where they go on.
-        told = [tool.told for tool in read_tools(fields)]
+        told = [tool.told for tool in read_tools(fields.get("tools"))]
         prompt = await asyncio.to_thread(encode_chat, state, fields, told, add_generation_prompt=False)
     else:
         prompt = fields.get("prompt")

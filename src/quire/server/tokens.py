@@ -14,8 +14,8 @@ from quire.server.fields import Fields, Refusal
 from quire.server.generation import json_response
 from quire.server.models import check_model
 from quire.server.state import ServerState
-from quire.server.tool_use import read_tools
 from quire.text.tokenizer import Tokenizer
+from quire.text.tool_calls import read_tools
 
 UNSUPPORTED: dict[str, Refusal] = {
     "chat_template": ((), "templates come with the model, never from requests"),
@@ -44,7 +44,7 @@ async def tokenize(state: ServerState, request: Request) -> Response:
         raise InvalidParameter("prompt", fields.get("prompt"), "given, or else messages")
     with_texts = fields.flag("return_token_strs")
     if has_messages:
-        told = [tool.told for tool in read_tools(fields)]
+        told = [tool.told for tool in read_tools(fields.get("tools"))]
         ids = await asyncio.to_thread(encode_chat, state, fields, told)
     else:
         text, add_special_tokens = fields.text("prompt") or "", fields.flag("add_special_tokens", True)

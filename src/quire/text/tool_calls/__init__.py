@@ -4,5 +4,22 @@ from quire.text.tool_calls.calls import CallDelta, Function, merge
 from quire.text.tool_calls.formats import FORMATS, choose_format
 from quire.text.tool_calls.grammar import CallRules
 from quire.text.tool_calls.parser import CallParser, ToolFormat
+from quire.text.tool_calls.sample import SampleCalls, ToolCall
+from quire.text.tool_calls.tools import read_tools
+from quire.text.tool_calls.use import ToolModel, ToolUse
 
-__all__ = ["FORMATS", "CallDelta", "CallParser", "CallRules", "Function", "ToolFormat", "choose_format", "merge"]
+__all__ = [
+    "FORMATS",
+    "CallDelta",
+    "CallParser",
+    "CallRules",
+    "Function",
+    "SampleCalls",
+    "ToolCall",
+    "ToolFormat",
+    "ToolModel",
+    "ToolUse",
+    "choose_format",
+    "merge",
+    "read_tools",
+]

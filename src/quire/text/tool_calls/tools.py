@@ -1,0 +1,173 @@
+"""The tools of a request, as clients of OpenAI's API write them: which functions there are, and which may be called."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quire.errors import InvalidParameter
+from quire.text.tool_calls.calls import NAME, NAME_PATTERN, Function
+
+MAX_TOOLS = 128
+MAX_TOOLS_CHARS = 1 << 18
+NO_PARAMETERS = {"type": "object", "properties": {}}
+NAMED = '{"type": "function", "function": {"name": "..."}}'
+ALLOWED = '{"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}'
+CHOICES = f'"none", "auto", "required", {NAMED} or {ALLOWED}'
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function as the model is told of it, and as it may be called.
+
+    Args:
+        told: what templates read.
+        function: what calls keep to.
+    """
+
+    told: Mapping[str, Any]
+    function: Function
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Which functions may be called.
+
+    Args:
+        functions: none where no call is wanted, or there are no tools.
+        is_required: there must be a call.
+        is_named: the client named the one function that there must be one call of.
+    """
+
+    functions: Sequence[Function]
+    is_required: bool = False
+    is_named: bool = False
+
+
+def read_tools(given: object) -> list[Tool]:
+    """Read `tools`; None has none.
+
+    Raises:
+        InvalidParameter: naming the tool and the field.
+    """
+    if given is None:
+        return []
+    if not isinstance(given, list | tuple):
+        raise InvalidParameter("tools", given, "a list of tools")
+    if len(given) > MAX_TOOLS:
+        raise InvalidParameter("tools", f"{len(given)} tools", f"at most {MAX_TOOLS} tools")
+    try:
+        num_chars = len(json.dumps(given, ensure_ascii=False))
+    except RecursionError as error:
+        raise InvalidParameter("tools", "deeply nested tools", "nested less deeply") from error
+    except (TypeError, ValueError) as error:
+        raise InvalidParameter("tools", "tools", f"what JSON can hold ({error})") from error
+    if num_chars > MAX_TOOLS_CHARS:
+        raise InvalidParameter("tools", f"{num_chars} characters", f"at most {MAX_TOOLS_CHARS} characters of JSON")
+    tools = [_read_tool(tool, f"tools[{idx}]") for idx, tool in enumerate(given)]
+    seen: set[str] = set()
+    for idx, tool in enumerate(tools):
+        if tool.function.name in seen:
+            raise InvalidParameter(f"tools[{idx}].function.name", tool.function.name, "a name that no other tool has")
+        seen.add(tool.function.name)
+    return tools
+
+
+def read_choice(choice: object, functions: Sequence[Function]) -> ToolChoice:
+    """Read `tool_choice`; None is "auto".
+
+    Args:
+        choice: what the client wrote.
+        functions: of all tools.
+
+    Raises:
+        InvalidParameter: naming the field.
+    """
+    if choice is None or choice == "auto":
+        return ToolChoice(functions)
+    if choice == "none":
+        return ToolChoice(())
+    if choice == "required":
+        if not functions:
+            raise InvalidParameter("tool_choice", choice, '"none" or "auto" where there are no tools')
+        return ToolChoice(functions, is_required=True)
+    if not isinstance(choice, dict):
+        raise InvalidParameter("tool_choice", choice, CHOICES)
+    kind = choice.get("type")
+    if kind == "allowed_tools":
+        return _read_allowed(choice, functions)
+    if kind != "function":
+        raise InvalidParameter("tool_choice.type", kind, '"function" or "allowed_tools"')
+    return ToolChoice([_find(choice, "tool_choice", functions)], is_required=True, is_named=True)
+
+
+def _read_allowed(choice: dict[str, Any], functions: Sequence[Function]) -> ToolChoice:
+    """Read the functions of a choice, which are some of those that there are."""
+    where = "tool_choice.allowed_tools"
+    allowed = choice.get("allowed_tools")
+    if not isinstance(allowed, dict):
+        raise InvalidParameter(where, allowed, "an object with mode and tools")
+    mode, listed = allowed.get("mode"), allowed.get("tools")
+    if mode not in ("auto", "required"):
+        raise InvalidParameter(f"{where}.mode", mode, '"auto" or "required"')
+    if not isinstance(listed, list | tuple) or not listed:
+        raise InvalidParameter(f"{where}.tools", listed, f"a list of at least one {NAMED}")
+    names = set()
+    for idx, one in enumerate(listed):
+        place = f"{where}.tools[{idx}]"
+        if not isinstance(one, dict):
+            raise InvalidParameter(place, one, NAMED)
+        if one.get("type") != "function":
+            raise InvalidParameter(f"{place}.type", one.get("type"), '"function"')
+        names.add(_find(one, place, functions).name)
+    return ToolChoice([function for function in functions if function.name in names], is_required=mode == "required")
+
+
+def _find(named: dict[str, Any], where: str, functions: Sequence[Function]) -> Function:
+    """Return the function that an object names."""
+    inner = named.get("function")
+    if inner is not None and not isinstance(inner, dict):
+        raise InvalidParameter(f"{where}.function", inner, "an object with a name")
+    name = None if inner is None else inner.get("name")
+    found = [function for function in functions if function.name == name]
+    if not found:
+        raise InvalidParameter(f"{where}.function.name", name, "the name of one of the tools")
+    return found[0]
+
+
+def _read_tool(tool: object, where: str) -> Tool:
+    if not isinstance(tool, dict):
+        raise InvalidParameter(where, tool, "an object with type and function")
+    if tool.get("type") != "function":
+        raise InvalidParameter(f"{where}.type", tool.get("type"), '"function"')
+    function = tool.get("function")
+    where = f"{where}.function"
+    if not isinstance(function, dict):
+        raise InvalidParameter(where, function, "an object with a name")
+    name, description, is_strict = (function.get(field) for field in ("name", "description", "strict"))
+    if not isinstance(name, str) or not NAME_PATTERN.fullmatch(name):
+        raise InvalidParameter(f"{where}.name", name, f"a string that matches ^{NAME}$")
+    if description is not None and not isinstance(description, str):
+        raise InvalidParameter(f"{where}.description", description, "a string")
+    if is_strict is not None and not isinstance(is_strict, bool):
+        raise InvalidParameter(f"{where}.strict", is_strict, "true or false")
+    parameters = _read_parameters(function.get("parameters"), f"{where}.parameters")
+    told = {"name": name} | ({} if description is None else {"description": description})
+    schema = parameters or {**NO_PARAMETERS, "additionalProperties": False}
+    return Tool(
+        {"type": "function", "function": {**told, "parameters": parameters or NO_PARAMETERS}},
+        Function(name, schema, is_strict=bool(is_strict)),
+    )
+
+
+def _read_parameters(parameters: object, where: str) -> dict[str, Any] | None:
+    if parameters is None:
+        return None
+    if not isinstance(parameters, dict):
+        raise InvalidParameter(where, parameters, "a JSON schema, which is an object")
+    kind = parameters.get("type", "object")
+    if kind != "object":
+        raise InvalidParameter(f"{where}.type", kind, '"object", as arguments are one')
+    return parameters
