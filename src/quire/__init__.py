@@ -19,9 +19,19 @@ if TYPE_CHECKING:
     from quire.engine.llm import LLM
     from quire.engine.outputs import CompletionOutput, Logprob, RequestOutput
     from quire.sequences.params import SamplingParams
+    from quire.text.tool_calls import ToolCall
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "Logprob",
+    "RequestOutput",
+    "SamplingParams",
+    "ToolCall",
+    "__version__",
+]
 
 _HOMES = {
     "LLM": "quire.engine.llm",
@@ -30,6 +40,7 @@ _HOMES = {
     "Logprob": "quire.engine.outputs",
     "RequestOutput": "quire.engine.outputs",
     "SamplingParams": "quire.sequences.params",
+    "ToolCall": "quire.text.tool_calls",
 }
 
 # Nothing here needs numpy, so it is not installed; torch complains about that when it is imported.

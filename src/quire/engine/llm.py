@@ -14,11 +14,13 @@ from quire.engine.outputs import RequestOutput
 from quire.engine.pinning import ONE_TOKEN
 from quire.engine.prompts import Prompt
 from quire.engine.stats import EngineStats
+from quire.engine.tool_calls import blame_tools, tell_calls, with_calls
 from quire.errors import InvalidParameter, UnsupportedFeature, WorkerError
 from quire.memory.usage import Usage
 from quire.sequences.params import SamplingParams
 from quire.text.chat import require_chat_template
 from quire.text.tokenizer import Tokenizer
+from quire.text.tool_calls import FORMATS, ToolModel, choose_format
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 Messages = Sequence[Mapping[str, Any]]
@@ -155,6 +157,10 @@ class LLM:
         cache_salt: str | None = None,
         tenant: str | None = None,
         retain_cache: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool | None = None,
+        tool_call_parser: str = "auto",
         **template_args: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several at once.
@@ -164,15 +170,31 @@ class LLM:
             sampling_params: as for `generate`.
             use_tqdm: show a progress bar.
             cache_salt, tenant, retain_cache: as for `generate`.
+            tools: functions that the model may call, as in OpenAI's API; outputs then have `content` and `tool_calls`.
+            tool_choice: "auto" (or None), "required", "none", or an object that names what may be called.
+            parallel_tool_calls: False allows one call at most.
+            tool_call_parser: how the model writes calls, a name of `FORMATS`; "auto" finds it in the chat template.
             template_args: `add_generation_prompt`, and what else the model's chat template knows.
 
         Raises:
-            RequestError: messages that the template refuses, or a model without a template.
+            RequestError: messages that the template refuses, a model without a template, or tools that cannot be had.
         """
+        use = self._tool_model(tool_call_parser).read(tools, tool_choice, parallel_tool_calls)
+        if use is not None:
+            template_args["tools"] = use.told
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [self.render_chat(conversation, **template_args) for conversation in conversations]  # type: ignore[arg-type]
-        options: dict[str, Any] = {"cache_salt": cache_salt, "tenant": tenant, "retain_cache": retain_cache}
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, **options)
+        options: dict[str, Any] = {"use_tqdm": use_tqdm, "cache_salt": cache_salt, "tenant": tenant}
+        options["retain_cache"] = retain_cache
+        if use is None:
+            return self.generate(prompts, sampling_params, **options)
+        each = [with_calls(params, use) for params in self._params_of(sampling_params, len(prompts))]
+        try:
+            outputs = self.generate(prompts, each, **options)
+        except InvalidParameter as error:
+            raise blame_tools(error) from error
+        tell_calls(outputs, use)
+        return outputs
 
     def render_chat(self, messages: Messages, *, add_generation_prompt: bool = True, **template_args: Any) -> list[int]:
         """Return the token ids of a conversation, by default ready for the assistant's turn."""
@@ -229,6 +251,14 @@ class LLM:
         finally:
             for name in queued:
                 self.engine.abort_request(name)
+
+    def _tool_model(self, tool_call_parser: str) -> ToolModel:
+        """Return what of the model matters for calls of tools."""
+        if tool_call_parser not in ("auto", *FORMATS):
+            raise InvalidParameter("tool_call_parser", tool_call_parser, f"one of auto, {', '.join(FORMATS)}")
+        template = None if self.tokenizer is None else self.tokenizer.chat_template
+        form = None if template is None else choose_format(tool_call_parser, template.for_tools.source)
+        return ToolModel(self.tokenizer, form, self.resolved.vocab_size, "tool_call_parser")
 
     def _params_of(self, params: Params, count: int) -> Sequence[SamplingParams]:
         """Return one set of parameters for each prompt."""

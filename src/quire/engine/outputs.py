@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from quire.memory.status import TokenAccount
+from quire.text.tool_calls import ToolCall
 
 
 @dataclass(slots=True)
@@ -42,10 +43,14 @@ class CompletionOutput:
         beam_score: of a beam search: the sum of the log probabilities of the output's tokens, as penalties and the like
             have changed them, divided by its length to the power of `length_penalty`.
         logprobs: one entry per token of `token_ids`; None without `logprobs`.
-        finish_reason: None while running; then "stop", "length", "abort" or "error".
+        finish_reason: None while running; then "stop", "length", "abort" or "error"; "tool_calls" where a chat with
+            tools came to its end and called one of its own choice.
         stop_reason: the stop string or stop token id that ended the output; None for the model's own end token.
         num_draft_tokens: drafts that were verified for the output so far.
         num_accepted_tokens: of those, drafts that were right.
+        content: of a chat with tools, the text outside calls; else None.
+        tool_calls: of a chat with tools, the calls; the last one may be a part only, unless `finish_reason` is
+            "tool_calls" or "stop".
     """
 
     index: int
@@ -58,6 +63,8 @@ class CompletionOutput:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     beam_score: float | None = None
+    content: str | None = None
+    tool_calls: list[ToolCall] = field(default_factory=list)
 
     @property
     def is_finished(self) -> bool:
