@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import openai
 import pytest
 
 from quire.text.tokenizer import Tokenizer
-from tests.server import checkpoint
+from tests.server import checkpoint, tool_checkpoint
 from tests.server.process import PATIENCE_S, ServerProcess, running
+from tests.server.tool_answers import Serve
 
 KEY = "a secret"
 
@@ -55,4 +57,34 @@ def narrow_server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
     """OpenAI's client, which does not try again."""
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    """Gives the server of a model that writes calls in a format, started when it is first asked for."""
+    servers: dict[str, ServerProcess] = {}
+    with ExitStack() as stack:
+
+        def start(form: str) -> ServerProcess:
+            if form not in servers:
+                folder = tool_checkpoint.save(tmp_path_factory.mktemp("models") / form, form)
+                log = tmp_path_factory.mktemp("logs") / "tools.log"
+                flags = ("--num-kv-blocks", "400", "--max-num-seqs", "8", "--pin-limit", "0.1")
+                servers[form] = stack.enter_context(running(folder, log, *flags))
+            return servers[form]
+
+        yield start
+
+
+@pytest.fixture
+def hermes(serve: Serve) -> ServerProcess:
+    """The server of Hermes' format."""
+    return serve("hermes")
+
+
+@pytest.fixture
+def tool_client(hermes: ServerProcess) -> Iterator[openai.OpenAI]:
+    """OpenAI's client, which does not try again."""
+    with openai.OpenAI(base_url=f"{hermes.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
         yield client

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,90 +14,26 @@ from tokenizers import AddedToken
 from quire.server.settings import TOOL_CALL_PARSERS
 from quire.text.tool_calls import FORMATS
 from tests.server import checkpoint
-from tests.server.process import PATIENCE_S, ServerProcess, running
+from tests.server.process import ServerProcess, running
 from tests.server.streams import stream, text_of
-from tests.server.tool_checkpoint import MARKERS, save
-
-CHAT = "/v1/chat/completions"
-CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-WEATHER = {"type": "function", "function": {"name": "get_weather", "description": "Looks.", "parameters": CITY}}
-NOW = {"type": "function", "function": {"name": "now"}}
-USER = [{"role": "user", "content": "hi"}]
-ASK: dict[str, Any] = {"messages": USER, "tools": [WEATHER, NOW], "temperature": 0, "max_tokens": 200}
-PARIS = '{"city": "Paris"}'
-CALLS = [("get_weather", PARIS)]
-ALL_CALLS = {"hermes": CALLS, "mistral": CALLS, "llama3": [*CALLS, ("now", "{}")]}
-HAS_GRAMMARS = importlib.util.find_spec("llguidance") is not None
-needs_grammars = pytest.mark.skipif(not HAS_GRAMMARS, reason="calls are required through llguidance")
-
-Serve = Callable[[str], ServerProcess]
-
-
-@pytest.fixture(scope="module")
-def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    """Gives the server of a model that writes calls in a format, started when it is first asked for."""
-    servers: dict[str, ServerProcess] = {}
-    with ExitStack() as stack:
-
-        def start(form: str) -> ServerProcess:
-            if form not in servers:
-                folder = save(tmp_path_factory.mktemp("models") / form, form)
-                log = tmp_path_factory.mktemp("logs") / "tools.log"
-                flags = ("--num-kv-blocks", "400", "--max-num-seqs", "8", "--pin-limit", "0.1")
-                servers[form] = stack.enter_context(running(folder, log, *flags))
-            return servers[form]
-
-        yield start
-
-
-@pytest.fixture
-def hermes(serve: Serve) -> ServerProcess:
-    """The server of Hermes' format."""
-    return serve("hermes")
-
-
-@pytest.fixture
-def tool_client(hermes: ServerProcess) -> Iterator[openai.OpenAI]:
-    """OpenAI's client, which does not try again."""
-    with openai.OpenAI(base_url=f"{hermes.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
-        yield client
-
-
-def ask(server: ServerProcess, **more: Any) -> dict[str, Any]:
-    """Return the one choice of an answer."""
-    response = server.post(CHAT, {**ASK, **more})
-    assert response.status_code == 200, response.text
-    (choice,) = response.json()["choices"]
-    return dict(choice)
-
-
-def told(calls: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    assert all(call["type"] == "function" for call in calls)
-    assert len({call["id"] for call in calls}) == len(calls)
-    return [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
-
-
-def joined(chunks: list[dict[str, Any]], index: int = 0) -> list[dict[str, Any]]:
-    """Return a sample's calls as a client puts them together."""
-    calls: list[dict[str, Any]] = []
-    for chunk in chunks:
-        for choice in chunk["choices"]:
-            if choice["index"] != index:
-                continue
-            for part in choice["delta"].get("tool_calls", ()):
-                if part["index"] == len(calls):
-                    assert set(part) == {"index", "id", "type", "function"}
-                    calls.append({**part, "function": dict(part["function"])})
-                else:
-                    assert set(part) == {"index", "function"}
-                    assert set(part["function"]) == {"arguments"}
-                    calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
-    return calls
-
-
-def reasons(chunks: list[dict[str, Any]]) -> list[str]:
-    found = [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"]]
-    return [reason for reason in found if reason is not None]
+from tests.server.tool_answers import (
+    ALL_CALLS,
+    ASK,
+    CALLS,
+    CHAT,
+    HAS_GRAMMARS,
+    NOW,
+    PARIS,
+    USER,
+    WEATHER,
+    Serve,
+    ask,
+    joined,
+    needs_grammars,
+    reasons,
+    told,
+)
+from tests.server.tool_checkpoint import MARKERS
 
 
 @pytest.mark.parametrize("form", sorted(FORMATS))
@@ -345,92 +278,6 @@ def test_calls_cannot_be_required_without_grammars(hermes: ServerProcess, choice
     error = hermes.post(CHAT, {**ASK, "tool_choice": choice}).json()["error"]
     assert (error["param"], error["code"]) == ("tool_choice", "unsupported_feature")
     assert "quire[structured]" in error["message"]
-
-
-@needs_grammars
-@pytest.mark.parametrize("form", sorted(FORMATS))
-@pytest.mark.parametrize("style", ["Q", "!"])
-def test_required_calls_come_whatever_the_model_would_say(serve: Serve, form: str, style: str) -> None:
-    more = {"tool_choice": "required", "chat_template_kwargs": {"style": style}, "parallel_tool_calls": False}
-    choice = ask(serve(form), tools=[WEATHER | {"function": {**WEATHER["function"], "parameters": SHORT}}, NOW], **more)
-    assert choice["message"]["content"] is None
-    ((name, arguments),) = told(choice["message"]["tool_calls"])
-    assert choice["finish_reason"] == "tool_calls"
-    assert (name, set(json.loads(arguments))) in [("get_weather", {"city"}), ("now", set())]
-
-
-SHORT = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Paris", "Rome"]}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
-
-
-@needs_grammars
-@pytest.mark.parametrize("form", sorted(FORMATS))
-def test_a_named_function_is_called_once(serve: Serve, form: str) -> None:
-    choice = {"type": "function", "function": {"name": "now"}}
-    answer = ask(serve(form), tool_choice=choice, chat_template_kwargs={"style": "Q"})
-    assert told(answer["message"]["tool_calls"]) == [("now", "{}")]
-    # It was the client's choice that there is a call: OpenAI says "stop" then.
-    assert answer["finish_reason"] == "stop"
-    _, chunks = stream(serve(form), CHAT, {**ASK, "tool_choice": choice, "temperature": 2, "n": 3})
-    assert [told(joined(chunks, index)) for index in range(3)] == [[("now", "{}")]] * 3
-    assert reasons(chunks) == ["stop"] * 3
-
-
-def allowed(mode: Any, *names: str) -> dict[str, Any]:
-    tools = [{"type": "function", "function": {"name": name}} for name in names]
-    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
-
-
-@needs_grammars
-@pytest.mark.parametrize("form", sorted(FORMATS))
-def test_of_the_tools_some_may_be_allowed(serve: Serve, form: str) -> None:
-    server = serve(form)
-    # The model would call the other one; required, it calls what it may.
-    choice = ask(server, tool_choice=allowed("required", "now"), parallel_tool_calls=False, return_token_ids=True)
-    assert told(choice["message"]["tool_calls"]) == [("now", "{}")]
-    assert choice["finish_reason"] == "tool_calls"
-    _, chunks = stream(server, CHAT, {**ASK, "tool_choice": allowed("required", "now", "now"), "n": 2})
-    for index in (0, 1):
-        assert set(told(joined(chunks, index))) == {("now", "{}")}
-    # Asked for no call it need not make one, and what it calls is allowed.
-    for seed in range(4):
-        answer = ask(server, tool_choice=allowed("auto", "now"), temperature=2, seed=seed)
-        whole = answer["message"].get("tool_calls", ())[: None if answer["finish_reason"] != "length" else -1]
-        assert set(told(list(whole))) <= {("now", "{}")}
-    assert (
-        told(ask(server, tool_choice=allowed("auto", "get_weather", "now"))["message"]["tool_calls"])
-        == (ALL_CALLS[form])
-    )
-
-
-@needs_grammars
-def test_all_tools_are_told_whichever_are_allowed(hermes: ServerProcess) -> None:
-    prompts = [
-        hermes.post(CHAT, {**ASK, "tool_choice": choice, "return_token_ids": True, "max_tokens": 1}).json()
-        for choice in ("auto", "required", allowed("auto", "now"), allowed("required", "get_weather"))
-    ]
-    assert len({tuple(prompt["prompt_token_ids"]) for prompt in prompts}) == 1
-
-
-@needs_grammars
-def test_openais_client_says_what_is_allowed(tool_client: openai.OpenAI) -> None:
-    tools: Any = [WEATHER, NOW]
-    choice: Any = allowed("required", "now")
-    completion = tool_client.chat.completions.create(
-        model="tiny",
-        messages=[{"role": "user", "content": "hi"}],
-        tools=tools,
-        tool_choice=choice,
-        parallel_tool_calls=False,
-        temperature=0,
-    )
-    (call,) = completion.choices[0].message.tool_calls or ()
-    assert call.type == "function"
-    assert (call.function.name, call.function.arguments) == ("now", "{}")
 
 
 @needs_grammars
