@@ -29,6 +29,8 @@ OPTIONS = (
     "kv_cache_memory_bytes",
     "kv_cache_memory_fraction",
     "max_num_seqs",
+    "speculative_method",
+    "draft_model",
 )
 WIDTH = 100
 TABLE_MARGIN = "  "
@@ -49,7 +51,10 @@ def register(subparsers: Subparsers) -> None:
         "--memory", type=parse_size, metavar="SIZE", help="of the whole machine, or of its GPU; the weights come off it"
     )
     group.add_argument(
-        "--weights-bytes", type=parse_size, metavar="SIZE", help="what the weights take of --memory; else an estimate"
+        "--weights-bytes",
+        type=parse_size,
+        metavar="SIZE",
+        help="what the weights take of --memory, those of a draft model included; else an estimate",
     )
     group.add_argument("--lengths", type=integers, default=(), metavar="N,N", help="tokens of the sequences to look at")
     group.add_argument("--json", action="store_true", help="print the plan as JSON, sizes in bytes")
@@ -78,7 +83,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _lines(plan: MemoryPlan) -> Iterator[str]:
-    yield f"{plan.architecture} ({plan.model}): KV cache in {plan.kv_cache_dtype}, blocks of {plan.block_size} tokens"
+    guide = f", with {plan.draft_architecture} ({plan.draft_model}) to make drafts" if plan.draft_model else ""
+    cache = f"KV cache in {plan.kv_cache_dtype}, blocks of {plan.block_size} tokens"
+    yield f"{plan.architecture} ({plan.model}){guide}: {cache}"
     yield from (f"Note: {note}" for note in plan.notes)
     yield ""
     yield from _table(("group", "layers", "a token", "a block", "a sequence", "blocks"), map(_group_row, plan.groups))
@@ -121,7 +128,12 @@ def _savings(plan: MemoryPlan) -> Iterator[str]:
 def _group_row(group: GroupPlan) -> tuple[str, ...]:
     sizes = (group.bytes_per_token, group.bytes_per_block, group.bytes_per_sequence)
     shown = ("" if size is None else _size(size) for size in sizes)
-    return (group.kind, str(group.num_layers), *shown, _count(group.num_blocks))
+    return (
+        f"{group.kind}{' (drafts)' if group.is_draft else ''}",
+        str(group.num_layers),
+        *shown,
+        _count(group.num_blocks),
+    )
 
 
 def _alternative_row(other: Alternative) -> tuple[str, ...]:

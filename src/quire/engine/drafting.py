@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.config import EngineConfig, SpeculativeConfig, context_length
+from quire.config import EngineConfig, SpeculativeConfig
 from quire.decoding.drafting import Drafter, ModelDrafter
 from quire.decoding.lookup import PromptLookup
 from quire.decoding.speculation import Speculation
 from quire.decoding.suffixes import SuffixDrafter
 from quire.engine.draft_costs import DraftCosts
+from quire.engine.draft_fit import ModelLimits, check_draft
 from quire.errors import ConfigError
 from quire.models.checkpoint import Checkpoint
 from quire.models.decoder import Decoder
@@ -49,13 +50,8 @@ def open_draft(config: EngineConfig, decoder: Decoder, tokenizer: Tokenizer | No
         return None
     checkpoint = Checkpoint.open(name)
     spec, _ = build(checkpoint.config)
-    wanted = decoder.spec.vocab_size
-    if spec.vocab_size != wanted:
-        raise ConfigError(
-            f"draft_model {name} has a vocabulary of {spec.vocab_size} tokens, and {config.model.model} one of "
-            f"{wanted}: a draft model needs the same",
-            field="draft_model",
-        )
+    limits = [ModelLimits(each.vocab_size, each.max_position) for each in (decoder.spec, spec)]
+    check_draft(config, *limits)
     if tokenizer is not None and (checkpoint.folder / "tokenizer.json").is_file():
         different = tokenizer.differs_at(Tokenizer.from_folder(checkpoint.folder))
         if different is not None:
@@ -64,13 +60,6 @@ def open_draft(config: EngineConfig, decoder: Decoder, tokenizer: Tokenizer | No
                 "one",
                 field="draft_model",
             )
-    longest = context_length(config.model.max_model_len, decoder.spec.max_position)
-    if spec.max_position < longest:
-        raise ConfigError(
-            f"draft_model {name} was made for contexts of {spec.max_position} tokens, and max_model_len is {longest}: "
-            f"set max_model_len to at most {spec.max_position}",
-            field="draft_model",
-        )
     return checkpoint
 
 

@@ -15,7 +15,7 @@ class PlanRequest:
     Args:
         config: the engine's options.
         memory_bytes: the whole machine's memory, or its GPU's; None where only the cache's size counts.
-        weights_bytes: what the weights take of it; None estimates it.
+        weights_bytes: what the weights take of it, those of a draft model included; None estimates it.
         lengths: tokens of sequences to look at; empty takes `LENGTHS`.
     """
 
@@ -47,12 +47,14 @@ class GroupPlan:
 
     Args:
         kind: what its layers keep.
+        is_draft: they are those of the draft model.
         bytes_per_token, bytes_per_block: all its layers; None for a state, which no token adds to.
         bytes_per_sequence: of a state; None for blocks.
         num_blocks: blocks, or states, if the group had the whole arena; None without a budget.
     """
 
     kind: str
+    is_draft: bool
     num_layers: int
     bytes_per_token: int | None
     bytes_per_block: int | None
@@ -93,13 +95,14 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """The KV memory of a model; bytes everywhere.
+    """The KV memory of a model, and of a draft model that guesses for it; bytes everywhere.
 
     Args:
         origin: who read the configuration: "family", or "generic fields".
-        groups: the cache groups, those of blocks first.
+        draft_model, draft_architecture, draft_origin: the same of the draft model; None without one.
+        groups: the cache groups, those of blocks first; then those of the draft model.
         bytes_per_token: all groups, while no block has died.
-        weights_bytes: of the weights; None where it does not matter.
+        weights_bytes: of the weights of both; None where it does not matter.
         arena_bytes: of the cache, null blocks included; None without a budget, as for the next two.
         longest: the longest sequence that fits, prompt and output together, at most `max_model_len`.
         never: which prompts never fit, and why.
@@ -113,6 +116,9 @@ class MemoryPlan:
     model: str
     architecture: str
     origin: str
+    draft_model: str | None
+    draft_architecture: str | None
+    draft_origin: str | None
     dtype: str
     kv_cache_dtype: str
     block_size: int

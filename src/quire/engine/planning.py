@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quire.config import DTYPES, Machine, context_length, pool_blocks
+from quire.config import DTYPES, EngineConfig, Machine, context_length, pool_blocks
+from quire.engine.draft_fit import ModelLimits, check_draft
 from quire.engine.memory_plan import Alternative, GroupPlan, LengthPlan, MemoryPlan, PlanRequest
 from quire.errors import CheckpointError, ConfigError, UnsupportedModel
 from quire.memory.sizing import (
@@ -22,7 +23,7 @@ from quire.memory.sizing import (
     tokens_bytes,
 )
 from quire.memory.specs import KVCacheSpec
-from quire.models.cache_layout import AttentionLayer, CacheLayout, StateLayer, layout_of, read_layout
+from quire.models.cache_layout import AttentionLayer, CacheLayout, StateLayer, layout_of, read_layout, text_fields
 from quire.models.checkpoint import read_config
 from quire.models.families import FAMILIES, build
 from quire.models.parameter_estimate import estimate_parameters
@@ -33,12 +34,41 @@ GENEROUS_FRACTION = 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class _Model:
-    """What the configuration says: the layers; the dtype of the weights, and their bytes where they count."""
+class _Config:
+    """What a model's configuration says: its fields, its layers, who read them, and maybe its vocabulary."""
 
+    raw: Mapping[str, Any]
     layout: CacheLayout
+    origin: str
+    vocab_size: int | None
+
+    @property
+    def limits(self) -> ModelLimits:
+        """What a draft model and its target must agree on."""
+        return ModelLimits(self.vocab_size, self.layout.max_position)
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """What is to be held: the layers of the model, then of a draft model; the weights' dtype, and maybe their bytes."""
+
+    layouts: tuple[CacheLayout, ...]
     dtype: str
     weights_bytes: int | None
+
+    @property
+    def max_position(self) -> int:
+        """Tokens of the longest context."""
+        return self.layouts[0].max_position
+
+    @property
+    def layers(self) -> tuple[tuple[AttentionLayer | StateLayer, int, bool], ...]:
+        """What the layers of each cache group keep, how many there are, and whether they are the draft model's."""
+        return tuple(
+            (layer, num_layers, is_draft)
+            for is_draft, layout in zip((False, True), self.layouts, strict=False)
+            for layer, num_layers in layout.attention + layout.states
+        )
 
 
 def plan_memory(request: PlanRequest) -> MemoryPlan:
@@ -49,30 +79,35 @@ def plan_memory(request: PlanRequest) -> MemoryPlan:
             field, and what is allowed.
     """
     options = request.config.model
-    raw = read_config(options.model, options.revision)
-    layout, origin, notes = _read_layout(raw)
-    dtype = _dtype(options.dtype, raw, notes)
-    weights_bytes = _weights_bytes(request, raw, dtype, notes)
-    model = _Model(layout, dtype, weights_bytes)
-    max_model_len = context_length(options.max_model_len, layout.max_position)
+    notes: list[str] = []
+    target = _read_config(options.model, options.revision, notes)
+    draft = _read_draft(request.config, target, notes)
+    both = (target,) if draft is None else (target, draft)
+    dtype = _dtype(options.dtype, target.raw, notes)
+    weights_bytes = _weights_bytes(request, both, dtype, notes)
+    model = _Model(tuple(each.layout for each in both), dtype, weights_bytes)
+    max_model_len = context_length(options.max_model_len, model.max_position)
     sizing = _size(request, model)
     specs = sizing.specs
     longest = sizing.longest(max_model_len) if request.has_budget else None
     return MemoryPlan(
         model=options.model,
-        architecture=_architecture(raw),
-        origin=origin,
+        architecture=_architecture(target.raw),
+        origin=target.origin,
+        draft_model=request.config.speculative.draft_model,
+        draft_architecture=None if draft is None else _architecture(draft.raw),
+        draft_origin=None if draft is None else draft.origin,
         dtype=dtype,
         kv_cache_dtype=_kv_cache_dtype(request, model),
         block_size=request.config.cache.block_size,
         max_model_len=max_model_len,
-        groups=tuple(_group_plans(request, layout, sizing)),
+        groups=tuple(_group_plans(request, model, sizing)),
         bytes_per_token=_bytes_per_token(sizing),
         weights_bytes=weights_bytes,
         is_weights_estimate=weights_bytes is not None and request.weights_bytes is None,
         arena_bytes=sizing.num_bytes if request.has_budget else None,
         longest=longest,
-        never=None if longest is None else _never(sizing, layout, longest, max_model_len),
+        never=None if longest is None else _never(sizing, model, longest, max_model_len),
         lengths=tuple(_length_plan(request, sizing, length) for length in _lengths(request.lengths, max_model_len)),
         sequence_bytes=sequence_bytes(specs, max_model_len),
         full_bytes=sequence_bytes(_all_full(request, model), max_model_len),
@@ -86,18 +121,35 @@ def plan_memory(request: PlanRequest) -> MemoryPlan:
 # ---- what the configuration says ----
 
 
-def _read_layout(raw: Mapping[str, Any]) -> tuple[CacheLayout, str, list[str]]:
+def _read_config(name: str, revision: str | None, notes: list[str]) -> _Config:
     """Read the layers as the engine does, or where no family can, from the generic fields; and say so."""
+    raw = read_config(name, revision)
     names = raw.get("architectures")
     if isinstance(names, list) and not FAMILIES.keys().isdisjoint(map(str, names)):
         try:
-            return layout_of(build(raw)[0]), "family", []
+            spec = build(raw)[0]
+            return _Config(raw, layout_of(spec), "family", spec.vocab_size)
         except UnsupportedModel as error:
             refusal = str(error)
     else:
         refusal = f"no family implements {_architecture(raw)}"
-    note = f"The engine does not run this model ({refusal}): its sizes are read from the generic fields of config.json."
-    return read_layout(raw), "generic fields", [note]
+    notes.append(
+        f"The engine does not run this model ({refusal}): its sizes are read from the generic fields of config.json."
+    )
+    layout, fields = read_layout(raw), text_fields(raw)
+    return _Config(raw, layout, "generic fields", fields.integer("vocab_size") if fields.has("vocab_size") else None)
+
+
+def _read_draft(config: EngineConfig, target: _Config, notes: list[str]) -> _Config | None:
+    """Read the draft model, where one guesses, and see that it can."""
+    name = config.speculative.draft_model
+    if name is None:
+        return None
+    own_notes: list[str] = []
+    draft = _read_config(name, None, own_notes)
+    notes += [f"Draft model: {note}" for note in own_notes]
+    check_draft(config, target.limits, draft.limits)
+    return draft
 
 
 def _architecture(raw: Mapping[str, Any]) -> str:
@@ -123,16 +175,16 @@ def _dtype(option: str, raw: Mapping[str, Any], notes: list[str]) -> str:
     return str(stated)
 
 
-def _weights_bytes(request: PlanRequest, raw: Mapping[str, Any], dtype: str, notes: list[str]) -> int | None:
-    """Return what the weights take of the machine's memory; None where nobody asks."""
+def _weights_bytes(request: PlanRequest, models: Sequence[_Config], dtype: str, notes: list[str]) -> int | None:
+    """Return what the weights of all models take of the machine's memory; None where nobody asks."""
     if request.memory_bytes is None:
         return None
     weights_bytes = request.weights_bytes
     if weights_bytes is None:
-        weights_bytes = estimate_parameters(raw).num_bytes(
-            CACHE_DTYPES[dtype].element_bytes, request.config.model.quantization
-        )
-        if raw.get("quantization_config"):
+        # A draft model is loaded in the dtype of its target.
+        options = CACHE_DTYPES[dtype].element_bytes, request.config.model.quantization
+        weights_bytes = sum(estimate_parameters(each.raw).num_bytes(*options) for each in models)
+        if any(each.raw.get("quantization_config") for each in models):
             notes.append(f"The weights are quantised, and are counted in {dtype}: set --weights-bytes to their size.")
     if weights_bytes >= request.memory_bytes:
         raise ConfigError(
@@ -157,7 +209,7 @@ def _size(request: PlanRequest, model: _Model) -> ArenaSizing:
         available_bytes = cache.kv_cache_memory_bytes or 0
     else:
         available_bytes = request.memory_bytes - (model.weights_bytes or 0)
-    max_model_len = context_length(config.model.max_model_len, model.layout.max_position)
+    max_model_len = context_length(config.model.max_model_len, model.max_position)
     num_blocks, _ = pool_blocks(
         cache,
         Machine(device="cpu", available_bytes=available_bytes, num_threads=1),
@@ -172,7 +224,8 @@ def _size(request: PlanRequest, model: _Model) -> ArenaSizing:
 def _specs(request: PlanRequest, model: _Model) -> tuple[KVCacheSpec, ...]:
     input_bytes = CACHE_DTYPES[model.dtype].element_bytes
     stored = CACHE_DTYPES[_kv_cache_dtype(request, model)]
-    return model.layout.specs(request.config.cache.block_size, stored, input_bytes)
+    sizes = request.config.cache.block_size, stored, input_bytes
+    return tuple(spec for layout in model.layouts for spec in layout.specs(*sizes))
 
 
 def _kv_cache_dtype(request: PlanRequest, model: _Model) -> str:
@@ -182,20 +235,27 @@ def _kv_cache_dtype(request: PlanRequest, model: _Model) -> str:
 
 def _all_full(request: PlanRequest, model: _Model) -> tuple[KVCacheSpec, ...]:
     """Return the specs that the layers would have without windows and chunks."""
-    attention = tuple((layer._replace(window=None, chunk=None), count) for layer, count in model.layout.attention)
-    return _specs(request, replace(model, layout=replace(model.layout, attention=attention)))
+    layouts = [
+        replace(
+            layout,
+            attention=tuple((layer._replace(window=None, chunk=None), count) for layer, count in layout.attention),
+        )
+        for layout in model.layouts
+    ]
+    return _specs(request, replace(model, layouts=tuple(layouts)))
 
 
 def _bytes_per_token(sizing: ArenaSizing) -> int:
     return tokens_bytes(sizing.specs) // sizing.specs[0].block_size
 
 
-def _group_plans(request: PlanRequest, layout: CacheLayout, sizing: ArenaSizing) -> Iterator[GroupPlan]:
+def _group_plans(request: PlanRequest, model: _Model, sizing: ArenaSizing) -> Iterator[GroupPlan]:
     counts: Sequence[int | None] = sizing.num_blocks if request.has_budget else (None,) * len(sizing.num_blocks)
-    for (layer, num_layers), spec, count in zip(layout.attention + layout.states, sizing.specs, counts, strict=True):
+    for (layer, num_layers, is_draft), spec, count in zip(model.layers, sizing.specs, counts, strict=True):
         size = spec.bytes_per_block
         yield GroupPlan(
             kind=_kind(layer),
+            is_draft=is_draft,
             num_layers=num_layers,
             bytes_per_token=None if spec.carries else size // spec.block_size,
             bytes_per_block=None if spec.carries else size,
@@ -229,7 +289,7 @@ def _length_plan(request: PlanRequest, sizing: ArenaSizing, num_tokens: int) -> 
     )
 
 
-def _never(sizing: ArenaSizing, layout: CacheLayout, longest: int, max_model_len: int) -> str:
+def _never(sizing: ArenaSizing, model: _Model, longest: int, max_model_len: int) -> str:
     """Say which prompts never fit, and why."""
     if longest == max_model_len:
         return f"Prompts of {max_model_len:,} tokens and more never fit: max_model_len leaves no room for a new token."
@@ -239,9 +299,8 @@ def _never(sizing: ArenaSizing, layout: CacheLayout, longest: int, max_model_len
     # What the engine gives the cache is whole blocks of every group.
     least = -(-sizing.bytes_for(max_model_len) // of_all) * of_all
     is_alone = len(sizing.specs) == 1
-    most = (
-        "" if is_alone else f", most of them for {_kind((layout.attention + layout.states)[shortage.group_idx][0])!r}"
-    )
+    layer, _, is_draft = model.layers[shortage.group_idx]
+    most = "" if is_alone else f", most of them for {_kind(layer)!r}{' of the draft model' if is_draft else ''}"
     text = (
         f"Sequences of more than {longest:,} tokens, prompt and output together, never fit: {longest + 1:,} would need "
         f"{shortage.needed:,} {'blocks' if is_alone else 'slabs'} of {sizing.layout.slab_bytes:,} bytes{most}; there "
@@ -254,7 +313,7 @@ def _alternatives(request: PlanRequest, model: _Model, max_model_len: int) -> It
     """Yield what other values of one option would change."""
     for option, other in _other_requests(request, model, max_model_len):
         sizing = _size(other, model)
-        limit = context_length(other.config.model.max_model_len, model.layout.max_position)
+        limit = context_length(other.config.model.max_model_len, model.max_position)
         yield Alternative(
             option=option,
             bytes_per_token=_bytes_per_token(sizing),
