@@ -178,6 +178,21 @@ def test_greedy_takes_the_likeliest_of_what_is_allowed(llm: LLM) -> None:
 # ---- forced tokens ----
 
 
+@pytest.mark.parametrize("text", ["a<|eos|>b", "<|end|>", "x<|user|>é<|bos|>", "<|eos|>🦄<|user|> so"])
+@pytest.mark.parametrize("more", [{}, {"logprobs": 0}, {"n": 2}, {"beam_width": 2, "n": 1}], ids=str)
+def test_letters_of_special_tokens_are_written_as_letters(llm: LLM, text: str, more: dict[str, Any]) -> None:
+    """The tokenizer would write them as one token, which the text does not show and which may end the output."""
+    params = {"temperature": 0.0, "max_tokens": 60} | more
+    forms: list[dict[str, Any]] = [{"choice": [text]}, {"choice": [f"{text}.", f"{text}!"]}, {"json": {"const": text}}]
+    for form in forms:
+        (output,) = run(llm, STORY, SamplingParams(**params, structured_outputs=form))
+        assert output.error is None
+        for sample in output.outputs:
+            assert sample.finish_reason == "stop"
+            said = json.loads(sample.text) if "json" in form else sample.text.rstrip(".!")
+            assert said == text
+
+
 @pytest.mark.parametrize("kind", ["compact", "json", "choice", "grammar"])
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_forced_tokens_are_those_that_are_drawn_one_by_one(llm: LLM, kind: str, temperature: float) -> None:

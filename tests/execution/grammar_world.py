@@ -76,7 +76,7 @@ def constraint(name: str, **params: Any) -> Constraint:
     first = opening(name, **params)
     assert first.params.structured_outputs is not None
     ends = shelf().end_token_ids
-    return Constraint(shelf().compile(first.params.structured_outputs.source).open(), first, ends)
+    return Constraint(shelf().compile(first.params.structured_outputs.source), first, ends)
 
 
 def filled(known: Constraint, draft: tuple[int, ...] = ()) -> list[set[int]]:

@@ -188,7 +188,7 @@ def test_the_end_is_forced_where_there_is_one_end_and_it_may_come() -> None:
     first = opening("choice")
     assert first.params.structured_outputs is not None
     source = first.params.structured_outputs.source
-    either = Constraint(shelf(ends).compile(source).open(), first, ends)
+    either = Constraint(shelf(ends).compile(source), first, ends)
     assert either.append(output) == output
     assert filled(either) == [{0, 1}]
 

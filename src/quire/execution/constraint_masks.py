@@ -82,7 +82,7 @@ class Constraints:
             constraint = nearest.fork(opening)
         else:
             try:
-                constraint = Constraint(self._shelf.compile(wanted.source).open(), opening, ends)
+                constraint = Constraint(self._shelf.compile(wanted.source), opening, ends)
             except (RequestError, ValueError) as error:
                 constraint = Constraint(None, opening, ends, f"the grammar of the output does not compile: {error}")
         self._open[seq_id] = constraint

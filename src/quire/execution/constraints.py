@@ -1,7 +1,8 @@
 """One sequence's way through its grammar: which tokens it may be given, and which it must be.
 
-Where the grammar leaves no choice of text, the only token is the one that the tokenizer would write the text with. So
-what is forced is the same whether it is drawn row by row, verified as drafts, or appended without a step.
+Where the grammar leaves no choice of text, the only token is the one that the tokenizer would write the text with, but
+that special tokens are no text. So what is forced is the same whether it is drawn row by row, verified as drafts, or
+appended without a step.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from quire.execution.grammars import NO_EXTENSION, why
+from quire.execution.grammars import NO_EXTENSION, Grammar, why
 from quire.scheduling.plan import Opening
 
 # Forced tokens that one step appends at most; more wait for the next one.
@@ -27,7 +28,7 @@ class Constraint:
     """Follows the output of one sequence through a grammar, forwards and backwards.
 
     Args:
-        matcher: a grammar's own, before its first token; None where there is none, for the reason in `error`.
+        grammar: None where there is none, for the reason in `error`.
         opening: what the plan says of the sequence.
         end_token_ids: what ends an output; the matcher never sees them.
         error: why the sequence cannot be sampled.
@@ -40,12 +41,13 @@ class Constraint:
     """
 
     def __init__(
-        self, matcher: Any, opening: Opening, end_token_ids: tuple[int, ...], error: str | None = None
+        self, grammar: Grammar | None, opening: Opening, end_token_ids: tuple[int, ...], error: str | None = None
     ) -> None:
         params = opening.params
         self.error = error
         self.family = (params.structured_outputs, opening.seed, opening.num_prompt)
-        self._matcher = matcher
+        self._grammar = grammar
+        self._matcher: Any = None if grammar is None else grammar.open()
         self.num_prompt = opening.num_prompt
         self._end_token_ids = end_token_ids
         self._first_end = opening.num_prompt + params.min_tokens
@@ -148,12 +150,12 @@ class Constraint:
 
     def _ask(self) -> Forced:
         """Return what the grammar forces here, where nothing that it forced before still holds."""
-        if self.error is not None:
+        if self.error is not None or self._grammar is None:
             return NOT_FORCED
         if self._matcher.is_stopped():
             is_only = len(self._end_token_ids) == 1 and not self._matcher.is_error()
             return (self._end_token_ids, 0) if is_only else NOT_FORCED
-        return tuple(self._matcher.compute_ff_tokens()), 0
+        return self._grammar.forced(self._matcher), 0
 
     # ---- masks ----
 

@@ -21,6 +21,7 @@ from quire.sequences.structured import GrammarSource
 NUM_KEPT = 32
 # One space, or a new line with its indentation: enough for how people write JSON, too little to go on for ever.
 WHITESPACE = r" |\n[ \t]{0,40}"
+NO_TEXT = b"\xff"
 NO_EXTENSION = "there is no text that it matches and the model can write"
 
 
@@ -29,16 +30,34 @@ class Grammar:
 
     Args:
         matcher: `llguidance`'s, as it is before the first token.
+        tokenizer: as `open_tokenizer` gives it.
     """
 
-    __slots__ = ("__weakref__", "_matcher")
+    __slots__ = ("__weakref__", "_matcher", "_tokenizer")
 
-    def __init__(self, matcher: Any) -> None:
+    def __init__(self, matcher: Any, tokenizer: Any) -> None:
         self._matcher = matcher
+        self._tokenizer = tokenizer
 
     def open(self) -> Any:
         """Return a matcher of its own, before its first token; it costs a few microseconds."""
         return self._matcher.deep_copy()
+
+    def forced(self, matcher: Any) -> tuple[int, ...]:
+        """Return the tokens that must come next; none where there is a choice.
+
+        Where what must be written has the letters of a special token, the tokenizer gives that token, which is no text
+        to a matcher, and may even end the output. Such a text is cut into other tokens.
+
+        Args:
+            matcher: one that was opened here.
+        """
+        tokens: list[int] = matcher.compute_ff_tokens()
+        if any(map(self._tokenizer.is_special_token, tokens)) and matcher.validate_tokens(tokens) < len(tokens):
+            # A byte that no text has stands before tokens that the grammar names itself.
+            text, _, _ = matcher.compute_ff_bytes().partition(NO_TEXT)
+            tokens = self._tokenizer.greedy_tokenize(text.decode("utf-8", "ignore"))
+        return tuple(tokens)
 
 
 class GrammarShelf:
@@ -80,7 +99,7 @@ class GrammarShelf:
             if self._tokenizer is None:
                 self._tokenizer = open_tokenizer(self.read_tokenizer(), self.vocab_size, self.end_token_ids)
         # Without the lock: who wants another grammar does not wait for this one.
-        grammar = Grammar(compile_grammar(self._tokenizer, source))
+        grammar = Grammar(compile_grammar(self._tokenizer, source), self._tokenizer)
         with self._lock:
             return self._note(source, self._known.setdefault(source, grammar)) or grammar
 

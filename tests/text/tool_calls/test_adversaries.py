@@ -41,8 +41,9 @@ FORMS = [("hermes", ""), ("llama3", ""), ("mistral", "[TOOL_CALLS]"), ("mistral"
 # Special tokens that text leaves out, and tokens that it shows.
 UNSEEN = ("<|x|>", "plain")
 SEEN = ("<think>", "</think>", "[bar]", "<tool_response>", "<b>")
-# Special tokens of which marks could be made. Where a grammar forces letters, llguidance would have such a token in
-# place of its letters and then not take it; so they are there only where marks are tokens of their own.
+# Special tokens of which marks could be made. Where a grammar forces letters, llguidance's mask has such a token in
+# place of its letters, and does not take it then (an engine has masks of its own there); so they are there only where
+# marks are tokens.
 PARTS = ("<tool", "call>", "_CALLS]", "[TOOL", "python_tag|>", "<|python", "d<|")
 # Calls that no schema holds, as a model might try to write them.
 WRONG = {
