@@ -154,6 +154,23 @@ def test_what_is_cut_off_keeps_its_reason(hermes: LLM) -> None:
 
 
 @needs_grammars
+@pytest.mark.parametrize("form", sorted(FORMATS))
+@pytest.mark.parametrize(
+    "params",
+    [{"beam_width": 3, "n": 2, "temperature": 0.0}, {"best_of": 4, "n": 2, "temperature": 1.5, "seed": 1}],
+    ids=["beams", "best_of"],
+)
+def test_beams_and_the_best_of_several_call_too(load: Load, form: str, params: dict[str, Any]) -> None:
+    wanted = SamplingParams(max_tokens=160, **params)
+    (output,) = load(form).chat(USER, wanted, tools=TOOLS, tool_choice="required", use_tqdm=False)
+    assert len(output.outputs) == 2
+    for sample in output.outputs:
+        assert sample.finish_reason == "tool_calls"
+        assert sample.content == ""
+        assert all(fits(json.loads(arguments), SCHEMAS[name]) for name, arguments in told(sample))
+
+
+@needs_grammars
 def test_the_example_of_the_documents_runs(load: Load, capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
     (code,) = [block for block in re.findall(r"^```python\n(.*?)^```$", page, re.S | re.M) if "tools=tools" in block]

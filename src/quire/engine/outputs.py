@@ -49,7 +49,7 @@ class CompletionOutput:
         num_draft_tokens: drafts that were verified for the output so far.
         num_accepted_tokens: of those, drafts that were right.
         content: of a chat with tools, the text outside calls; else None.
-        tool_calls: of a chat with tools, the calls; where the length or a stop string cut the last one off, it is a part.
+        tool_calls: of a chat with tools, the calls; the last is a part where the length or a stop string cut it off.
     """
 
     index: int
