@@ -311,6 +311,12 @@ def test_what_contradicts_tools_is_refused(hermes: LLM, params: dict[str, Any]) 
     assert [caught.value.field] == list(params)
 
 
+def test_what_are_no_parameters_is_named(hermes: LLM) -> None:
+    with pytest.raises(InvalidParameter) as caught:
+        hermes.chat([USER], [{"max_tokens": 5}], tools=TOOLS, use_tqdm=False)  # type: ignore[list-item]
+    assert caught.value.field == "sampling_params"
+
+
 def test_a_model_that_knows_no_tools_says_so() -> None:
     llm = LLM("bundled", num_kv_blocks=64, num_threads=1)
     with pytest.raises(RequestError) as caught:

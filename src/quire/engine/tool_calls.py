@@ -17,8 +17,10 @@ def with_calls(params: SamplingParams, use: ToolUse) -> SamplingParams:
 
     Raises:
         UnsupportedFeature: it has a grammar of its own, or no text that calls could be read from.
-        InvalidParameter: the tools are too large, or something contradicts their grammar.
+        InvalidParameter: no parameters; the tools are too large, or something contradicts their grammar.
     """
+    if not isinstance(params, SamplingParams):
+        raise InvalidParameter("sampling_params", params, "SamplingParams")
     if params.structured_outputs is not None:
         raise UnsupportedFeature("structured_outputs", ONE_GRAMMAR)
     if not params.detokenize:
