@@ -20,6 +20,7 @@ from quire.memory.manager import KVCacheManager
 from quire.memory.ops import NO_OPS
 from quire.memory.recorder import RecordedMemory
 from quire.scheduling.admission import Admission
+from quire.scheduling.drafts import Drafts
 from quire.scheduling.gangs import advance_gang, gang_at, groups_of, refuse_what_never_fits
 from quire.scheduling.plan import BeamGroup, Candidate, ItemResult, Opening, PlanItem, StepPlan, plan_items
 from quire.scheduling.policies import ORDER_POLICIES
@@ -54,6 +55,7 @@ class Scheduler:
 
     Attributes:
         waiting, running, swapped: see `Queues`.
+        drafts: has the drafter.
         preemption: has the costs that the engine measures.
         chunk_tokens: of prompts in a step in which sequences decode, at most; None for all that the budget leaves.
     """
@@ -73,11 +75,11 @@ class Scheduler:
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(f"{max_num_batched_tokens} tokens a step cannot serve {max_num_seqs} sequences")
         self.memory = memory
-        self.drafter = drafter
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.chunk_tokens: int | None = None
         self.stats = SchedulerStats()
+        self.drafts = Drafts(memory, drafter, self.stats)
         self._queues = Queues()
         self._roster = Roster(memory, self._queues, ORDER_POLICIES[policy])
         # The queues and the lists themselves, not copies.
@@ -134,6 +136,11 @@ class Scheduler:
             self._end(sequence, reason)
         self._roster.remove(request)
         return ended
+
+    @property
+    def drafter(self) -> Drafter | None:
+        """Who guesses how sequences go on."""
+        return self.drafts.drafter
 
     @property
     def has_unfinished(self) -> bool:
@@ -202,7 +209,7 @@ class Scheduler:
                     elif isinstance(edit, Fork):
                         self._roster.fork(samples[edit.parent_idx], edit.sample_idx)
                     elif isinstance(edit, Truncate):
-                        self._keep(samples[edit.sample_idx], edit.num_tokens)
+                        self.drafts.keep(samples[edit.sample_idx], edit.num_tokens)
                     else:
                         target = samples[edit.sample_idx]
                         self.finish(target, edit.reason, edit.stop_reason)
@@ -242,25 +249,6 @@ class Scheduler:
         if self.drafter is not None:
             self.drafter.forget(sequence)
 
-    # ---- parts of taking in ----
-
-    def _keep(self, sequence: Sequence, num_tokens: int) -> None:
-        """Keep of what was computed for drafts what turned out right; states that went further begin again."""
-        memory, seq_id, num_drafted = self.memory, sequence.seq_id, len(sequence.draft)
-        end = sequence.num_computed + 1 + num_drafted
-        num_accepted = num_tokens - sequence.num_computed - 1
-        if self.drafter is not None:
-            self.drafter.note(sequence, num_drafted, num_accepted)
-        self.stats.note_drafts(num_drafted, num_accepted)
-        sequence.num_drafted += num_drafted
-        sequence.num_accepted += num_accepted
-        sequence.draft = ()
-        kept = memory.rollback_point(seq_id, num_tokens)
-        if kept < end:
-            memory.truncate(seq_id, kept)
-        memory.publish(seq_id, kept)
-        sequence.num_computed = kept
-
     # ---- parts of a plan ----
 
     def _serve(self, granted: dict[Sequence, int]) -> int:
@@ -272,7 +260,7 @@ class Scheduler:
         Returns:
             The tokens of the budget that are left.
         """
-        running, memory = self.running, self.memory
+        running, memory, drafter = self.running, self.memory, self.drafter
         pending_counts = [len(sequence.tokens) - sequence.num_computed for sequence in running]
         num_decoding = pending_counts.count(1)
         spare = self.max_num_batched_tokens - num_decoding
@@ -282,7 +270,7 @@ class Scheduler:
         if num_decoding < len(running):
             num_leading = next(idx for idx, count in enumerate(pending_counts) if count != 1)
         reserved = 0
-        if self.drafter is not None:
+        if drafter is not None:
             num_leading = 0
             # Blocks, of each group, that those who are not served yet may ask for.
             reserved = sum(1 + min(count, max(spare, 1)) // memory.block_size for count in pending_counts)
@@ -294,7 +282,7 @@ class Scheduler:
         # Whoever is preempted on the way stands behind the position.
         for position, sequence in islice(enumerate(running), num_served, None):
             pending = len(sequence.tokens) - sequence.num_computed
-            if self.drafter is not None:
+            if drafter is not None:
                 reserved -= 1 + min(pending, max(spare, 1)) // memory.block_size
             if self._roster.num_searches and sequence.is_beam:
                 if sequence not in gang:
@@ -304,7 +292,7 @@ class Scheduler:
             count = pending if pending == 1 else min(pending, spare)
             if count > 1:
                 count = memory.step_limit(sequence.seq_id, count)
-            if pending == 1 and self._look_ahead(sequence, spare, max(reserved, 0)):
+            if pending == 1 and self.drafts.look_ahead(sequence, spare, max(reserved, 0)):
                 spare -= len(sequence.draft)
             elif count > 0 and not memory.append_slots(sequence.seq_id, count):
                 count = self._grow(sequence, count, position)
@@ -313,34 +301,6 @@ class Scheduler:
                     spare -= count
                 granted[sequence] = count
         return spare
-
-    def _look_ahead(self, sequence: Sequence, spare: int, reserved: int) -> bool:
-        """Get slots for a sequence's next token and for drafts behind it; False, and no slots, where there are none.
-
-        Nobody loses memory for the sake of drafts, and none are verified that the sequence could not use.
-
-        Args:
-            sequence: with one token to compute.
-            spare: tokens of the budget that are left.
-            reserved: blocks of each group that are left to others.
-        """
-        if self.drafter is None or sequence.request.params.strategy is not None or sequence.request.search is not None:
-            return False
-        num_tokens = len(sequence.tokens)
-        limit = min(spare, sequence.max_tokens - num_tokens - 1)
-        if limit < 1 or num_tokens == sequence.num_prompt:
-            return False
-        limit = self.memory.step_limit(sequence.seq_id, 1 + limit) - 1
-        draft = tuple(self.drafter.propose(sequence, limit)) if limit > 0 else ()
-        memory = self.memory
-        # A copy of the last block, and those that the drafts fill.
-        room = reserved + 2 + len(draft) // memory.block_size
-        if not draft or not memory.arena.can_hold([room] * len(memory.groups)):
-            return False
-        if not memory.append_slots(sequence.seq_id, 1, lookahead=len(draft)):
-            return False
-        sequence.draft = draft
-        return True
 
     def _grow(self, sequence: Sequence, count: int, position: int) -> int:
         """Get slots for `count` tokens that were just refused, by taking memory from the unplanned tail.
