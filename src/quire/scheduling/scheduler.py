@@ -12,6 +12,7 @@ Invariants: S1 to S6.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Tokens
 from itertools import islice
 
 from quire.decoding.drafting import Drafter
@@ -22,7 +23,7 @@ from quire.memory.recorder import RecordedMemory
 from quire.scheduling.admission import Admission
 from quire.scheduling.drafts import Drafts
 from quire.scheduling.gangs import advance_gang, gang_at, groups_of, refuse_what_never_fits
-from quire.scheduling.plan import BeamGroup, Candidate, ItemResult, Opening, PlanItem, StepPlan, plan_items
+from quire.scheduling.plan import BeamGroup, Candidate, ItemResult, Opening, PlanItem, StepPlan
 from quire.scheduling.policies import ORDER_POLICIES
 from quire.scheduling.preemption import Preemption
 from quire.scheduling.queues import Queues
@@ -185,41 +186,26 @@ class Scheduler:
         """
         news: list[News] = []
         find, publish = self.sequences.get, self.memory.publish
-        for idx, ((seq_id, start, computed, _, _, _, num_draft), (_, token_ids, _, _, _, draft, _)) in enumerate(
-            zip(items, results, strict=True)
-        ):
-            sequence = find(seq_id)
+        for idx, (item, result) in enumerate(zip(items, results, strict=True)):
+            sequence = find(item.seq_id)
             if sequence is None or sequence.status is not _RUNNING:
                 continue
-            if draft:
-                sequence.draft = draft
-            if not num_draft:
-                sequence.num_computed = num_computed = start + len(computed)
-                publish(seq_id, num_computed)
+            token_ids = result.token_ids
+            if item.num_draft:
+                sequence.draft = result.draft or sequence.draft
+            else:
+                sequence.num_computed = num_computed = item.start + len(item.token_ids)
+                publish(item.seq_id, num_computed)
                 if not token_ids:
                     continue
-            samples = sequence.request.sequences
-            try:
-                for edit in sequence.strategy.advance(sequence, token_ids):
-                    if isinstance(edit, Append):
-                        target = samples[edit.sample_idx]
-                        tokens = target.tokens
-                        tokens.append(token_ids[edit.draw_idx])
-                        news.append((idx, target, edit, len(tokens)))
-                    elif isinstance(edit, Fork):
-                        self._roster.fork(samples[edit.parent_idx], edit.sample_idx)
-                    elif isinstance(edit, Truncate):
-                        self.drafts.keep(samples[edit.sample_idx], edit.num_tokens)
-                    else:
-                        target = samples[edit.sample_idx]
-                        self.finish(target, edit.reason, edit.stop_reason)
-                        news.append((idx, target, edit, len(target.tokens)))
-            except Exception as error:
-                # Of a client's own code anything may come, and it is that client's affair.
-                if sequence.request.params.strategy is None:
-                    raise
-                failure = Fail(f"the strategy raised {type(error).__name__}: {error}")
-                news.append((idx, sequence, failure, len(sequence.tokens)))
+                usual = sequence.usual
+                if usual is not None and len(token_ids) == 1:
+                    tokens, token_id = sequence.tokens, token_ids[0]
+                    if token_id not in sequence.end_ids and len(tokens) + 1 < sequence.max_tokens:
+                        tokens.append(token_id)
+                        news.append((idx, sequence, usual, len(tokens)))
+                        continue
+            news += self._take_in(idx, sequence, token_ids)
         return news
 
     def advance_beams(self, groups: Iterable[BeamGroup], found: Iterable[tuple[Candidate, ...]]) -> list[News]:
@@ -237,6 +223,32 @@ class Scheduler:
             for idx, (group, candidates) in enumerate(zip(groups, found, strict=True))
             for sequence, edit in advance_gang(self._roster, group, candidates)
         ]
+
+    def _take_in(self, idx: int, sequence: Sequence, token_ids: Tokens[int]) -> list[News]:
+        """Do what a sequence's strategy says of its tokens, the item `idx`'s; return what happened, in order."""
+        news: list[News] = []
+        samples = sequence.request.sequences
+        try:
+            for edit in sequence.strategy.advance(sequence, token_ids):
+                if isinstance(edit, Append):
+                    target = samples[edit.sample_idx]
+                    target.tokens.append(token_ids[edit.draw_idx])
+                    news.append((idx, target, edit, len(target.tokens)))
+                elif isinstance(edit, Fork):
+                    self._roster.fork(samples[edit.parent_idx], edit.sample_idx)
+                elif isinstance(edit, Truncate):
+                    self.drafts.keep(samples[edit.sample_idx], edit.num_tokens)
+                else:
+                    target = samples[edit.sample_idx]
+                    self.finish(target, edit.reason, edit.stop_reason)
+                    news.append((idx, target, edit, len(target.tokens)))
+        except Exception as error:
+            # Of a client's own code anything may come, and it is that client's affair.
+            if sequence.request.params.strategy is None:
+                raise
+            failure = Fail(f"the strategy raised {type(error).__name__}: {error}")
+            news.append((idx, sequence, failure, len(sequence.tokens)))
+        return news
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
         """End a sequence and free its memory; forget the request when it was the last one."""
@@ -277,7 +289,7 @@ class Scheduler:
         elif self._roster.num_searches:
             num_leading = next((idx for idx in range(num_leading) if running[idx].is_beam), num_leading)
         num_served = memory.append_slot_to_each([sequence.seq_id for sequence in running[:num_leading]])
-        granted |= dict.fromkeys(running[:num_served], 1)
+        granted.update(dict.fromkeys(running[:num_served], 1))
         gang: list[Sequence] = []
         # Whoever is preempted on the way stands behind the position.
         for position, sequence in islice(enumerate(running), num_served, None):
@@ -337,28 +349,23 @@ class Scheduler:
 
     def _items(self, granted: dict[Sequence, int]) -> tuple[PlanItem, ...]:
         """Return each sequence's share of the step: so many of its next tokens."""
-        seq_ids = [sequence.seq_id for sequence in granted]
-        starts = [sequence.num_computed for sequence in granted]
-        token_ids = [
-            (sequence.tokens[start],) if count == 1 else tuple(sequence.tokens[start : start + count])
-            for start, (sequence, count) in zip(starts, granted.items(), strict=True)
-        ]
-        num_samples = [
-            0
-            if start + count < len(sequence.tokens)
-            else 1
-            if start >= sequence.num_prompt
-            else sequence.strategy.num_draws(sequence)
-            for start, (sequence, count) in zip(starts, granted.items(), strict=True)
-        ]
-        num_draft = [0] * len(granted)
-        if self.drafter is not None:
-            drafts = [sequence.draft for sequence in granted]
-            token_ids = [ids + draft for ids, draft in zip(token_ids, drafts, strict=True)]
-            num_draft = list(map(len, drafts))
-        openings = [None if sequence.is_open else self._opening(sequence) for sequence in granted]
-        table_deltas = self.memory.take_table_deltas_of_each(seq_ids)
-        return plan_items(seq_ids, starts, token_ids, table_deltas, num_samples, openings, num_draft)
+        deltas = self.memory.take_table_deltas_of_each([sequence.seq_id for sequence in granted])
+        items: list[PlanItem] = []
+        # As `PlanItem._make` does, without its call in Python.
+        new = tuple.__new__
+        for (sequence, count), table_deltas in zip(granted.items(), deltas, strict=True):
+            tokens, start, draft = sequence.tokens, sequence.num_computed, sequence.draft
+            token_ids = (tokens[start],) if count == 1 else tuple(tokens[start : start + count])
+            if start + count < len(tokens):
+                num_samples = 0
+            else:
+                num_samples = 1 if start >= sequence.num_prompt else sequence.strategy.num_draws(sequence)
+            if draft:
+                token_ids += draft
+            opening = None if sequence.is_open else self._opening(sequence)
+            fields = (sequence.seq_id, start, token_ids, table_deltas, num_samples, opening, len(draft))
+            items.append(new(PlanItem, fields))
+        return tuple(items)
 
     def _opening(self, sequence: Sequence) -> Opening:
         """Return what the data plane must know of a sequence, and note that it will."""
