@@ -153,14 +153,13 @@ class Scheduler:
     def plan(self, tick: int) -> StepPlan:
         """Decide the next step. Every running sequence that can grow is in it, in policy order."""
         preemptions_before = self.stats.num_preemptions
-        granted: dict[Sequence, int] = {}
-        spare = self._serve(granted)
+        granted, spare = self._serve()
         if spare > 0 and self.stats.num_preemptions == preemptions_before and (self.waiting or self.swapped):
             self._admission.let_in(granted, spare)
         if not granted:
             if self.running:
                 # A family is back from the host as it was, without a free block: its first takes from the others.
-                self._serve(granted)
+                granted, _ = self._serve()
             if not granted:
                 if self.running:
                     raise InvariantViolation("S3", "no running sequence can grow")
@@ -263,14 +262,11 @@ class Scheduler:
 
     # ---- parts of a plan ----
 
-    def _serve(self, granted: dict[Sequence, int]) -> int:
+    def _serve(self) -> tuple[dict[Sequence, int], int]:
         """Grant slots to the running sequences, in order.
 
-        Args:
-            granted: who is served is added, with the number of tokens.
-
         Returns:
-            The tokens of the budget that are left.
+            Who is served, with the number of tokens; and the tokens of the budget that are left.
         """
         running, memory, drafter = self.running, self.memory, self.drafter
         pending_counts = [len(sequence.tokens) - sequence.num_computed for sequence in running]
@@ -289,7 +285,7 @@ class Scheduler:
         elif self._roster.num_searches:
             num_leading = next((idx for idx in range(num_leading) if running[idx].is_beam), num_leading)
         num_served = memory.append_slot_to_each([sequence.seq_id for sequence in running[:num_leading]])
-        granted.update(dict.fromkeys(running[:num_served], 1))
+        granted = dict.fromkeys(running[:num_served], 1)
         gang: list[Sequence] = []
         # Whoever is preempted on the way stands behind the position.
         for position, sequence in islice(enumerate(running), num_served, None):
@@ -312,7 +308,7 @@ class Scheduler:
                 if pending > 1:
                     spare -= count
                 granted[sequence] = count
-        return spare
+        return granted, spare
 
     def _grow(self, sequence: Sequence, count: int, position: int) -> int:
         """Get slots for `count` tokens that were just refused, by taking memory from the unplanned tail.
@@ -360,10 +356,12 @@ class Scheduler:
                 num_samples = 0
             else:
                 num_samples = 1 if start >= sequence.num_prompt else sequence.strategy.num_draws(sequence)
+            num_draft = 0
             if draft:
                 token_ids += draft
+                num_draft = len(draft)
             opening = None if sequence.is_open else self._opening(sequence)
-            fields = (sequence.seq_id, start, token_ids, table_deltas, num_samples, opening, len(draft))
+            fields = (sequence.seq_id, start, token_ids, table_deltas, num_samples, opening, num_draft)
             items.append(new(PlanItem, fields))
         return tuple(items)
 
