@@ -49,7 +49,7 @@ class Oracle:
 def with_oracle(reference: Reference, **options: Any) -> LLM:
     llm = load(reference, **options)
     texts = [prompt + output for prompt, output in zip(reference.prompts, reference.outputs, strict=True)]
-    llm.engine.scheduler.drafter = Oracle(texts, llm.resolved.vocab_size)
+    llm.engine.scheduler.drafts.drafter = Oracle(texts, llm.resolved.vocab_size)
     return llm
 
 

@@ -63,7 +63,7 @@ def test_without_end_tokens_only_the_length_ends() -> None:
 
 
 def test_a_single_sample_appends() -> None:
-    assert Sampling().advance(sequence_with(3), (4,)) == (Append(0, 0),)
+    assert Sampling().advance(sequence_with(3), (4,)) == [Append(0, 0)]
 
 
 def test_forks_come_first_and_finishes_last() -> None:
@@ -80,10 +80,10 @@ def test_forks_come_first_and_finishes_last() -> None:
 
 
 def test_a_later_sample_edits_itself() -> None:
-    assert Sampling().advance(sequence_with(2, sample_idx=2, n=3), (END,)) == (
+    assert Sampling().advance(sequence_with(2, sample_idx=2, n=3), (END,)) == [
         Append(2, 0),
         Finish(2, FinishReason.STOP, None),
-    )
+    ]
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 
-from quire.memory import FullAttention, KVCacheManager, KVCacheSpec, Namespace, RecurrentState, SlidingWindow, check
+from quire.memory import FullAttention, KVCacheManager, Namespace, RecurrentState, SlidingWindow, check
 from quire.memory.ops import TableDelta
 
 SIZE = 4
 FULL = FullAttention(block_size=SIZE)
-WORLDS: dict[str, tuple[KVCacheSpec, ...]] = {
-    "full": (FULL,),
-    "full and window": (FULL, SlidingWindow(window=6, block_size=SIZE)),
-    "full and state": (FULL, RecurrentState(block_size=SIZE, layer_bytes=FULL.bytes_per_block)),
+WORLDS: dict[str, Callable[[], KVCacheManager]] = {
+    "full": lambda: KVCacheManager([FULL], 24),
+    "without a prefix cache": lambda: KVCacheManager([FULL], 24, enable_prefix_caching=False),
+    "above a host": lambda: KVCacheManager([FULL], 24, host_bytes=9 * FULL.bytes_per_block, eviction="lfu"),
+    "some are evicted last": lambda: KVCacheManager([FULL], 24, retention_limit=6),
+    "full and window": lambda: KVCacheManager([FULL, SlidingWindow(window=6, block_size=SIZE)], 24),
+    "full and state": lambda: KVCacheManager(
+        [FULL, RecurrentState(block_size=SIZE, layer_bytes=FULL.bytes_per_block)], 24
+    ),
 }
 
 
@@ -29,8 +35,8 @@ def append_in_turn(memory: KVCacheManager, seq_ids: list[int]) -> int:
 class World:
     """A manager, and the token lists of its sequences."""
 
-    def __init__(self, specs: tuple[KVCacheSpec, ...]) -> None:
-        self.memory = KVCacheManager(specs, 24)
+    def __init__(self, memory: KVCacheManager) -> None:
+        self.memory = memory
         self.tokens: dict[int, list[int]] = {}
 
     def open(self, seq_id: int, prompt: list[int]) -> None:
@@ -49,7 +55,7 @@ class World:
 
     def free(self, seq_id: int) -> None:
         del self.tokens[seq_id]
-        self.memory.free(seq_id)
+        self.memory.free(seq_id, retain=seq_id % 2 == 0)
 
     def finish(self, seq_ids: list[int]) -> None:
         """Have the new slots written."""
@@ -58,11 +64,11 @@ class World:
             self.memory.publish(seq_id, len(self.tokens[seq_id]))
 
 
-@pytest.mark.parametrize("specs", WORLDS.values(), ids=WORLDS)
+@pytest.mark.parametrize("make", WORLDS.values(), ids=WORLDS)
 @pytest.mark.parametrize("seed", range(6))
-def test_what_is_done_for_all_is_done_for_each_in_turn(specs: tuple[KVCacheSpec, ...], seed: int) -> None:
+def test_what_is_done_for_all_is_done_for_each_in_turn(make: Callable[[], KVCacheManager], seed: int) -> None:
     rng = random.Random(seed)
-    together, in_turn = World(specs), World(specs)
+    together, in_turn = World(make()), World(make())
     num_refused = 0
     for step in range(60):
         if rng.random() < 0.4:
@@ -70,6 +76,9 @@ def test_what_is_done_for_all_is_done_for_each_in_turn(specs: tuple[KVCacheSpec,
             for world in (together, in_turn):
                 world.open(step, prompt.copy())
         live = list(together.tokens)
+        if rng.random() < 0.1:
+            for world in (together, in_turn):
+                world.memory.reset_prefix_cache()
         if live and rng.random() < 0.3:
             for world in (together, in_turn):
                 world.fork(live[0], 1000 + step)

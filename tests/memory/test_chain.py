@@ -46,6 +46,22 @@ def test_digests_do_not_depend_on_when_they_are_asked_for(tokens: list[int], cut
     assert digests_of(chain, len(tokens) // BLOCK_SIZE) == all_digests(tokens)
 
 
+@given(tokens=ids, with_media=st.booleans(), data=st.data())
+def test_a_link_is_that_of_the_run(tokens: list[int], with_media: bool, data: st.DataObject) -> None:
+    """One block at a time, as sequences decode, from wherever the digests and links of several left off."""
+    media = [MediaSpan(1, 3, b"d" * 16)] if with_media else []
+    num_blocks = len(tokens) // BLOCK_SIZE
+    chain, run = (TokenChain(tokens, PLAIN, BLOCK_SIZE, b"", media) for _ in range(2))
+    num_links = data.draw(st.integers(0, num_blocks))
+    chain.links(num_links)
+    chain.digests(data.draw(st.integers(num_links, num_blocks)))
+    links = [chain.link(block_idx) for block_idx in data.draw(st.permutations(range(num_blocks)))]
+    assert sorted(links) == sorted(run.links(num_blocks))
+    assert all(chain.links(num_blocks)[idx] is chain.link(idx) for idx in range(num_blocks))
+    assert digests_of(chain, num_blocks) == digests_of(run, num_blocks)
+    assert [chain.content(idx) for idx in range(num_blocks)] == [run.content(idx) for idx in range(num_blocks)]
+
+
 @given(tokens=ids, more=ids, data=st.data())
 def test_truncate_then_append_is_as_if_always_so(tokens: list[int], more: list[int], data: st.DataObject) -> None:
     keep = data.draw(st.integers(0, len(tokens)))

@@ -169,7 +169,7 @@ class Rig:
         self.scheduler.chunk_tokens = setting.chunk_tokens
         self.executor = SimulatedExecutor(setting.block_size, VOCAB_SIZE, specs)
         if setting.drafts:
-            self.scheduler.drafter = Guesser(self.executor, leaves_them=setting.drafts == "model")
+            self.scheduler.drafts.drafter = Guesser(self.executor, leaves_them=setting.drafts == "model")
         self.auditor = Auditor(self.scheduler)
 
     def add(self, job: Job, seed: int) -> Request:

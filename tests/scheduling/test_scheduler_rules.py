@@ -330,6 +330,7 @@ def test_nobody_able_to_grow_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> 
     rig.add(Job(prompt=prompt(12), max_tokens=4, ignore_eos=True), seed=0)
     rig.step()
     monkeypatch.setattr(KVCacheManager, "append_slots", lambda *_: False)
+    monkeypatch.setattr(rig.memory, "append_slot_to_each", lambda _: 0)
     with pytest.raises(InvariantViolation, match="S3"):
         rig.plan()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Edits
 from collections.abc import Sequence as Tokens
-from functools import cache
 from itertools import takewhile
 
 from quire.decoding.beams import Beams
@@ -29,15 +28,9 @@ class Sampling:
 
         A run is cut where the sequence ends.
         """
-        first = sequence.sample_idx
-        if len(token_ids) == 1 and not sequence.draft:
-            only = _only_append(first)
-            if token_ids[0] not in sequence.end_ids and len(sequence.tokens) + 1 < sequence.max_tokens:
-                return only
-            end = end_of_tokens(sequence, token_ids[0])
-            return only if end is None else (*only, Finish(first, *end))
         if self.num_draws(sequence) == 1:
             return _appends(sequence, token_ids)
+        first = sequence.sample_idx
         # Forks come first: a child starts from the prompt, before its parent grows.
         edits: list[Edit] = [Fork(first + draw_idx, first) for draw_idx in range(1, len(token_ids))]
         finishes: list[Finish] = []
@@ -71,12 +64,6 @@ def _appends(sequence: Sequence, token_ids: Tokens[int]) -> list[Edit]:
     return edits if finish is None else [*edits, finish]
 
 
-@cache
-def _only_append(sample_idx: int) -> tuple[Append]:
-    """Return what almost every token of a sample comes to."""
-    return (Append(sample_idx, 0),)
-
-
 SAMPLING = Sampling()
 BEAMS = Beams()
 
@@ -86,3 +73,8 @@ def strategy_of(request: Request) -> Strategy:
     if request.params.beam_width is not None:
         return BEAMS
     return SAMPLING if request.params.strategy is None else request.params.strategy
+
+
+def usual_edit(strategy: Strategy, sample_idx: int) -> Append | None:
+    """Return what almost every token of a sample comes to: see `Sequence.usual`."""
+    return Append(sample_idx, 0) if strategy is SAMPLING else None

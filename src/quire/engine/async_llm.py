@@ -22,9 +22,9 @@ from quire.engine.metrics import Metrics
 from quire.engine.outputs import RequestOutput
 from quire.engine.pinning import ONE_TOKEN
 from quire.engine.prompts import Prompt
-from quire.engine.reservation import Reservation
+from quire.engine.reservation import Places, Reservation
 from quire.engine.stats import EngineStats, Health
-from quire.errors import QueueFull, RequestError, WorkerError
+from quire.errors import RequestError, WorkerError
 from quire.memory.usage import Usage
 from quire.sequences.params import SamplingParams
 from quire.sequences.structured import StructuredOutputs
@@ -60,9 +60,8 @@ class AsyncLLM:
         self._commands: queue.SimpleQueue[Stream | Abort | Call | None] = queue.SimpleQueue()
         self._streams: dict[str, Stream] = {}
         self._lock = threading.Lock()
-        self._num_places_taken = 0
-        # Requests that were put, but neither started nor refused yet.
-        self._num_unstarted = 0
+        waiting = self._engine.scheduler.waiting
+        self._places = Places(self.resolved.max_queue_len, RETRY_AFTER_S, lambda: len(waiting))
         self._num_requests = 0
         self._is_draining = False
         self._has_ended = False
@@ -99,17 +98,7 @@ class AsyncLLM:
         """
         if self._has_ended and not self._is_draining:
             raise self._dead()
-        limit = self.resolved.max_queue_len
-        with self._lock:
-            if limit is not None and self._num_waiting() + self._num_places_taken + count > limit:
-                raise QueueFull(limit, RETRY_AFTER_S)
-            self._num_places_taken += count
-        return Reservation(self.return_places, count)
-
-    def return_places(self, count: int) -> None:
-        """Give back reserved places."""
-        with self._lock:
-            self._num_places_taken -= count
+        return self._places.reserve(count)
 
     def generate(
         self,
@@ -163,8 +152,7 @@ class AsyncLLM:
             stream = make()
             stream.grammar = grammar
             held.take()
-            with self._lock:
-                self._num_unstarted += 1
+            self._places.put()
             self._commands.put(stream)
         is_finished = False
         try:
@@ -270,7 +258,7 @@ class AsyncLLM:
             is_stuck=has_work and since > STUCK_AFTER_S,
             seconds_since_progress=since,
             num_running=len(scheduler.running),
-            num_waiting=self._num_waiting(),
+            num_waiting=self._places.num_waiting,
             num_steps=self._engine.num_steps,
         )
 
@@ -294,7 +282,7 @@ class AsyncLLM:
         """
         self._is_draining = True
         deadline = time.monotonic() + timeout_s
-        while self._streams or self._num_unstarted:
+        while self._streams or self._places.num_unstarted:
             if time.monotonic() > deadline or not self._thread.is_alive():
                 return False
             await asyncio.sleep(0.02)
@@ -305,9 +293,6 @@ class AsyncLLM:
         self._is_draining = True
         self._commands.put(None)
         self._thread.join(timeout=30)
-
-    def _num_waiting(self) -> int:
-        return len(self._engine.scheduler.waiting) + self._num_unstarted
 
     # ---- the engine's thread ----
 
@@ -364,7 +349,7 @@ class AsyncLLM:
         else:
             self._streams[stream.request_id] = stream
         finally:
-            self._count_started()
+            self._places.start()
 
     def _abort(self, stream: Stream) -> None:
         """End a stream's request, unless it has ended, or was refused because another has its id."""
@@ -405,14 +390,10 @@ class AsyncLLM:
             except queue.Empty:
                 return
             if isinstance(command, Stream):
-                self._count_started()
+                self._places.start()
                 command.send(self._dead())
             elif isinstance(command, Call):
                 command.fail(self._dead())
-
-    def _count_started(self) -> None:
-        with self._lock:
-            self._num_unstarted -= 1
 
     def _dead(self) -> WorkerError:
         return WorkerError(f"the engine does not run: {self._failure or 'it was shut down'}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from hashlib import blake2b
 from typing import TextIO
 
 from quire.config import ResolvedConfig
@@ -15,29 +14,26 @@ from quire.engine.drafting import DraftPacer
 from quire.engine.grammars import Grammars
 from quire.engine.media import MediaReader
 from quire.engine.meter import Meter
-from quire.engine.namespaces import read_namespace
 from quire.engine.outputs import RequestMetrics, RequestOutput
 from quire.engine.pinning import PrefixPins
 from quire.engine.prompts import Prompt, PromptReader
+from quire.engine.request_reader import RequestReader
 from quire.engine.residency import Residency
 from quire.engine.staging import Staging
 from quire.engine.stats import EngineStats, StepStats
 from quire.engine.step_times import StepTimes
 from quire.engine.transcript import RequestTranscript
-from quire.engine.words import read_words
-from quire.errors import InvalidParameter, PromptTooLong, RequestFailed, UnsupportedFeature, WorkerError
+from quire.errors import InvalidParameter, RequestFailed, WorkerError
 from quire.execution.sampler import NO_TOKEN
 from quire.memory.usage import Usage
 from quire.scheduling.plan import ItemResult, PlanItem, StepPlan, TokenLogprobs
 from quire.scheduling.scheduler import Scheduler
 from quire.sequences.edits import Fail, Finish
 from quire.sequences.params import SamplingParams
-from quire.sequences.request import Request
 from quire.sequences.sequence import FinishReason, Sequence
 from quire.text.tokenizer import Tokenizer
 
 MAX_CONSECUTIVE_FAILURES = 3
-MAX_PRIORITY = 2**31 - 1
 
 
 class Engine:
@@ -91,8 +87,7 @@ class Engine:
         share = config.kv_cache_metrics_sample
         pools = [group.pool for group in scheduler.memory.groups]
         self.residency = Residency(pools, share, clock) if share else None
-        self._end_token_ids = end_token_ids
-        self._cache_name = cache_name
+        self._requests = RequestReader(config, self._prompts, grammars, end_token_ids, cache_name)
         self._clock = clock
         self._memory_log = memory_log
         self._staging = staging
@@ -139,51 +134,22 @@ class Engine:
             raise InvalidParameter("request_id", request_id, "a non-empty string")
         if request_id in self._transcripts:
             raise InvalidParameter("request_id", request_id, "unique among the requests in progress")
-        if type(priority) is not int or abs(priority) > MAX_PRIORITY:
-            raise InvalidParameter("priority", priority, f"an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}")
-        namespace = read_namespace(self._cache_name, cache_salt, tenant)
-        if type(retain_cache) is not bool:
-            raise InvalidParameter("retain_cache", retain_cache, "true or false")
-        if type(params) is not SamplingParams:
-            raise InvalidParameter("sampling_params", params, "SamplingParams")
-        params.check_for_model(vocab_size=self.config.vocab_size, max_num_seqs=self.config.max_num_seqs)
-        if params.speculative and self.scheduler.drafter is None:
-            raise UnsupportedFeature("speculative", "this engine guesses no tokens; see speculative_method")
-        if params.stop and self.tokenizer is None:
-            raise UnsupportedFeature("stop", "this engine runs without a tokenizer; use stop_token_ids")
-        words = read_words(params, self.tokenizer, self.config.vocab_size)
-        tokens = self._prompts.read(prompt, add_special_tokens=add_special_tokens)
-        num_prompt = len(tokens.token_ids)
-        limit = self.config.max_model_len
-        if num_prompt >= limit:
-            raise PromptTooLong(num_prompt, limit - 1, f"the context length of {limit} tokens")
-        grammar = None
-        if params.structured_outputs is not None:
-            if self.grammars is None:
-                raise UnsupportedFeature("structured_outputs", "this engine runs without a tokenizer or an end token")
-            grammar = self.grammars.open(params.structured_outputs)
-        request = Request(
-            request_id=request_id,
-            prompt_token_ids=tokens.token_ids,
-            params=params,
-            max_total_tokens=limit if params.max_tokens is None else min(limit, num_prompt + params.max_tokens),
-            end_token_ids=frozenset() if params.ignore_eos else self._end_token_ids,
+        request, text = self._requests.read(
+            request_id,
+            prompt,
+            params,
             arrival=self._num_requests,
-            seed=self._seed(self._num_requests) if params.seed is None else params.seed,
+            can_guess=self.scheduler.drafter is not None,
             priority=priority,
-            namespace=namespace,
-            media=tokens.media,
+            cache_salt=cache_salt,
+            tenant=tenant,
             retain_cache=retain_cache,
-            bad_words=words.bad_words,
-            dry_breakers=words.dry_breakers,
-            grammar=grammar,
+            add_special_tokens=add_special_tokens,
         )
-        if params.allowed_token_ids is not None and set(params.allowed_token_ids) <= set(request.suppressed_ids):
-            raise InvalidParameter("min_tokens", params.min_tokens, "0 where all allowed_token_ids end the output")
         self.scheduler.add(request)
         self._num_requests += 1
         metrics = RequestMetrics(arrival_s=self._clock() if arrival_s is None else arrival_s)
-        self._transcripts[request_id] = RequestTranscript(request, tokens.text, self.tokenizer, metrics)
+        self._transcripts[request_id] = RequestTranscript(request, text, self.tokenizer, metrics)
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request in whatever state it is, and free its memory.
@@ -400,8 +366,3 @@ class Engine:
             transcript.add_finish(sequence)
         transcript.metrics.finished_s = self._clock()
         return transcript.take_news(is_finished=True, error=error, error_code=error_code)
-
-    def _seed(self, number: int) -> int:
-        """Return the seed of a request that came without one: of the engine's seed and the request's number."""
-        data = self.config.seed.to_bytes(16, "little") + number.to_bytes(16, "little")
-        return int.from_bytes(blake2b(data, digest_size=8).digest(), "little") >> 1

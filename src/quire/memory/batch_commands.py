@@ -1,7 +1,8 @@
 """What the plan of a step of many sequences asks of memory: the verbs for one sequence, for all of them in one call.
 
 Most sequences of a step decode, and a token changes one counter of most of those. A call costs more than that; here it
-is a turn of a loop, and whatever is more than counting goes through the verb for one sequence.
+is a turn of a loop. Sequences whose last blocks are full get their next ones together; whatever else is more than
+counting goes through the verb for one sequence.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Protocol
 
 from quire.memory.gangs import grow_together
 from quire.memory.ops import TableDelta
+from quire.memory.sequence_memory import SequenceMemory
 from quire.memory.tables import BlockTables
 
 
@@ -47,13 +49,25 @@ class BatchCommands:
         Returns:
             How many of them, from the first on, have it.
         """
-        sequences, block_size, append_slots = self._sequences, self._block_size, self._manager.append_slots
+        tables, block_size, append_slots = self._tables, self._block_size, self._manager.append_slots
+        sequences, num_at_hand = self._sequences, tables.num_blocks_at_hand()
+        crossing: list[SequenceMemory] = []
         for position, seq_id in enumerate(seq_ids):
             state = sequences[seq_id]
-            if state.has_exclusive_tail and state.num_slots % block_size:
-                state.num_slots += 1
-            elif not append_slots(seq_id, 1):
+            if state.num_slots % block_size:
+                if state.has_exclusive_tail:
+                    state.num_slots += 1
+                    continue
+            elif len(crossing) < num_at_hand:
+                crossing.append(state)
+                continue
+            # This one may take blocks too, or find that there are none: those before it have theirs first.
+            tables.add_block_to_each(crossing)
+            crossing.clear()
+            if not append_slots(seq_id, 1):
                 return position
+            num_at_hand = tables.num_blocks_at_hand()
+        tables.add_block_to_each(crossing)
         return len(seq_ids)
 
     def append_slot_to_all(self, seq_ids: Sequence[int]) -> bool:

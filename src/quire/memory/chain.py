@@ -134,6 +134,20 @@ class TokenChain:
                 links.append(parent)
         return links
 
+    def link(self, block_idx: int) -> Link:
+        """Return the link of a full block; that of the next one without the lists that a run of blocks takes."""
+        links, size = self._links, self._block_size
+        if not block_idx == len(links) == len(self._digests) or self.media:
+            return self.links(block_idx + 1)[block_idx]
+        parent = links[-1] if links else self.root
+        content = array("I", self.tokens[block_idx * size : (block_idx + 1) * size]).tobytes()
+        digests = block_digests(parent[0], (content,))
+        link = (digests[0], content, parent)
+        self._digests += digests
+        self._contents.append(content)
+        links.append(link)
+        return link
+
     def recognises(self, block_idx: int, link: Link) -> bool:
         """Say whether a link stands for exactly this chain's tokens up to the end of a block.
 

@@ -109,6 +109,7 @@ class KVCacheManager:
         rollback = Rollback(self.tables, self._mortal)
         self.rollback_limit = rollback.rollback_limit
         self.rollback_point = rollback.rollback_point
+        self.truncate = rollback.truncate
         each = BatchCommands(self, self.tables, self.block_size)
         self.append_slot_to_each = each.append_slot_to_each
         self.append_slot_to_all = each.append_slot_to_all
@@ -250,32 +251,6 @@ class KVCacheManager:
             group.pool.retain(table[num_dead:])
         self.sequences[child_id] = child
         return child.chain
-
-    def truncate(self, seq_id: int, num_tokens: int) -> None:
-        """Take back the slots from `num_tokens` on; the owner shortens the chain's tokens afterwards.
-
-        Args:
-            seq_id: a live sequence.
-            num_tokens: slots to keep, at most those it has, and at least `rollback_limit`: dead blocks are gone. With
-                groups of states it is the limit or all: what lies between was computed, but no state was kept there.
-
-        Raises:
-            ValueError: more slots than there are, fewer than the dead blocks allow, or a length without a state; or the
-                sequence is swapped out.
-        """
-        state = self.tables.resident(seq_id)
-        least = self.rollback_limit(seq_id)
-        if not least <= num_tokens <= state.num_slots or (
-            self.tables.carried and num_tokens not in (least, state.num_slots)
-        ):
-            to = f"{least} or {state.num_slots}" if self.tables.carried else f"[{least}, {state.num_slots}]"
-            raise ValueError(f"cannot truncate to {num_tokens} tokens, only to {to}")
-        self.tables.version += 1
-        self.tables.shrink(state, num_tokens)
-        state.num_computed = min(state.num_computed, num_tokens)
-        state.num_published = min(state.num_published, num_tokens // self.block_size)
-        state.next_event = next_event(self.groups, self._mortal, state)
-        state.chain.truncate(num_tokens)
 
     def publish(self, seq_id: int, num_computed: int) -> None:
         """Note that the KV of the first `num_computed` tokens is stored and verified; publish the full blocks.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from quire.memory.chain import Link
 from quire.memory.groups import CacheGroup
 from quire.memory.pool import NULL_BLOCK
 from quire.memory.sequence_memory import SequenceMemory
@@ -35,8 +36,11 @@ def publish_blocks(groups: Sequence[CacheGroup], state: SequenceMemory, num_full
         The duplicates that were given back.
     """
     start, chain = state.num_published, state.chain
+    is_one = num_full - start == 1
+    if is_one and _publish_next(groups, state, chain.link(start)):  # as sequences decode
+        return 0
     kept = [idx for idx, group in enumerate(groups) if not group.carries]
-    if num_full - start == 1:  # as sequences decode: lists of one cost more than a look at it
+    if is_one:
         return _publish_or_merge(groups, kept, state, num_full)
     digests = chain.digests(num_full)[start:num_full]
     # What is new must be so in every group: all groups publish the same blocks.
@@ -48,6 +52,19 @@ def publish_blocks(groups: Sequence[CacheGroup], state: SequenceMemory, num_full
             num_new = groups[idx].pool.index.add_run(digests[:num_new], links[:num_new], block_ids)
     state.num_published = end = start + num_new
     return _publish_or_merge(groups, kept, state, num_full) if end < num_full else 0
+
+
+def _publish_next(groups: Sequence[CacheGroup], state: SequenceMemory, link: Link) -> bool:
+    """Publish one block more; or change nothing, and return False, where its digest is taken in some group."""
+    digest, block_idx = link[0], state.num_published
+    for group in groups:
+        if group.pool.index.get(digest) is not None:
+            return False
+    for group, table in zip(groups, state.tables, strict=True):
+        if not group.carries:
+            group.pool.index.add(link, table[block_idx])
+    state.num_published = block_idx + 1
+    return True
 
 
 def _publish_or_merge(groups: Sequence[CacheGroup], kept: Sequence[int], state: SequenceMemory, num_full: int) -> int:

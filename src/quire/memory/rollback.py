@@ -1,12 +1,13 @@
-"""How far a live sequence can be rolled back."""
+"""How a live sequence is rolled back, and how far."""
 
 from __future__ import annotations
 
+from quire.memory.progress import next_event
 from quire.memory.tables import BlockTables
 
 
 class Rollback:
-    """Answers questions of length; nothing here changes anything.
+    """Takes back slots at the end of a sequence.
 
     Args:
         tables: of all sequences.
@@ -40,3 +41,30 @@ class Rollback:
         """
         is_all = num_tokens == self._tables.sequences[seq_id].num_slots
         return num_tokens if is_all or not self._tables.carried else self.rollback_limit(seq_id)
+
+    def truncate(self, seq_id: int, num_tokens: int) -> None:
+        """Take back the slots from `num_tokens` on; the owner shortens the chain's tokens afterwards.
+
+        Args:
+            seq_id: a live sequence.
+            num_tokens: slots to keep, at most those it has, and at least `rollback_limit`: dead blocks are gone. With
+                groups of states it is the limit or all: what lies between was computed, but no state was kept there.
+
+        Raises:
+            ValueError: more slots than there are, fewer than the dead blocks allow, or a length without a state; or the
+                sequence is swapped out.
+        """
+        tables = self._tables
+        state = tables.resident(seq_id)
+        least = self.rollback_limit(seq_id)
+        if not least <= num_tokens <= state.num_slots or (
+            tables.carried and num_tokens not in (least, state.num_slots)
+        ):
+            to = f"{least} or {state.num_slots}" if tables.carried else f"[{least}, {state.num_slots}]"
+            raise ValueError(f"cannot truncate to {num_tokens} tokens, only to {to}")
+        tables.version += 1
+        tables.shrink(state, num_tokens)
+        state.num_computed = min(state.num_computed, num_tokens)
+        state.num_published = min(state.num_published, num_tokens // tables.groups[0].spec.block_size)
+        state.next_event = next_event(tables.groups, self._mortal, state)
+        state.chain.truncate(num_tokens)

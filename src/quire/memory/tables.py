@@ -127,6 +127,25 @@ class BlockTables:
             self._carry(state, idx)
         return True
 
+    def num_blocks_at_hand(self) -> int:
+        """Return how many blocks sequences can have in whatever order: 0 where several groups share the memory."""
+        return 0 if self.carried or len(self.groups) > 1 else self.arena.rooms((0,))[0]
+
+    def add_block_to_each(self, states: Sequence[SequenceMemory]) -> None:
+        """Give sequences whose last blocks are full a slot in a new one, in turn.
+
+        Args:
+            states: no more than `num_blocks_at_hand`.
+        """
+        if not states:
+            return
+        self.version += 1
+        for state, block_id in zip(states, self.take(0, len(states)), strict=True):
+            table = state.tables[0]
+            state.mark_dirty(0, len(table))
+            table.append(block_id)
+            state.num_slots += 1
+
     def shrink(self, state: SequenceMemory, num_tokens: int) -> None:
         """Give back the blocks of a sequence behind `num_tokens` tokens, the last one first; states go back too."""
         for idx in self.kept:

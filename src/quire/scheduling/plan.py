@@ -86,20 +86,6 @@ class PlanItem(NamedTuple):
     num_draft: int = 0
 
 
-def plan_items(
-    seq_ids: Iterable[int],
-    starts: Iterable[int],
-    token_ids: Iterable[Sequence[int]],
-    table_deltas: Iterable[tuple[TableDelta, ...]],
-    num_samples: Iterable[int],
-    openings: Iterable[Opening | None],
-    num_draft: Iterable[int],
-) -> tuple[PlanItem, ...]:
-    """Make many items of their fields, without a call in Python for each, as `PlanItem._make` would be."""
-    fields = zip(seq_ids, starts, token_ids, table_deltas, num_samples, openings, num_draft, strict=True)
-    return tuple(map(partial(tuple.__new__, PlanItem), fields))
-
-
 class BeamGroup(NamedTuple):
     """The beams of one search that advance in a step: their items give no tokens, but candidates, all together.
 
@@ -158,7 +144,7 @@ class ItemResult(NamedTuple):
 
 
 def plain_results(seq_ids: Iterable[int], token_ids: Iterable[tuple[int, ...]]) -> list[ItemResult]:
-    """Make the results of many items that gave tokens and nothing else; see `plan_items`."""
+    """Make the results of many items that gave tokens and nothing else, without a call in Python for each."""
     fields = zip(seq_ids, token_ids, repeat(()), repeat(()), repeat(None), repeat(()), repeat(False), strict=False)
     return list(map(partial(tuple.__new__, ItemResult), fields))
 

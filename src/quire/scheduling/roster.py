@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.decoding.strategies import strategy_of
+from quire.decoding.strategies import strategy_of, usual_edit
 from quire.memory.manager import KVCacheManager
 from quire.memory.recorder import RecordedMemory
 from quire.scheduling.policies import OrderPolicy
@@ -88,7 +88,9 @@ class Roster:
         else:
             chain = self._memory.fork(parent.seq_id, seq_id, tokens)
         key = (*self._order(request), sample_idx)
-        sequence = Sequence(seq_id, request, sample_idx, tokens, chain, key, strategy_of(request))
+        strategy = strategy_of(request)
+        usual = usual_edit(strategy, sample_idx)
+        sequence = Sequence(seq_id, request, sample_idx, tokens, chain, key, strategy, usual)
         # A beam takes the place of one that was given up.
         request.sequences[sample_idx : sample_idx + 1] = [sequence]
         self.sequences[seq_id] = sequence

@@ -12,6 +12,7 @@ Invariants: S1 to S6.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Tokens
 from itertools import islice
 
 from quire.decoding.drafting import Drafter
@@ -20,8 +21,9 @@ from quire.memory.manager import KVCacheManager
 from quire.memory.ops import NO_OPS
 from quire.memory.recorder import RecordedMemory
 from quire.scheduling.admission import Admission
+from quire.scheduling.drafts import Drafts
 from quire.scheduling.gangs import advance_gang, gang_at, groups_of, refuse_what_never_fits
-from quire.scheduling.plan import BeamGroup, Candidate, ItemResult, Opening, PlanItem, StepPlan, plan_items
+from quire.scheduling.plan import BeamGroup, Candidate, ItemResult, Opening, PlanItem, StepPlan
 from quire.scheduling.policies import ORDER_POLICIES
 from quire.scheduling.preemption import Preemption
 from quire.scheduling.queues import Queues
@@ -54,6 +56,7 @@ class Scheduler:
 
     Attributes:
         waiting, running, swapped: see `Queues`.
+        drafts: has the drafter.
         preemption: has the costs that the engine measures.
         chunk_tokens: of prompts in a step in which sequences decode, at most; None for all that the budget leaves.
     """
@@ -73,11 +76,11 @@ class Scheduler:
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(f"{max_num_batched_tokens} tokens a step cannot serve {max_num_seqs} sequences")
         self.memory = memory
-        self.drafter = drafter
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.chunk_tokens: int | None = None
         self.stats = SchedulerStats()
+        self.drafts = Drafts(memory, drafter, self.stats)
         self._queues = Queues()
         self._roster = Roster(memory, self._queues, ORDER_POLICIES[policy])
         # The queues and the lists themselves, not copies.
@@ -136,6 +139,11 @@ class Scheduler:
         return ended
 
     @property
+    def drafter(self) -> Drafter | None:
+        """Who guesses how sequences go on."""
+        return self.drafts.drafter
+
+    @property
     def has_unfinished(self) -> bool:
         """True while any sequence waits, runs or is swapped out."""
         return bool(self._queues)
@@ -145,14 +153,13 @@ class Scheduler:
     def plan(self, tick: int) -> StepPlan:
         """Decide the next step. Every running sequence that can grow is in it, in policy order."""
         preemptions_before = self.stats.num_preemptions
-        granted: dict[Sequence, int] = {}
-        spare = self._serve(granted)
+        granted, spare = self._serve()
         if spare > 0 and self.stats.num_preemptions == preemptions_before and (self.waiting or self.swapped):
             self._admission.let_in(granted, spare)
         if not granted:
             if self.running:
                 # A family is back from the host as it was, without a free block: its first takes from the others.
-                self._serve(granted)
+                granted, _ = self._serve()
             if not granted:
                 if self.running:
                     raise InvariantViolation("S3", "no running sequence can grow")
@@ -178,41 +185,26 @@ class Scheduler:
         """
         news: list[News] = []
         find, publish = self.sequences.get, self.memory.publish
-        for idx, ((seq_id, start, computed, _, _, _, num_draft), (_, token_ids, _, _, _, draft, _)) in enumerate(
-            zip(items, results, strict=True)
-        ):
-            sequence = find(seq_id)
+        for idx, (item, result) in enumerate(zip(items, results, strict=True)):
+            sequence = find(item.seq_id)
             if sequence is None or sequence.status is not _RUNNING:
                 continue
-            if draft:
-                sequence.draft = draft
-            if not num_draft:
-                sequence.num_computed = num_computed = start + len(computed)
-                publish(seq_id, num_computed)
+            token_ids = result.token_ids
+            if item.num_draft:
+                sequence.draft = result.draft or sequence.draft
+            else:
+                sequence.num_computed = num_computed = item.start + len(item.token_ids)
+                publish(item.seq_id, num_computed)
                 if not token_ids:
                     continue
-            samples = sequence.request.sequences
-            try:
-                for edit in sequence.strategy.advance(sequence, token_ids):
-                    if isinstance(edit, Append):
-                        target = samples[edit.sample_idx]
-                        tokens = target.tokens
-                        tokens.append(token_ids[edit.draw_idx])
-                        news.append((idx, target, edit, len(tokens)))
-                    elif isinstance(edit, Fork):
-                        self._roster.fork(samples[edit.parent_idx], edit.sample_idx)
-                    elif isinstance(edit, Truncate):
-                        self._keep(samples[edit.sample_idx], edit.num_tokens)
-                    else:
-                        target = samples[edit.sample_idx]
-                        self.finish(target, edit.reason, edit.stop_reason)
-                        news.append((idx, target, edit, len(target.tokens)))
-            except Exception as error:
-                # Of a client's own code anything may come, and it is that client's affair.
-                if sequence.request.params.strategy is None:
-                    raise
-                failure = Fail(f"the strategy raised {type(error).__name__}: {error}")
-                news.append((idx, sequence, failure, len(sequence.tokens)))
+                usual = sequence.usual
+                if usual is not None and len(token_ids) == 1:
+                    tokens, token_id = sequence.tokens, token_ids[0]
+                    if token_id not in sequence.end_ids and len(tokens) + 1 < sequence.max_tokens:
+                        tokens.append(token_id)
+                        news.append((idx, sequence, usual, len(tokens)))
+                        continue
+            news += self._take_in(idx, sequence, token_ids)
         return news
 
     def advance_beams(self, groups: Iterable[BeamGroup], found: Iterable[tuple[Candidate, ...]]) -> list[News]:
@@ -231,6 +223,32 @@ class Scheduler:
             for sequence, edit in advance_gang(self._roster, group, candidates)
         ]
 
+    def _take_in(self, idx: int, sequence: Sequence, token_ids: Tokens[int]) -> list[News]:
+        """Do what a sequence's strategy says of its tokens, the item `idx`'s; return what happened, in order."""
+        news: list[News] = []
+        samples = sequence.request.sequences
+        try:
+            for edit in sequence.strategy.advance(sequence, token_ids):
+                if isinstance(edit, Append):
+                    target = samples[edit.sample_idx]
+                    target.tokens.append(token_ids[edit.draw_idx])
+                    news.append((idx, target, edit, len(target.tokens)))
+                elif isinstance(edit, Fork):
+                    self._roster.fork(samples[edit.parent_idx], edit.sample_idx)
+                elif isinstance(edit, Truncate):
+                    self.drafts.keep(samples[edit.sample_idx], edit.num_tokens)
+                else:
+                    target = samples[edit.sample_idx]
+                    self.finish(target, edit.reason, edit.stop_reason)
+                    news.append((idx, target, edit, len(target.tokens)))
+        except Exception as error:
+            # Of a client's own code anything may come, and it is that client's affair.
+            if sequence.request.params.strategy is None:
+                raise
+            failure = Fail(f"the strategy raised {type(error).__name__}: {error}")
+            news.append((idx, sequence, failure, len(sequence.tokens)))
+        return news
+
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
         """End a sequence and free its memory; forget the request when it was the last one."""
         self._end(sequence, reason, stop_reason)
@@ -242,37 +260,15 @@ class Scheduler:
         if self.drafter is not None:
             self.drafter.forget(sequence)
 
-    # ---- parts of taking in ----
-
-    def _keep(self, sequence: Sequence, num_tokens: int) -> None:
-        """Keep of what was computed for drafts what turned out right; states that went further begin again."""
-        memory, seq_id, num_drafted = self.memory, sequence.seq_id, len(sequence.draft)
-        end = sequence.num_computed + 1 + num_drafted
-        num_accepted = num_tokens - sequence.num_computed - 1
-        if self.drafter is not None:
-            self.drafter.note(sequence, num_drafted, num_accepted)
-        self.stats.note_drafts(num_drafted, num_accepted)
-        sequence.num_drafted += num_drafted
-        sequence.num_accepted += num_accepted
-        sequence.draft = ()
-        kept = memory.rollback_point(seq_id, num_tokens)
-        if kept < end:
-            memory.truncate(seq_id, kept)
-        memory.publish(seq_id, kept)
-        sequence.num_computed = kept
-
     # ---- parts of a plan ----
 
-    def _serve(self, granted: dict[Sequence, int]) -> int:
+    def _serve(self) -> tuple[dict[Sequence, int], int]:
         """Grant slots to the running sequences, in order.
 
-        Args:
-            granted: who is served is added, with the number of tokens.
-
         Returns:
-            The tokens of the budget that are left.
+            Who is served, with the number of tokens; and the tokens of the budget that are left.
         """
-        running, memory = self.running, self.memory
+        running, memory, drafter = self.running, self.memory, self.drafter
         pending_counts = [len(sequence.tokens) - sequence.num_computed for sequence in running]
         num_decoding = pending_counts.count(1)
         spare = self.max_num_batched_tokens - num_decoding
@@ -282,19 +278,19 @@ class Scheduler:
         if num_decoding < len(running):
             num_leading = next(idx for idx, count in enumerate(pending_counts) if count != 1)
         reserved = 0
-        if self.drafter is not None:
+        if drafter is not None:
             num_leading = 0
             # Blocks, of each group, that those who are not served yet may ask for.
             reserved = sum(1 + min(count, max(spare, 1)) // memory.block_size for count in pending_counts)
         elif self._roster.num_searches:
             num_leading = next((idx for idx in range(num_leading) if running[idx].is_beam), num_leading)
         num_served = memory.append_slot_to_each([sequence.seq_id for sequence in running[:num_leading]])
-        granted |= dict.fromkeys(running[:num_served], 1)
+        granted = dict.fromkeys(running[:num_served], 1)
         gang: list[Sequence] = []
         # Whoever is preempted on the way stands behind the position.
         for position, sequence in islice(enumerate(running), num_served, None):
             pending = len(sequence.tokens) - sequence.num_computed
-            if self.drafter is not None:
+            if drafter is not None:
                 reserved -= 1 + min(pending, max(spare, 1)) // memory.block_size
             if self._roster.num_searches and sequence.is_beam:
                 if sequence not in gang:
@@ -304,7 +300,7 @@ class Scheduler:
             count = pending if pending == 1 else min(pending, spare)
             if count > 1:
                 count = memory.step_limit(sequence.seq_id, count)
-            if pending == 1 and self._look_ahead(sequence, spare, max(reserved, 0)):
+            if pending == 1 and self.drafts.look_ahead(sequence, spare, max(reserved, 0)):
                 spare -= len(sequence.draft)
             elif count > 0 and not memory.append_slots(sequence.seq_id, count):
                 count = self._grow(sequence, count, position)
@@ -312,35 +308,7 @@ class Scheduler:
                 if pending > 1:
                     spare -= count
                 granted[sequence] = count
-        return spare
-
-    def _look_ahead(self, sequence: Sequence, spare: int, reserved: int) -> bool:
-        """Get slots for a sequence's next token and for drafts behind it; False, and no slots, where there are none.
-
-        Nobody loses memory for the sake of drafts, and none are verified that the sequence could not use.
-
-        Args:
-            sequence: with one token to compute.
-            spare: tokens of the budget that are left.
-            reserved: blocks of each group that are left to others.
-        """
-        if self.drafter is None or sequence.request.params.strategy is not None or sequence.request.search is not None:
-            return False
-        num_tokens = len(sequence.tokens)
-        limit = min(spare, sequence.max_tokens - num_tokens - 1)
-        if limit < 1 or num_tokens == sequence.num_prompt:
-            return False
-        limit = self.memory.step_limit(sequence.seq_id, 1 + limit) - 1
-        draft = tuple(self.drafter.propose(sequence, limit)) if limit > 0 else ()
-        memory = self.memory
-        # A copy of the last block, and those that the drafts fill.
-        room = reserved + 2 + len(draft) // memory.block_size
-        if not draft or not memory.arena.can_hold([room] * len(memory.groups)):
-            return False
-        if not memory.append_slots(sequence.seq_id, 1, lookahead=len(draft)):
-            return False
-        sequence.draft = draft
-        return True
+        return granted, spare
 
     def _grow(self, sequence: Sequence, count: int, position: int) -> int:
         """Get slots for `count` tokens that were just refused, by taking memory from the unplanned tail.
@@ -377,28 +345,25 @@ class Scheduler:
 
     def _items(self, granted: dict[Sequence, int]) -> tuple[PlanItem, ...]:
         """Return each sequence's share of the step: so many of its next tokens."""
-        seq_ids = [sequence.seq_id for sequence in granted]
-        starts = [sequence.num_computed for sequence in granted]
-        token_ids = [
-            (sequence.tokens[start],) if count == 1 else tuple(sequence.tokens[start : start + count])
-            for start, (sequence, count) in zip(starts, granted.items(), strict=True)
-        ]
-        num_samples = [
-            0
-            if start + count < len(sequence.tokens)
-            else 1
-            if start >= sequence.num_prompt
-            else sequence.strategy.num_draws(sequence)
-            for start, (sequence, count) in zip(starts, granted.items(), strict=True)
-        ]
-        num_draft = [0] * len(granted)
-        if self.drafter is not None:
-            drafts = [sequence.draft for sequence in granted]
-            token_ids = [ids + draft for ids, draft in zip(token_ids, drafts, strict=True)]
-            num_draft = list(map(len, drafts))
-        openings = [None if sequence.is_open else self._opening(sequence) for sequence in granted]
-        table_deltas = self.memory.take_table_deltas_of_each(seq_ids)
-        return plan_items(seq_ids, starts, token_ids, table_deltas, num_samples, openings, num_draft)
+        deltas = self.memory.take_table_deltas_of_each([sequence.seq_id for sequence in granted])
+        items: list[PlanItem] = []
+        # As `PlanItem._make` does, without its call in Python.
+        new = tuple.__new__
+        for (sequence, count), table_deltas in zip(granted.items(), deltas, strict=True):
+            tokens, start, draft = sequence.tokens, sequence.num_computed, sequence.draft
+            token_ids = (tokens[start],) if count == 1 else tuple(tokens[start : start + count])
+            if start + count < len(tokens):
+                num_samples = 0
+            else:
+                num_samples = 1 if start >= sequence.num_prompt else sequence.strategy.num_draws(sequence)
+            num_draft = 0
+            if draft:
+                token_ids += draft
+                num_draft = len(draft)
+            opening = None if sequence.is_open else self._opening(sequence)
+            fields = (sequence.seq_id, start, token_ids, table_deltas, num_samples, opening, num_draft)
+            items.append(new(PlanItem, fields))
+        return tuple(items)
 
     def _opening(self, sequence: Sequence) -> Opening:
         """Return what the data plane must know of a sequence, and note that it will."""

@@ -9,6 +9,7 @@ from quire.errors import InvariantViolation
 from quire.memory.chain import TokenChain
 
 if TYPE_CHECKING:
+    from quire.sequences.edits import Append
     from quire.sequences.request import Request
     from quire.sequences.strategy import Strategy
 
@@ -56,6 +57,8 @@ class Sequence:
         tokens: prompt and output; owned here, referenced by `chain`.
         chain: the identities of its blocks.
         strategy: how its request is decoded.
+        usual: what that says of a token that comes alone and does not end the sequence, whatever else; None where it is
+            to be asked each time.
 
     Attributes:
         num_computed: tokens whose KV is stored.
@@ -91,6 +94,7 @@ class Sequence:
         "stop_reason",
         "strategy",
         "tokens",
+        "usual",
     )
 
     def __init__(
@@ -102,6 +106,7 @@ class Sequence:
         chain: TokenChain,
         key: tuple[int, int, int],
         strategy: Strategy,
+        usual: Append | None = None,
     ) -> None:
         self.seq_id = seq_id
         self.request = request
@@ -110,6 +115,7 @@ class Sequence:
         self.chain = chain
         self.key = key
         self.strategy = strategy
+        self.usual = usual
         self.num_prompt = request.num_prompt
         self.max_tokens = request.max_total_tokens
         self.end_ids = request.end_ids

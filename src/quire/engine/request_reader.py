@@ -1,0 +1,119 @@
+"""Requests as clients make them, checked and made into what the scheduler queues."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+from quire.config import ResolvedConfig
+from quire.engine.grammars import Grammars
+from quire.engine.namespaces import read_namespace
+from quire.engine.prompts import Prompt, PromptReader
+from quire.engine.words import read_words
+from quire.errors import InvalidParameter, PromptTooLong, UnsupportedFeature
+from quire.sequences.params import SamplingParams
+from quire.sequences.request import Request
+
+MAX_PRIORITY = 2**31 - 1
+
+
+class RequestReader:
+    """Checks what only an engine knows of a request: vocabulary, context length, seats and features.
+
+    Args:
+        config: the resolved configuration.
+        prompts: makes prompts into token ids.
+        grammars: of outputs that must have a form; None where there can be none.
+        end_token_ids: the model's own end-of-sequence tokens.
+        cache_name: what, of the model, the prefix cache depends on.
+    """
+
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        prompts: PromptReader,
+        grammars: Grammars | None,
+        end_token_ids: frozenset[int],
+        cache_name: str,
+    ) -> None:
+        self.end_token_ids = end_token_ids
+        self._config = config
+        self._prompts = prompts
+        self._grammars = grammars
+        self._cache_name = cache_name
+
+    def read(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        arrival: int,
+        can_guess: bool,
+        priority: int,
+        cache_salt: str | None,
+        tenant: str | None,
+        retain_cache: bool,
+        add_special_tokens: bool,
+    ) -> tuple[Request, str | None]:
+        """Check a request and make it.
+
+        Args:
+            arrival: how many requests came before it.
+            can_guess: whether somebody guesses tokens.
+
+        The others are those of `Engine.add_request`.
+
+        Returns:
+            The request, and its prompt's text where it came as text.
+
+        Raises:
+            RequestError: naming the field, the value and what is allowed.
+        """
+        if type(priority) is not int or abs(priority) > MAX_PRIORITY:
+            raise InvalidParameter("priority", priority, f"an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}")
+        config, tokenizer = self._config, self._prompts.tokenizer
+        namespace = read_namespace(self._cache_name, cache_salt, tenant)
+        if type(retain_cache) is not bool:
+            raise InvalidParameter("retain_cache", retain_cache, "true or false")
+        if type(params) is not SamplingParams:
+            raise InvalidParameter("sampling_params", params, "SamplingParams")
+        params.check_for_model(vocab_size=config.vocab_size, max_num_seqs=config.max_num_seqs)
+        if params.speculative and not can_guess:
+            raise UnsupportedFeature("speculative", "this engine guesses no tokens; see speculative_method")
+        if params.stop and tokenizer is None:
+            raise UnsupportedFeature("stop", "this engine runs without a tokenizer; use stop_token_ids")
+        words = read_words(params, tokenizer, config.vocab_size)
+        tokens = self._prompts.read(prompt, add_special_tokens=add_special_tokens)
+        num_prompt = len(tokens.token_ids)
+        limit = config.max_model_len
+        if num_prompt >= limit:
+            raise PromptTooLong(num_prompt, limit - 1, f"the context length of {limit} tokens")
+        grammar = None
+        if params.structured_outputs is not None:
+            if self._grammars is None:
+                raise UnsupportedFeature("structured_outputs", "this engine runs without a tokenizer or an end token")
+            grammar = self._grammars.open(params.structured_outputs)
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=tokens.token_ids,
+            params=params,
+            max_total_tokens=limit if params.max_tokens is None else min(limit, num_prompt + params.max_tokens),
+            end_token_ids=frozenset() if params.ignore_eos else self.end_token_ids,
+            arrival=arrival,
+            seed=self._seed(arrival) if params.seed is None else params.seed,
+            priority=priority,
+            namespace=namespace,
+            media=tokens.media,
+            retain_cache=retain_cache,
+            bad_words=words.bad_words,
+            dry_breakers=words.dry_breakers,
+            grammar=grammar,
+        )
+        if params.allowed_token_ids is not None and set(params.allowed_token_ids) <= set(request.suppressed_ids):
+            raise InvalidParameter("min_tokens", params.min_tokens, "0 where all allowed_token_ids end the output")
+        return request, tokens.text
+
+    def _seed(self, number: int) -> int:
+        """Return the seed of a request that came without one: of the engine's seed and the request's number."""
+        data = self._config.seed.to_bytes(16, "little") + number.to_bytes(16, "little")
+        return int.from_bytes(blake2b(data, digest_size=8).digest(), "little") >> 1

@@ -1,0 +1,73 @@
+"""Tokens that are taken in without a question, against their slow twin: the strategy is asked for every one of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from quire.memory.usage import Usage
+from quire.scheduling import Scheduler, roster
+from quire.scheduling.plan import ItemResult, PlanItem, StepPlan
+from quire.scheduling.scheduler import News
+from quire.sequences.edits import Append
+from tests.scheduling.rig import Outcome, Setting, run
+from tests.scheduling.test_random_runs import random_jobs
+
+SETTINGS = {
+    "plenty": Setting(),
+    "little": Setting(num_blocks=19, budget=16, max_num_seqs=8, watermark=1),
+    "a host": Setting(num_blocks=19, budget=16, max_num_seqs=8, preemption_mode="swap", host_blocks=60),
+    "drafts": Setting(num_blocks=40, budget=16, max_num_seqs=8, drafts="guesser"),
+}
+# Of an item: the sequence, what happened, the tokens that it had then.
+Told = tuple[int, int, Any, int]
+
+
+def watched(patch: pytest.MonkeyPatch, setting: Setting, seed: int) -> tuple[Outcome, list[StepPlan], list[Told]]:
+    """Run jobs, and note all that was planned, and all that came of it."""
+    plans: list[StepPlan] = []
+    told: list[Told] = []
+    honest_plan, honest_advance = Scheduler.plan, Scheduler.advance
+
+    def plan(scheduler: Scheduler, tick: int) -> StepPlan:
+        plans.append(honest_plan(scheduler, tick))
+        return plans[-1]
+
+    def advance(scheduler: Scheduler, items: Iterable[PlanItem], results: Iterable[ItemResult]) -> list[News]:
+        news = honest_advance(scheduler, items, results)
+        told.extend((idx, sequence.seq_id, edit, num_tokens) for idx, sequence, edit, num_tokens in news)
+        return news
+
+    with patch.context() as inner:
+        inner.setattr(Scheduler, "plan", plan)
+        inner.setattr(Scheduler, "advance", advance)
+        return run(random_jobs(random.Random(seed), 25), setting), plans, told
+
+
+def usage_of(outcome: Outcome) -> Usage:
+    return outcome.scheduler.memory.usage()
+
+
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_token_comes_to_what_its_strategy_says(setting: Setting, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome, plans, told = watched(monkeypatch, setting, seed)
+    num_usual = sum(isinstance(edit, Append) and edit.draw_idx == 0 for _, _, edit, _ in told)
+    assert num_usual > 200
+    monkeypatch.setattr(roster, "usual_edit", lambda *_: None)
+    slow, slow_plans, slow_told = watched(monkeypatch, setting, seed)
+    assert told == slow_told
+    assert [plan._replace(items=()) for plan in plans] == [plan._replace(items=()) for plan in slow_plans]
+    # Openings have the parameters of requests that were made twice.
+    for plan, slow_plan in zip(plans, slow_plans, strict=True):
+        assert [item._replace(opening=None) for item in plan.items] == [
+            item._replace(opening=None) for item in slow_plan.items
+        ]
+    assert outcome.outputs == slow.outputs
+    assert usage_of(outcome) == usage_of(slow)
+    for request, slow_request in zip(outcome.requests, slow.requests, strict=True):
+        ends = [(sequence.finish_reason, sequence.stop_reason) for sequence in request.sequences]
+        assert ends == [(sequence.finish_reason, sequence.stop_reason) for sequence in slow_request.sequences]
