@@ -13,7 +13,6 @@ pytest.importorskip("llguidance", reason="the extra structured is not installed"
 
 from quire.execution.constraints import DEAD_END, Constraint
 from quire.execution.grammars import NUM_KEPT
-from quire.execution.masks import keep_masked
 from quire.sequences.structured import GrammarSource
 from tests.execution.grammar_world import (
     END,
@@ -208,23 +207,6 @@ def test_tokens_that_the_grammar_does_not_have_are_an_error() -> None:
     known = constraint("choice")
     known.follow(0, [VOCAB.index("{")])
     assert known.error == DEAD_END
-
-
-@pytest.mark.parametrize("num_rows", [1, 3, 40])
-def test_masks_are_applied_as_one_by_one(num_rows: int) -> None:
-    generator = torch.Generator().manual_seed(num_rows)
-    num_tokens = 1000 if num_rows < 40 else 300_000  # more than one tile
-    logits = torch.randn(num_rows + 2, num_tokens, generator=generator)
-    rows = torch.randperm(num_rows + 2, generator=generator)[:num_rows].tolist()
-    masks = [torch.randint(-(2**31), 2**31, (-(-num_tokens // 32),), generator=generator).int() for _ in rows]
-    bits = [(mask.unsqueeze(1) >> torch.arange(32)).flatten()[:num_tokens] & 1 for mask in masks]
-    expected = logits.clone()
-    for row, bit in zip(rows, bits, strict=True):
-        expected[row, bit == 0] = -torch.inf
-    keep_masked(logits, list(zip(rows, masks, strict=True)))
-    assert torch.equal(logits, expected)
-    keep_masked(logits, [])
-    assert torch.equal(logits, expected)
 
 
 def test_a_mask_has_a_bit_for_each_id() -> None:

@@ -94,7 +94,7 @@ class ModelRunner:
         groups = (*decoder.cache_groups, *(() if draft is None else draft.cache_groups))
         storages = make_storages(groups, num_blocks, block_size, dtype, place, stored)
         builder = BatchBuilder(block_size, place, [group.kept for group in groups])
-        sampler = Sampler(place, None if grammars is None else Constraints(grammars))
+        sampler = Sampler(place, None if grammars is None else Constraints(grammars), decoder.ops.keep_tokens)
         return cls(decoder, storages, builder, sampler, OpenMedia(place), host_bytes, disk, draft)
 
     def measure_copies(self) -> float | None:
