@@ -181,7 +181,8 @@ def why(matcher: Any) -> str:
     text: str = matcher.get_error()
     if text.startswith("NoExtension"):
         return NO_EXTENSION
-    return " ".join(text.partition("<state>")[0].split())[:400] or "no reason is known"
+    text = text.partition("<state>")[0].replace("<non-verbose/>", "")
+    return " ".join(text.split())[:400] or "no reason is known"
 
 
 def import_llguidance() -> ModuleType:
