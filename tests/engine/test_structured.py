@@ -398,35 +398,3 @@ def test_beams_have_the_form(llm: LLM, kind: str, beam_width: int) -> None:
     for sample in output.outputs:
         assert sample.finish_reason == "stop"
         assert sample.text in [*CHOICES, "later"] if kind == "choice" else is_right(kind, sample.text)
-
-
-@pytest.mark.parametrize("kind", ["json", "compact", "choice", "grammar", "regex"])
-@pytest.mark.parametrize("beam_width", [2, 4])
-def test_beams_are_those_of_logits_that_are_masked_anew_for_each_prefix(llm: LLM, kind: str, beam_width: int) -> None:
-    """The slow twin knows no constraint: a processor goes through the whole output again for each row."""
-    params = {"beam_width": beam_width, "n": beam_width, "max_tokens": 60, "temperature": 0.0}
-    fast = SamplingParams(**params, structured_outputs=WANTED[kind])
-    (expected,) = run(llm, STORY, fast)
-    assert fast.structured_outputs is not None
-    grammar = llm.engine.grammars.open(fast.structured_outputs)
-    num_masked = 0
-
-    def mask(prompt: list[int], output: list[int], logits: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
-        nonlocal num_masked
-        num_masked += 1
-        matcher = grammar.open()
-        for token_id in output:
-            matcher.compute_ff_tokens()
-            assert matcher.try_consume_tokens([token_id]) == 1
-        forced = matcher.compute_ff_tokens()
-        bits = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.uint8)
-        allowed = (bits[:, None] >> torch.arange(8) & 1).flatten()[: len(logits)] == 1
-        if forced:
-            allowed = torch.arange(len(logits)) == forced[0]
-        return logits.masked_fill(~allowed, -torch.inf)
-
-    (slow,) = run(llm, STORY, SamplingParams(**params, logits_processors=[mask]))
-    assert num_masked > beam_width
-    assert [one.token_ids for one in slow.outputs] == [one.token_ids for one in expected.outputs]
-    assert [one.beam_score for one in slow.outputs] == [one.beam_score for one in expected.outputs]
-    assert len(expected.outputs) > 1

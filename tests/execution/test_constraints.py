@@ -11,8 +11,15 @@ import torch
 
 pytest.importorskip("llguidance", reason="the extra structured is not installed")
 
-from quire.execution.constraints import DEAD_END, MAX_FORCED_BYTES, MAX_RUN, Constraint
-from quire.execution.grammars import KEPT_BYTES, NUM_KEPT, GrammarShelf, compile_grammar, import_llguidance
+from quire.execution.constraints import DEAD_END, MAX_RUN, Constraint
+from quire.execution.grammars import (
+    KEPT_BYTES,
+    MAX_FORCED_BYTES,
+    NUM_KEPT,
+    GrammarShelf,
+    compile_grammar,
+    import_llguidance,
+)
 from quire.sequences.structured import GrammarSource, StructuredOutputs
 from tests.execution.grammar_world import (
     END,
@@ -246,8 +253,8 @@ def test_kept_grammars_are_bounded_by_what_compiling_took() -> None:
 
 def test_long_forced_text_is_drawn_until_the_rest_is_short() -> None:
     num_pairs = MAX_FORCED_BYTES // 2 + 4
-    matcher = shelf().compile(GrammarSource("regex", f"b|(ab){{{num_pairs}}}")).open()
-    known = Constraint(matcher, opening("regex"), (END,))
+    grammar = shelf().compile(GrammarSource("regex", f"b|(ab){{{num_pairs}}}"))
+    known = Constraint(grammar, opening("regex"), (END,))
     pair = VOCAB.index("ab")
     num_drawn = 0
     while len(run := known.append((pair,))) == 1:

@@ -112,7 +112,7 @@ def adjust(
     # A processor may return logits of its own making; what a grammar forbids stays forbidden.
     if any(own.constraint is not None for _, own, _ in processed):
         own_rows = {row for row, _, _ in processed}
-        _constrain(logits, [entry for entry in rows if entry[0] in own_rows])
+        _constrain(logits, [entry for entry in rows if entry[0] in own_rows], keep)
     return {row: error for row, error in errors.items() if error is not None}
 
 
