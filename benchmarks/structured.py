@@ -11,6 +11,7 @@ environment, which takes a minute, and kept.
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import statistics
 import sysconfig
@@ -38,7 +39,9 @@ VALUES = [{"type": "string"}, {"type": "number"}, {"type": "array", "items": {"t
 LINES = 'start: line{500}\nline: WORD ("=" | " ") (WORD | NUMBER) ";"?\nWORD: /[a-z]+/\nNUMBER: /[0-9]+/'
 FORMS: dict[str, dict[str, Any]] = {
     "json": {"json": {"type": "array", "items": {"anyOf": VALUES}, "minItems": 500}},
-    "regex": {"regex": r"([A-Za-z]+[,.]? ){500}"},
+    "regex": {"regex": r"([A-Za-z]+[,.]? )*~~~~"},
+    # Each word leads to a state of its own, so no mask is known before it is asked for.
+    "repetition": {"regex": r"([A-Za-z]+[,.]? ){500}"},
     "grammar": {"grammar": LINES},
 }
 RECORD: dict[str, Any] = {
@@ -195,6 +198,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=None, help="a checkpoint folder; default: a random one")
     parser.add_argument("--tokenizer", type=Path, default=make_model.FOLDER / "tokenizer", help="a folder; made there")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
     parser.add_argument("--only", choices=("overhead", "gain"), default=None)
     parser.add_argument("--name", default="structured", help="the name of the file under results/")
     options = parser.parse_args()
@@ -211,9 +215,13 @@ def main() -> None:
         num_threads=options.threads,
     ).engine
     data: dict[str, Any] = {"batch": BATCH, "threads": options.threads, "device": options.device, "model": model.name}
+    # With no more cores than threads, masks are filled before the model runs.
+    data["cores"] = len(os.sched_getaffinity(0))
     if options.only != "gain":
         data["overhead"] = [
-            row for temperature in (0.0, 0.8) for row in overhead(engine, temperature, options.rounds, options.steps)
+            row
+            for temperature in options.temperatures
+            for row in overhead(engine, temperature, options.rounds, options.steps)
         ]
     if options.only != "overhead":
         data["gain"] = gain(engine, options.rounds)

@@ -191,3 +191,17 @@ def test_without_the_package_the_extra_is_named() -> None:
 def test_a_source_is_what_the_process_gets(trial: Trial) -> None:
     assert trial.compile(GrammarSource("json", '{"type": "object"}', False), 30.0) is None
     assert trial.compile(GrammarSource("json", "not json"), 30.0)
+
+
+def test_what_compiling_took_is_known_whatever_came_before(trial: Trial) -> None:
+    names = [f"name {idx} {idx * 7919 % 1000}" for idx in range(4000)]
+    small, large = StructuredOutputs(regex="[ab]+c"), StructuredOutputs(choice=names)
+    taken = []
+    for wanted in (large, small, large, small, large):
+        assert trial.compile(wanted.source, 30.0) is None
+        taken.append(trial.num_bytes)
+    assert min(taken[0::2]) > 1 << 19
+    assert max(taken[1::2]) < 1 << 19
+    opened = grammars()
+    assert opened.open(large).num_bytes > 1 << 19
+    opened.close()

@@ -11,10 +11,16 @@ import torch
 
 pytest.importorskip("llguidance", reason="the extra structured is not installed")
 
-from quire.execution.constraints import DEAD_END, Constraint
-from quire.execution.grammars import NUM_KEPT
-from quire.execution.masks import keep_masked
-from quire.sequences.structured import GrammarSource
+from quire.execution.constraints import DEAD_END, MAX_RUN, Constraint
+from quire.execution.grammars import (
+    KEPT_BYTES,
+    MAX_FORCED_BYTES,
+    NUM_KEPT,
+    GrammarShelf,
+    compile_grammar,
+    import_llguidance,
+)
+from quire.sequences.structured import GrammarSource, StructuredOutputs
 from tests.execution.grammar_world import (
     END,
     NUM_IDS,
@@ -210,23 +216,6 @@ def test_tokens_that_the_grammar_does_not_have_are_an_error() -> None:
     assert known.error == DEAD_END
 
 
-@pytest.mark.parametrize("num_rows", [1, 3, 40])
-def test_masks_are_applied_as_one_by_one(num_rows: int) -> None:
-    generator = torch.Generator().manual_seed(num_rows)
-    num_tokens = 1000 if num_rows < 40 else 300_000  # more than one tile
-    logits = torch.randn(num_rows + 2, num_tokens, generator=generator)
-    rows = torch.randperm(num_rows + 2, generator=generator)[:num_rows].tolist()
-    masks = [torch.randint(-(2**31), 2**31, (-(-num_tokens // 32),), generator=generator).int() for _ in rows]
-    bits = [(mask.unsqueeze(1) >> torch.arange(32)).flatten()[:num_tokens] & 1 for mask in masks]
-    expected = logits.clone()
-    for row, bit in zip(rows, bits, strict=True):
-        expected[row, bit == 0] = -torch.inf
-    keep_masked(logits, list(zip(rows, masks, strict=True)))
-    assert torch.equal(logits, expected)
-    keep_masked(logits, [])
-    assert torch.equal(logits, expected)
-
-
 def test_a_mask_has_a_bit_for_each_id() -> None:
     assert NUM_IDS % 32
     (row,) = filled(constraint("dead"))
@@ -244,3 +233,51 @@ def test_grammars_that_nobody_holds_make_room_for_others() -> None:
     assert shelf().find(sources[0]) is held, "somebody holds it"
     assert shelf().find(sources[1]) is None
     assert shelf().find(sources[-1]) is shelf().compile(sources[-1])
+
+
+def test_kept_grammars_are_bounded_by_what_compiling_took() -> None:
+    small = GrammarShelf(lambda: str(tokenizer().to_str()), NUM_IDS, (END,))
+    sources = [GrammarSource("regex", f"b{{{count}}}") for count in range(1, 5)]
+    for source in sources[:3]:
+        small.compile(source, KEPT_BYTES // 3)
+    assert all(small.find(source) for source in sources[:3])
+    small.compile(sources[3], KEPT_BYTES // 2)
+    assert [small.find(source) is not None for source in sources] == [False, False, True, True]
+    large = GrammarSource("regex", "c")
+    held = small.compile(large, KEPT_BYTES + 1)
+    assert small.find(large) is held
+    assert not any(small.find(source) for source in sources), "there is no room beside it"
+    del held
+    assert small.find(large) is None, "it is kept as long as it is held"
+
+
+def test_long_forced_text_is_drawn_until_the_rest_is_short() -> None:
+    num_pairs = MAX_FORCED_BYTES // 2 + 4
+    grammar = shelf().compile(GrammarSource("regex", f"b|(ab){{{num_pairs}}}"))
+    known = Constraint(grammar, opening("regex"), (END,))
+    pair = VOCAB.index("ab")
+    num_drawn = 0
+    while len(run := known.append((pair,))) == 1:
+        num_drawn += 1
+        assert pair in filled(known)[0]
+    left = 2 * (num_pairs - num_drawn - 1)
+    assert left == MAX_FORCED_BYTES
+    assert run == (pair,) * (1 + MAX_RUN)
+
+
+@pytest.mark.parametrize("source", [one.source for one in (StructuredOutputs(**WANTED[name]) for name in NAMES)])
+def test_slices_change_no_mask(source: GrammarSource) -> None:
+    rng = random.Random(7)
+    text = str(tokenizer().to_str())
+    plain = import_llguidance().LLTokenizer(text, n_vocab=NUM_IDS, eos_token=[END], slices=[])
+    one, other = compile_grammar(plain, source), shelf().compile(source).open()
+    for _ in range(30):
+        rows = torch.zeros(2, NUM_WORDS, dtype=torch.int32)
+        for row, matcher in zip(rows, (one, other), strict=True):
+            matcher.unsafe_compute_mask_ptr(row.data_ptr(), 4 * NUM_WORDS)
+        assert torch.equal(rows[0], rows[1])
+        tokens = sorted(allowed(rows[0]) - {END})
+        if not tokens:
+            break
+        token_id = rng.choice(tokens)
+        assert one.try_consume_tokens([token_id]) == other.try_consume_tokens([token_id]) == 1

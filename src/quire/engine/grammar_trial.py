@@ -11,6 +11,7 @@ The process knows neither torch nor the model. One line of JSON comes in for eac
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import resource
@@ -47,10 +48,14 @@ class Trial:
     Raises:
         UnsupportedFeature: `llguidance` cannot read the tokenizer.
         WorkerError: the process does not start.
+
+    Attributes:
+        num_bytes: of memory that the last grammar that compiled took.
     """
 
     def __init__(self, tokenizer: str, vocab_size: int, end_token_ids: tuple[int, ...], memory_bytes: int) -> None:
         self._memory_bytes = memory_bytes
+        self.num_bytes = 0
         # Signals of the terminal are the parent's affair.
         self._process = subprocess.Popen(
             [sys.executable, "-c", BOOT, json.dumps(sys.path)],
@@ -65,9 +70,9 @@ class Trial:
         if answer is None:
             self.close()
             raise WorkerError("the process that compiles grammars does not start")
-        if answer:
+        if answer[0]:
             self.close()
-            raise UnsupportedFeature("structured_outputs", answer)
+            raise UnsupportedFeature("structured_outputs", answer[0])
 
     @property
     def is_alive(self) -> bool:
@@ -81,7 +86,8 @@ class Trial:
         """
         answer = self._ask([*source, timeout_s], timeout_s + GRACE_S)
         if answer is not None:
-            return answer or None
+            reason, self.num_bytes = answer
+            return reason or None
         code = self._process.poll()
         self.close()
         if code is None or code == -signal.SIGALRM:
@@ -93,8 +99,8 @@ class Trial:
         """End the process, in whatever state it is."""
         self._end()
 
-    def _ask(self, question: list[Any], timeout_s: float) -> str | None:
-        """Write a line and return the line that comes back; None where none comes in time."""
+    def _ask(self, question: list[Any], timeout_s: float) -> tuple[str, int] | None:
+        """Write a line and return what comes back, see `_answer`; None where nothing comes in time."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
@@ -111,7 +117,8 @@ class Trial:
         if not line:
             self._process.wait()
             return None
-        return str(json.loads(line))
+        reason, num_bytes = json.loads(line)
+        return str(reason), int(num_bytes)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -140,19 +147,31 @@ def main() -> None:
     for line in lines:
         *source, timeout_s = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, timeout_s)
-        reason = _try(tokenizer, GrammarSource(*source))
+        reason, num_bytes = _try(tokenizer, GrammarSource(*source))
         signal.setitimer(signal.ITIMER_REAL, 0)
-        _answer(sys.stdout, reason)
+        _answer(sys.stdout, reason, num_bytes)
 
 
-def _try(tokenizer: Any, source: GrammarSource) -> str:
-    """Return why a grammar does not compile, nothing where it does."""
+def _try(tokenizer: Any, source: GrammarSource) -> tuple[str, int]:
+    """Return why a grammar does not compile, nothing where it does; and the bytes of memory that it took."""
+    num_before = _resident_bytes()
     try:
         matcher = compile_grammar(tokenizer, source)
     except ValueError as error:
-        return str(error) or "no reason is known"
+        return str(error) or "no reason is known", 0
+    num_bytes = max(0, _resident_bytes() - num_before)
     num_forced = len(matcher.compute_ff_tokens())
-    return f"it forces {num_forced} tokens in a row, and {MAX_FORCED} is the most" if num_forced > MAX_FORCED else ""
+    if num_forced > MAX_FORCED:
+        return f"it forces {num_forced} tokens in a row, and {MAX_FORCED} is the most", 0
+    return "", num_bytes
+
+
+def _resident_bytes() -> int:
+    """Return the memory that the process has, what earlier grammars left behind given back."""
+    with suppress(OSError, AttributeError):  # where the C library has no such call, less is found to have grown
+        ctypes.CDLL(None).malloc_trim(0)
+    num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return num_pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _limit_memory(memory_bytes: int) -> None:
@@ -163,6 +182,7 @@ def _limit_memory(memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _answer(out: TextIO, text: str) -> None:
-    out.write(json.dumps(text) + "\n")
+def _answer(out: TextIO, reason: str, num_bytes: int = 0) -> None:
+    """Write why something failed, nothing where it did not, and the bytes of memory that it took."""
+    out.write(json.dumps([reason, num_bytes]) + "\n")
     out.flush()

@@ -55,10 +55,10 @@ class Grammars:
         import_llguidance()
         source = wanted.source
         allowed = f"{WANTED[source.kind]} that compiles"
-        error = self._try(wanted)
+        error, num_bytes = self._try(wanted)
         if error is None:
             try:
-                return self.shelf.compile(source)
+                return self.shelf.compile(source, num_bytes)
             except ValueError as failure:
                 error = str(failure)
         raise InvalidParameter(wanted.field, source.text, f"{allowed}: {error}")
@@ -85,8 +85,8 @@ class Grammars:
             if trial is not None:
                 trial.close()
 
-    def _try(self, wanted: StructuredOutputs) -> str | None:
-        """Return why a grammar does not compile, None where it does."""
+    def _try(self, wanted: StructuredOutputs) -> tuple[str | None, int]:
+        """Return why a grammar does not compile, None where it does; and the bytes of memory that it takes."""
         trial = self._places.get()
         try:
             if trial is not None and not trial.is_alive:
@@ -96,7 +96,7 @@ class Grammars:
                 shelf = self.shelf
                 # Only now: the tokenizer's text is long, and most engines are asked for no grammar.
                 trial = Trial(shelf.read_tokenizer(), shelf.vocab_size, shelf.end_token_ids, self._memory_bytes)
-            return trial.compile(wanted.source, self._timeout_s)
+            return trial.compile(wanted.source, self._timeout_s), trial.num_bytes
         finally:
             if self._is_closed and trial is not None:
                 trial.close()

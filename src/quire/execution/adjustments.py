@@ -9,15 +9,19 @@ Temperature and the filters come after (`quire.execution.draws`). Who asks for n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from quire.execution.constraints import Constraint
 from quire.execution.history import TokenHistory
-from quire.execution.masks import BadWords, add_bias, forbid, keep_masked, keep_only
+from quire.execution.masks import BadWords, add_bias, forbid, keep_only
 from quire.execution.penalties import penalize_repeats, penalize_tokens
+from quire.ops.torch_rows import keep_tokens
 from quire.scheduling.plan import Opening
+
+# `quire.ops.interface.Ops.keep_tokens`.
+KeepTokens = Callable[[torch.Tensor, Sequence[int], Sequence[torch.Tensor]], None]
 
 
 class Adjustments:
@@ -58,25 +62,33 @@ class Adjustments:
 
     @property
     def shows_bad_logits(self) -> bool:
-        """True when logits that are not numbers are still none afterwards: a grammar adds to them, and nothing else."""
-        return self.history is None and self.allowed_ids is None and len(self.suppressed_ids) == 0
+        """True when logits that are not numbers are still none afterwards, because they are added to, and no more."""
+        return (
+            self.history is None
+            and self.constraint is None
+            and self.allowed_ids is None
+            and len(self.suppressed_ids) == 0
+        )
 
     def is_suppressing(self, position: int) -> bool:
         """True while fewer than `min_tokens` output tokens come before `position`."""
         return len(self.suppressed_ids) > 0 and position - self.num_prompt < self.params.min_tokens
 
 
-def adjust(logits: torch.Tensor, rows: Sequence[tuple[int, Adjustments, int]]) -> dict[int, str]:
+def adjust(
+    logits: torch.Tensor, rows: Sequence[tuple[int, Adjustments, int]], keep: KeepTokens = keep_tokens
+) -> dict[int, str]:
     """Apply what requests ask for to the named rows, in place.
 
     Args:
         logits: float32 [R, V].
         rows: row, its sequence's adjustments, and the position of the token that the row's logits are for.
+        keep: applies masks of grammars.
 
     Returns:
         For each row whose own processor or grammar failed, why.
     """
-    errors = _constrain(logits, rows)
+    errors = _constrain(logits, rows, keep)
     keep_only(logits, [(row, own.allowed_ids) for row, own, _ in rows if own.allowed_ids is not None])
     add_bias(logits, [(row, own.bias_ids, own.bias) for row, own, _ in rows if len(own.bias_ids)])
     forbid(logits, [(row, own.suppressed_ids) for row, own, position in rows if own.is_suppressing(position)])
@@ -100,15 +112,18 @@ def adjust(logits: torch.Tensor, rows: Sequence[tuple[int, Adjustments, int]]) -
     # A processor may return logits of its own making; what a grammar forbids stays forbidden.
     if any(own.constraint is not None for _, own, _ in processed):
         own_rows = {row for row, _, _ in processed}
-        _constrain(logits, [entry for entry in rows if entry[0] in own_rows])
+        _constrain(logits, [entry for entry in rows if entry[0] in own_rows], keep)
     return {row: error for row, error in errors.items() if error is not None}
 
 
-def _constrain(logits: torch.Tensor, rows: Sequence[tuple[int, Adjustments, int]]) -> dict[int, str | None]:
+def _constrain(
+    logits: torch.Tensor, rows: Sequence[tuple[int, Adjustments, int]], keep: KeepTokens
+) -> dict[int, str | None]:
     """Forbid what the rows' grammars do not have next; return for each row with a grammar why that failed, or None."""
     constrained = [(row, own.constraint, position) for row, own, position in rows if own.constraint is not None]
-    masks = [(row, constraint.mask_at(position)) for row, constraint, position in constrained]
-    keep_masked(logits, [(row, mask) for row, mask in masks if mask is not None])
+    masks = {row: mask for row, own, position in constrained if (mask := own.mask_at(position)) is not None}
+    if masks:
+        keep(logits, list(masks), list(masks.values()))
     return {row: constraint.error for row, constraint, _ in constrained}
 
 

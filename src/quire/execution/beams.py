@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from quire.execution.adjustments import Adjustments, adjust
+from quire.execution.adjustments import Adjustments, KeepTokens, adjust
 from quire.execution.draws import likeliest
 from quire.execution.logprobs import measure, rows_per_tile
 from quire.scheduling.plan import BeamGroup, Candidate
@@ -36,7 +36,7 @@ class BeamRow(NamedTuple):
 
 
 def find_candidates(
-    logits: torch.Tensor, rows: Sequence[BeamRow], groups: Sequence[BeamGroup]
+    logits: torch.Tensor, rows: Sequence[BeamRow], groups: Sequence[BeamGroup], keep: KeepTokens
 ) -> tuple[list[tuple[Candidate, ...]], dict[int, str]]:
     """Return the best continuations of each group; of equals the earlier beam's, then the lower token id, come first.
 
@@ -44,12 +44,13 @@ def find_candidates(
         logits: float32 [R, V], finite: a row for each beam, those of a group side by side, the groups in their order.
         rows: what is known of each.
         groups: of R beams together.
+        keep: applies masks of grammars.
 
     Returns:
         Candidates, best first, without those that are impossible; and for each row whose own processor failed, why.
     """
     width = min(max(group.num_candidates for group in groups), logits.shape[1])
-    values, ids, errors = _best_of_rows(logits, rows, width)
+    values, ids, errors = _best_of_rows(logits, rows, width, keep)
     values += torch.tensor([score for group in groups for score in group.scores], device=logits.device)[:, None]
     found: list[tuple[Candidate, ...]] = [()] * len(groups)
     alike: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -77,7 +78,7 @@ def find_candidates(
 
 
 def _best_of_rows(
-    logits: torch.Tensor, rows: Sequence[BeamRow], width: int
+    logits: torch.Tensor, rows: Sequence[BeamRow], width: int, keep: KeepTokens
 ) -> tuple[torch.Tensor, torch.Tensor, dict[int, str]]:
     """Return the `width` best log probabilities of each row and their tokens, [R, width], as requests changed them.
 
@@ -95,7 +96,7 @@ def _best_of_rows(
             if not known.adjustments.is_none(known.position)
         ]
         if changed:
-            errors |= {start + row: error for row, error in adjust(part, changed).items()}
+            errors |= {start + row: error for row, error in adjust(part, changed, keep).items()}
         best, best_ids = likeliest(part, width)
         values.append(best)
         ids.append(best_ids)

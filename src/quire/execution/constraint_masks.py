@@ -1,9 +1,13 @@
-"""The constraints of all open sequences; their masks are computed while the model runs.
+"""The constraints of all open sequences; their masks are computed while the model runs, or before it.
 
 ```
  this thread     follow: who is open, what is known |  layers ...  | adjust: take the masks | append: what must follow
  mask thread                                        '-> fill ... ->'
 ```
+
+Where the model's threads have all cores, another thread would take one of them, and the others would wait for that one
+at the end of each kernel: then this thread fills the masks, before the layers. To share the work between threads gains
+nothing anyway: those who follow one grammar wait for each other's look at its lexer.
 """
 
 from __future__ import annotations
@@ -43,10 +47,12 @@ class Constraints:
 
     Args:
         shelf: the model's grammars.
+        is_beside: whether there is a core for masks beside those that the model's threads have.
     """
 
-    def __init__(self, shelf: GrammarShelf) -> None:
+    def __init__(self, shelf: GrammarShelf, *, is_beside: bool = True) -> None:
         self._shelf = shelf
+        self._is_beside = is_beside
         self._num_words = -(-shelf.vocab_size // 32)
         self._open: dict[int, Constraint] = {}
         # Closed by the plan at hand, and maybe what its openings were forked from.
@@ -89,7 +95,7 @@ class Constraints:
         return constraint
 
     def begin(self, items: Sequence[PlanItem]) -> None:
-        """Have the masks of a step filled by another thread."""
+        """Fill the masks of a step, or have another thread fill them."""
         self._wait()
         self._leaving.clear()
         if not self._open:
@@ -101,10 +107,13 @@ class Constraints:
         masks = torch.split(torch.empty((sum(num_rows), self._num_words), dtype=torch.int32), num_rows)
         # The constraints must have their masks before the thread looks for them.
         begun: Future[None] = Future()
-        self._job = self._thread.submit(_fill, works, begun)
+        if self._is_beside:
+            self._job = self._thread.submit(_fill, works, begun)
         for work, part in zip(works, masks, strict=True):
             work.constraint.begin(part, self._job)
         begun.set_result(None)
+        if not self._is_beside:
+            _fill(works, begun)
 
     def append(self, items: Sequence[PlanItem], results: Sequence[ItemResult]) -> list[ItemResult]:
         """Take in what was drawn, and append what must follow.

@@ -2,7 +2,8 @@
 
 Where the grammar leaves no choice of text, the only token is the one that the tokenizer would write the text with, but
 that special tokens are no text. So what is forced is the same whether it is drawn row by row, verified as drafts, or
-appended without a step.
+appended without a step. Where it leaves none for very long, the tokens are those that the grammar allows, until the
+rest of the text is shorter.
 """
 
 from __future__ import annotations

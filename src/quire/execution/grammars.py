@@ -17,11 +17,21 @@ from weakref import WeakValueDictionary
 from quire.errors import UnsupportedFeature
 from quire.sequences.structured import GrammarSource
 
-# Compiled grammars that are kept although nobody uses them.
+# Compiled grammars that are kept although nobody uses them, and what they may have taken when they were compiled.
 NUM_KEPT = 32
+KEPT_BYTES = 256 << 20
+# What one mask, or one look at what is forced, may cost the lexer (some 4 ms); and states that a grammar's lexer may
+# come to while outputs go through it, of one or two kilobytes each.
+STEP_FUEL = 50_000
+MAX_LEXER_STATES = 50_000
+# Text that is forced for longer than this is not looked at as tokens yet: that would take long, and other threads wait.
+MAX_FORCED_BYTES = 1 << 14
 # One space, or a new line with its indentation: enough for how people write JSON, too little to go on for ever.
 WHITESPACE = r" |\n[ \t]{0,40}"
 NO_TEXT = b"\xff"
+# Tokens that `llguidance` looks at as a whole, besides its own choice of them: with words, those masks of texts of
+# words that it does not know yet take half the time.
+SLICES = ("[A-Za-z]+",)
 NO_EXTENSION = "there is no text that it matches and the model can write"
 
 
@@ -31,20 +41,22 @@ class Grammar:
     Args:
         matcher: `llguidance`'s, as it is before the first token.
         tokenizer: as `open_tokenizer` gives it.
+        num_bytes: that compiling it took.
     """
 
-    __slots__ = ("__weakref__", "_matcher", "_tokenizer")
+    __slots__ = ("__weakref__", "_matcher", "_tokenizer", "num_bytes")
 
-    def __init__(self, matcher: Any, tokenizer: Any) -> None:
+    def __init__(self, matcher: Any, tokenizer: Any, num_bytes: int = 0) -> None:
         self._matcher = matcher
         self._tokenizer = tokenizer
+        self.num_bytes = num_bytes
 
     def open(self) -> Any:
         """Return a matcher of its own, before its first token; it costs a few microseconds."""
         return self._matcher.deep_copy()
 
     def forced(self, matcher: Any) -> tuple[int, ...]:
-        """Return the tokens that must come next; none where there is a choice.
+        """Return the tokens that must come next; none where there is a choice, or what is forced is very long.
 
         Where what must be written has the letters of a special token, the tokenizer gives that token, which is no text
         to a matcher, and may even end the output. Such a text is cut into other tokens.
@@ -52,6 +64,9 @@ class Grammar:
         Args:
             matcher: one that was opened here.
         """
+        # Bytes come much faster than tokens, and both while the interpreter is held.
+        if not 0 < len(matcher.compute_ff_bytes()) <= MAX_FORCED_BYTES:
+            return ()
         tokens: list[int] = matcher.compute_ff_tokens()
         if any(map(self._tokenizer.is_special_token, tokens)) and matcher.validate_tokens(tokens) < len(tokens):
             # A byte that no text has stands before tokens that the grammar names itself.
@@ -63,7 +78,8 @@ class Grammar:
 class GrammarShelf:
     """The compiled grammars of one model; may be asked by several threads.
 
-    A grammar stays as long as somebody holds it, and the last few that were asked for stay longer.
+    A grammar stays as long as somebody holds it, and the last few that were asked for stay longer: `NUM_KEPT` at most,
+    and no more than take `KEPT_BYTES` together.
 
     Args:
         read_tokenizer: returns the tokenizer as the text of a `tokenizer.json`; called when the first grammar comes.
@@ -85,8 +101,12 @@ class GrammarShelf:
         with self._lock:
             return self._note(source, self._known.get(source))
 
-    def compile(self, source: GrammarSource) -> Grammar:
+    def compile(self, source: GrammarSource, num_bytes: int = 0) -> Grammar:
         """Return a grammar, compiled where it is not known.
+
+        Args:
+            source: the grammar.
+            num_bytes: that compiling it takes, as far as is known.
 
         Raises:
             ValueError: it does not compile; the message says why.
@@ -99,17 +119,18 @@ class GrammarShelf:
             if self._tokenizer is None:
                 self._tokenizer = open_tokenizer(self.read_tokenizer(), self.vocab_size, self.end_token_ids)
         # Without the lock: who wants another grammar does not wait for this one.
-        grammar = Grammar(compile_grammar(self._tokenizer, source), self._tokenizer)
+        grammar = Grammar(compile_grammar(self._tokenizer, source), self._tokenizer, num_bytes)
         with self._lock:
             return self._note(source, self._known.setdefault(source, grammar)) or grammar
 
     def _note(self, source: GrammarSource, grammar: Grammar | None) -> Grammar | None:
-        """Keep a grammar that was asked for, in place of the one that was asked for the longest ago."""
+        """Keep a grammar that was asked for, in place of those that were asked for the longest ago."""
+        recent = self._recent
         if grammar is not None:
-            self._recent[source] = grammar
-            self._recent.move_to_end(source)
-            if len(self._recent) > NUM_KEPT:
-                self._recent.popitem(last=False)
+            recent[source] = grammar
+            recent.move_to_end(source)
+            while len(recent) > NUM_KEPT or sum(one.num_bytes for one in recent.values()) > KEPT_BYTES:
+                recent.popitem(last=False)
         return grammar
 
 
@@ -126,7 +147,8 @@ def open_tokenizer(text: str, vocab_size: int, end_token_ids: Sequence[int]) -> 
     """
     llguidance = import_llguidance()
     try:
-        return llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=list(end_token_ids))
+        slices = [*llguidance.LLTokenizer.general_slices(), *SLICES]
+        return llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=list(end_token_ids), slices=slices)
     except Exception as error:  # the library raises nothing narrower
         raise UnsupportedFeature("structured_outputs", f"the model's tokenizer cannot be used ({error})") from error
 
@@ -142,7 +164,9 @@ def compile_grammar(tokenizer: Any, source: GrammarSource) -> Any:
         ValueError: it does not compile, or allows no first token; the message says why.
     """
     llguidance = import_llguidance()
-    limits = llguidance.LLParserLimits(verbose_errors=False)
+    limits = llguidance.LLParserLimits(
+        step_lexer_fuel=STEP_FUEL, max_lexer_states=MAX_LEXER_STATES, verbose_errors=False
+    )
     matcher = llguidance.LLMatcher(tokenizer, _definition(llguidance, source), log_level=0, limits=limits)
     if not matcher.is_error():
         # What is worked out for a first mask is there for all others; and whether there is one shows.
@@ -157,7 +181,8 @@ def why(matcher: Any) -> str:
     text: str = matcher.get_error()
     if text.startswith("NoExtension"):
         return NO_EXTENSION
-    return " ".join(text.partition("<state>")[0].split())[:400] or "no reason is known"
+    text = text.partition("<state>")[0].replace("<non-verbose/>", "")
+    return " ".join(text.split())[:400] or "no reason is known"
 
 
 def import_llguidance() -> ModuleType:

@@ -1,4 +1,4 @@
-"""Which tokens a request may be given at all: grammars, allowed tokens, suppressed end tokens, bad words; and bias."""
+"""Which tokens a request may be given at all: allowed tokens, suppressed end tokens, bad words; and bias."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-
-# Of what is added to logits at once, so that it is in a cache still when it is added.
-CACHED_BYTES = 2 << 20
 
 RowIds = tuple[int, torch.Tensor]  # a row, and token ids of int64
 
@@ -48,22 +45,6 @@ class _WordsOfLength(NamedTuple):
     length: int
     beginnings: torch.Tensor
     last_ids: torch.Tensor
-
-
-def keep_masked(logits: torch.Tensor, entries: Sequence[tuple[int, torch.Tensor]]) -> None:
-    """Forbid all tokens of the named rows of logits [R, V] but those whose bits are set, int32 [ceil(V / 32)] a row."""
-    if not entries:
-        return
-    num_tokens, device = logits.shape[1], logits.device
-    # What eight tokens' bits add to their logits: a look-up and a sum are much faster than a fill under a mask.
-    bits = (torch.arange(256).unsqueeze(1) >> torch.arange(8)) & 1
-    added = torch.zeros(256, 8).masked_fill_(bits == 0, -torch.inf).to(device)
-    tile = max(1, CACHED_BYTES // (4 * num_tokens))
-    for start in range(0, len(entries), tile):
-        part = entries[start : start + tile]
-        masks = torch.stack([mask for _, mask in part]).to(device).view(torch.uint8)
-        change = added.index_select(0, masks.flatten().int()).view(len(part), -1)[:, :num_tokens]
-        logits.index_add_(0, torch.tensor([row for row, _ in part], device=device), change)
 
 
 def keep_only(logits: torch.Tensor, entries: Sequence[RowIds]) -> None:

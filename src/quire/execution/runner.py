@@ -14,6 +14,7 @@ from quire.execution.draft_model import DraftModel, with_drafts
 from quire.execution.grammars import GrammarShelf
 from quire.execution.host_blocks import TieredBlocks
 from quire.execution.logprobs import measure, rows_per_tile
+from quire.execution.machine import probe
 from quire.execution.media import OpenMedia
 from quire.execution.sampler import BAD_LOGITS, Sampler
 from quire.execution.storage import Storage, make_storages
@@ -94,7 +95,12 @@ class ModelRunner:
         groups = (*decoder.cache_groups, *(() if draft is None else draft.cache_groups))
         storages = make_storages(groups, num_blocks, block_size, dtype, place, stored)
         builder = BatchBuilder(block_size, place, [group.kept for group in groups])
-        sampler = Sampler(place, None if grammars is None else Constraints(grammars))
+        constraints = None
+        if grammars is not None:
+            num_cores = probe(device).num_threads
+            is_beside = place.type != "cpu" or torch.get_num_threads() < num_cores
+            constraints = Constraints(grammars, is_beside=is_beside)
+        sampler = Sampler(place, constraints, decoder.ops.keep_tokens)
         return cls(decoder, storages, builder, sampler, OpenMedia(place), host_bytes, disk, draft)
 
     def measure_copies(self) -> float | None:

@@ -9,13 +9,14 @@ from typing import NamedTuple
 
 import torch
 
-from quire.execution.adjustments import Adjustments, adjust
+from quire.execution.adjustments import Adjustments, KeepTokens, adjust
 from quire.execution.beams import BeamRow, find_candidates
 from quire.execution.constraint_masks import Constraints
 from quire.execution.constraints import Constraint
 from quire.execution.draws import Filter, draw, uniform
 from quire.execution.history import TokenHistory
 from quire.execution.logprobs import measure, rows_per_tile
+from quire.ops.torch_rows import keep_tokens
 from quire.scheduling.plan import (
     BeamGroup,
     Candidate,
@@ -94,11 +95,15 @@ class Sampler:
     Args:
         device: of the logits.
         constraints: of outputs that must have a form; None where no request can ask for one.
+        keep: applies their masks.
     """
 
-    def __init__(self, device: torch.device, constraints: Constraints | None = None) -> None:
+    def __init__(
+        self, device: torch.device, constraints: Constraints | None = None, keep: KeepTokens = keep_tokens
+    ) -> None:
         self._device = device
         self._constraints = constraints
+        self._keep = keep
         self._states: dict[int, SamplingState] = {}
         # Of the open sequences, those that take more than a look for the greatest logit; and two kinds of them.
         self._special: dict[int, SamplingState] = {}
@@ -166,13 +171,14 @@ class Sampler:
                 return results
         states = [self._states[item.seq_id] for item in items]
         if len(logits) > len(items):
-            results = _verify(logits, items, states)
+            results = _verify(logits, items, states, self._keep)
         else:
             rows = [
                 Row(state, item.start + len(item.token_ids), item.num_samples)
                 for state, item in zip(states, items, strict=True)
             ]
-            results = [drawn.result_of(item) for item, drawn in zip(items, _draw_rows(logits, rows), strict=True)]
+            drawn = _draw_rows(logits, rows, self._keep)
+            results = [one.result_of(item) for item, one in zip(items, drawn, strict=True)]
         return results if self._constraints is None else self._constraints.append(items, results)
 
     def search(
@@ -202,7 +208,7 @@ class Sampler:
         states = [self._states[items[place].seq_id] for place in places]
         ends = [items[place].start + len(items[place].token_ids) for place in places]
         known = [BeamRow(one.adjustments, end, one.params.logprobs) for one, end in zip(states, ends, strict=True)]
-        found, failed = find_candidates(own, known, groups)
+        found, failed = find_candidates(own, known, groups, self._keep)
         failures = {items[places[row]].seq_id: error for row, error in (failed | errors).items()}
         results = [
             Drawn(error=failures.get(item.seq_id)).result_of(item) if place in searching else next(drawn)
@@ -247,7 +253,9 @@ def _run(item: PlanItem, drawn: Sequence[int]) -> tuple[int, ...]:
     return tuple(drawn)
 
 
-def _verify(logits: torch.Tensor, items: Sequence[PlanItem], states: Sequence[SamplingState]) -> list[ItemResult]:
+def _verify(
+    logits: torch.Tensor, items: Sequence[PlanItem], states: Sequence[SamplingState], keep: KeepTokens
+) -> list[ItemResult]:
     """Draw a run for each item.
 
     At each of its rows the token is drawn that would be drawn without drafts, from the same distribution with the same
@@ -261,6 +269,7 @@ def _verify(logits: torch.Tensor, items: Sequence[PlanItem], states: Sequence[Sa
         logits: see `Sampler.sample`.
         items: of which some have drafts.
         states: of their sequences.
+        keep: see `Sampler`.
 
     Source: speculative sampling, arXiv 2211.17192.
     """
@@ -277,7 +286,7 @@ def _verify(logits: torch.Tensor, items: Sequence[PlanItem], states: Sequence[Sa
             item, state = items[idx], states[idx]
             rows.append(Row(state, item.start + len(item.token_ids) - item.num_draft + place, item.num_samples))
         part = logits if len(wave) == len(logits) else logits[[starts[idx] + place for idx, place in wave]]
-        for (idx, _), drawn in zip(wave, _draw_rows(part, rows), strict=True):
+        for (idx, _), drawn in zip(wave, _draw_rows(part, rows, keep), strict=True):
             runs[idx].append(drawn)
         wave = [
             (idx, place)
@@ -309,7 +318,7 @@ def _run_result(item: PlanItem, rows: Sequence[Drawn]) -> ItemResult:
     return ItemResult(item.seq_id, run, logprobs)
 
 
-def _draw_rows(logits: torch.Tensor, rows: Sequence[Row]) -> list[Drawn]:
+def _draw_rows(logits: torch.Tensor, rows: Sequence[Row], keep: KeepTokens) -> list[Drawn]:
     """Draw the tokens of each row of logits, float32 [R, V], overwritten; no row's depend on the others."""
     adjusted = [place for place, row in enumerate(rows) if not row.state.adjustments.is_none(row.position)]
     measured = [place for place, row in enumerate(rows) if row.state.params.measures_tokens]
@@ -319,7 +328,7 @@ def _draw_rows(logits: torch.Tensor, rows: Sequence[Row]) -> list[Drawn]:
     raw = logits[measured] if measured else logits
     if adjusted:
         changes = [(place, rows[place].state.adjustments, rows[place].position) for place in adjusted]
-        errors = adjust(logits, changes) | errors
+        errors = adjust(logits, changes, keep) | errors
     nothing_left = NO_TOKEN if adjusted else BAD_LOGITS
     if all(row.state.params.is_greedy for row in rows):
         greatest, chosen = logits.max(-1, keepdim=True)

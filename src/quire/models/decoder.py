@@ -64,11 +64,14 @@ class Decoder:
         spec: what to compute.
         ops: with which kernels.
         dtype: of weights, hidden states and cache.
+
+    Attributes:
+        ops, spec, dtype: as given.
     """
 
     def __init__(self, spec: ModelSpec, *, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
         self.spec = spec
-        self._ops = ops
+        self.ops = ops
         self.dtype = dtype
         self._device = device
         self._embed: Callable[[Tensor], Tensor]
@@ -128,7 +131,7 @@ class Decoder:
         }
 
     def _make_mixer(self, mixer: Mixer, layer_idx: int, addition: Addition) -> MixerBlock:
-        place = (self.spec.width, layer_idx, addition, self._ops)
+        place = (self.spec.width, layer_idx, addition, self.ops)
         match mixer:
             case Attention():
                 block = AttentionBlock if mixer.source is None else SharedAttentionBlock
@@ -143,10 +146,10 @@ class Decoder:
     def _make_ffn(self, ffn: GatedMLP | Experts, addition: Addition) -> GatedMLPBlock | ExpertsBlock:
         match ffn:
             case GatedMLP():
-                return GatedMLPBlock(ffn, self.spec.width, addition, self._ops)
+                return GatedMLPBlock(ffn, self.spec.width, addition, self.ops)
             case Experts():
                 assert addition == Addition(), "what experts give is added as it is"
-                return ExpertsBlock(ffn, self.spec.width, self._ops)
+                return ExpertsBlock(ffn, self.spec.width, self.ops)
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
@@ -156,7 +159,7 @@ class Decoder:
     @property
     def kernels(self) -> str:
         """What computes, for people."""
-        return self._ops.name
+        return self.ops.name
 
     @property
     def missing_weights(self) -> tuple[str, ...]:
@@ -242,9 +245,9 @@ class Decoder:
     def _step(self, batch: AttentionBatch | StateBatch, storage: Any) -> Any:
         match batch:
             case AttentionBatch():
-                return self._ops.step_attention(batch, storage)
+                return self.ops.step_attention(batch, storage)
             case StateBatch():
-                return self._ops.step_states(batch, storage)
+                return self.ops.step_states(batch, storage)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [R, V], float32, of hidden states [R, E]."""
@@ -261,7 +264,7 @@ class Decoder:
             if isinstance(self._head.run, KeepsRows):
                 self._embed = self._head.run.rows
                 return
-        self._embed = partial(self._ops.embedding, weight=tensor.clone())
+        self._embed = partial(self.ops.embedding, weight=tensor.clone())
 
 
 def _input_kind(mixer: Mixer, place: tuple[int, int]) -> tuple[int, tuple[Rope | None, int] | None, Temperature | None]:

@@ -285,7 +285,8 @@ class KeepsRows(Protocol):
 
 
 class Ops(Protocol):
-    """What a model needs computed. Nothing here changes its arguments, except the cache that `StepAttention` writes.
+    """What a model needs computed. Nothing here changes its arguments, except the cache that `StepAttention` writes and
+    the logits of `keep_tokens`.
 
     Attributes:
         name: what computes, for people.
@@ -337,6 +338,16 @@ class Ops(Protocol):
 
         Returns:
             [T, F], contiguous, of the dtype of `gates`.
+        """
+        ...
+
+    def keep_tokens(self, logits: Tensor, rows: Sequence[int], masks: Sequence[Tensor]) -> None:
+        """Set all tokens of some rows to minus infinity, in place, but those whose bits are set.
+
+        Args:
+            logits: float32 [R, V], none NaN or plus infinity.
+            rows: each once.
+            masks: one for each of them, int32 [ceil(V / 32)] on the CPU; the lowest bit is the first token's.
         """
         ...
 

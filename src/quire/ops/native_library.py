@@ -19,7 +19,7 @@ from quire.ops.weight_formats import UNITS, WeightFormat
 
 FOLDER: Final = Path(__file__).parent / "native"
 # The number that `quire_interface_version` must return.
-INTERFACE_VERSION: Final = 14
+INTERFACE_VERSION: Final = 15
 # The best last; a processor that runs one runs those before it.
 LEVELS: Final = ("portable", "avx2", "avx512", "avx512_bf16")
 MAX_HEAD_DIM: Final = 256
@@ -106,8 +106,8 @@ class NativeLibrary:
     Attributes:
         packed_types: the types of weights that it packs and multiplies faster than torch does.
         panel_columns: columns of a panel, of weights that are rounded (True) and of those that are not.
-        attend, plan_attention, free_attention_plan, tokens_read, gate, prepare, rms_norm, pack, linear, rows,
-            packed_columns: the functions of the same names, with `quire_` before, of the sources.
+        attend, plan_attention, free_attention_plan, tokens_read, gate, prepare, rms_norm, keep_tokens, pack, linear,
+            rows, packed_columns: the functions of the same names, with `quire_` before, of the sources.
         weight_kernels: for each format of rounded weights, what packs and multiplies them.
         lossless: those of weights packed to three quarters, on AVX2 and better.
 
@@ -141,6 +141,7 @@ class NativeLibrary:
         self.rms_norm = _typed(
             library.quire_rms_norm, _INT, _POINTER, _INT, _INT, _POINTER, _FLOAT, _INT, _INT, _POINTER
         )
+        self.keep_tokens = _typed(library.quire_keep_tokens, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER)
         self.pack = _typed(library.quire_pack, _INT, _POINTER, _INT, _INT, _BOOL, _POINTER)
         self.linear = _typed(
             library.quire_linear, _INT, _POINTER, _INT, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _POINTER

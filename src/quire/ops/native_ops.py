@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from ctypes import byref
 from typing import Any
 
@@ -125,6 +126,22 @@ class NativeOps:
     def gated_norm(self, x: Tensor, gates: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Gate and normalise rows."""
         return self._torch.gated_norm(x, gates, weight, eps)
+
+    def keep_tokens(self, logits: Tensor, rows: Sequence[int], masks: Sequence[Tensor]) -> None:
+        """Write minus infinities where they belong; with AVX-512, read no logits."""
+        if logits.stride(1) != 1:
+            return self._torch.keep_tokens(logits, rows, masks)
+        masks = [mask.contiguous() for mask in masks]
+        places, pointers = array("q", rows), array("Q", [mask.data_ptr() for mask in masks])
+        self._library.keep_tokens(
+            logits.data_ptr(),
+            logits.stride(0),
+            logits.shape[1],
+            places.buffer_info()[0],
+            len(places),
+            pointers.buffer_info()[0],
+        )
+        return None
 
     def step_states(self, batch: StateBatch, states: PagedStates) -> StepStates:
         """Leave recurrence to torch."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -71,6 +72,14 @@ class ReferenceOps:
         return torch.cat([rms_norm(part, scale, eps) for part, scale in zip(parts, weight, strict=True)], -1).to(
             gates.dtype
         )
+
+    def keep_tokens(self, logits: Tensor, rows: Sequence[int], masks: Sequence[Tensor]) -> None:
+        """Look at the bits one by one."""
+        for row, mask in zip(rows, masks, strict=True):
+            words = mask.tolist()
+            for token_id in range(logits.shape[1]):
+                if not words[token_id // 32] >> token_id % 32 & 1:
+                    logits[row, token_id] = -torch.inf
 
     def step_attention(self, batch: AttentionBatch, kv: PagedKV) -> ReferenceStepAttention:
         """Keep the batch as it is."""

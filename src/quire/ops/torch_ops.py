@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -68,6 +69,10 @@ class TorchOps:
     def gated_norm(self, x: Tensor, gates: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Gate and normalise rows."""
         return torch_rows.gated_norm(x, gates, weight, eps)
+
+    def keep_tokens(self, logits: Tensor, rows: Sequence[int], masks: Sequence[Tensor]) -> None:
+        """Look up what eight tokens' bits add to their logits; a fill under a mask takes much longer."""
+        torch_rows.keep_tokens(logits, rows, masks)
 
     def step_attention(self, batch: AttentionBatch, kv: PagedKV) -> StepAttention:
         """Compute row ids and masks once for all layers."""

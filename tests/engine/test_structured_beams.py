@@ -1,0 +1,52 @@
+"""Beams that must have a form, beside a search without constraints whose logits are masked from scratch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+pytest.importorskip("llguidance", reason="the extra structured is not installed")
+
+from quire import LLM, SamplingParams
+from tests.engine.test_structured import STORY, WANTED, load, run
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    llm = load()
+    yield llm
+    llm.close()
+
+
+@pytest.mark.parametrize("kind", ["json", "compact", "choice", "grammar", "regex"])
+@pytest.mark.parametrize("beam_width", [2, 4])
+def test_beams_are_those_of_logits_that_are_masked_anew_for_each_prefix(llm: LLM, kind: str, beam_width: int) -> None:
+    """The slow twin knows no constraint: a processor goes through the whole output again for each row."""
+    params = {"beam_width": beam_width, "n": beam_width, "max_tokens": 60, "temperature": 0.0}
+    fast = SamplingParams(**params, structured_outputs=WANTED[kind])
+    (expected,) = run(llm, STORY, fast)
+    assert fast.structured_outputs is not None
+    grammar = llm.engine.grammars.open(fast.structured_outputs)
+    num_masked = 0
+
+    def mask(prompt: list[int], output: list[int], logits: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
+        nonlocal num_masked
+        num_masked += 1
+        matcher = grammar.open()
+        for token_id in output:
+            grammar.forced(matcher)
+            assert matcher.try_consume_tokens([token_id]) == 1
+        forced = grammar.forced(matcher)
+        bits = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.uint8)
+        allowed = (bits[:, None] >> torch.arange(8) & 1).flatten()[: len(logits)] == 1
+        if forced:
+            allowed = torch.arange(len(logits)) == forced[0]
+        return logits.masked_fill(~allowed, -torch.inf)
+
+    (slow,) = run(llm, STORY, SamplingParams(**params, logits_processors=[mask]))
+    assert num_masked > beam_width
+    assert [one.token_ids for one in slow.outputs] == [one.token_ids for one in expected.outputs]
+    assert [one.beam_score for one in slow.outputs] == [one.beam_score for one in expected.outputs]
+    assert len(expected.outputs) > 1

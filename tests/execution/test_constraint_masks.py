@@ -1,0 +1,66 @@
+"""Constraints of a step: masks are the same whoever fills them, and whoever that is does it where he was told to."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+pytest.importorskip("llguidance", reason="the extra structured is not installed")
+
+from quire.execution import constraint_masks
+from quire.execution.constraint_masks import Constraints
+from quire.execution.sampler import Sampler
+from quire.memory.ops import NO_OPS
+from quire.scheduling.plan import PlanItem, StepPlan
+from tests.execution.grammar_world import NUM_IDS, WANTED, fresh, opening, shelf
+
+NAMES = sorted(set(WANTED) - {"dead"})
+
+
+def decode(*, is_beside: bool) -> list[list[int]]:
+    """Return the outputs of all grammars together, each token the likeliest of logits that depend on the step."""
+    sampler = Sampler(torch.device("cpu"), Constraints(shelf(), is_beside=is_beside))
+    outputs: dict[int, list[int]] = {seq_id: [] for seq_id in range(len(NAMES))}
+    openings = [opening(name, temperature=0.0) for name in NAMES]
+    items = [PlanItem(seq_id, 0, new.token_ids, (), 1, new) for seq_id, new in enumerate(openings)]
+    for step in range(30):
+        logits = torch.randn(len(items), NUM_IDS, generator=torch.Generator().manual_seed(step))
+        sampler.follow(StepPlan(step, tuple(items), NO_OPS, ()))
+        results = sampler.sample(logits, items)
+        following = []
+        for result in results:
+            assert result.error is None
+            output = outputs[result.seq_id]
+            start = 2 + len(output)
+            output += result.token_ids
+            if 0 not in result.token_ids:
+                following.append(PlanItem(result.seq_id, start, result.token_ids, (), 1, None))
+        items = following
+        if not items:
+            break
+    return list(outputs.values())
+
+
+def test_who_fills_the_masks_makes_no_difference() -> None:
+    beside, before = decode(is_beside=True), decode(is_beside=False)
+    assert beside == before
+    assert all(len(output) > 3 for output in beside)
+    for name, output in zip(NAMES, beside, strict=True):
+        assert fresh(name, [token_id for token_id in output if token_id]).error is None
+
+
+@pytest.mark.parametrize("is_beside", [True, False])
+def test_masks_are_filled_where_there_is_a_core_for_them(is_beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+    fill = constraint_masks._fill
+
+    def watched(*given: object) -> None:
+        threads.append(threading.current_thread())
+        fill(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(constraint_masks, "_fill", watched)
+    decode(is_beside=is_beside)
+    assert threads
+    assert {thread is threading.current_thread() for thread in threads} == {not is_beside}
