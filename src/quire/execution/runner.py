@@ -16,6 +16,7 @@ from quire.execution.host_blocks import TieredBlocks
 from quire.execution.logprobs import measure, rows_per_tile
 from quire.execution.machine import probe
 from quire.execution.media import OpenMedia
+from quire.execution.prefault import Prefaulter
 from quire.execution.sampler import BAD_LOGITS, Sampler
 from quire.execution.storage import Storage, make_storages
 from quire.memory.ops import MemoryOps
@@ -37,6 +38,7 @@ class ModelRunner:
         host_bytes: of the host tier; 0 for none.
         disk: the tier below that, if there is one.
         draft: a second model that makes drafts; its cache groups lie behind the first one's.
+        prefaulter: has the memory's pages ready, if anybody does.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class ModelRunner:
         host_bytes: int = 0,
         disk: DiskBlocks | None = None,
         draft: Decoder | None = None,
+        prefaulter: Prefaulter | None = None,
     ) -> None:
         num_own = len(decoder.cache_groups)
         self._decoder = decoder
@@ -61,6 +64,7 @@ class ModelRunner:
         self._builder = builder
         self._sampler = sampler
         self._media = media
+        self._prefaulter = prefaulter
 
     @classmethod
     def build(
@@ -101,7 +105,8 @@ class ModelRunner:
             is_beside = place.type != "cpu" or torch.get_num_threads() < num_cores
             constraints = Constraints(grammars, is_beside=is_beside)
         sampler = Sampler(place, constraints, decoder.ops.keep_tokens)
-        return cls(decoder, storages, builder, sampler, OpenMedia(place), host_bytes, disk, draft)
+        prefaulter = Prefaulter.of([storage.data for storage in storages])
+        return cls(decoder, storages, builder, sampler, OpenMedia(place), host_bytes, disk, draft, prefaulter)
 
     def measure_copies(self) -> float | None:
         """Return the bytes that move between the tiers in a second, None without a host tier; before the first plan."""
@@ -122,6 +127,15 @@ class ModelRunner:
         Returns:
             One result for each item, in the plan's order, and the candidates of each group of beams.
         """
+        if self._prefaulter is None:
+            return self._run(plan)
+        self._prefaulter.begin(plan.items)
+        try:
+            return self._run(plan)
+        finally:
+            self._prefaulter.end()
+
+    def _run(self, plan: StepPlan) -> StepResult:
         self._blocks.apply(plan.ops.copies, plan.ops.saves)
         self._media.follow(plan)
         self._builder.follow(plan)
