@@ -116,7 +116,10 @@ def test_a_body_does_not_say_whose_it_is_nor_bring_media(server: ServerProcess, 
 
 def test_without_the_option_the_header_means_nothing(server: ServerProcess) -> None:
     prompt = list(range(170, 240))
-    assert [details(server, prompt, tenant)["cached_tokens"] for tenant in ("acme", "zeta", "")] == [0, 69, 69]
+    first, *others = (details(server, prompt, tenant)["cached_tokens"] for tenant in ("acme", "zeta", ""))
+    # Another test's prompt may begin with the same token.
+    assert first < 8
+    assert others == [69, 69]
 
 
 @pytest.mark.parametrize("name", ["", " ", "X Tenant", "X-Tenant:", "T\u00e9nant", "a\r\nb"])
