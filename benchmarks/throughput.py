@@ -199,7 +199,9 @@ def main() -> None:
             f"{verdict.what}: {verdict.value:.4g} (mark: {verdict.mark:.4g}, {'met' if verdict.is_met else 'missed'})"
         )
     settings = {"threads": options.threads, "runs": options.runs, "dtype": "bfloat16", "model": options.model.name}
-    settings |= {"versions": bench.versions, "left_out": bench.left_out, "vllm_preload": options.vllm_preload}
+    # Where they lie on this machine says nothing on another.
+    preloaded = [Path(name).name for name in (options.vllm_preload or "").split(":") if name]
+    settings |= {"versions": bench.versions, "left_out": bench.left_out, "vllm_preload": preloaded}
     marks = [verdict._asdict() for verdict in verdicts]
     print(machine.save(options.name, {"settings": settings, "medians": table, "marks": marks, "runs": rows}))
 
