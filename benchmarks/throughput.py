@@ -200,7 +200,7 @@ def main() -> None:
         )
     settings = {"threads": options.threads, "runs": options.runs, "dtype": "bfloat16", "model": options.model.name}
     # Where they lie on this machine says nothing on another.
-    preloaded = [Path(name).name for name in (options.vllm_preload or "").split(":") if name]
+    preloaded = [Path(name).name for name in options.vllm_preload.split(":") if name]
     settings |= {"versions": bench.versions, "left_out": bench.left_out, "vllm_preload": preloaded}
     marks = [verdict._asdict() for verdict in verdicts]
     print(machine.save(options.name, {"settings": settings, "medians": table, "marks": marks, "runs": rows}))
