@@ -16,16 +16,14 @@ too small to matter; so a step does the work of a step of any model with this sh
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from benchmarks.make_model import FOLDER, QWEN3, shapes
+from benchmarks.make_model import FOLDER, QWEN3, is_written, random_weight, save, shapes
 
 # Rotations slow enough that a match a thousand tokens away is one still.
 COPIER = QWEN3 | {"rope_theta": 1e9}
@@ -55,10 +53,7 @@ def tensors_of(config: dict[str, Any]) -> dict[str, Tensor]:
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    tensors = {
-        name: torch.ones(shape) if len(shape) == 1 else 0.02 * random(*shape)
-        for name, shape in sorted(shapes(config).items())
-    }
+    tensors = {name: random_weight(shape, generator) for name, shape in sorted(shapes(config).items())}
     for name, tensor in tensors.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             tensor *= FAINT
@@ -141,13 +136,9 @@ _NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
 def ensure(name: str) -> Path:
     """Return the folder of a model, written first where it is missing."""
     folder = FOLDER / name
-    # config.json is written last, so that an interrupted write is not taken for a checkpoint.
-    if not (folder / "config.json").exists():
+    if not is_written(folder):
         print(f"writing a model that copies to {folder}", flush=True)
-        folder.mkdir(parents=True, exist_ok=True)
-        config = MODELS[name]
-        save_file(tensors_of(config), folder / "model.safetensors", metadata={"format": "pt"})
-        (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+        save(MODELS[name], tensors_of(MODELS[name]), folder)
     return folder
 
 

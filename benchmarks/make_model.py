@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+CONFIG_FILE = "config.json"
 FOLDER = Path(__file__).resolve().parent.parent / ".cache" / "bench"
 QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -91,25 +92,35 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return every | {f"model.layers.{i}.{name}": shape for i in layers for name, shape in layer.items()}
 
 
+def random_weight(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Return a weight of float32: random if it is a matrix, ones if it is a scale."""
+    return torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) * 0.02
+
+
 def write(config: dict[str, Any], folder: Path) -> None:
-    """Write config.json and model.safetensors; the same bytes every time."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write a checkpoint with random weights; the same bytes every time."""
     generator = torch.Generator().manual_seed(1234)
-    tensors = {
-        name: torch.ones(shape, dtype=torch.bfloat16)
-        if len(shape) == 1
-        else (torch.randn(shape, generator=generator) * 0.02).to(torch.bfloat16)
-        for name, shape in sorted(shapes(config).items())
-    }
+    every = sorted(shapes(config).items())
+    save(config, {name: random_weight(shape, generator).to(torch.bfloat16) for name, shape in every}, folder)
+
+
+def save(config: dict[str, Any], tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    """Write model.safetensors and config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    # Last, so that an interrupted write is not taken for a checkpoint.
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+
+
+def is_written(folder: Path) -> bool:
+    """Say whether a folder has a whole checkpoint."""
+    return (folder / CONFIG_FILE).exists()
 
 
 def ensure(shape: str = "qwen3-0.6b", folder: Path | None = None) -> Path:
     """Return the folder of a shape's checkpoint, written first where it is missing."""
     folder = FOLDER / f"{shape}-random" if folder is None else folder
-    # config.json is written last, so that an interrupted write is not taken for a checkpoint.
-    if not (folder / "config.json").exists():
+    if not is_written(folder):
         print(f"writing the random checkpoint to {folder}", flush=True)
         write(SHAPES[shape], folder)
     return folder

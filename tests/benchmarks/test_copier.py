@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from benchmarks.make_copier import SMALL, tensors_of
+from benchmarks.make_model import save
 from quire import LLM, SamplingParams
 
 VOCAB_SIZE, NUM_NEW = 4096, 48
@@ -22,8 +21,7 @@ VOCAB_SIZE, NUM_NEW = 4096, 48
 def copier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("copier")
     config = SMALL | {"vocab_size": VOCAB_SIZE}
-    save_file(tensors_of(config), folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    save(config, tensors_of(config), folder)
     return folder
 
 
