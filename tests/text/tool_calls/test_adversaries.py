@@ -5,23 +5,20 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
-import quire
 from quire.text.detokenizer import IncrementalDetokenizer
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_calls import CallDelta, CallParser, CallRules, Function, choose_format, merge
 from quire.text.tool_calls.grammar import text_tokens
 from tests.text.tool_calls.schema_check import fits
+from tests.text.tool_calls.vocabulary import BUNDLED, vocabulary
 
 llguidance = pytest.importorskip("llguidance", reason="grammars are applied by llguidance (extra: structured)")
 
-BUNDLED = Path(quire.__file__).parent / "bundled" / "tokenizer.json"
 SCHEMAS: dict[str, dict[str, Any]] = {
     "now": {"type": "object", "properties": {}, "additionalProperties": False},
     "get": {
@@ -76,16 +73,11 @@ class World:
     """
 
     def __init__(self, markers: Sequence[str], kind: str) -> None:
-        library = Library.from_file(str(BUNDLED))
-        if kind != "none":
-            library.add_tokens([AddedToken(text, special=kind == "special", normalized=False) for text in markers])
         unseen = UNSEEN if kind == "none" else (*UNSEEN, *PARTS)
-        library.add_tokens([AddedToken(text, special=True, normalized=False) for text in unseen])
-        library.add_tokens([AddedToken(text, special=False, normalized=False) for text in SEEN])
+        library, self.tokens = vocabulary(markers, kind, special=unseen, shown=SEEN)
         self.tokenizer = Tokenizer(library, eos_token="<|eos|>")
         assert self.tokenizer.eos_token_id is not None
         self.eos_id = self.tokenizer.eos_token_id
-        self.tokens = {text: library.token_to_id(text) for text in markers if kind != "none"}
         self.others = [library.token_to_id(text) for text in (*unseen, *SEEN)]
         parts = () if kind == "none" else PARTS
         self._marks = self.tokens | {text: library.token_to_id(text) for text in parts}

@@ -5,22 +5,18 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken
-from tokenizers import Tokenizer as Library
 
-import quire
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_calls import CallDelta, CallParser, CallRules, Function, ToolFormat, choose_format, merge
 from quire.text.tool_calls.grammar import bare_schema
 from tests.text.tool_calls.schema_check import fits
+from tests.text.tool_calls.vocabulary import vocabulary
 
 llguidance = pytest.importorskip("llguidance", reason="grammars are applied by llguidance (extra: structured)")
 
-BUNDLED = Path(quire.__file__).parent / "bundled" / "tokenizer.json"
 WEATHER = {
     "type": "object",
     "properties": {
@@ -75,13 +71,9 @@ class Walker:
     """
 
     def __init__(self, markers: Sequence[str], kind: str) -> None:
-        library = Library.from_file(str(BUNDLED))
-        if kind != "none":
-            library.add_tokens([AddedToken(text, special=kind == "special", normalized=False) for text in markers])
-        library.add_tokens([AddedToken("<think>", special=False, normalized=False)])
+        library, self.tokens = vocabulary(markers, kind, shown=["<think>"])
         self.tokenizer = Tokenizer(library, eos_token="<|eos|>")
         self.eos_id = library.token_to_id("<|eos|>")
-        self.tokens = {text: library.token_to_id(text) for text in markers if kind != "none"}
         self.think_id = library.token_to_id("<think>")
         self.library = library
         self.matcher_tokenizer = llguidance.LLTokenizer(library.to_str(), eos_token=self.eos_id)
