@@ -34,7 +34,7 @@ from quire.errors import ConfigError, InvalidParameter
 from quire.execution.disk_blocks import DiskBlocks
 from quire.execution.grammars import GrammarShelf
 from quire.execution.heap import keep_freed_memory, use_huge_pages
-from quire.execution.machine import pick_device, probe
+from quire.execution.machine import num_cores, pick_device, probe
 from quire.execution.profiling import StepLimits, measure_step_cost
 from quire.execution.runner import ModelRunner
 from quire.memory.chain import Namespace
@@ -99,7 +99,7 @@ def load(config: EngineConfig, instruments: Instruments | None = None) -> Loaded
         folder = checkpoint.folder if options.tokenizer is None else locate(options.tokenizer)
         tokenizer = Tokenizer.from_folder(folder)
     dtype = choose_dtype(options.dtype, checkpoint)
-    torch.set_num_threads(options.num_threads or probe(device).num_threads)
+    torch.set_num_threads(options.num_threads or num_cores())
     use_huge_pages()
     keep_freed_memory()
     decoder = _load_decoder(options, checkpoint, device, dtype, instruments)

@@ -52,10 +52,15 @@ def probe(device: str, root: Path = ROOT) -> Machine:
     return Machine(
         device=device,
         available_bytes=max(0, available_bytes),
-        num_threads=max(1, min([_num_cores(), *groups.cpu_quotas()])),
+        num_threads=_cores_within(groups),
         host_bytes=host_bytes if device == "cuda" else None,
         total_bytes=total_bytes,
     )
+
+
+def num_cores(root: Path = ROOT) -> int:
+    """Return the whole cores that this process may use; `root` as for `probe`."""
+    return _cores_within(ControlGroups(root))
 
 
 class ControlGroups:
@@ -128,6 +133,10 @@ def _available_bytes(root: Path) -> int:
             return int(value.split()[0]) * 1024
     # No Linux: all that there is, from which the user's fraction is taken.
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _cores_within(groups: ControlGroups) -> int:
+    return max(1, min([_num_cores(), *groups.cpu_quotas()]))
 
 
 def _num_cores() -> int:

@@ -14,7 +14,7 @@ from quire.execution.draft_model import DraftModel, with_drafts
 from quire.execution.grammars import GrammarShelf
 from quire.execution.host_blocks import TieredBlocks
 from quire.execution.logprobs import measure, rows_per_tile
-from quire.execution.machine import probe
+from quire.execution.machine import num_cores
 from quire.execution.media import OpenMedia
 from quire.execution.prefault import Prefaulter
 from quire.execution.sampler import BAD_LOGITS, Sampler
@@ -101,8 +101,7 @@ class ModelRunner:
         builder = BatchBuilder(block_size, place, [group.kept for group in groups])
         constraints = None
         if grammars is not None:
-            num_cores = probe(device).num_threads
-            is_beside = place.type != "cpu" or torch.get_num_threads() < num_cores
+            is_beside = place.type != "cpu" or torch.get_num_threads() < num_cores()
             constraints = Constraints(grammars, is_beside=is_beside)
         sampler = Sampler(place, constraints, decoder.ops.keep_tokens)
         prefaulter = Prefaulter.of([storage.data for storage in storages])
