@@ -115,7 +115,7 @@ class QuireMemory:
 
     def look_up(self) -> int:
         """Return how many tokens of the requests are found."""
-        return sum(_whole(self._memory.match_prefix(request.chain)) for request in self._requests)
+        return sum(_whole(self._match(request)) for request in self._requests)
 
     def admit(self) -> int:
         """Take in all requests."""
@@ -154,7 +154,7 @@ class QuireMemory:
         """Take in one request, and return the tokens that were found."""
         memory, seq_id, num_tokens = self._memory, request.seq_id, len(request.tokens)
         request.chain = memory.chain(request.tokens, Namespace())
-        hit = memory.match_prefix(request.chain)
+        hit = self._match(request)
         if memory.can_allocate(num_tokens, hit).verdict is not Verdict.OK:
             raise RuntimeError("no blocks left for a request")
         memory.allocate(seq_id, request.chain, hit)
@@ -166,9 +166,13 @@ class QuireMemory:
         request.num_computed = num_tokens
         return _whole(hit)
 
+    def _match(self, request: QuireRequest) -> PrefixHit:
+        """Look for the tokens of whole blocks but the last: the peers use no part of that."""
+        return self._memory.match_prefix(request.chain, (len(request.tokens) - 1) // BLOCK_SIZE * BLOCK_SIZE)
+
 
 def _whole(hit: PrefixHit) -> int:
-    """Return the tokens of a hit's whole blocks; the peers find no parts of blocks."""
+    """Return the tokens of a hit's whole blocks: two prompts may begin with the same token by chance."""
     return hit.num_tokens - hit.num_copied
 
 

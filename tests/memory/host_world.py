@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from quire.memory import Namespace, PrefixHit, Tier, Verdict
-from quire.memory.chain import Link
 from quire.memory.invariants import snapshot
+from quire.memory.stem import Place
 from tests.memory.host_twin import HostTwin
 from tests.memory.media import words_of
 from tests.memory.twin_pages import Page
@@ -97,23 +97,32 @@ def _sharing(world: World, seq_ids: list[int]) -> list[list[int]]:
     ]
 
 
+def path_to(place: Place) -> tuple[bytes, list[bytes]]:
+    """Return a place's namespace, and what the blocks up to it hold."""
+    stem, position = place
+    contents: list[bytes] = []
+    while stem.parent is not None:
+        contents[:0] = [stem.content(idx) for idx in range(position + 1)]
+        stem, position = stem.parent, stem.first - stem.parent.first - 1
+    return stem.name, contents
+
+
 def verify_host_index(world: World, spoken: Iterable[Namespace]) -> None:
     """Assert that what is published on the host is there, as if all copies were made already (M4)."""
     namespaces = {namespace.serialise(): namespace for namespace in spoken}
     for group_idx, group in enumerate(world.manager.host.groups if world.manager.host else ()):
-        for block_id, link in group.pool.index.items():
-            tokens: list[int] = []
-            ancestor: Link | None = link
-            while ancestor is not None and ancestor[2] is not None:
-                tokens[:0] = words_of(ancestor[1], world.size.block_size)
-                ancestor = ancestor[2]
-            assert ancestor is not None
-            prefixes = world.prefixes(namespaces[ancestor[1]], tokens, len(tokens))
+        for block_id in group.pool.index.block_ids():
+            place = group.pool.index.place_of(block_id)
+            assert place is not None
+            namespace, contents = path_to(place)
+            words = [words_of(content, world.size.block_size) for content in contents]
+            tokens = [token for block in words for token in block]
+            prefixes = world.prefixes(namespaces[namespace], tokens, len(tokens))
             if world.size.kinds[group_idx].is_state:
                 world.state_holds(group_idx, (Tier.HOST, block_id), prefixes[-1])
                 continue
             places = [(Tier.HOST, block_id)] * -(-len(tokens) // world.size.block_size)
-            first = len(tokens) - len(words_of(link[1], world.size.block_size))
+            first = len(tokens) - len(words[-1])
             world.positions_hold(group_idx, places, prefixes, range(first, len(tokens)))
 
 
@@ -137,7 +146,7 @@ def compare_hosts(world: World, theirs: HostTwin, block_of: dict[Page, int]) -> 
     for group, twins in zip(mine.groups, theirs.groups, strict=True):
         for page, block_id in zip(twins.idle, group.pool.idle, strict=True):
             assert block_of.setdefault(page, block_id) == block_id, "evicted from the host in another order"
-        published = {block_id for block_id, _ in group.pool.index.items()}
+        published = set(group.pool.index.block_ids())
         assert published == {block_of[page] for page in twins.published.values()}
 
 

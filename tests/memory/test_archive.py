@@ -69,14 +69,13 @@ def test_what_the_host_evicts_is_saved_before_its_block_is_taken() -> None:
     first = enter(memory, 1, [1, 1, 2, 2])
     enter(memory, 2, [3, 3, 4, 4])
     ops = memory.take_ops()
-    digests = [link[0] for link in first.links(2)]
     # The tail goes to the host, makes room for the head there, and is saved before that.
     assert ops.copies == (
         BlockCopy(0, ops.copies[0].src_id, 1, Tier.DEVICE, Tier.HOST),
         BlockCopy(0, 1, 0, Tier.HOST, Tier.DISK),
         BlockCopy(0, ops.copies[2].src_id, 1, Tier.DEVICE, Tier.HOST),
     )
-    assert ops.saves == (StoredBlock(0, digests[1], first.links(2)[1][1], digests[0]),)
+    assert ops.saves == (StoredBlock(0, first.digests(2)[1], first.content(1), first.digests(2)[0]),)
     assert archive.num_saves == 1
     assert memory.take_ops().saves == ()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from hashlib import blake2b
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.memory import MediaSpan, Namespace, TokenChain
-from quire.memory.chain import Link, block_digest, block_digests, is_same_link
+from quire.memory.chain import block_digest, block_digests, num_common, root_of
 from quire.memory.media import read_entries
 
 BLOCK_SIZE = 3
@@ -22,12 +23,12 @@ namespaces = st.builds(
 
 
 def chain_of(tokens: list[int], namespace: Namespace = PLAIN, key: bytes = b"") -> TokenChain:
-    return TokenChain(tokens, namespace, BLOCK_SIZE, key)
+    return TokenChain(tokens, root_of(namespace, key), BLOCK_SIZE)
 
 
 def digests_of(chain: TokenChain, num_blocks: int) -> list[bytes]:
     digests = chain.digests(num_blocks)
-    assert digests == [digest for digest, _, _ in chain.links(num_blocks)]
+    assert [chain.digest_before(idx) for idx in range(num_blocks)] == [chain.root.digest, *digests][:num_blocks]
     return digests
 
 
@@ -41,25 +42,25 @@ def test_digests_do_not_depend_on_when_they_are_asked_for(tokens: list[int], cut
     chain = chain_of(growing)
     for cut in sorted(min(cut, len(tokens)) for cut in cuts):
         growing.extend(tokens[len(growing) : cut])
-        chain.links(len(growing) // BLOCK_SIZE)
+        chain.know(len(growing) // BLOCK_SIZE)
+        chain.digests(len(growing) // BLOCK_SIZE // 2)
     growing.extend(tokens[len(growing) :])
     assert digests_of(chain, len(tokens) // BLOCK_SIZE) == all_digests(tokens)
 
 
 @given(tokens=ids, with_media=st.booleans(), data=st.data())
-def test_a_link_is_that_of_the_run(tokens: list[int], with_media: bool, data: st.DataObject) -> None:
-    """One block at a time, as sequences decode, from wherever the digests and links of several left off."""
-    media = [MediaSpan(1, 3, b"d" * 16)] if with_media else []
+def test_blocks_known_one_by_one_are_those_known_at_once(
+    tokens: list[int], with_media: bool, data: st.DataObject
+) -> None:
+    media = [MediaSpan(1, 3, b"d" * 16), MediaSpan(5, 1, b"e")] if with_media else []
     num_blocks = len(tokens) // BLOCK_SIZE
-    chain, run = (TokenChain(tokens, PLAIN, BLOCK_SIZE, b"", media) for _ in range(2))
-    num_links = data.draw(st.integers(0, num_blocks))
-    chain.links(num_links)
-    chain.digests(data.draw(st.integers(num_links, num_blocks)))
-    links = [chain.link(block_idx) for block_idx in data.draw(st.permutations(range(num_blocks)))]
-    assert sorted(links) == sorted(run.links(num_blocks))
-    assert all(chain.links(num_blocks)[idx] is chain.link(idx) for idx in range(num_blocks))
-    assert digests_of(chain, num_blocks) == digests_of(run, num_blocks)
-    assert [chain.content(idx) for idx in range(num_blocks)] == [run.content(idx) for idx in range(num_blocks)]
+    chain, at_once = (TokenChain(tokens, root_of(PLAIN, b""), BLOCK_SIZE, media) for _ in range(2))
+    at_once.know(num_blocks)
+    contents = {idx: chain.content(idx) for idx in data.draw(st.permutations(range(num_blocks)))}
+    assert [contents[idx] for idx in range(num_blocks)] == [at_once.content(idx) for idx in range(num_blocks)]
+    assert (chain.data, chain.entries) == (at_once.data, at_once.entries)
+    assert digests_of(chain, num_blocks) == digests_of(at_once, num_blocks)
+    assert chain.fresh().digests(num_blocks) == at_once.digests(num_blocks)
 
 
 @given(tokens=ids, more=ids, data=st.data())
@@ -67,20 +68,20 @@ def test_truncate_then_append_is_as_if_always_so(tokens: list[int], more: list[i
     keep = data.draw(st.integers(0, len(tokens)))
     owned = list(tokens)
     chain = chain_of(owned)
-    chain.links(len(tokens) // BLOCK_SIZE)
+    chain.digests(len(tokens) // BLOCK_SIZE)
     chain.truncate(keep)
     del owned[keep:]
     owned.extend(more)
     num_blocks = len(owned) // BLOCK_SIZE
     assert digests_of(chain, num_blocks) == all_digests(tokens[:keep] + more)
-    assert [link[1] for link in chain.links(num_blocks)] == [link[1] for link in chain_of(owned).links(num_blocks)]
+    assert [chain.content(idx) for idx in range(num_blocks)] == contents_of(owned, [])
 
 
 @given(tokens=ids, left=ids, right=ids)
 def test_forks_go_their_own_ways(tokens: list[int], left: list[int], right: list[int]) -> None:
     parent_tokens, child_tokens = list(tokens), list(tokens)
     parent = chain_of(parent_tokens)
-    parent.links(len(tokens) // BLOCK_SIZE)
+    parent.digests(len(tokens) // BLOCK_SIZE)
     child = parent.fork(child_tokens)
     parent_tokens.extend(left)
     child_tokens.extend(right)
@@ -144,7 +145,8 @@ spans = st.lists(
 
 
 def contents_of(tokens: list[int], media: list[MediaSpan]) -> list[bytes]:
-    return [link[1] for link in TokenChain(tokens, PLAIN, BLOCK_SIZE, b"", media).links(len(tokens) // BLOCK_SIZE)]
+    chain = TokenChain(tokens, root_of(PLAIN, b""), BLOCK_SIZE, media)
+    return [chain.content(idx) for idx in range(len(tokens) // BLOCK_SIZE)]
 
 
 def rows_of(media: list[MediaSpan], block_idx: int) -> list[tuple[int, int, bytes]]:
@@ -176,34 +178,34 @@ def test_media_do_not_depend_on_when_they_are_asked_for(
     tokens: list[int], media: list[MediaSpan], cuts: list[int]
 ) -> None:
     growing: list[int] = []
-    chain = TokenChain(growing, PLAIN, BLOCK_SIZE, b"", media)
+    chain = TokenChain(growing, root_of(PLAIN, b""), BLOCK_SIZE, media)
     for cut in sorted(min(cut, len(tokens)) for cut in (*cuts, len(tokens))):
         growing.extend(tokens[len(growing) : cut])
         chain.digests(cut // BLOCK_SIZE)
     whole = contents_of(tokens, media)
-    assert [link[1] for link in chain.links(len(whole))] == whole
     assert [chain.content(i) for i in range(len(whole))] == whole
     child = chain.fork(tokens.copy())
     for each in (chain, child):
         each.truncate(len(tokens) // 2)
-        assert [link[1] for link in each.links(len(whole))] == whole, "media stay where they are"
+        assert [each.content(i) for i in range(len(whole))] == whole, "media stay where they are"
 
 
 @given(tokens=ids)
 def test_without_media_a_block_is_its_tokens(tokens: list[int]) -> None:
     """Spelt out, so that what is on disk stays what it is."""
-    digest, expected = chain_of(tokens, key=b"key").root[0], []
+    digest, expected = chain_of(tokens, key=b"key").root.digest, []
     for i in range(len(tokens) // BLOCK_SIZE):
         content = b"".join(token.to_bytes(4, "little") for token in tokens[i * BLOCK_SIZE : (i + 1) * BLOCK_SIZE])
         digest = blake2b(digest + content, digest_size=16).digest()
         expected.append((digest, content))
-    assert [link[:2] for link in chain_of(tokens, key=b"key").links(len(expected))] == expected
+    chain = chain_of(tokens, key=b"key")
+    assert [(chain.digests(i + 1)[i], chain.content(i)) for i in range(len(expected))] == expected
 
 
 @pytest.mark.parametrize("span", [MediaSpan(-1, 3, b"a"), MediaSpan(0, 0, b"a"), MediaSpan(5, -1, b"a")])
 def test_media_stand_for_tokens(span: MediaSpan) -> None:
     with pytest.raises(ValueError, match=f"at {span.num_tokens} tokens from {span.start} on"):
-        TokenChain([], PLAIN, BLOCK_SIZE, b"", [span])
+        TokenChain([], root_of(PLAIN, b""), BLOCK_SIZE, [span])
 
 
 @pytest.mark.parametrize("cut", [slice(1, None), slice(-1), slice(8), slice(20)])
@@ -214,17 +216,7 @@ def test_what_is_cut_is_no_entry(cut: slice) -> None:
         read_entries(entry[cut])
 
 
-def test_links_are_the_same_when_all_before_them_is() -> None:
-    def links(tokens: list[int], namespace: Namespace = PLAIN) -> list[Link]:
-        return TokenChain(tokens, namespace, 2, b"").links(len(tokens) // 2)
-
-    (_, second), (_, again, longer) = links([1, 2, 3, 4]), links([1, 2, 3, 4, 5, 6])
-    proven: dict[int, Link] = {}
-    assert is_same_link(second, again, proven)
-    assert proven == {id(second): again}
-    assert is_same_link(second, again, proven)
-    for other in (longer, links([0, 2, 3, 4])[1], links([3, 4])[0], links([1, 2, 3, 4], Namespace("other"))[1]):
-        assert not is_same_link(second, other, proven)
-    # A root that looks like a block, with nothing before it.
-    first = links([1, 2])[0]
-    assert not is_same_link(first, (first[0], first[1], None), proven)
+@given(one=ids, other=ids)
+def test_tokens_in_common_are_the_leading_ones(one: list[int], other: list[int]) -> None:
+    expected = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    assert num_common(array("I", one).tobytes(), bytearray(array("I", other))) == expected

@@ -8,6 +8,7 @@ import pytest
 
 from quire.memory import KVCacheManager
 from quire.memory.eviction import EVICTION_POLICIES, SegmentedLru
+from tests.memory.host_world import path_to
 from tests.memory.twin_pages import Kind
 from tests.memory.walk import random_walk
 from tests.memory.world import NAMESPACES, World
@@ -33,14 +34,12 @@ def lived_in(eviction: str) -> World:
 def test_each_policy_has_its_order_and_tails_go_before_heads(eviction: str, order: list[int]) -> None:
     world = lived_in(eviction)
     # A hit covers the first block only, so only heads were hit; the tails were stored anew and merged, as hits are.
-    links = dict(world.manager.groups[0].pool.index.items())
-    victims = [links[block_id] for block_id in world.manager.groups[0].pool.idle]
-    heads = [link[1][0] for link in victims if link[2] is not None and link[2][2] is None]
-    assert heads == order
+    pool = world.manager.groups[0].pool
+    victims = [path_to(place)[1] for place in map(pool.index.place_of, pool.idle) if place is not None]
+    assert [path[0][0] for path in victims if len(path) == 1] == order
     for token in order:
-        tail, _ = [i for i, link in enumerate(victims) if link[1][0] == token]
-        assert victims[tail][2] is not None
-        assert victims[tail][2][2] is not None, "the tail goes before its head"
+        tail, _ = [i for i, path in enumerate(victims) if path[-1][0] == token]
+        assert len(victims[tail]) == 2, "the tail goes before its head"
 
 
 @pytest.mark.parametrize("eviction", EVICTION_POLICIES)
@@ -131,7 +130,7 @@ def test_a_reset_looks_at_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("discard", "forget", "victims", "__iter__"):
         monkeypatch.setattr(type(pool.idle), name, refuse)
     monkeypatch.setattr(type(pool.index), "remove", refuse)
-    monkeypatch.setattr(type(pool.index), "items", refuse)
+    monkeypatch.setattr(type(pool.index), "block_ids", refuse)
     manager.reset_prefix_cache()
     assert (len(pool.idle), pool.num_retired) == (0, 1)
 

@@ -192,7 +192,7 @@ def test_mistakes_are_named() -> None:
         KVCacheManager([SPEC], 4, host_bytes=7)
 
 
-def test_what_meets_a_collision_on_its_way_back_is_published_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_collision_with_what_is_swapped_out_costs_only_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = chain.block_digests
     monkeypatch.setattr(
         chain, "block_digests", lambda parent, contents: honest(parent, [b"whatever it holds" for _ in contents])
@@ -200,19 +200,13 @@ def test_what_meets_a_collision_on_its_way_back_is_published_no_more(monkeypatch
     memory = open_memory(4, 4)
     enter(memory, 1, list(range(9)))
     memory.swap_out([1])
-    memory.reset_prefix_cache()
-    memory.free(1)
-    enter(memory, 1, list(range(9)))
-    memory.swap_out([1])
-    enter(memory, 2, list(range(50, 66)))
+    enter(memory, 2, list(range(50, 58)))
+    assert (memory.sequences[2].num_published, memory.sequences[2].is_publishing) == (0, False)
     memory.free(2)
-    # The digests of both are one, and the device has the other's blocks.
-    assert memory.swap_size([1]).num_blocks == 3
-    enter(memory, 3, list(range(50, 54)))
     memory.swap_in([1])
     state = memory.sequences[1]
-    assert (state.num_published, state.is_publishing) == (0, False)
-    assert memory.append_slots(1, 1) is True
+    assert (state.num_published, state.is_publishing) == (2, True)
+    assert memory.match_prefix(memory.chain([*range(8), 0], Namespace())).num_tokens == 8
     check(memory)
 
 

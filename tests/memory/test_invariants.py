@@ -9,6 +9,7 @@ import pytest
 from quire.errors import InvariantViolation
 from quire.memory import KVCacheManager, check
 from quire.memory.pool import BlockPool
+from quire.memory.stem import Place
 from tests.memory.world import World
 from tests.memory.world_size import WorldSize
 
@@ -26,6 +27,13 @@ def lived_in() -> KVCacheManager:
 
 def pool_of(manager: KVCacheManager) -> BlockPool:
     return manager.groups[0].pool
+
+
+def place_of(manager: KVCacheManager, block_idx: int) -> Place:
+    """Return where a block of the first sequence is published; the second one parts behind the first of them."""
+    place = pool_of(manager).index.place_of(manager.block_table(1)[block_idx])
+    assert place is not None
+    return place
 
 
 def lose_a_free_block(manager: KVCacheManager) -> None:
@@ -61,7 +69,7 @@ def publish_what_is_written_next(manager: KVCacheManager) -> None:
     sequence = manager.sequences[2]
     index = pool_of(manager).index
     index.remove(manager.block_table(2)[1:2])
-    index.add(sequence.chain.links(2)[1], manager.block_table(2)[-1])
+    index.put(manager.tree.walk(sequence.chain, 2).place(1), manager.block_table(2)[-1])
 
 
 def share_what_is_written_next(manager: KVCacheManager) -> None:
@@ -72,21 +80,38 @@ def share_what_is_written_next(manager: KVCacheManager) -> None:
 
 
 def change_a_published_block(manager: KVCacheManager) -> None:
-    index = pool_of(manager).index
-    block_id, (digest, _, parent) = index.items()[0]
-    index.add((digest, b"other", parent), block_id)
+    stem, _ = place_of(manager, 0)
+    stem.data[0] ^= 1
 
 
 def publish_under_two_identities(manager: KVCacheManager) -> None:
-    index = pool_of(manager).index
-    (block_id, first), (_, second) = index.items()[:2]
-    index.add(second, block_id)
-    index._links[block_id] = first
+    first, (stem, position) = place_of(manager, 0), place_of(manager, 1)
+    stem.blocks[0][position] = pool_of(manager).index.at(first)
 
 
 def forget_half_of_an_entry(manager: KVCacheManager) -> None:
-    index = pool_of(manager).index
-    del index._block_ids[index.items()[-1][1][0]]
+    stem, position = place_of(manager, 1)
+    stem.blocks[0][position] = 0
+
+
+def take_a_stem_with_blocks_out(manager: KVCacheManager) -> None:
+    stem, _ = place_of(manager, 0)
+    manager.tree.take_out(stem)
+
+
+def forget_a_child(manager: KVCacheManager) -> None:
+    stem, position = place_of(manager, 1)
+    (child, *_) = stem.branches[position].values()
+    stem.drop_child(position, child)
+
+
+def count_a_block_less(manager: KVCacheManager) -> None:
+    stem, _ = place_of(manager, 0)
+    stem.num_published -= 1
+
+
+def publish_in_a_tree_of_its_own(manager: KVCacheManager) -> None:
+    pool_of(manager).index.tree = manager.tree.emptied()
 
 
 def hold_other_tokens(manager: KVCacheManager) -> None:
@@ -122,6 +147,10 @@ def compute_without_slots(manager: KVCacheManager) -> None:
         ("M4", change_a_published_block),
         ("M4", publish_under_two_identities),
         ("M4", forget_half_of_an_entry),
+        ("M4", take_a_stem_with_blocks_out),
+        ("M4", forget_a_child),
+        ("M4", count_a_block_less),
+        ("M4", publish_in_a_tree_of_its_own),
         ("M5", hold_other_tokens),
         ("M5", bury_a_live_block),
         ("M6", lose_a_table_entry),

@@ -6,7 +6,6 @@ import pytest
 
 from quire.errors import InvariantViolation
 from quire.memory import FullAttention, HitEnd, KVCacheManager, MediaSpan, Namespace, PrefixHit, check
-from quire.memory.chain import block_digest
 
 SIZE = 4
 TOKENS = list(range(16))
@@ -108,9 +107,10 @@ def test_blocks_of_media_go_to_the_host_and_to_disk() -> None:
     assert (hit.num_tokens, hit.num_host_tokens) == (16, 16)
     assert ask(memory, [*TOKENS, 0]).num_tokens == 0
     saves = set(memory.archive.saving_ops().saves)
-    links = memory.chain(TOKENS, Namespace(), [FOX]).links(4)
-    assert {(link[0], link[1]) for link in links} <= {(save.digest, save.tokens) for save in saves}
-    assert [len(link[1]) > 4 * SIZE for link in links] == [True, True, True, False]
+    chain = memory.chain(TOKENS, Namespace(), [FOX])
+    contents = [chain.content(block_idx) for block_idx in range(4)]
+    assert {*zip(chain.digests(4), contents, strict=True)} <= {(save.digest, save.tokens) for save in saves}
+    assert [len(content) > 4 * SIZE for content in contents] == [True, True, True, False]
     # After a restart, only the same media in the same places are to be loaded.
     empty = KVCacheManager(specs, 8, host_bytes=9 * specs[0].bytes_per_block, has_disk=True)
     assert empty.archive is not None
@@ -122,12 +122,10 @@ def test_blocks_of_media_go_to_the_host_and_to_disk() -> None:
 @pytest.mark.parametrize("entries", [b"m", MediaSpan(4, 1, b"x").entry(0, 8), MediaSpan(-2, 2, b"x").entry(0, 4)])
 def test_the_check_reads_what_blocks_keep_of_media(memory: KVCacheManager, entries: bytes) -> None:
     (pool,) = (group.pool for group in memory.groups)
-    (last,) = [block_id for block_id, link in pool.index.items() if len(link[1]) == 8]
-    _, _, parent = pool.index.link_of(last) or (b"", b"", None)
-    assert parent is not None
-    pool.index.remove([last])
-    content = bytes(4 * SIZE) + entries
-    pool.index.add((block_digest(parent[0], content), content, parent), last)
+    (last,) = [block_id for block_id in pool.index.block_ids() if len(pool.index.content_of(block_id) or b"") == 8]
+    stem, position = pool.index.place_of(last) or pytest.fail("it is published")
+    stem.data = bytearray(4 * SIZE)
+    stem.entries[position] = entries
     with pytest.raises(InvariantViolation, match="M4"):
         check(memory)
 

@@ -16,8 +16,9 @@ from quire.memory import (
     Verdict,
     check,
 )
+from quire.memory.chain import Root
 from quire.memory.continuation import MAX_CANDIDATES
-from quire.memory.departed import Departed, Namespaces
+from quire.memory.namespaces import Namespaces
 from quire.memory.status import NO_TOKENS
 from tests.memory.twin_pages import Kind
 from tests.memory.world import NAMESPACES, World, WorldSize
@@ -235,21 +236,21 @@ def test_accounts_add_up() -> None:
     assert total.minus(total) == NO_TOKENS == TokenAccount()
 
 
-def test_memory_of_the_departed_is_bounded() -> None:
-    departed = Departed(8)
-    for number in range(100):
-        departed.add([bytes([number])])
-        known = [n for n in range(100) if bytes([n]) in departed]
-        assert len(known) <= 8
-        assert known[-4:] == list(range(max(0, number - 3), number + 1))
-    nothing = Departed(1)
-    nothing.add([b"x"])
-    assert b"x" not in nothing
+def test_memory_of_what_has_gone_is_bounded() -> None:
+    """Of as many places as there are blocks; what went first is forgotten first."""
+    world = World(WorldSize(4, 2), has_twin=False)
+    for number in range(50):
+        world.enter(number, [number, number, number, number])
+        world.free(number)
+        assert sum(stem.length for stem in world.manager.tree.stems()) <= 4 + 4
+        known = [n for n in range(number - 1) if ask(world, [n, n, n]).end is HitEnd.EVICTED]
+        assert known == list(range(max(0, number - 3), number - 1))
+    assert all(ask(world, [n, n, n]).end is HitEnd.NEVER_SEEN for n in range(46))
 
 
 def test_memory_of_namespaces_is_bounded() -> None:
     namespaces = Namespaces()
-    roots = [(bytes([number]), b"", None) for number in range(Namespaces.LIMIT + 3)]
+    roots = [Root(bytes([number]), b"") for number in range(Namespaces.LIMIT + 3)]
     for root in roots:
         namespaces.add(root)
         namespaces.add(roots[0])

@@ -52,8 +52,8 @@ def test_a_hint_given_anew_is_young_again() -> None:
     world.enter(3, [0, 0])
     world.free(3, retain=True)
     index = world.manager.groups[0].pool.index
-    links = [index.link_of(block_id) for _, block_id in world.manager.arena.retention.hints()]
-    assert [link[1][0] for link in links if link is not None] == [0, 0]
+    contents = [index.content_of(block_id) for _, block_id in world.manager.arena.retention.hints()]
+    assert [content[0] for content in contents if content is not None] == [0, 0]
 
 
 def test_a_hit_keeps_the_hint_and_a_block_that_is_rewritten_loses_it() -> None:

@@ -26,8 +26,10 @@ from quire.memory.groups import CacheGroup
 from quire.memory.loan import Loan
 from quire.memory.pool import NULL_BLOCK, BlockPool
 from quire.memory.prefix_index import ChainView, PrefixIndex
+from quire.memory.prefix_tree import PrefixTree
 from quire.memory.sequence_memory import SequenceMemory
 from quire.memory.slabs import SlabLayout
+from quire.memory.stem import Stem
 from quire.memory.tables import BlockTables
 from quire.scheduling import admission as seating
 from quire.scheduling.queues import Queues
@@ -71,10 +73,10 @@ def leak_a_reference_on_fork(patch: Patch) -> None:
     patch.setattr(KVCacheManager, "fork", fork)
 
 
-def keep_the_digest_of_an_evicted_block(patch: Patch) -> None:
+def keep_the_place_of_an_evicted_block(patch: Patch) -> None:
     def remove(index: PrefixIndex, block_ids: Iterable[int]) -> None:
         for block_id in block_ids:
-            del index._links[block_id]
+            index._stems[block_id] = None
 
     patch.setattr(PrefixIndex, "remove", remove)
 
@@ -141,7 +143,7 @@ def ignore_the_namespace(patch: Patch) -> None:
     patch.setattr(Namespace, "serialise", lambda _: b"")
 
 
-def keep_digests_when_truncated(patch: Patch) -> None:
+def keep_contents_when_truncated(patch: Patch) -> None:
     patch.setattr(TokenChain, "truncate", lambda *_: None)
 
 
@@ -275,12 +277,13 @@ def let_the_living_publish_after_a_reset(patch: Patch) -> None:
 
 
 def find_what_a_reset_forgot(patch: Patch) -> None:
-    patch.setattr(BlockPool, "reset", lambda _: None)
+    patch.setattr(BlockPool, "reset", lambda *_: None)
 
 
 def lose_what_was_idle_at_a_reset(patch: Patch) -> None:
-    def reset(pool: BlockPool) -> None:
-        pool.idle, pool.index = pool._policy(), PrefixIndex()
+    def reset(pool: BlockPool, tree: PrefixTree) -> None:
+        pool.idle = pool._policy()
+        pool.index.reset(tree)
 
     patch.setattr(BlockPool, "reset", reset)
 
@@ -320,8 +323,11 @@ def trust_the_digest(patch: Patch) -> None:
     """A hit that compares no tokens; the digests are short enough to collide now and then."""
     shrink_digests(patch)
 
-    patch.setattr(TokenChain, "recognises", lambda *_: True)
-    patch.setattr(TokenChain, "recognise_run", lambda _, run: len(run))
+    def branch(stem: Stem, position: int, content: bytes) -> Stem | None:
+        return stem.branches.get(position, {}).get(chain.block_digest(stem.digest_before(position), content))
+
+    patch.setattr(Stem, "branch", branch)
+    patch.setattr(Stem, "num_equal", lambda stem, _, start, end: min(end - start, stem.first + stem.length - start))
 
 
 def keep_a_preempted_sequence_open(patch: Patch) -> None:
@@ -339,7 +345,7 @@ CAUGHT: list[tuple[Callable[[Patch], None], tuple[Callable[[], None], ...]]] = [
     (skip_copy_on_write, NETS),
     (lose_the_copies, NETS),
     (leak_a_reference_on_fork, NETS),
-    (keep_the_digest_of_an_evicted_block, NETS),
+    (keep_the_place_of_an_evicted_block, NETS),
     (free_twice, NETS),
     (publish_before_it_is_computed, NETS),
     (merge_without_releasing, NETS),
@@ -347,7 +353,7 @@ CAUGHT: list[tuple[Callable[[Patch], None], tuple[Callable[[], None], ...]]] = [
     (forget_the_dirty_mark, NETS),
     (leave_a_rewritten_block_published, (invariants_and_reading_back, slow_twin, small_world)),
     (ignore_the_namespace, (invariants_and_reading_back, slow_twin)),
-    (keep_digests_when_truncated, (invariants_and_reading_back, slow_twin, small_world)),
+    (keep_contents_when_truncated, (invariants_and_reading_back, slow_twin, small_world)),
     (evict_the_head_first, (slow_twin,)),
     (bury_too_early, (invariants_and_reading_back, slow_twin, window_world)),
     (bury_nothing, (invariants_and_reading_back, slow_twin, window_world, audited_run)),

@@ -9,8 +9,8 @@ import pytest
 from quire.errors import InvariantViolation
 from quire.memory import BlockCopy, Tier, TokenChain, archive
 from quire.memory.archive import Archive, FetchedBlock, Shelf
-from quire.memory.chain import Link
 from quire.memory.manager import KVCacheManager
+from quire.memory.stem import Place
 from tests.memory.nets import disk_reading_back, disk_twin, each_net
 
 Patch = pytest.MonkeyPatch
@@ -21,9 +21,9 @@ def save_nothing(patch: Patch) -> None:
 
 
 def save_after_the_block_is_taken(patch: Patch) -> None:
-    def save(self: Archive, group_idx: int, block_id: int, link: Link) -> None:
+    def save(self: Archive, group_idx: int, block_id: int, place: Place) -> None:
         self._late.append(BlockCopy(group_idx, block_id, len(self._saves), Tier.HOST, Tier.DISK))  # type: ignore[attr-defined]
-        self._saves.append(archive.describe(group_idx, link))
+        self._saves.append(archive.describe(group_idx, place))
         self.num_saves += 1
 
     honest = KVCacheManager.take_ops
@@ -68,8 +68,8 @@ def let_loads_make_room_for_each_other(patch: Patch) -> None:
 
 def keep_what_was_adopted(patch: Patch) -> None:
     """Release nothing at the end: host blocks with holders that no table names."""
-    honest = archive._published_as
-    patch.setattr(archive, "_published_as", lambda pool, digest: honest(pool, digest) if pool.free else ())
+    honest = archive._published
+    patch.setattr(archive, "_published", lambda pool, *place: honest(pool, *place) if pool.free else ())
 
 
 def load_what_the_device_has(patch: Patch) -> None:

@@ -113,7 +113,7 @@ def forget_that_host_blocks_moved(patch: Patch) -> None:
 
 
 def find_on_the_host_what_a_reset_forgot(patch: Patch) -> None:
-    patch.setattr(HostTier, "reset", lambda _: None)
+    patch.setattr(HostTier, "reset", lambda *_: None)
 
 
 def promise_without_the_copies(patch: Patch) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 
 from quire.memory import KVCacheManager, MediaSpan, Namespace, TokenChain, continuation
 from quire.memory.sequence_memory import SequenceMemory
+from quire.memory.stem import Stem
 from quire.scheduling import Opening, Scheduler
 from quire.sequences import Sequence as TokenStream
 from tests.memory.nets import MEDIA_NETS, TEARS, each_net, media_reading_back, media_run, media_twin, media_world
@@ -16,7 +17,7 @@ Patch = pytest.MonkeyPatch
 
 
 def forget_the_media(patch: Patch) -> None:
-    patch.setattr(TokenChain, "_with_media", lambda _, contents, __: contents)
+    patch.setattr(TokenChain, "_entries_of", lambda *_: {})
 
 
 def forget_which_media(patch: Patch) -> None:
@@ -41,13 +42,12 @@ def number_media_from_the_block(patch: Patch) -> None:
 
 
 def note_media_in_the_first_block_only(patch: Patch) -> None:
-    honest = TokenChain._with_media
+    honest = TokenChain._entries_of
 
-    def with_media(chain: TokenChain, contents: Sequence[bytes], first: int) -> Sequence[bytes]:
-        whole = honest(chain, contents, first)
-        return [*whole[:1], *contents[1:]] if first == 0 else contents
+    def entries_of(chain: TokenChain, start: int, end: int) -> dict[int, bytes]:
+        return {idx: entry for idx, entry in honest(chain, start, end).items() if idx == 0}
 
-    patch.setattr(TokenChain, "_with_media", with_media)
+    patch.setattr(TokenChain, "_entries_of", entries_of)
 
 
 def take_part_of_a_block_for_media(patch: Patch) -> None:
@@ -55,8 +55,13 @@ def take_part_of_a_block_for_media(patch: Patch) -> None:
 
 
 def take_part_of_a_block_of_media(patch: Patch) -> None:
-    """No published content is too long to be tokens alone."""
-    patch.setattr(continuation, "TOKEN_BYTES", 1 << 20)
+    """A published block with media begins with a token like any other."""
+
+    def first_token(stem: Stem, position: int) -> bytes:
+        start = position * stem.tree.block_bytes
+        return bytes(stem.data[start : start + 4])
+
+    patch.setattr(Stem, "_first_token", first_token)
 
 
 def publish_tails_of_media(patch: Patch) -> None:

@@ -56,9 +56,11 @@ def publish_states_of_other_lengths(patch: Patch) -> None:
     def publish(groups: Any, state: SequenceMemory, num_full: int) -> int:
         num_merges = honest(groups, state, num_full)
         for idx, group in enumerate(groups):
-            link = state.chain.links(num_full)[num_full - 1]
-            if group.spec.carries and group.pool.index.get(link[0]) is None:
-                group.pool.index.add(link, state.tables[idx][-1])
+            index = group.pool.index
+            if group.spec.carries and index.tree.grow(state.chain, num_full, 0) == num_full:
+                place = index.tree.walk(state.chain, num_full).place(num_full - 1)
+                if not index.at(place):
+                    index.put(place, state.tables[idx][-1])
         return num_merges
 
     patch.setattr(manager, "publish_blocks", publish)

@@ -13,6 +13,8 @@ from quire.memory import FullAttention, KVCacheManager, SlidingWindow, Usage, Ve
 from quire.memory.arena import Arena
 from quire.memory.eviction import LeastRecentlyUsed
 from quire.memory.pool import BlockPool
+from quire.memory.prefix_index import PrefixIndex
+from quire.memory.prefix_tree import PrefixTree
 from quire.memory.slabs import MOST_ALIGNMENT_LOSS, SlabLayout, lay_out
 from quire.memory.usage import used_fraction
 from tests.memory.twin_pages import Kind
@@ -89,6 +91,11 @@ def test_an_arena_needs_a_size() -> None:
         KVCacheManager([FullAttention(block_size=4), FullAttention(block_size=4, num_layers=2)], 4)
 
 
+def pools_of(layout: SlabLayout) -> list[BlockPool]:
+    tree = PrefixTree(1, 2, None)
+    return [BlockPool(PrefixIndex(tree, idx, layout.num_ids(idx)), LeastRecentlyUsed) for idx in (0, 1)]
+
+
 @given(
     counts=st.lists(st.integers(0, 12), min_size=2, max_size=2),
     needs=st.lists(st.integers(0, 12), min_size=2, max_size=2),
@@ -96,7 +103,7 @@ def test_an_arena_needs_a_size() -> None:
 def test_the_arena_promises_exactly_what_it_can_hold(counts: list[int], needs: list[int]) -> None:
     """It can hold what lies in slabs of one group each, however slabs are given to groups."""
     layout = lay_out([2, 6], num_slabs=4)
-    arena = Arena(layout, [BlockPool(layout.num_ids(idx), LeastRecentlyUsed) for idx in (0, 1)])
+    arena = Arena(layout, pools_of(layout))
     totals = [count + need for count, need in zip(counts, needs, strict=False)]
 
     def fits(totals: list[int]) -> bool:
@@ -119,7 +126,7 @@ def test_the_arena_promises_exactly_what_it_can_hold(counts: list[int], needs: l
 
 def test_what_lies_scattered_is_moved_together() -> None:
     layout = lay_out([2, 6], num_slabs=3)
-    arena = Arena(layout, [BlockPool(layout.num_ids(idx), LeastRecentlyUsed) for idx in (0, 1)])
+    arena = Arena(layout, pools_of(layout))
     small, large = arena.pools
     blocks = small.take(9)
     small.release([block_id for i, block_id in enumerate(blocks) if i % 3])

@@ -69,7 +69,7 @@ def compare_with_twin(world: World) -> None:
                 assert block_of.setdefault(page, block_id) == block_id, "pinned otherwise than in the twin"
         for page, block_id in zip(theirs.by_turn, group.pool.idle, strict=True):
             assert block_of.setdefault(page, block_id) == block_id, "evicted in another order than in the twin"
-        published = {block_id for block_id, _ in group.pool.index.items()}
+        published = set(group.pool.index.block_ids())
         assert published == {block_of[page] for page in theirs.published.values()}
         mine = [block_of[page] for page in block_of if page in theirs.idle or page in theirs.published.values()]
         assert len(set(mine)) == len(mine), "two pages of the twin are one block"

@@ -16,11 +16,12 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from quire.memory.arena import Arena
-from quire.memory.chain import TOKEN_BYTES, Link, TokenChain
+from quire.memory.chain import TokenChain
 from quire.memory.groups import longest_agreed
 from quire.memory.ops import BlockCopy, MemoryOps, StoredBlock, Tier
-from quire.memory.pool import BlockPool
+from quire.memory.pool import NULL_BLOCK, BlockPool
 from quire.memory.prefix_index import PrefixIndex
+from quire.memory.stem import Place
 from quire.memory.tables import BlockTables
 
 
@@ -109,7 +110,7 @@ class Archive:
                 view.loads(group.num_dead(length * size), length) for group, view in zip(groups, views, strict=True)
             ]
             needs = [len(group) for group in loads]
-            for _, group_idx, _ in self._resting(chain, length):
+            for _, group_idx in self._resting(chain, length):
                 needs[group_idx] += 1
             if self._host_arena.can_hold(needs):
                 return LoadPlan(
@@ -123,13 +124,13 @@ class Archive:
         saves: list[StoredBlock] = []
         for tier in (Tier.HOST, Tier.DEVICE):
             for idx, group in enumerate(self._tables.groups_on(tier)):
-                pool, whole = group.pool, group.spec.block_size * TOKEN_BYTES
-                held = [block_id for block_id, _ in pool.index.items() if pool.ref_counts[block_id]]
+                pool = group.pool
+                held = [block_id for block_id in pool.index.block_ids() if pool.ref_counts[block_id]]
                 for block_id in pool.idle.victims(len(pool.idle)) + held:
-                    link = pool.index.link_of(block_id)
-                    if link is not None and len(link[1]) >= whole:
+                    place = pool.index.place_of(block_id)
+                    if place is not None and not place[0].is_tail:
                         copies.append(BlockCopy(idx, block_id, len(saves), tier, Tier.DISK))
-                        saves.append(describe(idx, link))
+                        saves.append(describe(idx, place))
         return MemoryOps(tuple(copies), tuple(saves))
 
     # ---- commands ----
@@ -151,24 +152,27 @@ class Archive:
         tables.version += 1
         # Each has a holder until all are there, so that none makes room for another.
         held = self._resting(chain, num_blocks)
-        for _, group_idx, digest in held:
-            groups[group_idx].pool.retain(_published_as(groups[group_idx].pool, digest))
+        for block_idx, group_idx in held:
+            groups[group_idx].pool.retain(_published(groups[group_idx].pool, chain, block_idx))
         adopted = []
         for group_idx, block_idx, ticket in fetched:
             pool = groups[group_idx].pool
-            link = chain.links(block_idx + 1)[block_idx]
-            if pool.index.get(link[0]) is not None:
+            if pool.index.holds(chain, block_idx):
                 continue
             if not self._host_arena.can_hold([int(idx == group_idx) for idx in range(len(groups))]):
                 break
             (block_id,) = tables.take(group_idx, 1, Tier.HOST)
+            # After that, since what is evicted for it may take places with it.
+            if pool.index.tree.grow(chain, block_idx + 1, block_idx) <= block_idx:
+                pool.release((block_id,))
+                break
             tables.pending_copies.append(BlockCopy(group_idx, ticket, block_id, Tier.DISK, Tier.HOST))
-            pool.index.add(link, block_id)
-            held.append((block_idx, group_idx, link[0]))
+            pool.index.put(pool.index.tree.walk(chain, block_idx + 1).place(block_idx), block_id)
+            held.append((block_idx, group_idx))
             adopted.append(ticket)
-        # By digest: to take one may have moved the others. The tail is evicted before the head.
-        for _, group_idx, digest in sorted(held, reverse=True):
-            groups[group_idx].pool.release(_published_as(groups[group_idx].pool, digest))
+        # By place: to take one may have moved the others. The tail is evicted before the head.
+        for block_idx, group_idx in sorted(held, reverse=True):
+            groups[group_idx].pool.release(_published(groups[group_idx].pool, chain, block_idx))
         self.num_loads += len(adopted)
         return adopted
 
@@ -185,10 +189,10 @@ class Archive:
 
     # ---- what the pools ask for ----
 
-    def save(self, group_idx: int, block_id: int, link: Link | None) -> None:
+    def save(self, group_idx: int, block_id: int, place: Place | None) -> None:
         """Have a host block saved before anybody writes to it."""
         self._tables.arena.moves.append(BlockCopy(group_idx, block_id, len(self._saves), Tier.HOST, Tier.DISK))
-        self._saves.append(describe(group_idx, link))
+        self._saves.append(describe(group_idx, place))
         self.num_saves += 1
 
     # ---- parts ----
@@ -198,16 +202,16 @@ class Archive:
         tiers = zip(self._tables.groups, self._tables.groups_on(Tier.HOST), strict=True)
         return [(device.pool.index, host.pool.index) for device, host in tiers]
 
-    def _resting(self, chain: TokenChain, num_blocks: int) -> list[tuple[int, int, bytes]]:
-        """Return what a hit of so many blocks would need of the host's idle blocks: place, group and digest of each."""
+    def _resting(self, chain: TokenChain, num_blocks: int) -> list[tuple[int, int]]:
+        """Return what a hit of so many blocks would need of the host's idle blocks: place in the chain, and group."""
         resting = []
         for idx, (device, host) in enumerate(self._indexes()):
             group = self._tables.groups_on(Tier.HOST)[idx]
             for block_idx in range(group.num_dead(num_blocks * group.spec.block_size), num_blocks):
-                if host.holds(chain, block_idx) and not device.holds(chain, block_idx):
-                    digest = chain.digests(block_idx + 1)[block_idx]
-                    if not group.pool.ref_counts[_published_as(group.pool, digest)[0]]:
-                        resting.append((block_idx, idx, digest))
+                (block_id,) = host.published(chain, block_idx, block_idx + 1)
+                is_needed = block_id != NULL_BLOCK and not device.holds(chain, block_idx)
+                if is_needed and not group.pool.ref_counts[block_id]:
+                    resting.append((block_idx, idx))
         return resting
 
     @property
@@ -235,7 +239,7 @@ class Shelf:
     def keep(self, block_ids: Sequence[int]) -> None:
         """Have published blocks that are about to be evicted saved."""
         for block_id in block_ids:
-            self._archive.save(self._group_idx, block_id, self._pool.index.link_of(block_id))
+            self._archive.save(self._group_idx, block_id, self._pool.index.place_of(block_id))
 
 
 class _Reach:
@@ -274,19 +278,21 @@ class _Reach:
         return any(index.holds(self._chain, block_idx) for index in self._indexes)
 
     def _describe(self, block_idx: int) -> StoredBlock:
-        return describe(self._group_idx, self._chain.links(block_idx + 1)[block_idx])
+        chain = self._chain
+        digest = chain.digests(block_idx + 1)[block_idx]
+        return StoredBlock(self._group_idx, digest, chain.content(block_idx), chain.digest_before(block_idx))
 
 
-def describe(group_idx: int, link: Link | None) -> StoredBlock:
+def describe(group_idx: int, place: Place | None) -> StoredBlock:
     """Return what a published block is, for the disk."""
-    assert link is not None, "only published blocks are saved"
-    digest, tokens, parent = link
-    assert parent is not None, "the root is no block"
-    return StoredBlock(group_idx, digest, tokens, parent[0])
+    assert place is not None, "only published blocks are saved"
+    stem, position = place
+    digest, parent = stem.digest(position), stem.digest_before(position)
+    return StoredBlock(group_idx, digest, stem.content(position), parent)
 
 
-def _published_as(pool: BlockPool, digest: bytes) -> tuple[int]:
-    """Return the block that is published under a digest."""
-    entry = pool.index.get(digest)
-    assert entry is not None, "what has a holder is not evicted"
-    return entry[:1]
+def _published(pool: BlockPool, chain: TokenChain, block_idx: int) -> list[int]:
+    """Return the block of a chain that is published."""
+    found = pool.index.published(chain, block_idx, block_idx + 1)
+    assert found != [NULL_BLOCK], "what has a holder is not evicted"
+    return found

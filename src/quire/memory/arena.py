@@ -8,15 +8,18 @@ they lie close, and that is what `can_hold` adds up: its answer is exact.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import zip_longest
 from operator import itemgetter
 
-from quire.memory.eviction import EvictionPolicy
+from quire.memory.eviction import PolicyMaker
 from quire.memory.loan import NEVER, Loan
 from quire.memory.ops import BlockCopy, Tier
 from quire.memory.pool import NULL_BLOCK, BlockPool
+from quire.memory.prefix_index import PrefixIndex
+from quire.memory.prefix_tree import PrefixTree
+from quire.memory.rest_queue import Clock
 from quire.memory.retention import HintedLast, Retention
 from quire.memory.slabs import SlabLayout, lay_out
 
@@ -31,13 +34,14 @@ class Arena:
         pools: of the groups; when there are several, they have no blocks of their own.
         retention: which blocks are to be evicted last; None is none.
         tier: where the bytes are.
+        clock: of the pools.
 
     Attributes:
         moves: blocks that were moved and that tables still name by their old ids, and copies that were made of blocks
             before they went; the manager empties it. Arenas of several tiers share one list: the order counts.
     """
 
-    __slots__ = ("_clock", "free_slabs", "layout", "loans", "moves", "pools", "retention", "tier")
+    __slots__ = ("_is_uniform", "clock", "free_slabs", "layout", "loans", "moves", "pools", "retention", "tier")
 
     def __init__(
         self,
@@ -45,15 +49,18 @@ class Arena:
         pools: Sequence[BlockPool],
         retention: Retention | None = None,
         tier: Tier = Tier.DEVICE,
+        clock: Clock | None = None,
     ) -> None:
         self.layout = layout
         self.tier = tier
         self.retention = retention or Retention(layout, 0)
         self.pools = tuple(pools)
+        # Slabs are blocks, of whatever group.
+        self._is_uniform = set(layout.blocks_per_slab) == {1}
         # A stack with the lowest slab on top.
         self.free_slabs = list(range(layout.num_slabs - 1, -1, -1)) if len(pools) > 1 else []
         self.moves: list[BlockCopy] = []
-        self._clock = 0
+        self.clock = clock or Clock()
         self.loans = tuple(Loan(self, idx, pool) for idx, pool in enumerate(self.pools))
 
     def num_slabs_for(self, group_idx: int, num_blocks: int) -> int:
@@ -68,6 +75,8 @@ class Arena:
                 break
         else:
             return True
+        if self._is_uniform:
+            return sum(needs) + sum([pool.num_used for pool in self.pools]) <= self.layout.num_slabs
         return sum(self._filled(needs)) <= self.layout.num_slabs
 
     def rooms(self, needs: Sequence[int]) -> list[int]:
@@ -75,6 +84,9 @@ class Arena:
 
         `can_hold(needs)` exactly when no group needs more than that; negative when even nothing is too much.
         """
+        if self._is_uniform:
+            left = self.layout.num_slabs - sum(needs) - sum([pool.num_used for pool in self.pools])
+            return [left + need for need in needs]
         filled = self._filled(needs)
         left = self.layout.num_slabs - sum(filled)
         return [
@@ -85,12 +97,6 @@ class Arena:
     def _filled(self, needs: Sequence[int]) -> list[int]:
         """Return for each group the slabs that its used blocks and so many more fill."""
         return self.layout.filled([pool.num_used + need for pool, need in zip(self.pools, needs, strict=True)])
-
-    def ticks(self, count: int) -> range:
-        """Return the next moments; blocks that became idle at an earlier one are older."""
-        start = self._clock
-        self._clock += count
-        return range(start, self._clock)
 
     def make_room(self, wanted_by: Loan, num_blocks: int) -> None:
         """Have slabs returned for a group that lacks blocks, or leave it to the group to evict some of its own.
@@ -139,7 +145,8 @@ def build_arena(
     block_bytes: Sequence[int],
     num_blocks: int | None,
     num_bytes: int | None,
-    policy: Callable[[], EvictionPolicy],
+    policy: PolicyMaker,
+    tree: PrefixTree,
     *,
     retention_limit: int = 0,
     tier: Tier = Tier.DEVICE,
@@ -151,6 +158,7 @@ def build_arena(
         num_blocks: for each group, when all blocks are of the same bytes; or
         num_bytes: the whole range.
         policy: makes the eviction policy of a group.
+        tree: where blocks are published; the groups of the device have its first slots, those of the host the next.
         retention_limit: slabs that blocks which are to be evicted last may fill.
         tier: where the bytes are.
 
@@ -163,8 +171,9 @@ def build_arena(
     layout = lay_out(block_bytes, num_bytes=num_bytes, num_slabs=num_slabs)
     own = range(layout.num_slabs, 0, -1) if len(block_bytes) == 1 else range(0)
     retention = Retention(layout, retention_limit)
-    pools = []
+    pools, clock = [], Clock()
     for idx in range(len(block_bytes)):
-        idle = partial(HintedLast, policy, retention, idx) if retention_limit else policy
-        pools.append(BlockPool(layout.num_ids(idx), idle, own))
-    return Arena(layout, pools, retention, tier)
+        idle: PolicyMaker = partial(HintedLast, policy, retention, idx) if retention_limit else policy
+        slot = idx if tier is Tier.DEVICE else len(block_bytes) + idx
+        pools.append(BlockPool(PrefixIndex(tree, slot, layout.num_ids(idx)), idle, own, clock))
+    return Arena(layout, pools, retention, tier, clock)

@@ -7,24 +7,33 @@ tail of a chain goes before its head.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import islice
 from typing import Protocol
 
+from quire.memory.rest_queue import RestQueue
+
 
 class EvictionPolicy(Protocol):
-    """The idle blocks of one pool, in the order in which they would be evicted."""
+    """The idle blocks of one pool, in the order in which they would be evicted.
 
-    def add(self, block_ids: Collection[int]) -> None:
+    Attributes:
+        keeps_rest: True where it keeps the queue that it was made with: whatever it is given is there.
+    """
+
+    @property
+    def keeps_rest(self) -> bool: ...
+
+    def add(self, block_ids: Sequence[int]) -> None:
         """Take in blocks that have just become idle, one after the other."""
         ...
 
-    def discard(self, block_ids: Collection[int]) -> None:
+    def discard(self, block_ids: Sequence[int]) -> None:
         """Let go of blocks that were hit."""
         ...
 
-    def forget(self, block_ids: Collection[int]) -> None:
+    def forget(self, block_ids: Sequence[int]) -> None:
         """Forget all about blocks: they are no longer published."""
         ...
 
@@ -38,40 +47,56 @@ class EvictionPolicy(Protocol):
 
 
 class LeastRecentlyUsed:
-    """Evicts the block that has been idle for longest."""
+    """Evicts the block that has been idle for longest.
 
-    __slots__ = ("_order",)
+    Args:
+        queue: to keep; what is in it already is none of the policy's own. One of its own unless one is given.
+    """
 
-    def __init__(self) -> None:
-        self._order: OrderedDict[int, None] = OrderedDict()
+    __slots__ = ("_is_shared", "_num_idle", "_queue", "_since")
 
-    def add(self, block_ids: Iterable[int]) -> None:
+    def __init__(self, queue: RestQueue | None = None) -> None:
+        self._is_shared = queue is not None
+        self._queue = RestQueue() if queue is None else queue
+        self._since = self._queue.now
+        self._num_idle = 0
+
+    @property
+    def keeps_rest(self) -> bool:
+        """Say whether the queue was given."""
+        return self._is_shared
+
+    def add(self, block_ids: Sequence[int]) -> None:
         """Take in blocks that have just become idle."""
-        order = self._order
-        for block_id in block_ids:
-            order[block_id] = None
+        self._queue.add(block_ids)
+        self._num_idle += len(block_ids)
 
-    def discard(self, block_ids: Iterable[int]) -> None:
+    def discard(self, block_ids: Sequence[int]) -> None:
         """Let go of blocks that were hit."""
-        order = self._order
-        for block_id in block_ids:
-            del order[block_id]
+        self._num_idle -= self._queue.discard(block_ids)
 
-    def forget(self, block_ids: Iterable[int]) -> None:
+    def forget(self, block_ids: Sequence[int]) -> None:
         """Forget all about blocks."""
-        forget = self._order.pop
-        for block_id in block_ids:
-            forget(block_id, None)
+        self._num_idle -= self._queue.discard(block_ids)
 
     def victims(self, count: int) -> list[int]:
-        """Return the blocks that are next."""
-        return list(islice(self._order, count))
+        """Return the blocks that are next; nobody asks while there is something older in the queue."""
+        return self._queue.oldest(count)
 
     def __len__(self) -> int:
-        return len(self._order)
+        return self._num_idle
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._order)
+        own = (block_id for block_id, moment in self._queue.items() if moment >= self._since)
+        return islice(own, self._num_idle)
+
+
+class PolicyMaker(Protocol):
+    """Makes a policy with nothing in it."""
+
+    def __call__(self, queue: RestQueue | None = None, /) -> EvictionPolicy:
+        """Make one for a pool with this queue of what is at rest, in which there is what earlier policies left."""
+        ...
 
 
 Rank = tuple[int, int]
@@ -86,6 +111,8 @@ class LowestRank:
 
     __slots__ = ("_clock", "_first", "_heap", "_hits", "_idle", "_rank")
 
+    keeps_rest = False
+
     def __init__(self, rank: Callable[[int, int, int], Rank]) -> None:
         self._rank = rank
         self._clock = 0
@@ -95,7 +122,7 @@ class LowestRank:
         # Ranks that are no longer so stay in the heap until they come up.
         self._heap: list[tuple[Rank, int]] = []
 
-    def add(self, block_ids: Iterable[int]) -> None:
+    def add(self, block_ids: Sequence[int]) -> None:
         """Take in blocks that have just become idle."""
         for block_id in block_ids:
             self._clock += 1
@@ -103,13 +130,13 @@ class LowestRank:
             rank = self._idle[block_id] = self._rank(first, self._hits.get(block_id, 0), self._clock)
             heappush(self._heap, (rank, block_id))
 
-    def discard(self, block_ids: Iterable[int]) -> None:
+    def discard(self, block_ids: Sequence[int]) -> None:
         """Let go of blocks that were hit."""
         for block_id in block_ids:
             del self._idle[block_id]
             self._hits[block_id] = self._hits.get(block_id, 0) + 1
 
-    def forget(self, block_ids: Iterable[int]) -> None:
+    def forget(self, block_ids: Sequence[int]) -> None:
         """Forget all about blocks."""
         for block_id in block_ids:
             for known in (self._first, self._hits, self._idle):
@@ -141,13 +168,14 @@ class SegmentedLru:
     __slots__ = ("_probation", "_protected", "_was_hit")
 
     PROTECTED_SHARE = 0.8
+    keeps_rest = False
 
-    def __init__(self) -> None:
+    def __init__(self, _: RestQueue | None = None) -> None:
         self._probation: OrderedDict[int, None] = OrderedDict()
         self._protected: OrderedDict[int, None] = OrderedDict()
         self._was_hit: set[int] = set()
 
-    def add(self, block_ids: Iterable[int]) -> None:
+    def add(self, block_ids: Sequence[int]) -> None:
         """Take in blocks that have just become idle; the oldest of too many protected ones is one no more."""
         for block_id in block_ids:
             (self._protected if block_id in self._was_hit else self._probation)[block_id] = None
@@ -156,13 +184,13 @@ class SegmentedLru:
                 self._was_hit.discard(oldest)
                 self._probation[oldest] = None
 
-    def discard(self, block_ids: Iterable[int]) -> None:
+    def discard(self, block_ids: Sequence[int]) -> None:
         """Let go of blocks that were hit."""
         for block_id in block_ids:
             del (self._protected if block_id in self._protected else self._probation)[block_id]
             self._was_hit.add(block_id)
 
-    def forget(self, block_ids: Iterable[int]) -> None:
+    def forget(self, block_ids: Sequence[int]) -> None:
         """Forget all about blocks."""
         for block_id in block_ids:
             self._protected.pop(block_id, None)
@@ -181,17 +209,17 @@ class SegmentedLru:
         yield from self._protected
 
 
-def first_in_first_out() -> EvictionPolicy:
+def first_in_first_out(_: RestQueue | None = None) -> EvictionPolicy:
     """Evict the block that first became idle longest ago, however often it was hit since."""
     return LowestRank(lambda first, _hits, _now: (first, 0))
 
 
-def least_frequently_used() -> EvictionPolicy:
+def least_frequently_used(_: RestQueue | None = None) -> EvictionPolicy:
     """Evict the block with the fewest hits, of those the one that has been idle for longest."""
     return LowestRank(lambda _first, hits, now: (hits, now))
 
 
-EVICTION_POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
+EVICTION_POLICIES: dict[str, PolicyMaker] = {
     "lru": LeastRecentlyUsed,
     "fifo": first_in_first_out,
     "lfu": least_frequently_used,

@@ -32,14 +32,6 @@ class CacheGroup:
         return self.spec.first_live_token(num_tokens) // self.spec.block_size
 
 
-def ask_one_for_children(groups: Sequence[CacheGroup], host_groups: Sequence[CacheGroup]) -> None:
-    """Let only the first group of tokens note what follows a block: all of them publish the same blocks."""
-    asked = next((group for group in groups if not group.spec.carries), None)
-    for group in (*groups, *host_groups):
-        if group is not asked:
-            group.pool.index.siblings = None
-
-
 class PrefixRun(NamedTuple):
     """Whole blocks from a chain's start whose live ones are published.
 
@@ -74,10 +66,8 @@ def find_prefix(
         host_groups: the same groups with their blocks on the host; none to look at the device only.
     """
     size = groups[0].spec.block_size
-    tiered = [
-        TieredView(group.pool.index, host.pool.index, chain, limit)
-        for group, host in zip(groups, host_groups, strict=False)
-    ]
+    tiers = zip(groups, host_groups, strict=True) if host_groups else ()
+    tiered = [TieredView(group.pool.index, host.pool.index, chain, limit) for group, host in tiers]
     views: Sequence[ChainView | TieredView] = tiered or [group.pool.index.view(chain, limit) for group in groups]
     kept = [idx for idx, group in enumerate(groups) if not group.spec.carries]
     length, ended_by = longest_agreed(groups, views, kept, limit)
@@ -86,15 +76,14 @@ def find_prefix(
         length, lacking = longest_agreed(groups, views, range(len(groups)), length)
         ended_by = ended_by if lacking is None else lacking
     block_ids = []
-    for group, view in zip(groups, views, strict=True):
+    loads: list[BlockLoad] = []
+    for idx, (group, view) in enumerate(zip(groups, views, strict=True)):
         num_dead = group.num_dead(length * size)
-        block_ids.append((NULL_BLOCK,) * num_dead + view.block_ids(num_dead, length))
-    loads = tuple(
-        BlockLoad(idx, *place)
-        for idx, (group, view) in enumerate(zip(groups, tiered, strict=False))
-        for place in view.host_blocks(group.num_dead(length * size), length)
-    )
-    return PrefixRun(length, tuple(block_ids), ended_by, loads, longest)
+        live = view.block_ids(num_dead, length)
+        block_ids.append((NULL_BLOCK,) * num_dead + live if num_dead else live)
+        if tiered:
+            loads += [BlockLoad(idx, *place) for place in tiered[idx].host_blocks(num_dead, length)]
+    return PrefixRun(length, tuple(block_ids), ended_by, tuple(loads), longest)
 
 
 def longest_agreed(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.memory.chain import TOKEN_BYTES, TokenChain, block_digest
+from quire.memory.chain import TOKEN_BYTES, TokenChain
 from quire.memory.continuation import Continuation, longest_continuation
-from quire.memory.departed import Namespaces
 from quire.memory.groups import CacheGroup, PrefixRun, find_prefix
+from quire.memory.namespaces import Namespaces
 from quire.memory.pool import NULL_BLOCK
 from quire.memory.status import HitEnd, PrefixHit
 
@@ -40,8 +40,10 @@ def find_hit(
     start = run.num_blocks * size
     # A state sums up whole blocks only; what comes next the groups of tokens know.
     kept = [group for group in groups if not group.spec.carries]
-    content = chain.part(start, min(start + size, num_tokens))
-    next_one = longest_continuation(kept, chain, run.num_blocks, content) if kept else None
+    next_one = None
+    if kept and start < limit:
+        content = chain.part(start, min(start + size, num_tokens))
+        next_one = longest_continuation(kept, chain, run.num_blocks, content)
     is_divisible = len(kept) == len(groups)
     num_copied, block_ids, loads = 0, run.block_ids, run.loads
     if next_one is not None and is_divisible:
@@ -67,7 +69,7 @@ def find_hit(
             group_idx = run.group_idx if reason is HitEnd.GROUP else None
             if next_one is not None and reason is HitEnd.DIFFERENT:
                 differs_at = start + next_one.num_tokens
-    num_host_tokens = len({load.block_idx for load in loads}) * size
+    num_host_tokens = len({load.block_idx for load in loads}) * size if loads else 0
     return PrefixHit(
         end, block_ids, reason, group_idx, version, num_copied, differs_at, loads, num_host_tokens, parted_at
     )
@@ -87,20 +89,21 @@ def _reason(
     """Say why more is not hit than nobody asked to leave out."""
     block_idx, size = run.num_blocks, groups[0].spec.block_size
     indexes = [group.pool.index for group in groups]
+    tree = indexes[0].tree
     is_whole = (block_idx + 1) * size <= len(chain.tokens)
-    if is_whole:
-        if any(index.holds(chain, block_idx) for index in indexes):
+    trail = tree.walk(chain, block_idx + is_whole)
+    if is_whole and trail.num_known > block_idx:
+        stem, position = place = trail.place(block_idx)
+        if any(index.at(place) for index in indexes):
             return HitEnd.GROUP
-        digest = chain.digests(block_idx + 1)[block_idx]
-        if any(digest in index.departed for index in indexes):
+        if position not in stem.unseen:
             return HitEnd.EVICTED
     if next_one is not None:
-        is_parting = next_one.num_tokens * TOKEN_BYTES < len(next_one.link[1])
+        is_parting = next_one.num_tokens * TOKEN_BYTES < len(next_one.content)
         return HitEnd.DIFFERENT if is_parting else HitEnd.NEVER_SEEN
     others = namespaces.others(chain.root) if is_whole and not block_idx else ()
-    if others:
-        content = chain.content(0)
-        digests = [block_digest(root[0], content) for root in others]
-        if any(index.get(digest) for digest in digests for index in indexes):
+    for root in filter(None, map(tree.root, others)):
+        branch = root.branch(0, chain.content(0))
+        if branch is not None and any(index.at((branch, 0)) for index in indexes):
             return HitEnd.NAMESPACE
     return HitEnd.NEVER_SEEN

@@ -7,14 +7,15 @@ demoted longest ago makes room for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.memory.arena import Arena, build_arena
-from quire.memory.chain import TOKEN_BYTES
-from quire.memory.eviction import EvictionPolicy
+from quire.memory.eviction import PolicyMaker
 from quire.memory.groups import CacheGroup
 from quire.memory.ops import BlockCopy, Tier
+from quire.memory.pool import NULL_BLOCK
+from quire.memory.prefix_tree import PrefixTree
 
 
 @dataclass(slots=True)
@@ -42,6 +43,7 @@ class HostTier:
         groups: the cache groups, with their blocks on the device.
         num_bytes: of the host's memory.
         policy: makes the eviction policy of a group.
+        tree: where blocks are published.
 
     Attributes:
         arena: of the blocks.
@@ -56,9 +58,14 @@ class HostTier:
     __slots__ = ("arena", "groups", "num_sequences", "traffic")
 
     def __init__(
-        self, device: Arena, groups: Sequence[CacheGroup], num_bytes: int, policy: Callable[[], EvictionPolicy]
+        self,
+        device: Arena,
+        groups: Sequence[CacheGroup],
+        num_bytes: int,
+        policy: PolicyMaker,
+        tree: PrefixTree,
     ) -> None:
-        self.arena = build_arena(device.layout.block_bytes, None, num_bytes, policy, tier=Tier.HOST)
+        self.arena = build_arena(device.layout.block_bytes, None, num_bytes, policy, tree, tier=Tier.HOST)
         self.arena.moves = device.moves
         self.groups = tuple(CacheGroup(group.spec, pool) for group, pool in zip(groups, self.arena.pools, strict=True))
         self.num_sequences = 0
@@ -66,10 +73,10 @@ class HostTier:
         for idx, group in enumerate(groups):
             group.pool.keeper = Demotion(self, idx, group)
 
-    def reset(self) -> None:
-        """Make nothing published here be hit any more, in constant time."""
+    def reset(self, tree: PrefixTree) -> None:
+        """Make nothing published here be hit any more, in constant time; see `BlockPool.reset`."""
         for pool in self.arena.pools:
-            pool.reset()
+            pool.reset(tree)
 
 
 class Demotion:
@@ -81,13 +88,12 @@ class Demotion:
         group: with its blocks on the device.
     """
 
-    __slots__ = ("_content_bytes", "_group_idx", "_host", "_pool")
+    __slots__ = ("_group_idx", "_host", "_pool")
 
     def __init__(self, host: HostTier, group_idx: int, group: CacheGroup) -> None:
         self._host = host
         self._group_idx = group_idx
         self._pool = group.pool
-        self._content_bytes = group.spec.block_size * TOKEN_BYTES
 
     def keep(self, block_ids: Sequence[int]) -> None:
         """Copy published blocks that are about to be evicted to the host, as long as it has room.
@@ -98,18 +104,17 @@ class Demotion:
         pool = arena.pools[idx]
         needs = [int(other == idx) for other in range(len(arena.pools))]
         for block_id in block_ids:
-            link = self._pool.index.link_of(block_id)
-            assert link is not None, "only published blocks are evicted"
-            if len(link[1]) < self._content_bytes:
+            place = self._pool.index.place_of(block_id)
+            assert place is not None, "only published blocks are evicted"
+            if place[0].is_tail:
                 continue
-            known = pool.index.get(link[0])
-            if known is not None:
-                host_ids = [known[0]]
+            host_ids = [pool.index.at(place)]
+            if host_ids != [NULL_BLOCK]:
                 pool.retain(host_ids)
             elif arena.can_hold(needs):
                 host_ids = pool.take(1)
                 arena.moves.append(BlockCopy(idx, block_id, host_ids[0], Tier.DEVICE, Tier.HOST))
-                pool.index.add(link, host_ids[0])
+                pool.index.put(place, host_ids[0])
                 self._host.traffic.num_demotions += 1
             else:
                 continue

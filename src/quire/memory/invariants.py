@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 
 from quire.errors import InvariantViolation
@@ -13,7 +13,9 @@ from quire.memory.manager import KVCacheManager
 from quire.memory.media import read_entries
 from quire.memory.ops import Tier
 from quire.memory.pool import NULL_BLOCK, BlockPool
+from quire.memory.prefix_index import PrefixIndex
 from quire.memory.sequence_memory import SequenceMemory
+from quire.memory.stem import Stem
 
 
 def check(manager: KVCacheManager) -> None:
@@ -22,6 +24,7 @@ def check(manager: KVCacheManager) -> None:
     Raises:
         InvariantViolation: naming the first invariant that does not hold.
     """
+    _check_tree(manager)
     for tier in (Tier.DEVICE, Tier.HOST) if manager.host is not None else (Tier.DEVICE,):
         _check_tier(manager, tier)
     num_swapped = sum(state.is_swapped for state in manager.sequences.values())
@@ -55,9 +58,9 @@ def _check_tier(manager: KVCacheManager, tier: Tier) -> None:
         _check_index(group)
         for seq_id, state in manager.sequences.items():
             if state.is_swapped != on_device:
-                is_published = on_device and state.num_resets == manager.num_resets
+                is_published = state.num_resets == manager.num_resets
                 _check_table(group, seq_id, state, idx, state.tables_on(tier)[idx])
-                _check_links(group, seq_id, state, idx, state.tables_on(tier)[idx], all_published=is_published)
+                _check_places(group, seq_id, state, idx, state.tables_on(tier)[idx], all_published=is_published)
             elif state.tables_on(tier)[idx]:
                 raise InvariantViolation("M2", f"sequence {seq_id} has blocks on both tiers")
 
@@ -90,9 +93,6 @@ def snapshot(manager: KVCacheManager) -> tuple[object, ...]:
             tuple(group.pool.idle),
             tuple(tuple(retired.idle) for retired in group.pool.retired),
             tuple(group.pool.ref_counts),
-            group.pool.index.siblings and group.pool.index.siblings.snapshot(),
-            group.pool.index.departed.snapshot(),
-            tuple((block_id, link[:2]) for block_id, link in group.pool.index.items()),
         )
         for group in (*manager.groups, *(manager.host.groups if manager.host else ()))
     )
@@ -106,7 +106,8 @@ def snapshot(manager: KVCacheManager) -> tuple[object, ...]:
         for arena in (manager.arena, *((manager.host.arena,) if manager.host else ()))
     )
     roots = manager.namespaces.snapshot()
-    return sequences, pools, slabs, manager.pins.snapshot(), tuple(manager.tables.pending_copies), roots
+    pending = tuple(manager.tables.pending_copies)
+    return sequences, pools, slabs, manager.tree.snapshot(), manager.pins.snapshot(), pending, roots
 
 
 def _lent_blocks(arena: Arena, group_idx: int) -> list[int]:
@@ -125,7 +126,8 @@ def _check_slabs(arena: Arena) -> None:
         raise InvariantViolation("M1", f"free and lent slabs are {slabs}, not {arena.layout.num_slabs} of them")
     for loan in arena.loans:
         idle = Counter(arena.layout.slab_of(loan.group_idx, block_id) for block_id in _resting_blocks(loan.pool))
-        if loan.is_whole and idle.keys() != loan.resting.keys():
+        at_rest = arena.layout.slabs_of(loan.group_idx, loan.resting)
+        if loan.is_whole and idle.keys() != set(at_rest):
             raise InvariantViolation("M1", f"of the slabs {sorted(idle)} those of {list(loan.resting)} are at rest")
         for slab, num_used in loan.used.items():
             blocks = arena.layout.blocks_of(loan.group_idx, slab)
@@ -187,31 +189,68 @@ def _check_partition(group: CacheGroup, holders: Counter[int], lent: list[int]) 
 
 
 def _check_index(group: CacheGroup) -> None:
-    """M4: a digest names exactly its parent and tokens, a whole block's or fewer, and one block; parents know it."""
-    index = group.pool.index
-    num_published = 0
-    children: defaultdict[bytes, set[int]] = defaultdict(set)
-    for block_id in range(len(group.pool.ref_counts)):
-        link = index.link_of(block_id)
-        if link is None:
-            continue
-        digest, content, parent = link
-        if parent is None or block_digest(parent[0], content) != digest:
-            raise InvariantViolation("M4", f"block {block_id} is published under another block's identity")
-        size = group.spec.block_size
+    """M4: a place has one block and a block one place, in the tree, with a whole block's content or less."""
+    index, size = group.pool.index, group.spec.block_size
+    places = {block_id: place for block_id in range(index.num_ids) if (place := index.place_of(block_id)) is not None}
+    for block_id, (stem, position) in places.items():
+        content = stem.content(position)
         if len(content) < TOKEN_BYTES or not _is_media(content[TOKEN_BYTES * size :], size):
             raise InvariantViolation("M4", f"block {block_id} is published as {content!r}")
-        children[parent[0]].add(block_id)
-        found = index.get(digest)
-        if found is None or found[0] != block_id:
-            raise InvariantViolation("M4", f"block {block_id} is not the one that its identity leads to")
-        num_published += 1
-    if num_published != len(index):
-        raise InvariantViolation("M4", f"{num_published} blocks have an identity, {len(index)} identities a block")
-    siblings = index.siblings.snapshot() if index.siblings is not None else ()
-    known = {parent: set(block_ids) for parent, block_ids in siblings}
-    if index.siblings is not None and known != children:
-        raise InvariantViolation("M4", f"the children of published blocks are {list(children.values())}, not {known}")
+        if index.at((stem, position)) != block_id:
+            raise InvariantViolation("M4", f"block {block_id} is not the one at its place")
+        if not _is_in_tree(stem):
+            raise InvariantViolation("M4", f"block {block_id} is published at a place that is not in the tree")
+    if len(places) != len(index):
+        raise InvariantViolation("M4", f"{len(places)} blocks have a place, {len(index)} count as published")
+
+
+def _is_in_tree(stem: Stem) -> bool:
+    """Say whether a stem is reached from its root."""
+    while stem.parent is not None:
+        if stem.parent.branches.get(stem.first - stem.parent.first, {}).get(stem.name) is not stem:
+            return False
+        stem = stem.parent
+    return stem.tree.roots.get(stem.name) is stem
+
+
+def _check_tree(manager: KVCacheManager) -> None:
+    """M4: digests name what they cover, contents that follow the same differ, and what is counted of blocks is so."""
+    tree = manager.tree
+    indexes = [group.pool.index for group in (*manager.groups, *(manager.host.groups if manager.host else ()))]
+    if any(index.tree is not tree for index in indexes):
+        raise InvariantViolation("M4", "pools publish in different trees")
+    for stem in tree.stems():
+        if stem.parent is not None:
+            base = stem.parent.digest_before(stem.first - stem.parent.first)
+            if block_digest(base, stem.content(0)) != stem.name:
+                raise InvariantViolation("M4", f"a stem is found as {stem.name!r}, which is another one's digest")
+        if stem.num_published != sum(block_id != NULL_BLOCK for blocks in stem.blocks for block_id in blocks):
+            raise InvariantViolation("M4", f"a stem counts {stem.num_published} published blocks, and has others")
+        if any(len(blocks) > stem.length for blocks in stem.blocks):
+            raise InvariantViolation("M4", f"a stem of {stem.length} positions has blocks behind them")
+        for index in indexes:
+            for position in range(stem.length):
+                block_id = index.at((stem, position))
+                if block_id != NULL_BLOCK and index.place_of(block_id) != (stem, position):
+                    raise InvariantViolation("M4", f"block {block_id} is at a place that it does not know of")
+        for position, branches in stem.branches.items():
+            contents = [branch.content(0) for branch in branches.values()]
+            own = stem.content(position) if position < stem.length else None
+            if len({*contents, own}) != len(contents) + 1 or not 0 <= position <= stem.length:
+                raise InvariantViolation("M4", f"what comes at position {position} of a stem is there twice")
+            _check_children(stem, position, indexes)
+
+
+def _check_children(stem: Stem, position: int, indexes: Sequence[PrefixIndex]) -> None:
+    """M4: the children at a position are all that is published there."""
+    noted = stem.tree.noted
+    if noted is not None:
+        published = {branch for branch in stem.branches[position].values() if indexes[noted].at((branch, 0))}
+        if indexes[noted].at((stem, position)):
+            published.add(stem)
+        found = [child for child, _ in stem.children_at(position, len(published) + 1)]
+        if len(found) != len(published) or set(found) != published:
+            raise InvariantViolation("M4", f"{len(found)} children are noted at a position, {len(published)} are there")
 
 
 def _is_media(entries: bytes, block_size: int) -> bool:
@@ -242,21 +281,23 @@ def _check_table(group: CacheGroup, seq_id: int, state: SequenceMemory, group_id
                 raise InvariantViolation("M3", f"sequence {seq_id} will write shared or published block {block_id}")
 
 
-def _check_links(
+def _check_places(
     group: CacheGroup, seq_id: int, state: SequenceMemory, group_idx: int, table: Sequence[int], *, all_published: bool
 ) -> None:
-    """M5: live blocks hold the sequence's tokens. On the host only what met no collision is published.
+    """M5: live blocks hold the sequence's tokens.
 
     A state need not be published; one that is sums up whole blocks, and no more tokens than are computed.
     """
     size, carries = group.spec.block_size, group.spec.carries
-    state.chain.digests(state.num_published)
+    chain, index = state.chain, group.pool.index
+    chain.know(state.num_published)
+    # Looked for anew: what the chain has found before may be wrong.
+    found = index.published(chain.fresh(), 0, state.num_published)
     for i in range(state.num_dead[group_idx], len(table) if carries else state.num_published):
-        link = group.pool.index.link_of(table[i])
-        if link is None:
+        if table[i] not in index:
             is_wrong = all_published and not carries
         else:
             is_full = (i + 1) * size <= state.num_computed
-            is_wrong = not (is_full and i < state.num_published and state.chain.recognises(i, link))
+            is_wrong = not (is_full and i < state.num_published and found[i] == table[i])
         if is_wrong:
             raise InvariantViolation("M5", f"sequence {seq_id}: block {table[i]} holds other tokens")

@@ -5,14 +5,15 @@ A group whose blocks fill a slab each needs no counts: whatever becomes of a blo
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from itertools import islice, takewhile
+from itertools import takewhile
 from sys import maxsize
 from typing import TYPE_CHECKING
 
 from quire.memory.ops import BlockCopy
 from quire.memory.pool import BlockPool
+from quire.memory.rest_queue import RestQueue
 
 if TYPE_CHECKING:
     from quire.memory.arena import Arena
@@ -34,7 +35,7 @@ class Loan:
         is_whole: True where each block fills a slab.
         used: of each slab that the group has, the blocks with holders; empty where a slab has one block.
         resting: slabs without used blocks but with idle ones, the one that came to rest first in front; and when
-            that was.
+            that was. Where each block fills a slab, those blocks.
     """
 
     __slots__ = ("_arena", "_idle", "_idle_since", "group_idx", "is_whole", "pool", "resting", "used")
@@ -48,7 +49,7 @@ class Loan:
         # Both empty, as `used` is, where `resting` says it all.
         self._idle: dict[int, int] = {}
         self._idle_since: dict[int, int] = {}
-        self.resting: OrderedDict[int, int] = OrderedDict()
+        self.resting = pool.rest if self.is_whole else RestQueue(arena.clock)
         if len(arena.pools) > 1:
             pool.lender = self
 
@@ -62,7 +63,7 @@ class Loan:
         if not self.is_whole:
             return list(self.used)
         used = [block_id for block_id, count in enumerate(self.pool.ref_counts) if count]
-        return self._slabs_of(used) + list(self.resting) + self._slabs_of(self.pool.free)
+        return self._slabs_of([*used, *self.resting, *self.pool.free])
 
     def is_scattered(self) -> bool:
         """Say whether the used blocks would fill fewer slabs than those with used blocks in them.
@@ -89,7 +90,7 @@ class Loan:
         used, resting = self.used, self.resting
         for slab in self._slabs_of(block_ids):
             if slab in resting:
-                del resting[slab]
+                resting.discard((slab,))
             used[slab] += 1
 
     def woke(self, block_ids: Sequence[int]) -> None:
@@ -99,26 +100,30 @@ class Loan:
 
     def rested(self, block_ids: Sequence[int]) -> None:
         """Note that blocks have no holders any more, but are published."""
-        moments, slabs = self._arena.ticks(len(block_ids)), self._slabs_of(block_ids)
         if self.is_whole:
-            self.resting.update(zip(slabs, moments, strict=True))
+            if not self.pool.idle.keeps_rest:
+                self.resting.add(block_ids)
             return
         used, idle, resting = self.used, self._idle, self.resting
-        self._idle_since.update(zip(block_ids, moments, strict=True))
-        for slab, now in zip(slabs, moments, strict=True):
+        self._idle_since.update(zip(block_ids, self._arena.clock.ticks(len(block_ids)), strict=True))
+        for slab in self._slabs_of(block_ids):
             idle[slab] += 1
             used[slab] = left = used[slab] - 1
             if not left:
-                resting[slab] = now
+                resting.add((slab,))
 
     def rested_anew(self, block_id: int) -> None:
         """Note that an idle block counts as if it had just become idle; so does its slab, if that is at rest."""
+        if self.is_whole:
+            if not self.pool.idle.keeps_rest:
+                self.resting.discard((block_id,))
+                self.resting.add((block_id,))
+            return
         (slab,) = self._slabs_of((block_id,))
-        (now,) = self._arena.ticks(1)
-        if not self.is_whole:
-            self._idle_since[block_id] = now
-        if self.resting.pop(slab, None) is not None:
-            self.resting[slab] = now
+        (self._idle_since[block_id],) = self._arena.clock.ticks(1)
+        if slab in self.resting:
+            self.resting.discard((slab,))
+            self.resting.add((slab,))
 
     def freed(self, block_ids: Sequence[int]) -> None:
         """Note that blocks hold nothing any more; slabs of which all blocks are free go back."""
@@ -131,7 +136,7 @@ class Loan:
             used[slab] -= 1
             if not used[slab]:
                 if self._idle[slab]:
-                    self.resting[slab] = self._arena.ticks(1)[0]
+                    self.resting.add((slab,))
                 else:
                     emptied.append(slab)
         if emptied:
@@ -155,10 +160,14 @@ class Loan:
             most: slabs.
             before: only slabs that go before what is of that age.
         """
-        slabs = [slab for age, slab in self._next_resting(most) if age < before]
-        blocks = self._arena.layout.blocks_in(self.group_idx, slabs)
-        self._evict(blocks if self.is_whole else [block_id for block_id in blocks if block_id in self._idle_since])
-        self._give_back(slabs)
+        resting = self._resting_before(most, before)
+        if self.is_whole:
+            self._evict(resting)
+            self._give_back(self._slabs_of(resting))
+            return
+        blocks = self._arena.layout.blocks_in(self.group_idx, resting)
+        self._evict([block_id for block_id in blocks if block_id in self._idle_since])
+        self._give_back(resting)
 
     def evict_oldest(self, most: int, before: Age) -> None:
         """Evict the next victims.
@@ -193,20 +202,33 @@ class Loan:
     def _since(self, block_ids: Sequence[int]) -> list[int]:
         """Return when idle blocks became so."""
         if self.is_whole:
-            return [self.resting[slab] for slab in self._slabs_of(block_ids)]
+            return self.resting.since(list(block_ids))
         return [self._idle_since[block_id] for block_id in block_ids]
 
+    def _resting_before(self, most: int, before: Age) -> list[int]:
+        """Return what of `resting` is to go first, at most so many, as long as it goes before that age."""
+        if self._arena.retention.of_group[self.group_idx]:
+            return [number for age, number in self._next_resting(most) if age < before]
+        numbers = self.resting.oldest(most)
+        return numbers if before[0] else numbers[: bisect_left(self.resting.since(numbers), before[1])]
+
     def _next_resting(self, most: int) -> list[tuple[Age, int]]:
-        """Return the slabs at rest that are to go first, each with its age; those with the hint come last."""
+        """Return what of `resting` is to go first, each with its age; what has the hint comes last."""
         if not self._arena.retention.of_group[self.group_idx]:
-            return [((False, since), slab) for slab, since in islice(self.resting.items(), most)]
-        is_hinted = self._arena.retention.is_in_slab
+            numbers = self.resting.oldest(most)
+            return [
+                ((False, since), number) for number, since in zip(numbers, self.resting.since(numbers), strict=True)
+            ]
+        hints = self._arena.retention
         plain, hinted = [], []
-        for slab, since in self.resting.items():
-            if is_hinted(self.group_idx, slab):
-                hinted.append(((True, since), slab))
+        for number, since in self.resting.items():
+            is_hinted = (
+                number in hints.of_group[self.group_idx] if self.is_whole else hints.is_in_slab(self.group_idx, number)
+            )
+            if is_hinted:
+                hinted.append(((True, since), number))
             else:
-                plain.append(((False, since), slab))
+                plain.append(((False, since), number))
                 if len(plain) == most:
                     break
         return (plain + hinted)[:most]
@@ -222,9 +244,11 @@ class Loan:
         stack = self._arena.free_slabs
         slabs = stack[-most:]
         del stack[-most:]
-        if not self.is_whole:
-            for counts in (self.used, self._idle):
-                counts.update(dict.fromkeys(slabs, 0))
+        if self.is_whole:
+            self.pool.free[:0] = self._arena.layout.blocks_in(self.group_idx, slabs)
+            return
+        for counts in (self.used, self._idle):
+            counts.update(dict.fromkeys(slabs, 0))
         # Below all else: what is left over is then part of one slab, of which another part is taken.
         slabs.reverse()
         self.pool.free[:0] = reversed(self._arena.layout.blocks_in(self.group_idx, slabs))
@@ -236,17 +260,17 @@ class Loan:
 
     def _wake(self, block_ids: Sequence[int]) -> None:
         """Note that blocks are not idle any more; a slab without idle blocks is not at rest."""
-        resting, slabs = self.resting, self._slabs_of(block_ids)
+        resting = self.resting
         if self.is_whole:
-            for slab in slabs:
-                del resting[slab]
+            if not self.pool.idle.keeps_rest:
+                resting.discard(block_ids)
             return
         idle, since = self._idle, self._idle_since
-        for block_id, slab in zip(block_ids, slabs, strict=True):
+        for block_id, slab in zip(block_ids, self._slabs_of(block_ids), strict=True):
             del since[block_id]
             idle[slab] -= 1
-            if not idle[slab]:
-                resting.pop(slab, None)
+            if not idle[slab] and slab in resting:
+                resting.discard((slab,))
 
     def _move(self, block_id: int, slab: int) -> None:
         """Move one used block out of a slab, to a free block elsewhere, or one that must first be evicted."""
@@ -259,7 +283,8 @@ class Loan:
         self.used[slab] -= 1
         (target_slab,) = self._slabs_of((elsewhere,))
         self.used[target_slab] += 1
-        self.resting.pop(target_slab, None)
+        if target_slab in self.resting:
+            self.resting.discard((target_slab,))
         tier = self._arena.tier
         self._arena.moves.append(BlockCopy(self.group_idx, block_id, elsewhere, tier, tier))
 
@@ -274,5 +299,6 @@ class Loan:
         if not self.is_whole:
             for slab in slabs:
                 del self.used[slab], self._idle[slab]
-                self.resting.pop(slab, None)
+                if slab in self.resting:
+                    self.resting.discard((slab,))
         self._arena.free_slabs += slabs

@@ -21,17 +21,18 @@ from quire.memory.admission import count_loads, count_woken
 from quire.memory.archive import Archive
 from quire.memory.arena import build_arena
 from quire.memory.batch_commands import BatchCommands
-from quire.memory.chain import Namespace, TokenChain
+from quire.memory.chain import Namespace, Root, TokenChain, root_of
 from quire.memory.continuation import publish_tail
-from quire.memory.departed import Namespaces
 from quire.memory.eviction import EVICTION_POLICIES
 from quire.memory.forecast import Forecast
-from quire.memory.groups import CacheGroup, ask_one_for_children, find_prefix
+from quire.memory.groups import CacheGroup, find_prefix
 from quire.memory.hit import find_hit
 from quire.memory.host_tier import HostTier
 from quire.memory.media import MediaSpan
+from quire.memory.namespaces import Namespaces
 from quire.memory.ops import NO_OPS, MemoryOps, TableDelta, Tier
 from quire.memory.pins import Pins
+from quire.memory.prefix_tree import PrefixTree
 from quire.memory.progress import bury, next_event, publish_blocks
 from quire.memory.rollback import Rollback
 from quire.memory.sequence_memory import SequenceMemory
@@ -40,6 +41,9 @@ from quire.memory.states import Snapshots
 from quire.memory.status import HitEnd, PrefixHit
 from quire.memory.tables import BlockTables
 from quire.memory.usage import Usage, measure
+
+# Namespaces whose roots are kept at hand.
+MOST_ROOTS = 1024
 
 
 class KVCacheManager:
@@ -85,11 +89,15 @@ class KVCacheManager:
         self.block_size = sizes.pop()
         block_bytes = [spec.bytes_per_block for spec in specs]
         policy = EVICTION_POLICIES[eviction]
-        self.arena = build_arena(block_bytes, num_blocks, num_bytes, policy, retention_limit=retention_limit)
+        num_slots = len(specs) * (2 if host_bytes else 1)
+        # All groups of tokens publish the same blocks: one of them notes what comes after a block.
+        noted = next((idx for idx, spec in enumerate(specs) if not spec.carries), None)
+        self.tree = PrefixTree(self.block_size, num_slots, noted)
+        self.arena = build_arena(block_bytes, num_blocks, num_bytes, policy, self.tree, retention_limit=retention_limit)
+        self.tree.num_remembered = max(pool.index.num_ids for pool in self.arena.pools) - 1
         self.pins = Pins(self.arena, pin_limit)
         self.groups = tuple(CacheGroup(spec, pool) for spec, pool in zip(specs, self.arena.pools, strict=True))
-        self.host = HostTier(self.arena, self.groups, host_bytes, policy) if host_bytes else None
-        ask_one_for_children(self.groups, self.host.groups if self.host else ())
+        self.host = HostTier(self.arena, self.groups, host_bytes, policy, self.tree) if host_bytes else None
         self.tables = BlockTables(self.arena, self.groups, self.pins, self.host)
         self.archive = Archive(self.tables) if has_disk else None
         self._snapshots = Snapshots.of(self.groups, snapshot_interval)
@@ -97,6 +105,7 @@ class KVCacheManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.sequences = self.tables.sequences
         self._key = key
+        self._roots: dict[Namespace, Root] = {}
         self._mortal = tuple(idx for idx, spec in enumerate(specs) if spec.death(0) < IMMORTAL)
         forecast = Forecast(self.tables, watermark, self.arena.layout.num_slabs - pin_limit)
         self.can_allocate = forecast.can_allocate
@@ -122,7 +131,12 @@ class KVCacheManager:
 
     def chain(self, tokens: list[int], namespace: Namespace, media: Sequence[MediaSpan] = ()) -> TokenChain:
         """Return a chain over `tokens` for the other verbs; see `TokenChain` for who owns the list."""
-        return TokenChain(tokens, namespace, self.block_size, self._key, media)
+        root = self._roots.get(namespace)
+        if root is None:
+            if len(self._roots) == MOST_ROOTS:
+                self._roots.clear()
+            root = self._roots[namespace] = root_of(namespace, self._key)
+        return TokenChain(tokens, root, self.block_size, media)
 
     def match_prefix(self, chain: TokenChain, max_tokens: int | None = None) -> PrefixHit:
         """Find the longest usable published prefix, over all groups and tiers: whole blocks, and part of one more.
@@ -326,8 +340,6 @@ class KVCacheManager:
         """
         swap.swap_in(self.tables, seq_ids)
         for state in map(self.sequences.__getitem__, seq_ids):
-            if state.num_resets == self.num_resets:
-                swap.recount_published(self.tables, state)
             state.next_event = next_event(self.groups, self._mortal, state)
 
     def reset_prefix_cache(self) -> None:
@@ -339,10 +351,11 @@ class KVCacheManager:
         self.tables.version += 1
         self.num_resets += 1
         self.arena.retention.clear()
+        self.tree = self.tree.emptied()
         for group in self.groups:
-            group.pool.reset()
+            group.pool.reset(self.tree)
         if self.host is not None:
-            self.host.reset()
+            self.host.reset(self.tree)
         if self.archive is not None:
             self.archive.forget_saves()
         self.pins.clear()

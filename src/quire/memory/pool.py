@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
-from quire.memory.eviction import EvictionPolicy
-from quire.memory.prefix_index import PrefixIndex
+from quire.memory.eviction import EvictionPolicy, PolicyMaker
+from quire.memory.prefix_index import NULL_BLOCK, PrefixIndex
+from quire.memory.prefix_tree import PrefixTree
 from quire.memory.residency import BlockWatcher
+from quire.memory.rest_queue import Clock, RestQueue
 
-NULL_BLOCK = 0
+__all__ = ["NULL_BLOCK", "BlockPool", "BlockWatcher", "Keeper", "Lender", "Retired"]
 
 
 class Lender(Protocol):
@@ -49,10 +51,15 @@ class Keeper(Protocol):
 
 
 class Retired(NamedTuple):
-    """Blocks that were idle when the prefix cache was reset: free in all but name, until they are wanted."""
+    """Blocks that were idle when the prefix cache was reset: free in all but name, until they are wanted.
+
+    Args:
+        idle: the blocks.
+        tree: where they were published.
+    """
 
     idle: EvictionPolicy
-    published: PrefixIndex
+    tree: PrefixTree
 
 
 class BlockPool:
@@ -62,13 +69,16 @@ class BlockPool:
     others has further blocks that are lent to it when it needs them.
 
     Args:
-        num_ids: blocks of the group's view of the memory, the null block included.
+        index: of the published blocks; has as many ids as the group's view of the memory, the null block's included.
         policy: makes an eviction policy, which holds the idle blocks.
         free: blocks to start with.
+        clock: of the moments at which blocks come to rest.
 
     Attributes:
         idle: the policy.
-        index: of the published blocks.
+        rest: blocks without holders that are published, or were at a reset, in the order in which they became so; kept
+            by the policy or the lender, if one of them needs it.
+        index: as given.
         retired: what was idle at each reset since, the oldest reset first.
         lender: set when the pool shares its bytes.
         keeper: set when there is a tier below; blocks from before a reset are not offered to it.
@@ -87,16 +97,20 @@ class BlockPool:
         "num_evictions",
         "num_used",
         "ref_counts",
+        "rest",
         "retired",
         "watcher",
     )
 
-    def __init__(self, num_ids: int, policy: Callable[[], EvictionPolicy], free: Iterable[int] = ()) -> None:
+    def __init__(
+        self, index: PrefixIndex, policy: PolicyMaker, free: Iterable[int] = (), clock: Clock | None = None
+    ) -> None:
         self._policy = policy
-        self.idle = policy()
-        self.index = PrefixIndex(num_ids - 1)
+        self.rest = RestQueue(clock)
+        self.idle = policy(self.rest)
+        self.index = index
         self.retired: list[Retired] = []
-        self.ref_counts = [0] * num_ids
+        self.ref_counts = [0] * index.num_ids
         self.num_evictions = 0
         self.num_used = 0
         # A stack, the next block to be handed out last.
@@ -136,11 +150,18 @@ class BlockPool:
         return taken
 
     def retain(self, block_ids: Sequence[int]) -> None:
-        """Add one holder to each block, all different; an idle block becomes used."""
+        """Add one holder to each block, all different, none of them free; an idle block becomes used."""
         ref_counts = self.ref_counts
-        woken = [block_id for block_id in block_ids if not ref_counts[block_id]]
-        for block_id in block_ids:
-            ref_counts[block_id] += 1
+        counts = [ref_counts[block_id] for block_id in block_ids]
+        num_woken = counts.count(0)
+        if num_woken == len(counts):
+            woken = block_ids
+            for block_id in block_ids:
+                ref_counts[block_id] = 1
+        else:
+            woken = [block_id for block_id, count in zip(block_ids, counts, strict=True) if not count]
+            for block_id in block_ids:
+                ref_counts[block_id] += 1
         if woken:
             self.idle.discard(woken)
             self.num_used += len(woken)
@@ -153,13 +174,16 @@ class BlockPool:
         """Remove one holder from each block, all different; without one it becomes idle if published, else free."""
         ref_counts = self.ref_counts
         released = list(block_ids)
-        is_shared = len(released) != [ref_counts[block_id] for block_id in released].count(1)
-        for block_id in released:
-            ref_counts[block_id] -= 1
-        if is_shared:
+        is_all_published = len(self.index) == self.num_used + len(self.idle)
+        if [ref_counts[block_id] for block_id in released].count(1) == len(released):
+            for block_id in released:
+                ref_counts[block_id] = 0
+        else:
+            for block_id in released:
+                ref_counts[block_id] -= 1
             released = [block_id for block_id in released if not ref_counts[block_id]]
         self.num_used -= len(released)
-        rested, freed = self.index.split(released)
+        rested, freed = (released, []) if is_all_published else self.index.split(released)
         if rested:
             self.idle.add(rested)
         self.free += freed
@@ -209,10 +233,9 @@ class BlockPool:
         """Say whether a block without holders is from before a reset; if so, it is that no more."""
         if block_id in self.index:
             return False
-        # A block that was still used at an earlier reset may have left its name there: the latest knows it.
-        idle, index = next(known for known in reversed(self.retired) if block_id in known.published)
-        idle.forget((block_id,))
-        index.remove((block_id,))
+        stem = self.index.forget(block_id)
+        assert stem is not None, "what is idle was published"
+        next(known for known in self.retired if known.tree is stem.tree).idle.forget((block_id,))
         self.retired = [known for known in self.retired if known.idle]
         return True
 
@@ -221,12 +244,16 @@ class BlockPool:
         self.index.remove((block_id,))
         self.idle.forget((block_id,))
 
-    def reset(self) -> None:
-        """Make nothing published be found again, in constant time: what is idle is evicted as it is wanted."""
+    def reset(self, tree: PrefixTree) -> None:
+        """Make nothing published be found again, in constant time: what is idle is evicted as it is wanted.
+
+        Args:
+            tree: where blocks will be published from now on.
+        """
         if self.idle:
-            self.retired.append(Retired(self.idle, self.index))
-        has_siblings = self.index.siblings is not None
-        self.idle, self.index = self._policy(), PrefixIndex(len(self.ref_counts) - 1, has_siblings=has_siblings)
+            self.retired.append(Retired(self.idle, self.index.tree))
+        self.idle = self._policy(self.rest)
+        self.index.reset(tree)
 
     def move(self, src_id: int, dst_id: int) -> None:
         """Let a free block take the place of a used one: holders and identity."""

@@ -1,172 +1,201 @@
-"""The prefix index: from a block's identity to the block that holds it."""
+"""The prefix index: which of a pool's blocks are published, and where in the prefix tree."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import compress, islice
-from operator import eq, is_
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from operator import itemgetter
+from typing import TYPE_CHECKING
 
-from quire.memory.chain import Link, TokenChain
-from quire.memory.departed import Departed
-from quire.memory.siblings import Siblings
+from quire.memory.prefix_tree import PrefixTree
+from quire.memory.stem import Place, Stem
+
+if TYPE_CHECKING:
+    from quire.memory.chain import TokenChain
+
+NULL_BLOCK = 0
 
 
 class PrefixIndex:
-    """Maps identities to published blocks, one block each way.
+    """The published blocks of one pool, one block a place and one place a block.
 
     Args:
-        num_remembered: identities that are remembered when their blocks have gone.
-        has_siblings: whether somebody will ask for the blocks that follow one.
+        tree: of all pools of a manager.
+        slot: the pool's in it.
+        num_ids: blocks of the pool, the null block included.
 
     Attributes:
-        siblings: the published blocks by the block before them; None where nobody asks.
-        departed: identities whose blocks have gone.
+        tree: see above; another one after a reset, and then nothing is published.
 
     Invariants: M4.
     """
 
-    __slots__ = ("_block_ids", "_links", "departed", "siblings")
+    __slots__ = ("_num_published", "_positions", "_slot", "_stems", "tree")
 
-    def __init__(self, num_remembered: int = 0, *, has_siblings: bool = True) -> None:
-        self._block_ids: dict[bytes, int] = {}
-        self._links: dict[int, Link] = {}
-        self.siblings = Siblings() if has_siblings else None
-        self.departed = Departed(num_remembered)
+    def __init__(self, tree: PrefixTree, slot: int, num_ids: int) -> None:
+        self.tree = tree
+        self._slot = slot
+        # By block. Names from before a reset stay: their stems are of another tree.
+        self._stems: list[Stem | None] = [None] * num_ids
+        self._positions = [0] * num_ids
+        self._num_published = 0
 
     def __len__(self) -> int:
-        return len(self._block_ids)
+        return self._num_published
 
     def __contains__(self, block_id: int) -> bool:
-        return block_id in self._links
+        stem = self._stems[block_id]
+        return stem is not None and stem.tree is self.tree
 
-    def get(self, digest: bytes) -> tuple[int, Link] | None:
-        """Return the block published under a digest, and its link, which the caller compares."""
-        block_id = self._block_ids.get(digest)
-        return None if block_id is None else (block_id, self._links[block_id])
+    @property
+    def num_ids(self) -> int:
+        """Blocks of the pool, the null block included."""
+        return len(self._stems)
 
-    def num_new(self, digests: Sequence[bytes]) -> int:
-        """Return how many of the first digests are under no published block, nor twice among themselves."""
-        known = self._block_ids
-        if known.keys().isdisjoint(digests) and len(set(digests)) == len(digests):
-            return len(digests)
-        seen: set[bytes] = set()
-        for digest in digests:
-            if digest in known or digest in seen:
-                break
-            seen.add(digest)
-        return len(seen)
+    # ---- questions ----
 
-    def link_of(self, block_id: int) -> Link | None:
-        """Return the link of a block, None when it is not published."""
-        return self._links.get(block_id)
+    def at(self, place: Place) -> int:
+        """Return the block that is published at a place, or the null block."""
+        stem, position = place
+        return stem.block_at(self._slot, position)
 
-    def children(self, parent: bytes, limit: int) -> list[Link]:
-        """Return the links of published blocks that follow one of a digest, the youngest first."""
-        assert self.siblings is not None, "nobody was to ask for children"
-        return list(map(self._links.__getitem__, self.siblings.of(parent, limit)))
+    def place_of(self, block_id: int) -> Place | None:
+        """Return where a block is published, None when it is not."""
+        stem = self._stems[block_id]
+        return None if stem is None or stem.tree is not self.tree else (stem, self._positions[block_id])
 
-    def add(self, link: Link, block_id: int) -> None:
-        """Publish a block under a digest that no block has."""
-        digest, _, parent = link
-        assert parent is not None, "the root is no block"
-        self._block_ids[digest] = block_id
-        self._links[block_id] = link
-        if self.siblings is not None:
-            self.siblings.add(parent[0], block_id)
+    def content_of(self, block_id: int) -> bytes | None:
+        """Return what a published block holds, None when it is not published."""
+        place = self.place_of(block_id)
+        return None if place is None else place[0].content(place[1])
 
-    def add_run(self, digests: Sequence[bytes], links: Sequence[Link], block_ids: list[int]) -> int:
-        """Publish blocks, one after the other, up to the first under whose digest there is one.
+    def block_ids(self) -> list[int]:
+        """Return all published blocks."""
+        return [block_id for block_id in range(len(self._stems)) if block_id in self]
 
-        Args:
-            digests: of the links.
-            links: of the blocks, at least one; each has the one before it as its parent.
-            block_ids: not published.
-
-        Returns:
-            How many are published.
-        """
-        known = self._block_ids
-        held = list(map(known.setdefault, digests, block_ids))
-        num_new = len(held)
-        if held != block_ids:
-            is_new = list(map(eq, held, block_ids))
-            num_new = is_new.index(False)
-            for digest in compress(digests[num_new:], is_new[num_new:]):
-                del known[digest]
-            digests, links, block_ids = digests[:num_new], links[:num_new], block_ids[:num_new]
-        if num_new:
-            self._links.update(zip(block_ids, links, strict=True))
-            if self.siblings is not None:
-                self.siblings.add_run([links[0][2][0], *digests[:-1]], block_ids)  # type: ignore[index]
-        return num_new
-
-    def remove(self, block_ids: Sequence[int]) -> None:
-        """Take published blocks out of the index."""
-        known = self._block_ids
-        links = list(map(self._links.pop, block_ids))
-        gone = [link[0] for link in links]
-        for digest in gone:
-            del known[digest]
-        if self.siblings is not None:
-            self.siblings.remove_run([link[2][0] for link in links], block_ids)  # type: ignore[index]
-        self.departed.add(gone)
-
-    def move(self, src_id: int, dst_id: int) -> None:
-        """Publish another block in place of one, if that is published at all."""
-        link = self._links.pop(src_id, None)
-        if link is not None:
-            if self.siblings is not None:
-                self.siblings.remove(link[2][0], src_id)  # type: ignore[index]
-            self.add(link, dst_id)
-
-    def items(self) -> list[tuple[int, Link]]:
-        """Return all published blocks and their links, in the order of publication."""
-        return [(block_id, self._links[block_id]) for block_id in self._block_ids.values()]
-
-    def split(self, block_ids: Sequence[int]) -> tuple[list[int], list[int]]:
+    def split(self, block_ids: Sequence[int]) -> tuple[Sequence[int], list[int]]:
         """Return the blocks that are published, and those that are not."""
-        links = self._links
-        published = [block_id for block_id in block_ids if block_id in links]
-        if len(published) == len(block_ids):
-            return published, []
-        return published, [block_id for block_id in block_ids if block_id not in links]
+        stems, tree = self._stems, self.tree
+        if all(stem is not None and stem.tree is tree for stem in {stems[block_id] for block_id in block_ids}):
+            return block_ids, []
+        published = [block_id for block_id in block_ids if block_id in self]
+        return published, [block_id for block_id in block_ids if block_id not in self]
 
     def view(self, chain: TokenChain, num_blocks: int) -> ChainView:
         """Return what this index holds of a chain's first blocks."""
         return ChainView(self, chain, num_blocks)
 
+    def published(self, chain: TokenChain, start: int, end: int) -> list[int]:
+        """Return which blocks hold a chain's full blocks `[start, end)`; the null block for those not published."""
+        found: list[int] = []
+        for stem, first, last in self.tree.walk(chain, end).parts(start, end):
+            found += stem.blocks[self._slot][first:last]
+            found += [NULL_BLOCK] * (stem.first + last - start - len(found))
+        return found + [NULL_BLOCK] * (end - start - len(found))
+
     def leading(self, chain: TokenChain, num_blocks: int) -> list[int]:
         """Return the blocks that hold a chain's first blocks without a gap.
-
-        Links are compared, so a colliding digest is a block that is not published (M4).
 
         Args:
             chain: whose blocks.
             num_blocks: full blocks of the chain, the most to return.
         """
-        digests, known = chain.digests(num_blocks), self._block_ids
-        if not num_blocks or digests[0] not in known:
-            return []
-        # Ends at the first digest that is not known, or with the last one.
-        found = list(iter(map(known.get, islice(digests, num_blocks)).__next__, None))
-        return found[: chain.recognise_run(list(map(self._links.__getitem__, found)))]
+        found = self.published(chain, 0, num_blocks)
+        return found[: found.index(NULL_BLOCK)] if NULL_BLOCK in found else found
 
     def holds(self, chain: TokenChain, block_idx: int) -> bool:
-        """Say whether a chain's block is published, whatever is before it; links are compared (M4)."""
-        entry = self.get(chain.digests(block_idx + 1)[block_idx])
-        return entry is not None and chain.recognises(block_idx, entry[1])
+        """Say whether a chain's block is published, whatever is before it."""
+        return self.published(chain, block_idx, block_idx + 1) != [NULL_BLOCK]
 
-    def holds_run(self, chain: TokenChain, start: int, end: int) -> bool:
-        """Say whether a chain's blocks `[start, end)`, at least one, are published one after the other."""
-        digests = chain.digests(end)[start:end]
-        if not self._block_ids.keys() >= set(digests):
-            return False
-        run = [self._links[self._block_ids[digest]] for digest in digests]
-        return chain.recognises(end - 1, run[-1]) and all(map(is_, run, chain.links(end)[start:end]))
+    # ---- commands ----
 
-    def block_ids(self, chain: TokenChain, start: int, end: int) -> list[int]:
-        """Return the blocks that hold a chain's blocks `[start, end)`, all known to be published."""
-        return [self._block_ids[digest] for digest in chain.digests(end)[start:end]]
+    def put(self, place: Place, block_id: int) -> None:
+        """Publish a block at a place where none is."""
+        stem, position = place
+        self._put(stem, position, (block_id,))
+
+    def put_parts(self, parts: Iterable[tuple[Stem, int, int]], block_ids: Sequence[int]) -> None:
+        """Publish blocks, one after the other, at places where none is.
+
+        Args:
+            parts: of stems, with the positions of the first and behind the last.
+            block_ids: as many as they have positions.
+        """
+        start = 0
+        for stem, first, last in parts:
+            self._put(stem, first, block_ids[start : start + last - first])
+            start += last - first
+
+    def remove(self, block_ids: Sequence[int]) -> None:
+        """Take published blocks out of the index."""
+        stems, positions = self._stems, self._positions
+        self._num_published -= len(block_ids)
+        names = [stems[block_id] for block_id in block_ids]
+        gone = [positions[block_id] for block_id in block_ids]
+        for block_id in block_ids:
+            stems[block_id] = None
+        if names and names.count(names[0]) == len(names):
+            self._remove(names[0], gone)
+            return
+        for stem, run in groupby(zip(names, gone, strict=True), key=itemgetter(0)):
+            self._remove(stem, [position for _, position in run])
+
+    def move(self, src_id: int, dst_id: int) -> None:
+        """Publish another block in place of one, if that is published at all."""
+        place = self.place_of(src_id)
+        if place is not None:
+            self.forget(src_id)
+            self._stems[dst_id], self._positions[dst_id] = place
+            place[0].blocks[self._slot][place[1]] = dst_id
+
+    def forget(self, block_id: int) -> Stem | None:
+        """Forget the name of a block, also one from before a reset, and nothing else; return the stem in it."""
+        stem, self._stems[block_id] = self._stems[block_id], None
+        return stem
+
+    def reset(self, tree: PrefixTree) -> None:
+        """Have nothing published, in constant time."""
+        self.tree = tree
+        self._num_published = 0
+
+    def _remove(self, stem: Stem | None, gone: list[int]) -> None:
+        """Take the blocks at positions of a stem out."""
+        assert stem is not None, "only what is published can be removed"
+        stem.num_published -= len(gone)
+        if stem.num_published:
+            blocks = stem.blocks[self._slot]
+            for position in gone:
+                blocks[position] = NULL_BLOCK
+        else:
+            stem.blocks[self._slot].clear()
+        if self._slot == self.tree.noted:
+            if stem.children:
+                for position in gone:
+                    stem.drop_child(position, stem)
+            if stem.parent is not None and 0 in gone:
+                stem.parent.drop_child(stem.first - stem.parent.first, stem)
+        self.tree.note_gone(stem, len(gone))
+
+    def _put(self, stem: Stem, first: int, block_ids: Sequence[int]) -> None:
+        """Publish blocks at the positions of a stem from `first` on."""
+        stems, positions, slot = self._stems, self._positions, self._slot
+        end, blocks = first + len(block_ids), stem.blocks[slot]
+        if len(blocks) < first:
+            blocks += [NULL_BLOCK] * (first - len(blocks))
+        blocks[first:end] = block_ids
+        for position, block_id in enumerate(block_ids, first):
+            stems[block_id] = stem
+            positions[block_id] = position
+        stem.num_published += len(block_ids)
+        self._num_published += len(block_ids)
+        if stem.unseen:
+            stem.unseen.difference_update(range(first, end))
+        if slot == self.tree.noted:
+            if not first and stem.parent is not None:
+                stem.parent.add_child(stem.first - stem.parent.first, stem)
+            for position in stem.branches:
+                if first <= position < end:
+                    stem.add_child(position, stem)
 
 
 class ChainView:
@@ -194,13 +223,11 @@ class ChainView:
 
     def last_gap(self, start: int, end: int) -> int:
         """Return the last block in `[start, end)` that is not published, or -1."""
-        if start < end and self._index.holds_run(self._chain, start, end):
-            return -1
-        holds, chain = self._index.holds, self._chain
-        return next((idx for idx in range(end - 1, start - 1, -1) if not holds(chain, idx)), -1)
+        found = self._index.published(self._chain, start, end) if start < end else []
+        return end - 1 - found[::-1].index(NULL_BLOCK) if NULL_BLOCK in found else -1
 
     def block_ids(self, start: int, end: int) -> tuple[int, ...]:
         """Return the blocks of `[start, end)`, all known to be published."""
         if self._leading is not None and end <= len(self._leading):
             return tuple(self._leading[start:end])
-        return tuple(self._index.block_ids(self._chain, start, end))
+        return tuple(self._index.published(self._chain, start, end)) if start < end else ()

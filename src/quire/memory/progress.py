@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.memory.chain import Link
 from quire.memory.groups import CacheGroup
 from quire.memory.pool import NULL_BLOCK
 from quire.memory.sequence_memory import SequenceMemory
@@ -30,67 +29,51 @@ def next_event(groups: Sequence[CacheGroup], mortal: Sequence[int], state: Seque
 def publish_blocks(groups: Sequence[CacheGroup], state: SequenceMemory, num_full: int) -> int:
     """Publish the blocks `[num_published, num_full)` of a sequence, or merge them with their equals.
 
-    It is so in every group but those of states, which have nothing to show for most blocks.
+    It is so in every group but those of states, which have nothing to show for most blocks. After a collision nothing
+    is published any more: what comes behind it would have no place.
 
     Returns:
         The duplicates that were given back.
     """
-    start, chain = state.num_published, state.chain
-    is_one = num_full - start == 1
-    if is_one and _publish_next(groups, state, chain.link(start)):  # as sequences decode
-        return 0
-    kept = [idx for idx, group in enumerate(groups) if not group.carries]
-    if is_one:
-        return _publish_or_merge(groups, kept, state, num_full)
-    digests = chain.digests(num_full)[start:num_full]
-    # What is new must be so in every group: all groups publish the same blocks.
-    num_new = min((groups[idx].pool.index.num_new(digests) for idx in kept[1:]), default=len(digests))
-    if num_new:
-        links = chain.links(start + num_new)[start : start + num_new]
-        for idx in kept:
-            block_ids = state.tables[idx][start : start + num_new]
-            num_new = groups[idx].pool.index.add_run(digests[:num_new], links[:num_new], block_ids)
-    state.num_published = end = start + num_new
-    return _publish_or_merge(groups, kept, state, num_full) if end < num_full else 0
-
-
-def _publish_next(groups: Sequence[CacheGroup], state: SequenceMemory, link: Link) -> bool:
-    """Publish one block more; or change nothing, and return False, where its digest is taken in some group."""
-    digest, block_idx = link[0], state.num_published
-    for group in groups:
-        if group.pool.index.get(digest) is not None:
-            return False
-    for group, table in zip(groups, state.tables, strict=True):
+    start, chain, tree = state.num_published, state.chain, groups[0].pool.index.tree
+    known = tree.walk(chain, num_full).num_known
+    state.num_published = end = tree.grow(chain, num_full, start)
+    state.is_publishing = end == num_full
+    num_merges, first = 0, max(start, known)
+    parts = list(tree.walk(chain, end).parts(first, end))
+    for idx, group in enumerate(groups):
         if not group.carries:
-            group.pool.index.add(link, table[block_idx])
-    state.num_published = block_idx + 1
-    return True
-
-
-def _publish_or_merge(groups: Sequence[CacheGroup], kept: Sequence[int], state: SequenceMemory, num_full: int) -> int:
-    """Publish block by block, where some digests are taken: by equal blocks, or by a collision."""
-    chain = state.chain
-    digests = chain.digests(num_full)
-    num_merges = 0
-    for i in range(state.num_published, num_full):
-        found = [groups[idx].pool.index.get(digests[i]) for idx in kept]
-        if any(found) and any(entry is not None and not chain.recognises(i, entry[1]) for entry in found):
-            # A collision: identities of later blocks would chain from an ambiguous parent.
-            state.is_publishing = False
-            break
-        link = chain.links(i + 1)[i]
-        for group_idx, entry in zip(kept, found, strict=True):
-            group, table = groups[group_idx], state.tables[group_idx]
-            if entry is None:
-                group.pool.index.add(link, table[i])
-            else:
-                group.pool.retain(entry[:1])
-                group.pool.release((table[i],))
-                table[i] = entry[0]
-                state.mark_dirty(group_idx, i)
-                num_merges += 1
-        state.num_published = i + 1
+            if start < known:
+                num_merges += _publish_or_merge(group, state, idx, start, min(known, end))
+            if parts:
+                group.pool.index.put_parts(parts, state.tables[idx][first:end])
     return num_merges
+
+
+def _publish_or_merge(group: CacheGroup, state: SequenceMemory, group_idx: int, start: int, end: int) -> int:
+    """Publish blocks one by one in a group that may have their equals.
+
+    Returns:
+        The duplicates that were given back.
+    """
+    index, table = group.pool.index, state.tables[group_idx]
+    num_merges = 0
+    for block_idx, known in enumerate(index.published(state.chain, start, end), start):
+        if known == NULL_BLOCK:
+            index.put(index.tree.walk(state.chain, end).place(block_idx), table[block_idx])
+        else:
+            merge(group, state, group_idx, block_idx, known)
+            num_merges += 1
+    return num_merges
+
+
+def merge(group: CacheGroup, state: SequenceMemory, group_idx: int, block_idx: int, known: int) -> None:
+    """Let a table take a published block in place of its own equal one, and give that back."""
+    table = state.tables[group_idx]
+    group.pool.retain((known,))
+    group.pool.release((table[block_idx],))
+    table[block_idx] = known
+    state.mark_dirty(group_idx, block_idx)
 
 
 def bury(group: CacheGroup, state: SequenceMemory, group_idx: int) -> None:

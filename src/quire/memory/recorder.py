@@ -41,7 +41,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TextIO
 
 from quire.memory.archive import Archive, FetchedBlock
-from quire.memory.chain import DIGEST_BYTES, Link, TokenChain
+from quire.memory.chain import DIGEST_BYTES, TokenChain, block_digest
 from quire.memory.continuation import tail_of
 from quire.memory.manager import KVCacheManager
 from quire.memory.ops import BlockCopy, MemoryOps, TableDelta, Tier
@@ -58,9 +58,9 @@ NUM_HOST_COUNTS = 10
 TIER_MARKS = {Tier.DEVICE: "", Tier.HOST: "h", Tier.DISK: "d"}
 
 
-def keyed_name(link: Link) -> str:
+def keyed_name(digest: bytes, _: bytes) -> str:
     """Return half of a block's digest: nobody without the manager's key can tell the tokens, or guess and compare."""
-    return link[0][: DIGEST_BYTES // 2].hex()
+    return digest[: DIGEST_BYTES // 2].hex()
 
 
 class RecordedArchive:
@@ -74,7 +74,7 @@ class RecordedArchive:
     """
 
     def __init__(
-        self, archive: Archive, write: Callable[[str], None], name: Callable[[Link], str], block_size: int
+        self, archive: Archive, write: Callable[[str], None], name: Callable[[bytes, bytes], str], block_size: int
     ) -> None:
         self.archive = archive
         self.find_loads = archive.find_loads
@@ -86,7 +86,7 @@ class RecordedArchive:
     def adopt(self, chain: TokenChain, num_blocks: int, fetched: Sequence[FetchedBlock]) -> list[int]:
         """See `Archive.adopt`."""
         adopted = self.archive.adopt(chain, num_blocks, fetched)
-        names = map(self._name, chain.links(num_blocks)[:num_blocks])
+        names = _names(self._name, chain, 0, num_blocks)
         blocks = (":".join(map(str, block)) for block in fetched)
         self._write(" ".join([f"l {num_blocks * self._block_size}", *names, *blocks]))
         return adopted
@@ -99,7 +99,7 @@ class RecordedMemory:
         manager: new, made of the settings, and commanded by nobody else.
         settings: go to the first line.
         log: written to, and flushed once for each `take_ops`: with each step.
-        name: what stands for a published block; equal for equal links only.
+        name: what stands for a published block, of its digest and its content; equal for equal blocks only.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class RecordedMemory:
         manager: KVCacheManager,
         settings: MemorySettings,
         log: TextIO,
-        name: Callable[[Link], str] = keyed_name,
+        name: Callable[[bytes, bytes], str] = keyed_name,
     ) -> None:
         self.manager = manager
         self.block_size = manager.block_size
@@ -144,9 +144,9 @@ class RecordedMemory:
         self.manager.allocate(seq_id, chain, hit)
         names = self._names(chain, hit.num_tokens)
         if hit.num_copied:
-            link = self.groups[0].pool.index.link_of(hit.block_ids[0][-1])
-            assert link is not None
-            names += f" {self._name(link)}"
+            place = self.groups[0].pool.index.place_of(hit.block_ids[0][-1])
+            assert place is not None
+            names += f" {self._name(place[0].digest(place[1]), place[0].content(place[1]))}"
         self._write(f"a {seq_id} {len(chain.tokens)} {hit.parted_at} {hit.num_tokens}{names}")
 
     def append_slots(self, seq_id: int, num_tokens: int, lookahead: int = 0) -> bool:
@@ -183,16 +183,14 @@ class RecordedMemory:
         self.manager.publish(seq_id, num_computed)
         words = [f"p {seq_id} {num_computed}"]
         if state.num_published > num_before:
-            links = state.chain.links(state.num_published)
-            words += map(self._name, links[num_before : state.num_published])
+            words += _names(self._name, state.chain, num_before, state.num_published)
         self._write(" ".join(words))
 
     def free(self, seq_id: int, *, retain: bool = False, is_sound: bool = True) -> None:
         """See `KVCacheManager.free`."""
         state = self.manager.sequences[seq_id]
-        link = self._tail_link(state) if is_sound else None
+        tail = self._tail(state) if is_sound else ""
         self.manager.free(seq_id, retain=retain, is_sound=is_sound)
-        tail = "" if link is None else f" {self._name(link)}"
         self._write(f"f {seq_id} {state.num_slots} {state.num_computed} {int(retain)}{tail}")
         if not self.manager.sequences:
             self._write_counts()
@@ -249,17 +247,23 @@ class RecordedMemory:
     def _names(self, chain: TokenChain, num_tokens: int) -> str:
         """Return the name of a prefix' last whole block, which is enough: who published it has named those before."""
         num_blocks = num_tokens // self.block_size
-        links = chain.links(num_blocks)[:num_blocks]
+        first = 0
         if any(group.num_dead(num_blocks * self.block_size) < num_blocks for group in self.groups):
-            links = links[-1:]
+            first = max(0, num_blocks - 1)
         # Else the hit needs no block, and so nobody need have published one.
-        return "".join(f" {self._name(link)}" for link in links)
+        return "".join(f" {name}" for name in _names(self._name, chain, first, num_blocks))
 
-    def _tail_link(self, state: SequenceMemory) -> Link | None:
-        """Return under which link the tokens of a sequence's last block will be found once it is freed, if any."""
+    def _tail(self, state: SequenceMemory) -> str:
+        """Return the name of the block where the tokens of a sequence's last one will be found once it is freed."""
         is_found = not state.is_swapped and state.num_resets == self.manager.num_resets
         tail = tail_of(self.groups, state) if is_found else None
-        return None if tail is None else tail.link
+        if tail is None:
+            return ""
+        if tail.place is not None:
+            stem, position = tail.place
+            return f" {self._name(stem.digest(position), stem.content(position))}"
+        parent = state.chain.digest_before(state.num_computed // self.block_size)
+        return f" {self._name(block_digest(parent, tail.content), tail.content)}"
 
     def _write(self, line: str) -> None:
         self._log.write(line + "\n")
@@ -271,6 +275,12 @@ class RecordedMemory:
         usage = self.manager.usage()
         counts = (self._num_commands, *usage[:NUM_COUNTS], *(usage.host or ())[:NUM_HOST_COUNTS])
         self._log.write(" ".join(["=", *map(str, counts)]) + "\n")
+
+
+def _names(name: Callable[[bytes, bytes], str], chain: TokenChain, start: int, end: int) -> list[str]:
+    """Return the names of a chain's blocks `[start, end)`."""
+    digests = chain.digests(end)
+    return [name(digests[idx], chain.content(idx)) for idx in range(start, end)]
 
 
 def _movement(copy: BlockCopy) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from quire.errors import InvariantViolation, LogError
 from quire.memory.archive import FetchedBlock
-from quire.memory.chain import Link, Namespace, TokenChain
+from quire.memory.chain import Namespace, TokenChain
 from quire.memory.invariants import check
 from quire.memory.recorder import TITLE, VERSION, RecordedMemory
 from quire.memory.settings import MemorySettings
@@ -132,9 +132,9 @@ class _Blocks:
             self.parents.append(parent)
         return number
 
-    def name(self, link: Link) -> str:
+    def name(self, _: bytes, content: bytes) -> str:
         """Return the name that a replayed block's tokens stand for."""
-        return self.names[array("I", link[1])[0]]
+        return self.names[array("I", content)[0]]
 
     def prefix(self, name: str, block_size: int) -> list[int]:
         """Return the tokens of a block and of all before it."""
@@ -307,7 +307,7 @@ class _Replay:
         tokens += [0] * (num_computed - len(tokens))
         parent = tokens[start * size - 1] if start else 0
         for block_idx, name in enumerate(words[2:], start):
-            # No link covers this block yet, so its tokens may still be set.
+            # The chain knows nothing of this block yet, so its tokens may still be set.
             parent = self._blocks.number(name, parent)
             tokens[block_idx * size : (block_idx + 1) * size] = [parent] * size
         self.memory.publish(seq_id, num_computed)

@@ -5,9 +5,10 @@ makes of it. It is never a promise: memory that somebody needs is always had.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
-from quire.memory.eviction import EvictionPolicy
+from quire.memory.eviction import PolicyMaker
+from quire.memory.rest_queue import RestQueue
 from quire.memory.slabs import SlabLayout
 
 
@@ -92,14 +93,16 @@ class HintedLast:
 
     __slots__ = ("_group_idx", "_has_hinted", "_hinted", "_hints", "_plain", "_retention")
 
-    def __init__(self, policy: Callable[[], EvictionPolicy], retention: Retention, group_idx: int) -> None:
+    keeps_rest = False
+
+    def __init__(self, policy: PolicyMaker, retention: Retention, group_idx: int, _: RestQueue | None = None) -> None:
         self._plain, self._hinted = policy(), policy()
         self._has_hinted = False
         self._retention = retention
         self._group_idx = group_idx
         self._hints = retention.of_group[group_idx]
 
-    def add(self, block_ids: Collection[int]) -> None:
+    def add(self, block_ids: Sequence[int]) -> None:
         """Take in blocks that have just become idle."""
         if self._hints:
             hinted, block_ids = self._split(block_ids)
@@ -107,14 +110,14 @@ class HintedLast:
             self._has_hinted = True
         self._plain.add(block_ids)
 
-    def discard(self, block_ids: Collection[int]) -> None:
+    def discard(self, block_ids: Sequence[int]) -> None:
         """Let go of blocks that were hit."""
         if self._hints:
             hinted, block_ids = self._split(block_ids)
             self._hinted.discard(hinted)
         self._plain.discard(block_ids)
 
-    def forget(self, block_ids: Collection[int]) -> None:
+    def forget(self, block_ids: Sequence[int]) -> None:
         """Forget all about blocks, the hint too."""
         self._plain.forget(block_ids)
         if self._has_hinted:
@@ -135,7 +138,7 @@ class HintedLast:
         yield from self._plain
         yield from self._hinted
 
-    def _split(self, block_ids: Collection[int]) -> tuple[list[int], list[int]]:
+    def _split(self, block_ids: Sequence[int]) -> tuple[list[int], list[int]]:
         hints = self._hints
         hinted = [block_id for block_id in block_ids if block_id in hints]
         return hinted, [block_id for block_id in block_ids if block_id not in hints]

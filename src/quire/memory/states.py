@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 from quire.memory.chain import TokenChain
 from quire.memory.groups import CacheGroup
+from quire.memory.pool import NULL_BLOCK
+from quire.memory.progress import merge
 from quire.memory.sequence_memory import SequenceMemory
 from quire.memory.status import PrefixHit
 
@@ -79,21 +81,18 @@ class Snapshots(NamedTuple):
         """
         chain = state.chain
         block_idx = state.num_computed // groups[0].spec.block_size - 1
-        digest = chain.digests(block_idx + 1)[block_idx]
-        found = [groups[idx].pool.index.get(digest) for idx in self.carried]
-        if any(entry is not None and not chain.recognises(block_idx, entry[1]) for entry in found):
+        tree = groups[0].pool.index.tree
+        if tree.grow(chain, block_idx + 1, block_idx) <= block_idx:
             state.is_publishing = False
             return 0
-        link = chain.links(block_idx + 1)[block_idx]
+        place = tree.walk(chain, block_idx + 1).place(block_idx)
         num_merges = 0
-        for idx, entry in zip(self.carried, found, strict=True):
+        for idx in self.carried:
             table, pool = state.tables[idx], groups[idx].pool
-            if entry is None:
-                pool.index.add(link, table[block_idx])
+            known = pool.index.at(place)
+            if known == NULL_BLOCK:
+                pool.index.put(place, table[block_idx])
             else:
-                pool.retain(entry[:1])
-                pool.release((table[block_idx],))
-                table[block_idx] = entry[0]
-                state.mark_dirty(idx, block_idx)
+                merge(groups[idx], state, idx, block_idx, known)
                 num_merges += 1
         return num_merges

@@ -14,7 +14,6 @@ from operator import mul
 from typing import NamedTuple
 
 from quire.memory.admission import refuse_blocks, weigh
-from quire.memory.chain import Link, is_same_link
 from quire.memory.ops import BlockCopy, Tier
 from quire.memory.pool import NULL_BLOCK, BlockPool
 from quire.memory.sequence_memory import SequenceMemory
@@ -59,10 +58,9 @@ def find_routes(tables: BlockTables, states: Sequence[SequenceMemory], src: Tier
     """Say for each group how the blocks of some sequences would leave a tier."""
     groups = zip(tables.groups_on(src), tables.groups_on(OTHER[src]), strict=True)
     routes = []
-    proven: dict[int, Link] = {}
     for idx, (here, there) in enumerate(groups):
         block_ids = _distinct_blocks(states, src, idx)
-        equals = {block_id: _find_equal(here.pool, there.pool, block_id, proven) for block_id in block_ids}
+        equals = {block_id: _find_equal(here.pool, there.pool, block_id) for block_id in block_ids}
         found = {block_id: equal for block_id, equal in equals.items() if equal is not None}
         missing = [block_id for block_id in block_ids if block_id not in found]
         num_woken = [there.pool.ref_counts[equal] for equal in found.values()].count(0)
@@ -214,9 +212,9 @@ def carry(tables: BlockTables, states: Sequence[SequenceMemory], src: Tier, grou
         else:
             carried[src_id] = next(new_ids)
             tables.pending_copies.append(BlockCopy(group_idx, src_id, carried[src_id], src, dst))
-            link = here.index.link_of(src_id)
-            if link is not None and there.index.get(link[0]) is None:
-                there.index.add(link, carried[src_id])
+            place = here.index.place_of(src_id)
+            if place is not None and there.index.at(place) == NULL_BLOCK:
+                there.index.put(place, carried[src_id])
         state.tables_on(dst)[group_idx][block_idx] = carried[src_id]
     return len(carried)
 
@@ -285,20 +283,6 @@ def require_room(tables: BlockTables, woken: Sequence[int], missing: Sequence[in
         raise ValueError(f"no room on the device: {status.needed} blocks needed, {status.available} available")
 
 
-def recount_published(tables: BlockTables, state: SequenceMemory) -> None:
-    """Note which leading blocks are published of a sequence that came back.
-
-    Those that met a digest that collides are not; nothing after them is published any more.
-    """
-    for block_idx in range(state.num_published):
-        for idx in tables.kept:
-            group, table = tables.groups[idx], state.tables[idx]
-            if table[block_idx] != NULL_BLOCK and table[block_idx] not in group.pool.index:
-                state.num_published = block_idx
-                state.is_publishing = False
-                return
-
-
 def _distinct_blocks(states: Sequence[SequenceMemory], tier: Tier, group_idx: int) -> list[int]:
     """Return the blocks of a group that some sequences hold in a tier, each once, as they are met."""
     block_ids = dict.fromkeys(block_id for state in states for block_id in state.tables_on(tier)[group_idx])
@@ -306,10 +290,7 @@ def _distinct_blocks(states: Sequence[SequenceMemory], tier: Tier, group_idx: in
     return list(block_ids)
 
 
-def _find_equal(here: BlockPool, there: BlockPool, block_id: int, proven: dict[int, Link]) -> int | None:
-    """Return the block of another pool that is published under the same link; links are compared (M4)."""
-    link = here.index.link_of(block_id)
-    entry = None if link is None else there.index.get(link[0])
-    if link is None or entry is None or not is_same_link(link, entry[1], proven):
-        return None
-    return entry[0]
+def _find_equal(here: BlockPool, there: BlockPool, block_id: int) -> int | None:
+    """Return the block of another pool that is published at the same place."""
+    place = here.index.place_of(block_id)
+    return None if place is None else there.index.at(place) or None

@@ -263,8 +263,8 @@ class BlockTables:
         found = []
         for idx in self.kept:
             pool, block_id = self.groups[idx].pool, state.tables[idx][-1]
-            link = pool.index.link_of(block_id)
-            if link is not None and pool.ref_counts[block_id] == 1 and offset * TOKEN_BYTES < len(link[1]):
+            content = pool.index.content_of(block_id)
+            if content is not None and pool.ref_counts[block_id] == 1 and offset * TOKEN_BYTES < len(content):
                 found.append(idx)
         return found
 

@@ -29,31 +29,28 @@ class TieredView:
     def leading(self, limit: int) -> int:
         """Return how many of the first `limit` blocks are published without a gap."""
         if self._leading is None:
-            count = len(self._device.leading(self._chain, self._num_blocks))
-            while count < self._num_blocks and self._holds(count):
-                count += 1
-            self._leading = count
+            found = self._found(0, self._num_blocks)
+            self._leading = found.index(NULL_BLOCK) if NULL_BLOCK in found else len(found)
         return min(self._leading, limit)
 
     def last_gap(self, start: int, end: int) -> int:
         """Return the last block in `[start, end)` that is not published, or -1."""
-        return next((idx for idx in range(end - 1, start - 1, -1) if not self._holds(idx)), -1)
+        found = self._found(start, end) if start < end else []
+        return end - 1 - found[::-1].index(NULL_BLOCK) if NULL_BLOCK in found else -1
 
     def block_ids(self, start: int, end: int) -> tuple[int, ...]:
         """Return the blocks of `[start, end)`, all known to be published; null for those on the host only."""
-        return tuple(
-            NULL_BLOCK if entry is None else entry[0]
-            for entry in map(self._device.get, self._chain.digests(end)[start:end])
-        )
+        return tuple(self._device.published(self._chain, start, end)) if start < end else ()
 
     def host_blocks(self, start: int, end: int) -> list[tuple[int, int]]:
         """Return the places in `[start, end)`, all known to be published, that are on the host only; and the blocks."""
-        digests = self._chain.digests(end)
-        places = [idx for idx in range(start, end) if self._device.get(digests[idx]) is None]
-        return [(idx, self._host.block_ids(self._chain, idx, idx + 1)[0]) for idx in places]
+        if start >= end:
+            return []
+        here, there = (index.published(self._chain, start, end) for index in (self._device, self._host))
+        pairs = enumerate(zip(here, there, strict=True), start)
+        return [(idx, host_id) for idx, (block_id, host_id) in pairs if block_id == NULL_BLOCK]
 
-    def _holds(self, block_idx: int) -> bool:
-        digest = self._chain.digests(block_idx + 1)[block_idx]
-        # A digest that collides on the device could not be published there: the host is not asked for it.
-        entry = self._device.get(digest) or self._host.get(digest)
-        return entry is not None and self._chain.recognises(block_idx, entry[1])
+    def _found(self, start: int, end: int) -> list[int]:
+        """Return blocks of either tier that hold the chain's blocks `[start, end)`, the null block where none does."""
+        here, there = (index.published(self._chain, start, end) for index in (self._device, self._host))
+        return [block_id or host_id for block_id, host_id in zip(here, there, strict=True)]
