@@ -100,8 +100,8 @@ def measure(engine: Engine, shape: Shape, context: int, batches: list[int], prob
     engine.reset_prefix_cache()
     # A prompt reads the weights once for each chunk, and half of its own length of KV for each token of a chunk.
     num_chunks = -(-context // STEP_TOKENS)
-    operations = shape.step_operations(context / 2, context) - 2 * (context - 1) * shape.num_head
-    limit = roofline_tokens_per_s(num_chunks * shape.step_bytes(context / 2), operations, context, now)
+    least_bytes, operations = num_chunks * shape.step_bytes(context / 2), shape.prompt_operations(context)
+    limit = roofline_tokens_per_s(least_bytes, operations, context, now)
     prompt_rate = batches[0] * context / prompt_s
     print(f"  1 x {context:5}: {prompt_rate:8.1f} prompt tokens/s, at most {limit:8.1f}", flush=True)
     prompt = {"tokens_per_s": prompt_rate, "roofline_tokens_per_s": limit}

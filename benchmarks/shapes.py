@@ -19,6 +19,7 @@ class Shape(NamedTuple):
         num_head: parameters of the output head.
         num_other: parameters of norms, and of an embedding that is not the head.
         is_tied: the head is the embedding.
+        width: of a hidden state.
     """
 
     num_layers: int
@@ -29,6 +30,7 @@ class Shape(NamedTuple):
     num_head: int
     num_other: int
     is_tied: bool
+    width: int
 
     @classmethod
     def read(cls, model: Path) -> Shape:
@@ -49,6 +51,7 @@ class Shape(NamedTuple):
             num_head=sizes[head],
             num_other=sum(sizes.values()) - linear - sizes[head],
             is_tied=head == EMBEDDING,
+            width=config["hidden_size"],
         )
 
     def kv_token_bytes(self, value_bytes: int = 2) -> int:
@@ -77,3 +80,11 @@ class Shape(NamedTuple):
         """Return the multiplications and additions of a decode step of some sequences."""
         attention = 2 * self.num_layers * self.num_heads * self.head_dim * num_context
         return 2 * num_seqs * (self.num_linear + self.num_head + attention)
+
+    def prompt_operations(self, num_tokens: int) -> float:
+        """Return the same of a prompt: of its tokens but the last, the last layer only makes keys and values."""
+        whole = self.step_operations(num_tokens / 2, num_tokens)
+        keys_and_values = 2 * self.num_kv_heads * self.head_dim * self.width
+        unread = self.num_linear / self.num_layers - keys_and_values + self.num_head
+        attention = self.num_heads * self.head_dim * num_tokens
+        return whole - 2 * (num_tokens - 1) * (unread + attention)

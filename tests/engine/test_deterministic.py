@@ -99,6 +99,22 @@ def test_drafts_give_the_same_bits(folder: Path, params: SamplingParams) -> None
     assert llm.stats.num_accepted_tokens > 200
 
 
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_company_whose_prompt_is_measured_changes_no_bits(folder: Path, quantization: str | None) -> None:
+    """Beside it all layers compute every row, alone the last one computes only the rows that are read."""
+    measured = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, logprobs=3, prompt_logprobs=1)
+    alone = load(folder, quantization=quantization, enable_prefix_caching=False)
+    expected = [results(alone, [prompt], GREEDY)[0] for prompt in PROMPTS]
+    llm = load(
+        folder, quantization=quantization, max_num_batched_tokens=211, max_num_seqs=6, enable_prefix_caching=False
+    )
+    for first in (0, 3):
+        params = [measured if idx == first else GREEDY for idx in range(len(PROMPTS))]
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+        assert [(each.outputs[0].token_ids, each.outputs[0].logprobs) for each in outputs] == expected
+        assert [each.prompt_logprobs is not None for each in outputs] == [each is measured for each in params]
+
+
 def test_rounded_weights(folder: Path) -> None:
     alone = load(folder, quantization="int8", enable_prefix_caching=False)
     expected = [results(alone, [prompt], GREEDY)[0] for prompt in PROMPTS]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
 
-from quire.execution.batch import BatchBuilder
+from quire.execution.batch import BatchBuilder, end_rows
 from quire.memory.ops import NO_OPS
 from quire.models.spec import KeptState, KeptTokens
 from quire.ops.interface import AttentionBatch, StateBatch
@@ -172,3 +173,30 @@ def test_long_random_histories(seed: int, block_size: int, num_groups: int) -> N
                 table[keep:] = new
             items.append(item(seq_id, start, rng.choices(range(50), k=count), *deltas, is_new=is_new))
         expect(builder, plan(*items, closed=closed), tables, block_size)
+
+
+def test_ends_are_laid_out_as_if_they_were_all() -> None:
+    """The same rows of the same tables, where the items' last tokens are the only ones of the step."""
+    builder = BatchBuilder(4, "cpu", KEPT)
+    tables = [TableDelta(group_idx, 0, (9, 3, 8, 5)) for group_idx in range(3)]
+    others = [TableDelta(group_idx, 0, (1, 2, 4)) for group_idx in range(3)]
+    items = [item(7, 4, [1, 2, 3, 4, 5, 6], *tables, is_new=True), item(8, 0, [7, 8, 9], *others, is_new=True)]
+    builder.follow(plan(*items))
+    for counts, rows, ends in [
+        ([1, 2], [5, 7, 8], [item(7, 9, [6]), item(8, 1, [8, 9])]),
+        ([0, 3], [6, 7, 8], [item(8, 0, [7, 8, 9])]),
+        ([6, 0], [0, 1, 2, 3, 4, 5], [item(7, 4, [1, 2, 3, 4, 5, 6])]),
+        ([0, 0], [], []),
+    ]:
+        found, expected = builder.lay_out_ends(items, counts), builder.lay_out(ends)
+        assert found is not None
+        assert found.rows.tolist() == end_rows(items, counts) == rows
+        assert found.positions.tolist() == expected.positions.tolist()
+        for group, wanted in zip(found.groups, expected.groups, strict=True):
+            assert plain(group) == plain(wanted)
+    assert builder.lay_out_ends(items, [6, 3]) is None
+
+
+def plain(group: AttentionBatch | StateBatch) -> dict[str, Any]:
+    fields = {name: getattr(group, name) for name in group.__dataclass_fields__}
+    return {name: each.tolist() if isinstance(each, torch.Tensor) else each for name, each in fields.items()}

@@ -246,6 +246,31 @@ def test_prompt_logprobs_cover_every_position_once(tiny: Tiny, chunks: list[int 
     assert all(entry.top == () for entry in drawn)
 
 
+def test_a_measured_prompt_beside_others(tiny: Tiny) -> None:
+    """In its steps all rows are read, of its neighbours too; in others the last ones of some items, or none."""
+    measuring = SamplingParams(temperature=0.0, prompt_logprobs=0)
+    first, second, third = Lane(0, PROMPT, measuring), Lane(1, PROMPT), Lane(2, OTHER)
+    runner, measured = tiny.runner(), []
+    for lanes, counts in [
+        ([second], [2]),
+        ([second, first, third], [3, 6, None]),
+        ([first, third, second], [None, None, 2]),
+        ([second, third, first], [3, None, None]),
+        ([third, second, first], [None, None, None]),
+    ]:
+        found = run(runner, lanes, counts)
+        measured += found[lanes.index(first)].prompt_logprobs if first in lanes else ()
+    for _ in range(6):
+        run(runner, [second, first, third])
+    for lane in (first, second, third):
+        assert lane.output == tiny.greedy(tuple(lane.tokens[: lane.num_prompt]), len(lane.output))
+    with torch.inference_mode():
+        expected = tiny.model(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
+    assert [entry.token_id for entry in measured] == list(PROMPT[1:])
+    for row, entry in zip(expected, measured, strict=False):
+        assert entry.logprob == pytest.approx(row[entry.token_id].item(), abs=1e-4)
+
+
 def test_prompt_logprobs_are_measured_in_tiles_of_bounded_size() -> None:
     assert 4 * 151_936 * rows_per_tile(151_936) <= TILE_BYTES
     assert rows_per_tile(10**9) == 1

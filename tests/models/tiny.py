@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -315,14 +315,21 @@ class PagedRun:
         self._tick = 0
 
     @torch.inference_mode()
-    def step(self, rows: dict[int, list[int]]) -> dict[int, torch.Tensor]:
-        """Run each sequence's next tokens; return each one's logits, [rows, V]."""
+    def step(self, rows: dict[int, list[int]], read: dict[int, int] | None = None) -> dict[int, torch.Tensor]:
+        """Run each sequence's next tokens; return each one's logits, [rows, V].
+
+        Args:
+            rows: of each sequence.
+            read: how many of its last rows are read; None for all rows.
+        """
         items = tuple(self._item(seq_id, token_ids) for seq_id, token_ids in rows.items())
         self._tick += 1
         batch = self._builder.build(StepPlan(self._tick, items, NO_OPS, ()))
-        hidden = self._decoder(batch.input_ids, batch.positions, batch.groups, self._storages)
+        counts = [len(item.token_ids) if read is None else read[item.seq_id] for item in items]
+        ends_read = self._builder.lay_out_ends(items, counts)
+        hidden = self._decoder(batch.input_ids, batch.positions, batch.groups, self._storages, read=ends_read)
         logits = self._decoder.logits(hidden)
-        ends = pairwise(batch.row_starts)
+        ends = pairwise(accumulate(counts, initial=0))
         return {seq_id: logits[start:end].cpu() for seq_id, (start, end) in zip(rows, ends, strict=True)}
 
     def _item(self, seq_id: int, token_ids: list[int]) -> PlanItem:

@@ -157,7 +157,12 @@ class Observer:
         scheduler, execute = engine.scheduler, timed(BATCH, engine.executor.execute)
 
         def noting(plan: StepPlan) -> Any:
-            self.steps.append([StepItem(item.start, len(item.token_ids), item.num_samples > 0) for item in plan.items])
+            self.steps.append(
+                [
+                    StepItem(item.start, len(item.token_ids), item.num_draft + 1 if item.num_samples else 0)
+                    for item in plan.items
+                ]
+            )
             return execute(plan)
 
         timed_executor: Any = Timed(engine.executor, execute=noting)

@@ -11,6 +11,7 @@ from operator import add
 import torch
 from torch import Tensor
 
+from quire.models.decoder import ReadRows
 from quire.models.spec import KeptState, KeptTokens
 from quire.ops.interface import AttentionBatch, StateBatch
 from quire.scheduling.plan import PlanItem, StepPlan, TableDelta
@@ -112,6 +113,30 @@ class BatchBuilder:
                     groups.append(self._states(tables, items, row_starts))
         return Batch(input_ids, self._placed(positions), tuple(groups), row_starts)
 
+    def lay_out_ends(
+        self, items: Sequence[PlanItem], counts: Sequence[int], groups_of: range | None = None
+    ) -> ReadRows | None:
+        """Lay the last tokens of items out by themselves, as rows of the items' batch.
+
+        Args:
+            items: as `lay_out` was given them.
+            counts: of each item, its last tokens that are meant.
+            groups_of: see `lay_out`.
+
+        Returns:
+            None where these are all tokens.
+        """
+        rows = end_rows(items, counts)
+        if len(rows) == sum(len(item.token_ids) for item in items):
+            return None
+        ends = [
+            item._replace(start=item.start + len(item.token_ids) - count, token_ids=item.token_ids[-count:])
+            for item, count in zip(items, counts, strict=True)
+            if count
+        ]
+        batch = self.lay_out(ends, groups_of)
+        return ReadRows(self._placed(rows), batch.positions, batch.groups)
+
     def _change_tables(self, item: PlanItem) -> None:
         if item.opening is not None:
             self._tables[item.seq_id] = tuple(BlockTable() for _ in self._kept)
@@ -167,3 +192,9 @@ class BatchBuilder:
             return torch.empty(0, dtype=torch.int64, device=self._device)
         tensor = torch.frombuffer(values, dtype=torch.int64)
         return tensor if self._is_cpu else tensor.to(self._device)
+
+
+def end_rows(items: Iterable[PlanItem], counts: Iterable[int]) -> list[int]:
+    """Return the rows that the last tokens of items have in their batch, `counts` of each item."""
+    ends = accumulate(len(item.token_ids) for item in items)
+    return list(chain.from_iterable(range(end - count, end) for end, count in zip(ends, counts, strict=True)))

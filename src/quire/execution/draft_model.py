@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import compress
 
 from torch import Tensor
 
@@ -49,31 +49,30 @@ class DraftModel:
             item._replace(token_ids=item.token_ids[: len(item.token_ids) - count]) if count else item
             for item, count in zip(items, wanted, strict=True)
         ]
-        hidden = self._run(certain)
-        ends = list(accumulate(len(item.token_ids) for item in certain))
+        hidden = self._run(certain, [count > 0 for count in wanted])
         live = [idx for idx, count in enumerate(wanted) if count]
-        rows = [ends[idx] - 1 for idx in live]
         guesses: list[list[int]] = [[] for _ in items]
         while live:
-            token_ids = self._decoder.logits(hidden[rows]).argmax(-1).tolist()
+            token_ids = self._decoder.logits(hidden).argmax(-1).tolist()
             step = []
             for idx, token_id in zip(live, token_ids, strict=True):
                 guesses[idx].append(token_id)
                 item = certain[idx]
                 start = item.start + len(item.token_ids) + len(guesses[idx]) - 1
                 step.append(item._replace(start=start, token_ids=(token_id,)))
-            hidden = self._run(step)
-            rows = [row for row, idx in enumerate(live) if len(guesses[idx]) < wanted[idx]]
-            live = [live[row] for row in rows]
+            goes_on = [len(guesses[idx]) < wanted[idx] for idx in live]
+            hidden = self._run(step, goes_on)
+            live = list(compress(live, goes_on))
         return [
             item._replace(token_ids=(*known.token_ids, *guessed)) if guessed else item
             for item, known, guessed in zip(items, certain, guesses, strict=True)
         ]
 
-    def _run(self, items: Sequence[PlanItem]) -> Tensor:
-        """Return the hidden states [T, E] of some tokens; their keys and values are stored."""
+    def _run(self, items: Sequence[PlanItem], is_read: Sequence[bool]) -> Tensor:
+        """Store keys and values of some tokens; return the hidden states of the last ones of items that are read."""
         batch = self._builder.lay_out(items, self._groups)
-        return self._decoder(batch.input_ids, batch.positions, batch.groups, self._storages)
+        read = self._builder.lay_out_ends(items, is_read, self._groups)
+        return self._decoder(batch.input_ids, batch.positions, batch.groups, self._storages, read=read)
 
 
 def with_drafts(

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 
 import torch
 
-from quire.execution.batch import BatchBuilder
+from quire.execution.batch import BatchBuilder, end_rows
 from quire.execution.constraint_masks import Constraints
 from quire.execution.disk_blocks import DiskBlocks
 from quire.execution.draft_model import DraftModel, with_drafts
@@ -142,9 +141,13 @@ class ModelRunner:
         self._sampler.follow(plan._replace(items=tuple(items)))
         batch = self._builder.lay_out(items, self._groups)
         given = self._media.rows(plan.items, batch.row_starts)
-        hidden = self._decoder(batch.input_ids, batch.positions, batch.groups, self._storages, given)
-        results, found = self._sample(items, plan.beams, batch.row_starts, hidden)
-        if self._sampler.measures_prompts:
+        counts = [item.num_draft + 1 if item.num_samples else 0 for item in items]
+        is_measured = self._sampler.measures_prompts(items)  # then every row is read, else what is sampled
+        read = None if is_measured else self._builder.lay_out_ends(items, counts, self._groups)
+        hidden = self._decoder(batch.input_ids, batch.positions, batch.groups, self._storages, given, read)
+        sampled = hidden[end_rows(items, counts)] if is_measured else hidden
+        results, found = self._sample(items, plan.beams, sampled)
+        if is_measured:
             starts = batch.row_starts[:-1]
             results = [
                 self._with_prompt(result, item, hidden[start:])
@@ -158,10 +161,9 @@ class ModelRunner:
         self,
         items: Sequence[PlanItem],
         beams: Sequence[BeamGroup],
-        row_starts: list[int],
         hidden: torch.Tensor,
     ) -> tuple[list[ItemResult], tuple[tuple[Candidate, ...], ...]]:
-        """Draw the tokens of all items from their last rows of `hidden` [T, E].
+        """Draw the tokens of all items from the hidden states of their last rows, [R, E].
 
         Of an item with drafts these are the rows of the drafts, and of the token before them.
 
@@ -172,10 +174,6 @@ class ModelRunner:
         sampled = [item for item in items if item.num_samples]
         if not sampled:
             return [ItemResult(item.seq_id, ()) for item in items], found
-        if len(sampled) < row_starts[-1]:  # mostly each row is a sequence's last
-            ends = zip(items, row_starts[1:], strict=True)
-            rows = [range(end - 1 - item.num_draft, end) for item, end in ends if item.num_samples]
-            hidden = hidden[list(chain.from_iterable(rows))]
         logits = self._decoder.logits(hidden)
         if beams:
             drawn, found = self._sampler.search(logits, sampled, beams)

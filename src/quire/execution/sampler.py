@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, islice
 from math import inf, isfinite
 from typing import NamedTuple
@@ -111,11 +111,6 @@ class Sampler:
         self._with_prompt: dict[int, SamplingState] = {}
 
     @property
-    def measures_prompts(self) -> bool:
-        """Say whether an open sequence wants its prompt measured; without one, no item has prompt targets."""
-        return bool(self._with_prompt)
-
-    @property
     def num_open(self) -> int:
         """Sequences that are open."""
         return len(self._states)
@@ -216,6 +211,13 @@ class Sampler:
         ]
         whole = [not any(seq_id in failures for seq_id in group.seq_ids) for group in groups]
         return results, tuple(own if is_whole else () for own, is_whole in zip(found, whole, strict=True))
+
+    def measures_prompts(self, items: Iterable[PlanItem]) -> bool:
+        """Say whether an item has prompt targets."""
+        measured = self._with_prompt
+        return bool(measured) and any(
+            item.seq_id in measured and item.start + 1 < len(measured[item.seq_id].prompt_ids) for item in items
+        )
 
     def prompt_targets(self, item: PlanItem) -> tuple[tuple[int, ...], int]:
         """Return the prompt tokens that the item's first hidden states predict, where the request wants them measured.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -145,6 +145,19 @@ class ResidualProjection:
         return torch.add(residual, y if self._norm is None else self._norm(y), alpha=self._scale)
 
 
+class Picked(NamedTuple):
+    """Rows of a step, where a mixer is to give what comes of these alone; it keeps what it keeps of all.
+
+    Args:
+        rows: [R] of int64, rising.
+        inputs: what the step would give to attention if these were all its rows; None where there are none, and to
+            other mixers.
+    """
+
+    rows: Tensor
+    inputs: Any
+
+
 class AttentionInputs(NamedTuple):
     """What a step gives to attention, besides its rows.
 
@@ -225,15 +238,21 @@ class AttentionBlock:
                 self.slots["q_norm.weight"] = scale_slot(norm, q_scales, (head_dim,), order)
                 self.slots["k_norm.weight"] = scale_slot(norm, k_scales, (head_dim,), order)
 
-    def __call__(self, x: Tensor, residual: Tensor, inputs: AttentionInputs) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor, inputs: AttentionInputs, picked: Picked | None = None) -> Tensor:
         """Add to `residual` what each row of `x` gathers from its sequence; its keys and values are stored.
 
         Args:
-            x, residual: [T, E].
+            x: [T, E].
+            residual: [T, E]; [R, E] where rows are picked.
             inputs: of the step.
         """
         rotation, step, query_scales = inputs
         q = step.prepare(self._layer_idx, self._qkv.run(x), self._norms, rotation)
+        if picked is not None:
+            if not len(residual):
+                return residual
+            x, q = (part.index_select(0, picked.rows) for part in (x, q))
+            _, step, query_scales = picked.inputs
         if query_scales is not None:
             q.mul_(query_scales)
         gathered = step.attend(self._layer_idx, q, self._score_scale)
@@ -281,8 +300,12 @@ class SharedAttentionBlock:
             self._norms = HeadNorms(scales, attention.qk_norm.eps)
             self.slots["q_norm.weight"] = scale_slot(attention.qk_norm, scales, (head_dim,))
 
-    def __call__(self, x: Tensor, residual: Tensor, inputs: AttentionInputs) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor, inputs: AttentionInputs, picked: Picked | None = None) -> Tensor:
         """Add to `residual` [T, E] what each row of `x` [T, E] gathers from its sequence."""
+        if picked is not None:
+            if not len(residual):
+                return residual
+            x, inputs = x.index_select(0, picked.rows), picked.inputs
         q = inputs.step.prepare_queries(self._q.run(x), self._norms, inputs.rotation)
         return self._output(inputs.step.attend(self._layer_idx, q, self._score_scale), residual)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from quire.models.blocks import (
     GatedMLPBlock,
     LearnedScale,
     Norm,
+    Picked,
     Projection,
     SharedAttentionBlock,
     WeightSlot,
@@ -42,7 +43,10 @@ from quire.models.spec import (
     Parallel,
     ShortConv,
 )
-from quire.ops.interface import AttentionBatch, KeepsRows, Ops, PagedKV, PagedStates, StateBatch
+from quire.ops.interface import AttentionBatch, KeepsRows, Ops, PagedKV, PagedStates, Rotation, StateBatch
+
+# A cache group and, of attention, the rotation with the head dim, and the temperature.
+InputKind = tuple[int, tuple[Rope | None, int] | None, Temperature | None]
 
 
 class MixerBlock(Protocol):
@@ -50,9 +54,26 @@ class MixerBlock(Protocol):
 
     slots: WeightSlots
 
-    def __call__(self, x: Tensor, residual: Tensor, inputs: Any, /) -> Tensor:
-        """Add to `residual` [T, E] what the mixer makes of `x` [T, E] and of what the step gives to its kind."""
+    def __call__(self, x: Tensor, residual: Tensor, inputs: Any, picked: Picked | None = None, /) -> Tensor:
+        """Add to `residual` [T, E] what the mixer makes of `x` [T, E] and of what the step gives to its kind.
+
+        Where rows are picked, `residual` and result are [R, E].
+        """
         ...
+
+
+class ReadRows(NamedTuple):
+    """Those of a step's rows whose hidden states are read, where these are not all: the last ones of some sequences.
+
+    Args:
+        rows: [R] of int64, rising; there may be none.
+        positions: [R] of int64.
+        groups: what the step would be in each cache group if these were all its rows.
+    """
+
+    rows: Tensor
+    positions: Tensor
+    groups: Sequence[AttentionBatch | StateBatch]
 
 
 class Decoder:
@@ -82,6 +103,14 @@ class Decoder:
         # What mixers are given each step: a cache group's step, for attention with a rotation.
         mixers_of_all = (mixer for layer in spec.layers for mixer in layer.parts)
         self._inputs = list(dict.fromkeys(map(_input_kind, mixers_of_all, chain.from_iterable(spec.cache_places))))
+        # From the last layer on that keeps something, only rows that are read go on: their attention is another step's.
+        last = self._last_keeping_idx = spec.last_keeping_idx
+        late = {
+            _input_kind(*part)
+            for layer, places in zip(spec.layers[last:], spec.cache_places[last:], strict=True)
+            for part in zip(layer.parts, places, strict=True)
+        }
+        self._late_inputs = [kind if kind in late and kind[1] is not None else None for kind in self._inputs]
         turns = dict.fromkeys(turn for _, turn, _ in self._inputs if turn is not None)
         self._rotations = {turn: RotaryEmbedding(*turn, dtype, device) for turn in turns}
         slots = {"embedding.weight": WeightSlot((spec.vocab_size, spec.width), self._fill_embedding)}
@@ -200,8 +229,11 @@ class Decoder:
         groups: Sequence[AttentionBatch | StateBatch],
         storages: Sequence[PagedKV | PagedStates],
         given: tuple[Tensor, Tensor] | None = None,
+        read: ReadRows | None = None,
     ) -> Tensor:
         """Run the layers over a step's rows; what they keep of the rows is stored on the way.
+
+        Behind the mixer of the last layer that keeps something, only rows that are read are computed.
 
         Args:
             input_ids: [T] of int64.
@@ -209,22 +241,12 @@ class Decoder:
             groups: the step's part in each cache group.
             storages: one for each cache group.
             given: rows, [M] of int64, and embeddings [M, E] to take for them as they are, in place of the tokens' own.
+            read: whose hidden states are returned; None for all rows.
 
         Returns:
-            Hidden states [T, E], before the last norm.
+            Hidden states before the last norm, [T, E]; where `read` is given, [R, E].
         """
-        steps = [self._step(batch, storage) for batch, storage in zip(groups, storages, strict=True)]
-        rotations = {turn: rotate(positions) for turn, rotate in self._rotations.items()}
-        inputs = [
-            steps[group_idx]
-            if turn is None
-            else AttentionInputs(
-                rotations[turn],
-                steps[group_idx],
-                None if temperature is None else query_scales(temperature, positions),
-            )
-            for group_idx, turn, temperature in self._inputs
-        ]
+        inputs = self._make_inputs(self._inputs, positions, groups, storages)
         x = self._embed(input_ids)
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
@@ -233,14 +255,58 @@ class Decoder:
         told = None if self._per_layer_inputs is None else self._per_layer_inputs(input_ids, x)
         for idx, (mixer_norm, mixers, ffn_norm, ffn, gate, scale) in enumerate(self._layers):
             normed = mixer_norm(x)
-            for mixer, input_idx in mixers:
-                x = mixer(normed, x, inputs[input_idx])
+            if read is None or idx != self._last_keeping_idx:
+                for mixer, input_idx in mixers:
+                    x = mixer(normed, x, inputs[input_idx])
+            else:
+                x, told, late = self._pick(read, x, told, storages)
+                for mixer, input_idx in mixers:
+                    x = mixer(normed, x, inputs[input_idx], Picked(read.rows, late[input_idx]))
+                if not len(x):
+                    return x
+                inputs = late
             x = ffn(ffn_norm(x), x)
             if gate is not None and told is not None:
                 x = gate(x, told[:, idx])
             if scale is not None:
                 x = scale(x)
         return x
+
+    def _pick(
+        self, read: ReadRows, x: Tensor, told: Tensor | None, storages: Sequence[PagedKV | PagedStates]
+    ) -> tuple[Tensor, Tensor | None, list[Any]]:
+        """Return the read rows of `x` [T, E] and `told` [T, L, P], and what mixers are given if these are all."""
+        x = x.index_select(0, read.rows)
+        told = None if told is None else told.index_select(0, read.rows)
+        kinds = self._late_inputs if len(x) else [None] * len(self._inputs)
+        return x, told, self._make_inputs(kinds, read.positions, read.groups, storages)
+
+    def _make_inputs(
+        self,
+        kinds: Sequence[InputKind | None],
+        positions: Tensor,
+        groups: Sequence[AttentionBatch | StateBatch],
+        storages: Sequence[PagedKV | PagedStates],
+    ) -> list[Any]:
+        """Return what a step gives to mixers of some kinds, None for None; what several share is made once."""
+        steps: dict[int, Any] = {}
+        rotations: dict[tuple[Rope | None, int], Rotation] = {}
+        inputs: list[Any] = []
+        for kind in kinds:
+            if kind is None:
+                inputs.append(None)
+                continue
+            group_idx, turn, temperature = kind
+            if group_idx not in steps:
+                steps[group_idx] = self._step(groups[group_idx], storages[group_idx])
+            if turn is None:
+                inputs.append(steps[group_idx])
+                continue
+            if turn not in rotations:
+                rotations[turn] = self._rotations[turn](positions)
+            scales = None if temperature is None else query_scales(temperature, positions)
+            inputs.append(AttentionInputs(rotations[turn], steps[group_idx], scales))
+        return inputs
 
     def _step(self, batch: AttentionBatch | StateBatch, storage: Any) -> Any:
         match batch:
@@ -267,11 +333,8 @@ class Decoder:
         self._embed = partial(self.ops.embedding, weight=tensor.clone())
 
 
-def _input_kind(mixer: Mixer, place: tuple[int, int]) -> tuple[int, tuple[Rope | None, int] | None, Temperature | None]:
-    """Return what mixers that are given the same each step have in common.
-
-    That is the cache group and, of attention, the rotation with the head dim, and the temperature.
-    """
+def _input_kind(mixer: Mixer, place: tuple[int, int]) -> InputKind:
+    """Return what mixers that are given the same each step have in common."""
     if not isinstance(mixer, Attention):
         return place[0], None, None
     return place[0], (mixer.rope, mixer.head_dim), mixer.temperature

@@ -7,7 +7,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from quire.models import spec
-from quire.models.blocks import Addition, Projection, ResidualProjection, WeightSlot, WeightSlots, nested, scale_slot
+from quire.models.blocks import (
+    Addition,
+    Picked,
+    Projection,
+    ResidualProjection,
+    WeightSlot,
+    WeightSlots,
+    nested,
+    scale_slot,
+)
 from quire.ops.interface import Ops, ScanHeads, StepStates
 
 # Added to the squared length of queries and keys before they are divided by it.
@@ -66,10 +75,15 @@ class ShortConvBlock:
         self._output = ResidualProjection(conv.num_channels, width, conv.bias, addition, ops)
         self.slots = nested(input=self._input.slots, conv=self._conv.slots, output=self._output.slots)
 
-    def __call__(self, x: Tensor, residual: Tensor, step: StepStates) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor, step: StepStates, picked: Picked | None = None) -> Tensor:
         """Add to `residual` [T, E] what the block makes of `x` [T, E]; the states of the rows' sequences go on."""
         b, c, values = self._input.run(x).chunk(3, -1)
-        return self._output(self._conv(b * values, step, self._layer_idx).mul_(c), residual)
+        y = self._conv(b * values, step, self._layer_idx)
+        if picked is not None:
+            if not len(residual):
+                return residual
+            y, c = _rows_of(picked, y, c)
+        return self._output(y.mul_(c), residual)
 
 
 class Mamba2Block:
@@ -114,7 +128,7 @@ class Mamba2Block:
             scale = self._scale = torch.empty(mamba.num_groups, inner // mamba.num_groups, device=device)
             self.slots["norm.weight"] = WeightSlot((inner,), lambda weight: scale.copy_(weight.view_as(scale)))
 
-    def __call__(self, x: Tensor, residual: Tensor, step: StepStates) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor, step: StepStates, picked: Picked | None = None) -> Tensor:
         """Add to `residual` [T, E] what the block makes of `x` [T, E]; the states of the rows' sequences go on."""
         gates, conv_inputs, steps = self._input.run(x).split_with_sizes(self._parts, 1)
         if self._step_scale != 1.0:
@@ -122,6 +136,10 @@ class Mamba2Block:
         convolved = self._conv(conv_inputs, step, self._layer_idx, activation=True)
         values, writes, reads = convolved.split_with_sizes(self._conv_parts, 1)
         y = step.scan(self._layer_idx, values, writes, reads, steps, self._heads)
+        if picked is not None:
+            if not len(residual):
+                return residual
+            y, gates = _rows_of(picked, y, gates)
         return self._output(self._gate(y, gates).to(x.dtype), residual)
 
     def _gate(self, y: Tensor, gates: Tensor) -> Tensor:
@@ -173,7 +191,7 @@ class GatedDeltaNetBlock:
         self.slots["step_biases"] = WeightSlot((num_heads,), step_biases.copy_)
         self.slots["norm.weight"] = scale_slot(net.norm, self._scale, (net.value_dim,))
 
-    def __call__(self, x: Tensor, residual: Tensor, step: StepStates) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor, step: StepStates, picked: Picked | None = None) -> Tensor:
         """Add to `residual` [T, E] what the block makes of `x` [T, E]; the states of the rows' sequences go on."""
         num_rows, key_dim = len(x), self._net.key_dim
         conv_inputs, gates, rates, steps = self._input.run(x).split_with_sizes(self._parts, 1)
@@ -183,5 +201,13 @@ class GatedDeltaNetBlock:
         queries, keys = pairs.view(num_rows, 2, -1).unbind(1)
         decays = functional.softplus(steps.float() + self._step_biases) * self._decays
         y = step.correct(self._layer_idx, queries * key_dim**-0.5, keys, values, decays, rates.float().sigmoid())
+        if picked is not None:
+            if not len(residual):
+                return residual
+            y, gates = _rows_of(picked, y, gates)
         normed = self._rms_norm(y.view(-1, self._net.value_dim), self._scale, self._net.norm.eps).view_as(y)
         return self._output(functional.silu(gates.float()).mul_(normed).to(x.dtype), residual)
+
+
+def _rows_of(picked: Picked, *parts: Tensor) -> list[Tensor]:
+    return [part.index_select(0, picked.rows) for part in parts]

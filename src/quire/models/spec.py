@@ -365,6 +365,12 @@ class ModelSpec:
     per_layer_inputs: PerLayerInputs | None = None
 
     @property
+    def last_keeping_idx(self) -> int:
+        """The last layer that keeps something, -1 for none; from its mixer's result on, rows are for who reads them."""
+        keeping = (any(part.kept is not None for part in layer.parts) for layer in self.layers)
+        return max((idx for idx, is_keeping in enumerate(keeping) if is_keeping), default=-1)
+
+    @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
         """The cache groups in the order of their first layers, those that keep tokens before those that keep states."""
         kept = [mixer.kept for layer in self.layers for mixer in layer.parts if mixer.kept is not None]
