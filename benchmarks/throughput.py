@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -26,6 +27,8 @@ from benchmarks.shapes import Shape
 from quire.bench.workloads import NAMES, workload
 
 ROOT = Path(__file__).resolve().parent.parent
+# An engine may be at work after its answer, Quire with pages of its cache: the next one is not to be held up by that.
+SETTLE_S = 3.0
 
 
 class Worker:
@@ -134,6 +137,7 @@ class Bench:
                 with self._leaving_out(who):
                     # A warm run must not find what a cold run of the same engine left, so they never share tokens.
                     figures = workers[who, name != "W5-off"].run(name, 2 * run + (name == "W5-warm"))
+                    time.sleep(SETTLE_S)
                     after = probe.read_gb_s()
                     row = {"contender": who, "workload": name, "run": run, **figures, "probe_gb_s": [before, after]}
                     row["bandwidth_share"] = bandwidth_share(shape, row)
