@@ -201,19 +201,21 @@ class PrefixTree:
 
     def take_out(self, stem: Stem) -> None:
         """Take a stem out that has nothing left; what it branches off may have nothing left then, either."""
+        while stem.parent is not None:
+            stem.epoch += 1
+            parent, stem.parent = stem.parent, None
+            position = stem.first - parent.first
+            del parent.branches[position][stem.name]
+            if not parent.branches[position]:
+                del parent.branches[position]
+            if parent.num_published or parent.branches:
+                if not parent.num_published:
+                    parent.trim()
+                return
+            # In a loop: as many may branch off each other as a prompt has blocks.
+            stem = parent
         stem.epoch += 1
-        parent = stem.parent
-        if parent is None:
-            del self.roots[stem.name]
-            return
-        position = stem.first - parent.first
-        others = parent.branches[position]
-        del others[stem.name]
-        if not others:
-            del parent.branches[position]
-        stem.parent = None
-        if not parent.num_published:
-            parent.trim()
+        del self.roots[stem.name]
 
     def _plant(self, trail: Trail, root: Root) -> None:
         """Make the root of a namespace that has nothing, for whoever looked for it."""
