@@ -171,16 +171,16 @@ def test_nothing_is_left_of_a_namespace_that_is_forgotten() -> None:
 def test_stems_that_branch_off_each_other_are_taken_out_together() -> None:
     """As many as a long prompt has blocks: each prompt parts from the one before in its last block."""
     tree = PrefixTree(SIZE, 1, 0)
-    index = PrefixIndex(tree, 0, 5000)
+    index = PrefixIndex(tree, 0, 2000)
     tokens = [0, 0, 1, 1]
-    for block_idx in range(2000):
+    for block_idx in range(700):
         chain = TokenChain(tokens.copy(), ROOTS[0], SIZE)
         num_known = tree.walk(chain, block_idx + 2).num_known
         tree.grow(chain, block_idx + 2, block_idx)
         parts = list(tree.walk(chain, block_idx + 2).parts(num_known, block_idx + 2))
         index.put_parts(parts, range(2 * block_idx + 1, 2 * block_idx + 3)[: block_idx + 2 - num_known])
         tokens[-2:] = [2, 2, 1, 1]
-    assert len(tree.stems()) > 1900
-    published = [block_id for block_id in range(1, 5000) if block_id in index]
+    assert len(tree.stems()) > 650
+    published = [block_id for block_id in range(1, 2000) if block_id in index]
     index.remove(published)
     assert tree.stems() == []
