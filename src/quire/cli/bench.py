@@ -36,7 +36,7 @@ def register(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--profile",
         action="store_true",
-        help="look into the layers: the timers that this takes cost a little of the speed",
+        help="look into the layers: timers cost a little of the speed, and each step is run part by part",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_shape_options(parser)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
@@ -43,7 +43,17 @@ from quire.models.spec import (
     Parallel,
     ShortConv,
 )
-from quire.ops.interface import AttentionBatch, KeepsRows, Ops, PagedKV, PagedStates, Rotation, StateBatch
+from quire.ops.interface import (
+    AttentionBatch,
+    Captures,
+    KeepsRows,
+    Layers,
+    Ops,
+    PagedKV,
+    PagedStates,
+    Rotation,
+    StateBatch,
+)
 
 # A cache group and, of attention, the rotation with the head dim, and the temperature.
 InputKind = tuple[int, tuple[Rope | None, int] | None, Temperature | None]
@@ -113,6 +123,7 @@ class Decoder:
         self._late_inputs = [kind if kind in late and kind[1] is not None else None for kind in self._inputs]
         turns = dict.fromkeys(turn for _, turn, _ in self._inputs if turn is not None)
         self._rotations = {turn: RotaryEmbedding(*turn, dtype, device) for turn in turns}
+        self._temperatures = [*dict.fromkeys(heat for _, _, heat in self._inputs if heat is not None)]
         slots = {"embedding.weight": WeightSlot((spec.vocab_size, spec.width), self._fill_embedding)}
         self._per_layer_inputs: PerLayerEmbedding | None = None
         if spec.per_layer_inputs is not None:
@@ -141,6 +152,7 @@ class Decoder:
             slots |= nested(**{f"layers.{idx}": parts})
             placed = [*zip(mixers.values(), input_idxs, strict=True)]
             self._layers.append((mixer_norm, placed, ffn_norm, ffn, gate, scale))
+        self._run: Layers = ops.captured(self._run_layers) if isinstance(ops, Captures) else self._run_layers
         slots |= nested(norm=self._norm.slots)
         if not spec.tied_head:
             slots |= nested(head=self._head.slots)
@@ -246,13 +258,34 @@ class Decoder:
         Returns:
             Hidden states before the last norm, [T, E]; where `read` is given, [R, E].
         """
-        inputs = self._make_inputs(self._inputs, positions, groups, storages)
         x = self._embed(input_ids)
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
         if given is not None:
             x = x.index_copy(0, *given)
-        told = None if self._per_layer_inputs is None else self._per_layer_inputs(input_ids, x)
+        told = () if self._per_layer_inputs is None else (self._per_layer_inputs(input_ids, x),)
+        rotations = chain.from_iterable([rotate(positions) for rotate in self._rotations.values()])
+        scales = [query_scales(temperature, positions) for temperature in self._temperatures]
+        tensors = (x, *rotations, *scales, *told)
+        if read is None:
+            return self._run(tensors, groups, storages)
+        return self._run_layers(tensors, groups, storages, read)
+
+    def _run_layers(
+        self,
+        tensors: Sequence[Tensor],
+        groups: Sequence[AttentionBatch | StateBatch],
+        storages: Sequence[PagedKV | PagedStates],
+        read: ReadRows | None = None,
+    ) -> Tensor:
+        """Run the layers over embeddings, the first of a step's tensors; the others are in the order of `__call__`."""
+        x, *others = tensors
+        rest = iter(others)
+        rotations = {turn: Rotation(next(rest), next(rest)) for turn in self._rotations}
+        scales = {temperature: next(rest) for temperature in self._temperatures}
+        told = next(rest, None)
+        steps = [self._step(batch, storage) for batch, storage in zip(groups, storages, strict=True)]
+        inputs = [_make_input(kind, steps, rotations, scales) for kind in self._inputs]
         for idx, (mixer_norm, mixers, ffn_norm, ffn, gate, scale) in enumerate(self._layers):
             normed = mixer_norm(x)
             if read is None or idx != self._last_keeping_idx:
@@ -278,35 +311,14 @@ class Decoder:
         """Return the read rows of `x` [T, E] and `told` [T, L, P], and what mixers are given if these are all."""
         x = x.index_select(0, read.rows)
         told = None if told is None else told.index_select(0, read.rows)
-        kinds = self._late_inputs if len(x) else [None] * len(self._inputs)
-        return x, told, self._make_inputs(kinds, read.positions, read.groups, storages)
-
-    def _make_inputs(
-        self,
-        kinds: Sequence[InputKind | None],
-        positions: Tensor,
-        groups: Sequence[AttentionBatch | StateBatch],
-        storages: Sequence[PagedKV | PagedStates],
-    ) -> list[Any]:
-        """Return what a step gives to mixers of some kinds, None for None; what several share is made once."""
-        steps: dict[int, Any] = {}
-        rotations: dict[tuple[Rope | None, int], Rotation] = {}
-        inputs: list[Any] = []
-        for kind in kinds:
-            if kind is None:
-                inputs.append(None)
-                continue
-            group_idx, turn, temperature = kind
-            if group_idx not in steps:
-                steps[group_idx] = self._step(groups[group_idx], storages[group_idx])
-            if turn is None:
-                inputs.append(steps[group_idx])
-                continue
-            if turn not in rotations:
-                rotations[turn] = self._rotations[turn](positions)
-            scales = None if temperature is None else query_scales(temperature, positions)
-            inputs.append(AttentionInputs(rotations[turn], steps[group_idx], scales))
-        return inputs
+        if not len(x):
+            return x, told, [None] * len(self._inputs)
+        kinds = [kind for kind in self._late_inputs if kind is not None]
+        steps = {idx: self._step(read.groups[idx], storages[idx]) for idx, _, _ in kinds}
+        rotations = {turn: self._rotations[turn](read.positions) for _, turn, _ in kinds if turn is not None}
+        scales = {heat: query_scales(heat, read.positions) for _, _, heat in kinds if heat is not None}
+        late = [None if kind is None else _make_input(kind, steps, rotations, scales) for kind in self._late_inputs]
+        return x, told, late
 
     def _step(self, batch: AttentionBatch | StateBatch, storage: Any) -> Any:
         match batch:
@@ -331,6 +343,19 @@ class Decoder:
                 self._embed = self._head.run.rows
                 return
         self._embed = partial(self.ops.embedding, weight=tensor.clone())
+
+
+def _make_input(
+    kind: InputKind,
+    steps: Mapping[int, Any] | Sequence[Any],
+    rotations: Mapping[tuple[Rope | None, int], Rotation],
+    scales: Mapping[Temperature, Tensor],
+) -> Any:
+    """Return what a step gives to mixers of a kind: of its group's step, its rotations and its queries' scales."""
+    group_idx, turn, temperature = kind
+    if turn is None:
+        return steps[group_idx]
+    return AttentionInputs(rotations[turn], steps[group_idx], None if temperature is None else scales[temperature])
 
 
 def _input_kind(mixer: Mixer, place: tuple[int, int]) -> InputKind:

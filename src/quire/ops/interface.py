@@ -284,6 +284,38 @@ class KeepsRows(Protocol):
         ...
 
 
+class Layers(Protocol):
+    """A model's layers: what they compute of a step is a function of these arguments, and of nothing else."""
+
+    def __call__(
+        self,
+        tensors: Sequence[Tensor],
+        groups: Sequence[AttentionBatch | StateBatch],
+        storages: Sequence[PagedKV | PagedStates],
+        /,
+    ) -> Tensor:
+        """Run them.
+
+        Args:
+            tensors: what they read besides weights and caches, row by row: [T, ...] each.
+            groups: the step's part in each cache group.
+            storages: one for each cache group.
+
+        Returns:
+            A tensor that nothing writes to later.
+        """
+        ...
+
+
+@runtime_checkable
+class Captures(Protocol):
+    """A backend that notes the kernels of a step, to run those of a like one without asking the model again."""
+
+    def captured(self, layers: Layers) -> Layers:
+        """Return what gives the bits that `layers` gives; `layers` makes its steps by this backend."""
+        ...
+
+
 class Ops(Protocol):
     """What a model needs computed. Nothing here changes its arguments, except the cache that `StepAttention` writes and
     the logits of `keep_tokens`.

@@ -19,7 +19,7 @@ from quire.ops.weight_formats import UNITS, WeightFormat
 
 FOLDER: Final = Path(__file__).parent / "native"
 # The number that `quire_interface_version` must return.
-INTERFACE_VERSION: Final = 15
+INTERFACE_VERSION: Final = 16
 # The best last; a processor that runs one runs those before it.
 LEVELS: Final = ("portable", "avx2", "avx512", "avx512_bf16")
 MAX_HEAD_DIM: Final = 256
@@ -96,6 +96,31 @@ class LosslessCalls(NamedTuple):
         )
 
 
+class CaptureCalls(NamedTuple):
+    """The functions that have a thread note its calls of kernels, and make them again (`capture.cpp`).
+
+    Args:
+        begin, end: `quire_begin_capture`, `quire_end_capture`.
+        replay: `quire_replay`.
+        free: `quire_free_capture`.
+    """
+
+    begin: Callable[..., Any]
+    end: Callable[..., Any]
+    replay: Callable[..., Any]
+    free: Callable[..., Any]
+
+    @classmethod
+    def of(cls, library: ctypes.CDLL) -> CaptureCalls:
+        """Find them in a library."""
+        return cls(
+            _typed(library.quire_begin_capture, returns=_POINTER),
+            _typed(library.quire_end_capture, _POINTER, returns=_INT),
+            _typed(library.quire_replay, _POINTER),
+            _typed(library.quire_free_capture, _POINTER),
+        )
+
+
 class NativeLibrary:
     """One library, ready to be called.
 
@@ -106,8 +131,10 @@ class NativeLibrary:
     Attributes:
         packed_types: the types of weights that it packs and multiplies faster than torch does.
         panel_columns: columns of a panel, of weights that are rounded (True) and of those that are not.
-        attend, plan_attention, free_attention_plan, tokens_read, gate, prepare, rms_norm, keep_tokens, pack, linear,
-            rows, packed_columns: the functions of the same names, with `quire_` before, of the sources.
+        attend, plan_attention, replan_attention, free_attention_plan, tokens_read, gate, prepare, rms_norm,
+            keep_tokens, pack, linear, rows, packed_columns: the functions of the same names, with `quire_` before, of
+            the sources.
+        captures: those that note calls and make them again.
         weight_kernels: for each format of rounded weights, what packs and multiplies them.
         lossless: those of weights packed to three quarters, on AVX2 and better.
 
@@ -129,6 +156,7 @@ class NativeLibrary:
         rows, kv = ctypes.POINTER(StepRows), ctypes.POINTER(Cache)
         self.attend = _typed(library.quire_attend, rows, kv, _POINTER, _INT, _POINTER, _INT, _FLOAT, _POINTER)
         self.plan_attention = _typed(library.quire_plan_attention, rows, kv, _INT, _INT, _INT, _INT, returns=_POINTER)
+        self.replan_attention = _typed(library.quire_replan_attention, _POINTER, rows, kv)
         self.free_attention_plan = _typed(library.quire_free_attention_plan, _POINTER)
         self.tokens_read = _typed(library.quire_tokens_read, _POINTER, returns=_INT)
         self.gate = _typed(library.quire_gate, _INT, _INT, _POINTER, _INT, _INT, _POINTER)
@@ -153,6 +181,7 @@ class NativeLibrary:
         self.weight_kernels = {name: _weight_kernels(library, name) for name in UNITS}
         packs = _typed(library.quire_packs, _INT, returns=_BOOL)
         self.packed_types = frozenset(dtype for dtype, number in TYPES.items() if packs(number))
+        self.captures = CaptureCalls.of(library)
         self.lossless = LosslessCalls.of(library) if hasattr(library, "quire_lossless_linear") else None
 
 

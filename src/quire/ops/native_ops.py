@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from ctypes import byref
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,11 +14,13 @@ from torch import Tensor
 
 from quire.config import Quantization
 from quire.errors import ConfigError
+from quire.ops.captures import CapturedLayers
 from quire.ops.gated import GatedLinear
 from quire.ops.interface import (
     Activation,
     AttentionBatch,
     HeadNorms,
+    Layers,
     Linear,
     PagedKV,
     PagedStates,
@@ -57,6 +61,7 @@ class NativeOps:
         self._is_deterministic = deterministic
         self._memory = WeightMemory()
         self._torch = TorchOps(torch.device("cpu"))
+        self._noted: list[NativeStepAttention] | None = None
 
     @property
     def name(self) -> str:
@@ -152,7 +157,23 @@ class NativeOps:
         is_known = kv.data.dtype in (kv.dtype, torch.int8)
         if kv.head_dim > MAX_HEAD_DIM or kv.head_dim % 2 or not is_known:
             return self._torch.step_attention(batch, kv)
-        return NativeStepAttention(self._library, batch, kv, self._is_deterministic)
+        step = NativeStepAttention(self._library, batch, kv, self._is_deterministic)
+        if self._noted is not None:
+            self._noted.append(step)
+        return step
+
+    def captured(self, layers: Layers) -> CapturedLayers:
+        """Run steps of few rows in one call, where all that they compute are kernels of these."""
+        return CapturedLayers(layers, self._library.captures, self._noting)
+
+    @contextmanager
+    def _noting(self) -> Iterator[Sequence[NativeStepAttention]]:
+        noted: list[NativeStepAttention] = []
+        self._noted = noted
+        try:
+            yield noted
+        finally:
+            self._noted = None
 
 
 class NativeLinear:
@@ -227,7 +248,7 @@ class AttentionPlan:
         handle: a pointer for `NativeLibrary.attend`.
     """
 
-    __slots__ = ("_free", "_tokens_read", "handle")
+    __slots__ = ("_free", "_replan", "_tokens_read", "handle")
 
     def __init__(
         self, library: NativeLibrary, rows: Any, cache: Any, group: int, batch: AttentionBatch, deterministic: bool
@@ -235,6 +256,11 @@ class AttentionPlan:
         self._free, self._tokens_read = library.free_attention_plan, library.tokens_read
         sight = batch.window or 0, batch.chunk or 0
         self.handle = library.plan_attention(rows, cache, group, *sight, deterministic)
+        self._replan = partial(library.replan_attention, self.handle, rows, cache)
+
+    def follow(self) -> None:
+        """Become the plan of what `rows` says now; `handle` stays."""
+        self._replan()
 
     def __del__(self) -> None:
         self._free(self.handle)
@@ -249,25 +275,44 @@ class NativeStepAttention:
     """Attention of one step over one cache group, read straight from its block tables.
 
     What sequences share is read once for as many of their rows as a job takes, however their tables branch.
+
+    Attributes:
+        batch: of the step.
     """
 
     def __init__(self, library: NativeLibrary, batch: AttentionBatch, kv: PagedKV, deterministic: bool = False) -> None:
         self._num_kv_heads, block_size = kv.data.shape[3:5]
         self._head_dim = kv.head_dim
         self._library = library
-        numbers = [array("q", part) for part in (batch.row_starts, batch.context_lens, batch.block_starts)]
-        self._batch = batch
         self._is_deterministic = deterministic
-        self._kept = (*numbers, kv)  # with the batch, what the pointers below point into
         self._plans: dict[int, AttentionPlan] = {}
-        self._num_rows = batch.row_starts[-1]
-        pointers = [part.buffer_info()[0] for part in numbers]
-        tensors = batch.block_ids.data_ptr(), batch.slot_mapping.data_ptr()
-        self._rows = byref(StepRows(len(batch.context_lens), *pointers, *tensors))
+        self._step_rows = StepRows()
+        self._rows = byref(self._step_rows)
+        self._point_to(batch)
+        self._kv: PagedKV | None = kv  # what the pointers below point into
         strides = [kv.data.stride(dim) * kv.data.itemsize for dim in (0, 1, 4)]
         place = (kv.data.data_ptr(), TYPES[kv.dtype], kv.data.dtype == torch.int8, *strides)
         self._cache = byref(Cache(*place, self._num_kv_heads, block_size, self._head_dim))
         self._no_cache = byref(Cache(*place, 0, block_size, self._head_dim))  # without heads: nothing is stored
+
+    def _point_to(self, batch: AttentionBatch) -> None:
+        numbers = [array("q", part) for part in (batch.row_starts, batch.context_lens, batch.block_starts)]
+        self.batch, self._numbers = batch, numbers  # what the pointers point into
+        self._num_rows = batch.row_starts[-1]
+        rows = self._step_rows
+        rows.num_seqs = len(batch.context_lens)
+        rows.row_starts, rows.context_lens, rows.block_starts = [part.buffer_info()[0] for part in numbers]
+        rows.block_ids, rows.slot_mapping = batch.block_ids.data_ptr(), batch.slot_mapping.data_ptr()
+
+    def turn_to(self, batch: AttentionBatch) -> None:
+        """Become another step's, over the same cache and as far back; calls that were made before are then for it.
+
+        From now on the cache is the caller's to keep.
+        """
+        self._kv = None
+        self._point_to(batch)
+        for plan in self._plans.values():
+            plan.follow()
 
     def prepare(self, layer_idx: int, qkv: Tensor, norms: HeadNorms | None, rotation: Rotation) -> Tensor:
         """Norm heads, rotate queries and keys, store keys and values; return the queries [T, H, D]."""
@@ -317,6 +362,6 @@ class NativeStepAttention:
         group = num_heads // self._num_kv_heads
         plan = self._plans.get(group)
         if plan is None:
-            plan = AttentionPlan(self._library, self._rows, self._cache, group, self._batch, self._is_deterministic)
+            plan = AttentionPlan(self._library, self._rows, self._cache, group, self.batch, self._is_deterministic)
             self._plans[group] = plan
         return plan

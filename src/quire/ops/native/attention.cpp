@@ -13,6 +13,7 @@
 
 #include <memory>
 
+#include "capture.h"
 #include "parallel.h"
 
 namespace {
@@ -87,6 +88,7 @@ void attend_all(const Layer& layer) {
 // 256 values, an even number, and as many query heads as the plan is for share one of its heads.
 QUIRE_EXPORT void quire_attend(const StepRows* rows, const Cache* cache, AttentionPlan* plan, int64_t layer,
                                const void* queries, int64_t row_stride, float scale, void* output) {
+  quire::note([=] { quire_attend(rows, cache, plan, layer, queries, row_stride, scale, output); });
   with_type(cache->type, [&](auto* as) {
     using T = std::remove_pointer_t<decltype(as)>;
     const Layer of_step{*rows, *cache, *plan, layer, queries, row_stride, scale * kExponents, output};

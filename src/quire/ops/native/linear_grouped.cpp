@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "bytes.h"
+#include "capture.h"
 
 namespace {
 
@@ -292,6 +293,9 @@ void multiply(Type type, const void* x, int64_t row_stride, int64_t num_rows, co
   QUIRE_EXPORT void quire_linear_##name(int64_t type, const void* x, int64_t row_stride, int64_t num_rows,             \
                                         const void* packed, int64_t num_columns, int64_t width, const void* bias,      \
                                         const void* residual, Activation gate, void* output) {                         \
+    quire::note([=] {                                                                                                  \
+      quire_linear_##name(type, x, row_stride, num_rows, packed, num_columns, width, bias, residual, gate, output);    \
+    });                                                                                                                \
     multiply<kBits>(Type(type), x, row_stride, num_rows, packed, num_columns, width, bias, residual, gate, output);    \
   }
 

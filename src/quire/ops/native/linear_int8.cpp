@@ -2,6 +2,7 @@
 //
 // Sums are whole numbers and exact, so a row gets the same bits in every batch.
 #include "bytes.h"
+#include "capture.h"
 
 namespace {
 
@@ -135,6 +136,9 @@ QUIRE_EXPORT void quire_pack_int8(int64_t type, const void* weight, int64_t num_
 QUIRE_EXPORT void quire_linear_int8(int64_t type, const void* x, int64_t row_stride, int64_t num_rows,
                                     const void* packed, int64_t num_columns, int64_t width, const void* bias,
                                     const void* residual, Activation gate, void* output) {
+  quire::note([=] {
+    quire_linear_int8(type, x, row_stride, num_rows, packed, num_columns, width, bias, residual, gate, output);
+  });
   with_type(Type(type), [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
     const Int8Weight weight{static_cast<const uint8_t*>(packed), int(width / kStepBytes)};

@@ -1,5 +1,6 @@
 // Linear layers on weights that are coded, bit for bit what `quire_linear` gives.
 #include "cache.h"
+#include "capture.h"
 #include "coded.h"
 #include "paired.h"
 #include "widened.h"
@@ -186,6 +187,10 @@ QUIRE_EXPORT void quire_lossless_linear(const void* x, int64_t row_stride, int64
                                         const int64_t* panel_starts, const void* packed, int64_t num_columns,
                                         int64_t width, const void* bias, const void* residual, Activation gate,
                                         void* output) {
+  quire::note([=] {
+    quire_lossless_linear(x, row_stride, num_rows, tables, panel_starts, packed, num_columns, width, bias, residual,
+                          gate, output);
+  });
   const Operands operands{x, row_stride, bias, residual, output, int(num_columns), gate};
   multiply_coded(operands, num_rows, num_columns, int(width), [=](int64_t panel) {
     return CodedPanel{static_cast<const uint8_t*>(packed) + panel_starts[panel],
@@ -197,6 +202,7 @@ QUIRE_EXPORT void quire_lossless_linear(const void* x, int64_t row_stride, int64
 QUIRE_EXPORT bool quire_lossless_rows(const void* tables, const int64_t* panel_starts, const void* packed,
                                       int64_t num_columns, int64_t width, const int64_t* ids, int64_t num_ids,
                                       void* output) {
+  quire::note_nothing();
   return for_each_column(ids, num_ids, num_columns, [&](int64_t panel, int column, int64_t idx) {
     const Table* table = static_cast<const Table*>(tables) + panel * num_blocks(width);
     const uint8_t* from = static_cast<const uint8_t*>(packed) + panel_starts[panel];

@@ -1,0 +1,239 @@
+"""Steps that are run again as one call, under every history: hidden states and caches have the bits of the layers' own.
+
+Each captured step of an engine is run a second time, by the layers themselves: what they store is stored in the same
+slots. So hidden states are compared bit by bit, and so is all memory behind the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire import LLM, SamplingParams
+from quire.memory import check
+from quire.models.checkpoint import locate
+from quire.models.decoder import Decoder
+from quire.ops.captures import MAX_ROWS, Capture, CapturedLayers
+from quire.ops.native_library import find_library
+from tests.conformance.checkpoints import FAMILIES, ragged_prompts, save_checkpoint
+
+# Families that compute only what kernels do; others have operations of torch in between.
+CAPTURED = ("bundled", "llama2", "llama3", "mistral", "mistral-window", "qwen2", "qwen2-window", "qwen3")
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+
+pytestmark = pytest.mark.skipif(isinstance(find_library(), str), reason="no native kernels were built")
+
+
+class Net:
+    """Watches all captured layers of a process.
+
+    Attributes:
+        replays: the rows and the sequences of each step that was replayed.
+        seen: the layers.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.replays: list[tuple[int, int]] = []
+        self.seen: list[CapturedLayers] = []
+        replay, call = Capture.replay, CapturedLayers.__call__
+
+        def noting(capture: Capture, tensors: Sequence[torch.Tensor], groups: Sequence[Any]) -> torch.Tensor:
+            self.replays.append((len(tensors[0]), len(groups[0].context_lens)))
+            return replay(capture, tensors, groups)
+
+        def checked(layers: CapturedLayers, tensors: Any, groups: Any, storages: Any) -> torch.Tensor:
+            if layers not in self.seen:
+                self.seen.append(layers)
+            given = [tensor.clone() for tensor in tensors]
+            num_replays = len(self.replays)
+            hidden = call(layers, tensors, groups, storages)
+            assert all(map(torch.equal, tensors, given))
+            if len(self.replays) > num_replays:
+                stored, found = contents(storages), hidden.clone()
+                assert torch.equal(layers._layers(tensors, groups, storages), found)
+                assert all(map(torch.equal, contents(storages), stored))
+                assert torch.equal(hidden, found)
+            return hidden
+
+        monkeypatch.setattr(Capture, "replay", noting)
+        monkeypatch.setattr(CapturedLayers, "__call__", checked)
+
+    def run(self, llm: LLM, prompts: list[Any], params: SamplingParams = GREEDY) -> list[list[list[int]]]:
+        """Return the tokens of all samples; see that steps were replayed."""
+        self.replays.clear()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        check(llm.engine.scheduler.memory)
+        assert self.replays
+        assert [layers.refusal for layers in self.seen] == [None] * len(self.seen)
+        return [[sample.token_ids for sample in output.outputs] for output in outputs]
+
+
+def contents(storages: Sequence[Any]) -> list[torch.Tensor]:
+    return [storage.data.view(torch.uint8).clone() for storage in storages]
+
+
+@pytest.fixture
+def net(monkeypatch: pytest.MonkeyPatch) -> Net:
+    return Net(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return the checkpoint of every family."""
+    made = {name: save_checkpoint(name, tmp_path_factory.mktemp(name)) for name in FAMILIES}
+    return made | {"bundled": locate("bundled")}
+
+
+@pytest.fixture(params=CAPTURED)
+def folder(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Path:
+    return folders[request.param]
+
+
+def load(folder: Path, **options: Any) -> LLM:
+    """Load a checkpoint in the dtype whose products are kernels."""
+    defaults = {"skip_tokenizer_init": True, "dtype": "bfloat16", "num_threads": 1, "max_model_len": 128}
+    return LLM(str(folder), **defaults | {"block_size": 8, "num_kv_blocks": 200} | options)
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "bundled"])
+def test_which_families_are_captured(folders: dict[str, Path], net: Net, name: str) -> None:
+    llm = load(folders[name], num_kv_blocks=1000)
+    llm.generate(ragged_prompts()[:2], GREEDY, use_tqdm=False)
+    (layers,) = net.seen
+    if name in CAPTURED:
+        assert layers.refusal is None
+        assert 2 in layers.captures
+    else:
+        assert layers.refusal is not None
+        assert layers.refusal.startswith("aten.")
+        assert not net.replays
+
+
+def test_sequences_join_and_leave(folder: Path, net: Net) -> None:
+    llm = load(folder, max_num_seqs=8, max_num_batched_tokens=24)
+    params = [SamplingParams(temperature=0.0, max_tokens=5 + 4 * idx, ignore_eos=True) for idx in range(7)]
+    engine = llm.engine
+    for idx, (prompt, each) in enumerate(zip(ragged_prompts()[:7], params, strict=True)):
+        engine.add_request(str(idx), prompt, each)
+        for _ in range(3):
+            engine.step()
+    while engine.has_unfinished:
+        engine.step()
+    check(engine.scheduler.memory)
+    assert len(net.seen[0].captures) > 3
+    assert {rows for rows, _ in net.replays} == {*net.seen[0].captures}
+
+
+def test_batches_of_all_sizes(folder: Path, net: Net) -> None:
+    llm = load(folder, num_kv_blocks=600)
+    prompt = max(ragged_prompts(), key=len)
+    for count in range(1, MAX_ROWS + 2):
+        prompts = [[*prompt[: 7 + idx], idx] for idx in range(count)]
+        if count <= MAX_ROWS:
+            net.run(llm, prompts, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
+        else:
+            net.replays.clear()
+            llm.generate(prompts, GREEDY, use_tqdm=False)
+            assert all(rows <= MAX_ROWS for rows, _ in net.replays)
+    assert len(net.seen[0].captures) == MAX_ROWS
+
+
+def test_preempted_and_recomputed(folder: Path, net: Net) -> None:
+    llm = load(folder, num_kv_blocks=12, max_model_len=96)
+    net.run(llm, ragged_prompts())
+    assert llm.stats.num_preemptions > 0
+
+
+def test_swapped_out_and_in(folder: Path, net: Net) -> None:
+    llm = load(folder, num_kv_blocks=12, max_model_len=96, swap_space=8 << 20, preemption_mode="swap")
+    net.run(llm, ragged_prompts())
+    assert llm.stats.num_swaps > 0
+
+
+def test_forked(folder: Path, net: Net) -> None:
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=20, ignore_eos=True, n=3)
+    llm = load(folder)
+    tokens = net.run(llm, ragged_prompts()[:4], params)
+    assert llm.stats.num_copies > 0
+    assert any(first != second for first, second, _ in tokens)
+
+
+def test_beams(folder: Path, net: Net) -> None:
+    net.run(load(folder), ragged_prompts()[:3], SamplingParams(beam_width=4, n=4, max_tokens=16))
+
+
+def test_drafts(folder: Path, net: Net) -> None:
+    """Steps of now several rows a sequence, now one."""
+    pattern = ragged_prompts()[1][:4] * 8
+    llm = load(folder, speculative_method="ngram", num_speculative_tokens=3)
+    llm.engine.times.draft_pacer = None
+    net.run(llm, [pattern, pattern[:-1], pattern[2:]])
+    assert llm.stats.num_draft_tokens > 0
+
+
+def test_a_draft_model_has_captures_of_its_own(folder: Path, net: Net) -> None:
+    llm = load(folder, speculative_method="draft", draft_model=str(folder), num_speculative_tokens=3)
+    llm.engine.times.draft_pacer = None
+    speculation: Any = llm.engine.scheduler.drafter
+    speculation.step_costs = [1.0] * 4
+    net.run(llm, ragged_prompts()[:3])
+    assert any(rows > sequences for rows, sequences in net.replays)
+    assert len(net.seen) == 2
+    assert all(layers.captures for layers in net.seen)
+
+
+def test_log_probabilities_of_prompts(folder: Path, net: Net) -> None:
+    """They read hidden states once more, behind the sampled rows'."""
+    params = SamplingParams(temperature=0.0, max_tokens=8, prompt_logprobs=1, logprobs=1, ignore_eos=True)
+    options = {"max_num_seqs": 4, "max_num_batched_tokens": 8, "enable_prefix_caching": False}
+    llm = load(folder, **options)
+    prompts = ragged_prompts()[:3]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert net.replays
+    assert [len(output.prompt_logprobs or ()) for output in outputs] == [*map(len, prompts)]
+    assert net.seen[0].refusal is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kv_cache_dtype": "int8"},
+        {"deterministic": True},
+        {"quantization": "int8"},
+        {"quantization": "int4", "kv_cache_dtype": "int8"},
+        {"quantization": "int8", "dtype": "float32"},
+        {"weight_packing": "plain"},
+        {"dtype": "float16"},
+        {"num_threads": 2},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_every_form_of_weights_and_cache(folders: dict[str, Path], net: Net, options: dict[str, Any]) -> None:
+    library = find_library()
+    if options.get("dtype") == "float16" and (isinstance(library, str) or torch.float16 not in library.packed_types):
+        pytest.skip("torch multiplies float16 here")
+    for name in ("qwen3", "qwen2-window"):
+        llm = load(folders[name], **options)
+        prompts = ragged_prompts()
+        tokens = net.run(llm, prompts)
+        if "deterministic" in options:
+            assert tokens == [net.run(llm, [prompt])[0] for prompt in prompts]
+
+
+@pytest.mark.parametrize("options", [{"dtype": "float32"}, {"kv_cache_dtype": "fp8"}], ids=["products", "attention"])
+def test_what_torch_computes_is_not_captured(folders: dict[str, Path], net: Net, options: dict[str, Any]) -> None:
+    llm = load(folders["qwen3"], **options)
+    llm.generate(ragged_prompts(), GREEDY, use_tqdm=False)
+    assert [bool(layers.refusal) for layers in net.seen] == [True]
+    assert not net.replays
+
+
+def test_a_decoder_without_native_kernels_runs_its_layers(folders: dict[str, Path]) -> None:
+    llm = load(folders["qwen3"], kernels="torch")
+    executor: Any = llm.engine.executor
+    decoder = next(value for value in vars(executor._runner).values() if isinstance(value, Decoder))
+    assert not isinstance(decoder._run, CapturedLayers)
