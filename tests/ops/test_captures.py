@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, chain
 from typing import Any
 
@@ -48,18 +48,19 @@ class Model:
 
     Args:
         between: called with each layer's hidden states; what it returns goes on.
+        width: how many times wider the gates are than rows.
     """
 
-    def __init__(self, ops: Ops, between: Callable[[Tensor], Tensor] = lambda x: x) -> None:
+    def __init__(self, ops: Ops, between: Callable[[Tensor], Tensor] = lambda x: x, width: int = 1) -> None:
         self.ops = ops
         self._between = between
         self._scale = randn(WIDTH, dtype=torch.bfloat16, seed=1)
         heads = HEADS + 2 * KV_HEADS
         self._qkv = self._linear(heads * HEAD_DIM, WIDTH, 2)
         self._output = self._linear(WIDTH, HEADS * HEAD_DIM, 3)
-        self._gate_up = self._linear(4 * WIDTH, WIDTH, 4, gate="silu")
-        self._up = self._linear(2 * WIDTH, 2 * WIDTH, 5)
-        self._down = self._linear(WIDTH, WIDTH, 6)
+        self._gate_up = self._linear(4 * width * WIDTH, WIDTH, 4, gate="silu")
+        self._up = self._linear(2 * width * WIDTH, 2 * width * WIDTH, 5)
+        self._down = self._linear(WIDTH, width * WIDTH, 6)
 
     def _linear(self, num_outputs: int, width: int, seed: int, gate: Any = None) -> Linear:
         weight = randn(num_outputs, width, dtype=torch.bfloat16, seed=seed) * width**-0.5
@@ -184,6 +185,30 @@ def test_replays_give_the_bits_of_the_layers(level: str, weights: str) -> None:
             check(layers, model, [step] * 4)
             assert step.num_rows in layers.captures
     assert layers.refusal is None
+
+
+@pytest.fixture
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Have torch work on so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+# More than there are cores, too: threads that are not there when something is shared are not waited for.
+@pytest.mark.parametrize("threads", [2, 3, 16], indirect=True)
+@pytest.mark.parametrize("weights", FORMATS)
+@torch.inference_mode()
+def test_threads_that_stay_together_give_the_bits_of_others(weights: str, threads: int) -> None:
+    level = [*LIBRARIES][-1]
+    model = Model(native_ops(level, weights), width=4)
+    layers = captured(model)
+    caches = Caches()
+    for spans in ([(37, 1)], [(700, 2), (5, 3), (600, 1)], [(40, 1)] * 30):
+        check(layers, model, [caches.step(spans, seed) for seed in (0, 0, *range(30 if threads < 16 else 5))])
+    assert torch.get_num_threads() == threads
+    assert len(layers.captures) == 3
 
 
 @torch.inference_mode()

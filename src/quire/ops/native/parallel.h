@@ -6,6 +6,8 @@
 #include <atomic>
 #include <cstdint>
 
+#include "team.h"
+
 namespace quire {
 
 // `torch_parallel_for` of torch's stable C interface (torch 2.10 and later).
@@ -17,6 +19,14 @@ using GetNumThreads = int32_t (*)(uint32_t* count);
 extern ParallelFor parallel_for;
 extern GetNumThreads get_num_threads;
 
+// The threads that may work at once.
+inline int64_t max_threads() {
+  if (team != nullptr) return team->num_threads;
+  uint32_t num_threads = 1;
+  if (parallel_for != nullptr && get_num_threads != nullptr) get_num_threads(&num_threads);
+  return num_threads;
+}
+
 // Calls `body(begin, end)` on parts of [0, count), at least `grain` long; in this thread when that leaves one part.
 template <typename Body>
 void in_parallel(int64_t count, int64_t grain, Body body) {
@@ -25,20 +35,25 @@ void in_parallel(int64_t count, int64_t grain, Body body) {
     return;
   }
   const auto run = [](int64_t begin, int64_t end, void* context) { (*static_cast<Body*>(context))(begin, end); };
+  if (Team* const led = team) {
+    team = nullptr;  // what a part wants to share is its own affair
+    led->share(count, std::max(grain, (count + led->num_threads - 1) / led->num_threads), run, &body);
+    team = led;
+    return;
+  }
   parallel_for(0, count, grain, run, &body);
 }
 
 // Calls `body(job)` for each job in [0, count); threads take the next job as they come free, for jobs differ in size.
 template <typename Body>
 void in_turns(int64_t count, Body body) {
-  uint32_t num_threads = 1;
-  if (count > 1 && get_num_threads != nullptr) get_num_threads(&num_threads);
+  const int64_t num_threads = count > 1 ? max_threads() : 1;
   if (num_threads <= 1) {
     for (int64_t job = 0; job < count; ++job) body(job);
     return;
   }
   std::atomic<int64_t> next{0};
-  in_parallel(num_threads < count ? num_threads : count, 1, [&](int64_t begin, int64_t end) {
+  in_parallel(std::min(num_threads, count), 1, [&](int64_t begin, int64_t end) {
     for (int64_t slot = begin; slot < end; ++slot)
       for (int64_t job = next++; job < count; job = next++) body(job);
   });
@@ -48,10 +63,9 @@ void in_turns(int64_t count, Body body) {
 // them, long ones first, so that what a job asks for ahead is read by the thread that asked for it.
 template <typename Body>
 void in_runs(int64_t count, Body body) {
-  uint32_t num_threads = 1;
-  if (count > 1 && get_num_threads != nullptr) get_num_threads(&num_threads);
+  const int64_t num_threads = count > 1 ? max_threads() : 1;
   std::atomic<int64_t> next{0};
-  in_parallel(num_threads < count ? num_threads : count, 1, [&](int64_t begin, int64_t end) {
+  in_parallel(std::min(num_threads, count), 1, [&](int64_t begin, int64_t end) {
     for (int64_t slot = begin; slot < end; ++slot) {
       for (int64_t job = next; job < count;) {
         const int64_t run = std::max<int64_t>(1, (count - job) / (2 * num_threads));
