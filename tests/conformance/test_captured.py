@@ -6,6 +6,8 @@ slots. So hidden states are compared bit by bit, and so is all memory behind the
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -237,3 +239,23 @@ def test_a_decoder_without_native_kernels_runs_its_layers(folders: dict[str, Pat
     executor: Any = llm.engine.executor
     decoder = next(value for value in vars(executor._runner).values() if isinstance(value, Decoder))
     assert not isinstance(decoder._run, CapturedLayers)
+
+
+def test_capturing_imports_nothing() -> None:
+    """Torch's compiler, which its modes ask for unless told not to, takes a second to import, and 70 MB."""
+    code = """
+import sys
+from quire import LLM, SamplingParams
+from quire.ops.captures import Capture
+replays, replay = [], Capture.replay
+Capture.replay = lambda *args: replays.append(1) or replay(*args)
+llm = LLM("bundled", num_threads=1, max_model_len=128, skip_tokenizer_init=True)
+params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in (1, 5)]
+llm.generate([[5, 6, 7]], params[0], use_tqdm=False)
+before = set(sys.modules)
+llm.generate([[5, 6, 7]], params[1], use_tqdm=False)
+assert replays
+print(*sorted(set(sys.modules) - before))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
