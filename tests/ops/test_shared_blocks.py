@@ -61,6 +61,8 @@ LAYOUTS = {
         256 + (256 + 89 + 109) + (128 + 67 + 37 + 317),
     ),
     "fork": Layout([(1100, 1), (1100, 1)], [(1, 0, 0, 1088)], 1024 + 77 + 77),
+    # Parts of more than 512 tokens, where threads have jobs enough.
+    "long": Layout([(4400, 1), (4350, 1), (3000, 2)], [(1, 0, 0, 4336)], 4224 + 177 + 127 + 3002),
     # 64 sequences of two query heads fill a job.
     "many": Layout([(140, 1)] * 80, [(seq, 0, 0, 128) for seq in range(1, 80)], 2 * 128 + 80 * 13),
     # Only what follows a shared beginning counts.
@@ -100,7 +102,7 @@ def test_shared_blocks(backend: Backend, dtype: torch.dtype, name: str) -> None:
 
 @pytest.mark.parametrize("backend", NATIVE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["prefix", "tree", "many", "window"])
+@pytest.mark.parametrize("name", ["prefix", "tree", "long", "many", "window"])
 def test_shared_blocks_of_int8(backend: Backend, dtype: torch.dtype, name: str) -> None:
     layout = LAYOUTS[name]
     assert check(layout.world(dtype, "int8"), backend) == layout.num_read

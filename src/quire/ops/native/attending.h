@@ -62,6 +62,9 @@ struct Scratch {
   Collected before;  // of the parts before it
   alignas(64) float rescale[kRows];
   Scales scales;
+#if defined(QUIRE_HAS_BYTE_ROWS)
+  ByteRow byte_queries[kFewRows], byte_weights[kFewRows];
+#endif
   const Value* places[kTokens];
   int num_rows;
   int64_t first[kRows];  // that a row sees
@@ -228,14 +231,15 @@ class Attending {
         for (int dim = 0; dim < head_dim_; ++dim)
           narrow(scratch_.queries + idx * head_dim_ + dim, widen(queries[idx][dim]));
     }
+    if constexpr (kHasByteRows) read_byte_queries();
   }
 
   // Has the rows meet the tile.
   void meet() {
-    if constexpr (kHasScales) {
-      scratch_.scales.read(tile_.slots, to_values_, tile_.num_tokens, head_dim_);
-      for (int token = 0; token < tile_.num_missing; ++token) scratch_.scales.values[token] = 0.0f;
+    if constexpr (kHasByteRows) {
+      if (are_bytes_) return with_few(scratch_.num_rows, [&](auto few) { meet_bytes<few.value>(); });
     }
+    if constexpr (kHasScales) Scales::read(tile_.slots, 0, tile_.num_tokens, head_dim_, scratch_.scales.keys);
     if (is_few_) {
       with_few(scratch_.num_rows, [&](auto few) { meet_few<few.value>(); });
     } else if (in_panels_) {
@@ -245,12 +249,21 @@ class Attending {
     }
   }
 
+  // Only once the values have been asked for: where they come from memory, it would wait for every other line of them.
+  void read_scales_of_values() {
+    if constexpr (kHasScales) {
+      Scales::read(tile_.slots, to_values_, tile_.num_tokens, head_dim_, scratch_.scales.values);
+      for (int token = 0; token < tile_.num_missing; ++token) scratch_.scales.values[token] = 0.0f;
+    }
+  }
+
   const Scales* scales() const { return kHasScales ? &scratch_.scales : nullptr; }
 
   // A token as it is counted in the tile, at one of its ends where it is not in it.
   int in_tile(int64_t token) const { return int(std::clamp<int64_t>(token - start_, 0, tile_.num_tokens)); }
 
   void weigh_rows() {
+    read_scales_of_values();
     for (int row = 0; row < scratch_.num_rows; ++row)
       scratch_.rescale[row] = weigh(scratch_.scores + row * kTokens, in_tile(scratch_.first[row]),
                                     in_tile(scratch_.last[row]), tile_.num_tokens, layer_.scale, scales(),
@@ -274,6 +287,33 @@ class Attending {
     add_values<Steps, kCount>(scratch_.weights, kTokens, tile_.slots, next_.slots, tile_.num_tokens, next_.num_tokens,
                               head_dim_, scratch_.part.sums, kMaxDim, scratch_.rescale);
   }
+
+#if defined(QUIRE_HAS_BYTE_ROWS)
+  static constexpr bool kHasByteRows = kHasScales && std::is_same_v<T, BFloat16>;
+
+  void read_byte_queries() {
+    are_bytes_ = is_few_ && head_dim_ % kByteDims == 0;
+    for (int row = 0; are_bytes_ && row < scratch_.num_rows; ++row)
+      scratch_.byte_queries[row].read(scratch_.queries + row * head_dim_, head_dim_);
+  }
+
+  template <int kCount>
+  void meet_bytes() {
+    score_bytes<kCount>(scratch_.byte_queries, tile_.slots, to_values_, tile_.num_tokens, head_dim_, scratch_.scores,
+                        kTokens, scratch_.scales.keys);
+    weigh_rows();
+    for (int row = 0; row < kCount; ++row)
+      scratch_.byte_weights[row].read(scratch_.weights + row * kTokens, round_up(tile_.num_tokens, kLanes));
+    turn_to_values();
+    add_bytes<kCount>(scratch_.byte_weights, tile_.slots, next_.slots, tile_.num_tokens, next_.num_tokens, head_dim_,
+                      scratch_.part.sums, kMaxDim, scratch_.rescale);
+  }
+#else
+  static constexpr bool kHasByteRows = false;
+  void read_byte_queries();
+  template <int kCount>
+  void meet_bytes();
+#endif
 
   void meet_packed() {
     pack_columns<Steps, S>(tile_.slots, to_values_, tile_.num_tokens, head_dim_, scratch_.keys);
@@ -300,6 +340,7 @@ class Attending {
       const Span span = spans[row / kPanel] = find_span(row, count);
       score_panel<Steps>(keys, span, scratch_.queries + row * head_dim_, count, head_dim_ / Steps::kValues,
                          scratch_.scores, values);
+      if (row == 0) read_scales_of_values();
       if (!span.is_empty()) weigh_panel(row, count, span);
     }
     turn_to_values();
@@ -357,6 +398,7 @@ class Attending {
   const int64_t to_values_;  // from a token's key
   bool is_few_;
   bool in_panels_;
+  bool are_bytes_ = false;  // rows of bytes meet bytes
   int64_t start_;  // of the tile
   Tile<S> tile_, next_;
 };

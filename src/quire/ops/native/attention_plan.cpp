@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "cache.h"
+#include "parallel.h"
 
 namespace {
 
@@ -17,6 +18,10 @@ using quire::Strip;
 constexpr int64_t kSharedTokens = 128;
 // A strip of more rows is worth a job of its own: to join what it collects would cost more than to read once more.
 constexpr int64_t kSharingRows = kRows / 4;
+// Each job waits for its first tokens, and what it collects is joined: so parts are as long as leaves each thread so many
+// jobs, and no longer than that.
+constexpr int64_t kLongestPart = 4 * kPartTokens;
+constexpr int64_t kThreadJobs = 16;
 
 // A strip's context, while it is cut.
 struct Context {
@@ -41,8 +46,8 @@ struct Group {
 
 class Planner {
  public:
-  Planner(const StepRows& rows, int64_t block_size, AttentionPlan& plan)
-      : rows_(rows), block_size_(block_size), plan_(plan) {}
+  Planner(const StepRows& rows, const Cache& cache, AttentionPlan& plan)
+      : rows_(rows), block_size_(cache.block_size), plan_(plan), part_tokens_(part_tokens(rows, cache, plan)) {}
 
   void make() {
     for (int64_t seq = 0; seq < rows_.num_seqs; ++seq) add_strips(seq);
@@ -52,6 +57,15 @@ class Planner {
   }
 
  private:
+  // Where results must not depend on other sequences, neither may the cuts.
+  static int64_t part_tokens(const StepRows& rows, const Cache& cache, const AttentionPlan& plan) {
+    if (plan.is_deterministic) return kPartTokens;
+    int64_t num_tokens = 0;
+    for (int64_t seq = 0; seq < rows.num_seqs; ++seq) num_tokens += rows.context_lens[seq];
+    const int64_t length = num_tokens * cache.num_kv_heads / (kThreadJobs * quire::max_threads());
+    return std::clamp(length / kPartTokens * kPartTokens, kPartTokens, kLongestPart);
+  }
+
   // A sequence's strips; those of a long chunk are jobs as they are, the only one of few rows is cut.
   void add_strips(int64_t seq) {
     const int64_t num_tokens = rows_.row_starts[seq + 1] - rows_.row_starts[seq];
@@ -88,7 +102,6 @@ class Planner {
 
   // Finds what contexts share, from front to back. One that has parted from all others stays alone.
   void share() {
-    // Where results must not depend on other sequences, neither may the cuts.
     const int64_t length = plan_.is_deterministic ? kPartTokens : kSharedTokens;
     std::vector<Context*> open, here;
     for (Context& context : contexts_)
@@ -130,7 +143,7 @@ class Planner {
   // Has contexts share [begin, end): as more of what they have shared together so far, or as a group of their own.
   void add_to_group(Context** contexts, size_t count, int64_t begin, int64_t end) {
     const int64_t before = contexts[0]->group;
-    bool goes_on = before >= 0 && begin % kPartTokens != 0 && groups_[before].pieces.size() == count;
+    bool goes_on = before >= 0 && begin % part_tokens_ != 0 && groups_[before].pieces.size() == count;
     for (size_t idx = 0; idx < count; ++idx) goes_on = goes_on && contexts[idx]->group == before;
     if (goes_on) {
       groups_[before].end = end;
@@ -169,14 +182,14 @@ class Planner {
   void cut(const Context& context) {
     Strip& strip = plan_.strips[context.strip];
     const bool is_shared = context.num_shared > 0;
-    if (!is_shared && context.begin / kPartTokens == (context.end - 1) / kPartTokens)
+    if (!is_shared && context.begin / part_tokens_ == (context.end - 1) / part_tokens_)
       return add_job(context.begin, context.end, context.strip, 0);
     if (is_shared && context.begin < context.shared_begin) {
       add_job(context.begin, context.shared_begin, context.strip, strip.num_pieces++);
     }
     strip.num_pieces += context.num_shared;
     for (int64_t begin = is_shared ? context.shared_end : context.begin, end; begin < context.end; begin = end) {
-      end = std::min(context.end, (begin / kPartTokens + 1) * kPartTokens);
+      end = std::min(context.end, (begin / part_tokens_ + 1) * part_tokens_);
       add_job(begin, end, context.strip, strip.num_pieces++);
     }
     strip.first_slot = plan_.num_slots;
@@ -186,6 +199,7 @@ class Planner {
   const StepRows& rows_;
   const int64_t block_size_;
   AttentionPlan& plan_;
+  const int64_t part_tokens_;
   std::vector<Context> contexts_;
   std::vector<Group> groups_;
 };
@@ -198,7 +212,7 @@ QUIRE_EXPORT void quire_replan_attention(AttentionPlan* plan, const StepRows* ro
   plan->pieces.clear();
   plan->jobs.clear();
   plan->num_slots = 0;
-  Planner(*rows, cache->block_size, *plan).make();
+  Planner(*rows, *cache, *plan).make();
   const int64_t num_kept = cache->num_kv_heads * plan->num_slots;
   if (num_kept <= plan->num_kept) return;
   plan->sums.reset(new float[num_kept * cache->head_dim]);

@@ -18,7 +18,7 @@
 namespace quire {
 
 constexpr int kRows = 128;         // query rows of a job, at most
-constexpr int kPartTokens = 512;   // contexts are cut at its multiples
+constexpr int64_t kPartTokens = 512;  // contexts are cut at multiples of it
 
 // How far back rows see.
 struct Sight {

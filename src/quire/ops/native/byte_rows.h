@@ -14,6 +14,9 @@
 namespace {
 
 constexpr int kByteDims = 64;  // of a vector; heads are whole vectors
+// Keys are asked for once more so many tokens before they are read: of requests that come faster than memory answers some
+// seem to be lost (Zen 4).
+constexpr int kAgain = 32;
 // Added to each int8, for the instruction takes one factor without a sign.
 constexpr int kByteOffset = 128;
 
@@ -54,10 +57,11 @@ struct ByteRow {
   QUIRE_INLINE Floats value(Ints sums) const { return __builtin_convertvector(sums - excess, Floats) * scale; }
 };
 
-// As `score`, for one row or two: more sums than theirs do not fit in registers.
+// As `score`, for one row or two: more sums than theirs do not fit in registers. The scales behind the keys are read on the
+// way: to read them by themselves would wait for lines that come with the keys.
 template <int kRows>
 void score_rows(const ByteRow* rows, const int8_t* const* keys, int64_t ahead, int num_tokens, int head_dim,
-                float* scores, int stride) {
+                float* scores, int stride, float* scales) {
   constexpr int side = 4;
   for (int column = 0; column < num_tokens; column += kLanes) {
     Ints sums[kRows][kLanes / side];
@@ -67,6 +71,9 @@ void score_rows(const ByteRow* rows, const int8_t* const* keys, int64_t ahead, i
         const int idx = column + part * side + token;
         beside[token] = keys[idx < num_tokens ? idx : num_tokens - 1];
         fetch(beside[token] + head_dim + ahead);  // the scale
+        scales[idx] = load_bits<float>(beside[token] + head_dim);
+        const int8_t* const again = keys[idx + kAgain < num_tokens ? idx + kAgain : num_tokens - 1];
+        for (int dim = 0; dim < head_dim; dim += kByteDims) fetch(again + dim);
       }
       Ints high[kRows][side]{}, low[kRows][side]{};
       for (int dim = 0; dim < head_dim; dim += kByteDims) {
@@ -171,22 +178,19 @@ QUIRE_INLINE void in_pairs(Body body) {
   if constexpr (kRows % 2) body(kRows - 1, std::integral_constant<int, 1>());
 }
 
+// scales: of the keys, in whole vectors; filled in.
 template <int kRows>
-void score_bytes(const BFloat16* queries, const int8_t* const* keys, int64_t ahead, int num_tokens, int head_dim,
-                 float* scores, int stride) {
-  ByteRow rows[kRows];
-  for (int row = 0; row < kRows; ++row) rows[row].read(queries + row * head_dim, head_dim);
+void score_bytes(const ByteRow* rows, const int8_t* const* keys, int64_t ahead, int num_tokens, int head_dim,
+                 float* scores, int stride, float* scales) {
   in_pairs<kRows>([&](int row, auto count) {
-    score_rows<count.value>(rows + row, keys, ahead, num_tokens, head_dim, scores + row * stride, stride);
+    score_rows<count.value>(rows + row, keys, ahead, num_tokens, head_dim, scores + row * stride, stride, scales);
   });
 }
 
-// weights: of no more tokens than a head may have dimensions; 0 past the tokens, up to a whole vector.
+// rows: of weights; 0 past the tokens, up to a whole vector.
 template <int kRows>
-void add_bytes(const BFloat16* weights, int stride, const int8_t* const* values, const int8_t* const* next,
-               int num_tokens, int num_next, int head_dim, float* sums, int sums_stride, const float* rescale) {
-  ByteRow rows[kRows];
-  for (int row = 0; row < kRows; ++row) rows[row].read(weights + row * stride, round_up(num_tokens, kLanes));
+void add_bytes(const ByteRow* rows, const int8_t* const* values, const int8_t* const* next, int num_tokens, int num_next,
+               int head_dim, float* sums, int sums_stride, const float* rescale) {
   in_pairs<kRows>([&](int row, auto count) {
     add_rows<count.value>(rows + row, values, next, num_tokens, num_next, head_dim, sums + row * sums_stride,
                           sums_stride, rescale + row);

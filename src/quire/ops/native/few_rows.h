@@ -14,12 +14,6 @@ constexpr int kFewRows = 4;
 template <typename Steps, int kRows, typename T>
 void score(const typename Steps::Value* queries, const T* const* keys, int64_t ahead, int num_tokens, int head_dim,
            float* scores, int stride) {
-#if defined(QUIRE_HAS_BYTE_ROWS)
-  if constexpr (Steps::kValues == 2 && std::is_same_v<T, int8_t>) {
-    if (head_dim % kByteDims == 0)
-      return score_bytes<kRows>(queries, keys, ahead, num_tokens, head_dim, scores, stride);
-  }
-#endif
   constexpr int width = kLanes * Steps::kValues;
   constexpr int side = kRows * 8 <= kRegisters ? 4 : 2;  // tokens side by side: a query is loaded once for them
   for (int column = 0; column < num_tokens; column += kLanes) {
@@ -111,12 +105,6 @@ template <typename Steps, int kRows, typename T, int kVectors = kRegisters / (kR
 void add_values(const typename Steps::Value* weights, int stride, const T* const* values, const T* const* next,
                 int num_tokens, int num_next, int head_dim, float* sums, int sums_stride, const float* rescale,
                 int first_dim = 0) {
-#if defined(QUIRE_HAS_BYTE_ROWS)
-  if constexpr (Steps::kValues == 2 && std::is_same_v<T, int8_t>) {
-    if (head_dim % kByteDims == 0)
-      return add_bytes<kRows>(weights, stride, values, next, num_tokens, num_next, head_dim, sums, sums_stride, rescale);
-  }
-#endif
   int dim = first_dim;
   for (; dim + kVectors * kLanes <= head_dim; dim += kVectors * kLanes)
     add_columns<Steps, kRows, kVectors>(weights, stride, values, next, num_tokens, num_next, head_dim, dim, sums,

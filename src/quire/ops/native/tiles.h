@@ -14,13 +14,10 @@ struct Scales {
   alignas(64) float keys[kTileTokens];
   alignas(64) float values[kTileTokens];
 
-  // slots: where each token's key lies, and `to_values` behind it its value. Past the tokens, scales are 0.
-  void read(const int8_t* const* slots, int64_t to_values, int num_tokens, int head_dim) {
-    for (int token = 0; token < num_tokens; ++token) {
-      keys[token] = load_bits<float>(slots[token] + head_dim);
-      values[token] = load_bits<float>(slots[token] + to_values + head_dim);
-    }
-    for (int token = num_tokens; token < round_up(num_tokens, kLanes); ++token) keys[token] = values[token] = 0.0f;
+  // Reads what lies behind vectors, `ahead` values behind each given one. Past the tokens, scales are 0.
+  static void read(const int8_t* const* vectors, int64_t ahead, int num_tokens, int head_dim, float* scales) {
+    for (int token = 0; token < num_tokens; ++token) scales[token] = load_bits<float>(vectors[token] + ahead + head_dim);
+    for (int token = num_tokens; token < round_up(num_tokens, kLanes); ++token) scales[token] = 0.0f;
   }
 };
 
