@@ -14,9 +14,6 @@
 namespace {
 
 constexpr int kByteDims = 64;  // of a vector; heads are whole vectors
-// Keys are asked for once more so many tokens before they are read: of requests that come faster than memory answers some
-// seem to be lost (Zen 4).
-constexpr int kAgain = 32;
 // Added to each int8, for the instruction takes one factor without a sign.
 constexpr int kByteOffset = 128;
 
@@ -72,8 +69,7 @@ void score_rows(const ByteRow* rows, const int8_t* const* keys, int64_t ahead, i
         beside[token] = keys[idx < num_tokens ? idx : num_tokens - 1];
         fetch(beside[token] + head_dim + ahead);  // the scale
         scales[idx] = load_bits<float>(beside[token] + head_dim);
-        const int8_t* const again = keys[idx + kAgain < num_tokens ? idx + kAgain : num_tokens - 1];
-        for (int dim = 0; dim < head_dim; dim += kByteDims) fetch(again + dim);
+        fetch_again(keys, idx, num_tokens, head_dim);
       }
       Ints high[kRows][side]{}, low[kRows][side]{};
       for (int dim = 0; dim < head_dim; dim += kByteDims) {

@@ -23,6 +23,7 @@ void score(const typename Steps::Value* queries, const T* const* keys, int64_t a
       for (int token = 0; token < side; ++token) {  // past the end the last key is repeated: nobody looks at its score
         const int idx = column + part * side + token;
         beside[token] = keys[idx < num_tokens ? idx : num_tokens - 1];
+        fetch_again(keys, idx, num_tokens, head_dim);
         if constexpr (std::is_same_v<T, int8_t>) fetch(beside[token] + head_dim + ahead);  // the scale
       }
       Floats products[kRows][side]{};

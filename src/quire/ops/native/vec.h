@@ -198,6 +198,15 @@ QUIRE_INLINE void fetch(const T* from) {
   __builtin_prefetch(from, 0, 2);
 }
 
+// Asks a second time for the vector that is read 4 KiB behind that of a token: of requests that come faster than memory
+// answers some seem to be lost (Zen 4).
+template <typename T>
+QUIRE_INLINE void fetch_again(const T* const* vectors, int token, int num_tokens, int width) {
+  const int behind = token + 4096 / int(sizeof(T)) / width;
+  const T* const vector = vectors[behind < num_tokens ? behind : num_tokens - 1];
+  for (int value = 0; value < width; value += int(64 / sizeof(T))) fetch(vector + value);
+}
+
 // True where a line of the cache begins, counted from a vector's first value: one request for each line is enough.
 template <typename T>
 QUIRE_INLINE bool starts_line(int dim) {
