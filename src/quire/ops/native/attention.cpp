@@ -7,8 +7,8 @@
 //
 // Under a deterministic plan a row gets the same bits whatever rows are beside it, in its sequence or in others: tiles
 // and parts begin at multiples of their lengths, parts are joined from front to back, whoever computed them, and all
-// jobs take paths that give the same bits. Under others a row's bits depend on how many rows its job has, and on what
-// its sequence shares.
+// jobs take paths that give the same bits. Under others a row's bits depend on how many rows its job has, on what its
+// sequence shares, and on how many tokens and threads there are, by which parts are cut.
 #include "attending.h"
 
 #include <memory>
