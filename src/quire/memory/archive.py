@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from quire.errors import InvariantViolation
 from quire.memory.arena import Arena
 from quire.memory.chain import TokenChain
 from quire.memory.groups import longest_agreed
@@ -294,5 +295,6 @@ def describe(group_idx: int, place: Place | None) -> StoredBlock:
 def _published(pool: BlockPool, chain: TokenChain, block_idx: int) -> list[int]:
     """Return the block of a chain that is published."""
     found = pool.index.published(chain, block_idx, block_idx + 1)
-    assert found != [NULL_BLOCK], "what has a holder is not evicted"
+    if found == [NULL_BLOCK]:
+        raise InvariantViolation("M4", f"block {block_idx} of a chain has a holder, and is published no more")
     return found

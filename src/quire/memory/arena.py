@@ -13,6 +13,7 @@ from functools import partial
 from itertools import zip_longest
 from operator import itemgetter
 
+from quire.errors import InvariantViolation
 from quire.memory.eviction import PolicyMaker
 from quire.memory.loan import NEVER, Loan
 from quire.memory.ops import BlockCopy, Tier
@@ -115,14 +116,13 @@ class Arena:
             wanted_by.evict_oldest(num_blocks, rests[0])
         else:
             self._scattered(wanted_by).vacate_a_slab()
-            assert self.free_slabs, "a slab that is vacated is returned"
 
     def _scattered(self, wanted_by: Loan) -> Loan:
         """Return another group whose used blocks would fill fewer slabs than it has."""
         for loan in self.loans:
             if loan is not wanted_by and loan.is_scattered():
                 return loan
-        raise AssertionError("more blocks are taken than can_hold allows")
+        raise InvariantViolation("M1", "more blocks are taken than can_hold allows")
 
     def evict_last(self, tables: Sequence[Sequence[int]]) -> None:
         """Give the hint to the published blocks of a sequence.

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from operator import add
 
+from quire.errors import InvariantViolation
 from quire.memory.sequence_memory import SequenceMemory
 from quire.memory.tables import BlockTables
 
@@ -61,6 +62,6 @@ def grow_together(tables: BlockTables, states: Sequence[SequenceMemory]) -> bool
     # What is published may be copied instead of written in place only where nobody lacks the room for it.
     has_plenty = tables.arena.can_hold(list(map(add, needs, [len(states)] * len(needs))))
     for state in states:
-        is_granted = tables.grow(state, state.num_slots + 1, may_spare=has_plenty)
-        assert is_granted, f"a gang that needs {needs} blocks was refused one of them"
+        if not tables.grow(state, state.num_slots + 1, may_spare=has_plenty):
+            raise InvariantViolation("M7", f"sequences that need {needs} blocks together were refused one of them")
     return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
+from quire.errors import InvariantViolation
 from quire.memory.eviction import EvictionPolicy, PolicyMaker
 from quire.memory.prefix_index import NULL_BLOCK, PrefixIndex
 from quire.memory.prefix_tree import PrefixTree
@@ -123,7 +124,10 @@ class BlockPool:
         """Hand out blocks with one holder each: free ones first, then evicted ones.
 
         Args:
-            count: at most what there is.
+            count: at most the free and idle blocks.
+
+        Raises:
+            InvariantViolation: M1, there are fewer.
         """
         if self.lender is not None and count > len(self.free):
             self.lender.lend(count)
@@ -139,7 +143,8 @@ class BlockPool:
                 self.lender.took(taken)
         while len(taken) < count:
             victims = self.next_victims(count - len(taken))
-            assert victims, "more blocks are taken than there are"
+            if not victims:
+                raise InvariantViolation("M1", f"{count} blocks are taken, and there are only {len(taken)}")
             self.evict(victims)
             taken += victims
         for block_id in taken:
@@ -171,11 +176,19 @@ class BlockPool:
                 self.watcher.woke(woken)
 
     def release(self, block_ids: Iterable[int]) -> None:
-        """Remove one holder from each block, all different; without one it becomes idle if published, else free."""
+        """Remove one holder from each block, all different; without one it becomes idle if published, else free.
+
+        Raises:
+            InvariantViolation: M2, a block has no holder, or is named twice; nothing has changed then.
+        """
         ref_counts = self.ref_counts
         released = list(block_ids)
         is_all_published = len(self.index) == self.num_used + len(self.idle)
-        if [ref_counts[block_id] for block_id in released].count(1) == len(released):
+        counts = [ref_counts[block_id] for block_id in released]
+        if 0 in counts or len({*released}) < len(released):
+            wrong = sorted({idx for idx in released if not ref_counts[idx] or released.count(idx) > 1})
+            raise InvariantViolation("M2", f"blocks {wrong} are released, but have no holder or are named twice")
+        if counts.count(1) == len(counts):
             for block_id in released:
                 ref_counts[block_id] = 0
         else:
