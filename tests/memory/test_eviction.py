@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 
 import pytest
 
@@ -87,6 +88,25 @@ def test_protection_is_for_a_share_of_the_idle_blocks() -> None:
     assert list(policy) == [0, 1, 2, 3, 4]
     policy.add([5])
     assert policy.victims(1) == [0], "0 is protected no more, and older than 5"
+
+
+@pytest.mark.parametrize("eviction", EVICTION_POLICIES)
+def test_a_policy_keeps_no_more_of_a_block_that_is_hit_more_often(eviction: str) -> None:
+    def traced_bytes(num_hits: int) -> int:
+        policy = EVICTION_POLICIES[eviction]()
+        blocks = range(1, 65)
+        tracemalloc.start()
+        policy.add(blocks)
+        for _ in range(num_hits):
+            policy.discard(blocks)
+            policy.add(blocks)
+        traced, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert len(policy) == 64
+        return traced
+
+    few, many = traced_bytes(100), traced_bytes(3000)
+    assert many <= few + 100_000, f"{few} bytes after 100 hits of each block, {many} after 3,000"
 
 
 # ---- reset ----

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import islice
 from typing import Protocol
 
@@ -113,6 +113,9 @@ class LowestRank:
 
     keeps_rest = False
 
+    # Entries of the heap, besides four for each idle block, before those of blocks that left are dropped.
+    MOST_STALE = 4096
+
     def __init__(self, rank: Callable[[int, int, int], Rank]) -> None:
         self._rank = rank
         self._clock = 0
@@ -129,6 +132,10 @@ class LowestRank:
             first = self._first.setdefault(block_id, self._clock)
             rank = self._idle[block_id] = self._rank(first, self._hits.get(block_id, 0), self._clock)
             heappush(self._heap, (rank, block_id))
+        # A block that is hit leaves its entry behind, which may never come to the top of the heap.
+        if len(self._heap) > 4 * len(self._idle) + self.MOST_STALE:
+            self._heap = [(rank, block_id) for block_id, rank in self._idle.items()]
+            heapify(self._heap)
 
     def discard(self, block_ids: Sequence[int]) -> None:
         """Let go of blocks that were hit."""
