@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,31 @@ def test_the_engine_of_a_server_closes_its_log(tmp_path: Path) -> None:
 
     asyncio.run(serve())
     assert replayed(path).usage.num_sequences == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a device without room")
+def test_a_log_that_cannot_be_written_ends_with_a_warning_and_the_engine_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "memory.log"
+    llm, unrecorded = load(record_memory=str(path)), load()
+    params = SamplingParams(max_tokens=20, seed=3)
+    memory = llm.engine.scheduler.memory
+    assert isinstance(memory, RecordedMemory)
+    assert memory._log is not None
+    # From here on the log's disk has no room.
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, memory._log.fileno())
+    os.close(full)
+    outputs, expected = (each.generate(PROMPTS, params, use_tqdm=False) for each in (llm, unrecorded))
+    assert [output.outputs[0].token_ids for output in outputs] == [output.outputs[0].token_ids for output in expected]
+    warnings = [record.message for record in caplog.records if "recording" in record.message]
+    assert len(warnings) == 1, "one warning is enough"
+    assert "No space left on device" in warnings[0]
+    check(memory.manager)
+    for each in (llm, unrecorded):
+        each.close()
+    assert replayed(path).num_commands == {}, "what was written before can be replayed"
 
 
 def test_without_the_option_the_scheduler_has_the_bare_manager() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from typing import TextIO
 
 from quire.config import ResolvedConfig
 from quire.distributed.executor import Executor
@@ -25,6 +24,7 @@ from quire.engine.step_times import StepTimes
 from quire.engine.transcript import RequestTranscript
 from quire.errors import InvalidParameter, RequestFailed, WorkerError
 from quire.execution.sampler import NO_TOKEN
+from quire.memory.recorder import RecordedMemory
 from quire.memory.usage import Usage
 from quire.scheduling.plan import ItemResult, PlanItem, StepPlan, TokenLogprobs
 from quire.scheduling.scheduler import Scheduler
@@ -47,7 +47,7 @@ class Engine:
         end_token_ids: the model's own end-of-sequence tokens.
         cache_name: what, of the model, the prefix cache depends on.
         clock: seconds, monotonic.
-        memory_log: what memory commands are recorded in; closed with the engine.
+        recording: the recorder of memory commands; None where they are not recorded. Closed with the engine.
         staging: brings up what is on disk; None without a prefix cache there. Closed with the engine.
         media_reader: reads what comes with prompts; None where the data plane computes no embeddings.
         draft_pacer: is told of each step; None where nobody guesses tokens.
@@ -70,7 +70,7 @@ class Engine:
         end_token_ids: frozenset[int],
         cache_name: str,
         clock: Callable[[], float] = time.monotonic,
-        memory_log: TextIO | None = None,
+        recording: RecordedMemory | None = None,
         staging: Staging | None = None,
         media_reader: MediaReader | None = None,
         draft_pacer: DraftPacer | None = None,
@@ -89,7 +89,7 @@ class Engine:
         self.residency = Residency(pools, share, clock) if share else None
         self._requests = RequestReader(config, self._prompts, grammars, end_token_ids, cache_name)
         self._clock = clock
-        self._memory_log = memory_log
+        self._recording = recording
         self._staging = staging
         self.grammars = grammars
         self._transcripts: dict[str, RequestTranscript] = {}
@@ -248,8 +248,8 @@ class Engine:
                 self.grammars.close()
             if self._staging is not None:
                 self._staging.close()
-            if self._memory_log is not None:
-                self._memory_log.close()
+            if self._recording is not None:
+                self._recording.close()
 
     # ---- parts of a step ----
 

@@ -145,7 +145,7 @@ def load(config: EngineConfig, instruments: Instruments | None = None) -> Loaded
             tokenizer,
             end_token_ids=ends,
             cache_name=":".join((name, str(dtype), stored, *filter(None, [options.quantization]))),
-            memory_log=memory_log,
+            recording=memory if isinstance(memory, RecordedMemory) else None,
             staging=staging,
             # The memory's secret, which outlives a restart where what it names does.
             media_reader=MediaReader(decoder.spec.width, dtype, memory.chain([], Namespace("media")).root[0]),

@@ -37,7 +37,9 @@ that raised changed nothing (M7), and are left out.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import TextIO
 
 from quire.memory.archive import Archive, FetchedBlock
@@ -48,6 +50,8 @@ from quire.memory.ops import BlockCopy, MemoryOps, TableDelta, Tier
 from quire.memory.sequence_memory import SequenceMemory
 from quire.memory.settings import MemorySettings
 from quire.memory.status import PrefixHit
+
+logger = logging.getLogger(__name__)
 
 TITLE = "quire memory log"
 VERSION = 3
@@ -98,7 +102,8 @@ class RecordedMemory:
     Args:
         manager: new, made of the settings, and commanded by nobody else.
         settings: go to the first line.
-        log: written to, and flushed once for each `take_ops`: with each step.
+        log: written to, and flushed once for each `take_ops`: with each step. Where that fails (a full disk, say), the
+            recording stops with a warning, and memory goes on: the command had its effect already.
         name: what stands for a published block, of its digest and its content; equal for equal blocks only.
     """
 
@@ -129,15 +134,15 @@ class RecordedMemory:
         self.can_swap_in = manager.can_swap_in
         self.swap_size = manager.swap_size
         self.usage = manager.usage
-        self._log = log
+        self._log: TextIO | None = log
         self._name = name
         self._num_commands = 0
         self._pins: dict[str, int] = {}
         self._num_pins = 0
         archive = manager.archive
         self.archive = None if archive is None else RecordedArchive(archive, self._write, name, self.block_size)
-        log.write(f"{TITLE} {VERSION} {settings.to_json()}\n")
-        log.flush()
+        self._put(f"{TITLE} {VERSION} {settings.to_json()}")
+        self._flush()
 
     def allocate(self, seq_id: int, chain: TokenChain, hit: PrefixHit) -> None:
         """See `KVCacheManager.allocate`."""
@@ -229,7 +234,7 @@ class RecordedMemory:
         """See `KVCacheManager.take_ops`."""
         ops = self.manager.take_ops()
         self._write(" ".join(["o", *map(_movement, ops.copies)]))
-        self._log.flush()
+        self._flush()
         return ops
 
     def take_table_deltas(self, seq_id: int) -> tuple[TableDelta, ...]:
@@ -266,7 +271,7 @@ class RecordedMemory:
         return f" {self._name(block_digest(parent, tail.content), tail.content)}"
 
     def _write(self, line: str) -> None:
-        self._log.write(line + "\n")
+        self._put(line)
         self._num_commands += 1
         if self._num_commands % COUNT_EVERY == 0:
             self._write_counts()
@@ -274,7 +279,43 @@ class RecordedMemory:
     def _write_counts(self) -> None:
         usage = self.manager.usage()
         counts = (self._num_commands, *usage[:NUM_COUNTS], *(usage.host or ())[:NUM_HOST_COUNTS])
-        self._log.write(" ".join(["=", *map(str, counts)]) + "\n")
+        self._put(" ".join(["=", *map(str, counts)]))
+
+    def close(self) -> None:
+        """Write out what is left of the log, and close it; memory may go on, unrecorded."""
+        log, self._log = self._log, None
+        if log is not None:
+            try:
+                log.close()
+            except OSError as error:
+                _warn(error)
+
+    def _put(self, line: str) -> None:
+        if self._log is not None:
+            try:
+                self._log.write(line + "\n")
+            except OSError as error:
+                self._stop(error)
+
+    def _flush(self) -> None:
+        if self._log is not None:
+            try:
+                self._log.flush()
+            except OSError as error:
+                self._stop(error)
+
+    def _stop(self, error: OSError) -> None:
+        """Record no more: a log with a command missing could not be replayed past it."""
+        log, self._log = self._log, None
+        _warn(error)
+        # What the log's buffer still holds cannot be written either; its file is let go of all the same.
+        if log is not None:
+            with suppress(OSError):
+                log.close()
+
+
+def _warn(error: OSError) -> None:
+    logger.warning("the recording of memory commands ends here, since it cannot be written: %s", error)
 
 
 def _names(name: Callable[[bytes, bytes], str], chain: TokenChain, start: int, end: int) -> list[str]:
