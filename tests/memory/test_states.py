@@ -36,6 +36,25 @@ def published(world: World, group_idx: int) -> int:
     return len(world.manager.groups[group_idx].pool.index)
 
 
+def test_prompts_that_take_no_snapshot_leave_nothing_in_the_prefix_tree() -> None:
+    """In a model of states alone a place without a snapshot would never be trimmed: no block of it can be evicted."""
+    manager = KVCacheManager([RecurrentState(block_size=2)], 4)
+    for seq_id in range(300):
+        chain = manager.chain([seq_id, 0, 0, 0, 0], NAMESPACES[0])
+        manager.allocate(seq_id, chain, manager.match_prefix(chain))
+        assert manager.append_slots(seq_id, 5), "one step, which passes the place of the snapshot"
+        manager.publish(seq_id, 5)
+        manager.free(seq_id)
+        manager.take_ops()
+    assert len(manager.tree.stems()) == 0
+    world = alone()
+    for seq_id in range(300):
+        world.enter(seq_id, [seq_id, 0, 0, 0, 0])
+        world.free(seq_id)
+    stems = world.manager.tree.stems()
+    assert len(stems) <= 2 * 4 + 1, "no more than the snapshots that are there, those gone last, and the root"
+
+
 # ---- growth ----
 
 

@@ -29,13 +29,17 @@ def next_event(groups: Sequence[CacheGroup], mortal: Sequence[int], state: Seque
 def publish_blocks(groups: Sequence[CacheGroup], state: SequenceMemory, num_full: int) -> int:
     """Publish the blocks `[num_published, num_full)` of a sequence, or merge them with their equals.
 
-    It is so in every group but those of states, which have nothing to show for most blocks. After a collision nothing
-    is published any more: what comes behind it would have no place.
+    It is so in every group but those of states, which publish snapshots only. Where all groups are states, the tree
+    gets no place here: a place at which no block is ever published is never trimmed. After a collision nothing is
+    published any more: what comes behind it would have no place.
 
     Returns:
         The duplicates that were given back.
     """
     start, chain, tree = state.num_published, state.chain, groups[0].pool.index.tree
+    if all(group.carries for group in groups):
+        state.num_published = num_full
+        return 0
     known = tree.walk(chain, num_full).num_known
     state.num_published = end = tree.grow(chain, num_full, start)
     state.is_publishing = end == num_full
