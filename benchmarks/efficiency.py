@@ -85,7 +85,7 @@ def simulated(**options: int) -> Engine:
     memory = KVCacheManager(
         [FullAttention(block_size=config.block_size)],
         config.num_blocks,
-        watermark=config.watermark_blocks,
+        watermark=int(config.num_blocks * config.watermark),
         key=b"benchmark",
     )
     scheduler = Scheduler(

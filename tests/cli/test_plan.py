@@ -62,7 +62,7 @@ def test_the_engine_allocates_what_was_planned(options: dict[str, Any], capsys: 
         assert plan["kv_cache_dtype"] == engine.config.kv_cache_dtype
         assert plan["max_model_len"] == engine.config.max_model_len
         at_once = {each["num_tokens"]: each["concurrency"] for each in plan["lengths"]}
-        assert at_once[engine.config.max_model_len] == int(engine.config.max_concurrency)
+        assert at_once[engine.config.max_model_len] == engine.config.max_concurrency
 
 
 DRAFTED = [

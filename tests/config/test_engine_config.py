@@ -191,7 +191,7 @@ def test_resolve_takes_what_was_found() -> None:
         num_blocks=(1 << 28) // (16 * 1024) - 1,
         bytes_per_block=16 * 1024,
         enable_prefix_caching=True,
-        watermark_blocks=163,
+        watermark=0.01,
         swap_space=0,
         max_num_seqs=256,
         max_num_batched_tokens=512,
@@ -204,12 +204,13 @@ def test_resolve_takes_what_was_found() -> None:
         preemption_mode="auto",
         kernels="torch",
         longest_blocks=128,
+        max_concurrency=127,
         pin_limit=0.0,
         retention_limit=0.25,
         kv_cache_metrics_sample=0.01,
         kv_cache_dtype="bfloat16",
     )
-    assert (config.kv_tokens, config.max_concurrency) == (16383 * 16, 16383 / 128)
+    assert (config.kv_tokens, config.max_concurrency) == (16383 * 16, 16383 // 128)
 
 
 def test_resolve_keeps_what_was_asked_for() -> None:
@@ -240,11 +241,11 @@ def test_resolve_keeps_what_was_asked_for() -> None:
         num_speculative_tokens=5,
     )
     assert dataclasses.astuple(config) == (
-        *("cpu", 2, 100, 32, 40, 32768, 4, False, "slru", 4, 1 << 20, 6, 7),
+        *("cpu", 2, 100, 32, 40, 32768, 4, 6, False, "slru", 0.1, 1 << 20, 6, 7),
         *("priority", "least_waste", "swap", 9, 500, 11, "torch", 0.2, 0.3, 0.4, 64, 1 << 20, 30.5, "int8", "int8"),
         *("suffix", 5),
     )
-    assert config.max_concurrency == 10.0
+    assert config.max_concurrency == 6, "no more than max_num_seqs"
 
 
 @pytest.mark.parametrize(
@@ -354,7 +355,7 @@ def test_a_pool_that_is_too_small_says_what_would_do(
 def test_the_lines_at_start_show_the_numbers() -> None:
     first, second, third = resolved(num_kv_blocks=2000, max_model_len=1000).lines()
     assert first == "Available KV cache memory: 0.03 GiB (2,000 blocks of 16 tokens in bfloat16, 16,384 bytes each)"
-    assert second == "KV cache size: 32,000 tokens, maximum concurrency for 1,000 tokens per request: 31.75x"
+    assert second == "KV cache size: 32,000 tokens, maximum concurrency for 1,000 tokens per request: 31x"
     assert third.startswith("Scheduler: fcfs, at most 256 sequences and 512 tokens a step; prefix caching on;")
     *_, fourth = resolved(swap_space=1 << 29, preemption_mode="swap").lines()
     assert fourth == "Swap space: 0.50 GiB of host memory (32,768 blocks); preemption mode swap"

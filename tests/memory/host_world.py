@@ -47,7 +47,7 @@ def swap_in(world: World, seq_ids: list[int], goals: list[int], reserved: int = 
     assert status.verdict is not Verdict.OK or plain.verdict is Verdict.OK
     is_alone = all(state.is_swapped for state in manager.sequences.values())
     if world.has_twin and world.twin.host is not None:
-        watermark = 0 if is_alone else world.size.watermark * len(spare)
+        watermark = 0 if is_alone else world.size.watermark
         num_pages, margin = world.twin.host.in_margin(seq_ids)
         assert is_never == (num_pages > world.twin.num_pages - world.size.pins)
         if not is_never:

@@ -168,7 +168,7 @@ def test_swap_in_keeps_the_watermark_for_others_and_nothing_when_alone() -> None
     enter(memory, 1, list(range(8)))
     memory.swap_out([1])
     enter(memory, 2, [90])
-    assert memory.can_swap_in([1], [9]) == (Verdict.LATER, 0, 2, 1)
+    assert memory.can_swap_in([1], [9]) == (Verdict.LATER, 0, 1, 0)
     assert memory.can_swap_in([1], [8], reserved=(1,)).verdict is Verdict.LATER
     assert memory.can_swap_in([1], [8]).verdict is Verdict.OK
     memory.free(2)

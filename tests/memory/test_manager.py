@@ -85,8 +85,8 @@ def test_the_watermark_and_reserved_blocks_stay_free_only_while_others_live() ->
     world = World(WorldSize(6, 4, watermark=1))
     assert world.enter(1, [1] * 8)
     hit = ask(world.manager, [2] * 12)
-    assert world.manager.can_allocate(12, hit) == (Verdict.OK, 0, 4, 4)
-    assert world.manager.can_allocate(12, hit, reserved=(1,)) == (Verdict.LATER, 0, 5, 4)
+    assert world.manager.can_allocate(12, hit) == (Verdict.OK, 0, 3, 3)
+    assert world.manager.can_allocate(12, hit, reserved=(1,)) == (Verdict.LATER, 0, 4, 3)
     world.free(1)
     assert world.manager.can_allocate(24, hit, reserved=(1,)) == (Verdict.OK, 0, 6, 6)
 

@@ -303,7 +303,7 @@ def half_refuse(patch: Patch) -> None:
 def promise_too_much(patch: Patch) -> None:
     can_hold, rooms = Arena.can_hold, Arena.rooms
     patch.setattr(Arena, "can_hold", lambda arena, needs: can_hold(arena, [max(0, need - 1) for need in needs]))
-    patch.setattr(Arena, "rooms", lambda arena, needs: [room + 1 for room in rooms(arena, needs)])
+    patch.setattr(Arena, "rooms", lambda arena, *args: [room + 1 for room in rooms(arena, *args)])
 
 
 def shrink_digests(patch: Patch) -> None:

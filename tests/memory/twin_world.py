@@ -21,8 +21,9 @@ def compare_verdict(world: World, status: AllocStatus, num_tokens: int, hit: Mat
         return
     assert status.verdict is not Verdict.NEVER, "NEVER was said though it fits"
     num_swapped = 0 if twin.host is None else len(twin.host.tables)
-    spare = world.size.watermark + reserved if len(twin.sequences) > num_swapped else 0
-    margin, is_exact = twin.num_available(), True
+    has_others = len(twin.sequences) > num_swapped
+    spare = reserved if has_others else 0
+    margin, is_exact = twin.num_available() - (world.size.watermark if has_others else 0), True
     for idx in groups:
         margin -= twin.least_needed(idx, num_tokens, hit.pages[idx], hit.num_tokens, step) + spare
         margin -= sum(page in twin.groups[idx].idle for page in hit.pages[idx])

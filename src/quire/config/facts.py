@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from quire.errors import ConfigError
@@ -76,6 +77,8 @@ class ModelFacts:
         kernels: what computes it, in words.
         longest_bytes: KV bytes of the smallest pool that holds a sequence of the context asked for, null blocks
             included; None where every layer keeps every token.
+        concurrency: maps the blocks of a pool to the sequences of the context asked for that its memory lets run at
+            once; None divides them by the blocks of one sequence.
         step: what a step takes; measured on a GPU.
     """
 
@@ -87,4 +90,5 @@ class ModelFacts:
     kernels: str = "torch"
     most_bytes: int | None = None
     longest_bytes: int | None = None
+    concurrency: Callable[[int], int] | None = None
     step: StepCost = StepCost()

@@ -106,7 +106,7 @@ class CacheConfig:
             (used least often) or "slru" (first those that were never used again).
         state_snapshot_interval: tokens, a multiple of the block size, between two states of recurrent layers that are
             kept for later prompts; None takes 512. Prompts are computed in steps that end there.
-        watermark: share of the blocks kept free for growth when a sequence is admitted.
+        watermark: share of the KV memory kept free for growth when a sequence is admitted beside others.
         pin_limit: share of the KV memory that pinned prefixes may fill, and that no sequence may count on.
         retention_limit: share of the KV memory that the blocks of requests with `retain_cache` may fill and be evicted
             after all others; 0 ignores `retain_cache`.

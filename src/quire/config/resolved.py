@@ -25,6 +25,8 @@ class ResolvedConfig:
         num_blocks: blocks of the pool, without the null block.
         bytes_per_block: KV bytes of one block of every cache group.
         longest_blocks: blocks that hold a sequence of `max_model_len` tokens.
+        max_concurrency: sequences of `max_model_len` tokens that run at once.
+        watermark: share of the KV memory that an admission leaves free while other sequences live.
         pin_limit, retention_limit: shares of the KV memory.
         kv_cache_metrics_sample: share of the blocks.
         state_snapshot_interval: tokens; None for the manager's own.
@@ -42,9 +44,10 @@ class ResolvedConfig:
     num_blocks: int
     bytes_per_block: int
     longest_blocks: int
+    max_concurrency: int
     enable_prefix_caching: bool
     eviction_policy: str
-    watermark_blocks: int
+    watermark: float
     swap_space: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -71,11 +74,6 @@ class ResolvedConfig:
         """Tokens that the whole pool holds."""
         return self.num_blocks * self.block_size
 
-    @property
-    def max_concurrency(self) -> float:
-        """Sequences of `max_model_len` tokens that fit at once."""
-        return self.num_blocks / self.longest_blocks
-
     def lines(self) -> tuple[str, ...]:
         """Return the lines that people look for at start."""
         kv_bytes = self.num_blocks * self.bytes_per_block
@@ -92,7 +90,7 @@ class ResolvedConfig:
             f"({self.num_blocks:,} blocks of {self.block_size} tokens in {self.kv_cache_dtype}, "
             f"{self.bytes_per_block:,} bytes each)",
             f"KV cache size: {self.kv_tokens:,} tokens, maximum concurrency for {self.max_model_len:,} tokens "
-            f"per request: {self.max_concurrency:.2f}x",
+            f"per request: {self.max_concurrency:,}x",
             f"Scheduler: {self.scheduling_policy}, at most {self.max_num_seqs} sequences and "
             f"{self.max_num_batched_tokens} tokens a step; prefix caching "
             f"{'on' if self.enable_prefix_caching else 'off'}; device {self.device}, {self.num_threads} threads, "
@@ -124,6 +122,7 @@ def resolve(config: EngineConfig, machine: Machine, facts: ModelFacts) -> Resolv
         raise _too_few_blocks(
             cache, max_model_len, num_blocks, needed, bytes_per_block, origin, facts.most_bytes is not None
         )
+    concurrency = num_blocks // needed if facts.concurrency is None else facts.concurrency(num_blocks)
     default_threads = 1 if facts.num_parameters < SMALL_MODEL_PARAMETERS else machine.num_threads
     return ResolvedConfig(
         device=machine.device,
@@ -134,9 +133,10 @@ def resolve(config: EngineConfig, machine: Machine, facts: ModelFacts) -> Resolv
         bytes_per_block=bytes_per_block,
         kv_cache_dtype=facts.dtype if cache.kv_cache_dtype == "auto" else cache.kv_cache_dtype,
         longest_blocks=needed,
+        max_concurrency=min(concurrency, scheduler.max_num_seqs),
         enable_prefix_caching=cache.enable_prefix_caching,
         eviction_policy=cache.eviction_policy,
-        watermark_blocks=int(num_blocks * cache.watermark),
+        watermark=cache.watermark,
         swap_space=cache.swap_space,
         host_bytes=cache.host_bytes,
         max_num_seqs=scheduler.max_num_seqs,

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 import torch
@@ -29,6 +29,7 @@ from quire.engine.drafting import DraftPacer, make_speculation, open_draft
 from quire.engine.engine import Engine
 from quire.engine.grammars import Grammars
 from quire.engine.media import MediaReader
+from quire.engine.pool_sizing import check_pin_limit, memory_concurrency, num_slabs, size_pool
 from quire.engine.staging import Staging
 from quire.errors import ConfigError, InvalidParameter
 from quire.execution.disk_blocks import DiskBlocks
@@ -108,11 +109,12 @@ def load(config: EngineConfig, instruments: Instruments | None = None) -> Loaded
     stored = _stored(config, dtype)
     groups = [spec for each in (decoder, draft) if each for spec in _groups(config, each, stored)]
     step = _step_cost(config, [each for each in (decoder, draft) if each], device, stored)
-    resolved = resolve(config, probe(device), _facts(config, decoder, groups, step))
+    resolved = resolve(config, probe(device), _facts(config, decoder, groups, step, device))
     torch.set_num_threads(resolved.num_threads)
     for line in resolved.lines():
         logger.info(line)
-    _check_pin_limit(resolved, groups)
+    sizing = size_pool(groups, resolved.num_blocks)
+    check_pin_limit(resolved, sizing)
     name = options.served_model_name or options.model
     memory_log = _open_log(config.cache.record_memory)
     ends = _end_token_ids(checkpoint, tokenizer)
@@ -123,7 +125,7 @@ def load(config: EngineConfig, instruments: Instruments | None = None) -> Loaded
     with ExitStack() as stack:
         if disk is not None:
             stack.callback(disk.close)
-        memory = _memory(resolved, groups, memory_log, disk)
+        memory = _memory(resolved, sizing, memory_log, disk)
         runner = ModelRunner.build(
             decoder,
             num_blocks=[len(group.pool.ref_counts) for group in memory.groups],
@@ -182,13 +184,19 @@ def _groups(config: EngineConfig, decoder: Decoder, stored: str) -> tuple[KVCach
     return layout_of(decoder.spec).specs(*sizes)
 
 
-def _facts(config: EngineConfig, decoder: Decoder, groups: Sequence[KVCacheSpec], step: StepCost) -> ModelFacts:
+def _facts(
+    config: EngineConfig, decoder: Decoder, groups: Sequence[KVCacheSpec], step: StepCost, device: str
+) -> ModelFacts:
     """Return what the configuration is resolved by.
 
     Args:
         groups: the cache groups.
         step: what the worst step takes.
     """
+
+    def concurrency(num_blocks: int) -> int:
+        return memory_concurrency(config, size_pool(groups, num_blocks), max_model_len, device)
+
     max_model_len = context_length(config.model.max_model_len, decoder.spec.max_position)
     interval = config.cache.state_snapshot_interval
     return ModelFacts(
@@ -200,6 +208,7 @@ def _facts(config: EngineConfig, decoder: Decoder, groups: Sequence[KVCacheSpec]
         kernels=decoder.kernels,
         most_bytes=most_bytes(groups, max_model_len, config.scheduler.max_num_seqs, interval),
         longest_bytes=_longest_bytes(groups, max_model_len),
+        concurrency=concurrency,
         step=step,
     )
 
@@ -250,25 +259,6 @@ def _longest_bytes(groups: Sequence[KVCacheSpec], max_model_len: int) -> int:
     return ArenaSizing.of(groups, 0).bytes_for(max_model_len)
 
 
-def _check_pin_limit(resolved: ResolvedConfig, groups: Sequence[KVCacheSpec]) -> None:
-    """Refuse a limit beside which no sequence of `max_model_len` tokens would fit.
-
-    Raises:
-        ConfigError: with the numbers.
-    """
-    sizing = ArenaSizing.of(groups, (resolved.num_blocks + 1) * resolved.bytes_per_block)
-    num_slabs = sizing.layout.num_slabs
-    num_left = num_slabs - int(num_slabs * resolved.pin_limit)
-    shortage = replace(sizing, layout=sizing.layout._replace(num_slabs=num_left)).shortage(resolved.max_model_len)
-    if resolved.pin_limit and shortage is not None:
-        raise ConfigError(
-            f"pin_limit={resolved.pin_limit:g} leaves {num_left} of {num_slabs} blocks or slabs, but one sequence of "
-            f"max_model_len={resolved.max_model_len} tokens needs {shortage.needed}: lower pin_limit or max_model_len, "
-            "or give the KV cache more memory",
-            field="pin_limit",
-        )
-
-
 def _open_log(path: str | None) -> TextIO | None:
     """Open the file that memory commands are to be recorded in, if they are.
 
@@ -288,29 +278,27 @@ def _open_log(path: str | None) -> TextIO | None:
 
 
 def _memory(
-    resolved: ResolvedConfig, groups: Sequence[KVCacheSpec], log: TextIO | None, disk: DiskBlocks | None
+    resolved: ResolvedConfig, sizing: ArenaSizing, log: TextIO | None, disk: DiskBlocks | None
 ) -> KVCacheManager | RecordedMemory:
     """Return the manager of as many bytes as `num_blocks` blocks of every group of tokens have, and the null blocks.
 
     Raises:
         ConfigError: the swap space holds no block.
     """
-    least = 2 * sum(group.bytes_per_block for group in groups)
+    least = 2 * sum(spec.bytes_per_block for spec in sizing.specs)
     if 0 < resolved.swap_space < least:
         raise ConfigError(
             f"swap_space ({resolved.swap_space:,}) must be 0, or at least {least:,}: a block of every cache group",
             field="swap_space",
         )
-    num_bytes = arena_bytes(groups, resolved.num_blocks)
-    num_slabs = ArenaSizing.of(groups, num_bytes).layout.num_slabs
     settings = MemorySettings(
-        specs=tuple(groups),
-        num_bytes=num_bytes,
-        watermark=resolved.watermark_blocks,
+        specs=sizing.specs,
+        num_bytes=arena_bytes(sizing.specs, resolved.num_blocks),
+        watermark=num_slabs(sizing, resolved.watermark),
         enable_prefix_caching=resolved.enable_prefix_caching,
         eviction=resolved.eviction_policy,
-        pin_limit=int(num_slabs * resolved.pin_limit),
-        retention_limit=int(num_slabs * resolved.retention_limit),
+        pin_limit=num_slabs(sizing, resolved.pin_limit),
+        retention_limit=num_slabs(sizing, resolved.retention_limit),
         host_bytes=resolved.host_bytes,
         has_disk=disk is not None,
         snapshot_interval=resolved.state_snapshot_interval,

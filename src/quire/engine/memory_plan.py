@@ -68,7 +68,7 @@ class LengthPlan:
 
     Args:
         sequence_bytes: the most that one holds on its way there.
-        concurrency: how many fit at once; None without a budget.
+        concurrency: how many run at once, `max_num_seqs` at most; None without a budget.
     """
 
     num_tokens: int

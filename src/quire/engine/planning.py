@@ -12,11 +12,11 @@ from typing import Any
 from quire.config import DTYPES, EngineConfig, Machine, context_length, pool_blocks
 from quire.engine.draft_fit import ModelLimits, check_draft
 from quire.engine.memory_plan import Alternative, GroupPlan, LengthPlan, MemoryPlan, PlanRequest
+from quire.engine.pool_sizing import memory_concurrency, size_pool
 from quire.errors import CheckpointError, ConfigError, UnsupportedModel
 from quire.memory.sizing import (
     CACHE_DTYPES,
     ArenaSizing,
-    arena_bytes,
     most_bytes,
     paged_bytes,
     sequence_bytes,
@@ -90,6 +90,12 @@ def plan_memory(request: PlanRequest) -> MemoryPlan:
     sizing = _size(request, model)
     specs = sizing.specs
     longest = sizing.longest(max_model_len) if request.has_budget else None
+    lengths = tuple(_length_plan(request, sizing, length) for length in _lengths(request.lengths, max_model_len))
+    max_num_seqs = request.config.scheduler.max_num_seqs
+    if any(each.concurrency == max_num_seqs for each in lengths):
+        notes.append(
+            f"No more than max_num_seqs={max_num_seqs} sequences run at once, whatever the memory has room for."
+        )
     return MemoryPlan(
         model=options.model,
         architecture=_architecture(target.raw),
@@ -108,7 +114,7 @@ def plan_memory(request: PlanRequest) -> MemoryPlan:
         arena_bytes=sizing.num_bytes if request.has_budget else None,
         longest=longest,
         never=None if longest is None else _never(sizing, model, longest, max_model_len),
-        lengths=tuple(_length_plan(request, sizing, length) for length in _lengths(request.lengths, max_model_len)),
+        lengths=lengths,
         sequence_bytes=sequence_bytes(specs, max_model_len),
         full_bytes=sequence_bytes(_all_full(request, model), max_model_len),
         paged_bytes=paged_bytes(specs, max_model_len),
@@ -218,7 +224,7 @@ def _size(request: PlanRequest, model: _Model) -> ArenaSizing:
         config.scheduler.max_num_seqs,
         most_bytes(specs, max_model_len, config.scheduler.max_num_seqs, cache.state_snapshot_interval),
     )
-    return ArenaSizing.of(specs, arena_bytes(specs, num_blocks))
+    return size_pool(specs, num_blocks)
 
 
 def _specs(request: PlanRequest, model: _Model) -> tuple[KVCacheSpec, ...]:
@@ -282,11 +288,20 @@ def _lengths(asked: tuple[int, ...], max_model_len: int) -> Iterator[int]:
 
 
 def _length_plan(request: PlanRequest, sizing: ArenaSizing, num_tokens: int) -> LengthPlan:
+    concurrency = None
+    if request.has_budget:
+        fit = memory_concurrency(request.config, sizing, num_tokens, _device(request))
+        concurrency = min(fit, request.config.scheduler.max_num_seqs)
     return LengthPlan(
         num_tokens=num_tokens,
         sequence_bytes=sequence_bytes(sizing.specs, num_tokens),
-        concurrency=sizing.concurrency(num_tokens) if request.has_budget else None,
+        concurrency=concurrency,
     )
+
+
+def _device(request: PlanRequest) -> str:
+    """Return the device whose default tokens of a step count: the CPU unless a GPU is asked for."""
+    return "cuda" if request.config.model.device == "cuda" else "cpu"
 
 
 def _never(sizing: ArenaSizing, model: _Model, longest: int, max_model_len: int) -> str:

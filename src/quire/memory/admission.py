@@ -17,7 +17,8 @@ def judge(
     num_tokens: int,
     hit: PrefixHit,
     step_tokens: int,
-    spare: Sequence[int],
+    reserved: Sequence[int],
+    num_kept_free: int,
 ) -> AllocStatus:
     """Say whether a new sequence, for which memory is not too small, can be opened on a hit and grow to a length.
 
@@ -27,19 +28,20 @@ def judge(
         num_tokens: tokens to hold, those of the hit included.
         hit: the prefix to open on.
         step_tokens: the most tokens that will be appended at once.
-        spare: blocks of each group that must stay free.
+        reserved: blocks of each group that others will ask for.
+        num_kept_free: slabs that must stay free.
     """
     # Idle blocks of the hit count twice: they are not available any more, and nothing new is needed for them.
     woken, loads = count_woken(groups, hit), count_loads(groups, hit)
     needs = []
-    for group, shared, num_woken, num_loads, num_spare in zip(groups, hit.block_ids, woken, loads, spare, strict=True):
+    for group, shared, num_woken, num_loads, count in zip(groups, hit.block_ids, woken, loads, reserved, strict=True):
         peak = group.spec.peak_blocks(num_tokens, step_tokens)
         # Of a block that is used in part, who writes behind that part needs a copy, unless it is woken: then it can be
         # written in place.
         is_copied = hit.num_copied > 0 and group.pool.ref_counts[shared[-1]] > 0
         missing = group.spec.num_blocks(num_tokens) - len(shared) + num_loads + is_copied
-        needs.append(num_woken + min(peak - num_woken, missing) + num_spare)
-    return weigh(arena, needs, woken)
+        needs.append(num_woken + min(peak - num_woken, missing) + count)
+    return weigh(arena, needs, woken, num_kept_free)
 
 
 def count_woken(groups: Sequence[CacheGroup], hit: PrefixHit) -> list[int]:
@@ -60,15 +62,16 @@ def count_loads(groups: Sequence[CacheGroup], hit: PrefixHit) -> list[int]:
     return counts
 
 
-def weigh(arena: Arena, needs: Sequence[int], woken: Sequence[int]) -> AllocStatus:
+def weigh(arena: Arena, needs: Sequence[int], woken: Sequence[int], num_kept_free: int = 0) -> AllocStatus:
     """Say OK or LATER, with the numbers of the group that has least to spare.
 
     Args:
         arena: with what is held now.
         needs: blocks of each group that are to have holders beyond those that have some now.
         woken: those of them that are idle now, which neither number counts.
+        num_kept_free: slabs that must stay free, which no number counts.
     """
-    rooms = arena.rooms(needs)
+    rooms = arena.rooms(needs, num_kept_free)
     left = [room - need for room, need in zip(rooms, needs, strict=True)]
     idx = left.index(min(left))
     verdict = Verdict.OK if needs[idx] <= rooms[idx] else Verdict.LATER

@@ -80,16 +80,21 @@ class Arena:
             return sum(needs) + sum([pool.num_used for pool in self.pools]) <= self.layout.num_slabs
         return sum(self._filled(needs)) <= self.layout.num_slabs
 
-    def rooms(self, needs: Sequence[int]) -> list[int]:
+    def rooms(self, needs: Sequence[int], num_kept_free: int = 0) -> list[int]:
         """Return for each group the blocks that it could have beyond its used ones if all others got what they need.
 
         `can_hold(needs)` exactly when no group needs more than that; negative when even nothing is too much.
+
+        Args:
+            needs: blocks of each group.
+            num_kept_free: slabs that nobody may count on.
         """
+        num_slabs = self.layout.num_slabs - num_kept_free
         if self._is_uniform:
-            left = self.layout.num_slabs - sum(needs) - sum([pool.num_used for pool in self.pools])
+            left = num_slabs - sum(needs) - sum([pool.num_used for pool in self.pools])
             return [left + need for need in needs]
         filled = self._filled(needs)
-        left = self.layout.num_slabs - sum(filled)
+        left = num_slabs - sum(filled)
         return [
             (left + count) * per_slab - pool.num_used
             for count, per_slab, pool in zip(filled, self.layout.blocks_per_slab, self.pools, strict=True)

@@ -18,7 +18,7 @@ class Forecast:
 
     Args:
         tables: of all sequences.
-        watermark: blocks of each group that an admission leaves free while other sequences live.
+        watermark: slabs (with one group: blocks) that an admission leaves free while other sequences live.
         num_slabs: slabs that a sequence alone can count on.
     """
 
@@ -36,7 +36,7 @@ class Forecast:
     ) -> AllocStatus:
         """Say whether a new sequence of `num_tokens` tokens can be opened on a hit and grow to that length.
 
-        While other sequences live, `watermark` blocks and the `reserved` ones must stay free for their growth;
+        While other sequences live, `watermark` slabs and the `reserved` blocks must stay free for their growth;
         alone, a sequence may take everything, so that nothing that fits waits for ever.
 
         Args:
@@ -50,7 +50,7 @@ class Forecast:
         if refusal is not None:
             return refusal
         arena, groups = self._tables.arena, self._tables.groups
-        return judge(arena, groups, num_tokens, hit, step_tokens or num_tokens, self._spare(reserved))
+        return judge(arena, groups, num_tokens, hit, step_tokens or num_tokens, *self._kept_for_others(reserved))
 
     def can_ever_hold(self, num_tokens: int, *, width: int = 1, num_shared: int = 0) -> bool:
         """Say whether sequences of `num_tokens` tokens could be held at all, by themselves and in the shortest steps.
@@ -113,7 +113,8 @@ class Forecast:
             ValueError: see `swap_in`.
         """
         states = self._tables.family(seq_ids, Tier.HOST)
-        return swap.judge_swap_in(self._tables, states, num_tokens, step_tokens, self._spare(reserved), self._num_slabs)
+        kept = self._kept_for_others(reserved)
+        return swap.judge_swap_in(self._tables, states, num_tokens, step_tokens, *kept, self._num_slabs)
 
     def swap_size(self, seq_ids: Sequence[int]) -> SwapSize:
         """Return what would be copied to swap a family, out or in, as things are now.
@@ -136,8 +137,12 @@ class Forecast:
             self._known_to_fit = num_tokens
         return refusal
 
-    def _spare(self, reserved: Sequence[int]) -> list[int]:
-        """Return the blocks of each group that must stay free for those who hold blocks of the device."""
+    def _kept_for_others(self, reserved: Sequence[int]) -> tuple[Sequence[int], int]:
+        """Return the blocks of each group, and the slabs, that stay free for sequences that hold blocks of the device.
+
+        The watermark is in slabs, so that it is a share of the bytes: a state has the bytes of hundreds of blocks.
+        """
+        none = [0] * len(self._tables.groups)
         if len(self._tables.sequences) == (self._tables.host.num_sequences if self._tables.host else 0):
-            return [0] * len(self._tables.groups)
-        return [self._watermark + count for count in reserved or [0] * len(self._tables.groups)]
+            return none, 0
+        return reserved or none, self._watermark

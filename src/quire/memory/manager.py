@@ -54,7 +54,7 @@ class KVCacheManager:
         num_blocks: usable blocks, for one group; for several with blocks of the same bytes, so many for each of them,
             but shared by all. Or:
         num_bytes: the memory that all groups share, the null block included.
-        watermark: blocks of each group that an admission leaves free while other sequences live.
+        watermark: slabs (with one group: blocks) that an admission leaves free while other sequences live.
         enable_prefix_caching: publish full blocks and find them again.
         eviction: a name in `EVICTION_POLICIES`.
         pin_limit: slabs (with one group: blocks) that pinned prefixes may fill; nothing may count on those.

@@ -54,7 +54,7 @@ from quire.memory.status import PrefixHit
 logger = logging.getLogger(__name__)
 
 TITLE = "quire memory log"
-VERSION = 3
+VERSION = 4
 COUNT_EVERY = 256
 # The first fields of `Usage` count blocks, sequences, tokens and events; the others follow from them.
 NUM_COUNTS = 9

@@ -157,9 +157,6 @@ def paged_bytes(specs: Sequence[KVCacheSpec], num_tokens: int) -> int:
 class ArenaSizing:
     """The cache groups of a model in an arena of a given size.
 
-    Sequences are counted as they decode, one token a step; while a prompt is
-    computed in larger steps, a group of windows holds more for it.
-
     Args:
         specs: of the groups, with one block size.
         layout: of the arena; of no slab where the bytes hold none.
@@ -194,19 +191,35 @@ class ArenaSizing:
         """Share of a slab that the blocks of the group that fits worst leave over."""
         return max(map(self.layout.alignment_loss, range(len(self.layout.block_bytes))))
 
-    def concurrency(self, num_tokens: int) -> int:
-        """Return how many sequences of `num_tokens` tokens fit at once, none of them sharing a block."""
+    def concurrency(self, num_tokens: int, *, step_tokens: int = 1, num_kept_free: int = 0) -> int:
+        """Return how many sequences of `num_tokens` tokens an admission lets run at once, none of them sharing a block.
+
+        The last one's prompt is computed in steps of `step_tokens`, in which a group of windows holds more, beside the
+        others, which decode a token a step. One alone may take everything, in shorter steps. Where a window or chunk
+        begins with a block, sequences hold less, and more of them may run for a while.
+
+        Args:
+            num_tokens: the length that each reaches.
+            step_tokens: the most tokens of a step.
+            num_kept_free: slabs that an admission leaves free while other sequences live.
+        """
         if self.shortage(num_tokens) is not None:
             return 0
-        needs = [spec.peak_blocks(num_tokens, 1) for spec in self.specs]
-        most = min(count // need for count, need in zip(self.num_blocks, needs, strict=True))
-        at_once = bisect_left(
+        held = [spec.peak_blocks(num_tokens, 1) for spec in self.specs]
+        peaks = [spec.peak_blocks(num_tokens, step_tokens) for spec in self.specs]
+        num_slabs = self.layout.num_slabs - num_kept_free
+        most = max(1, *self.num_blocks)
+        # Beside so many others there is no room for one more.
+        num_others = bisect_left(
             range(1, most + 1),
             True,
-            key=lambda count: self.layout.num_filled([count * need for need in needs]) > self.layout.num_slabs,
+            key=lambda count: self._num_filled_beside(count, held, peaks) > num_slabs,
         )
-        # One alone fits even where its groups' peaks, which come at different moments, do not fit together.
-        return max(1, at_once)
+        return 1 + num_others
+
+    def _num_filled_beside(self, num_others: int, held: Sequence[int], peaks: Sequence[int]) -> int:
+        """Return the slabs that a sequence at its peak fills together with others that hold what they hold."""
+        return self.layout.num_filled([num_others * each + peak for each, peak in zip(held, peaks, strict=True)])
 
     def shortage(self, num_tokens: int) -> Shortage | None:
         """Say why a sequence alone, in steps of one token, could not reach a length; None where it can."""

@@ -20,8 +20,8 @@ class AllocStatus(NamedTuple):
     Args:
         verdict: OK, LATER or NEVER.
         group_idx: the cache group that limits.
-        needed: blocks that the request needs of it; for LATER beyond its hit and with what must stay free.
-        available: blocks that it could have: now (OK, LATER), or ever (NEVER).
+        needed: blocks of that group that the request needs; for LATER beyond its hit, with those reserved for others.
+        available: blocks that it could have: now, with the watermark left free (OK, LATER), or ever (NEVER).
     """
 
     verdict: Verdict

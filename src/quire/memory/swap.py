@@ -93,7 +93,8 @@ def judge_swap_in(
     states: Sequence[SequenceMemory],
     num_tokens: Sequence[int],
     step_tokens: int | None,
-    spare: Sequence[int],
+    reserved: Sequence[int],
+    num_kept_free: int,
     num_slabs: int,
 ) -> AllocStatus:
     """Say whether the device has room for sequences that come back, and then grow.
@@ -103,7 +104,8 @@ def judge_swap_in(
         states: those that would come back.
         num_tokens: the length that each would reach.
         step_tokens: the most tokens that will be appended to one at once, None for all.
-        spare: blocks of each group that must stay free.
+        reserved: blocks of each group that others will ask for.
+        num_kept_free: slabs that must stay free.
         num_slabs: slabs that a family alone can count on.
     """
     routes = find_routes(tables, states, Tier.HOST)
@@ -112,8 +114,8 @@ def judge_swap_in(
     refusal = refuse_blocks(tables.arena, totals, num_slabs)
     if refusal is not None:
         return refusal
-    needs = [route.num_needed + more + spared for route, more, spared in zip(routes, growth, spare, strict=True)]
-    return weigh(tables.arena, needs, [route.num_woken for route in routes])
+    needs = [route.num_needed + more + count for route, more, count in zip(routes, growth, reserved, strict=True)]
+    return weigh(tables.arena, needs, [route.num_woken for route in routes], num_kept_free)
 
 
 def _growth(
