@@ -51,9 +51,11 @@ class Setting:
 
     Args:
         drafts: who makes them: "" nobody, "guesser" the control plane, "model" the data plane.
+        num_bytes: of the arena, in place of `num_blocks`, for groups whose blocks differ.
     """
 
     num_blocks: int = 2000
+    num_bytes: int | None = None
     block_size: int = 4
     budget: int = 4096
     max_num_seqs: int = 512
@@ -148,7 +150,8 @@ class Rig:
         specs = setting.specs or (FullAttention(block_size=setting.block_size),)
         self.memory = KVCacheManager(
             specs,
-            setting.num_blocks,
+            None if setting.num_bytes else setting.num_blocks,
+            num_bytes=setting.num_bytes,
             watermark=setting.watermark,
             enable_prefix_caching=setting.caching,
             # The null blocks take one block of each group.

@@ -8,7 +8,7 @@ import pytest
 
 from quire.decoding import Append, Finish
 from quire.errors import InvalidParameter, InvariantViolation, PromptTooLong
-from quire.memory import FullAttention, KVCacheManager, TokenAccount, TokenSources
+from quire.memory import FullAttention, KVCacheManager, RecurrentState, TokenAccount, TokenSources
 from quire.scheduling import Scheduler
 from quire.scheduling.plan import ItemResult
 from quire.sequences import FinishReason, SequenceStatus
@@ -22,6 +22,25 @@ def prompt(length: int, token_id: int = 1) -> tuple[int, ...]:
 def finish_all(rig: Rig) -> None:
     while rig.scheduler.has_unfinished:
         rig.step()
+
+
+def test_drafts_leave_room_in_states_only_to_who_copies_one() -> None:
+    """A state has the bytes of a hundred blocks: to leave as many states as blocks free would end all drafts."""
+    full = FullAttention(block_size=4)
+    state = RecurrentState(block_size=4, layer_bytes=100 * full.bytes_per_block)
+
+    def accepted(num_states: int, n: int = 1) -> int:
+        num_bytes = num_states * state.bytes_per_block
+        rig = Rig(Setting(num_bytes=num_bytes, specs=(full, state), drafts="guesser", snapshot_interval=1 << 20))
+        for seed in range(4):
+            rig.add(Job(prompt=prompt(6, seed), max_tokens=40, n=n, ignore_eos=True), seed=seed)
+        finish_all(rig)
+        assert rig.scheduler.stats.num_preemptions == 0 or n > 1
+        return rig.scheduler.stats.num_accepted_tokens
+
+    assert accepted(12) == accepted(200) > 40, "drafts stop while memory is far from short"
+    # Four pairs of samples share a state each until they write: that room is left to them.
+    assert accepted(200, n=2) > 80
 
 
 # ---- budgets and chunks (S2) ----

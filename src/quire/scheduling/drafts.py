@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from quire.decoding.drafting import Drafter
 from quire.memory.manager import KVCacheManager
 from quire.memory.recorder import RecordedMemory
 from quire.scheduling.stats import SchedulerStats
 from quire.sequences.sequence import Sequence
+
+
+class Reserved(NamedTuple):
+    """Memory that sequences which are not served yet may ask for in the step.
+
+    Args:
+        num_blocks: blocks of each group of tokens.
+        num_states: blocks of each group of states: a forked sequence copies the state that it shares.
+    """
+
+    num_blocks: int
+    num_states: int
 
 
 class Drafts:
@@ -28,7 +42,7 @@ class Drafts:
         self.drafter = drafter
         self._stats = stats
 
-    def look_ahead(self, sequence: Sequence, spare: int, reserved: int) -> bool:
+    def look_ahead(self, sequence: Sequence, spare: int, reserved: Reserved) -> bool:
         """Get slots for a sequence's next token and for drafts behind it; False, and no slots, where there are none.
 
         Nobody loses memory for the sake of drafts, and none are verified that the sequence could not use.
@@ -36,7 +50,7 @@ class Drafts:
         Args:
             sequence: with one token to compute.
             spare: tokens of the budget that are left.
-            reserved: blocks of each group that are left to others.
+            reserved: what is left to others.
         """
         drafter, memory = self.drafter, self._memory
         if drafter is None or sequence.request.params.strategy is not None or sequence.request.search is not None:
@@ -47,14 +61,19 @@ class Drafts:
             return False
         limit = memory.step_limit(sequence.seq_id, 1 + limit) - 1
         draft = tuple(drafter.propose(sequence, limit)) if limit > 0 else ()
-        # A copy of the last block, and those that the drafts fill.
-        room = reserved + 2 + len(draft) // memory.block_size
-        if not draft or not memory.arena.can_hold([room] * len(memory.groups)):
+        if not draft or not memory.arena.can_hold(self._room(len(draft), reserved)):
             return False
         if not memory.append_slots(sequence.seq_id, 1, lookahead=len(draft)):
             return False
         sequence.draft = draft
         return True
+
+    def _room(self, num_drafted: int, reserved: Reserved) -> list[int]:
+        """Return the blocks of each group that must be there for drafts to take theirs."""
+        # A copy of the last block, and the blocks that the drafts fill; of a state a copy.
+        num_blocks = reserved.num_blocks + 2 + num_drafted // self._memory.block_size
+        num_states = reserved.num_states + 1
+        return [num_states if group.carries else num_blocks for group in self._memory.groups]
 
     def keep(self, sequence: Sequence, num_tokens: int) -> None:
         """Keep of what was computed for drafts what turned out right; states that went further begin again.

@@ -21,7 +21,7 @@ from quire.memory.manager import KVCacheManager
 from quire.memory.ops import NO_OPS
 from quire.memory.recorder import RecordedMemory
 from quire.scheduling.admission import Admission
-from quire.scheduling.drafts import Drafts
+from quire.scheduling.drafts import Drafts, Reserved
 from quire.scheduling.gangs import advance_gang, gang_at, groups_of, refuse_what_never_fits
 from quire.scheduling.plan import BeamGroup, Candidate, ItemResult, Opening, PlanItem, StepPlan
 from quire.scheduling.policies import ORDER_POLICIES
@@ -277,11 +277,12 @@ class Scheduler:
         num_leading = num_decoding
         if num_decoding < len(running):
             num_leading = next(idx for idx, count in enumerate(pending_counts) if count != 1)
-        reserved = 0
+        num_blocks = num_states = 0
         if drafter is not None:
             num_leading = 0
-            # Blocks, of each group, that those who are not served yet may ask for.
-            reserved = sum(1 + min(count, max(spare, 1)) // memory.block_size for count in pending_counts)
+            # What sequences that are not served yet may ask for.
+            num_blocks = sum(1 + min(count, max(spare, 1)) // memory.block_size for count in pending_counts)
+            num_states = sum(len(sequence.request.sequences) > 1 for sequence in running)
         elif self._roster.num_searches:
             num_leading = next((idx for idx in range(num_leading) if running[idx].is_beam), num_leading)
         num_served = memory.append_slot_to_each([sequence.seq_id for sequence in running[:num_leading]])
@@ -291,7 +292,8 @@ class Scheduler:
         for position, sequence in islice(enumerate(running), num_served, None):
             pending = len(sequence.tokens) - sequence.num_computed
             if drafter is not None:
-                reserved -= 1 + min(pending, max(spare, 1)) // memory.block_size
+                num_blocks -= 1 + min(pending, max(spare, 1)) // memory.block_size
+                num_states -= len(sequence.request.sequences) > 1
             if self._roster.num_searches and sequence.is_beam:
                 if sequence not in gang:
                     gang = gang_at(running, position)
@@ -300,7 +302,7 @@ class Scheduler:
             count = pending if pending == 1 else min(pending, spare)
             if count > 1:
                 count = memory.step_limit(sequence.seq_id, count)
-            if pending == 1 and self.drafts.look_ahead(sequence, spare, max(reserved, 0)):
+            if pending == 1 and self.drafts.look_ahead(sequence, spare, Reserved(max(num_blocks, 0), num_states)):
                 spare -= len(sequence.draft)
             elif count > 0 and not memory.append_slots(sequence.seq_id, count):
                 count = self._grow(sequence, count, position)
