@@ -120,7 +120,7 @@ class HostTwin:
                             self._publish(idx, found[page], page.prefix)
                     table[idx][i] = found[page]
         for sequence in sequences:
-            device._give_back(sequence, range(len(device.groups)), 0)
+            device.release(sequence)
             device._drop_checkpoint(sequence)
 
     def swap_in(self, seq_ids: list[int]) -> None:
@@ -143,7 +143,7 @@ class HostTwin:
                             device.groups[idx].published[page.prefix] = found[page]
                     sequence.pages[idx][i] = found[page]
         for seq_id in seq_ids:
-            self.leave(seq_id)
+            self.leave(seq_id, goes_first=True)
 
     def promote(self, seq_id: int, hit: list[Pages]) -> None:
         """Copy the pages of a hit that are here to the device."""
@@ -160,7 +160,7 @@ class HostTwin:
                     new.prefix = page.prefix
                     device.groups[idx].published[page.prefix] = new
                     self.num_promotions += 1
-        self.leave(seq_id)
+        self.leave(seq_id, goes_first=True)
 
     def find_loads(
         self,
@@ -222,13 +222,14 @@ class HostTwin:
             self._rest(idx, page)
         del self.tables[0]
 
-    def leave(self, seq_id: int) -> None:
-        """Release what a sequence has here, its tail first."""
-        for idx, pages in enumerate(self.tables[seq_id]):
-            while pages:
-                page = pages.pop()
+    def leave(self, seq_id: int, *, goes_first: bool = False) -> None:
+        """Release what a sequence has here, the tail of all groups first; what the device has too is evicted first."""
+        tables = self.tables[seq_id]
+        for i in reversed(range(max(map(len, tables)))):
+            for idx, pages in enumerate(tables):
+                page = pages.pop() if i < len(pages) else None
                 if page is not None:
-                    self._rest(idx, page)
+                    self._rest(idx, page, goes_first=goes_first)
         del self.tables[seq_id]
 
     def reset(self) -> None:
@@ -257,17 +258,19 @@ class HostTwin:
         page.prefix = prefix
         self.groups[idx].published[prefix] = page
 
-    def _rest(self, idx: int, page: Page) -> None:
+    def _rest(self, idx: int, page: Page, *, goes_first: bool = False) -> None:
         if page.prefix is not None and page not in self.held():
             self.groups[idx].idle.append(page)
             self.device.clock += 1
             page.idle_since = self.device.clock
+            page.goes_first = goes_first
 
     def _take(self) -> Page:
         """Return a new page, for which the oldest idle one of all groups may have to go."""
         if self.num_available() == sum(len(group.idle) for group in self.groups):
-            _, idx = min((group.idle[0].idle_since, idx) for idx, group in enumerate(self.groups) if group.idle)
-            victim = self.groups[idx].idle.pop(0)
+            _, idx = min((page.turn, idx) for idx, group in enumerate(self.groups) for page in group.idle)
+            victim = self.groups[idx].by_turn[0]
+            self.groups[idx].idle.remove(victim)
             assert victim.prefix is not None
             del self.groups[idx].published[victim.prefix]
             victim.prefix = None

@@ -144,7 +144,7 @@ def compare_hosts(world: World, theirs: HostTwin, block_of: dict[Page, int]) -> 
                 assert (page is None) == (block_id == 0)
                 assert page is None or block_of.setdefault(page, block_id) == block_id, "M8: shared otherwise"
     for group, twins in zip(mine.groups, theirs.groups, strict=True):
-        for page, block_id in zip(twins.idle, group.pool.idle, strict=True):
+        for page, block_id in zip(twins.by_turn, group.pool.idle, strict=True):
             assert block_of.setdefault(page, block_id) == block_id, "evicted from the host in another order"
         published = set(group.pool.index.block_ids())
         assert published == {block_of[page] for page in twins.published.values()}

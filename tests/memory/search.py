@@ -197,7 +197,10 @@ def _named(world: World, order: tuple[int, ...], flip: int) -> tuple[object, ...
         held = () if sequence.checkpoint is None else (sequence.checkpoint[0], *sequence.checkpoint[1].values())
         checkpoint = tuple(names.setdefault(page, len(names)) if isinstance(page, Page) else page for page in held)
         counts = sequence.num_slots, sequence.num_computed, sequence.is_publishing
-        sequences.append((tokens, pages, on_host, counts, ahead, checkpoint))
+        # Where all is kept, none of these matters.
+        has_dead = any(kind.name != "full" for kind in world.size.kinds)
+        marks = (*sorted(sequence.kept_places), sequence.opened_on, sequence.regular) if has_dead else ()
+        sequences.append((tokens, pages, on_host, counts, ahead, marks, checkpoint))
     pins = tuple(
         tuple(names.setdefault(page, len(names)) if page else -1 for page in group)
         for pages in world.twin.pins.values()
@@ -206,9 +209,9 @@ def _named(world: World, order: tuple[int, ...], flip: int) -> tuple[object, ...
     # Which of all idle pages goes first matters, whatever group it is in.
     idle = tuple(
         tuple(
-            (idx, names.setdefault(page, len(names)))
+            (idx, names.setdefault(page, len(names)), page.goes_first)
             for _, idx, page in sorted(
-                (page.idle_since, idx, page) for idx, group in enumerate(tier.groups) for page in group.idle
+                (page.turn, idx, page) for idx, group in enumerate(tier.groups) for page in group.idle
             )
         )
         for tier in (world.twin, *([] if host is None else [host]))

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import random
 import tracemalloc
+from collections.abc import Sequence
 
 import pytest
 
-from quire.memory import KVCacheManager
 from quire.memory.eviction import EVICTION_POLICIES, SegmentedLru
+from quire.memory.idle_blocks import IdleBlocks, RetentionPriority
+from quire.memory.rest_queue import Clock
+from quire.memory.retention import Retention
+from quire.memory.slabs import lay_out
 from tests.memory.host_world import path_to
 from tests.memory.twin_pages import Kind
 from tests.memory.walk import random_walk
 from tests.memory.world import NAMESPACES, World
-from tests.memory.world_size import WorldSize, spec_of
+from tests.memory.world_size import WorldSize
+
+CLOCK = Clock()
 
 
 def hit_length(world: World, tokens: list[int]) -> int:
@@ -51,32 +57,62 @@ def test_random_commands_under_every_policy(eviction: str, kinds: tuple[Kind, ..
     random_walk(world, random.Random(seed), 80)
 
 
+def idle_blocks(eviction: str) -> IdleBlocks:
+    return IdleBlocks(EVICTION_POLICIES[eviction], CLOCK, Retention(lay_out([1], num_slabs=1), 0), 0)
+
+
+def rest(idle: IdleBlocks, block_ids: Sequence[int], priority: RetentionPriority = RetentionPriority.DEFAULT) -> None:
+    idle.add(block_ids, priority, CLOCK.ticks(len(block_ids)))
+
+
 @pytest.mark.parametrize("eviction", EVICTION_POLICIES)
 def test_a_policy_forgets_what_is_evicted(eviction: str) -> None:
-    policy = EVICTION_POLICIES[eviction]()
+    idle = idle_blocks(eviction)
     for block_id in (1, 2):
-        policy.add([block_id])
-        policy.discard([block_id])
-        policy.add([block_id])
-    policy.forget([1])
-    assert (len(policy), list(policy), policy.victims(1)) == (1, [2], [2])
-    policy.add([1])
-    assert sorted(policy) == [1, 2]
-    policy.forget([3])
+        rest(idle, [block_id])
+        idle.discard([block_id])
+        rest(idle, [block_id])
+    idle.remove([1])
+    assert (len(idle), list(idle), idle.victims(1)) == (1, [2], [2])
+    rest(idle, [1])
+    assert sorted(idle) == [1, 2]
+    idle.forget([3])
 
 
 @pytest.mark.parametrize("eviction", EVICTION_POLICIES)
 @pytest.mark.parametrize("seed", range(5))
 def test_victims_are_the_next_in_order_and_choosing_them_changes_nothing(eviction: str, seed: int) -> None:
-    policy, rng = EVICTION_POLICIES[eviction](), random.Random(seed)
-    policy.add(range(8))
+    idle, rng = idle_blocks(eviction), random.Random(seed)
+    rest(idle, range(8))
     for _ in range(20):
         hit = rng.sample(range(8), 3)
-        policy.discard(hit)
-        policy.add(hit)
-        order, count = list(policy), rng.randrange(9)
-        assert policy.victims(count) == order[:count]
-        assert list(policy) == order
+        idle.discard(hit)
+        rest(idle, hit, rng.choice(tuple(RetentionPriority)[:2]))
+        order, count = list(idle), rng.randrange(9)
+        assert idle.victims(count) == order[:count]
+        assert list(idle) == order
+        ages = idle.ages_of_victims(8)
+        low = list(idle.queues[RetentionPriority.LOW])
+        assert order[: len(low)] == low, "what has a low priority goes first, whatever the policy"
+        assert max(ages[: len(low)], default=0) < min(ages[len(low) :], default=1 << 63)
+
+
+@pytest.mark.parametrize("eviction", EVICTION_POLICIES)
+def test_a_policy_keeps_no_more_of_a_block_that_is_hit_more_often(eviction: str) -> None:
+    def traced_bytes(num_hits: int) -> int:
+        idle, blocks = idle_blocks(eviction), range(1, 65)
+        tracemalloc.start()
+        rest(idle, blocks)
+        for _ in range(num_hits):
+            idle.discard(blocks)
+            rest(idle, blocks)
+        traced, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert len(idle) == 64
+        return traced
+
+    few, many = traced_bytes(100), traced_bytes(3000)
+    assert many <= few + 100_000, f"{few} bytes after 100 hits of each block, {many} after 3,000"
 
 
 def test_protection_is_for_a_share_of_the_idle_blocks() -> None:
@@ -88,25 +124,6 @@ def test_protection_is_for_a_share_of_the_idle_blocks() -> None:
     assert list(policy) == [0, 1, 2, 3, 4]
     policy.add([5])
     assert policy.victims(1) == [0], "0 is protected no more, and older than 5"
-
-
-@pytest.mark.parametrize("eviction", EVICTION_POLICIES)
-def test_a_policy_keeps_no_more_of_a_block_that_is_hit_more_often(eviction: str) -> None:
-    def traced_bytes(num_hits: int) -> int:
-        policy = EVICTION_POLICIES[eviction]()
-        blocks = range(1, 65)
-        tracemalloc.start()
-        policy.add(blocks)
-        for _ in range(num_hits):
-            policy.discard(blocks)
-            policy.add(blocks)
-        traced, _ = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-        assert len(policy) == 64
-        return traced
-
-    few, many = traced_bytes(100), traced_bytes(3000)
-    assert many <= few + 100_000, f"{few} bytes after 100 hits of each block, {many} after 3,000"
 
 
 # ---- reset ----
@@ -138,30 +155,18 @@ def test_live_sequences_keep_their_blocks_and_publish_no_more() -> None:
     assert hit_length(world, [0] * 5) == 4
 
 
-def test_a_reset_looks_at_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It makes new parts and looks at no block: whatever is there may not even be counted through."""
-    manager = KVCacheManager([spec_of(Kind(), 2)], 4)
-    pool = manager.groups[0].pool
-    pool.idle.add([4])
-
-    def refuse(*_: object) -> None:
-        raise AssertionError("a block was looked at")
-
-    for name in ("discard", "forget", "victims", "__iter__"):
-        monkeypatch.setattr(type(pool.idle), name, refuse)
-    monkeypatch.setattr(type(pool.index), "remove", refuse)
-    monkeypatch.setattr(type(pool.index), "block_ids", refuse)
-    manager.reset_prefix_cache()
-    assert (len(pool.idle), pool.num_retired) == (0, 1)
-
-
-def test_resets_pile_up_and_are_worked_off_oldest_first() -> None:
-    world = World(WorldSize(4, 1))
-    for token in (0, 1):
-        world.enter(token, [token, token])
-        world.free(token)
-        world.reset()
-    pool = world.manager.groups[0].pool
-    assert [len(retired.idle) for retired in pool.retired] == [2, 2]
-    world.enter(2, [2, 2, 2])
-    assert [len(retired.idle) for retired in pool.retired] == [1]
+@pytest.mark.parametrize("layers", [(1, 1), (1, 4)])
+def test_a_reset_gives_every_idle_block_and_slab_back(layers: tuple[int, int]) -> None:
+    kinds = (Kind(), Kind("window", 2))
+    world = World(WorldSize(0, 1, kinds=kinds, layers=layers, num_bytes=120, host_bytes=60), has_twin=False)
+    world.enter(1, [0, 1, 0, 1])
+    for seq_id in (2, 3):
+        world.enter(seq_id, [seq_id, seq_id, seq_id])
+        world.free(seq_id)
+    world.reset()
+    usage = world.manager.usage()
+    assert (usage.idle, usage.host.idle) == (0, 0)  # type: ignore[union-attr]
+    assert usage.num_evictions == 0, "what a reset takes is not evicted"
+    world.free(1)
+    arena = world.manager.arena
+    assert len(arena.free_slabs) == arena.layout.num_slabs, "who lived gives back what nothing can hit"

@@ -8,6 +8,7 @@ import pytest
 
 from quire.errors import InvariantViolation
 from quire.memory import KVCacheManager, check
+from quire.memory.idle_blocks import RetentionPriority
 from quire.memory.pool import BlockPool
 from quire.memory.stem import Place
 from tests.memory.world import World
@@ -54,7 +55,7 @@ def free_a_published_block(manager: KVCacheManager) -> None:
 
 def idle_an_unpublished_block(manager: KVCacheManager) -> None:
     pool = pool_of(manager)
-    pool.idle.add([pool.free.pop()])
+    pool.idle.add([pool.free.pop()], RetentionPriority.DEFAULT, [1 << 30])
 
 
 def miscount_holders(manager: KVCacheManager) -> None:

@@ -287,7 +287,7 @@ def test_a_changed_line_is_named(sound: list[str], letter: str) -> None:
 
 def test_a_changed_name_is_found_where_the_block_is_met_again(sound: list[str]) -> None:
     # A hit on whole blocks, and who published the last of them.
-    met = last_of(sound, "a", r"^a \d+ \d+ 0 (4|8|12) \w+\n")
+    met = last_of(sound, "a", r"^a \d+ \d+ \d+ (4|8|12) \w+\n")
     name = sound[met].split()[5]
     idx = last_of(sound[:met], "p", name)
     fault = play([*sound[:idx], sound[idx].replace(name, spoilt(name)), *sound[idx + 1 :]]).fault

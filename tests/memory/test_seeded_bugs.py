@@ -150,8 +150,8 @@ def keep_contents_when_truncated(patch: Patch) -> None:
 def evict_the_head_first(patch: Patch) -> None:
     honest = BlockPool.release
 
-    def release(pool: BlockPool, block_ids: Any) -> None:
-        honest(pool, sorted(block_ids))
+    def release(pool: BlockPool, block_ids: Any, *args: Any) -> None:
+        honest(pool, sorted(block_ids), *args)
 
     patch.setattr(BlockPool, "release", release)
 
@@ -282,8 +282,9 @@ def find_what_a_reset_forgot(patch: Patch) -> None:
 
 def lose_what_was_idle_at_a_reset(patch: Patch) -> None:
     def reset(pool: BlockPool, tree: PrefixTree) -> None:
-        pool.idle = pool._policy()
-        pool.index.reset(tree)
+        idle = list(pool.idle)
+        pool.idle.remove(idle)
+        pool.index.reset(tree, idle)
 
     patch.setattr(BlockPool, "reset", reset)
 

@@ -9,6 +9,8 @@ import pytest
 
 from quire.memory import BlockCopy, Tier, admission, manager, swap
 from quire.memory.host_tier import Demotion, HostTier
+from quire.memory.idle_blocks import RetentionPriority
+from quire.memory.rest_queue import RestQueue
 from quire.memory.sequence_memory import SequenceMemory
 from quire.memory.tables import BlockTables
 from tests.memory.nets import TEARS, each_net, host_reading_back, host_twin, host_world
@@ -48,9 +50,9 @@ def share_nothing_on_the_way_back(patch: Patch) -> None:
 def free_host_blocks_twice(patch: Patch) -> None:
     honest = swap.leave
 
-    def leave(tables: BlockTables, state: SequenceMemory, src: Tier) -> None:
+    def leave(tables: BlockTables, state: SequenceMemory, src: Tier, *args: Any) -> None:
         last = [table[-1:] for table in state.tables_on(src)]
-        honest(tables, state, src)
+        honest(tables, state, src, *args)
         if src is Tier.HOST:
             tables.groups_on(src)[0].pool.release([block_id for block_id in last[0] if block_id])
 
@@ -58,10 +60,28 @@ def free_host_blocks_twice(patch: Patch) -> None:
 
 
 def keep_host_blocks_of_the_freed(patch: Patch) -> None:
-    def leave(_: BlockTables, state: SequenceMemory, __: Tier) -> None:
+    def leave(_: BlockTables, state: SequenceMemory, *__: Any) -> None:
         state.host_tables = None
 
     patch.setattr(manager.swap, "leave", leave)
+
+
+def demote_what_is_evicted_first(patch: Patch) -> None:
+    """Blocks behind a window are copied to the host."""
+    honest = Demotion.keep
+
+    def keep(demotion: Demotion, block_ids: Any) -> None:
+        queues = demotion._pool.idle.queues
+        demotion._pool.idle.queues = (RestQueue(), *queues[1:])
+        honest(demotion, block_ids)
+        demotion._pool.idle.queues = queues
+
+    patch.setattr(Demotion, "keep", keep)
+
+
+def keep_what_the_device_has_too(patch: Patch) -> None:
+    """Blocks that came back from the host are evicted there like others."""
+    patch.setattr(swap, "_priority_left", lambda _: RetentionPriority.DEFAULT)
 
 
 def demote_without_copying(patch: Patch) -> None:
@@ -127,6 +147,8 @@ CAUGHT: list[tuple[Callable[[Patch], None], tuple[Callable[[], None], ...]]] = [
     (share_nothing_on_the_way_back, HOST_NETS),
     (free_host_blocks_twice, HOST_NETS),
     (keep_host_blocks_of_the_freed, HOST_NETS),
+    (demote_what_is_evicted_first, (host_twin,)),
+    (keep_what_the_device_has_too, (host_twin,)),
     (demote_without_copying, HOST_NETS),
     (demote_after_the_block_is_taken, (host_reading_back,)),
     (promote_without_publishing, (host_reading_back, host_twin)),

@@ -10,6 +10,7 @@ import pytest
 from quire.memory import KVCacheManager, RecurrentState, manager
 from quire.memory.pool import NULL_BLOCK
 from quire.memory.sequence_memory import SequenceMemory
+from quire.memory.states import Snapshots
 from quire.memory.tables import BlockTables
 from tests.memory.nets import (
     TEARS,
@@ -106,6 +107,11 @@ def hit_states_that_are_not_there(patch: Patch) -> None:
     patch.setattr(RecurrentState, "longest_hit", lambda *args: args[-1])
 
 
+def keep_snapshots_before_later_ones(patch: Patch) -> None:
+    """Regular snapshots are evicted like the last one."""
+    patch.setattr(Snapshots, "_supersede", lambda *_: None)
+
+
 CAUGHT: list[tuple[Callable[[Patch], None], tuple[Callable[[], None], ...]]] = [
     (write_a_published_state_in_place, (invariants_and_reading_back, slow_twin, state_world, long_run, audited_run)),
     (write_a_shared_state_in_place, (invariants_and_reading_back, slow_twin, state_world, long_run, audited_run)),
@@ -115,6 +121,7 @@ CAUGHT: list[tuple[Callable[[Patch], None], tuple[Callable[[], None], ...]]] = [
     (lose_the_checkpoint, (invariants_and_reading_back, slow_twin, state_world)),
     (leak_the_checkpoint, (invariants_and_reading_back, slow_twin, state_world)),
     (go_back_to_the_present_state, (invariants_and_reading_back, slow_twin, state_world)),
+    (keep_snapshots_before_later_ones, (slow_twin,)),
     (hit_states_that_are_not_there, (invariants_and_reading_back, slow_twin, long_run, audited_run)),
 ]
 

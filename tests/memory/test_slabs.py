@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 
 from quire.memory import FullAttention, KVCacheManager, SlidingWindow, Usage, Verdict
 from quire.memory.arena import Arena
-from quire.memory.eviction import LeastRecentlyUsed
+from quire.memory.idle_blocks import IdleBlocks
 from quire.memory.pool import BlockPool
 from quire.memory.prefix_index import PrefixIndex
 from quire.memory.prefix_tree import PrefixTree
+from quire.memory.rest_queue import Clock
+from quire.memory.retention import Retention
 from quire.memory.slabs import MOST_ALIGNMENT_LOSS, SlabLayout, lay_out
 from quire.memory.usage import used_fraction
 from tests.memory.twin_pages import Kind
@@ -92,8 +94,11 @@ def test_an_arena_needs_a_size() -> None:
 
 
 def pools_of(layout: SlabLayout) -> list[BlockPool]:
-    tree = PrefixTree(1, 2, None)
-    return [BlockPool(PrefixIndex(tree, idx, layout.num_ids(idx)), LeastRecentlyUsed) for idx in (0, 1)]
+    tree, clock, retention = PrefixTree(1, 2, None), Clock(), Retention(layout, 0)
+    return [
+        BlockPool(PrefixIndex(tree, idx, layout.num_ids(idx)), IdleBlocks(None, clock, retention, idx), (), clock)
+        for idx in (0, 1)
+    ]
 
 
 @given(

@@ -13,8 +13,15 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from quire.memory import Namespace
-from tests.memory.media import Row
-from tests.memory.twin_hits import longest, longest_continuation
+from tests.memory.twin_hits import longest
+from tests.memory.twin_keeping import (
+    GoesFirst,
+    evict_last,
+    is_read_at_a_parting,
+    keep_for_next_turn,
+    publish_tail,
+    supersede,
+)
 from tests.memory.twin_pages import Kind, Match, Page, Pages, Prefix, TwinGroup, TwinSequence
 
 if TYPE_CHECKING:
@@ -152,6 +159,8 @@ class Twin:
         sequence = TwinSequence(namespace, tokens, mine, hit.num_tokens)
         last = (len(tokens) - 1) // self.page_size * self.page_size
         sequence.stops = {stop for stop in (last, parted_at) if stop > hit.num_tokens and self.states}
+        sequence.kept_places = {last // self.page_size, parted_at // self.page_size}
+        sequence.opened_on = hit.num_tokens
         self.sequences[seq_id] = sequence
         if self.host is not None:
             self.host.promote(seq_id, hit.pages)
@@ -208,8 +217,15 @@ class Twin:
             sequence.pages[idx] = [None] * (self.num_pages_of(end) - 1) + sequence.pages[idx][-1:]
         return True
 
-    def store(self, seq_id: int, num_computed: int) -> None:
-        """Note that tokens are stored; full pages are published, or replaced by those that are; dead ones go."""
+    def store(self, seq_id: int, num_computed: int, goes_first: GoesFirst) -> None:
+        """Note that tokens are stored; full pages are published, or replaced by those that are; dead ones go.
+
+        Args:
+            seq_id: the sequence.
+            num_computed: its stored tokens.
+            goes_first: says of a group and a page whether the manager evicts it first, where either may be right: of
+                what is gone the manager remembers some.
+        """
         sequence = self.sequences[seq_id]
         is_new = num_computed > sequence.num_computed
         sequence.num_computed = num_computed
@@ -221,12 +237,16 @@ class Twin:
             if is_new and num_computed == sequence.num_slots and self._is_due(sequence, num_computed):
                 for idx in self.states:
                     self._publish(sequence, idx, num_computed // self.page_size - 1)
+                supersede(self, sequence, goes_first)
         for idx in self.kept:
             pages = sequence.pages[idx]
-            for i, page in enumerate(pages):
-                if page is not None and not self.is_alive(idx, i, num_computed):
-                    pages[i] = None
-                    self._rest(idx, page)
+            dead = [i for i, page in enumerate(pages) if page is not None and not self.is_alive(idx, i, num_computed)]
+            last = num_computed // self.page_size - 1
+            is_kept = {i: is_read_at_a_parting(self, sequence, idx, i, last, goes_first) for i in dead}
+            for i in sorted(dead, key=lambda i: (is_kept[i], i)):
+                page, pages[i] = pages[i], None
+                assert page is not None
+                self._rest(idx, page, goes_first=not is_kept[i])
 
     def _publish(self, sequence: TwinSequence, idx: int, i: int) -> None:
         """Publish a full page, or take the one that is published instead."""
@@ -249,6 +269,8 @@ class Twin:
         self.sequences[child_id] = TwinSequence(parent.namespace, tokens, pages, parent.num_slots)
         self.sequences[child_id].is_publishing = parent.is_publishing
         self.sequences[child_id].stops = set(parent.stops)
+        for name in ("kept_places", "opened_on", "regular"):
+            setattr(self.sequences[child_id], name, getattr(parent, name))
 
     def can_truncate(self, seq_id: int, num_tokens: int) -> bool:
         """Tell whether all that the next query would read is still there."""
@@ -279,11 +301,14 @@ class Twin:
     def free(self, seq_id: int, *, retain: bool = False, is_sound: bool = True) -> None:
         """Release a sequence, its tail first, which is published if that is of any use."""
         sequence = self.sequences[seq_id]
-        if is_sound and not (self.host is not None and seq_id in self.host.tables):
-            self._publish_tail(sequence)
+        is_on_device = self.host is None or seq_id not in self.host.tables
+        if is_sound and is_on_device:
+            publish_tail(self, sequence)
+        if is_on_device:
+            keep_for_next_turn(self, sequence)
         if retain and self.retention_limit:
-            self._evict_last(sequence.pages)
-        self._give_back(sequence, range(len(self.groups)), 0)
+            evict_last(self, sequence.pages)
+        self.release(sequence)
         self._drop_checkpoint(sequence)
         del self.sequences[seq_id]
         if self.host is not None and seq_id in self.host.tables:
@@ -326,41 +351,6 @@ class Twin:
 
     # ---- steps of commands ----
 
-    def _publish_tail(self, sequence: TwinSequence) -> None:
-        page_idx, num_tokens = divmod(sequence.num_computed, self.page_size)
-        if not (num_tokens and self.caching and sequence.is_publishing) or self.states:
-            return
-        tails = [pages[page_idx] for pages in sequence.pages]
-        if any(page is None or page.prefix is not None or self.num_holders(page) > 1 for page in tails):
-            return
-        tokens = sequence.tokens[: sequence.num_computed]
-        if any(isinstance(word, Row) for word in tokens[page_idx * self.page_size :]):
-            return
-        known = longest_continuation(self, sequence.namespace, tokens, page_idx * self.page_size)
-        prefix = (sequence.namespace, tuple(tokens))
-        if (known and known.num_tokens == num_tokens) or any(prefix in group.published for group in self.groups):
-            return
-        for group, page in zip(self.groups, tails, strict=True):
-            assert page is not None
-            page.prefix = prefix
-            group.published[prefix] = page
-
-    def _evict_last(self, tables: list[Pages]) -> None:
-        """Give a sequence's published pages the hint, from its tail on; the oldest hints go where they are too many."""
-        for i in reversed(range(len(tables[0]))):
-            for idx, pages in enumerate(tables):
-                page = pages[i]
-                if page is None or page.prefix is None:
-                    continue
-                self.hints = [hint for hint in self.hints if hint[1] is not page] + [(idx, page)]
-                page.goes_last = True
-                if len(self.hints) > self.retention_limit:
-                    other, oldest = self.hints.pop(0)
-                    oldest.goes_last = False
-                    if oldest in self.groups[other].idle:
-                        self.groups[other].idle.remove(oldest)
-                        self._rest(other, oldest)
-
     def _drop_checkpoint(self, sequence: TwinSequence) -> None:
         if sequence.checkpoint is not None:
             _, pages = sequence.checkpoint
@@ -376,12 +366,29 @@ class Twin:
                 if page is not None:
                     self._rest(idx, page)
 
-    def _rest(self, idx: int, page: Page) -> None:
+    def release(self, sequence: TwinSequence) -> None:
+        """Give back all pages of a sequence, the tail of all groups first."""
+        for i in reversed(range(max(map(len, sequence.pages), default=0))):
+            for idx, pages in enumerate(sequence.pages):
+                page = pages.pop() if i < len(pages) else None
+                if page is not None:
+                    self._rest(idx, page)
+
+    def _rest(self, idx: int, page: Page, *, goes_first: bool = False) -> None:
         """Make a page idle that has lost a holder, if it was the last and the page is published."""
         if page.prefix is not None and self.num_holders(page) == 0:
             self.groups[idx].idle.append(page)
             self.clock += 1
             page.idle_since = self.clock
+            page.goes_first = goes_first
+            if goes_first:
+                page.goes_last = False
+                self.hints = [hint for hint in self.hints if hint[1] is not page]
+
+    def rest_anew(self, idx: int, page: Page, *, goes_first: bool = False) -> None:
+        """Have an idle page count as if it had just become so."""
+        self.groups[idx].idle.remove(page)
+        self._rest(idx, page, goes_first=goes_first)
 
     def _take(self) -> Page:
         """Return a new page, for which the oldest idle one of all groups may have to go."""
@@ -389,7 +396,7 @@ class Twin:
             _, other = min((page.turn, other) for other, group in enumerate(self.groups) for page in group.idle)
             victim = self.groups[other].by_turn[0]
             self.groups[other].idle.remove(victim)
-            if self.host is not None and victim.prefix is not None:
+            if self.host is not None and victim.prefix is not None and not victim.goes_first:
                 self.host.keep(other, victim.prefix)
             self._unpublish(other, victim)
             self.num_evictions += 1

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from quire.memory import HitEnd, Namespace
 from tests.memory.media import Row
-from tests.memory.twin_pages import Continuation, Match, Pages
+from tests.memory.twin_pages import Continuation, Match, Pages, Prefix
 
 if TYPE_CHECKING:
     from tests.memory.twin import Twin
@@ -38,14 +38,37 @@ def match(twin: Twin, namespace: Namespace, tokens: list[int], max_tokens: int |
     return Match(pages, num_tokens, _reasons(twin, namespace, tokens, start, last))
 
 
-def parted_at(twin: Twin, namespace: Namespace, tokens: list[int], max_tokens: int | None) -> int:
-    """Return the tokens of the hit that there would be without groups of states, 0 if it is no longer one."""
-    if not twin.states or not twin.kept or not twin.caching:
+def parted_at(twin: Twin, namespace: Namespace, tokens: list[int], max_tokens: int | None) -> set[int]:
+    """Return where the prompt may be said to part from what is published, or was and is not forgotten."""
+    if not twin.caching or (not twin.states and all(group.kind.name == "full" for group in twin.groups)):
+        return {0}
+    most = (len(tokens) - 1 if max_tokens is None else min(len(tokens) - 1, max_tokens)) // twin.page_size
+    tiers = (twin.groups, () if twin.host is None else twin.host.groups)
+    published = {prefix for groups in tiers for group in groups for prefix in group.published}
+    places = {_parting(twin, namespace, tokens, most, published)}
+    # Of what is gone, the tree remembers some.
+    gone = twin.departed - published
+    places |= {_parting(twin, namespace, tokens, most, published | {prefix}) for prefix in gone}
+    return places | {_parting(twin, namespace, tokens, most, published | gone)}
+
+
+def _parting(twin: Twin, namespace: Namespace, tokens: list[int], most: int, known: set[Prefix]) -> int:
+    """Return the tokens of the first pages that are known, where something known goes on otherwise; else 0."""
+    size = twin.page_size
+    words = [theirs for space, theirs in known if space == namespace]
+
+    def num_common(theirs: tuple[int, ...]) -> int:
+        return next(
+            (i for i in range(most) if theirs[i * size : (i + 1) * size] != tuple(tokens[i * size : (i + 1) * size])),
+            most,
+        )
+
+    length = max(map(num_common, words), default=0)
+    if not 0 < length < most:
         return 0
-    most = len(tokens) - 1 if max_tokens is None else min(len(tokens) - 1, max_tokens)
-    most_pages = len(longest(twin, namespace, tokens, most, twin.kept)[0])
-    found = len(longest(twin, namespace, tokens, most, range(len(twin.groups)))[0])
-    return most_pages * twin.page_size if most_pages > found else 0
+    ours = tuple(tokens[length * size : (length + 1) * size])
+    ways = [theirs[length * size : (length + 1) * size] for theirs in words if num_common(theirs) == length]
+    return length * size if any(way and ours[: len(way)] != way for way in ways) else 0
 
 
 def longest(twin: Twin, namespace: Namespace, tokens: list[int], most: int, members: Sequence[int]) -> list[Pages]:

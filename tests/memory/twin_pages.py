@@ -37,17 +37,18 @@ class Kind(NamedTuple):
 class Page:
     """Room for one block's worth of tokens; equal only to itself."""
 
-    __slots__ = ("goes_last", "idle_since", "prefix")
+    __slots__ = ("goes_first", "goes_last", "idle_since", "prefix")
 
     def __init__(self) -> None:
         self.prefix: Prefix | None = None
         self.idle_since = 0
+        self.goes_first = False
         self.goes_last = False
 
     @property
-    def turn(self) -> tuple[bool, int]:
+    def turn(self) -> tuple[bool, bool, int]:
         """When an idle page is evicted: lower is sooner."""
-        return self.goes_last, self.idle_since
+        return not self.goes_first, self.goes_last, self.idle_since
 
 
 # A dead page, of which nothing is left, is None.
@@ -108,6 +109,10 @@ class TwinSequence:
         self.is_publishing = True
         # Lengths at which states are published besides the regular ones.
         self.stops: set[int] = set()
+        # Pages behind which the next prompt may go on; lengths of snapshots that a later one takes the place of.
+        self.kept_places: set[int] = set()
+        self.opened_on = 0
+        self.regular = 0
         # The length to go back to, and by group the pages that are held for it.
         self.checkpoint: tuple[int, dict[int, Page]] | None = None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quire.memory import AllocStatus, Verdict
+from quire.memory.idle_blocks import RetentionPriority
 from tests.memory.host_world import compare_hosts
 from tests.memory.twin_pages import Match, Page
 
@@ -32,6 +33,13 @@ def compare_verdict(world: World, status: AllocStatus, num_tokens: int, hit: Mat
     assert status.available - status.needed <= margin
     assert status.available - status.needed == margin or not is_exact
     assert (status.verdict is Verdict.OK) == (status.needed <= status.available)
+
+
+def goes_first(world: World, seq_id: int, group_idx: int, block_idx: int) -> bool:
+    """Say whether the manager evicts the block that is published as a sequence's block first."""
+    pool = world.manager.groups[group_idx].pool
+    (block_id,) = pool.index.published(world.chains[seq_id], block_idx, block_idx + 1)
+    return block_id in pool.idle.queues[RetentionPriority.LOW]
 
 
 def compare_with_twin(world: World) -> None:

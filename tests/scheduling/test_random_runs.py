@@ -259,7 +259,7 @@ def test_long_runs_with_media(seed: int, specs: tuple[KVCacheSpec, ...], mode: s
     outcome = run(jobs, setting)
     for job, samples, expected in zip(jobs, outcome.outputs, undisturbed(jobs), strict=True):
         assert agrees(job, samples, expected)
-    assert outcome.scheduler.stats.prefix_hits > 20
+    assert outcome.scheduler.stats.prefix_hits > 10
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -8,20 +8,20 @@ they lie close, and that is what `can_hold` adds up: its answer is exact.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from functools import partial
-from itertools import zip_longest
-from operator import itemgetter
+from itertools import accumulate, chain, groupby, zip_longest
 
 from quire.errors import InvariantViolation
 from quire.memory.eviction import PolicyMaker
-from quire.memory.loan import NEVER, Loan
+from quire.memory.idle_blocks import Age, IdleBlocks, RetentionPriority
+from quire.memory.loan import Loan
 from quire.memory.ops import BlockCopy, Tier
 from quire.memory.pool import NULL_BLOCK, BlockPool
 from quire.memory.prefix_index import PrefixIndex
 from quire.memory.prefix_tree import PrefixTree
 from quire.memory.rest_queue import Clock
-from quire.memory.retention import HintedLast, Retention
+from quire.memory.retention import Retention
 from quire.memory.slabs import SlabLayout, lay_out
 
 
@@ -105,22 +105,50 @@ class Arena:
         return self.layout.filled([pool.num_used + need for pool, need in zip(self.pools, needs, strict=True)])
 
     def make_room(self, wanted_by: Loan, num_blocks: int) -> None:
-        """Have slabs returned for a group that lacks blocks, or leave it to the group to evict some of its own.
+        """Evict what is idle for a group that lacks blocks: its own blocks, and slabs at rest of other groups.
 
-        What has been idle for longest goes first, and no more of it than is wanted and older than all else; but what
-        carries the hint goes after what does not.
+        What has the lowest retention priority goes first, and of that what has been idle for longest; no more of it
+        than is wanted. Where nothing is idle, a slab whose used blocks fit into others is vacated.
         """
-        own = wanted_by.oldest_idle()
-        others = [(loan.oldest_resting(), loan) for loan in self.loans if loan is not wanted_by and loan.resting]
-        others.sort(key=itemgetter(0))
-        rests = [*map(itemgetter(0), others), NEVER, NEVER]
-        if rests[0] < own:
-            most = self.num_slabs_for(wanted_by.group_idx, num_blocks)
-            others[0][1].return_resting_slabs(most, min(own, rests[1]))
-        elif own < NEVER:
-            wanted_by.evict_oldest(num_blocks, rests[0])
+        own_idx = wanted_by.group_idx
+        per_slab = self.layout.blocks_per_slab[own_idx]
+        # An eviction policy may have a younger block before an older one.
+        ages = [
+            list(accumulate(loan.pool.idle.ages_of_victims(num_blocks), max))
+            if loan is wanted_by
+            else loan.ages_of_resting(-(-num_blocks // per_slab))
+            for loan in self.loans
+        ]
+        if per_slab == 1 and self.pools[0].keeper is None:
+            first = sorted(chain.from_iterable(ages))[:num_blocks]
+            runs = [(idx, bisect_right(each, first[-1])) for idx, each in enumerate(ages)] if first else []
         else:
+            # A tier below takes over what is evicted, in this very order.
+            chosen = self._first_of(ages, own_idx, num_blocks)
+            runs = [(idx, len(list(run))) for idx, run in groupby(chosen)]
+        if not runs:
             self._scattered(wanted_by).vacate_a_slab()
+        for idx, count in runs:
+            if idx == own_idx:
+                wanted_by.evict_oldest(count)
+            elif count:
+                self.loans[idx].return_resting_slabs(count)
+
+    def _first_of(self, ages: Sequence[Sequence[Age]], own_idx: int, num_blocks: int) -> list[int]:
+        """Return the groups of what goes first, in order, until a group has so many blocks.
+
+        Args:
+            ages: of the blocks of the group itself and of other groups' slabs, each in order.
+            own_idx: the group.
+            num_blocks: that it wants.
+        """
+        chosen: list[int] = []
+        for _, idx in sorted((age, idx) for idx, each in enumerate(ages) for age in each):
+            if num_blocks <= 0:
+                break
+            chosen.append(idx)
+            num_blocks -= 1 if idx == own_idx else self.layout.blocks_per_slab[own_idx]
+        return chosen
 
     def _scattered(self, wanted_by: Loan) -> Loan:
         """Return another group whose used blocks would fill fewer slabs than it has."""
@@ -143,14 +171,14 @@ class Arena:
             for idx, block_id in enumerate(blocks):
                 if block_id in self.pools[idx].index:
                     for other, dropped in self.retention.add(idx, block_id):
-                        self.pools[other].rest_anew(dropped)
+                        self.pools[other].set_priority(dropped, RetentionPriority.DEFAULT)
 
 
 def build_arena(
     block_bytes: Sequence[int],
     num_blocks: int | None,
     num_bytes: int | None,
-    policy: PolicyMaker,
+    policy: PolicyMaker | None,
     tree: PrefixTree,
     *,
     retention_limit: int = 0,
@@ -162,7 +190,7 @@ def build_arena(
         block_bytes: of each group.
         num_blocks: for each group, when all blocks are of the same bytes; or
         num_bytes: the whole range.
-        policy: makes the eviction policy of a group.
+        policy: makes the eviction policy of a group; None is LRU.
         tree: where blocks are published; the groups of the device have its first slots, those of the host the next.
         retention_limit: slabs that blocks which are to be evicted last may fill.
         tier: where the bytes are.
@@ -178,7 +206,7 @@ def build_arena(
     retention = Retention(layout, retention_limit)
     pools, clock = [], Clock()
     for idx in range(len(block_bytes)):
-        idle: PolicyMaker = partial(HintedLast, policy, retention, idx) if retention_limit else policy
+        idle = IdleBlocks(policy, clock, retention, idx)
         slot = idx if tier is Tier.DEVICE else len(block_bytes) + idx
         pools.append(BlockPool(PrefixIndex(tree, slot, layout.num_ids(idx)), idle, own, clock))
     return Arena(layout, pools, retention, tier, clock)

@@ -1,4 +1,4 @@
-"""Which idle block is taken back first. A policy holds the idle blocks in its own order.
+"""Which idle block of a pool is evicted first. A policy holds the idle blocks in its own order.
 
 Sequences give their blocks back tail first, so wherever a policy goes by the time at which blocks became idle, the
 tail of a chain goes before its head.
@@ -12,18 +12,9 @@ from heapq import heapify, heappop, heappush
 from itertools import islice
 from typing import Protocol
 
-from quire.memory.rest_queue import RestQueue
-
 
 class EvictionPolicy(Protocol):
-    """The idle blocks of one pool, in the order in which they would be evicted.
-
-    Attributes:
-        keeps_rest: True where it keeps the queue that it was made with: whatever it is given is there.
-    """
-
-    @property
-    def keeps_rest(self) -> bool: ...
+    """The idle blocks of one pool and retention priority, in the order in which they would be evicted."""
 
     def add(self, block_ids: Sequence[int]) -> None:
         """Take in blocks that have just become idle, one after the other."""
@@ -46,58 +37,8 @@ class EvictionPolicy(Protocol):
     def __iter__(self) -> Iterator[int]: ...
 
 
-class LeastRecentlyUsed:
-    """Evicts the block that has been idle for longest.
-
-    Args:
-        queue: to keep; what is in it already is none of the policy's own. One of its own unless one is given.
-    """
-
-    __slots__ = ("_is_shared", "_num_idle", "_queue", "_since")
-
-    def __init__(self, queue: RestQueue | None = None) -> None:
-        self._is_shared = queue is not None
-        self._queue = RestQueue() if queue is None else queue
-        self._since = self._queue.now
-        self._num_idle = 0
-
-    @property
-    def keeps_rest(self) -> bool:
-        """Say whether the queue was given."""
-        return self._is_shared
-
-    def add(self, block_ids: Sequence[int]) -> None:
-        """Take in blocks that have just become idle."""
-        self._queue.add(block_ids)
-        self._num_idle += len(block_ids)
-
-    def discard(self, block_ids: Sequence[int]) -> None:
-        """Let go of blocks that were hit."""
-        self._num_idle -= self._queue.discard(block_ids)
-
-    def forget(self, block_ids: Sequence[int]) -> None:
-        """Forget all about blocks."""
-        self._num_idle -= self._queue.discard(block_ids)
-
-    def victims(self, count: int) -> list[int]:
-        """Return the blocks that are next; nobody asks while there is something older in the queue."""
-        return self._queue.oldest(count)
-
-    def __len__(self) -> int:
-        return self._num_idle
-
-    def __iter__(self) -> Iterator[int]:
-        own = (block_id for block_id, moment in self._queue.items() if moment >= self._since)
-        return islice(own, self._num_idle)
-
-
-class PolicyMaker(Protocol):
-    """Makes a policy with nothing in it."""
-
-    def __call__(self, queue: RestQueue | None = None, /) -> EvictionPolicy:
-        """Make one for a pool with this queue of what is at rest, in which there is what earlier policies left."""
-        ...
-
+# Makes a policy with nothing in it.
+PolicyMaker = Callable[[], EvictionPolicy]
 
 Rank = tuple[int, int]
 
@@ -110,8 +51,6 @@ class LowestRank:
     """
 
     __slots__ = ("_clock", "_first", "_heap", "_hits", "_idle", "_rank")
-
-    keeps_rest = False
 
     # Entries of the heap, besides four for each idle block, before those of blocks that left are dropped.
     MOST_STALE = 4096
@@ -175,9 +114,8 @@ class SegmentedLru:
     __slots__ = ("_probation", "_protected", "_was_hit")
 
     PROTECTED_SHARE = 0.8
-    keeps_rest = False
 
-    def __init__(self, _: RestQueue | None = None) -> None:
+    def __init__(self) -> None:
         self._probation: OrderedDict[int, None] = OrderedDict()
         self._protected: OrderedDict[int, None] = OrderedDict()
         self._was_hit: set[int] = set()
@@ -216,18 +154,19 @@ class SegmentedLru:
         yield from self._protected
 
 
-def first_in_first_out(_: RestQueue | None = None) -> EvictionPolicy:
+def first_in_first_out() -> EvictionPolicy:
     """Evict the block that first became idle longest ago, however often it was hit since."""
     return LowestRank(lambda first, _hits, _now: (first, 0))
 
 
-def least_frequently_used(_: RestQueue | None = None) -> EvictionPolicy:
+def least_frequently_used() -> EvictionPolicy:
     """Evict the block with the fewest hits, of those the one that has been idle for longest."""
     return LowestRank(lambda _first, hits, now: (hits, now))
 
 
-EVICTION_POLICIES: dict[str, PolicyMaker] = {
-    "lru": LeastRecentlyUsed,
+# By name; None is least recently used: the order in which blocks became idle, which is known anyway.
+EVICTION_POLICIES: dict[str, PolicyMaker | None] = {
+    "lru": None,
     "fifo": first_in_first_out,
     "lfu": least_frequently_used,
     "slru": SegmentedLru,

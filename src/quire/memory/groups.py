@@ -40,14 +40,12 @@ class PrefixRun(NamedTuple):
         block_ids: for each cache group; null where the group needs them no more, and where they are only on the host.
         group_idx: the cache group that keeps it from being longer, None when nothing but the limit does.
         loads: the blocks that are only on the host.
-        most_blocks: of the prefix that all groups but those of states could serve.
     """
 
     num_blocks: int
     block_ids: tuple[tuple[int, ...], ...]
     group_idx: int | None
     loads: tuple[BlockLoad, ...] = ()
-    most_blocks: int = 0
 
 
 def find_prefix(
@@ -71,7 +69,6 @@ def find_prefix(
     views: Sequence[ChainView | TieredView] = tiered or [group.pool.index.view(chain, limit) for group in groups]
     kept = [idx for idx, group in enumerate(groups) if not group.spec.carries]
     length, ended_by = longest_agreed(groups, views, kept, limit)
-    longest = length if kept else 0
     if len(kept) < len(groups):
         length, lacking = longest_agreed(groups, views, range(len(groups)), length)
         ended_by = ended_by if lacking is None else lacking
@@ -83,7 +80,7 @@ def find_prefix(
         block_ids.append((NULL_BLOCK,) * num_dead + live if num_dead else live)
         if tiered:
             loads += [BlockLoad(idx, *place) for place in tiered[idx].host_blocks(num_dead, length)]
-    return PrefixRun(length, tuple(block_ids), ended_by, tuple(loads), longest)
+    return PrefixRun(length, tuple(block_ids), ended_by, tuple(loads))
 
 
 def longest_agreed(

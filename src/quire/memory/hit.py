@@ -19,6 +19,8 @@ def find_hit(
     version: int,
     namespaces: Namespaces,
     host_groups: Sequence[CacheGroup] = (),
+    *,
+    keeps_all: bool = False,
 ) -> PrefixHit:
     """Find the longest hit of whole blocks, and go on into the published block that has most of what comes next.
 
@@ -32,6 +34,7 @@ def find_hit(
         version: see `PrefixHit`.
         namespaces: in which there may be something.
         host_groups: see `find_prefix`.
+        keeps_all: True where no block of a live sequence ever dies, and there are no states.
     """
     size, num_tokens = groups[0].spec.block_size, len(chain.tokens)
     most = max(0, num_tokens - 1)
@@ -57,11 +60,10 @@ def find_hit(
     if loads:
         # What the longer hit needs no more is not copied from the host for it.
         loads = tuple(load for load in loads if load.block_idx >= groups[load.group_idx].num_dead(end))
-    group_idx, differs_at, parted_at = None, None, 0
+    group_idx, differs_at = None, None
     if end == limit or (not is_divisible and run.num_blocks == limit // size):
         reason = HitEnd.LAST_TOKEN if limit == most else HitEnd.LIMIT
     else:
-        parted_at = run.most_blocks * size if run.num_blocks < run.most_blocks else 0
         if run.group_idx is not None and groups[run.group_idx].spec.carries:
             reason, group_idx = HitEnd.NO_SNAPSHOT, run.group_idx
         else:
@@ -70,9 +72,24 @@ def find_hit(
             if next_one is not None and reason is HitEnd.DIFFERENT:
                 differs_at = start + next_one.num_tokens
     num_host_tokens = len({load.block_idx for load in loads}) * size if loads else 0
+    parted_at = 0 if keeps_all else _parted_at(groups, chain, limit // size)
     return PrefixHit(
         end, block_ids, reason, group_idx, version, num_copied, differs_at, loads, num_host_tokens, parted_at
     )
+
+
+def _parted_at(groups: Sequence[CacheGroup], chain: TokenChain, most_blocks: int) -> int:
+    """Return the tokens of the first blocks that the tree knows, where it goes on otherwise behind them; else 0."""
+    trail = groups[0].pool.index.tree.walk(chain, most_blocks)
+    num_known = trail.num_known
+    if not 0 < num_known < most_blocks:
+        return 0
+    stem, position = trail.place_after(num_known)
+    content = chain.content(num_known)
+    # A tail that the prompt goes on from is no other way.
+    others = (branch for branch in stem.branches.get(position, {}).values() if not content.startswith(branch.data))
+    is_parting = position < stem.length or next(others, None) is not None
+    return num_known * groups[0].spec.block_size if is_parting else 0
 
 
 def _without_dead(block_ids: tuple[int, ...], num_dead: int) -> tuple[int, ...]:

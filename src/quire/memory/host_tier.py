@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from quire.memory.arena import Arena, build_arena
 from quire.memory.eviction import PolicyMaker
 from quire.memory.groups import CacheGroup
+from quire.memory.idle_blocks import RetentionPriority
 from quire.memory.ops import BlockCopy, Tier
 from quire.memory.pool import NULL_BLOCK
 from quire.memory.prefix_tree import PrefixTree
@@ -62,7 +63,7 @@ class HostTier:
         device: Arena,
         groups: Sequence[CacheGroup],
         num_bytes: int,
-        policy: PolicyMaker,
+        policy: PolicyMaker | None,
         tree: PrefixTree,
     ) -> None:
         self.arena = build_arena(device.layout.block_bytes, None, num_bytes, policy, tree, tier=Tier.HOST)
@@ -74,7 +75,7 @@ class HostTier:
             group.pool.keeper = Demotion(self, idx, group)
 
     def reset(self, tree: PrefixTree) -> None:
-        """Make nothing published here be hit any more, in constant time; see `BlockPool.reset`."""
+        """Make nothing published here be hit any more; see `BlockPool.reset`."""
         for pool in self.arena.pools:
             pool.reset(tree)
 
@@ -98,15 +99,16 @@ class Demotion:
     def keep(self, block_ids: Sequence[int]) -> None:
         """Copy published blocks that are about to be evicted to the host, as long as it has room.
 
-        A block that is published there already counts as used again, and is not copied. A tail is not worth a block.
+        A block that is published there already counts as used again, and is not copied. Tails and blocks of low
+        retention priority are not worth a copy.
         """
-        arena, idx = self._host.arena, self._group_idx
+        arena, idx, not_kept = self._host.arena, self._group_idx, self._pool.idle.queues[RetentionPriority.LOW]
         pool = arena.pools[idx]
         needs = [int(other == idx) for other in range(len(arena.pools))]
         for block_id in block_ids:
             place = self._pool.index.place_of(block_id)
             assert place is not None, "only published blocks are evicted"
-            if place[0].is_tail:
+            if place[0].is_tail or block_id in not_kept:
                 continue
             host_ids = [pool.index.at(place)]
             if host_ids != [NULL_BLOCK]:

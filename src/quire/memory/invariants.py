@@ -9,10 +9,11 @@ from quire.errors import InvariantViolation
 from quire.memory.arena import Arena
 from quire.memory.chain import TOKEN_BYTES, block_digest
 from quire.memory.groups import CacheGroup
+from quire.memory.idle_blocks import RetentionPriority
 from quire.memory.manager import KVCacheManager
 from quire.memory.media import read_entries
 from quire.memory.ops import Tier
-from quire.memory.pool import NULL_BLOCK, BlockPool
+from quire.memory.pool import NULL_BLOCK
 from quire.memory.prefix_index import PrefixIndex
 from quire.memory.sequence_memory import SequenceMemory
 from quire.memory.stem import Stem
@@ -91,7 +92,7 @@ def snapshot(manager: KVCacheManager) -> tuple[object, ...]:
         (
             tuple(group.pool.free),
             tuple(group.pool.idle),
-            tuple(tuple(retired.idle) for retired in group.pool.retired),
+            tuple(tuple(queue.items()) for queue in group.pool.idle.queues),
             tuple(group.pool.ref_counts),
         )
         for group in (*manager.groups, *(manager.host.groups if manager.host else ()))
@@ -100,7 +101,10 @@ def snapshot(manager: KVCacheManager) -> tuple[object, ...]:
         (
             tuple(arena.free_slabs),
             tuple(tuple(sorted(loan.slabs())) for loan in arena.loans),
-            tuple((tuple(loan.used.items()), tuple(loan.resting.items())) for loan in arena.loans),
+            tuple(
+                (tuple(loan.used.items()), tuple(tuple(queue.items()) for queue in loan.resting))
+                for loan in arena.loans
+            ),
             tuple(arena.retention.hints()),
         )
         for arena in (manager.arena, *((manager.host.arena,) if manager.host else ()))
@@ -125,18 +129,26 @@ def _check_slabs(arena: Arena) -> None:
     if slabs != list(range(arena.layout.num_slabs)):
         raise InvariantViolation("M1", f"free and lent slabs are {slabs}, not {arena.layout.num_slabs} of them")
     for loan in arena.loans:
-        idle = Counter(arena.layout.slab_of(loan.group_idx, block_id) for block_id in _resting_blocks(loan.pool))
-        at_rest = arena.layout.slabs_of(loan.group_idx, loan.resting)
-        if loan.is_whole and idle.keys() != set(at_rest):
-            raise InvariantViolation("M1", f"of the slabs {sorted(idle)} those of {list(loan.resting)} are at rest")
-        for slab, num_used in loan.used.items():
+        at_rest = [
+            set(arena.layout.slabs_of(loan.group_idx, queue) if loan.is_whole else queue) for queue in loan.resting
+        ]
+        expected: list[set[int]] = [set() for _ in RetentionPriority]
+        for slab in loan.slabs():
             blocks = arena.layout.blocks_of(loan.group_idx, slab)
-            if num_used != sum(loan.pool.ref_counts[block_id] > 0 for block_id in blocks):
-                raise InvariantViolation("M1", f"slab {slab} counts {num_used} used blocks")
-            if not num_used and not idle[slab]:
+            num_used = sum(loan.pool.ref_counts[block_id] > 0 for block_id in blocks)
+            if not loan.is_whole and loan.used[slab] != num_used:
+                raise InvariantViolation("M1", f"slab {slab} counts {loan.used[slab]} used blocks, and has {num_used}")
+            priorities = [
+                priority
+                for priority, queue in zip(RetentionPriority, loan.pool.idle.queues, strict=True)
+                if any(block_id in queue for block_id in blocks)
+            ]
+            if not num_used and not priorities:
                 raise InvariantViolation("M1", f"slab {slab} is lent to group {loan.group_idx} for nothing")
-            if (slab in loan.resting) != (not num_used):
-                raise InvariantViolation("M1", f"slab {slab} of {num_used} used blocks is at rest, or is not")
+            if not num_used:
+                expected[max(priorities)].add(slab)
+        if at_rest != expected:
+            raise InvariantViolation("M1", f"the slabs {at_rest} are at rest, by retention priority, not {expected}")
 
 
 def _check_retention(arena: Arena) -> None:
@@ -152,24 +164,20 @@ def _check_retention(arena: Arena) -> None:
                 raise InvariantViolation("M1", f"block {block_id} carries the hint and is not published")
         if {(idx, block_id) for block_id in retention.of_group[idx]} != {hint for hint in hints if hint[0] == idx}:
             raise InvariantViolation("M1", f"the hints of group {idx} are not those in order")
-        go_last = [block_id in retention.of_group[idx] for block_id in pool.idle]
-        if go_last != sorted(go_last):
-            raise InvariantViolation("M1", f"of the idle blocks {list(pool.idle)} those with the hint are not last")
-        for slab in arena.loans[idx].slabs():
-            hinted = any((idx, block_id) in hints for block_id in arena.layout.blocks_of(idx, slab))
-            if hinted != retention.is_in_slab(idx, slab):
-                raise InvariantViolation("M1", f"slab {slab} counts blocks with the hint wrongly")
-
-
-def _resting_blocks(pool: BlockPool) -> list[int]:
-    """Return the blocks without holders that are published, or were before a reset."""
-    return [*(block_id for retired in pool.retired for block_id in retired.idle), *pool.idle]
+        hinted = {block_id for block_id in pool.idle if block_id in retention.of_group[idx]}
+        last = set(pool.idle.queues[RetentionPriority.HIGH])
+        if hinted != last:
+            raise InvariantViolation(
+                "M1", f"idle blocks {sorted(last)} are evicted last, {sorted(hinted)} have the hint"
+            )
+        if list(pool.idle) != pool.idle.victims(len(pool.idle)):
+            raise InvariantViolation("M1", f"idle blocks {list(pool.idle)} are evicted in another order")
 
 
 def _check_partition(group: CacheGroup, holders: Counter[int], lent: list[int]) -> None:
     """M1: free, idle, used and null are disjoint and complete. M2: reference counts equal table entries."""
     pool = group.pool
-    free, idle = list(pool.free), _resting_blocks(pool)
+    free, idle = list(pool.free), list(pool.idle)
     used = [block_id for block_id, count in enumerate(pool.ref_counts) if count > 0]
     if sorted([*free, *idle, *used]) != lent:
         raise InvariantViolation("M1", f"free {free}, idle {idle} and used {used} are not what the group has: {lent}")

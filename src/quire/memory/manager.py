@@ -33,7 +33,7 @@ from quire.memory.namespaces import Namespaces
 from quire.memory.ops import NO_OPS, MemoryOps, TableDelta, Tier
 from quire.memory.pins import Pins
 from quire.memory.prefix_tree import PrefixTree
-from quire.memory.progress import bury, next_event, publish_blocks
+from quire.memory.progress import bury, keep_for_next_turn, next_event, publish_blocks
 from quire.memory.rollback import Rollback
 from quire.memory.sequence_memory import SequenceMemory
 from quire.memory.specs import IMMORTAL, KVCacheSpec
@@ -47,7 +47,7 @@ MOST_ROOTS = 1024
 
 
 class KVCacheManager:
-    """Owns every block of the KV cache. It has the verbs of `Forecast`, `Rollback` and `BatchCommands` too.
+    """Owns every block of the KV cache; has the verbs of `Forecast`, `Rollback` and `BatchCommands` too.
 
     Args:
         specs: one for each cache group; all with the same block size.
@@ -148,7 +148,10 @@ class KVCacheManager:
         if not self.enable_prefix_caching:
             return PrefixHit(0, ((),) * len(self.groups), HitEnd.DISABLED, None, self.tables.version)
         host_groups = self.host.groups if self.host is not None else ()
-        return find_hit(self.groups, chain, max_tokens, self.tables.version, self.namespaces, host_groups)
+        keeps_all = not (self._mortal or self.tables.carried)
+        return find_hit(
+            self.groups, chain, max_tokens, self.tables.version, self.namespaces, host_groups, keeps_all=keeps_all
+        )
 
     def step_limit(self, seq_id: int, num_tokens: int) -> int:
         """Return how many of a live sequence's next tokens may be computed in one step.
@@ -197,6 +200,8 @@ class KVCacheManager:
         state.num_published = hit.num_tokens // self.block_size
         state.next_event = next_event(self.groups, self._mortal, state)
         state.stops = self._snapshots.stops_of(chain, hit, self.block_size)
+        state.kept_places = ((len(chain.tokens) - 1) // self.block_size, hit.parted_at // self.block_size)
+        state.opened_on = hit.num_tokens
         self.sequences[seq_id] = state
         if self.enable_prefix_caching:
             self.namespaces.add(chain.root)
@@ -311,6 +316,8 @@ class KVCacheManager:
         state.is_publishing &= is_sound and state.num_resets == self.num_resets
         if not state.is_swapped:
             publish_tail(self.groups, state)
+            for idx in self._mortal:
+                keep_for_next_turn(self.groups[idx], state)
         if retain:
             self.arena.evict_last(state.tables)
         self.tables.release(state)
@@ -343,7 +350,7 @@ class KVCacheManager:
             state.next_event = next_event(self.groups, self._mortal, state)
 
     def reset_prefix_cache(self) -> None:
-        """Make nothing that is published now be hit again, whoever runs; in constant time but for what is pinned.
+        """Make nothing that is published now be hit again, whoever runs; idle blocks are free at once.
 
         Live sequences keep their blocks and publish no more: what they go on to compute rests on what they have.
         Pins, which nothing could hit, go too.

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from itertools import compress
+from typing import Protocol
 
 from quire.errors import InvariantViolation
-from quire.memory.eviction import EvictionPolicy, PolicyMaker
+from quire.memory.idle_blocks import IdleBlocks, Part, RetentionPriority
 from quire.memory.prefix_index import NULL_BLOCK, PrefixIndex
 from quire.memory.prefix_tree import PrefixTree
 from quire.memory.residency import BlockWatcher
-from quire.memory.rest_queue import Clock, RestQueue
+from quire.memory.rest_queue import Clock
 
-__all__ = ["NULL_BLOCK", "BlockPool", "BlockWatcher", "Keeper", "Lender", "Retired"]
+__all__ = ["NULL_BLOCK", "BlockPool", "BlockWatcher", "Keeper", "Lender"]
 
 
 class Lender(Protocol):
@@ -26,20 +27,24 @@ class Lender(Protocol):
         """Note that free blocks have holders now."""
         ...
 
-    def woke(self, block_ids: Sequence[int]) -> None:
+    def woke(self, parts: Sequence[Part]) -> None:
         """Note that idle blocks have holders now."""
         ...
 
-    def rested(self, block_ids: Sequence[int]) -> None:
+    def rested(self, parts: Sequence[Part]) -> None:
         """Note that blocks have no holders any more, but are published."""
         ...
 
-    def rested_anew(self, block_id: int) -> None:
-        """Note that an idle block counts as if it had just become idle."""
+    def reprioritised(self, old: Sequence[Part], new: Sequence[Part]) -> None:
+        """Note that idle blocks have another retention priority, or are as if they had just become idle."""
         ...
 
     def freed(self, block_ids: Sequence[int]) -> None:
         """Note that blocks have no holders any more and hold nothing."""
+        ...
+
+    def emptied(self, parts: Sequence[Part]) -> None:
+        """Note that idle blocks are free."""
         ...
 
 
@@ -47,20 +52,8 @@ class Keeper(Protocol):
     """Where published blocks may live on when they are evicted."""
 
     def keep(self, block_ids: Sequence[int]) -> None:
-        """Note that published blocks are about to be evicted, in this order."""
+        """Note that idle blocks are about to be evicted, in this order."""
         ...
-
-
-class Retired(NamedTuple):
-    """Blocks that were idle when the prefix cache was reset: free in all but name, until they are wanted.
-
-    Args:
-        idle: the blocks.
-        tree: where they were published.
-    """
-
-    idle: EvictionPolicy
-    tree: PrefixTree
 
 
 class BlockPool:
@@ -71,25 +64,21 @@ class BlockPool:
 
     Args:
         index: of the published blocks; has as many ids as the group's view of the memory, the null block's included.
-        policy: makes an eviction policy, which holds the idle blocks.
+        idle: of the group, with nothing in it.
         free: blocks to start with.
-        clock: of the moments at which blocks come to rest.
+        clock: of the moments at which blocks become idle; that of `idle`.
 
     Attributes:
-        idle: the policy.
-        rest: blocks without holders that are published, or were at a reset, in the order in which they became so; kept
-            by the policy or the lender, if one of them needs it.
-        index: as given.
-        retired: what was idle at each reset since, the oldest reset first.
+        index, idle: as given.
         lender: set when the pool shares its bytes.
-        keeper: set when there is a tier below; blocks from before a reset are not offered to it.
+        keeper: set when there is a tier below.
         watcher: told what becomes of the blocks, where somebody listens.
 
     Invariants: M1, M2 (with the tables of the manager), M10.
     """
 
     __slots__ = (
-        "_policy",
+        "_clock",
         "free",
         "idle",
         "index",
@@ -98,19 +87,13 @@ class BlockPool:
         "num_evictions",
         "num_used",
         "ref_counts",
-        "rest",
-        "retired",
         "watcher",
     )
 
-    def __init__(
-        self, index: PrefixIndex, policy: PolicyMaker, free: Iterable[int] = (), clock: Clock | None = None
-    ) -> None:
-        self._policy = policy
-        self.rest = RestQueue(clock)
-        self.idle = policy(self.rest)
+    def __init__(self, index: PrefixIndex, idle: IdleBlocks, free: Iterable[int], clock: Clock) -> None:
+        self._clock = clock
+        self.idle = idle
         self.index = index
-        self.retired: list[Retired] = []
         self.ref_counts = [0] * index.num_ids
         self.num_evictions = 0
         self.num_used = 0
@@ -142,7 +125,7 @@ class BlockPool:
             if self.lender is not None:
                 self.lender.took(taken)
         while len(taken) < count:
-            victims = self.next_victims(count - len(taken))
+            victims = self.idle.victims(count - len(taken))
             if not victims:
                 raise InvariantViolation("M1", f"{count} blocks are taken, and there are only {len(taken)}")
             self.evict(victims)
@@ -168,15 +151,25 @@ class BlockPool:
             for block_id in block_ids:
                 ref_counts[block_id] += 1
         if woken:
-            self.idle.discard(woken)
+            parts = self.idle.discard(woken)
             self.num_used += len(woken)
             if self.lender is not None:
-                self.lender.woke(woken)
+                self.lender.woke(parts)
             if self.watcher is not None:
                 self.watcher.woke(woken)
 
-    def release(self, block_ids: Iterable[int]) -> None:
+    def release(
+        self,
+        block_ids: Iterable[int],
+        priority: RetentionPriority = RetentionPriority.DEFAULT,
+        moments: Sequence[int] | None = None,
+    ) -> None:
         """Remove one holder from each block, all different; without one it becomes idle if published, else free.
+
+        Args:
+            block_ids: the blocks.
+            priority: of those that become idle, unless they have the hint to be evicted last.
+            moments: at which they become idle, rising; the clock's next ones unless given.
 
         Raises:
             InvariantViolation: M2, a block has no holder, or is named twice; nothing has changed then.
@@ -185,72 +178,55 @@ class BlockPool:
         released = list(block_ids)
         is_all_published = len(self.index) == self.num_used + len(self.idle)
         counts = [ref_counts[block_id] for block_id in released]
-        if 0 in counts or len({*released}) < len(released):
+        num_last = counts.count(1)
+        if (num_last < len(counts) and 0 in counts) or len({*released}) < len(released):
             wrong = sorted({idx for idx in released if not ref_counts[idx] or released.count(idx) > 1})
             raise InvariantViolation("M2", f"blocks {wrong} are released, but have no holder or are named twice")
-        if counts.count(1) == len(counts):
+        if num_last == len(counts):
             for block_id in released:
                 ref_counts[block_id] = 0
         else:
             for block_id in released:
                 ref_counts[block_id] -= 1
+            if moments is not None:
+                moments = list(compress(moments, [count == 1 for count in counts]))
             released = [block_id for block_id in released if not ref_counts[block_id]]
         self.num_used -= len(released)
         rested, freed = (released, []) if is_all_published else self.index.split(released)
+        parts: list[Part] = []
         if rested:
-            self.idle.add(rested)
+            if moments is None:
+                moments = self._clock.ticks(len(rested))
+            elif freed:
+                moments = [moment for moment, idx in zip(moments, released, strict=True) if idx in self.index]
+            parts = self.idle.add(rested, priority, moments)
         self.free += freed
         if self.lender is not None:
             if rested:
-                self.lender.rested(rested)
+                self.lender.rested(parts)
             if freed:
                 self.lender.freed(freed)
         if self.watcher is not None and rested:
             self.watcher.rested(rested)
 
-    def rest_anew(self, block_id: int) -> None:
-        """Let a block that lost the hint, if it is idle, count as if it had just become so."""
-        if not self.ref_counts[block_id]:
-            self.idle.forget((block_id,))
-            self.idle.add((block_id,))
+    def set_priority(self, block_id: int, priority: RetentionPriority) -> None:
+        """Give a block, if it is idle, another retention priority, as if it had just become idle."""
+        if block_id in self.idle:
+            old = self.idle.remove((block_id,))
+            new = self.idle.add((block_id,), priority, self._clock.ticks(1))
             if self.lender is not None:
-                self.lender.rested_anew(block_id)
+                self.lender.reprioritised(old, new)
 
-    @property
-    def num_retired(self) -> int:
-        """Blocks that hold only what was published before a reset."""
-        return sum(len(retired.idle) for retired in self.retired)
-
-    def next_victim(self) -> int:
-        """Return the block without holders that is to be evicted first; those from before a reset come first."""
-        return self.next_victims(1)[0]
-
-    def next_victims(self, most: int) -> list[int]:
-        """Return the blocks without holders that are to be evicted next, in order; at most as many as there are."""
-        # Each from before a reset may end what is left of it, so those go one by one.
-        return self.retired[0].idle.victims(1) if self.retired else self.idle.victims(min(most, len(self.idle)))
-
-    def evict(self, block_ids: Sequence[int]) -> None:
-        """Take blocks without holders out of the index and the policy that know them."""
-        if self.retired:
-            block_ids = [block_id for block_id in block_ids if not self._is_retired(block_id)]
+    def evict(self, block_ids: Sequence[int]) -> list[Part]:
+        """Take idle blocks out of the index; return them by retention priority."""
         if self.watcher is not None:
             self.watcher.evicted(block_ids)
         self.num_evictions += len(block_ids)
         if self.keeper is not None:
             self.keeper.keep(block_ids)
-        self.idle.forget(block_ids)
+        parts = self.idle.remove(block_ids)
         self.index.remove(block_ids)
-
-    def _is_retired(self, block_id: int) -> bool:
-        """Say whether a block without holders is from before a reset; if so, it is that no more."""
-        if block_id in self.index:
-            return False
-        stem = self.index.forget(block_id)
-        assert stem is not None, "what is idle was published"
-        next(known for known in self.retired if known.tree is stem.tree).idle.forget((block_id,))
-        self.retired = [known for known in self.retired if known.idle]
-        return True
+        return parts
 
     def withdraw(self, block_id: int) -> None:
         """Take a used block that is about to be written out of the index."""
@@ -258,15 +234,26 @@ class BlockPool:
         self.idle.forget((block_id,))
 
     def reset(self, tree: PrefixTree) -> None:
-        """Make nothing published be found again, in constant time: what is idle is evicted as it is wanted.
+        """Make nothing published be found again: idle blocks are free, and used ones will be when they are released.
 
         Args:
             tree: where blocks will be published from now on.
         """
-        if self.idle:
-            self.retired.append(Retired(self.idle, self.index.tree))
-        self.idle = self._policy(self.rest)
-        self.index.reset(tree)
+        idle = list(self.idle)
+        self.index.reset(tree, idle)
+        self._empty(idle)
+
+    def discard(self, block_ids: Sequence[int]) -> None:
+        """Free idle blocks whose contents are not what they are published as."""
+        self.index.remove(block_ids)
+        self._empty(block_ids)
+
+    def _empty(self, block_ids: Sequence[int]) -> None:
+        """Let idle blocks, which are published no more, be free."""
+        parts = self.idle.remove(block_ids)
+        self.free += block_ids
+        if self.lender is not None and parts:
+            self.lender.emptied(parts)
 
     def move(self, src_id: int, dst_id: int) -> None:
         """Let a free block take the place of a used one: holders and identity."""

@@ -153,8 +153,15 @@ class PrefixIndex:
         stem, self._stems[block_id] = self._stems[block_id], None
         return stem
 
-    def reset(self, tree: PrefixTree) -> None:
-        """Have nothing published, in constant time."""
+    def reset(self, tree: PrefixTree, idle: Iterable[int]) -> None:
+        """Have nothing published.
+
+        Args:
+            tree: where blocks will be published from now on.
+            idle: published blocks without holders, whose names are forgotten; those of others stay until they move.
+        """
+        for block_id in idle:
+            self._stems[block_id] = None
         self.tree = tree
         self._num_published = 0
 

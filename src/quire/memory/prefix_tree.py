@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from itertools import islice
 
 from quire.memory.chain import TOKEN_BYTES, Root, TokenChain
 from quire.memory.stem import Place, Stem
@@ -139,6 +140,26 @@ class PrefixTree:
         if known < num_blocks:
             trail.num_growths = self.num_growths
         return trail
+
+    def partings(self, chain: TokenChain, start: int, end: int) -> list[int]:
+        """Return the numbers of blocks, of `[start, end)`, behind which a chain's path and another are known to part.
+
+        Tails are no paths of their own: whoever goes on from one goes the same way.
+        """
+        trail, found = self.walk(chain, end), []
+        stems = trail.stems
+        for idx, stem in enumerate(stems):
+            if not stem.branches:
+                continue
+            last = stems[idx + 1].first if idx + 1 < len(stems) else trail.num_known
+            for num_blocks in range(max(start, stem.first), min(end, last + 1)):
+                branches = stem.branches.get(num_blocks - stem.first)
+                if branches is not None:
+                    ways = (branch for branch in branches.values() if not branch.is_tail)
+                    # The stem's own next block is a way too.
+                    if sum(1 for _ in islice(ways, 2)) + (num_blocks - stem.first < stem.length) > 1:
+                        found.append(num_blocks)
+        return found
 
     def grow(self, chain: TokenChain, num_blocks: int, num_seen: int) -> int:
         """See that a chain's first blocks have places.

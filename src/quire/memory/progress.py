@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.memory.groups import CacheGroup
+from quire.memory.idle_blocks import RetentionPriority
 from quire.memory.pool import NULL_BLOCK
 from quire.memory.sequence_memory import SequenceMemory
 from quire.memory.specs import IMMORTAL
@@ -80,12 +81,54 @@ def merge(group: CacheGroup, state: SequenceMemory, group_idx: int, block_idx: i
     state.mark_dirty(group_idx, block_idx)
 
 
+def keep_for_next_turn(group: CacheGroup, state: SequenceMemory) -> None:
+    """Keep like others what of a group has died since the last whole block: a hit of whole blocks reads it.
+
+    Args:
+        group: a cache group whose blocks die.
+        state: of a sequence that ends.
+    """
+    pool, size = group.pool, group.spec.block_size
+    num_full = max(0, state.num_computed - 1) // size
+    if num_full in state.kept_places:
+        return
+    first, last = group.num_dead(num_full * size), min(num_full, group.num_dead(state.num_computed))
+    if first < last:
+        for block_id in pool.index.published(state.chain, first, last):
+            if block_id in pool.idle.queues[RetentionPriority.LOW]:
+                pool.set_priority(block_id, RetentionPriority.DEFAULT)
+
+
 def bury(group: CacheGroup, state: SequenceMemory, group_idx: int) -> None:
-    """Give the blocks of a group back that have died, and put null entries in their place."""
+    """Give the blocks of a group back that have died, and put null entries in their place.
+
+    They are evicted before all that sequences left when they ended: the next turn of a conversation reads none of them.
+    But those which are read where the prompt ends, and where prompts are known to part, are kept like others: the next
+    prompt may go on from there.
+    """
     table = state.tables[group_idx]
     old, new = state.num_dead[group_idx], group.num_dead(state.num_computed)
     if old < new:
-        group.pool.release(table[old:new])
+        low, kept = table[old:new], list[int]()
+        for first, last in _read_at_kept_places(group, state, old, new):
+            kept += filter(None, low[first - old : last - old])
+            low[first - old : last - old] = [NULL_BLOCK] * (last - first)
+        if kept:
+            group.pool.release(kept)
+            low = list(filter(None, low))
+        group.pool.release(low, RetentionPriority.LOW)
         table[old:new] = [NULL_BLOCK] * (new - old)
         state.num_dead[group_idx] = new
         state.mark_dirty(group_idx, old)
+
+
+def _read_at_kept_places(group: CacheGroup, state: SequenceMemory, start: int, end: int) -> list[tuple[int, int]]:
+    """Return runs of a sequence's blocks `[start, end)` that are read where the next prompt may go on or part."""
+    size, runs = group.spec.block_size, []
+    partings = group.pool.index.tree.partings(state.chain, start + 1, state.num_published)
+    for place in sorted((*state.kept_places, *partings)):
+        if place > start:
+            first, last = max(start, group.num_dead(place * size)), min(end, place)
+            if first < last:
+                runs.append((first, last))
+    return runs

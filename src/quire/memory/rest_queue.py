@@ -64,11 +64,6 @@ class RestQueue:
         self._count = 0
         self._num_listed = 0
 
-    @property
-    def now(self) -> int:
-        """The moment at which the next number would come."""
-        return self._clock.now
-
     def __len__(self) -> int:
         return self._count
 
@@ -86,17 +81,24 @@ class RestQueue:
                 if batch_of[number] == name:
                     yield number, moment
 
-    def add(self, numbers: Sequence[int]) -> None:
-        """Take in numbers that are not at rest, all different, one after the other."""
+    def add(self, numbers: Sequence[int], moments: Sequence[int] | None = None) -> None:
+        """Take in numbers that are not at rest, all different, one after the other.
+
+        Args:
+            numbers: to be at rest.
+            moments: of the clock, a later one for each, and later than any of the queue; the next ones unless given.
+        """
         if not numbers:
             return
-        moments = self._clock.ticks(len(numbers))
+        if moments is None:
+            moments = self._clock.ticks(len(numbers))
         name, batch_of = moments[0] + 1, self._batch_of
         try:
             for number in numbers:
                 batch_of[number] = name
         except IndexError:
-            batch_of += [0] * (max(numbers) + 1 - len(batch_of))
+            # Numbers come in rising order at first: room for twice as many, so that this is seldom.
+            batch_of += [0] * (max(max(numbers) + 1, 2 * len(batch_of)) - len(batch_of))
             for number in numbers:
                 batch_of[number] = name
         self._batches[name] = _Batch(list(numbers), moments)
@@ -129,24 +131,25 @@ class RestQueue:
             self._sweep()
         return len(numbers)
 
+    def members(self, numbers: Sequence[int]) -> Sequence[int]:
+        """Return those of some numbers that are at rest."""
+        batch_of = self._batch_of
+        try:
+            names = [batch_of[number] for number in numbers]
+        except IndexError:  # of a number that was never here
+            return [number for number in numbers if number in self]
+        num_others = names.count(0)
+        if num_others in (0, len(names)):
+            return () if num_others else numbers
+        return [number for number, name in zip(numbers, names, strict=True) if name]
+
     def oldest(self, most: int) -> list[int]:
         """Return the numbers that came first, at most so many."""
-        batch_of, found = self._batch_of, list[int]()
-        for name, batch in self._batches.items():
-            if batch.num_left == len(batch.numbers):
-                found += batch.numbers[: most - len(found)]
-            elif len(batch.numbers) <= 2 * most:
-                found += [number for number in batch.numbers if batch_of[number] == name]
-            else:
-                for number in batch.numbers:
-                    if batch_of[number] == name:
-                        found.append(number)
-                        if len(found) == most:
-                            break
-            if len(found) >= most:
-                break
-        del found[most:]
-        return found
+        return [number for numbers, _ in self._first(most) for number in numbers]
+
+    def oldest_moments(self, most: int) -> list[int]:
+        """Return the moments at which the numbers of `oldest` came."""
+        return [moment for _, moments in self._first(most) for moment in moments]
 
     def since(self, numbers: list[int]) -> list[int]:
         """Return the moments of numbers that are at rest, of at least one."""
@@ -159,6 +162,24 @@ class RestQueue:
                 return list(batch.moments[start : start + len(numbers)])
         known = {name: dict(zip(batches[name].numbers, batches[name].moments, strict=True)) for name in {*names}}
         return [known[name][number] for name, number in zip(names, numbers, strict=True)]
+
+    def _first(self, most: int) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+        """Yield numbers that came first and their moments, batch by batch, at most so many."""
+        batch_of = self._batch_of
+        for name, batch in self._batches.items():
+            if most <= 0:
+                return
+            if batch.num_left < len(batch.numbers):
+                # Whoever asks takes from here next: so what left is looked at once.
+                is_left = [batch_of[number] == name for number in batch.numbers]
+                self._num_listed -= len(is_left) - batch.num_left
+                batch.numbers = list(compress(batch.numbers, is_left))
+                batch.moments = list(compress(batch.moments, is_left))
+            numbers, moments = batch.numbers, batch.moments
+            if len(numbers) > most:
+                numbers, moments = numbers[:most], moments[:most]
+            most -= len(numbers)
+            yield numbers, moments
 
     def _sweep(self) -> None:
         """Forget the entries of numbers that left."""

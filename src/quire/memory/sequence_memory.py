@@ -40,6 +40,11 @@ class SequenceMemory:
         is_publishing: becomes False once a digest of the chain is found to collide; nothing after it is published.
         next_event: the least `num_computed` at which a block fills that is to be published, or a block dies.
         stops: lengths at which snapshots of states are taken besides the regular ones.
+        kept_places: numbers of blocks behind which the next prompt may go on or part: where this one ends, as far as it
+            can be hit, and where it was seen to part. What is read there is not evicted before other blocks.
+        opened_on: the length of the snapshots of states that it opened on, as long as no later one of its own takes
+            their place; else 0.
+        regular_snapshot: the same of its last regular snapshots.
         checkpoint: states from before what is looked ahead, None where nothing is.
         has_exclusive_tail: True when the partly filled last block is known to be held by this sequence alone and not
             published; `fork` and `truncate` are all that can change it.
@@ -55,12 +60,15 @@ class SequenceMemory:
         "host_tables",
         "is_dirty",
         "is_publishing",
+        "kept_places",
         "next_event",
         "num_computed",
         "num_dead",
         "num_published",
         "num_resets",
         "num_slots",
+        "opened_on",
+        "regular_snapshot",
         "stops",
         "tables",
     )
@@ -77,6 +85,9 @@ class SequenceMemory:
         self.is_publishing = is_publishing
         self.next_event = 0
         self.stops: tuple[int, ...] = ()
+        self.kept_places: tuple[int, ...] = ()
+        self.opened_on = 0
+        self.regular_snapshot = 0
         self.checkpoint: Checkpoint | None = None
         self.has_exclusive_tail = True
         self.dirty_from = [0] * num_groups
@@ -131,5 +142,8 @@ class SequenceMemory:
         child.num_published = self.num_published
         child.next_event = self.next_event
         child.stops = self.stops
+        child.kept_places = self.kept_places
+        child.opened_on = self.opened_on
+        child.regular_snapshot = self.regular_snapshot
         self.has_exclusive_tail = child.has_exclusive_tail = False
         return child

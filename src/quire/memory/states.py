@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from quire.memory.chain import TokenChain
 from quire.memory.groups import CacheGroup
+from quire.memory.idle_blocks import RetentionPriority
 from quire.memory.pool import NULL_BLOCK
 from quire.memory.progress import merge
 from quire.memory.sequence_memory import SequenceMemory
@@ -74,7 +75,7 @@ class Snapshots(NamedTuple):
         return num_tokens == state.num_computed and (num_tokens % self.interval == 0 or num_tokens in state.stops)
 
     def publish(self, groups: Sequence[CacheGroup], state: SequenceMemory) -> int:
-        """Publish a sequence's states, or merge them with their equals.
+        """Publish a sequence's states, or merge them with their equals; earlier snapshots are worth less from then on.
 
         Returns:
             The duplicates that were given back.
@@ -95,4 +96,32 @@ class Snapshots(NamedTuple):
             else:
                 merge(groups[idx], state, idx, block_idx, known)
                 num_merges += 1
+        self._supersede(groups, state)
         return num_merges
+
+    def _supersede(self, groups: Sequence[CacheGroup], state: SequenceMemory) -> None:
+        """Have the snapshots before a sequence's newest one evicted before others.
+
+        The next turn of a conversation goes on from the newest. A regular snapshot takes the place of the regular one
+        before it; one at the end of a prompt also that of the snapshot which the sequence opened on. Snapshots where
+        prompts were seen to part keep their worth.
+        """
+        newest = state.num_computed
+        older = [state.regular_snapshot]
+        state.regular_snapshot = 0 if newest in state.stops else newest
+        if newest in state.stops:
+            older.append(state.opened_on)
+            state.opened_on = 0
+        for num_tokens in older:
+            num_blocks = num_tokens // groups[0].spec.block_size
+            if 0 < num_tokens < newest and num_blocks not in state.kept_places:
+                self._lower(groups, state.chain, num_blocks)
+
+    def _lower(self, groups: Sequence[CacheGroup], chain: TokenChain, num_blocks: int) -> None:
+        """Give the idle snapshots behind a chain's first blocks a low retention priority, unless prompts part there."""
+        if groups[0].pool.index.tree.partings(chain, num_blocks, num_blocks + 1):
+            return
+        for idx in self.carried:
+            pool = groups[idx].pool
+            for block_id in pool.index.published(chain, num_blocks - 1, num_blocks):
+                pool.set_priority(block_id, RetentionPriority.LOW)

@@ -141,8 +141,9 @@ class PrefixHit(NamedTuple):
         differs_at: the position of the first token that differs from what is published, when that is why; else None.
         loads: the blocks that are on the host, group by group; each needs a block of the device to be copied to.
         num_host_tokens: tokens of the hit for which some group has a block on the host only.
-        parted_at: tokens of the longer hit that all groups but those of states could serve: where prompts were seen
-            to part, so that a snapshot there is worth its block; 0 when there is none.
+        parted_at: tokens of whole blocks after which the prompt parts from what the prefix tree has, which goes on
+            otherwise there; 0 where it does not, and where all groups keep all tokens. The next prompt may part there
+            too: a snapshot of states is worth its block, and blocks that are read there are kept like others.
     """
 
     num_tokens: int

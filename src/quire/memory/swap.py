@@ -14,6 +14,7 @@ from operator import mul
 from typing import NamedTuple
 
 from quire.memory.admission import refuse_blocks, weigh
+from quire.memory.idle_blocks import RetentionPriority
 from quire.memory.ops import BlockCopy, Tier
 from quire.memory.pool import NULL_BLOCK, BlockPool
 from quire.memory.sequence_memory import SequenceMemory
@@ -182,7 +183,7 @@ def transfer(tables: BlockTables, states: Sequence[SequenceMemory], src: Tier, r
                     group.pool.retain((table[block_idx],))
     num_copied = sum(carry(tables, states, src, idx) for idx in range(len(routes)))
     for state in states:
-        leave(tables, state, src)
+        leave(tables, state, src, _priority_left(src))
     return num_copied
 
 
@@ -221,10 +222,14 @@ def carry(tables: BlockTables, states: Sequence[SequenceMemory], src: Tier, grou
     return len(carried)
 
 
-def leave(tables: BlockTables, state: SequenceMemory, src: Tier) -> None:
+def leave(
+    tables: BlockTables,
+    state: SequenceMemory,
+    src: Tier,
+    priority: RetentionPriority = RetentionPriority.DEFAULT,
+) -> None:
     """Release what a sequence holds in a tier, the tail before the head."""
-    for group, table in zip(tables.groups_on(src), state.tables_on(src), strict=True):
-        group.pool.release([block_id for block_id in reversed(table) if block_id != NULL_BLOCK])
+    tables.release(state, src, priority)
     if src is Tier.HOST:
         state.host_tables = None
         for idx in range(len(state.tables)):
@@ -274,7 +279,16 @@ def promote(tables: BlockTables, state: SequenceMemory, loads: Sequence[BlockLoa
         tables.host.groups[load.group_idx].pool.retain((load.host_id,))
     for idx in range(len(state.tables)):
         tables.host.traffic.num_promotions += carry(tables, (state,), Tier.HOST, idx)
-    leave(tables, state, Tier.HOST)
+    leave(tables, state, Tier.HOST, _priority_left(Tier.HOST))
+
+
+def _priority_left(src: Tier) -> RetentionPriority:
+    """Return the retention priority of published blocks in a tier that were copied to the other.
+
+    The host's are evicted first: the device has them too, and copies them back only if they are gone when it evicts
+    them. So both tiers together hold more than one of them does.
+    """
+    return RetentionPriority.LOW if src is Tier.HOST else RetentionPriority.DEFAULT
 
 
 def require_room(tables: BlockTables, woken: Sequence[int], missing: Sequence[int]) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 
 from quire.memory.arena import Arena
 from quire.memory.chain import TOKEN_BYTES
 from quire.memory.groups import CacheGroup
 from quire.memory.host_tier import HostTier
+from quire.memory.idle_blocks import RetentionPriority
 from quire.memory.ops import BlockCopy, Tier
 from quire.memory.pins import Pins
 from quire.memory.pool import NULL_BLOCK
@@ -160,11 +162,34 @@ class BlockTables:
         state.num_slots = num_tokens
         state.has_exclusive_tail = False
 
-    def release(self, state: SequenceMemory) -> None:
-        """Let go of all that a sequence holds on the device."""
-        for group, table, num_dead in zip(self.groups, state.tables, state.num_dead, strict=True):
-            group.pool.release(reversed(table[num_dead:]))
-        self.drop_checkpoint(state)
+    def release(
+        self,
+        state: SequenceMemory,
+        tier: Tier = Tier.DEVICE,
+        priority: RetentionPriority = RetentionPriority.DEFAULT,
+    ) -> None:
+        """Let go of all that a sequence holds in a tier, its tail first; see `BlockPool.release` for the priority.
+
+        Blocks of several groups become idle in turn, block by block: a hit needs the same tokens of all groups, so what
+        is evicted first should be the tail of all of them.
+        """
+        groups, tables = self.groups_on(tier), state.tables_on(tier)
+        if len(groups) == 1:
+            held = tables[0][state.num_dead[0] :][::-1]
+            groups[0].pool.release(list(filter(None, held)) if tier is Tier.HOST else held, priority)
+        else:
+            length, stride = max(map(len, tables)), len(groups)
+            start = self.arena_on(tier).clock.ticks(length * stride).start
+            for idx, (group, table) in enumerate(zip(groups, tables, strict=True)):
+                first = start + (length - len(table)) * stride + idx
+                held = table[state.num_dead[idx] :][::-1]
+                moments: Sequence[int] = range(first, first + len(held) * stride, stride)
+                if tier is Tier.HOST and NULL_BLOCK in held:  # of a hit, it has some blocks only
+                    moments = list(compress(moments, held))
+                    held = list(filter(None, held))
+                group.pool.release(held, priority, moments)
+        if tier is Tier.DEVICE:
+            self.drop_checkpoint(state)
 
     def keep_what_looked_ahead(self, state: SequenceMemory, num_computed: int) -> None:
         """Let go of the states that a sequence looked ahead from: all that it looked ahead to is kept.
@@ -209,6 +234,13 @@ class BlockTables:
         if state.host_tables is not None:
             raise ValueError(f"sequence {seq_id} is swapped out")
         return state
+
+    def arena_on(self, tier: Tier) -> Arena:
+        """Return the arena of a tier."""
+        if tier is Tier.DEVICE:
+            return self.arena
+        assert self.host is not None, "there is no host tier"
+        return self.host.arena
 
     def groups_on(self, tier: Tier) -> tuple[CacheGroup, ...]:
         """Return the cache groups with their blocks in a tier."""

@@ -183,7 +183,7 @@ def _measure_groups(arena: Arena) -> tuple[GroupUsage, ...]:
         GroupUsage(
             pool.num_used,
             len(pool.idle),
-            len(pool.free) + pool.num_retired,
+            len(pool.free),
             loan.num_slabs if len(arena.pools) > 1 else arena.layout.num_slabs,
             arena.layout.block_bytes[idx],
         )
