@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
@@ -32,6 +33,8 @@ from quire.sequences.edits import Fail, Finish
 from quire.sequences.params import SamplingParams
 from quire.sequences.sequence import FinishReason, Sequence
 from quire.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 MAX_CONSECUTIVE_FAILURES = 3
 
@@ -346,11 +349,15 @@ class Engine:
         return [] if output is None else [output]
 
     def _fail_step(self, plan: StepPlan, error: WorkerError) -> list[RequestOutput]:
-        """End every request of a step that the data plane could not execute."""
+        """End every request of a step that the data plane could not execute, and trust nothing that it was to write."""
         self._num_failures += 1
         if self._num_failures >= MAX_CONSECUTIVE_FAILURES:
             raise WorkerError(f"{self._num_failures} steps in a row failed; the last one: {error}") from error
         outputs = [output for item in plan.items for output in self._fail_item(item, str(error))]
+        for name in self.scheduler.recover(plan):
+            logger.warning("the pinned prefix %r is lost, since a step failed that was to move it", name)
+        if self._staging is not None:
+            self._staging.drop(plan.ops)
         self.last_step = self.measure()
         return outputs
 

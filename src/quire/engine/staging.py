@@ -15,7 +15,7 @@ from quire.errors import WorkerError
 from quire.execution.disk_blocks import DiskBlocks
 from quire.execution.prefix_store import StoreStats
 from quire.memory.archive import Archive, DiskLoad, FetchedBlock
-from quire.memory.ops import BlockCopy, MemoryOps
+from quire.memory.ops import BlockCopy, MemoryOps, Tier
 from quire.memory.recorder import RecordedArchive
 from quire.sequences.sequence import Sequence
 
@@ -86,6 +86,10 @@ class Staging:
     def reset(self) -> None:
         """Make nothing that was saved until now be hit again."""
         self._disk.reset()
+
+    def drop(self, ops: MemoryOps) -> None:
+        """Let go of what was read for copies that may not have been made."""
+        self._disk.drop(copy.src_id for copy in ops.copies if copy.src_tier is Tier.DISK)
 
     def save_all(self, executor: Executor, pending: MemoryOps, clock: Callable[[], float]) -> None:
         """Save what is published, so that it is found after a restart; the process may be killed on the way.

@@ -28,6 +28,7 @@ from quire.memory.forecast import Forecast
 from quire.memory.groups import CacheGroup, find_prefix
 from quire.memory.hit import find_hit
 from quire.memory.host_tier import HostTier
+from quire.memory.lost_copies import LostCopies
 from quire.memory.media import MediaSpan
 from quire.memory.namespaces import Namespaces
 from quire.memory.ops import NO_OPS, MemoryOps, TableDelta, Tier
@@ -47,7 +48,7 @@ MOST_ROOTS = 1024
 
 
 class KVCacheManager:
-    """Owns every block of the KV cache; has the verbs of `Forecast`, `Rollback` and `BatchCommands` too.
+    """Owns every block of the KV cache; has the verbs of `Forecast`, `Rollback`, `LostCopies` and `BatchCommands` too.
 
     Args:
         specs: one for each cache group; all with the same block size.
@@ -119,6 +120,9 @@ class KVCacheManager:
         self.rollback_limit = rollback.rollback_limit
         self.rollback_point = rollback.rollback_point
         self.truncate = rollback.truncate
+        lost = LostCopies(self.tables)
+        self.holders_of = lost.holders_of
+        self.discard_copies = lost.discard_copies
         each = BatchCommands(self, self.tables, self.block_size)
         self.append_slot_to_each = each.append_slot_to_each
         self.append_slot_to_all = each.append_slot_to_all

@@ -23,6 +23,7 @@ A line has what the command needs to be run again, and what came of it:
  r                           reset_prefix_cache
  + PIN TOKENS NAME ...       pin: of so many tokens, with names like a hit; pins are numbered
  - PIN                       unpin
+ x [GROUP:SRC>DST ...]       discard_copies: of an earlier take_ops, written like that
  d SEQ [GROUP:START:ID,ID]   take_table_deltas: the block ids that the data plane is told
  o [GROUP:SRC>DST ...]       take_ops: the copies that it is told to make; an `h` follows the id of a host block, a `d`
                              the number of one on disk
@@ -38,6 +39,7 @@ that raised changed nothing (M7), and are left out.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TextIO
@@ -60,6 +62,7 @@ COUNT_EVERY = 256
 NUM_COUNTS = 9
 NUM_HOST_COUNTS = 10
 TIER_MARKS = {Tier.DEVICE: "", Tier.HOST: "h", Tier.DISK: "d"}
+MOVEMENT = re.compile(r"(\d+):(\d+)([hd]?)>(\d+)([hd]?)")
 
 
 def keyed_name(digest: bytes, _: bytes) -> str:
@@ -134,6 +137,7 @@ class RecordedMemory:
         self.can_swap_in = manager.can_swap_in
         self.swap_size = manager.swap_size
         self.usage = manager.usage
+        self.holders_of = manager.holders_of
         self._log: TextIO | None = log
         self._name = name
         self._num_commands = 0
@@ -229,6 +233,11 @@ class RecordedMemory:
         """See `KVCacheManager.unpin`."""
         self.manager.unpin(name)
         self._write(f"- {self._pins.pop(name)}")
+
+    def discard_copies(self, ops: MemoryOps) -> None:
+        """See `KVCacheManager.discard_copies`."""
+        self.manager.discard_copies(ops)
+        self._write(" ".join(["x", *map(_movement, ops.copies)]))
 
     def take_ops(self) -> MemoryOps:
         """See `KVCacheManager.take_ops`."""
@@ -327,3 +336,17 @@ def _names(name: Callable[[bytes, bytes], str], chain: TokenChain, start: int, e
 def _movement(copy: BlockCopy) -> str:
     src, dst = (TIER_MARKS[tier] for tier in (copy.src_tier, copy.dst_tier))
     return f"{copy.group_idx}:{copy.src_id}{src}>{copy.dst_id}{dst}"
+
+
+def read_movement(word: str) -> BlockCopy:
+    """Return the movement that a word of a log stands for.
+
+    Raises:
+        ValueError: the word is no movement.
+    """
+    found = MOVEMENT.fullmatch(word)
+    if found is None:
+        raise ValueError(f"{word[:40]!r} is no movement of a block")
+    group_idx, src_id, src_mark, dst_id, dst_mark = found.groups()
+    tiers = {mark: tier for tier, mark in TIER_MARKS.items()}
+    return BlockCopy(int(group_idx), int(src_id), int(dst_id), tiers[src_mark], tiers[dst_mark])

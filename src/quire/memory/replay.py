@@ -15,7 +15,8 @@ from quire.errors import InvariantViolation, LogError
 from quire.memory.archive import FetchedBlock
 from quire.memory.chain import Namespace, TokenChain
 from quire.memory.invariants import check
-from quire.memory.recorder import TITLE, VERSION, RecordedMemory
+from quire.memory.ops import MemoryOps
+from quire.memory.recorder import TITLE, VERSION, RecordedMemory, read_movement
 from quire.memory.settings import MemorySettings
 from quire.memory.usage import Usage
 
@@ -35,6 +36,7 @@ VERBS = {
     "-": "unpin",
     "d": "take_table_deltas",
     "o": "take_ops",
+    "x": "discard_copies",
 }
 OF_A_SEQUENCE = frozenset("sktpfd")
 COUNTS = "="
@@ -183,6 +185,7 @@ class _Replay:
             "-": lambda words: self.memory.unpin(words[0]),
             "d": lambda words: self.memory.take_table_deltas(int(words[0])),
             "o": lambda _: self.memory.take_ops(),
+            "x": lambda words: self.memory.discard_copies(MemoryOps(tuple(map(read_movement, words)))),
         }
 
     @classmethod

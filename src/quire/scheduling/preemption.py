@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from quire.memory.manager import KVCacheManager
+from quire.memory.ops import MemoryOps
 from quire.memory.recorder import RecordedMemory
 from quire.memory.status import Verdict
 from quire.scheduling.policies import PREEMPTION_POLICIES
@@ -114,18 +115,44 @@ class Preemption:
             self._stats.wasted_tokens += _num_computed(victim)
             self.drop(victim)
 
-    def drop(self, sequence: Sequence) -> None:
+    def drop(self, sequence: Sequence, *, is_sound: bool = True) -> None:
         """Free what a sequence holds, on either tier; it waits in its old place and computes its tokens again.
 
         A beam takes all of its search with it, which waits as the prompt that it began with.
+
+        Args:
+            sequence: running or swapped out.
+            is_sound: see `KVCacheManager.free`.
         """
         if sequence.is_beam:
             self._roster.restart(sequence.request)
             return
-        self._memory.free(sequence.seq_id, retain=sequence.request.retain_cache)
+        self._memory.free(sequence.seq_id, retain=sequence.request.retain_cache, is_sound=is_sound)
         self._queues.close(sequence)
         sequence.num_computed = 0
         self._queues.move(sequence, SequenceStatus.WAITING)
+
+    def recover(self, ops: MemoryOps) -> tuple[str, ...]:
+        """Have sequences compute their tokens again that hold blocks which copies were to write; nothing hits those.
+
+        Args:
+            ops: of a step that failed, whose own sequences have ended.
+
+        Returns:
+            The names of pins that are lost.
+        """
+        lost = self._memory.holders_of(ops)
+        for seq_id in lost.seq_ids:
+            sequence = self._roster.sequences.get(seq_id)
+            if sequence is not None:  # else it went with another beam of its search
+                self._stats.num_preemptions += 1
+                self._stats.wasted_tokens += _num_computed(sequence)
+                sequence.request.num_preemptions += 1
+                self.drop(sequence, is_sound=False)
+        for name in lost.pins:
+            self._memory.unpin(name)
+        self._memory.discard_copies(ops)
+        return lost.pins
 
     def _loss(self, victim: Sequence, candidates: Candidates[Sequence]) -> Loss:
         """Return the better way, or the one that was asked for, to take a sequence's memory."""

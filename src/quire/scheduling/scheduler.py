@@ -207,6 +207,21 @@ class Scheduler:
             news += self._take_in(idx, sequence, token_ids)
         return news
 
+    def recover(self, plan: StepPlan) -> tuple[str, ...]:
+        """Take back what rests on a plan whose execution failed, at whatever point.
+
+        What it closed is closed with the next plan again. Sequences that were not part of it, but hold blocks that its
+        copies were to write, wait and compute their tokens again.
+
+        Args:
+            plan: all of whose sequences have ended.
+
+        Returns:
+            The names of pinned prefixes that are lost.
+        """
+        self._queues.closed[:0] = plan.closed
+        return self.preemption.recover(plan.ops)
+
     def advance_beams(self, groups: Iterable[BeamGroup], found: Iterable[tuple[Candidate, ...]]) -> list[News]:
         """Take in the candidates of a step, once all of its items are taken in.
 

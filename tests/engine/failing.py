@@ -1,0 +1,116 @@
+"""Data planes that fail at random points of a step, and do up to there what they were told."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from quire.distributed.executor import Executor
+from quire.errors import WorkerError
+from quire.execution.host_blocks import TieredBlocks
+from quire.memory.ops import MemoryOps
+from quire.scheduling.plan import StepPlan, StepResult
+from quire.simulation.executor import SimulatedExecutor
+
+# An engine ends after so many failures in a row.
+MOST_IN_A_ROW = 2
+
+
+class Failures:
+    """Decides which steps fail.
+
+    Args:
+        rng: decides.
+        share: of the steps that fail.
+        share_of_copying: of the steps with copies that fail; None for the same.
+
+    Attributes:
+        num_lost_copies: copies of the failed steps.
+    """
+
+    def __init__(self, rng: random.Random, share: float, share_of_copying: float | None = None) -> None:
+        self.rng = rng
+        self._shares = (share, share if share_of_copying is None else share_of_copying)
+        self._num_in_a_row = 0
+        self.count = 0
+        self.num_lost_copies = 0
+
+    def end(self) -> None:
+        """Let no step fail from now on."""
+        self._shares = (0.0, 0.0)
+
+    def is_next(self, plan: StepPlan) -> bool:
+        """Say whether a step fails."""
+        if self._num_in_a_row == MOST_IN_A_ROW or self.rng.random() >= self._shares[bool(plan.ops.copies)]:
+            self._num_in_a_row = 0
+            return False
+        self._num_in_a_row += 1
+        self.count += 1
+        self.num_lost_copies += len(plan.ops.copies)
+        return True
+
+
+class FailingSimulation(SimulatedExecutor):
+    """A simulated data plane that fails before, within or after the closings, the copies, the writes and the draws.
+
+    It closes a sequence a second time if it is told to: it may have failed after it did the first time.
+    """
+
+    failures: Failures
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Perform a step, or the first part of it."""
+        plan = plan._replace(closed=tuple(seq_id for seq_id in plan.closed if seq_id in self._open))
+        if not self.failures.is_next(plan):
+            return super().execute(plan)
+        rng = self.failures.rng
+        num_closed = rng.randint(0, len(plan.closed))
+        num_copies = rng.randint(0, len(plan.ops.copies)) if num_closed == len(plan.closed) else 0
+        num_items = rng.randint(0, len(plan.items)) if num_copies == len(plan.ops.copies) else 0
+        for seq_id in plan.closed[:num_closed]:
+            del self._open[seq_id]
+        for copy in plan.ops.copies[:num_copies]:
+            self._copy_block(copy)
+        for item in plan.items[:num_items]:
+            self._write(item, {})
+        raise WorkerError(f"step {plan.tick} failed after {num_closed}, {num_copies} and {num_items}")
+
+
+class FailingExecutor:
+    """The real data plane, whose copies fail at a random place, or which fails once it has done everything.
+
+    Args:
+        executor: does the work.
+        blocks: of its tiers.
+        failures: says when.
+    """
+
+    def __init__(self, executor: Executor, blocks: TieredBlocks, failures: Failures) -> None:
+        self.executor = executor
+        self.failures = failures
+        self._blocks = blocks
+        self._apply: Callable[..., Any] = blocks.apply
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Perform a step; a failing one up to some copy, or to its end."""
+        if not self.failures.is_next(plan):
+            return self.executor.execute(plan)
+        num_copies = self.failures.rng.randint(0, len(plan.ops.copies) + 1)
+        if num_copies <= len(plan.ops.copies):
+            self._apply(plan.ops.copies[:num_copies], plan.ops.saves)
+        else:
+            self.executor.execute(plan)
+        raise WorkerError(f"step {plan.tick} failed after {num_copies} copies")
+
+    def measure_copies(self) -> float | None:
+        """See `Executor`."""
+        return self.executor.measure_copies()
+
+    def move(self, ops: MemoryOps) -> None:
+        """See `Executor`."""
+        self.executor.move(ops)
+
+    def close(self) -> None:
+        """See `Executor`."""
+        self.executor.close()
