@@ -44,15 +44,16 @@ def draw(figures: dict[str, Any], earlier: dict[str, Any] | None, image: Path) -
     mpl.rcParams.update({"svg.hashsalt": "quire", "svg.fonttype": "none", "font.family": "sans-serif"})
     figure = Figure(figsize=(8.2, 9.0), layout="constrained")
     rows = figures["rows"]
-    panels = figure.subplots(-(-len(rows) // 2), 2, sharey=True).flat
+    panels = list(figure.subplots(-(-len(rows) // 2), 2, sharey=True).flat)
     for idx, (axes, row) in enumerate(zip(panels, rows, strict=False)):
         runs = {"now": figures} if earlier is None else {"earlier": earlier, "now": figures}
         curves = {name: [run["hit_share"] for run in each["rows"][idx]["runs"]] for name, each in runs.items()}
         draw_panel(axes, row["model"] + (", host tier" if row["with_host"] else ""), figures["factors"], curves)
-    figure.supxlabel("bytes of the pool, in units of the live bytes", fontsize=9, color=INK)
+    for axes in panels[-2:]:
+        axes.set_xlabel("bytes of the pool, in units of the live bytes", fontsize=9, color=INK)
     figure.supylabel("share of prompt tokens hit", fontsize=9, color=INK)
     labels = {"now": "now", "earlier": f"commit {earlier['facts']['commit'][:7]}"} if earlier else {"now": "now"}
-    handles, names = axes.get_legend_handles_labels()
+    handles, names = panels[0].get_legend_handles_labels()
     figure.legend(handles, [labels[name] for name in names], loc="outside lower center", ncols=2, frameon=False)
     image.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(image, metadata={"Date": None})
