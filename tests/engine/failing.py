@@ -61,6 +61,7 @@ class FailingSimulation(SimulatedExecutor):
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Perform a step, or the first part of it."""
+        assert len(set(plan.closed)) == len(plan.closed), "a sequence is closed twice by one plan"
         plan = plan._replace(closed=tuple(seq_id for seq_id in plan.closed if seq_id in self._open))
         if not self.failures.is_next(plan):
             return super().execute(plan)

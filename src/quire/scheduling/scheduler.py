@@ -219,7 +219,9 @@ class Scheduler:
         Returns:
             The names of pinned prefixes that are lost.
         """
-        self._queues.closed[:0] = plan.closed
+        closed = self._queues.closed
+        # Some were closed and opened again by the same plan, and have ended with it.
+        closed[:] = dict.fromkeys((*plan.closed, *closed))
         return self.preemption.recover(plan.ops)
 
     def advance_beams(self, groups: Iterable[BeamGroup], found: Iterable[tuple[Candidate, ...]]) -> list[News]:
