@@ -7,6 +7,14 @@ field, the value and what is allowed; a broken fact of our own is an `InvariantV
 from __future__ import annotations
 
 
+def describe(error: BaseException) -> str:
+    """Return the type and the message of an exception; the type alone where its own `__str__` fails."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__
+
+
 class QuireError(Exception):
     """The root of all errors that Quire raises on purpose."""
 

@@ -15,6 +15,8 @@ from quire.scheduling.plan import Opening
 from quire.sequences.params import SamplingParams
 
 VOCAB = 40
+# Above 0, but 0, denormal or the smallest normal number in float32.
+TINY = (5e-324, 1e-300, 1e-46, 1e-40, 1.2e-38)
 token = st.integers(0, VOCAB - 1)
 quarter = st.integers(-24, 24).map(lambda n: n / 4)
 
@@ -23,17 +25,17 @@ quarter = st.integers(-24, 24).map(lambda n: n / 4)
 def openings(draw: st.DrawFn) -> Opening:
     options: dict[str, Any] = {}
     knobs = {
-        "temperature": st.sampled_from([0.0, 0.3, 1.0, 1.7]),
+        "temperature": st.sampled_from([0.0, 0.3, 1.0, 1.7, *TINY]),
         "top_k": st.integers(1, VOCAB + 5),
-        "top_p": st.sampled_from([0.01, 0.37, 0.8, 0.951, 0.9999]),
-        "min_p": st.sampled_from([0.001, 0.07, 0.6, 1.0]),
-        "typical_p": st.sampled_from([0.05, 0.413, 0.87, 0.9993]),
-        "top_n_sigma": st.sampled_from([0.31, 1.03, 2.7]),
+        "top_p": st.sampled_from([0.01, 0.37, 0.8, 0.951, 0.9999, *TINY]),
+        "min_p": st.sampled_from([0.001, 0.07, 0.6, 1.0, *TINY]),
+        "typical_p": st.sampled_from([0.05, 0.413, 0.87, 0.9993, *TINY]),
+        "top_n_sigma": st.sampled_from([0.31, 1.03, 2.7, *TINY]),
         "dry_multiplier": st.sampled_from([0.4, 1.0, 3.0]),
         "dry_base": st.sampled_from([1.0, 1.75, 2.5]),
         "dry_allowed_length": st.integers(1, 3),
         "dry_penalty_last_n": st.sampled_from([-1, 0, 1, 5, 100]),
-        "repetition_penalty": st.sampled_from([0.5, 1.25, 2.0]),
+        "repetition_penalty": st.sampled_from([0.01, 0.5, 1.25, 2.0, 100.0]),
         "presence_penalty": st.sampled_from([-2.0, 0.25, 1.5]),
         "frequency_penalty": st.sampled_from([-1.5, 0.5, 2.0]),
         "logit_bias": st.dictionaries(token, quarter, max_size=4),
@@ -117,7 +119,8 @@ def kept(values: list[float], filters: Filter) -> dict[int, float]:
         ranked = ranked[: filters.top_k or len(ranked)]
         wanted = filters.top_p * math.fsum(weights[i] for i in ranked)
         sums = itertools.accumulate((weights[i] for i in ranked), initial=0.0)
-        weights = {i: weights[i] for i, before in zip(ranked, sums, strict=False) if before < wanted}
+        # The likeliest is kept where the product rounds to 0, too.
+        weights = {i: weights[i] for i, before in zip(ranked, sums, strict=False) if before < wanted or not before}
     total = math.fsum(weights.values())
     return {i: weight / total for i, weight in weights.items()}
 

@@ -104,7 +104,7 @@ def test_what_is_near_the_best_equals_the_twin(num_sigmas: float) -> None:
     logits = torch.randn(6, 700, generator=torch.Generator().manual_seed(4))
     logits[:, 100:300] = -torch.inf
     expected = [near_best(dict(enumerate(row)), row, num_sigmas) for row in logits.tolist()]
-    keep_near_best(logits, torch.full((6,), num_sigmas))
+    keep_near_best(logits, torch.full((6,), num_sigmas, dtype=torch.float64))
     for row, left in zip(logits, expected, strict=True):
         assert set(row.isfinite().nonzero()[:, 0].tolist()) == set(left) - set(range(100, 300))
 
@@ -132,6 +132,23 @@ def fail(*_: Any) -> torch.Tensor:
     raise ValueError("no taste")
 
 
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise TypeError("no words")
+
+
+def fail_without_words(*_: Any) -> torch.Tensor:
+    raise Unspeakable
+
+
+class Nameless:
+    def __getattr__(self, name: str) -> Any:
+        raise (RuntimeError if name == "__qualname__" else AttributeError)(f"no {name}")
+
+    def __call__(self, _prompt: list[int], _output: list[int], logits: torch.Tensor) -> torch.Tensor:
+        return logits
+
+
 @pytest.mark.parametrize(
     ("processor", "why"),
     [
@@ -140,6 +157,11 @@ def fail(*_: Any) -> torch.Tensor:
         (lambda _prompt, _output, logits: logits[:3], "must return 40"),
         (lambda _prompt, _output, logits: logits.argsort(), "must return 40"),
         (lambda _prompt, _output, logits: logits * torch.nan, "none NaN"),
+        (lambda _prompt, _output, logits: logits.double() + 1e39, "none NaN or infinity"),
+        (lambda _prompt, _output, logits: logits.to("meta"), "raised"),
+        (lambda _prompt, _output, logits: logits.to_sparse(), "raised"),
+        (fail_without_words, "fail_without_words raised Unspeakable"),
+        (Nameless(), "Nameless raised RuntimeError: no __qualname__"),
     ],
 )
 def test_a_processor_that_fails_is_its_own_rows_error(processor: Callable[..., Any], why: str) -> None:

@@ -40,7 +40,7 @@ NUMBERS: dict[str, tuple[float, float]] = {
     "top_n_sigma": (-1.0, 100.0),
     "dry_multiplier": (0.0, 100.0),
     "dry_base": (1.0, 100.0),
-    "repetition_penalty": (ABOVE_ZERO, 100.0),
+    "repetition_penalty": (0.01, 100.0),
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
 }

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from quire.errors import describe
 from quire.execution.constraints import Constraint
 from quire.execution.history import TokenHistory
 from quire.execution.masks import BadWords, add_bias, forbid, keep_only
@@ -132,18 +133,22 @@ def _process(row: torch.Tensor, own: Adjustments, history: TokenHistory) -> str 
     prompt, output = history.prompt_and_output()
     values = row.clone()
     for processor in own.params.logits_processors:
-        name = getattr(processor, "__qualname__", type(processor).__qualname__)
-        # Whatever it raises is its own request's affair.
+        name = type(processor).__qualname__
+        # Whatever it raises, or what it returned does, is its own request's affair.
         try:
+            name = getattr(processor, "__qualname__", name)
             values = processor(prompt.copy(), output.copy(), values)
+            if not _are_logits(values, row):
+                return f"the logits processor {name} must return {len(row)} floating-point logits, none NaN or infinity"
+            values = values.to(row)
         except Exception as error:
-            return f"the logits processor {name} raised {type(error).__name__}: {error}"
-        if (
-            not isinstance(values, torch.Tensor)
-            or values.shape != row.shape
-            or not values.is_floating_point()
-            or not (values < torch.inf).all()
-        ):
-            return f"the logits processor {name} must return {len(row)} floating-point logits, none NaN or infinity"
+            return f"the logits processor {name} raised {describe(error)}"
     row.copy_(values)
     return None
+
+
+def _are_logits(values: object, row: torch.Tensor) -> bool:
+    """Say whether values can take the place of a row of logits [V], in whose dtype they must still be finite."""
+    if not isinstance(values, torch.Tensor) or values.shape != row.shape or not values.is_floating_point():
+        return False
+    return bool((values.to(row) < torch.inf).all())

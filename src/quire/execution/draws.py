@@ -108,13 +108,18 @@ def _truncate(logits: torch.Tensor, filters: Sequence[Filter]) -> None:
     near = [row for row, f in enumerate(filters) if f.top_n_sigma]
     if near:
         kept = logits[near]
-        keep_near_best(kept, logits.new_tensor([filters[row].top_n_sigma for row in near]))
+        keep_near_best(kept, _float64([filters[row].top_n_sigma for row in near], logits.device))
         logits[near] = kept
     typical = [row for row, f in enumerate(filters) if f.typical_p < 1.0]
     if typical:
         kept = logits[typical]
-        keep_typical(kept, torch.tensor([filters[row].typical_p for row in typical]).double().to(logits.device))
+        keep_typical(kept, _float64([filters[row].typical_p for row in typical], logits.device))
         logits[typical] = kept.sub_(kept.amax(-1, keepdim=True))
+
+
+def _float64(values: list[float], device: torch.device) -> torch.Tensor:
+    """Return parameters as Python has them: a share above 0 stays above 0, which float32 does not guarantee."""
+    return torch.tensor(values, dtype=torch.float64, device=device)
 
 
 def _draw_filtered(
@@ -134,7 +139,8 @@ def _draw_filtered(
     """
     vocab_size, device = logits.shape[1], logits.device
     top_k = torch.tensor([min(f.top_k or vocab_size, vocab_size) for f in filters], device=device)
-    top_p = torch.tensor([f.top_p for f in filters], dtype=torch.float64, device=device)
+    top_p = _float64([f.top_p for f in filters], device)
+    # Weights below the smallest float32 are 0 and are never drawn; so a min_p that rounds to 0 drops the same tokens.
     min_p = torch.tensor([f.min_p for f in filters], dtype=torch.float32, device=device)
     width = min(FIRST_WIDTH, vocab_size)
     while len(rows):

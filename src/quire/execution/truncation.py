@@ -15,7 +15,7 @@ def keep_near_best(logits: torch.Tensor, num_sigmas: torch.Tensor) -> None:
 
     Args:
         logits: float32 [R, V], changed; every row has a finite maximum.
-        num_sigmas: float32 [R].
+        num_sigmas: float64 [R].
 
     Source: top-n-sigma, arXiv 2411.07641.
     """

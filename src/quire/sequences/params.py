@@ -26,6 +26,8 @@ MAX_LOGPROBS = 64
 MAX_STOP_IDS = 64
 MAX_BAD_WORDS = 1024
 MAX_SEED = 2**63 - 1
+# Logits are divided by it, and must stay finite in float32; as far below 1 as the largest one is above.
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +54,8 @@ class SamplingParams:
             1 keeps all.
         top_n_sigma: drop tokens whose logit is so many standard deviations below the greatest; 0 or
             -1 drops none.
-        repetition_penalty: divide (multiply, when negative) logits of tokens seen in prompt or output; 1 is off.
+        repetition_penalty: divide (multiply, when negative) logits of tokens seen in prompt or output, from 0.01 to
+            100; 1 is off.
         presence_penalty: subtract once from logits of tokens seen in the output; 0 is off.
         frequency_penalty: subtract per occurrence in the output; 0 is off.
         dry_multiplier: how hard to penalise a token with which the output would repeat an earlier sequence of tokens
@@ -142,11 +145,10 @@ class SamplingParams:
         put(self, "min_p", number("min_p", self.min_p, 0.0, 1.0))
         put(self, "typical_p", number("typical_p", self.typical_p, 0.0, 1.0, open_low=True))
         put(self, "top_n_sigma", max(number("top_n_sigma", self.top_n_sigma, -1.0, 100.0), 0.0))
-        put(
-            self,
-            "repetition_penalty",
-            number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True),
+        repetition_penalty = number(
+            "repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
         )
+        put(self, "repetition_penalty", repetition_penalty)
         put(self, "presence_penalty", number("presence_penalty", self.presence_penalty, -2.0, 2.0))
         put(self, "frequency_penalty", number("frequency_penalty", self.frequency_penalty, -2.0, 2.0))
         put(self, "dry_multiplier", number("dry_multiplier", self.dry_multiplier, 0.0, 100.0))

@@ -1,0 +1,118 @@
+"""Random sampling parameters in random batches: every output is that of the request alone, to the bit.
+
+With `deterministic`, a row's logits do not depend on the rows beside it. So whatever differs here is the doing of what
+comes behind them: masks, penalties, filters, draws, strategies, drafts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+import pytest
+
+pytest.importorskip("llguidance", reason="the extra structured is not installed")
+
+from quire import LLM
+from quire.engine.outputs import RequestOutput
+from quire.errors import RequestError
+from tests.engine.sampling_world import Asked, asked, each_value, told
+from tests.ops.backends import LIBRARIES
+
+pytestmark = pytest.mark.skipif(not LIBRARIES, reason="no native kernels were built")
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "plenty": {},
+    "tight": {
+        "num_kv_blocks": 52,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 24,
+        "swap_space": 1 << 22,
+        "scheduling_policy": "priority",
+    },
+    "drafts": {"speculative_method": "suffix", "num_speculative_tokens": 5},
+}
+Refusal = tuple[str, str]
+
+
+def load(**options: Any) -> LLM:
+    usual = {"num_kv_blocks": 256, "max_num_seqs": 24, "max_model_len": 96, "num_threads": 1, "block_size": 8}
+    return LLM("bundled", deterministic=True, **usual | options)
+
+
+@pytest.fixture(scope="module")
+def quiet() -> Iterator[LLM]:
+    """An engine that serves one request at a time, without drafts and without a prefix cache."""
+    llm = load(enable_prefix_caching=False, scheduling_policy="priority")
+    yield llm
+    llm.close()
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def busy(request: pytest.FixtureRequest) -> Iterator[LLM]:
+    llm = load(**ENGINES[request.param])
+    yield llm
+    llm.close()
+
+
+def serve(llm: LLM, requests: list[Asked]) -> list[RequestOutput | Refusal]:
+    """Serve requests that come as their delays say."""
+    engine, outputs = llm.engine, dict[str, RequestOutput | Refusal]()
+    due, tick = 0, 0
+    waiting = list(enumerate(requests))
+    while waiting or engine.has_unfinished:
+        while waiting and waiting[0][1].delay + due <= tick:
+            place, one = waiting.pop(0)
+            due = tick
+            params = one.params
+            if engine.scheduler.drafter is None:
+                params = dataclasses.replace(params, speculative=None)
+            try:
+                engine.add_request(str(place), one.prompt, params, **one.options)
+            except RequestError as error:
+                outputs[str(place)] = (error.code, str(error))
+        for news in engine.step():
+            known = outputs.get(news.request_id)
+            if known is None:
+                outputs[news.request_id] = news
+            else:
+                assert isinstance(known, RequestOutput)
+                known.add(news)
+        tick += 1
+    return [outputs[str(place)] for place in range(len(requests))]
+
+
+def check(quiet: LLM, busy: LLM, requests: list[Asked]) -> int:
+    """Compare the outputs of requests in company with those of each alone; return how many failed as they should."""
+    num_failed = 0
+    for one, found in zip(requests, serve(busy, requests), strict=True):
+        (expected,) = serve(quiet, [dataclasses.replace(one, delay=0)])
+        if not isinstance(expected, RequestOutput) or not isinstance(found, RequestOutput):
+            assert found == expected, one
+            continue
+        assert found.finished
+        assert found.error_code != "engine_failed", (one, found.error)
+        assert told(found) == told(expected), one
+        num_failed += found.error is not None
+    assert busy.usage().used == quiet.usage().used == 0
+    return num_failed
+
+
+def test_every_value_of_every_parameter(quiet: LLM, busy: LLM) -> None:
+    assert check(quiet, busy, each_value()) < 10
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_any_parameters_in_any_company(quiet: LLM, busy: LLM, seed: int) -> None:
+    random = Random(seed)
+    assert 0 < check(quiet, busy, [asked(random) for _ in range(30)]) < 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 104))
+def test_any_parameters_in_any_company_at_length(quiet: LLM, busy: LLM, seed: int) -> None:
+    random = Random(seed)
+    for _ in range(20):
+        check(quiet, busy, [asked(random) for _ in range(random.choice((3, 12, 30, 60)))])
