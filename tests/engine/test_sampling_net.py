@@ -12,13 +12,15 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("llguidance", reason="the extra structured is not installed")
 
-from quire import LLM
+from quire import LLM, SamplingParams
 from quire.engine.outputs import RequestOutput
 from quire.errors import RequestError
-from tests.engine.sampling_world import Asked, asked, each_value, told
+from quire.execution import draws
+from tests.engine.sampling_world import PROMPTS, Asked, asked, each_value, told
 from tests.ops.backends import LIBRARIES
 
 pytestmark = pytest.mark.skipif(not LIBRARIES, reason="no native kernels were built")
@@ -108,6 +110,30 @@ def test_every_value_of_every_parameter(quiet: LLM, busy: LLM) -> None:
 def test_any_parameters_in_any_company(quiet: LLM, busy: LLM, seed: int) -> None:
     random = Random(seed)
     assert 0 < check(quiet, busy, [asked(random) for _ in range(30)]) < 10
+
+
+def test_a_defect_of_the_sampler_ends_the_requests_that_show_it(
+    quiet: LLM, busy: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A share that float32 rounds to 0 leaves no token to draw from, which raises for all rows of the step."""
+    random = Random(8)
+    others = [one for one in (asked(random) for _ in range(40)) if one.params.typical_p == 1.0]
+    expected = [serve(quiet, [dataclasses.replace(one, delay=0)])[0] for one in others]
+    monkeypatch.setattr(draws, "_float64", lambda values, _device: torch.tensor(values).double())
+    bad = Asked(PROMPTS[0], SamplingParams(typical_p=1e-300, max_tokens=5), {}, 2)
+    requests = [*others[:10], bad, *others[10:20], bad, *others[20:]]
+    found = serve(busy, requests)
+    for place in (21, 10):
+        failed = found.pop(place)
+        assert isinstance(failed, RequestOutput)
+        assert failed.error_code == "engine_failed"
+        assert "could not be sampled (RuntimeError: index" in (failed.error or "")
+    for one, output, alone in zip(others, found, expected, strict=True):
+        if isinstance(alone, RequestOutput) and isinstance(output, RequestOutput):
+            assert told(output) == told(alone), one
+        else:
+            assert output == alone
+    assert busy.usage().used == 0
 
 
 @pytest.mark.slow

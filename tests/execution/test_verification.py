@@ -13,9 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.execution import row_draws
 from quire.execution import sampler as sampler_module
 from quire.execution.draws import uniform
-from quire.execution.sampler import BAD_LOGITS, Sampler
+from quire.execution.row_draws import BAD_LOGITS
+from quire.execution.sampler import Sampler
 from quire.memory.ops import NO_OPS
 from quire.scheduling.plan import ItemResult, Opening, PlanItem, StepPlan
 from quire.sequences.params import SamplingParams
@@ -233,5 +235,5 @@ def test_wrong_rules_are_caught(rule: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_one_random_number_for_all_rows_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler_module, "uniform", lambda seed, sample_idx, _: uniform(seed, sample_idx, 0))
+    monkeypatch.setattr(row_draws, "uniform", lambda seed, sample_idx, _: uniform(seed, sample_idx, 0))
     assert surprise(pairs_drawn((2, 1))) > CRITICAL

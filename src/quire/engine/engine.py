@@ -24,7 +24,7 @@ from quire.engine.stats import EngineStats, StepStats
 from quire.engine.step_times import StepTimes
 from quire.engine.transcript import RequestTranscript
 from quire.errors import InvalidParameter, RequestFailed, WorkerError
-from quire.execution.sampler import NO_TOKEN
+from quire.execution.row_draws import NO_TOKEN
 from quire.memory.recorder import RecordedMemory
 from quire.memory.usage import Usage
 from quire.scheduling.plan import ItemResult, PlanItem, StepPlan, TokenLogprobs

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from quire.errors import RequestError
+from quire.errors import RequestError, describe
 from quire.execution.constraints import Constraint
 from quire.execution.grammars import GrammarShelf
 from quire.scheduling.plan import ItemResult, Opening, PlanItem
@@ -129,7 +129,11 @@ class Constraints:
             constraint = self._open.get(item.seq_id)
             # Each of several samples will be a sequence of its own.
             if constraint is not None and result.error is None and item.num_samples == 1:
-                token_ids = constraint.append(result.token_ids)
+                try:
+                    token_ids = constraint.append(result.token_ids)
+                except Exception as error:
+                    extended[place] = ItemResult(item.seq_id, (), error=_failure(error), is_own_fault=True)
+                    continue
                 if len(token_ids) > len(result.token_ids):
                     extended[place] = result._replace(token_ids=token_ids)
         return extended
@@ -156,6 +160,11 @@ class Constraints:
             self._job = None
 
 
+def _failure(error: Exception) -> str:
+    """Return what the request of a grammar that raised is told."""
+    return f"the grammar of the output failed: {describe(error)}"
+
+
 def _fill(works: Sequence[Work], begun: Future[None]) -> None:
     """Bring constraints up to what is known, and fill their masks."""
     begun.result()
@@ -168,4 +177,4 @@ def _fill(works: Sequence[Work], begun: Future[None]) -> None:
                 if work.is_sampled:
                     constraint.fill(work.draft)
             except Exception as error:
-                constraint.error = f"the grammar of the output failed: {type(error).__name__}: {error}"
+                constraint.error = _failure(error)

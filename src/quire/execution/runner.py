@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -16,11 +17,14 @@ from quire.execution.logprobs import measure, rows_per_tile
 from quire.execution.machine import num_cores
 from quire.execution.media import OpenMedia
 from quire.execution.prefault import Prefaulter
-from quire.execution.sampler import BAD_LOGITS, Sampler
+from quire.execution.row_draws import BAD_LOGITS
+from quire.execution.sampler import Sampler
 from quire.execution.storage import Storage, make_storages
 from quire.memory.ops import MemoryOps
 from quire.models.decoder import Decoder
 from quire.scheduling.plan import BeamGroup, Candidate, ItemResult, PlanItem, StepPlan, StepResult, TokenLogprobs
+
+logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -170,15 +174,15 @@ class ModelRunner:
         Returns:
             A result for each item, and the candidates of each group of beams.
         """
-        found = tuple[tuple[Candidate, ...], ...]()
         sampled = [item for item in items if item.num_samples]
         if not sampled:
-            return [ItemResult(item.seq_id, ()) for item in items], found
+            return [ItemResult(item.seq_id, ()) for item in items], ()
         logits = self._decoder.logits(hidden)
-        if beams:
+        try:
             drawn, found = self._sampler.search(logits, sampled, beams)
-        else:
-            drawn = self._sampler.sample(logits, sampled)
+        except Exception:
+            logger.exception("sampling %d sequences at once failed; each is sampled by itself", len(sampled))
+            drawn, found = self._sampler.sample_apart(lambda rows: self._decoder.logits(hidden[rows]), sampled, beams)
         if len(sampled) == len(items):
             return drawn, found
         results = iter(drawn)

@@ -2,91 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import accumulate, islice
-from math import inf, isfinite
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+from math import isfinite
 
 import torch
 
-from quire.execution.adjustments import Adjustments, KeepTokens, adjust
+from quire.errors import describe
+from quire.execution.adjustments import KeepTokens
 from quire.execution.beams import BeamRow, find_candidates
 from quire.execution.constraint_masks import Constraints
-from quire.execution.constraints import Constraint
-from quire.execution.draws import Filter, draw, uniform
 from quire.execution.history import TokenHistory
-from quire.execution.logprobs import measure, rows_per_tile
+from quire.execution.row_draws import BAD_LOGITS, Drawn, Row, SamplingState, draw_rows, refuse
 from quire.ops.torch_rows import keep_tokens
-from quire.scheduling.plan import (
-    BeamGroup,
-    Candidate,
-    ItemResult,
-    Opening,
-    PlanItem,
-    StepPlan,
-    TokenLogprobs,
-    plain_results,
-)
-
-BAD_LOGITS = "the model gave logits that are not finite numbers"
-NO_TOKEN = (
-    "no token is left to sample after structured_outputs, allowed_token_ids, logit_bias, min_tokens, bad_words,"
-    " penalties and logits_processors"
-)
-
-
-class SamplingState:
-    """What the sampler keeps of one sequence from its opening until it is closed.
-
-    Args:
-        opening: what the plan says of the sequence.
-        device: of the logits.
-        constraint: what `structured_outputs` asks for.
-    """
-
-    def __init__(self, opening: Opening, device: torch.device, constraint: Constraint | None = None) -> None:
-        params = opening.params
-        self.params = params
-        self.seed = opening.seed
-        self.sample_idx = opening.sample_idx
-        self.prompt_ids = opening.token_ids[: opening.num_prompt] if params.prompt_logprobs is not None else ()
-        self.adjustments = Adjustments(opening, device, constraint)
-        self.filter = Filter(
-            params.temperature, params.top_k, params.top_p, params.min_p, params.typical_p, params.top_n_sigma
-        )
-
-    @property
-    def looks_back(self) -> bool:
-        """Say whether a row's logits are changed by the tokens before it, the drafts among them."""
-        return self.adjustments.history is not None
-
-    @property
-    def is_plain(self) -> bool:
-        """Say whether every token is the likeliest, and nothing else is asked of it."""
-        params = self.params
-        is_greedy = params.is_greedy and params.min_tokens == 0 and not params.measures_tokens
-        return is_greedy and self.adjustments.is_none(0)
-
-
-class Row(NamedTuple):
-    """A row of logits: whose it is, the position of the token that it is for, and how many to draw from it."""
-
-    state: SamplingState
-    position: int
-    num_samples: int
-
-
-class Drawn(NamedTuple):
-    """What a row gave: tokens, their log probabilities where they are measured; or an error, and nothing else."""
-
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    error: str | None = None
-
-    def result_of(self, item: PlanItem) -> ItemResult:
-        """Return it as the result of an item; only what the model computes is not the request's own fault."""
-        is_own_fault = self.error not in (None, BAD_LOGITS)
-        return ItemResult(item.seq_id, self.token_ids, self.logprobs, error=self.error, is_own_fault=is_own_fault)
+from quire.scheduling.plan import BeamGroup, Candidate, ItemResult, Opening, PlanItem, StepPlan, plain_results
 
 
 class Sampler:
@@ -122,15 +51,19 @@ class Sampler:
         for item in plan.items:
             if item.opening is not None:
                 self._open(item.seq_id, item.opening)
-        if self._with_history:
-            for item in plan.items:
-                history = self._with_history.get(item.seq_id)
-                if history is not None:
-                    # Drafts are learnt one by one, as they turn out to be right.
-                    certain = item.token_ids[: len(item.token_ids) - item.num_draft]
-                    history.follow(item.start, certain, is_end=item.num_samples > 0)
+        self._learn(plan.items)
         if self._constraints is not None:
             self._constraints.begin(plan.items)
+
+    def _learn(self, items: Iterable[PlanItem]) -> None:
+        """Have histories end with the tokens that are certain; drafts are learnt one by one, as they prove right."""
+        if not self._with_history:
+            return
+        for item in items:
+            history = self._with_history.get(item.seq_id)
+            if history is not None:
+                certain = item.token_ids[: len(item.token_ids) - item.num_draft]
+                history.follow(item.start, certain, is_end=item.num_samples > 0)
 
     def _close(self, seq_id: int) -> None:
         if self._constraints is not None:
@@ -172,23 +105,25 @@ class Sampler:
                 Row(state, item.start + len(item.token_ids), item.num_samples)
                 for state, item in zip(states, items, strict=True)
             ]
-            drawn = _draw_rows(logits, rows, self._keep)
+            drawn = draw_rows(logits, rows, self._keep)
             results = [one.result_of(item) for item, one in zip(items, drawn, strict=True)]
         return results if self._constraints is None else self._constraints.append(items, results)
 
     def search(
         self, logits: torch.Tensor, items: Sequence[PlanItem], groups: Sequence[BeamGroup]
     ) -> tuple[list[ItemResult], tuple[tuple[Candidate, ...], ...]]:
-        """Draw the tokens of a step in which some items are beams, and find the candidates of those.
+        """Draw the tokens of a step, and find the candidates of those items that are beams.
 
         Args:
             logits: see `sample`.
             items: see `sample`.
-            groups: which of the items are beams, and belong together; their scores.
+            groups: which of the items are beams, and belong together; their scores. None where nobody searches.
 
         Returns:
             A result for each item, and the candidates of each group: none where an item of it failed.
         """
+        if not groups:
+            return self.sample(logits, items), ()
         place_of = {item.seq_id: place for place, item in enumerate(items)}
         places = [place_of[seq_id] for group in groups for seq_id in group.seq_ids]
         searching = set(places)
@@ -199,7 +134,7 @@ class Sampler:
         drawn = iter(self.sample(logits[other_rows], [items[place] for place in others]) if others else ())
         rows = [starts[place] for place in places]
         own = logits if rows == list(range(len(logits))) else logits[rows]
-        errors = _refuse(own, own.amax(-1, keepdim=True), BAD_LOGITS)
+        errors = refuse(own, own.amax(-1, keepdim=True), BAD_LOGITS)
         states = [self._states[items[place].seq_id] for place in places]
         ends = [items[place].start + len(items[place].token_ids) for place in places]
         known = [BeamRow(one.adjustments, end, one.params.logprobs) for one, end in zip(states, ends, strict=True)]
@@ -211,6 +146,41 @@ class Sampler:
         ]
         whole = [not any(seq_id in failures for seq_id in group.seq_ids) for group in groups]
         return results, tuple(own if is_whole else () for own, is_whole in zip(found, whole, strict=True))
+
+    def sample_apart(
+        self, logits_of: Callable[[list[int]], torch.Tensor], items: Sequence[PlanItem], groups: Sequence[BeamGroup]
+    ) -> tuple[list[ItemResult], tuple[tuple[Candidate, ...], ...]]:
+        """Sample the items of a step one by one, the beams of a search together, after all at once have failed.
+
+        So whatever one of them asks for, the others get their tokens.
+
+        Args:
+            logits_of: computes the logits of some of the step's rows again, float32 [R, V].
+            items: see `sample`.
+            groups: see `search`.
+
+        Returns:
+            See `search`; an item that fails again has an error.
+        """
+        self._learn(items)
+        ends = accumulate(1 + item.num_draft for item in items)
+        rows_of = {item.seq_id: range(end - 1 - item.num_draft, end) for item, end in zip(items, ends, strict=True)}
+        known = {item.seq_id: item for item in items}
+        parts = [([known.pop(seq_id) for seq_id in group.seq_ids], [group]) for group in groups]
+        parts += [([item], []) for item in known.values()]
+        results: dict[int, ItemResult] = {}
+        found: list[tuple[Candidate, ...]] = []
+        for own, own_groups in parts:
+            try:
+                logits = logits_of([row for item in own for row in rows_of[item.seq_id]])
+                drawn, candidates = self.search(logits, own, own_groups)
+            except Exception as error:
+                reason = f"its tokens could not be sampled ({describe(error)})"
+                drawn = [ItemResult(item.seq_id, (), error=reason) for item in own]
+                candidates = ((),) * len(own_groups)
+            results |= {result.seq_id: result for result in drawn}
+            found += candidates
+        return [results[item.seq_id] for item in items], tuple(found)
 
     def measures_prompts(self, items: Iterable[PlanItem]) -> bool:
         """Say whether an item has prompt targets."""
@@ -288,7 +258,7 @@ def _verify(
             item, state = items[idx], states[idx]
             rows.append(Row(state, item.start + len(item.token_ids) - item.num_draft + place, item.num_samples))
         part = logits if len(wave) == len(logits) else logits[[starts[idx] + place for idx, place in wave]]
-        for (idx, _), drawn in zip(wave, _draw_rows(part, rows, keep), strict=True):
+        for (idx, _), drawn in zip(wave, draw_rows(part, rows, keep), strict=True):
             runs[idx].append(drawn)
         wave = [
             (idx, place)
@@ -318,81 +288,3 @@ def _run_result(item: PlanItem, rows: Sequence[Drawn]) -> ItemResult:
     run = _run(item, [drawn.token_ids[0] for drawn in rows[:sound]])
     logprobs = tuple(drawn.logprobs[0] for drawn in rows[: len(run)] if drawn.logprobs)
     return ItemResult(item.seq_id, run, logprobs)
-
-
-def _draw_rows(logits: torch.Tensor, rows: Sequence[Row], keep: KeepTokens) -> list[Drawn]:
-    """Draw the tokens of each row of logits, float32 [R, V], overwritten; no row's depend on the others."""
-    adjusted = [place for place, row in enumerate(rows) if not row.state.adjustments.is_none(row.position)]
-    measured = [place for place, row in enumerate(rows) if row.state.params.measures_tokens]
-    errors: dict[int, str] = {}
-    if not all(rows[place].state.adjustments.shows_bad_logits for place in adjusted):
-        errors = _refuse(logits, logits.amax(-1, keepdim=True), BAD_LOGITS)
-    raw = logits[measured] if measured else logits
-    if adjusted:
-        changes = [(place, rows[place].state.adjustments, rows[place].position) for place in adjusted]
-        errors = adjust(logits, changes, keep) | errors
-    nothing_left = NO_TOKEN if adjusted else BAD_LOGITS
-    if all(row.state.params.is_greedy for row in rows):
-        greatest, chosen = logits.max(-1, keepdim=True)
-        errors = _refuse(logits, greatest, nothing_left) | errors
-    else:
-        errors = _refuse(logits, logits.amax(-1, keepdim=True), nothing_left) | errors
-        chosen = _choose(logits, rows, is_sparse=bool(adjusted))
-    token_ids = [
-        tuple(ids * row.num_samples)[: row.num_samples] for row, ids in zip(rows, chosen.tolist(), strict=True)
-    ]
-    counts = [rows[place].state.params.logprobs or 0 for place in measured]
-    measures = _measure_drawn(raw, [token_ids[place] for place in measured], counts)
-    logprobs = dict(zip(measured, measures, strict=True))
-    return [
-        Drawn(error=errors[place]) if place in errors else Drawn(ids, logprobs.get(place, ()))
-        for place, ids in enumerate(token_ids)
-    ]
-
-
-def _refuse(logits: torch.Tensor, greatest: torch.Tensor, error: str) -> dict[int, str]:
-    """Return an error for each row whose greatest logit [R, 1] is not finite, and make it harmless to the others.
-
-    Args:
-        logits: float32 [R, V], changed.
-        greatest: the greatest of each row.
-        error: of those in which all are minus infinity.
-    """
-    refused = {row: value for row, (value,) in enumerate(greatest.tolist()) if not isfinite(value)}
-    for row in refused:
-        logits[row].zero_()
-    return {row: error if value == -inf else BAD_LOGITS for row, value in refused.items()}
-
-
-def _choose(logits: torch.Tensor, rows: Sequence[Row], *, is_sparse: bool) -> torch.Tensor:
-    """Return `num_samples` tokens of each row, int64 [R, n], n that of the greediest row for samples."""
-    num_draws = max(row.num_samples for row in rows)
-    drawing = [place for place, row in enumerate(rows) if not row.state.params.is_greedy]
-    filters = [rows[place].state.filter for place in drawing]
-    points = torch.zeros((len(drawing), num_draws), dtype=torch.float64)
-    for idx, place in enumerate(drawing):
-        state, position, num_samples = rows[place]
-        numbers = [uniform(state.seed, state.sample_idx + draw_idx, position) for draw_idx in range(num_samples)]
-        points[idx, : len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
-    points = points.to(logits.device)
-    if len(drawing) == len(rows):
-        return draw(logits, filters, points, is_sparse=is_sparse)
-    chosen = logits.argmax(-1, keepdim=True).repeat(1, num_draws)
-    if drawing:
-        chosen[drawing] = draw(logits[drawing], filters, points, is_sparse=is_sparse)
-    return chosen
-
-
-def _measure_drawn(
-    raw: torch.Tensor, token_ids: Sequence[Sequence[int]], counts: Sequence[int]
-) -> list[tuple[TokenLogprobs, ...]]:
-    """Measure all tokens drawn from each row of `raw`, float32 [R, V], in tiles of bounded size."""
-    rows = [row for row, ids in enumerate(token_ids) for _ in ids]
-    flat = [token_id for ids in token_ids for token_id in ids]
-    measures: list[TokenLogprobs] = []
-    tile = rows_per_tile(raw.shape[1])
-    for start in range(0, len(rows), tile):
-        part = slice(start, start + tile)
-        measures += measure(raw[rows[part]], flat[part], [counts[row] for row in rows[part]])
-    remaining = iter(measures)
-    return [tuple(islice(remaining, len(ids))) for ids in token_ids]
