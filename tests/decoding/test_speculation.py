@@ -135,3 +135,36 @@ def test_a_real_source_is_asked_only_while_that_pays() -> None:
     assert list(speculation.propose(sequence, 4))[:1] == [1]
     speculation.forget(sequence)
     speculation.reset()
+
+
+class Failing(Always):
+    """Raises in one of its methods."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__()
+        self.num_calls = 0
+        setattr(self, method, self.fail)
+
+    def fail(self, *_: object) -> Tokens[int]:
+        self.num_calls += 1
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("method", ["propose", "note", "forget", "reset"])
+def test_a_drafter_that_raises_is_asked_no_more(method: str, caplog: pytest.LogCaptureFixture) -> None:
+    source = Failing(method)
+    speculation, sequence = Speculation(source, 8), sequence_of(0, [1], [2])
+    for _ in range(3):
+        speculation.propose(sequence, 4)
+        speculation.note(sequence, 4, 2)
+        speculation.forget(sequence)
+        speculation.reset()
+    assert speculation.propose(sequence, 4) == ()
+    assert source.num_calls == 1
+    assert [record.message for record in caplog.records] == ["Failing failed; no more drafts are made"]
+
+
+def test_no_more_drafts_are_taken_than_were_asked_for() -> None:
+    source, sequence = Always(), sequence_of(0, [1], [2])
+    source.propose = lambda _sequence, limit: (1,) * (limit + 50)  # type: ignore[method-assign]
+    assert Speculation(source, 8).propose(sequence, 4) == Speculation(Always(), 8).propose(sequence, 4)

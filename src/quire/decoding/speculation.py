@@ -3,14 +3,20 @@
 A step with `k` drafts gives `1 + a + a^2 + ... + a^k` tokens, if each is right with probability `a` where those before
 it were. It takes longer by what its rows cost beside a step without drafts, which the engine measures. The best `k` has
 the greatest quotient of the two; 0 where that is no more than 1.
+
+Nobody's tokens depend on drafts. So a drafter that raises is asked no more, and sequences go on without drafts.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence as Tokens
+from typing import Any
 
 from quire.decoding.drafting import Drafter
 from quire.sequences.sequence import Sequence
+
+logger = logging.getLogger(__name__)
 
 # What a draft's row is taken to cost beside a whole step, until that was measured.
 FIRST_ROW_COST = 0.08
@@ -79,14 +85,14 @@ class Speculation:
         self.num_tokens = num_tokens
         self.step_costs: Tokens[float] = [1.0 + FIRST_ROW_COST * k for k in range(num_tokens + 1)]
         self.is_resting = False
-        self._source = source
+        self._source: Drafter | None = source
         self._records: dict[int, _Record] = {}
         # At first drafts are believed in, enough to be tried.
         self._common = Hits(COMMON_MEMORY, 1.0, 1.0)
 
     def propose(self, sequence: Sequence, limit: int) -> Tokens[int]:
         """See `Drafter`."""
-        if self.is_resting or sequence.request.params.speculative is False:
+        if self._source is None or self.is_resting or sequence.request.params.speculative is False:
             return ()
         record = self._records.get(sequence.seq_id)
         if record is None:
@@ -96,7 +102,8 @@ class Speculation:
             return ()
         depth = best_depth(record.hits.share(self._common.share(0.0, 0.0), PRIOR_DRAFTS), self.step_costs)
         record.is_probing = depth == 0
-        return self._source.propose(sequence, min(limit, max(depth, 1)))
+        limit = min(limit, max(depth, 1))
+        return (self._ask("propose", sequence, limit) or ())[:limit]
 
     def note(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         """See `Drafter`."""
@@ -110,16 +117,27 @@ class Speculation:
             elif record.is_probing:
                 record.pause = record.interval
                 record.interval = min(2 * record.interval, LONGEST_PAUSE)
-        self._source.note(sequence, num_drafted, num_accepted)
+        self._ask("note", sequence, num_drafted, num_accepted)
 
     def forget(self, sequence: Sequence) -> None:
         """See `Drafter`."""
         self._records.pop(sequence.seq_id, None)
-        self._source.forget(sequence)
+        self._ask("forget", sequence)
 
     def reset(self) -> None:
         """See `Drafter`."""
-        self._source.reset()
+        self._ask("reset")
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        """Call a method of the drafter; None where it raises, or has raised before."""
+        if self._source is None:
+            return None
+        try:
+            return getattr(self._source, method)(*args)
+        except Exception:
+            logger.exception("%s failed; no more drafts are made", type(self._source).__name__)
+            self._source = None
+            return None
 
 
 def best_depth(share: float, step_costs: Tokens[float]) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Tokens
 from itertools import takewhile
 
 from quire.decoding.beams import Beams
+from quire.decoding.custom import CustomStrategy
 from quire.decoding.stop import end_of_tokens
 from quire.sequences.edits import Append, Edit, Finish, Fork, Truncate
 from quire.sequences.request import Request
@@ -72,7 +73,8 @@ def strategy_of(request: Request) -> Strategy:
     """Return how a request is decoded."""
     if request.params.beam_width is not None:
         return BEAMS
-    return SAMPLING if request.params.strategy is None else request.params.strategy
+    own = request.params.strategy
+    return SAMPLING if own is None else CustomStrategy(own)
 
 
 def usual_edit(strategy: Strategy, sample_idx: int) -> Append | None:

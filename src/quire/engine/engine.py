@@ -278,7 +278,10 @@ class Engine:
                 output = self._end_request(request_id, FinishReason.ERROR, edit.error, RequestFailed.code)
                 failed += [] if output is None else [output]
                 continue
-            transcript = news[request_id] = transcripts[request_id]
+            transcript = transcripts.get(request_id)
+            if transcript is None:
+                continue  # another sample of the request has failed
+            news[request_id] = transcript
             if isinstance(edit, Finish):
                 transcript.add_finish(sequence)
             elif sequence not in stopped:

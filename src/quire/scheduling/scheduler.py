@@ -180,8 +180,8 @@ class Scheduler:
             results: one for each.
 
         Returns:
-            What happened, in order; nothing of an item whose sequence ended while the step ran. Where a strategy of a
-            request's own failed, that is told, and ends nothing yet.
+            What happened, in order; nothing of an item whose sequence ended while the step ran. A `Fail` is told, and
+            ends nothing yet.
         """
         news: list[News] = []
         find, publish = self.sequences.get, self.memory.publish
@@ -244,26 +244,21 @@ class Scheduler:
         """Do what a sequence's strategy says of its tokens, the item `idx`'s; return what happened, in order."""
         news: list[News] = []
         samples = sequence.request.sequences
-        try:
-            for edit in sequence.strategy.advance(sequence, token_ids):
-                if isinstance(edit, Append):
-                    target = samples[edit.sample_idx]
-                    target.tokens.append(token_ids[edit.draw_idx])
-                    news.append((idx, target, edit, len(target.tokens)))
-                elif isinstance(edit, Fork):
-                    self._roster.fork(samples[edit.parent_idx], edit.sample_idx)
-                elif isinstance(edit, Truncate):
-                    self.drafts.keep(samples[edit.sample_idx], edit.num_tokens)
-                else:
-                    target = samples[edit.sample_idx]
-                    self.finish(target, edit.reason, edit.stop_reason)
-                    news.append((idx, target, edit, len(target.tokens)))
-        except Exception as error:
-            # Of a client's own code anything may come, and it is that client's affair.
-            if sequence.request.params.strategy is None:
-                raise
-            failure = Fail(f"the strategy raised {type(error).__name__}: {error}")
-            news.append((idx, sequence, failure, len(sequence.tokens)))
+        for edit in sequence.strategy.advance(sequence, token_ids):
+            if isinstance(edit, Append):
+                target = samples[edit.sample_idx]
+                target.tokens.append(token_ids[edit.draw_idx])
+                news.append((idx, target, edit, len(target.tokens)))
+            elif isinstance(edit, Fork):
+                self._roster.fork(samples[edit.parent_idx], edit.sample_idx)
+            elif isinstance(edit, Truncate):
+                self.drafts.keep(samples[edit.sample_idx], edit.num_tokens)
+            elif isinstance(edit, Finish):
+                target = samples[edit.sample_idx]
+                self.finish(target, edit.reason, edit.stop_reason)
+                news.append((idx, target, edit, len(target.tokens)))
+            else:
+                news.append((idx, sequence, edit, len(sequence.tokens)))
         return news
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:

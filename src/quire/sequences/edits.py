@@ -46,11 +46,11 @@ class Finish(NamedTuple):
 
 
 class Fail(NamedTuple):
-    """No edit: it tells that a strategy could not say what to do, and why."""
+    """End the request with an error; no edit comes after it."""
 
     error: str
 
 
-Edit = Fork | Append | Truncate | Finish
+Edit = Fork | Append | Truncate | Finish | Fail
 # Of a search, all of whose beams are advanced together.
 BeamEdit = Fork | Append | Drop | Finish

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Edits
+from collections.abc import Iterable
 from collections.abc import Sequence as Tokens
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,8 +18,10 @@ class Strategy(Protocol):
         """Return how many tokens to draw from the logits of the sequence's last token, when these are its prompt's."""
         ...
 
-    def advance(self, sequence: Sequence, token_ids: Tokens[int]) -> Edits[Edit]:
+    def advance(self, sequence: Sequence, token_ids: Tokens[int]) -> Iterable[Edit]:
         """Return what to do with the tokens that a step gave for a sequence.
+
+        Each edit is made before the next is taken.
 
         Args:
             sequence: whose step it was, as it is before them.
