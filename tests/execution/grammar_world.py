@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from functools import cache
 from typing import Any
@@ -22,6 +23,7 @@ MERGES = [
 CHARS = [*'abcdefghijklmnopqrstuvwxy{}[]":,.0123456789', "Ġ", "Ċ"]
 VOCAB = ["<eos>", *sorted(CHARS), *("".join(pair) for pair in MERGES)]
 END = 0
+STEPS = itertools.count()
 # Ids that the model's head has, and no token.
 NUM_IDS = len(VOCAB) + 5
 NUM_WORDS = -(-NUM_IDS // 32)
@@ -82,6 +84,7 @@ def constraint(name: str, **params: Any) -> Constraint:
 def filled(known: Constraint, draft: tuple[int, ...] = ()) -> list[set[int]]:
     """Return the tokens that are allowed at the next position, and behind each draft that the grammar has."""
     masks = torch.full((1 + len(draft), NUM_WORDS), -1, dtype=torch.int32)
+    known.begin_step(next(STEPS))
     known.begin(masks, None)
     known.fill(draft)
     start = known.num_prompt + len(known.token_ids)

@@ -59,6 +59,7 @@ class Constraints:
         self._leaving: list[Constraint] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-masks")
         self._job: Future[None] | None = None
+        self._num_steps = 0
 
     @property
     def num_open(self) -> int:
@@ -97,6 +98,7 @@ class Constraints:
     def begin(self, items: Sequence[PlanItem]) -> None:
         """Fill the masks of a step, or have another thread fill them."""
         self._wait()
+        self._num_steps += 1
         self._leaving.clear()
         if not self._open:
             return
@@ -105,6 +107,8 @@ class Constraints:
             return
         num_rows = [1 + len(work.draft) if work.is_sampled else 0 for work in works]
         masks = torch.split(torch.empty((sum(num_rows), self._num_words), dtype=torch.int32), num_rows)
+        for work in works:
+            work.constraint.begin_step(self._num_steps)
         # The constraints must have their masks before the thread looks for them.
         begun: Future[None] = Future()
         if self._is_beside:

@@ -14,12 +14,19 @@ from typing import Any
 
 import torch
 
+from quire.execution.grammar_budget import GrammarAccount, GrammarBudget
 from quire.execution.grammars import NO_EXTENSION, Grammar, why
 from quire.scheduling.plan import Opening
 
 # Forced tokens that one step appends at most; more wait for the next one.
 MAX_RUN = 256
 DEAD_END = "the output has come to a dead end of its grammar (structured_outputs)"
+TOO_SLOW = (
+    "the grammar of the output takes too long, as where a text can be read in many ways, and others would wait for it "
+    "(structured_outputs)"
+)
+# Of forced tokens, so many are taken in before the time is looked at.
+RUN_PART = 8
 # What is forced from a position on, and how much of it lies before the position.
 Forced = tuple[tuple[int, ...], int]
 NOT_FORCED: Forced = ((), 0)
@@ -49,6 +56,7 @@ class Constraint:
         self.family = (params.structured_outputs, opening.seed, opening.num_prompt)
         self._grammar = grammar
         self._matcher: Any = None if grammar is None else grammar.open()
+        self._account = GrammarAccount(GrammarBudget(0) if grammar is None else grammar.budget)
         self.num_prompt = opening.num_prompt
         self._end_token_ids = end_token_ids
         self._first_end = opening.num_prompt + params.min_tokens
@@ -101,28 +109,42 @@ class Constraint:
             len(token_ids),
         )
         rest = token_ids[same - start :]
-        if self._retreat(len(self.token_ids) - same) and self._advance(rest) < len(rest):
-            self.error = DEAD_END
+        if not self._retreat(len(self.token_ids) - same) or not rest:
+            return
+        self._account.start()
+        for place in range(0, len(rest), RUN_PART):
+            part = rest[place : place + RUN_PART]
+            if self._advance(part) < len(part):
+                self.error = DEAD_END
+            if not self._charge(len(part)):
+                return
 
     def append(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
         """Take in the tokens that were drawn, and return them with those that must follow."""
-        if self._advance(token_ids) < len(token_ids) or not self._appends:
+        self._account.start()
+        num_taken = self._advance(token_ids)
+        if not self._charge(num_taken) or num_taken < len(token_ids) or not self._appends:
             return token_ids  # they end the sequence, or what follows is drawn in turn
         run = list(token_ids)
         limit = len(run) + MAX_RUN
         while len(run) < limit:
             forced, place = self._forced[-1]
-            rest = forced[place : place + limit - len(run)]
+            rest = forced[place : place + min(limit - len(run), RUN_PART)]
             num_taken = self._advance(rest)
             run += rest[:num_taken]
-            if num_taken == len(rest):
-                if not rest:
-                    break
-            else:
+            if num_taken < len(rest):
                 if rest[num_taken] in self._end_token_ids and self._position >= self._first_end:
                     run.append(rest[num_taken])
                 break
+            if not rest or not self._charge(num_taken):
+                break
         return tuple(run)
+
+    def _charge(self, count: int) -> bool:
+        """Charge the time of so many masks and tokens; False where there is an error, such as that none is left."""
+        if not self._account.charge(count) and self.error is None:
+            self.error = TOO_SLOW
+        return self.error is None
 
     @property
     def _position(self) -> int:
@@ -160,6 +182,10 @@ class Constraint:
 
     # ---- masks ----
 
+    def begin_step(self, step: int) -> None:
+        """Note that a step begins, in which the grammar has time to take."""
+        self._account.budget.begin_step(step)
+
     def begin(self, masks: torch.Tensor, job: Future[None] | None) -> None:
         """Note what will fill the masks of the next rows.
 
@@ -182,18 +208,27 @@ class Constraint:
 
     def fill(self, draft: Sequence[int]) -> None:
         """Fill the masks of the next row, and of those behind the drafts that the grammar has."""
-        if self.error is not None or not self._fill_row(self._masks[0]):
+        if self.error is None and self._account.is_overdrawn:
+            self.error = TOO_SLOW
+        if self.error is not None:
             return
-        self._num_masks = 1
-        if draft:
-            # What comes of drafts is nobody's error until they are accepted, and a matcher with an error is lost.
-            before, num_before = self._matcher.deep_copy(), len(self.token_ids)
-            for place, token_id in enumerate(draft, 1):
-                if not self._advance((token_id,)) or not self._fill_row(self._masks[place]):
-                    break
-                self._num_masks += 1
-            self._matcher, self.error = before, None
-            del self.token_ids[num_before:], self._forced[num_before + 1 :]
+        self._account.start()
+        if self._fill_row(self._masks[0]):
+            self._num_masks = 1
+            if draft:
+                self._fill_behind(draft)
+        self._charge(2 * self._num_masks)  # with the drafts between them
+
+    def _fill_behind(self, draft: Sequence[int]) -> None:
+        """Fill the masks behind drafts: what comes of those is nobody's error until they are accepted."""
+        # A matcher with an error is lost.
+        before, num_before = self._matcher.deep_copy(), len(self.token_ids)
+        for place, token_id in enumerate(draft, 1):
+            if not self._advance((token_id,)) or not self._fill_row(self._masks[place]):
+                break
+            self._num_masks += 1
+        self._matcher, self.error = before, None
+        del self.token_ids[num_before:], self._forced[num_before + 1 :]
 
     def _fill_row(self, row: torch.Tensor) -> bool:
         forced, place = self._forced[-1]

@@ -15,6 +15,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from quire.errors import UnsupportedFeature
+from quire.execution.grammar_budget import GrammarBudget
 from quire.sequences.structured import GrammarSource
 
 # Compiled grammars that are kept although nobody uses them, and what they may have taken when they were compiled.
@@ -41,14 +42,16 @@ class Grammar:
     Args:
         matcher: `llguidance`'s, as it is before the first token.
         tokenizer: as `open_tokenizer` gives it.
+        budget: the time that its masks may take.
         num_bytes: that compiling it took.
     """
 
-    __slots__ = ("__weakref__", "_matcher", "_tokenizer", "num_bytes")
+    __slots__ = ("__weakref__", "_matcher", "_tokenizer", "budget", "num_bytes")
 
-    def __init__(self, matcher: Any, tokenizer: Any, num_bytes: int = 0) -> None:
+    def __init__(self, matcher: Any, tokenizer: Any, budget: GrammarBudget, num_bytes: int = 0) -> None:
         self._matcher = matcher
         self._tokenizer = tokenizer
+        self.budget = budget
         self.num_bytes = num_bytes
 
     def open(self) -> Any:
@@ -119,7 +122,8 @@ class GrammarShelf:
             if self._tokenizer is None:
                 self._tokenizer = open_tokenizer(self.read_tokenizer(), self.vocab_size, self.end_token_ids)
         # Without the lock: who wants another grammar does not wait for this one.
-        grammar = Grammar(compile_grammar(self._tokenizer, source), self._tokenizer, num_bytes)
+        matcher = compile_grammar(self._tokenizer, source)
+        grammar = Grammar(matcher, self._tokenizer, GrammarBudget(self.vocab_size), num_bytes)
         with self._lock:
             return self._note(source, self._known.setdefault(source, grammar)) or grammar
 

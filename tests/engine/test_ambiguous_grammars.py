@@ -1,0 +1,27 @@
+"""A grammar whose texts can be read in ever more ways ends its own request before others wait for it for long."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("llguidance", reason="the extra structured is not installed")
+
+from benchmarks.grammar_delay import AMBIGUOUS
+from quire import LLM, SamplingParams
+from quire.execution.constraints import TOO_SLOW
+
+END_IDS = (1, 5)  # of the bundled model
+
+
+def test_its_request_ends_and_others_get_their_tokens() -> None:
+    llm = LLM("bundled", num_threads=1, max_model_len=512, max_num_seqs=16, num_kv_blocks=512, dtype="float32")
+    other = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    (alone,) = llm.generate("Once upon a time", other, use_tqdm=False)
+    bias = dict.fromkeys(END_IDS, -100.0)  # so that none of its samples ends before
+    ambiguous = SamplingParams(n=8, seed=1, max_tokens=400, structured_outputs={"grammar": AMBIGUOUS}, logit_bias=bias)
+    failed, beside = llm.generate(["abc", "Once upon a time"], [ambiguous, other], use_tqdm=False)
+    assert (failed.error, failed.error_code) == (TOO_SLOW, "request_failed")
+    assert {sample.finish_reason for sample in failed.outputs} == {"error"}
+    assert beside.outputs[0].token_ids == alone.outputs[0].token_ids
+    assert llm.usage().used == 0
+    llm.close()
