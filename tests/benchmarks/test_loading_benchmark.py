@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import make_model
 from benchmarks.loading import JOBS, measure
+from tests.ops.backends import LIBRARIES
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +19,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("job", JOBS)
+PACKS = bool(set(LIBRARIES) - {"portable"})
+NEEDS = {"lossless": [pytest.mark.skipif(not PACKS, reason="the kernels of this CPU do not pack so")]}
+
+
+@pytest.mark.parametrize("job", [pytest.param(job, marks=NEEDS.get(job, [])) for job in JOBS])
 def test_a_job_finds_what_it_needs(model: Path, job: str) -> None:
     JOBS[job](model)
 

@@ -15,7 +15,8 @@ from tests.engine.test_structured import STORY, WANTED, load, run
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    llm = load()
+    # A prompt that was found in the cache is computed in fewer rows, whose attention rounds otherwise.
+    llm = load(enable_prefix_caching=False)
     yield llm
     llm.close()
 
@@ -23,7 +24,10 @@ def llm() -> Iterator[LLM]:
 @pytest.mark.parametrize("kind", ["json", "compact", "choice", "grammar", "regex"])
 @pytest.mark.parametrize("beam_width", [2, 4])
 def test_beams_are_those_of_logits_that_are_masked_anew_for_each_prefix(llm: LLM, kind: str, beam_width: int) -> None:
-    """The slow twin knows no constraint: a processor goes through the whole output again for each row."""
+    """The slow twin knows no constraint: a processor goes through the whole output again for each row.
+
+    Both compute the same rows in the same steps, so scores are equal to the bit.
+    """
     params = {"beam_width": beam_width, "n": beam_width, "max_tokens": 60, "temperature": 0.0}
     fast = SamplingParams(**params, structured_outputs=WANTED[kind])
     (expected,) = run(llm, STORY, fast)

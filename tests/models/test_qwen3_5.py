@@ -110,7 +110,9 @@ def test_the_language_model_of_a_checkpoint_with_images(tmp_path: Path, caplog: 
     with torch.inference_mode():
         run = PagedRun(decoder)
         found = torch.cat([run.step({0: token_ids[start:end]})[0] for start, end in pairwise(cuts)])
-    assert_same(found, reference_logits(reference, token_ids))
+    # Weights this wide are sensitive: without fused multiply-add, transformers' own logits differ by 35 millionths from
+    # those in float64 at one place, and ours by 23 at another.
+    assert_same(found, reference_logits(reference, token_ids), factor=60.0)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.ops import make_ops, native_library
-from quire.ops.native_library import FOLDER, find_library
+from quire.ops.native_library import FOLDER, MAX_LEVEL_VARIABLE, find_library, runnable_libraries
 from quire.ops.native_ops import NativeOps
 from quire.ops.torch_ops import TorchOps
 from quire.ops.weight_formats import WeightFormat
@@ -36,6 +36,20 @@ def test_a_level_that_was_not_built_is_passed_over(tmp_path: Path) -> None:
     found = find_library(tmp_path)
     assert not isinstance(found, str)
     assert found.level == "portable"
+
+
+@built
+@pytest.mark.parametrize("level", LIBRARIES)
+def test_a_lower_level_is_taken_where_the_environment_says_so(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MAX_LEVEL_VARIABLE, level)
+    assert list(runnable_libraries()) == list(LIBRARIES)[: list(LIBRARIES).index(level) + 1]
+    assert make_ops(CPU).name == f"native ({level})"
+
+
+def test_a_level_that_there_is_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MAX_LEVEL_VARIABLE, "sse9")
+    with pytest.raises(ConfigError, match=r"QUIRE_MAX_CPU_LEVEL must be one of .*'avx2'.*got 'sse9'"):
+        make_ops(CPU)
 
 
 @built

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from quire.errors import InvalidParameter
 from quire.sequences import SamplingParams
 from quire.sequences.param_checks import MAX_LOGIT_BIAS, MAX_STRING_CHARS, MAX_STRINGS
-from quire.sequences.params import MAX_BAD_WORDS, MAX_LOGPROBS, MAX_N, MAX_SEED, MAX_STOP_IDS
+from quire.sequences.params import MAX_ALLOWED_IDS, MAX_BAD_WORDS, MAX_LOGPROBS, MAX_N, MAX_SEED, MAX_STOP_IDS
 
 INT32 = 2**31 - 1
 UP, DOWN = math.inf, -math.inf
@@ -109,6 +109,7 @@ def test_how_many_token_ids() -> None:
     assert len(kept("stop_token_ids", list(range(MAX_STOP_IDS)))) == MAX_STOP_IDS
     assert "65 ids" in str(refused(stop_token_ids=list(range(MAX_STOP_IDS + 1))))
     assert len(SamplingParams(allowed_token_ids=range_of(5000)).allowed_token_ids or ()) == 5000
+    assert "1048577 ids" in str(refused(allowed_token_ids=[0] * (MAX_ALLOWED_IDS + 1)))
     assert "at least one" in str(refused(allowed_token_ids=[]))
     assert refused(stop_token_ids=None).field == "stop_token_ids"
 

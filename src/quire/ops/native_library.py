@@ -7,6 +7,7 @@ are torch's own, through the C interface that torch keeps stable.
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from quire.errors import ConfigError
 from quire.ops.interface import Activation
 from quire.ops.weight_formats import UNITS, WeightFormat
 
@@ -22,6 +24,8 @@ FOLDER: Final = Path(__file__).parent / "native"
 INTERFACE_VERSION: Final = 16
 # The best last; a processor that runs one runs those before it.
 LEVELS: Final = ("portable", "avx2", "avx512", "avx512_bf16")
+# An environment variable with the best level to take, where that is not to be the processor's: for tests of the others.
+MAX_LEVEL_VARIABLE: Final = "QUIRE_MAX_CPU_LEVEL"
 MAX_HEAD_DIM: Final = 256
 # Types and activations as the libraries number them.
 TYPES: Final = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -198,14 +202,21 @@ def find_library(folder: Path = FOLDER) -> NativeLibrary | str:
 
 
 def runnable_libraries(folder: Path = FOLDER) -> dict[str, Path]:
-    """Return the libraries that this processor runs, by their level, the best last."""
+    """Return the libraries that this processor runs, by their level, the best last; none above `MAX_LEVEL_VARIABLE`.
+
+    Raises:
+        ConfigError: the variable names no level.
+    """
+    wanted = os.environ.get(MAX_LEVEL_VARIABLE, LEVELS[-1])
+    if wanted not in LEVELS:
+        raise ConfigError(f"the environment variable {MAX_LEVEL_VARIABLE} must be one of {LEVELS}, got {wanted!r}")
     paths = {level: folder / f"libquire_{level}.so" for level in LEVELS}
     try:
         library = ctypes.CDLL(str(paths["portable"]))
     except OSError:
         return {}
     library.quire_best_level.restype = ctypes.c_char_p
-    best = LEVELS.index(library.quire_best_level().decode())
+    best = min(LEVELS.index(library.quire_best_level().decode()), LEVELS.index(wanted))
     return {level: path for level, path in list(paths.items())[: best + 1] if path.exists()}
 
 

@@ -24,6 +24,8 @@ from quire.sequences.structured import StructuredOutputs, structured_outputs
 MAX_N = 128
 MAX_LOGPROBS = 64
 MAX_STOP_IDS = 64
+# More than any vocabulary has.
+MAX_ALLOWED_IDS = 2**20
 MAX_BAD_WORDS = 1024
 MAX_SEED = 2**63 - 1
 # Logits are divided by it, and must stay finite in float32; as far below 1 as the largest one is above.
@@ -162,7 +164,7 @@ class SamplingParams:
         put(self, "structured_outputs", structured_outputs(self.structured_outputs))
         put(self, "logit_bias", logit_bias(self.logit_bias))
         if self.allowed_token_ids is not None:
-            allowed = token_ids("allowed_token_ids", self.allowed_token_ids, limit=None)
+            allowed = token_ids("allowed_token_ids", self.allowed_token_ids, limit=MAX_ALLOWED_IDS)
             if not allowed:
                 raise InvalidParameter("allowed_token_ids", (), "at least one token id, or None")
             put(self, "allowed_token_ids", allowed)
