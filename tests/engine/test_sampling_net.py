@@ -7,7 +7,7 @@ comes behind them: masks, penalties, filters, draws, strategies, drafts.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
@@ -19,8 +19,8 @@ pytest.importorskip("llguidance", reason="the extra structured is not installed"
 from quire import LLM, SamplingParams
 from quire.engine.outputs import RequestOutput
 from quire.errors import RequestError
-from quire.execution import draws
-from tests.engine.sampling_world import PROMPTS, Asked, asked, each_value, told
+from quire.execution import draws, sampler
+from tests.engine.sampling_world import PROMPTS, VALUES, Asked, asked, each_value, told
 from tests.ops.backends import LIBRARIES
 
 pytestmark = pytest.mark.skipif(not LIBRARIES, reason="no native kernels were built")
@@ -112,18 +112,41 @@ def test_any_parameters_in_any_company(quiet: LLM, busy: LLM, seed: int) -> None
     assert 0 < check(quiet, busy, [asked(random) for _ in range(30)]) < 10
 
 
-def test_a_defect_of_the_sampler_ends_the_requests_that_show_it(
-    quiet: LLM, busy: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def rounds_shares(patch: pytest.MonkeyPatch) -> SamplingParams:
     """A share that float32 rounds to 0 leaves no token to draw from, which raises for all rows of the step."""
+    patch.setattr(draws, "_float64", lambda values, _device: torch.tensor(values).double())
+    return SamplingParams(typical_p=1e-300, max_tokens=5)
+
+
+def loses_wide_searches(patch: pytest.MonkeyPatch) -> SamplingParams:
+    """Candidates are looked for once all other rows of the step are drawn, and grammars have their tokens."""
+    find_candidates = sampler.find_candidates
+
+    def fail(logits: torch.Tensor, rows: Any, groups: Any, keep: Any) -> Any:
+        if any(row.adjustments.params.beam_width == 7 for row in rows):
+            raise RuntimeError("index lost")
+        return find_candidates(logits, rows, groups, keep)
+
+    patch.setattr(sampler, "find_candidates", fail)
+    return SamplingParams(beam_width=7, max_tokens=5)
+
+
+@pytest.mark.parametrize("defect", [rounds_shares, loses_wide_searches])
+def test_a_defect_of_the_sampler_ends_the_requests_that_show_it(
+    quiet: LLM, busy: LLM, defect: Callable[[pytest.MonkeyPatch], SamplingParams], monkeypatch: pytest.MonkeyPatch
+) -> None:
     random = Random(8)
-    others = [one for one in (asked(random) for _ in range(40)) if one.params.typical_p == 1.0]
+    # In the middle of their outputs when the first bad request comes.
+    forms = [form for form in VALUES["structured_outputs"] if form is not None] * 2
+    drawn = (SamplingParams(seed=place, max_tokens=40, structured_outputs=form) for place, form in enumerate(forms))
+    others = [Asked(PROMPTS[2], params, {}, 0) for params in drawn]
+    others += [one for one in (asked(random) for _ in range(40)) if one.params.typical_p == 1.0]
     expected = [serve(quiet, [dataclasses.replace(one, delay=0)])[0] for one in others]
-    monkeypatch.setattr(draws, "_float64", lambda values, _device: torch.tensor(values).double())
-    bad = Asked(PROMPTS[0], SamplingParams(typical_p=1e-300, max_tokens=5), {}, 2)
-    requests = [*others[:10], bad, *others[10:20], bad, *others[20:]]
+    bad = Asked(PROMPTS[0], defect(monkeypatch), {}, 3)
+    places = [len(forms), len(others) // 2]
+    requests = [*others[: places[0]], bad, *others[places[0] : places[1]], bad, *others[places[1] :]]
     found = serve(busy, requests)
-    for place in (21, 10):
+    for place in (places[1] + 1, places[0]):
         failed = found.pop(place)
         assert isinstance(failed, RequestOutput)
         assert failed.error_code == "engine_failed"

@@ -51,19 +51,19 @@ class Sampler:
         for item in plan.items:
             if item.opening is not None:
                 self._open(item.seq_id, item.opening)
-        self._learn(plan.items)
-        if self._constraints is not None:
-            self._constraints.begin(plan.items)
+        self._begin(plan.items)
 
-    def _learn(self, items: Iterable[PlanItem]) -> None:
-        """Have histories end with the tokens that are certain; drafts are learnt one by one, as they prove right."""
-        if not self._with_history:
-            return
-        for item in items:
-            history = self._with_history.get(item.seq_id)
-            if history is not None:
-                certain = item.token_ids[: len(item.token_ids) - item.num_draft]
-                history.follow(item.start, certain, is_end=item.num_samples > 0)
+    def _begin(self, items: Sequence[PlanItem]) -> None:
+        """Have histories and constraints know the tokens before those that are to be drawn, and none behind them."""
+        if self._with_history:
+            for item in items:
+                history = self._with_history.get(item.seq_id)
+                if history is not None:
+                    # Drafts are learnt one by one, as they turn out to be right.
+                    certain = item.token_ids[: len(item.token_ids) - item.num_draft]
+                    history.follow(item.start, certain, is_end=item.num_samples > 0)
+        if self._constraints is not None:
+            self._constraints.begin(items)
 
     def _close(self, seq_id: int) -> None:
         if self._constraints is not None:
@@ -162,7 +162,7 @@ class Sampler:
         Returns:
             See `search`; an item that fails again has an error.
         """
-        self._learn(items)
+        self._begin(items)
         ends = accumulate(1 + item.num_draft for item in items)
         rows_of = {item.seq_id: range(end - 1 - item.num_draft, end) for item, end in zip(items, ends, strict=True)}
         known = {item.seq_id: item for item in items}
