@@ -119,7 +119,7 @@ def test_what_is_free_is_no_debt() -> None:
     assert GrammarBudget(2048).free_s < 2e-4
 
 
-def test_cheap_masks_pay_for_dear_ones_of_their_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cheap_masks_pay_for_expensive_ones_of_their_request(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(lambda _: 0.0)
     monkeypatch.setattr(grammar_budget, "time", clock)
     budget = GrammarBudget(1000)
