@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from quire.engine.async_llm import AsyncLLM
     from quire.engine.llm import LLM
-    from quire.engine.outputs import CompletionOutput, Logprob, RequestOutput
+    from quire.engine.logprobs import Logprob
+    from quire.engine.outputs import CompletionOutput, RequestOutput
     from quire.sequences.params import SamplingParams
     from quire.text.tool_calls import ToolCall
 
@@ -37,7 +38,7 @@ _HOMES = {
     "LLM": "quire.engine.llm",
     "AsyncLLM": "quire.engine.async_llm",
     "CompletionOutput": "quire.engine.outputs",
-    "Logprob": "quire.engine.outputs",
+    "Logprob": "quire.engine.logprobs",
     "RequestOutput": "quire.engine.outputs",
     "SamplingParams": "quire.sequences.params",
     "ToolCall": "quire.text.tool_calls",

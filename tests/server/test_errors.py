@@ -43,6 +43,13 @@ INVALID: list[Case] = [
     (COMPLETIONS, {"prompt": "a", "beam_width": 2, "early_stopping": "soon"}, "early_stopping"),
     (COMPLETIONS, {"prompt": "a", "beam_width": 2, "length_penalty": 11}, "length_penalty"),
     (COMPLETIONS, {"prompt": ["a"] * 40, "best_of": 32}, "best_of"),
+    # More log probabilities than an answer may hold.
+    (COMPLETIONS, {"prompt": "a", "n": 32, "max_tokens": 4000, "logprobs": 64}, "logprobs"),
+    (COMPLETIONS, {"prompt": "a", "best_of": 32, "max_tokens": 4000, "logprobs": 64}, "logprobs"),
+    (COMPLETIONS, {"prompt": [[5] * 4000] * 16, "max_tokens": 0, "echo": True, "logprobs": 64}, "logprobs"),
+    (COMPLETIONS, {"prompt": [5] * 4000, "n": 16, "echo": True, "prompt_logprobs": 64}, "prompt_logprobs"),
+    (COMPLETIONS, {"prompt": [5] * 4000, "n": 16, "stream": True, "echo": True, "logprobs": 64}, "logprobs"),
+    (CHAT, {"messages": USER, "n": 32, "logprobs": True, "top_logprobs": 64}, "top_logprobs"),
     *(
         (COMPLETIONS, {"prompt": "a", field: bad}, field)
         for field, values in {

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from array import array
+from collections.abc import Sequence
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.engine.outputs import Logprob, PositionLogprobs
+from quire.engine.logprobs import FlatLogprobs, PromptLogprobs
+from quire.sequences.logprobs import TokenLogprobs
+from quire.server.json_stream import JsonWriter
 from quire.server.logprobs import (
     LOWEST_LOGPROB,
     TextOffsets,
@@ -20,14 +25,28 @@ from quire.server.logprobs import (
 from quire.text.tokenizer import Tokenizer
 
 
-def position(*entries: tuple[int, float, int]) -> PositionLogprobs:
-    return {token_id: Logprob(logprob, rank) for token_id, logprob, rank in entries}
+def measured(token_id: int, logprob: float, rank: int, top: Sequence[tuple[int, float]]) -> TokenLogprobs:
+    ids, logprobs = zip(*top, strict=True)
+    return TokenLogprobs(token_id, logprob, rank, array("i", ids), array("d", logprobs))
+
+
+def flat(*positions: TokenLogprobs) -> FlatLogprobs:
+    rows = FlatLogprobs()
+    for position in positions:
+        rows.append(position)
+    return rows
+
+
+def written(value: Any) -> Any:
+    """Return a value as a client reads it."""
+    return json.loads("".join(JsonWriter(ascii_only=False).parts(value)))
 
 
 def test_14_four_parallel_arrays_with_the_chosen_token_always(tokenizer: Tokenizer) -> None:
     a, b, c = (tokenizer.encode(char, add_special_tokens=False)[0] for char in "abc")
-    rows = [None, position((a, -3.0, 9), (b, -0.5, 1), (c, -1.5, 2)), position((b, -0.5, 1), (c, -1.0, 2))]
-    arrays = completion_logprobs([c, a, b], rows, [0, 1, 2], 2, TokenNames(tokenizer, by_id=False))
+    prompt = PromptLogprobs(flat(measured(a, -3.0, 9, ((b, -0.5), (c, -1.5)))))
+    output = flat(measured(b, -0.5, 1, ((b, -0.5), (c, -1.0))))
+    arrays = written(completion_logprobs([c, a, b], [prompt, output], [0, 1, 2], 2, TokenNames(tokenizer, by_id=False)))
     assert arrays["tokens"] == ["c", "a", "b"]
     assert arrays["token_logprobs"] == [None, -3.0, -0.5]
     assert arrays["top_logprobs"] == [None, {"a": -3.0, "b": -0.5, "c": -1.5}, {"b": -0.5, "c": -1.0}]
@@ -36,22 +55,32 @@ def test_14_four_parallel_arrays_with_the_chosen_token_always(tokenizer: Tokeniz
 
 def test_14_zero_shows_the_chosen_token_only(tokenizer: Tokenizer) -> None:
     a, b = (tokenizer.encode(char, add_special_tokens=False)[0] for char in "ab")
-    rows = [position((a, -3.0, 9), (b, -0.5, 1))]
-    assert completion_logprobs([a], rows, [0], 0, TokenNames(tokenizer, by_id=False))["top_logprobs"] == [{"a": -3.0}]
+    rows = flat(measured(a, -3.0, 9, ((b, -0.5),)))
+    arrays = written(completion_logprobs([a], [rows], [0], 0, TokenNames(tokenizer, by_id=False)))
+    assert arrays["top_logprobs"] == [{"a": -3.0}]
+
+
+def test_14_of_equals_the_chosen_token_is_the_first(tokenizer: Tokenizer) -> None:
+    a, b, c = (tokenizer.encode(char, add_special_tokens=False)[0] for char in "abc")
+    names = TokenNames(tokenizer, by_id=False)
+    top = ((a, -1.0), (b, -1.0), (c, -1.0))
+    for chosen, expected in ((a, "ab"), (b, "ba"), (c, "ca")):
+        (entry,) = written(chat_logprobs(flat(measured(chosen, -1.0, 1, top)), 2, names))["content"]
+        assert "".join(other["token"] for other in entry["top_logprobs"]) == expected
 
 
 def test_15_minus_infinity_is_a_number_in_json(tokenizer: Tokenizer) -> None:
-    rows = [position((5, -math.inf, 300), (6, -0.1, 1))]
+    rows = flat(measured(5, -math.inf, 300, ((6, -0.1),)))
     names = TokenNames(tokenizer, by_id=False)
-    assert completion_logprobs([5], rows, [0], 1, names)["token_logprobs"] == [LOWEST_LOGPROB]
-    assert json.loads(json.dumps(chat_logprobs([5], rows, 1, names), allow_nan=False))["content"][0]["logprob"] < -999
+    assert written(completion_logprobs([5], [rows], [0], 1, names))["token_logprobs"] == [LOWEST_LOGPROB]
+    assert written(chat_logprobs(rows, 1, names))["content"][0]["logprob"] < -999
 
 
 def test_15_chat_entries_carry_bytes_that_join_to_the_text(tokenizer: Tokenizer) -> None:
     text = "na\u00efve \U0001f600!"
     ids = tokenizer.encode(text, add_special_tokens=False)
-    rows = [position((token_id, -0.5, 1), (token_id + 1, -1.0, 2)) for token_id in ids]
-    content = chat_logprobs(ids, rows, 1, TokenNames(tokenizer, by_id=False))["content"]
+    rows = flat(*(measured(token_id, -0.5, 1, ((token_id, -0.5), (token_id + 1, -1.0))) for token_id in ids))
+    content = written(chat_logprobs(rows, 1, TokenNames(tokenizer, by_id=False)))["content"]
     assert bytes(byte for entry in content for byte in entry["bytes"]).decode() == text
     assert all([top["token"] for top in entry["top_logprobs"]] == [entry["token"]] for entry in content)
     assert "\ufffd" not in "".join(entry["token"] for entry in content)
@@ -78,9 +107,9 @@ def test_14_offsets_say_where_a_token_begins_in_the_text(tokenizer: Tokenizer, t
         expected.append(begun - bool(piece and piece[0] & 0xC0 == 0x80))
         data += piece
     assert data.decode() == text
-    assert TextOffsets(tokenizer).over_prompt(ids, text) == expected
+    assert list(TextOffsets(tokenizer).over_prompt(ids, text)) == expected
     if not with_special:
-        assert TextOffsets(tokenizer).over_output(ids, skip_special_tokens=False) == expected
+        assert list(TextOffsets(tokenizer).over_output(ids, skip_special_tokens=False)) == expected
 
 
 def test_14_offsets_go_on_behind_the_prompt_and_skip_what_the_text_skips(tokenizer: Tokenizer) -> None:
@@ -89,16 +118,16 @@ def test_14_offsets_go_on_behind_the_prompt_and_skip_what_the_text_skips(tokeniz
     assert ids[0] == 0
     offsets = TextOffsets(tokenizer)
     # The prompt as it was sent shows its special token; the one that the tokenizer put before it is not there.
-    assert offsets.over_prompt(ids, prompt) == [0, 0, 1, 2]
+    assert list(offsets.over_prompt(ids, prompt)) == [0, 0, 1, 2]
     x = tokenizer.encode("x", add_special_tokens=False)[0]
-    assert offsets.over_output([x, 1, x], skip_special_tokens=True) == [10, 11, 11]
-    assert offsets.over_output([1, x], skip_special_tokens=False) == [12, 12 + len("<|eos|>")]
+    assert list(offsets.over_output([x, 1, x], skip_special_tokens=True)) == [10, 11, 11]
+    assert list(offsets.over_output([1, x], skip_special_tokens=False)) == [12, 12 + len("<|eos|>")]
 
 
 def test_prompt_logprobs_hold_the_prompts_own_token_and_the_likeliest(tokenizer: Tokenizer) -> None:
     a, b, c = (tokenizer.encode(char, add_special_tokens=False)[0] for char in "abc")
-    rows = [None, position((a, -3.0, 9), (b, -0.5, 1), (c, -1.5, 2))]
-    first, second = prompt_logprobs_json(rows, 1, TokenNames(tokenizer, by_id=False))
+    rows = PromptLogprobs(flat(measured(a, -3.0, 9, ((b, -0.5), (c, -1.5)))))
+    first, second = written(prompt_logprobs_json(rows, 1, TokenNames(tokenizer, by_id=False)))
     assert first is None
     assert second == {
         str(a): {"logprob": -3.0, "rank": 9, "decoded_token": "a"},

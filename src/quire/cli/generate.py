@@ -22,7 +22,8 @@ from quire.sequences.params import SamplingParams
 if TYPE_CHECKING:
     from quire.cli.options import Subparsers
     from quire.engine.llm import LLM
-    from quire.engine.outputs import PositionLogprobs, RequestOutput
+    from quire.engine.logprobs import PositionLogprobs
+    from quire.engine.outputs import RequestOutput
 
 DEFAULT_MAX_TOKENS = 128
 EXIT_FAILED = 1

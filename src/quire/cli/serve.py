@@ -56,6 +56,13 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     add("--max-body-bytes", type=options.parse_size, default=usual.max_body_bytes, metavar="SIZE", help="longest body")
     add("--max-prompts", type=int, default=usual.max_prompts, metavar="N", help="most prompts in one request")
+    add(
+        "--max-request-logprobs",
+        type=int,
+        default=usual.max_request_logprobs,
+        metavar="N",
+        help=f"most log probabilities in the answer to one request (default {usual.max_request_logprobs})",
+    )
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     parser.set_defaults(handler=run)
 
@@ -82,6 +89,7 @@ def run(args: argparse.Namespace) -> int:
         tool_call_parser=args.tool_call_parser,
         max_body_bytes=args.max_body_bytes,
         max_prompts=args.max_prompts,
+        max_request_logprobs=args.max_request_logprobs,
         drain_timeout_s=args.drain_timeout,
         ping_interval_s=args.ping_interval,
         log_interval_s=args.log_interval,

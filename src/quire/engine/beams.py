@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from quire.decoding.stop import end_of_tokens
-from quire.engine.outputs import CompletionOutput, PositionLogprobs
+from quire.engine.logprobs import FlatLogprobs
+from quire.engine.outputs import CompletionOutput
 from quire.engine.sample_text import SampleText
-from quire.scheduling.plan import Candidate, TokenLogprobs
+from quire.scheduling.plan import Candidate
 from quire.sequences.beams import Hypothesis
 from quire.sequences.request import Request
 from quire.sequences.sequence import FinishReason
@@ -60,13 +61,10 @@ class BeamTexts:
         if self._candidates:
             self._texts[sample_idx] = self._candidates[rank]
 
-    def outputs(self, position: Callable[[TokenLogprobs], PositionLogprobs]) -> tuple[list[CompletionOutput], int]:
+    def outputs(self) -> tuple[list[CompletionOutput], int]:
         """Return the best hypotheses, best first, and the tokens that are in none of them.
 
         Where the request was ended instead, each of its `n` outputs says so.
-
-        Args:
-            position: turns the log probabilities of a token into an output's.
         """
         search, num_best = self._request.search, self._request.params.n
         assert search is not None
@@ -74,16 +72,14 @@ class BeamTexts:
             ended = [CompletionOutput(index, finish_reason=self.reason.value) for index in range(num_best)]
             return ended, search.num_tokens
         best = search.finished[:num_best]
-        outputs = [self._output(index, hypothesis, position) for index, hypothesis in enumerate(best)]
+        outputs = [self._output(index, hypothesis) for index, hypothesis in enumerate(best)]
         return outputs, search.num_dropped(best)
 
     def _text_of(self, beam: Beam) -> SampleText:
         # A search that begins again has a prompt where a beam was.
         return self._texts[beam.sample_idx] if beam.num_output else SampleText(self._request, self._tokenizer)
 
-    def _output(
-        self, index: int, hypothesis: Hypothesis, position: Callable[[TokenLogprobs], PositionLogprobs]
-    ) -> CompletionOutput:
+    def _output(self, index: int, hypothesis: Hypothesis) -> CompletionOutput:
         text, shown = SampleText(self._request, self._tokenizer), []
         num_output = len(hypothesis.token_ids)
         ends_by_token = hypothesis.reason is FinishReason.STOP and not isinstance(hypothesis.stop_reason, str)
@@ -96,6 +92,9 @@ class BeamTexts:
         output = CompletionOutput(index, "".join(shown), list(hypothesis.token_ids), beam_score=hypothesis.score)
         output.finish_reason, output.stop_reason = hypothesis.reason.value, hypothesis.stop_reason
         if self._request.params.logprobs is not None:
-            output.logprobs = [position(known) for known in hypothesis.logprobs]
-            output.cumulative_logprob = sum(known.logprob for known in hypothesis.logprobs)
+            measured = hypothesis.logprobs
+            output.logprobs = FlatLogprobs(self._tokenizer)
+            for position in measured:
+                output.logprobs.append(position)
+            output.cumulative_logprob = sum(position.logprob for position in measured)
         return output

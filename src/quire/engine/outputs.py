@@ -4,30 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from quire.engine.logprobs import FlatLogprobs, PromptLogprobs
 from quire.memory.status import TokenAccount
 from quire.text.tool_calls import ToolCall
-
-
-@dataclass(slots=True)
-class Logprob:
-    """The log probability of one token at one position, from the raw distribution.
-
-    Args:
-        logprob: natural logarithm, at most 0.
-        rank: 1 for the likeliest token of the position.
-        decoded_token: the token's own text (may hold a replacement character where the token is part of one),
-            or None when the engine has no tokenizer.
-        decoded_bytes: the token's own bytes, or None when the engine has no tokenizer.
-    """
-
-    logprob: float
-    rank: int
-    decoded_token: str | None = None
-    decoded_bytes: bytes | None = None
-
-
-# One position: token id -> Logprob; the chosen token is always in it and always comes first.
-PositionLogprobs = dict[int, Logprob]
 
 
 @dataclass(slots=True)
@@ -42,7 +21,7 @@ class CompletionOutput:
             and `best_of`.
         beam_score: of a beam search: the sum of the log probabilities of the output's tokens, as penalties and the like
             have changed them, divided by its length to the power of `length_penalty`.
-        logprobs: one entry per token of `token_ids`; None without `logprobs`.
+        logprobs: for each token of `token_ids` a dictionary of `Logprob` by token id; None without `logprobs`.
         finish_reason: None while running; then "stop", "length", "abort" or "error"; "tool_calls" where a chat with
             tools came to its end and called one of its own choice.
         stop_reason: the stop string or stop token id that ended the output; None for the model's own end token.
@@ -56,7 +35,7 @@ class CompletionOutput:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None
-    logprobs: list[PositionLogprobs] | None = None
+    logprobs: FlatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     num_draft_tokens: int = 0
@@ -74,8 +53,10 @@ class CompletionOutput:
         """Merge a later delta of the same sequence into this output."""
         self.text += news.text
         self.token_ids += news.token_ids
-        if news.logprobs is not None:
-            self.logprobs = (self.logprobs or []) + news.logprobs
+        if self.logprobs is None:
+            self.logprobs = news.logprobs
+        elif news.logprobs is not None:
+            self.logprobs.extend(news.logprobs)
         if news.cumulative_logprob is not None:
             self.cumulative_logprob = news.cumulative_logprob
         self.finish_reason = news.finish_reason
@@ -127,7 +108,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool = False
-    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     num_cached_tokens: int = 0
     num_disk_tokens: int = 0
     cache_hit_end: str | None = None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from quire.engine.beams import BeamTexts
-from quire.engine.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestMetrics, RequestOutput
+from quire.engine.logprobs import FlatLogprobs, PromptLogprobs
+from quire.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.engine.ranking import Ranking
 from quire.engine.sample_text import SampleText
 from quire.scheduling.plan import TokenLogprobs
@@ -37,9 +38,9 @@ class RequestTranscript:
         self._news: dict[int, CompletionOutput] = {}
         self._ranking = Ranking(request.params.n) if request.params.is_ranked else None
         self.beams = None if request.params.beam_width is None else BeamTexts(request, tokenizer)
-        self._prompt_logprobs: list[PositionLogprobs | None] | None = None
+        self._prompt_logprobs: PromptLogprobs | None = None
         if request.params.prompt_logprobs is not None:
-            self._prompt_logprobs = [None]
+            self._prompt_logprobs = PromptLogprobs(FlatLogprobs(tokenizer))
 
     def add_token(
         self, sequence: Sequence, num_tokens: int, token_id: int, logprobs: TokenLogprobs | None
@@ -64,8 +65,8 @@ class RequestTranscript:
         if logprobs is not None:
             if self.request.params.logprobs is not None:
                 if output.logprobs is None:
-                    output.logprobs = []
-                output.logprobs.append(self._position(logprobs))
+                    output.logprobs = FlatLogprobs(self._tokenizer)
+                output.logprobs.append(logprobs)
             output.cumulative_logprob = self._cumulative[idx] = self._cumulative.get(idx, 0.0) + logprobs.logprob
         is_last = sequence.is_finished and num_tokens == len(sequence.tokens)
         is_end_token = is_last and sequence.finish_reason is FinishReason.STOP
@@ -90,8 +91,7 @@ class RequestTranscript:
     def add_prompt_logprobs(self, start: int, logprobs: tuple[TokenLogprobs, ...]) -> None:
         """Take the log probabilities of prompt positions from `start + 1` on; known ones are skipped."""
         assert self._prompt_logprobs is not None
-        new = logprobs[len(self._prompt_logprobs) - start - 1 :]
-        self._prompt_logprobs += [self._position(position) for position in new]
+        self._prompt_logprobs.add(logprobs[len(self._prompt_logprobs) - start - 1 :])
         self.request.num_known_prompt_logprobs = len(self._prompt_logprobs) - 1
 
     def take_news(self, *, is_finished: bool, error: str | None = None, error_code: str | None = None) -> RequestOutput:
@@ -102,7 +102,7 @@ class RequestTranscript:
             self._ranking.add(outputs)
             outputs, num_dropped = self._ranking.best() if is_finished else ([], 0)
         if self.beams is not None and is_finished:
-            outputs, num_pruned = self.beams.outputs(self._position)
+            outputs, num_pruned = self.beams.outputs()
         prompt_logprobs, request = None, self.request
         if self._prompt_logprobs is not None and len(self._prompt_logprobs) == request.num_prompt:
             prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
@@ -139,17 +139,3 @@ class RequestTranscript:
                 index, num_draft_tokens=sequence.num_drafted, num_accepted_tokens=sequence.num_accepted
             )
         return output
-
-    def _position(self, logprobs: TokenLogprobs) -> PositionLogprobs:
-        """Return one position's log probabilities, the chosen token first."""
-        position = {logprobs.token_id: self._logprob(logprobs.token_id, logprobs.logprob, logprobs.rank)}
-        for rank, (token_id, value) in enumerate(logprobs.top, 1):
-            if token_id != logprobs.token_id:
-                position[token_id] = self._logprob(token_id, value, rank)
-        return position
-
-    def _logprob(self, token_id: int, value: float, rank: int) -> Logprob:
-        if self._tokenizer is None:
-            return Logprob(value, rank)
-        data = self._tokenizer.token_bytes(token_id)
-        return Logprob(value, rank, data.decode("utf-8", "replace"), data)

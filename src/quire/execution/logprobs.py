@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import torch
@@ -33,12 +34,12 @@ def measure(logits: torch.Tensor, token_ids: Sequence[int], counts: Sequence[int
     normed = logits.log_softmax(-1)
     ranks = (1 + torch.count_nonzero(logits > chosen, dim=-1)).tolist()
     logprobs = normed.gather(1, ids).clamp_(min=LOWEST)[:, 0].tolist()
-    tops: list[list[tuple[int, float]]] = [[] for _ in token_ids]
-    if any(counts):
-        _, top_ids = likeliest(logits, max(counts))
-        rows = zip(top_ids.tolist(), normed.gather(1, top_ids).clamp_(min=LOWEST).tolist(), strict=True)
-        tops = [list(zip(*pair, strict=True)) for pair in rows]
+    if not any(counts):
+        return [TokenLogprobs(*measured) for measured in zip(token_ids, logprobs, ranks, strict=True)]
+    _, top_ids = likeliest(logits, max(counts))
+    top_logprobs = normed.gather(1, top_ids).clamp_(min=LOWEST)
+    rows = zip(token_ids, logprobs, ranks, top_ids.tolist(), top_logprobs.tolist(), counts, strict=True)
     return [
-        TokenLogprobs(token_id, logprob, rank, tuple(top[:count]))
-        for token_id, logprob, rank, top, count in zip(token_ids, logprobs, ranks, tops, counts, strict=True)
+        TokenLogprobs(token_id, logprob, rank, array("i", ids[:count]), array("d", values[:count]))
+        for token_id, logprob, rank, ids, values, count in rows
     ]

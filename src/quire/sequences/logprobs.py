@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import NamedTuple
 
 
@@ -12,10 +13,17 @@ class TokenLogprobs(NamedTuple):
         token_id: the chosen (or given, in a prompt) token.
         logprob: its log probability.
         rank: 1 for the likeliest token.
-        top: (token id, log probability) of the likeliest tokens, best first; may be empty.
+        top_ids: the likeliest tokens, best first; may be empty. Typecode "i".
+        top_logprobs: their log probabilities. Typecode "d".
     """
 
     token_id: int
     logprob: float
     rank: int
-    top: tuple[tuple[int, float], ...]
+    top_ids: array[int] = array("i")
+    top_logprobs: array[float] = array("d")
+
+    @property
+    def top(self) -> tuple[tuple[int, float], ...]:
+        """The likeliest tokens, best first, each with its log probability."""
+        return tuple(zip(self.top_ids, self.top_logprobs, strict=True))

@@ -11,6 +11,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
+from quire.engine.logprobs import FlatLogprobs
 from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.errors import InvalidParameter, UnsupportedFeature
 from quire.sequences.params import MAX_LOGPROBS
@@ -18,6 +19,7 @@ from quire.server import sampling, structured
 from quire.server.body import read_object
 from quire.server.fields import Fields, Refusal
 from quire.server.generation import Job, answer, new_head
+from quire.server.json_stream import JsonArray
 from quire.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs_json
 from quire.server.models import check_model
 from quire.server.state import ServerState
@@ -211,12 +213,13 @@ class ChatReply:
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """Return the answer in one piece."""
         (output,) = outputs
-        body: dict[str, Any] = {**self._head, "choices": [self._choice(sample) for sample in output.outputs]}
+        choices = JsonArray(self._choice(sample) for sample in output.outputs)
+        body: dict[str, Any] = {**self._head, "choices": choices}
         if self._extras.token_ids:
             body["prompt_token_ids"] = output.prompt_token_ids
         if self._extras.prompt_logprobs is not None:
-            rows = output.prompt_logprobs or []
-            body["prompt_logprobs"] = prompt_logprobs_json(rows, self._extras.prompt_logprobs, self._names)
+            rows, wanted = output.prompt_logprobs, self._extras.prompt_logprobs
+            body["prompt_logprobs"] = [] if rows is None else prompt_logprobs_json(rows, wanted, self._names)
         return body
 
     def _choice(self, sample: CompletionOutput) -> dict[str, Any]:
@@ -239,7 +242,7 @@ class ChatReply:
     def _logprobs(self, output: CompletionOutput) -> dict[str, Any] | None:
         if self._extras.top_logprobs is None:
             return None
-        return chat_logprobs(output.token_ids, output.logprobs or [], self._extras.top_logprobs, self._names)
+        return chat_logprobs(output.logprobs or FlatLogprobs(), self._extras.top_logprobs, self._names)
 
     def _chunk(
         self,

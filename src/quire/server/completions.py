@@ -6,18 +6,21 @@ import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from quire.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from quire.engine.logprobs import FlatLogprobs, PromptLogprobs
+from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.errors import InvalidParameter, UnsupportedFeature
 from quire.sequences.params import MAX_LOGPROBS
 from quire.server import sampling, structured
 from quire.server.body import read_object
 from quire.server.fields import Fields, Refusal
 from quire.server.generation import Job, answer, new_head
+from quire.server.json_stream import JsonArray
 from quire.server.logprobs import (
     CompletionLogprobs,
     TextOffsets,
@@ -119,6 +122,8 @@ def read_completion(state: ServerState, fields: Fields) -> tuple[Job, Extras, li
     }
     if has_echo and extras.logprobs is not None:
         own["prompt_logprobs"] = max(extras.logprobs, extras.prompt_logprobs or 0)
+        if extras.prompt_logprobs is None:
+            spelled["prompt_logprobs"] = "logprobs"
     params = sampling.read_sampling(fields, state.llm.default_sampling_params(), own, spelled)
     if len(prompts) * params.num_sequences > MAX_SEQUENCES:
         name = "beam_width" if params.beam_width else "best_of" if params.best_of else "n"
@@ -126,7 +131,10 @@ def read_completion(state: ServerState, fields: Fields) -> tuple[Job, Extras, li
         raise InvalidParameter(spelled.get(name, name), params.num_sequences, allowed)
 
     encode = partial(_encode, state.llm.tokenizer, prompts, fields.flag("add_special_tokens", True))
-    return Job(len(prompts), encode, params, options, spelled, extras.is_prompt_only), extras, prompts
+    # Each choice repeats them: before its own, and as vLLM's `prompt_logprobs`.
+    num_copies = params.n * (has_echo + (extras.prompt_logprobs is not None)) or 1
+    job = Job(len(prompts), encode, params, options, spelled, extras.is_prompt_only, num_copies)
+    return job, extras, prompts
 
 
 def read_prompts(value: object, max_prompts: int) -> list[Prompt]:
@@ -149,6 +157,22 @@ def read_prompts(value: object, max_prompts: int) -> list[Prompt]:
     if all(isinstance(prompt, list) and prompt and _are_token_ids(prompt) for prompt in value):
         return value
     raise InvalidParameter("prompt", value, allowed)
+
+
+class _Part(NamedTuple):
+    """A prompt or an output, or what is new of one.
+
+    Args:
+        text: as it is shown.
+        token_ids: its tokens.
+        logprobs: of the tokens; empty where they are not wanted.
+        offsets: for each token where it begins in the answer's text; read once, after those of the part before.
+    """
+
+    text: str
+    token_ids: list[int]
+    logprobs: FlatLogprobs | PromptLogprobs
+    offsets: Iterator[int]
 
 
 class CompletionReply:
@@ -179,7 +203,7 @@ class CompletionReply:
         self._names = names
         self._tokenizer = tokenizer
         self._offsets: dict[int, TextOffsets] = {}
-        self._prompt_logprobs: dict[int, list[PositionLogprobs | None]] = {}
+        self._prompt_logprobs: dict[int, PromptLogprobs] = {}
 
     def chunks(self, prompt_idx: int, delta: RequestOutput) -> Iterator[dict[str, Any]]:
         """Yield the chunks of a stream that a delta gives: the prompt first where it is wanted, then the output."""
@@ -191,13 +215,14 @@ class CompletionReply:
             offsets = self._offsets.setdefault(index, TextOffsets(self._tokenizer))
             ids = {"prompt_token_ids": delta.prompt_token_ids} if is_first and self._extras.token_ids else {}
             if is_first and self._extras.echo:
-                text, logprobs = self._prompt_part(prompt_idx, delta, offsets)
-                yield self._chunk(_choice(index, text, logprobs) | self._ids([]) | ids)
+                before = self._prompt_part(prompt_idx, delta, offsets)
+                yield self._chunk(_choice(index, before.text, self._logprobs([before])) | self._ids([]) | ids)
                 ids = {}
-            text, logprobs, token_ids = self._output_part(output, offsets)
-            if not (text or (token_ids and (logprobs or self._extras.token_ids)) or output.is_finished or ids):
+            new = self._output_part(output, offsets)
+            if not (new.text or (new.token_ids and self._shows_tokens) or output.is_finished or ids):
                 continue
-            yield self._chunk(_choice(index, text, logprobs, self._ending(output)) | self._ids(token_ids) | ids)
+            choice = _choice(index, new.text, self._logprobs([new]), self._ending(output))
+            yield self._chunk(choice | self._ids(new.token_ids) | ids)
 
     def last_chunk(self) -> dict[str, Any]:
         """Return the chunk without choices that carries a stream's usage."""
@@ -205,52 +230,56 @@ class CompletionReply:
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """Return the answer in one piece."""
-        choices = []
-        for prompt_idx, output in enumerate(outputs):
-            self._prompt_logprobs[prompt_idx] = output.prompt_logprobs or []
-            choices += [self._whole_choice(prompt_idx, output, sample) for sample in output.outputs]
-        return {**self._head, "choices": choices}
+        choices = (
+            self._whole_choice(prompt_idx, output, sample)
+            for prompt_idx, output in enumerate(outputs)
+            for sample in output.outputs
+        )
+        return {**self._head, "choices": JsonArray(choices)}
 
     def _whole_choice(self, prompt_idx: int, output: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
         offsets = TextOffsets(self._tokenizer)
-        before, prompt_arrays = self._prompt_part(prompt_idx, output, offsets) if self._extras.echo else ("", None)
-        text, arrays, token_ids = self._output_part(sample, offsets)
-        if prompt_arrays is not None and arrays is not None:
-            arrays = _joined(prompt_arrays, arrays)
+        parts = [self._prompt_part(prompt_idx, output, offsets)] if self._extras.echo else []
+        parts.append(self._output_part(sample, offsets))
+        text, token_ids = "".join(part.text for part in parts), parts[-1].token_ids
         index = prompt_idx * self._n + sample.index
-        choice = _choice(index, before + text, arrays, self._ending(sample)) | self._ids(token_ids)
+        choice = _choice(index, text, self._logprobs(parts), self._ending(sample)) | self._ids(token_ids)
         if self._extras.token_ids:
             choice["prompt_token_ids"] = output.prompt_token_ids
         if self._extras.prompt_logprobs is not None:
-            rows = self._prompt_logprobs[prompt_idx]
-            choice["prompt_logprobs"] = prompt_logprobs_json(rows, self._extras.prompt_logprobs, self._names)
+            rows = output.prompt_logprobs
+            wanted = self._extras.prompt_logprobs
+            choice["prompt_logprobs"] = [] if rows is None else prompt_logprobs_json(rows, wanted, self._names)
         return choice
 
-    def _prompt_part(
-        self, prompt_idx: int, output: RequestOutput, offsets: TextOffsets
-    ) -> tuple[str, CompletionLogprobs | None]:
+    def _prompt_part(self, prompt_idx: int, output: RequestOutput, offsets: TextOffsets) -> _Part:
         prompt, ids = self._prompts[prompt_idx], output.prompt_token_ids
         if not isinstance(prompt, str):
             assert self._tokenizer is not None  # echo was refused otherwise
             # Where the prompt ends inside a character, the output begins with the whole of it.
             skip = self._extras.skip_special_tokens
             prompt = IncrementalDetokenizer(self._tokenizer, (), skip_special_tokens=skip).push(ids)
-        if self._extras.logprobs is None:
-            return prompt, None
-        starts = offsets.over_prompt(ids, prompt)
-        rows = self._prompt_logprobs[prompt_idx]
-        return prompt, completion_logprobs(ids, rows, starts, self._extras.logprobs, self._names)
+        rows = self._prompt_logprobs.get(prompt_idx, output.prompt_logprobs)
+        return _Part(prompt, ids, rows or PromptLogprobs(FlatLogprobs()), offsets.over_prompt(ids, prompt))
 
-    def _output_part(
-        self, output: CompletionOutput, offsets: TextOffsets
-    ) -> tuple[str, CompletionLogprobs | None, list[int]]:
-        text, ids, rows = output.text, output.token_ids, output.logprobs or []
+    def _output_part(self, output: CompletionOutput, offsets: TextOffsets) -> _Part:
+        text, ids, rows = output.text, output.token_ids, output.logprobs
         if self._extras.is_prompt_only:
-            text, ids, rows = "", [], []
-        if self._extras.logprobs is None:
-            return text, None, ids
+            text, ids, rows = "", [], None
         starts = offsets.over_output(ids, skip_special_tokens=self._extras.skip_special_tokens)
-        return text, completion_logprobs(ids, rows, starts, self._extras.logprobs, self._names), ids
+        return _Part(text, ids, rows or FlatLogprobs(), starts)
+
+    def _logprobs(self, parts: Sequence[_Part]) -> CompletionLogprobs | None:
+        num_top = self._extras.logprobs
+        if num_top is None:
+            return None
+        ids = list(chain.from_iterable(part.token_ids for part in parts))
+        starts = chain.from_iterable(part.offsets for part in parts)
+        return completion_logprobs(ids, [part.logprobs for part in parts], starts, num_top, self._names)
+
+    @property
+    def _shows_tokens(self) -> bool:
+        return self._extras.token_ids or self._extras.logprobs is not None
 
     def _ending(self, output: CompletionOutput) -> dict[str, Any]:
         if not output.is_finished:
@@ -276,15 +305,6 @@ def _choice(
         "logprobs": logprobs,
         **(ending or {"finish_reason": None, "stop_reason": None}),
     }
-
-
-def _joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
-    return CompletionLogprobs(
-        tokens=first["tokens"] + second["tokens"],
-        token_logprobs=first["token_logprobs"] + second["token_logprobs"],
-        top_logprobs=first["top_logprobs"] + second["top_logprobs"],
-        text_offset=first["text_offset"] + second["text_offset"],
-    )
 
 
 async def _encode(tokenizer: Tokenizer | None, prompts: Sequence[Prompt], add_special_tokens: bool) -> list[list[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ from quire.sequences.params import SamplingParams
 from quire.server import sse
 from quire.server.errors import REQUEST_ID, api_error, stopping
 from quire.server.feed import ClientGone, Feed, News
+from quire.server.json_stream import JsonAnswer, JsonWriter, paced
 from quire.server.sampling import Options
 from quire.server.state import Flight, ServerState
 from quire.server.tenants import read_tenant
@@ -59,6 +60,7 @@ class Job:
         options: how to answer.
         spelled: how the client wrote a field, where that is not the engine's name.
         is_prompt_only: the client asked for no output.
+        num_prompt_copies: how often the answer has the log probabilities of a prompt.
     """
 
     num_prompts: int
@@ -67,6 +69,7 @@ class Job:
     options: Options
     spelled: Mapping[str, str]
     is_prompt_only: bool = False
+    num_prompt_copies: int = 1
 
 
 def json_response(body: Mapping[str, Any]) -> Response:
@@ -123,6 +126,8 @@ async def _follow(
     """Yield the engine's news of a job; places in the queue come before any work."""
     llm, options = state.llm, job.options
     with llm.reserve(job.num_prompts) as place, state.aloft(flight):
+        prompts = await job.prompts()
+        check_num_logprobs(job, prompts, llm.resolved.max_model_len, state.config.max_request_logprobs)
         streams = [
             llm.generate(
                 prompt,
@@ -134,13 +139,43 @@ async def _follow(
                 tenant=tenant,
                 retain_cache=options.retain_cache,
             )
-            for idx, prompt in enumerate(await job.prompts())
+            for idx, prompt in enumerate(prompts)
         ]
         async with aclosing(flight.feed.follow(streams, request.receive)) as batches:
             async for news in batches:
                 for _, delta in news:
                     _check(delta)
                 yield news
+
+
+def check_num_logprobs(job: Job, prompts: Sequence[Sequence[int]], max_model_len: int, limit: int) -> None:
+    """Check that an answer cannot hold too many log probabilities.
+
+    Args:
+        job: what is asked for.
+        prompts: its token ids.
+        max_model_len: tokens of a prompt and an output at most.
+        limit: how many log probabilities the answer may hold.
+
+    Raises:
+        InvalidParameter: it may hold more, if no output ends early.
+    """
+    params = job.params
+    counts = {"prompt_logprobs": 0, "logprobs": 0}
+    if params.prompt_logprobs is not None:
+        counts["prompt_logprobs"] = job.num_prompt_copies * (1 + params.prompt_logprobs) * sum(map(len, prompts))
+    if params.logprobs is not None:
+        longest = max_model_len if params.max_tokens is None else params.max_tokens
+        num_output = sum(min(longest, max(max_model_len - len(prompt), 0)) for prompt in prompts)
+        counts["logprobs"] = params.num_sequences * (1 + params.logprobs) * num_output
+    total = sum(counts.values())
+    if total > limit:
+        field = max(counts, key=counts.__getitem__)
+        allowed = (
+            f"such that an answer holds at most {limit:,} log probabilities (here up to {total:,}: "
+            "tokens of all prompts and outputs, times one more than this)"
+        )
+        raise InvalidParameter(field, getattr(params, field), allowed)
 
 
 def _check(delta: RequestOutput) -> None:
@@ -154,7 +189,7 @@ def _check(delta: RequestOutput) -> None:
         raise stopping()
 
 
-async def _whole(job: Job, reply: Reply, count: TokenCount, news: AsyncGenerator[list[News], None]) -> Response:
+async def _whole(job: Job, reply: Reply, count: TokenCount, news: AsyncGenerator[list[News], None]) -> ASGIApp:
     outputs: dict[int, RequestOutput] = {}
     async with aclosing(news) as batches:
         async for batch in batches:
@@ -165,28 +200,32 @@ async def _whole(job: Job, reply: Reply, count: TokenCount, news: AsyncGenerator
                 else:
                     outputs[idx] = delta
     body = reply.whole([outputs[idx] for idx in range(job.num_prompts)])
-    return json_response({**body, "usage": count.as_json()})
+    return JsonAnswer({**body, "usage": count.as_json()})
 
 
 async def _events(
     job: Job, reply: Reply, count: TokenCount, news: AsyncGenerator[list[News], None], request_id: str
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the events of a stream: what is there already goes out as one piece."""
+    """Yield the events of a stream: what is there already goes out as one piece, unless it is long."""
     options = job.options
+    writer = JsonWriter(ascii_only=True)
     has_begun = False
+
+    def events(batch: list[News]) -> Iterator[str]:
+        for idx, delta in batch:
+            count.add(idx, delta)
+            for chunk in reply.chunks(idx, delta):
+                if options.include_usage:
+                    chunk["usage"] = count.as_json() if options.continuous_usage else None
+                yield from sse.framed(writer.parts(chunk))
+
     try:
         async with aclosing(news) as batches:
             async for batch in batches:
-                events = [] if batch else [sse.PING]
-                for idx, delta in batch:
-                    count.add(idx, delta)
-                    for chunk in reply.chunks(idx, delta):
-                        if options.include_usage:
-                            chunk["usage"] = count.as_json() if options.continuous_usage else None
-                        events.append(sse.event(chunk))
-                if events:
-                    yield b"".join(events)
-                    has_begun = True
+                async with aclosing(paced(events(batch) if batch else [sse.PING])) as pieces:
+                    async for piece in pieces:
+                        yield piece
+                        has_begun = True
         if options.include_usage:
             yield sse.event({**reply.last_chunk(), "usage": count.as_json()})
         yield sse.DONE

@@ -1,12 +1,18 @@
-"""Log probabilities in the two forms that clients read, with tokens that need not be whole characters."""
+"""Log probabilities in the two forms that clients read, with tokens that need not be whole characters.
+
+Arrays are given as `JsonArray`, whose items are made while the answer is written.
+"""
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, TypedDict
 
-from quire.engine.outputs import Logprob, PositionLogprobs
+from quire.engine.logprobs import FlatLogprobs, PromptLogprobs
+from quire.sequences.logprobs import TokenLogprobs
+from quire.server.json_stream import JsonArray
 from quire.text.tokenizer import Tokenizer
 
 # JSON has no minus infinity.
@@ -16,10 +22,10 @@ LOWEST_LOGPROB = -9999.0
 class CompletionLogprobs(TypedDict):
     """The four parallel arrays of `/v1/completions`."""
 
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
+    tokens: JsonArray
+    token_logprobs: JsonArray
+    top_logprobs: JsonArray
+    text_offset: JsonArray
 
 
 class TokenNames:
@@ -63,30 +69,26 @@ class TextOffsets:
         self._num_chars = 0
         self._begins_text = True
 
-    def over_prompt(self, token_ids: Sequence[int], text: str) -> list[int]:
-        """Return the offsets of the prompt's tokens in its text, which the tokens may have normalised."""
-        offsets = []
+    def over_prompt(self, token_ids: Sequence[int], text: str) -> Iterator[int]:
+        """Yield the offsets of the prompt's tokens in its text, which the tokens may have normalised."""
         pending = codecs.getincrementaldecoder("utf-8")("replace")
         for token_id in token_ids:
             piece = self._piece(token_id)
             is_special = self._tokenizer is not None and token_id in self._tokenizer.special_ids
             if is_special and not text.startswith(piece.decode("utf-8", "replace"), self._num_chars):
                 piece = b""
-            offsets.append(min(self._step(piece), len(text)))
+            yield min(self._step(piece), len(text))
             pending.decode(piece)
         # A character that the prompt only begins is in the output's text.
         self._num_chars = len(text) + bool(pending.getstate()[0])
-        return offsets
 
-    def over_output(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> list[int]:
-        """Return the offsets of the next output tokens."""
+    def over_output(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> Iterator[int]:
+        """Yield the offsets of the next output tokens."""
         self._begins_text = False
-        offsets = []
         for token_id in token_ids:
             tokenizer = self._tokenizer
             shown = tokenizer is not None and tokenizer.is_visible(token_id, skip_special_tokens=skip_special_tokens)
-            offsets.append(self._step(self._piece(token_id) if shown else b""))
-        return offsets
+            yield self._step(self._piece(token_id) if shown else b"")
 
     def _piece(self, token_id: int) -> bytes:
         if self._tokenizer is None:
@@ -103,8 +105,8 @@ class TextOffsets:
 
 def completion_logprobs(
     token_ids: Sequence[int],
-    positions: Sequence[PositionLogprobs | None],
-    offsets: Sequence[int],
+    positions: Sequence[FlatLogprobs | PromptLogprobs],
+    offsets: Iterable[int],
     num_top: int,
     names: TokenNames,
 ) -> CompletionLogprobs:
@@ -112,52 +114,44 @@ def completion_logprobs(
 
     Args:
         token_ids: the tokens.
-        positions: for each token its log probabilities, None for the first one of a prompt.
-        offsets: for each token where it begins in the text.
+        positions: their log probabilities, in one part or several.
+        offsets: for each token where it begins in the text; read once.
         num_top: how many of the likeliest tokens; 0 shows the chosen one only.
         names: how tokens are written.
     """
-    arrays = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=list(offsets))
-    for token_id, position in zip(token_ids, positions, strict=True):
-        arrays["tokens"].append(names.name(token_id))
-        if position is None:
-            arrays["token_logprobs"].append(None)
-            arrays["top_logprobs"].append(None)
-            continue
-        chosen = clamp(position[token_id].logprob)
-        top = {names.name(token_id): chosen}
-        for other_id, other in _likeliest(position, num_top):
-            # Two tokens may have the same text; the chosen one, then the likelier one, has the name.
-            top.setdefault(names.name(other_id), clamp(other.logprob))
-        arrays["token_logprobs"].append(chosen)
-        arrays["top_logprobs"].append(top)
-    return arrays
+
+    def measured() -> Iterator[TokenLogprobs | None]:
+        return chain.from_iterable(part.measured() for part in positions)
+
+    return CompletionLogprobs(
+        tokens=JsonArray(map(names.name, token_ids)),
+        token_logprobs=JsonArray(None if known is None else clamp(known.logprob) for known in measured()),
+        top_logprobs=JsonArray(None if known is None else _top_by_name(known, num_top, names) for known in measured()),
+        text_offset=JsonArray(offsets),
+    )
 
 
-def chat_logprobs(
-    token_ids: Sequence[int], positions: Sequence[PositionLogprobs], num_top: int, names: TokenNames
-) -> dict[str, Any]:
+def chat_logprobs(positions: FlatLogprobs, num_top: int, names: TokenNames) -> dict[str, Any]:
     """Return the `logprobs` object of a chat choice.
 
     Args:
-        token_ids: the tokens.
         positions: for each token its log probabilities.
         num_top: entries of `top_logprobs`.
         names: how tokens are written.
     """
-    content = []
-    for token_id, position in zip(token_ids, positions, strict=True):
-        entry = _chat_entry(token_id, position[token_id], names)
-        entry["top_logprobs"] = [
-            _chat_entry(other_id, other, names) for other_id, other in _likeliest(position, num_top)
-        ]
-        content.append(entry)
-    return {"content": content, "refusal": None}
+
+    def entries() -> Iterator[dict[str, Any]]:
+        for position in positions.measured():
+            entry = _chat_entry(position.token_id, position.logprob, names)
+            entry["top_logprobs"] = [
+                _chat_entry(token_id, logprob, names) for _, token_id, logprob in _likeliest(position, num_top)
+            ]
+            yield entry
+
+    return {"content": JsonArray(entries()), "refusal": None}
 
 
-def prompt_logprobs_json(
-    positions: Sequence[PositionLogprobs | None], num_top: int, names: TokenNames
-) -> list[dict[str, dict[str, Any]] | None]:
+def prompt_logprobs_json(positions: PromptLogprobs, num_top: int, names: TokenNames) -> JsonArray:
     """Return vLLM's `prompt_logprobs`: for each prompt token a map of token ids, None for the first one.
 
     Args:
@@ -165,23 +159,15 @@ def prompt_logprobs_json(
         num_top: entries beside the prompt's own token.
         names: how tokens are written.
     """
-    rows: list[dict[str, dict[str, Any]] | None] = []
-    for position in positions:
-        if position is None:
-            rows.append(None)
-            continue
-        own = next(iter(position.items()))
-        rows.append(
-            {
-                str(token_id): {
-                    "logprob": clamp(entry.logprob),
-                    "rank": entry.rank,
-                    "decoded_token": names.name(token_id),
-                }
-                for token_id, entry in dict([own, *_likeliest(position, num_top)]).items()
-            }
-        )
-    return rows
+
+    def row(position: TokenLogprobs) -> dict[str, dict[str, Any]]:
+        own = position.rank, position.token_id, position.logprob
+        return {
+            str(token_id): {"logprob": clamp(logprob), "rank": rank, "decoded_token": names.name(token_id)}
+            for rank, token_id, logprob in (own, *_likeliest(position, num_top))
+        }
+
+    return JsonArray(None if position is None else row(position) for position in positions.measured())
 
 
 def clamp(logprob: float) -> float:
@@ -189,18 +175,25 @@ def clamp(logprob: float) -> float:
     return max(logprob, LOWEST_LOGPROB)
 
 
-def _likeliest(position: PositionLogprobs, count: int) -> list[tuple[int, Logprob]]:
-    ranked = sorted(position.items(), key=lambda item: item[1].rank)
-    return [item for item in ranked if item[1].rank <= count][:count]
+def _top_by_name(position: TokenLogprobs, num_top: int, names: TokenNames) -> dict[str, float]:
+    top = {names.name(position.token_id): clamp(position.logprob)}
+    for _, token_id, logprob in _likeliest(position, num_top):
+        # Two tokens may have the same text; the chosen one, then the likelier one, has the name.
+        top.setdefault(names.name(token_id), clamp(logprob))
+    return top
 
 
-def _chat_entry(token_id: int, entry: Logprob, names: TokenNames) -> dict[str, Any]:
+def _likeliest(position: TokenLogprobs, count: int) -> list[tuple[int, int, float]]:
+    """Return rank, token and log probability of the likeliest tokens; among equals the chosen one is the first."""
+    others = [(rank, *entry) for rank, entry in enumerate(position.top, 1) if entry[0] != position.token_id]
+    if position.rank <= count:
+        others.insert(position.rank - 1, (position.rank, position.token_id, position.logprob))
+    return others[:count]
+
+
+def _chat_entry(token_id: int, logprob: float, names: TokenNames) -> dict[str, Any]:
     piece = names.bytes(token_id)
-    return {
-        "token": names.name(token_id),
-        "logprob": clamp(entry.logprob),
-        "bytes": None if piece is None else list(piece),
-    }
+    return {"token": names.name(token_id), "logprob": clamp(logprob), "bytes": None if piece is None else list(piece)}
 
 
 def _continues(byte: int) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from quire.errors import ConfigError
 
 DEFAULT_MAX_BODY_BYTES = 8 << 20
+DEFAULT_MAX_REQUEST_LOGPROBS = 4_000_000
 # "auto", or a format of `quire.text.tool_calls`, which takes longer to import than the command line should.
 TOOL_CALL_PARSERS = ("auto", "hermes", "llama3", "mistral")
 # What the name of a header is made of, by RFC 9110.
@@ -29,6 +30,7 @@ class ServerConfig:
         tool_call_parser: the format in which the model writes calls of tools; "auto" finds it in its chat template.
         max_body_bytes: the longest request body.
         max_prompts: prompts of one request at most.
+        max_request_logprobs: log probabilities that the answer to one request may hold at most.
         drain_timeout_s: how long running requests may go on once the server was asked to stop.
         ping_interval_s: silence on a stream after which a comment keeps the connection open.
         log_interval_s: how often the throughput line is logged; 0 never logs it.
@@ -45,6 +47,7 @@ class ServerConfig:
     tool_call_parser: str = "auto"
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
     max_prompts: int = 256
+    max_request_logprobs: int = DEFAULT_MAX_REQUEST_LOGPROBS
     drain_timeout_s: float = 30.0
     ping_interval_s: float = 15.0
     log_interval_s: float = 10.0
@@ -53,6 +56,7 @@ class ServerConfig:
         _within("port", self.port, 0, 65535)
         _within("max_body_bytes", self.max_body_bytes, 1, 1 << 40)
         _within("max_prompts", self.max_prompts, 1, 1 << 20)
+        _within("max_request_logprobs", self.max_request_logprobs, 0, 1 << 40)
         _within("drain_timeout_s", self.drain_timeout_s, 0, 86400)
         _within("ping_interval_s", self.ping_interval_s, 0.001, 86400)
         _within("log_interval_s", self.log_interval_s, 0, 86400)

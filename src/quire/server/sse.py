@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
 from contextlib import aclosing
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
+from quire.server.json_stream import JsonWriter
+
 DONE = b"data: [DONE]\n\n"
-PING = b": ping\n\n"
+PING = ": ping\n\n"
 HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -20,11 +21,19 @@ HEADERS = (
 
 
 def event(data: Mapping[str, Any]) -> bytes:
-    """Return one event.
+    """Return one event."""
+    return "".join(framed(JsonWriter(ascii_only=True).parts(data))).encode()
 
-    All but ASCII is escaped: some clients split lines at U+2028 and U+0085 too.
+
+def framed(parts: Iterable[str]) -> Iterator[str]:
+    """Yield the text of one event.
+
+    Args:
+        parts: of its JSON, in which all but ASCII is escaped: some clients split lines at U+2028 and U+0085 too.
     """
-    return b"data: " + json.dumps(data, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"
+    yield "data: "
+    yield from parts
+    yield "\n\n"
 
 
 class EventStream:

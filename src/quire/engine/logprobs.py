@@ -1,0 +1,154 @@
+"""Log probabilities of many positions in a few arrays: 12 bytes an entry, where an object of its own takes 250.
+
+Outputs hold these sequences; a position becomes a dictionary of `Logprob` when somebody looks at it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import SupportsIndex, overload
+
+from quire.sequences.logprobs import TokenLogprobs
+from quire.text.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class Logprob:
+    """The log probability of one token at one position, from the raw distribution.
+
+    Args:
+        logprob: natural logarithm, at most 0.
+        rank: 1 for the likeliest token of the position.
+        decoded_token: the token's own text (may hold a replacement character where the token is part of one),
+            or None when the engine has no tokenizer.
+        decoded_bytes: the token's own bytes, or None when the engine has no tokenizer.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+    decoded_bytes: bytes | None = None
+
+
+# One position: token id -> Logprob; the chosen token is always in it and always comes first.
+PositionLogprobs = dict[int, Logprob]
+
+
+class FlatLogprobs(Sequence[PositionLogprobs]):
+    """The log probabilities of the tokens of an output, position by position.
+
+    Args:
+        tokenizer: gives tokens their text; None leaves it out.
+    """
+
+    __slots__ = ("_ends", "_logprobs", "_ranks", "_token_ids", "_tokenizer")
+
+    def __init__(self, tokenizer: Tokenizer | None = None) -> None:
+        self._tokenizer = tokenizer
+        # Of each position the chosen token, then the likeliest ones; `_ends` says where the next position begins.
+        self._token_ids = array("i")
+        self._logprobs = array("d")
+        self._ends = array("q")
+        self._ranks = array("i")
+
+    def append(self, position: TokenLogprobs) -> None:
+        """Add a position."""
+        self._token_ids.append(position.token_id)
+        self._logprobs.append(position.logprob)
+        self._ranks.append(position.rank)
+        self._token_ids += position.top_ids
+        self._logprobs += position.top_logprobs
+        self._ends.append(len(self._token_ids))
+
+    def extend(self, other: FlatLogprobs) -> None:
+        """Add the positions of another sequence."""
+        start = len(self._token_ids)
+        self._token_ids += other._token_ids
+        self._logprobs += other._logprobs
+        self._ranks += other._ranks
+        self._ends.extend(start + end for end in other._ends)
+
+    def measured(self) -> Iterator[TokenLogprobs]:
+        """Yield the positions as they were measured, without the texts of tokens."""
+        start = 0
+        for rank, end in zip(self._ranks, self._ends, strict=True):
+            ids, logprobs = self._token_ids[start:end], self._logprobs[start:end]
+            yield TokenLogprobs(ids[0], logprobs[0], rank, ids[1:], logprobs[1:])
+            start = end
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> PositionLogprobs: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[PositionLogprobs]: ...
+    def __getitem__(self, index: SupportsIndex | slice) -> PositionLogprobs | list[PositionLogprobs]:
+        places = range(len(self))[index]
+        return self._position(places) if isinstance(places, int) else [self._position(place) for place in places]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+    def _position(self, place: int) -> PositionLogprobs:
+        start, end = self._ends[place - 1] if place else 0, self._ends[place]
+        chosen = self._token_ids[start]
+        position = {chosen: self._logprob(start, self._ranks[place])}
+        for rank, idx in enumerate(range(start + 1, end), 1):
+            if self._token_ids[idx] != chosen:
+                position[self._token_ids[idx]] = self._logprob(idx, rank)
+        return position
+
+    def _logprob(self, idx: int, rank: int) -> Logprob:
+        value = self._logprobs[idx]
+        if self._tokenizer is None:
+            return Logprob(value, rank)
+        data = self._tokenizer.token_bytes(self._token_ids[idx])
+        return Logprob(value, rank, data.decode("utf-8", "replace"), data)
+
+
+class PromptLogprobs(Sequence[PositionLogprobs | None]):
+    """The log probabilities of the tokens of a prompt; None stands for the first one, which nothing comes before.
+
+    Args:
+        known: of the other tokens.
+    """
+
+    __slots__ = ("known",)
+
+    def __init__(self, known: FlatLogprobs) -> None:
+        self.known = known
+
+    def add(self, positions: Iterable[TokenLogprobs]) -> None:
+        """Add positions."""
+        for position in positions:
+            self.known.append(position)
+
+    def measured(self) -> Iterator[TokenLogprobs | None]:
+        """Yield the positions as they were measured, without the texts of tokens."""
+        yield None
+        yield from self.known.measured()
+
+    def __len__(self) -> int:
+        return 1 + len(self.known)
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> PositionLogprobs | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[PositionLogprobs | None]: ...
+    def __getitem__(self, index: SupportsIndex | slice) -> PositionLogprobs | list[PositionLogprobs | None] | None:
+        places = range(len(self))[index]
+        if isinstance(places, int):
+            return self.known[places - 1] if places else None
+        return [self[place] for place in places]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    def __repr__(self) -> str:
+        return repr(list(self))

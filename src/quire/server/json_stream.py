@@ -1,0 +1,126 @@
+"""JSON answers written piece by piece: one may hold millions of log probabilities, and others are served meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+from contextlib import aclosing
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+# A piece is sent when it is so long, or has taken so long to make.
+PIECE_CHARS = 64 << 10
+PIECE_S = 0.002
+
+
+class JsonArray:
+    """An array whose items are made while it is written, each as small as one step on the event loop may be.
+
+    Args:
+        items: read once; each may hold arrays of this kind too.
+    """
+
+    __slots__ = ("items",)
+
+    def __init__(self, items: Iterable[Any]) -> None:
+        self.items = items
+
+
+class JsonWriter:
+    """Writes JSON without white space.
+
+    Args:
+        ascii_only: escape all other characters.
+    """
+
+    def __init__(self, *, ascii_only: bool) -> None:
+        self._arrays: list[JsonArray] = []
+        # What stands for an array in the text round it; no client can guess it.
+        self._mark = secrets.token_hex(16)
+        encoder = json.JSONEncoder(
+            ensure_ascii=ascii_only, allow_nan=False, separators=(",", ":"), default=self._note_array
+        )
+        self._dumps = encoder.encode
+
+    def parts(self, value: Any) -> Iterator[str]:
+        """Yield a value's text in small parts.
+
+        Raises:
+            ValueError: a number that JSON does not have.
+        """
+        text = self._dumps(value)
+        if not self._arrays:
+            yield text
+            return
+        arrays, self._arrays = self._arrays, []
+        begin, *rest = text.split(f'"{self._mark}"')
+        yield begin
+        for array, behind in zip(arrays, rest, strict=True):
+            separator = "["
+            for item in array.items:
+                yield separator
+                yield from self.parts(item)
+                separator = ","
+            yield "[]" if separator == "[" else "]"
+            yield behind
+
+    def _note_array(self, value: object) -> str:
+        if not isinstance(value, JsonArray):
+            raise TypeError(f"{type(value).__name__} is not JSON")
+        self._arrays.append(value)
+        return self._mark
+
+
+async def paced(parts: Iterable[str]) -> AsyncGenerator[bytes, None]:
+    """Join the parts of a text into pieces, and let the event loop do other things between two of them."""
+    piece: list[str] = []
+    num_chars, until_s = 0, time.perf_counter() + PIECE_S
+    for part in parts:
+        piece.append(part)
+        num_chars += len(part)
+        if num_chars >= PIECE_CHARS or time.perf_counter() >= until_s:
+            yield "".join(piece).encode()
+            piece, num_chars = [], 0
+            # As long as a piece may take: the engine's thread wants the interpreter, too.
+            await asyncio.sleep(PIECE_S)
+            until_s = time.perf_counter() + PIECE_S
+    if piece:
+        yield "".join(piece).encode()
+
+
+class JsonAnswer:
+    """A response of JSON; a short one goes out at once, a long one as it is written.
+
+    Args:
+        body: of the answer.
+    """
+
+    def __init__(self, body: Mapping[str, Any]) -> None:
+        self._body = body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's signature
+        """Send the response; stop where the client has gone."""
+        headers = [(b"content-type", b"application/json")]
+        async with aclosing(paced(JsonWriter(ascii_only=False).parts(self._body))) as pieces:
+            piece, following = await anext(pieces), await anext(pieces, None)
+            if following is None:
+                headers.append((b"content-length", str(len(piece)).encode()))
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            if following is not None:
+                leaving = asyncio.create_task(_until_disconnect(receive))
+                try:
+                    while following is not None and not leaving.done():
+                        await send({"type": "http.response.body", "body": piece, "more_body": True})
+                        piece, following = following, await anext(pieces, None)
+                finally:
+                    leaving.cancel()
+            await send({"type": "http.response.body", "body": piece, "more_body": False})
+
+
+async def _until_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
