@@ -61,6 +61,18 @@ async def test_streams_run_side_by_side_and_add_up(llm: AsyncLLM) -> None:
 
 
 @scenario
+async def test_a_slow_reader_finds_one_output_with_all_that_it_missed(llm: AsyncLLM) -> None:
+    whole = await text_of(llm, STORIES[0], greedy(logprobs=2))
+    stream = llm.generate(STORIES[0], greedy(logprobs=2))
+    first = await anext(stream)
+    assert await idle(llm)
+    (rest,) = [output async for output in stream]
+    assert first.outputs[0].text + rest.outputs[0].text == whole
+    assert rest.finished
+    assert len(rest.outputs[0].token_ids) == len(rest.outputs[0].logprobs or ()) > 1
+
+
+@scenario
 async def test_a_cancelled_task_frees_its_blocks(llm: AsyncLLM) -> None:
     endless = SamplingParams(max_tokens=None, ignore_eos=True, seed=1)
 

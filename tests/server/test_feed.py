@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from quire.engine.outputs import RequestOutput
+from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.server.errors import ApiError, stopping
 from quire.server.feed import ClientGone, Feed, News
 
@@ -18,6 +18,10 @@ Receive = Callable[[], Awaitable[Any]]
 
 def output(name: str) -> RequestOutput:
     return RequestOutput(name, None, [1], [])
+
+
+def delta(token_id: int) -> RequestOutput:
+    return RequestOutput("a", None, [1], [CompletionOutput(0, text="x", token_ids=[token_id])])
 
 
 class Source:
@@ -67,6 +71,27 @@ def test_outputs_of_all_prompts_come_as_they_are_there() -> None:
         assert sorted(got) == [(0, "a"), (1, "b"), (1, "c")]
         assert one.is_closed
         assert two.is_closed
+
+    asyncio.run(scenario())
+
+
+def test_what_a_slow_reader_has_not_taken_is_merged() -> None:
+    async def scenario() -> None:
+        source, num_news = Source(), 50
+        got: list[News] = []
+        async with aclosing(Feed(60).follow([source.stream()], never)) as batches:
+            source.items.put_nowait(delta(0))
+            async for news in batches:
+                got += news
+                if len(got) == 1:
+                    for token_id in range(1, num_news):
+                        source.items.put_nowait(delta(token_id))
+                    source.items.put_nowait(None)
+                    while not source.is_closed:
+                        await asyncio.sleep(0)
+        assert [len(item.outputs[0].token_ids) for _, item in got] == [1, num_news - 1]
+        assert got[1][1].outputs[0].token_ids == list(range(1, num_news))
+        assert got[1][1].finished is False
 
     asyncio.run(scenario())
 

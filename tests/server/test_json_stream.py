@@ -47,7 +47,7 @@ def test_items_are_made_when_it_is_their_turn() -> None:
 
 def test_others_are_served_between_pieces() -> None:
     async def scenario() -> tuple[int, int, str]:
-        num_turns, pieces = 0, []
+        num_turns = 0
 
         async def other() -> None:
             nonlocal num_turns
@@ -56,8 +56,7 @@ def test_others_are_served_between_pieces() -> None:
                 await asyncio.sleep(0)
 
         task = asyncio.create_task(other())
-        async for piece in paced("x" * 1000 for _ in range(1000)):
-            pieces.append(piece)
+        pieces = [piece async for piece in paced("x" * 1000 for _ in range(1000))]
         task.cancel()
         return len(pieces), num_turns, b"".join(pieces).decode()
 
@@ -95,13 +94,14 @@ def test_nothing_more_is_made_once_the_client_has_gone() -> None:
 
     def items() -> Iterator[str]:
         nonlocal num_made
-        for num_made in range(1000):
+        for _ in range(1000):
+            num_made += 1
             yield "x" * 10_000
 
     async def scenario() -> None:
         has_left = asyncio.Event()
 
-        async def send(message: Any) -> None:
+        async def send(_: Any) -> None:
             nonlocal num_sent
             num_sent += 1
             if num_sent == 3:

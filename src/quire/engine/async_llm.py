@@ -9,12 +9,12 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 from quire.config import EngineConfig, ResolvedConfig
-from quire.engine.commands import Abort, Call, Stream
+from quire.engine.commands import Abort, Call, Item, Stream, hand_over
 from quire.engine.engine import Engine
 from quire.engine.kv_report import KvReport
 from quire.engine.loading import LoadedModel, load
@@ -160,12 +160,13 @@ class AsyncLLM:
             if self._has_ended:
                 raise self._dead()
             while not is_finished:
-                item = await stream.items.get()
-                if isinstance(item, Exception):
+                try:
+                    output = await stream.next()
+                except Exception:
                     is_finished = True
-                    raise item
-                is_finished = item.finished
-                yield item
+                    raise
+                is_finished = output.finished
+                yield output
         finally:
             if not is_finished and not self._has_ended:
                 self._commands.put(Abort(stream))
@@ -309,8 +310,7 @@ class AsyncLLM:
             error = self._failure = failure
         finally:
             self._has_ended = True
-            for request_id in list(self._streams):
-                self._send(request_id, WorkerError(str(error)))
+            self._send((request_id, WorkerError(str(error))) for request_id in list(self._streams))
             self._fail_commands()
             self._engine.close()
 
@@ -345,7 +345,7 @@ class AsyncLLM:
         except Exception as error:
             if not isinstance(error, RequestError):
                 logger.exception("request %r could not be started", stream.request_id)
-            stream.send(error)
+            hand_over([(stream, error)])
         else:
             self._streams[stream.request_id] = stream
         finally:
@@ -367,20 +367,23 @@ class AsyncLLM:
             self.metrics.on_step(self._engine.last_step)
         for output in outputs:
             self.metrics.on_output(output)
-        for output in outputs:
-            self._send(output.request_id, output)
+        self._send((output.request_id, output) for output in outputs)
 
-    def _send(self, request_id: str, item: RequestOutput | Exception) -> None:
-        is_last = isinstance(item, Exception) or item.finished
-        stream = self._streams.pop(request_id, None) if is_last else self._streams.get(request_id)
-        if stream is None:
-            return
-        if stream.then is not None and not isinstance(item, Exception) and item.finished:
-            try:
-                stream.then(self._engine)
-            except RequestError as error:
-                item = error
-        stream.send(item)
+    def _send(self, items: Iterable[tuple[str, Item]]) -> None:
+        """Hand items to the streams of the requests with these ids; nobody follows a request that was aborted."""
+        addressed: list[tuple[Stream, Item]] = []
+        for request_id, item in items:
+            is_last = isinstance(item, Exception) or item.finished
+            stream = self._streams.pop(request_id, None) if is_last else self._streams.get(request_id)
+            if stream is None:
+                continue
+            if stream.then is not None and not isinstance(item, Exception) and item.finished:
+                try:
+                    stream.then(self._engine)
+                except RequestError as error:
+                    item = error
+            addressed.append((stream, item))
+        hand_over(addressed)
 
     def _fail_commands(self) -> None:
         """Tell the tasks whose requests never started."""
@@ -391,7 +394,7 @@ class AsyncLLM:
                 return
             if isinstance(command, Stream):
                 self._places.start()
-                command.send(self._dead())
+                hand_over([(command, self._dead())])
             elif isinstance(command, Call):
                 command.fail(self._dead())
 

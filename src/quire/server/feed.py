@@ -22,18 +22,23 @@ class ClientGone(Exception):
 class Feed:
     """Merges the outputs of a request's prompts with the client's leaving and the server's stopping.
 
+    What is not taken yet is merged for each prompt: a client that reads slowly holds one output of each at most.
+
     Args:
         idle_s: silence after which `follow` says so.
     """
 
     def __init__(self, idle_s: float) -> None:
         self._idle_s = idle_s
-        # None: one of the streams has ended.
-        self._queue: asyncio.Queue[News | Exception | None] = asyncio.Queue()
+        self._news: dict[int, RequestOutput] = {}
+        self._error: Exception | None = None
+        self._num_ended = 0
+        self._has_happened = asyncio.Event()
 
     def fail(self, error: Exception) -> None:
-        """End the request with an error, from outside."""
-        self._queue.put_nowait(error)
+        """End the request with an error, from outside; the first one counts."""
+        self._error = self._error or error
+        self._has_happened.set()
 
     async def follow(
         self, streams: Sequence[AsyncIterator[RequestOutput]], receive: Receive
@@ -53,24 +58,23 @@ class Feed:
         """
         tasks = [asyncio.create_task(self._pump(idx, stream)) for idx, stream in enumerate(streams)]
         tasks.append(asyncio.create_task(self._watch(receive)))
-        num_left = len(streams)
+        is_over = False
         try:
-            while num_left:
+            while not is_over:
                 try:
                     async with asyncio.timeout(self._idle_s):
-                        happened = [await self._queue.get()]
+                        await self._has_happened.wait()
                 except TimeoutError:
                     yield []
                     continue
-                while not self._queue.empty():
-                    happened.append(self._queue.get_nowait())
-                errors = [item for item in happened if isinstance(item, Exception)]
-                news = [item for item in happened if isinstance(item, tuple)]
-                num_left -= happened.count(None)
+                self._has_happened.clear()
+                # As it is now: what happens while the news are sent is the next turn's.
+                news, self._news = list(self._news.items()), {}
+                error, is_over = self._error, self._num_ended == len(streams)
                 if news:
                     yield news
-                if errors:
-                    raise errors[0]
+                if error is not None:
+                    raise error
         finally:
             for task in tasks:
                 task.cancel()
@@ -80,13 +84,18 @@ class Feed:
         try:
             async with aclosing(cast(AsyncGenerator[RequestOutput, None], stream)) as outputs:
                 async for output in outputs:
-                    self._queue.put_nowait((idx, output))
+                    if idx in self._news:
+                        self._news[idx].add(output)
+                    else:
+                        self._news[idx] = output
+                    self._has_happened.set()
         except Exception as error:
-            self._queue.put_nowait(error)
+            self.fail(error)
         else:
-            self._queue.put_nowait(None)
+            self._num_ended += 1
+            self._has_happened.set()
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self._queue.put_nowait(ClientGone())
+        self.fail(ClientGone())
