@@ -87,7 +87,7 @@ INVALID: list[Case] = [
             "stream": (1, "true"),
             "stream_options": ([], "x", {"include_usage": True}),
             "user": (1,),
-            "cache_salt": (1, ""),
+            "cache_salt": (1, "", "s" * 1025, "\u00e9" * 513),
             "priority": (1, "1", True),
             "return_token_ids": (1,),
             "model": (1, []),

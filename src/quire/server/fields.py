@@ -99,6 +99,8 @@ class Fields:
 
     def note_unknown(self, known: Iterable[str]) -> None:
         """Log the fields that nobody knows; they are ignored, as OpenAI's clients send new ones before servers do."""
+        if not logger.isEnabledFor(logging.DEBUG):
+            return
         unknown = self._values.keys() - set(known)
         if unknown:
             logger.debug("ignored %d unknown fields, among them %.200r", len(unknown), sorted(unknown)[:5])

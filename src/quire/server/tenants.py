@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from starlette.requests import Request
 
+from quire.engine.namespaces import MAX_TENANT_BYTES
 from quire.server.errors import ApiError
 from quire.server.settings import ServerConfig
 
@@ -12,16 +13,19 @@ def read_tenant(config: ServerConfig, request: Request) -> str | None:
     """Return who a request is from, None where all clients are one tenant.
 
     Raises:
-        ApiError: 400, the header is missing, empty or there twice: nobody falls into a namespace by accident, or into
-            another's by a header of its own beside the gateway's.
+        ApiError: 400, the header is missing, empty, too long or there twice: nobody falls into a namespace by accident,
+            or into another's by a header of its own beside the gateway's.
     """
     name = config.tenant_header
     if name is None:
         return None
     # Only these two are blank in a header: other bytes may be part of a character.
     values = [value.strip(" \t") for value in request.headers.getlist(name)]
-    if len(values) == 1 and values[0]:
+    length = len(values[0].encode()) if len(values) == 1 else 0
+    if 0 < length <= MAX_TENANT_BYTES:
         return values[0]
-    got = f"{len(values)} of them" if len(values) > 1 else "an empty one" if values else "none"
-    why = f"the header {name} must be there once and name a tenant, got {got}"
+    got = f"{length} bytes" if length else "an empty one"
+    if len(values) != 1:
+        got = f"{len(values)} of them" if values else "none"
+    why = f"the header {name} must be there once and name a tenant in at most {MAX_TENANT_BYTES} bytes, got {got}"
     raise ApiError(400, why, code="no_tenant", param=name)
