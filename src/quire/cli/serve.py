@@ -43,6 +43,9 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="a header that a gateway in front sets: only requests with the same value share cached prefixes",
     )
     for flag, default, help_text in (
+        ("--receive-timeout", usual.receive_timeout_s, "seconds in which a request must arrive; more for a long one"),
+        ("--send-timeout", usual.send_timeout_s, "seconds in which a client must take some of its answer"),
+        ("--keep-alive-timeout", usual.keep_alive_timeout_s, "seconds that a connection may stay without a request"),
         ("--drain-timeout", usual.drain_timeout_s, "seconds that requests may run on when stopping"),
         ("--ping-interval", usual.ping_interval_s, "seconds of silence before a stream sends a comment"),
         ("--log-interval", usual.log_interval_s, "seconds between throughput lines; 0 for none"),
@@ -55,6 +58,13 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="the format in which the model writes calls of tools; auto finds it in the chat template (default auto)",
     )
     add("--max-body-bytes", type=options.parse_size, default=usual.max_body_bytes, metavar="SIZE", help="longest body")
+    add(
+        "--max-connections",
+        type=int,
+        default=usual.max_connections,
+        metavar="N",
+        help="connections at a time (default: what the limit of open files leaves, 8192 at most)",
+    )
     add("--max-prompts", type=int, default=usual.max_prompts, metavar="N", help="most prompts in one request")
     add(
         "--max-request-logprobs",
@@ -78,8 +88,10 @@ def run(args: argparse.Namespace) -> int:
     from quire.config import EngineConfig
 
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", force=True)
-    for chatty in ("uvicorn", "asyncio", "httpx"):
+    for chatty in ("asyncio", "httpx"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
+    # It warns of each request that is not HTTP, and anybody can send thousands.
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)
     server_config = ServerConfig(
         host=args.host,
         port=args.port,
@@ -90,6 +102,10 @@ def run(args: argparse.Namespace) -> int:
         max_body_bytes=args.max_body_bytes,
         max_prompts=args.max_prompts,
         max_request_logprobs=args.max_request_logprobs,
+        max_connections=args.max_connections,
+        receive_timeout_s=args.receive_timeout,
+        send_timeout_s=args.send_timeout,
+        keep_alive_timeout_s=args.keep_alive_timeout,
         drain_timeout_s=args.drain_timeout,
         ping_interval_s=args.ping_interval,
         log_interval_s=args.log_interval,

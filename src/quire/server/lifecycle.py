@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import logging
 import os
@@ -15,9 +14,10 @@ import uvicorn
 
 from quire import __version__
 from quire.config import EngineConfig
-from quire.errors import ConfigError
 from quire.server.app import build_app
+from quire.server.connection import Connection, Connections
 from quire.server.errors import stopping
+from quire.server.listener import accept_for_ever, bind, read_max_connections
 from quire.server.reports import report_for_ever
 from quire.server.settings import ServerConfig
 from quire.server.state import ServerState
@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 
 # What is left to send once the engine has finished: the last chunks.
 FLUSH_TIMEOUT_S = 5
-BACKLOG = 2048
 
 
 def serve(engine_config: EngineConfig, config: ServerConfig) -> None:
@@ -39,6 +38,7 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> None:
     """
     # The address first: it fails in a moment; the engine's import takes seconds, the model maybe minutes.
     with bind(config.host, config.port) as listener:
+        max_connections = read_max_connections(config.max_connections)
         from quire.engine.async_llm import AsyncLLM
 
         llm = AsyncLLM.from_config(engine_config)
@@ -48,18 +48,8 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> None:
         try:
             form = _tool_format(llm.tokenizer, config.tool_call_parser)
             state = ServerState(llm, config, __version__, created=int(time.time()), tool_format=form)
-            settings = uvicorn.Config(
-                build_app(state),
-                log_config=None,
-                access_log=False,
-                lifespan="off",
-                ws="none",
-                server_header=False,
-                backlog=BACKLOG,
-                timeout_graceful_shutdown=FLUSH_TIMEOUT_S,
-            )
-            with asyncio.Runner(loop_factory=settings.get_loop_factory()) as runner:
-                runner.run(_run(state, uvicorn.Server(settings), listener))
+            with asyncio.Runner() as runner:
+                runner.run(_run(state, listener, max_connections))
         finally:
             llm.shutdown()
 
@@ -78,45 +68,45 @@ def _tool_format(tokenizer: Tokenizer | None, wanted: str) -> ToolFormat | None:
     return form
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that has the address but does not listen yet; clients are turned away until the model is there.
-
-    Raises:
-        ConfigError: the address cannot be had.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-        except OSError:
-            listener.close()
-            raise
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror or error}", field="port") from error
-    return listener
-
-
-async def _run(state: ServerState, server: uvicorn.Server, listener: socket.socket) -> None:
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
+async def _run(state: ServerState, listener: socket.socket, max_connections: int) -> None:
+    config = state.config
+    connections = Connections(
+        max_connections, config.receive_timeout_s, config.send_timeout_s, config.keep_alive_timeout_s
+    )
+    settings = uvicorn.Config(
+        build_app(state),
+        http=Connection,
+        loop="asyncio",
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        server_header=False,
+        timeout_graceful_shutdown=FLUSH_TIMEOUT_S,
+    )
+    server = uvicorn.Server(settings)
+    serving = asyncio.create_task(server.serve(sockets=[]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
+
+    def make_protocol() -> Connection:
+        return Connection(connections, config=settings, server_state=server.server_state, app_state={})
+
     stop = _Stop(state, server)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.on_signal, number)
+    beside = [
+        asyncio.create_task(accept_for_ever(listener, connections, make_protocol)),
+        asyncio.create_task(connections.watch()),
+    ]
+    if config.log_interval_s:
+        beside.append(asyncio.create_task(report_for_ever(state.llm, config.log_interval_s)))
     print(f"Quire serves {state.llm.model_name} at {_url(listener)}", flush=True)
-    reporting = None
-    if state.config.log_interval_s:
-        reporting = asyncio.create_task(report_for_ever(state.llm, state.config.log_interval_s))
     await serving
-    if reporting is not None:
-        reporting.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await reporting
+    for task in beside:
+        task.cancel()
+    await asyncio.gather(*beside, return_exceptions=True)
 
 
 class _Stop:

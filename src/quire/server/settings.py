@@ -31,6 +31,10 @@ class ServerConfig:
         max_body_bytes: the longest request body.
         max_prompts: prompts of one request at most.
         max_request_logprobs: log probabilities that the answer to one request may hold at most.
+        max_connections: connections at a time; None takes what the limit of open files leaves, 8,192 at most.
+        receive_timeout_s: in which a client must send a request; a long one has a second more for each 16 KiB.
+        send_timeout_s: in which a client must take something of what is sent to it.
+        keep_alive_timeout_s: how long a connection stays open behind an answer, for the next request.
         drain_timeout_s: how long running requests may go on once the server was asked to stop.
         ping_interval_s: silence on a stream after which a comment keeps the connection open.
         log_interval_s: how often the throughput line is logged; 0 never logs it.
@@ -48,6 +52,10 @@ class ServerConfig:
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
     max_prompts: int = 256
     max_request_logprobs: int = DEFAULT_MAX_REQUEST_LOGPROBS
+    max_connections: int | None = None
+    receive_timeout_s: float = 30.0
+    send_timeout_s: float = 60.0
+    keep_alive_timeout_s: float = 5.0
     drain_timeout_s: float = 30.0
     ping_interval_s: float = 15.0
     log_interval_s: float = 10.0
@@ -57,6 +65,10 @@ class ServerConfig:
         _within("max_body_bytes", self.max_body_bytes, 1, 1 << 40)
         _within("max_prompts", self.max_prompts, 1, 1 << 20)
         _within("max_request_logprobs", self.max_request_logprobs, 0, 1 << 40)
+        _within("max_connections", self.max_connections or 1, 1, 1 << 20)
+        _within("receive_timeout_s", self.receive_timeout_s, 0.1, 86400)
+        _within("send_timeout_s", self.send_timeout_s, 0.1, 86400)
+        _within("keep_alive_timeout_s", self.keep_alive_timeout_s, 0.1, 86400)
         _within("drain_timeout_s", self.drain_timeout_s, 0, 86400)
         _within("ping_interval_s", self.ping_interval_s, 0.001, 86400)
         _within("log_interval_s", self.log_interval_s, 0, 86400)

@@ -1,0 +1,287 @@
+"""HTTP connections: uvicorn's, with bounds on time, number and bytes, and no doubt about where a request ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from typing import Any, cast
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+
+from quire.server.errors import ApiError
+
+# A request that is long may take longer to arrive: this fast at least, in bytes a second.
+SLOWEST_UPLOAD = 16 << 10
+CHECK_INTERVAL_S = 1.0
+# A client that has closed its connection, not only its half of it, answers a write with a reset: after a round trip.
+RESET_AFTER_S = 0.1
+
+
+class Connections:
+    """The open connections of a server.
+
+    Args:
+        limit: how many there may be.
+        receive_timeout_s: in which a request must arrive, `SLOWEST_UPLOAD` apart; also the first of a connection.
+        send_timeout_s: in which a client must take something of what is sent to it.
+        keep_alive_timeout_s: that a connection stays open behind an answer.
+    """
+
+    def __init__(
+        self, limit: int, receive_timeout_s: float, send_timeout_s: float, keep_alive_timeout_s: float
+    ) -> None:
+        self.limit = limit
+        self.receive_timeout_s = receive_timeout_s
+        self.send_timeout_s = send_timeout_s
+        self.keep_alive_timeout_s = keep_alive_timeout_s
+        self._open: set[Connection] = set()
+        # Those without a request, the one that has been so for the longest time first.
+        self._idle: dict[Connection, None] = {}
+
+    def make_room(self, num_opening: int = 0) -> bool:
+        """See that there is room for one more; a connection without a request is closed for it.
+
+        Args:
+            num_opening: connections that will be added soon.
+
+        Returns:
+            False where all have requests.
+        """
+        if len(self._open) + num_opening < self.limit:
+            return True
+        for connection in self._idle:
+            self.discard(connection)
+            connection.abort()
+            return True
+        return False
+
+    def add(self, connection: Connection) -> None:
+        """Note a new connection."""
+        self._open.add(connection)
+        self._idle[connection] = None
+
+    def discard(self, connection: Connection) -> None:
+        """Forget a connection."""
+        self._open.discard(connection)
+        self._idle.pop(connection, None)
+
+    def note(self, connection: Connection, *, is_idle: bool) -> None:
+        """Note whether a connection waits for a request."""
+        if not is_idle:
+            self._idle.pop(connection, None)
+        elif connection in self._open:
+            self._idle.setdefault(connection)
+
+    async def watch(self) -> None:
+        """Close connections whose time is over, for ever."""
+        shortest_s = min(self.receive_timeout_s, self.send_timeout_s, self.keep_alive_timeout_s)
+        interval_s = min(CHECK_INTERVAL_S, shortest_s / 4)
+        while True:
+            await asyncio.sleep(interval_s)
+            for connection in tuple(self._open):
+                connection.check()
+
+
+class Connection(H11Protocol):
+    """One connection.
+
+    Args:
+        connections: all of the server's.
+        options: what uvicorn gives its protocols.
+    """
+
+    def __init__(self, connections: Connections, **options: Any) -> None:
+        super().__init__(**options)
+        self.conn = StrictConnection(h11.SERVER)
+        self._all = connections
+        self._written: CountingTransport
+        # Until when the next request must be there; None while one is answered.
+        self._receive_by_s: float | None = None
+        self._num_sent = 0
+        self._send_by_s = 0.0
+        self._is_half_closed = False
+
+    # ---- what asyncio tells ----
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Note the connection, and give it the time to send a request."""
+        self._written = CountingTransport(transport)
+        super().connection_made(cast(asyncio.Transport, self._written))
+        self._all.add(self)
+        self._receive_by_s = self.loop.time() + self._all.receive_timeout_s
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes; each moves the moment at which the request must be there."""
+        if self._is_between_requests:
+            self._receive_by_s = self.loop.time() + self._all.receive_timeout_s
+        super().data_received(data)
+        self._note_request(len(data))
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Go on where a client has sent its request, closed its half of the connection, and waits for the answer.
+
+        A client that has closed all of it looks the same, until something is sent to it: an interim response.
+
+        Returns:
+            False where nothing is left to answer; the connection is then closed.
+        """
+        if self._is_half_closed:
+            return True  # told again, once reading was resumed
+        # HTTP/1.0 has no interim responses.
+        if not self._is_answering or self.cycle.more_body or self.scope["http_version"] != "1.1":
+            return False
+        self._is_half_closed = True
+        if not self.cycle.response_started:
+            interim = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
+            self.transport.write(self.conn.send(interim) or b"")
+        self.loop.call_later(RESET_AFTER_S, self._check_reset)
+        return True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        self._all.discard(self)
+        super().connection_lost(exc)
+
+    # ---- what uvicorn tells ----
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request, which may be there already."""
+        super().on_response_complete()
+        self._unset_keepalive_if_required()
+        if self.transport.is_closing():
+            return
+        self._note_request(0)
+        if self._is_half_closed and not self._is_answering:
+            self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - uvicorn's signature
+        """Refuse what is not HTTP."""
+        self.refuse(ApiError(400, "this is not a valid HTTP request", code="invalid_http"))
+
+    def shutdown(self) -> None:
+        """End the connection, or let its request be the last one."""
+        with contextlib.suppress(h11.LocalProtocolError):
+            super().shutdown()
+
+    # ---- ends ----
+
+    def check(self) -> None:
+        """End the connection if the client has not sent or taken in time what it should have, or has gone."""
+        if self.transport.is_closing() and not self.transport.get_write_buffer_size():
+            return
+        now = self.loop.time()
+        if self._receive_by_s is not None and now > self._receive_by_s:
+            self._receive_by_s = None
+            self.refuse(ApiError(408, "the request did not arrive in time", code="request_timeout"))
+        num_sent = self._written.num_sent
+        if num_sent > self._num_sent or not self.transport.get_write_buffer_size():
+            self._num_sent, self._send_by_s = num_sent, now + self._all.send_timeout_s
+        elif now > self._send_by_s:
+            self.abort()
+        if self._is_half_closed:
+            self._check_reset()
+
+    def refuse(self, error: ApiError) -> None:
+        """Send an error, unless nothing was asked or an answer has begun, and close the connection."""
+        can_answer = self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not self.transport.is_closing()
+        if can_answer and not self._is_between_requests:
+            self.transport.write(self._encode(error))
+        if self._is_answering:
+            # Before its next step: what it would send has no place any more.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.transport.close()
+
+    def abort(self) -> None:
+        """Close the connection at once; what was not sent is lost."""
+        self.transport.abort()
+
+    @property
+    def _is_answering(self) -> bool:
+        cycle: RequestResponseCycle | None = self.cycle
+        return cycle is not None and not cycle.response_complete
+
+    @property
+    def _is_between_requests(self) -> bool:
+        """Whether nothing of the next request is there."""
+        return self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]
+
+    def _note_request(self, num_bytes: int) -> None:
+        """Set the time for what is to arrive, after `num_bytes` have."""
+        self._all.note(self, is_idle=not self._is_answering)
+        now = self.loop.time()
+        if self._is_answering and not self.cycle.more_body:
+            self._receive_by_s = None
+        elif self._is_between_requests:
+            self._receive_by_s = now + self._all.keep_alive_timeout_s
+        elif self.conn.our_state is h11.DONE:
+            # Answered before its body has come: the rest is thrown away, but not for ever.
+            if not num_bytes:
+                self._receive_by_s = now + self._all.keep_alive_timeout_s
+        else:
+            self._receive_by_s = (self._receive_by_s or now + self._all.receive_timeout_s) + num_bytes / SLOWEST_UPLOAD
+
+    def _check_reset(self) -> None:
+        """See whether a half-closed connection is gone altogether; its end is not told once nothing is read."""
+        peer = self.transport.get_extra_info("socket")
+        if not self.transport.is_closing() and peer.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.abort()
+
+    def _encode(self, error: ApiError) -> bytes:
+        body = json.dumps(error.body()).encode()
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+        ]
+        events = h11.Response(status_code=error.status, headers=headers), h11.Data(data=body), h11.EndOfMessage()
+        return b"".join(self.conn.send(event) or b"" for event in events)
+
+
+class StrictConnection(h11.Connection):
+    """Refuses what two servers might read differently: then a gateway could let through a request that it has not seen.
+
+    h11 refuses most of it by itself. Two equal `Content-Length`, a header folded over lines and a bare line feed at the
+    end of one have a single meaning by RFC 9112, and are accepted.
+    """
+
+    def next_event(self) -> Any:
+        """Return the next event.
+
+        Raises:
+            h11.RemoteProtocolError: not HTTP, or a chunked body that has a length too, or is sent with HTTP/1.0.
+        """
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            names = {name for name, _ in event.headers}
+            if b"transfer-encoding" in names and (b"content-length" in names or event.http_version != b"1.1"):
+                raise h11.RemoteProtocolError("Transfer-Encoding beside Content-Length, or in HTTP/1.0")
+        return event
+
+
+class CountingTransport:
+    """A transport that counts what it sends.
+
+    Args:
+        transport: does all else.
+    """
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._num_written = 0
+
+    @property
+    def num_sent(self) -> int:
+        """Bytes that the kernel took."""
+        return self._num_written - self._transport.get_write_buffer_size()
+
+    def write(self, data: bytes) -> None:
+        """Send bytes, as soon as the client takes them."""
+        self._num_written += len(data)
+        self._transport.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)

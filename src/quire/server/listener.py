@@ -1,0 +1,126 @@
+"""The address that a server listens on: binding it, and taking connections from it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import resource
+import socket
+import time
+from collections.abc import Callable
+
+from quire.errors import ConfigError
+from quire.server.connection import Connections
+from quire.server.errors import unavailable
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 2048
+MOST_CONNECTIONS = 8192
+# Descriptors for all but connections that are opened from now on: processes that compile grammars, the disk cache.
+NUM_SPARE = 64
+# Connections that are taken before other tasks have a turn.
+ACCEPTS_AT_ONCE = 32
+RETRY_AFTER_S = 1.0
+COMPLAIN_EVERY_S = 60.0
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket that has the address but does not listen yet; clients are turned away until the model is there.
+
+    Raises:
+        ConfigError: the address cannot be had.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror or error}", field="port") from error
+    return listener
+
+
+def read_max_connections(wanted: int | None) -> int:
+    """Return how many connections there may be.
+
+    Args:
+        wanted: None takes what the limit of descriptors leaves, `MOST_CONNECTIONS` at most.
+
+    Raises:
+        ConfigError: more than the limit leaves, or it leaves none.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    room = MOST_CONNECTIONS if limit == resource.RLIM_INFINITY else limit - len(os.listdir("/dev/fd")) - NUM_SPARE
+    if room < max(wanted or 1, 1):
+        raise ConfigError(
+            f"max_connections must be at most {max(room, 0)} under this process' limit of {limit} open files "
+            f"(ulimit -n), got {wanted or 'none'}",
+            field="max_connections",
+        )
+    return wanted or min(room, MOST_CONNECTIONS)
+
+
+async def accept_for_ever(
+    listener: socket.socket, connections: Connections, make_protocol: Callable[[], asyncio.Protocol]
+) -> None:
+    """Take connections; those that there is no room for are told so and closed.
+
+    Where nothing more can be opened, it tries again after a while, and complains now and then.
+    """
+    loop = asyncio.get_running_loop()
+    listener.setblocking(False)
+    listener.listen(BACKLOG)
+    opening: set[asyncio.Task[object]] = set()
+    complained_s = -COMPLAIN_EVERY_S
+    num_taken = 0
+    while True:
+        try:
+            client, _ = await loop.sock_accept(listener)
+        except ConnectionAbortedError:
+            continue
+        except OSError as error:
+            if time.monotonic() - complained_s > COMPLAIN_EVERY_S:
+                complained_s = time.monotonic()
+                logger.error("no connection can be taken: %s", error.strerror)
+            await asyncio.sleep(RETRY_AFTER_S)
+            continue
+        if connections.make_room(len(opening)):
+            task = loop.create_task(_open(client, make_protocol))
+            opening.add(task)
+            task.add_done_callback(opening.discard)
+        else:
+            _turn_away(client)
+        num_taken += 1
+        if num_taken % ACCEPTS_AT_ONCE == 0:
+            await asyncio.sleep(0)
+
+
+async def _open(client: socket.socket, make_protocol: Callable[[], asyncio.Protocol]) -> None:
+    # A client that has gone already is nobody's concern.
+    with contextlib.suppress(OSError):
+        await asyncio.get_running_loop().connect_accepted_socket(make_protocol, client)
+
+
+def _turn_away(client: socket.socket) -> None:
+    error = unavailable("the server has no room for another connection", "too_many_connections")
+    body = json.dumps(error.body())
+    head = (
+        "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\nretry-after: {error.headers['Retry-After']}\r\nconnection: close\r\n\r\n"
+    )
+    with contextlib.suppress(OSError), client:
+        client.setblocking(False)
+        client.send((head + body).encode())
+        client.shutdown(socket.SHUT_WR)
+        # What lies unread at the end would make it a reset, in which the answer may be lost.
+        client.recv(1 << 16)

@@ -1,0 +1,261 @@
+"""Connections that send nothing, too slowly, or not HTTP; that read nothing; and too many of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import pytest
+
+from quire.errors import ConfigError
+from quire.server.listener import NUM_SPARE, read_max_connections
+from tests.server.process import PATIENCE_S, ServerProcess, running
+from tests.server.raw import ask, connect, post, read_all, status_of
+from tests.server.test_errors import check_form
+
+LIMIT = 24
+SHORT = post("/v1/completions", {"prompt": "Z", "max_tokens": 2}, "Connection: close")
+STREAM = {"prompt": "Z", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def hasty(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server that waits for nobody for long, and has few connections."""
+    timeouts = ("--receive-timeout", "1", "--send-timeout", "1", "--keep-alive-timeout", "0.5")
+    flags = ("--num-kv-blocks", "600", "--max-num-seqs", "32", "--max-body-bytes", "1MiB")
+    log = tmp_path_factory.mktemp("logs") / "hasty.log"
+    with running(folder, log, *flags, *timeouts, "--max-connections", str(LIMIT)) as process:
+        yield process
+        assert "Traceback" not in log.read_text()
+
+
+def body_of(answer: bytes) -> str:
+    return answer.partition(b"\r\n\r\n")[2].decode()
+
+
+# ---- time ----
+
+
+def test_a_silent_connection_is_closed_without_a_word(hasty: ServerProcess) -> None:
+    assert ask(hasty, b"") == b""
+
+
+@pytest.mark.parametrize("raw", [SHORT[:20], SHORT[:90], SHORT[:-1]], ids=["line", "header", "body"])
+def test_a_request_that_does_not_arrive_is_a_408(hasty: ServerProcess, raw: bytes) -> None:
+    answer = ask(hasty, raw)
+    assert status_of(answer) == 408
+    assert check_form(body_of(answer), 408)["code"] == "request_timeout"
+
+
+def test_a_request_that_comes_byte_by_byte_is_given_up_too(hasty: ServerProcess) -> None:
+    with connect(hasty) as connection:
+        connection.settimeout(0.05)
+        answer = b""
+        for byte in SHORT:
+            try:
+                connection.sendall(bytes([byte]))
+                answer += connection.recv(1000)
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                break
+            if answer:
+                break
+    assert status_of(answer) == 408
+
+
+def test_a_connection_without_a_next_request_is_closed(hasty: ServerProcess) -> None:
+    with connect(hasty) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert status_of(read_all(connection)) == 200
+
+
+def test_what_is_sent_behind_a_refusal_is_not_read_for_ever(hasty: ServerProcess) -> None:
+    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    chunk = b"10000\r\n" + b"x" * 65536 + b"\r\n"
+    with connect(hasty) as connection:
+        connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n")
+        deadline = time.monotonic() + PATIENCE_S
+        with suppress(ConnectionError):
+            while True:
+                connection.sendall(chunk)
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+
+
+def test_a_stream_that_nobody_reads_is_ended_and_its_request_aborted(hasty: ServerProcess) -> None:
+    with connect(hasty, receive_buffer=4096) as connection:
+        connection.sendall(post("/v1/completions", {**STREAM, "max_tokens": 300, "n": 32, "logprobs": 64}))
+        hasty.wait_until(lambda status: bool(status["requests"]))
+        hasty.wait_until_idle()
+        # What the kernel had is there; the end is not.
+        assert b"[DONE]" not in read_all(connection)
+
+
+def test_an_answer_that_nobody_reads_is_ended_too(hasty: ServerProcess) -> None:
+    body = {"prompt": "Z", "max_tokens": 300, "n": 32, "logprobs": 64, "ignore_eos": True}
+    with connect(hasty, receive_buffer=4096) as connection:
+        connection.sendall(post("/v1/completions", body))
+        time.sleep(5)
+        assert not read_all(connection).endswith(b"}")
+
+
+@pytest.mark.slow
+def test_a_reader_that_is_slow_but_goes_on_gets_all(folder: Path, tmp_path: Path) -> None:
+    with (
+        running(folder, tmp_path / "log", "--num-kv-blocks", "600", "--send-timeout", "4") as server,
+        connect(server, receive_buffer=4096) as connection,
+    ):
+        body = {**STREAM, "max_tokens": 100, "n": 32, "logprobs": 64}
+        connection.sendall(post("/v1/completions", body, "Connection: close"))
+        got, since = b"", time.monotonic()
+        while time.monotonic() - since < 12:
+            got += connection.recv(20_000)
+            time.sleep(0.2)
+        assert (got + read_all(connection)).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+# ---- number ----
+
+
+def test_silent_connections_keep_nobody_out(hasty: ServerProcess) -> None:
+    hasty.wait_until_idle()
+    with ExitStack() as stack:
+        for _ in range(3 * LIMIT):
+            stack.enter_context(connect(hasty))
+            assert status_of(ask(hasty, SHORT)) == 200
+
+
+def test_where_all_connections_have_requests_the_next_one_is_told_so(hasty: ServerProcess) -> None:
+    hasty.wait_until_idle()
+    hasty.http.close()
+    with ExitStack() as stack:
+        streams = [stack.enter_context(connect(hasty)) for _ in range(LIMIT)]
+        for connection in streams:
+            connection.sendall(post("/v1/completions", STREAM))
+        for connection in streams:
+            assert connection.recv(1000).startswith(b"HTTP/1.1 200")
+        answer = ask(hasty, SHORT)
+        assert status_of(answer) == 503
+        assert check_form(body_of(answer), 503)["code"] == "too_many_connections"
+        assert b"\r\nretry-after: 1\r\n" in answer
+        streams[0].close()
+        deadline = time.monotonic() + PATIENCE_S
+        while status_of(ask(hasty, SHORT)) != 200:
+            assert time.monotonic() < deadline
+
+
+def test_without_descriptors_the_server_waits_and_says_so_once(folder: Path, tmp_path: Path) -> None:
+    with running(folder, tmp_path / "log", "--num-kv-blocks", "300") as server:
+        pid = server.process.pid
+        before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        num_open = len(os.listdir(f"/proc/{pid}/fd"))
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (num_open, before[1]))
+        with ExitStack() as stack:
+            for _ in range(100):
+                stack.enter_context(connect(server)).sendall(SHORT)
+            time.sleep(3)
+        assert server.log.read_text().count("no connection can be taken") == 1
+        assert len(server.log.read_text()) < 1000
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+        assert status_of(ask(server, SHORT)) == 200
+        assert server.stop() == 0
+
+
+def test_the_limit_of_open_files_bounds_connections() -> None:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = read_max_connections(None)
+    assert 0 < limit <= soft - NUM_SPARE
+    assert read_max_connections(limit) == limit
+    with pytest.raises(ConfigError, match=f"under this process' limit of {soft} open files") as caught:
+        read_max_connections(soft)
+    assert caught.value.field == "max_connections"
+
+
+# ---- half-closed connections ----
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_client_that_closes_its_half_gets_its_answers(hasty: ServerProcess, streamed: bool) -> None:
+    request = post("/v1/completions", {"prompt": "Z", "max_tokens": 300, "ignore_eos": True, "stream": streamed})
+    with connect(hasty) as connection:
+        connection.sendall(request * 3)
+        connection.shutdown(socket.SHUT_WR)
+        answers = read_all(connection)
+    assert answers.count(b"HTTP/1.1 200") == 3
+    assert answers.count(b"[DONE]" if streamed else b'"usage"') == 3
+    # The first line is what tells a client that is half closed from one that is gone.
+    assert answers.count(b"HTTP/1.1 100") == 1
+
+
+def test_half_a_request_and_half_a_connection_are_nothing(hasty: ServerProcess) -> None:
+    with connect(hasty) as connection:
+        connection.sendall(SHORT[:-1])
+        connection.shutdown(socket.SHUT_WR)
+        assert read_all(connection) == b""
+
+
+# ---- where a request ends ----
+
+GET = b"GET /version HTTP/1.1\r\nHost: localhost\r\n"
+CHUNKED = b"Transfer-Encoding: chunked\r\n"
+HIDDEN = b"GET /hidden HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        GET + CHUNKED + b"Content-Length: 3\r\n\r\n0\r\n\r\n" + HIDDEN,
+        GET + b"Content-Length: 3\r\n" + CHUNKED + b"\r\n0\r\n\r\n" + HIDDEN,
+        GET + b"Content-Length: 0\r\n" + CHUNKED + b"\r\n0\r\n\r\n" + HIDDEN,
+        GET.replace(b"1.1", b"1.0") + CHUNKED + b"\r\n0\r\n\r\n" + HIDDEN,
+        GET + b"Content-Length: 3\r\nContent-Length: 4\r\n\r\nabcd" + HIDDEN,
+        GET + b"Content-Length: 3, 4\r\n\r\nabcd" + HIDDEN,
+        GET + b"Content-Length: +3\r\n\r\nabc" + HIDDEN,
+        GET + b"Content-Length: -1\r\n\r\n" + HIDDEN,
+        GET + b"Content-Length: 0x3\r\n\r\nabc" + HIDDEN,
+        GET + b"Content-Length : 3\r\n\r\nabc" + HIDDEN,
+        GET + b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n" + HIDDEN,
+        GET + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n" + HIDDEN,
+        GET + CHUNKED + CHUNKED + b"\r\n0\r\n\r\n" + HIDDEN,
+        GET + CHUNKED + b"\r\n-1\r\n\r\n" + HIDDEN,
+        GET + CHUNKED + b"\r\n3\nabc\r\n0\r\n\r\n" + HIDDEN,
+        GET + b"A: b\0c\r\n\r\n" + HIDDEN,
+        GET + b"A: b\rc\r\n\r\n" + HIDDEN,
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"GET /version\r\n\r\n",
+        b"\r\n\r\n\r\n" + b"x" * 100_000,
+    ],
+)
+def test_what_can_be_read_in_two_ways_is_refused_and_the_connection_closed(hasty: ServerProcess, raw: bytes) -> None:
+    answer = ask(hasty, raw)
+    *_, last = answer.split(b"HTTP/1.1 ")
+    assert last.startswith(b"400")
+    assert check_form(body_of(last), 400)["code"] == "invalid_http"
+    assert b"hidden" not in answer
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        GET + b"Content-Length: 3\r\nContent-Length: 3\r\n\r\nabc",
+        GET + b"Content-Length: 3, 3\r\n\r\nabc",
+        GET + b"A: b\r\n c\r\n\r\n",
+        GET.replace(b"\r\n", b"\n") + b"\n",
+        GET + CHUNKED + b"\r\n3;extension=1\r\nabc\r\n0\r\nTrailer: x\r\n\r\n",
+    ],
+    ids=["equal lengths", "list of equal lengths", "folded header", "bare line feeds", "extension and trailer"],
+)
+def test_what_has_one_meaning_by_the_standard_is_read_so(hasty: ServerProcess, raw: bytes) -> None:
+    answer = ask(hasty, raw + GET.replace(b"/version", b"/behind") + b"Connection: close\r\n\r\n")
+    first, second = answer.split(b"HTTP/1.1 ")[1:]
+    assert first.startswith(b"200")
+    assert json.loads(body_of(first))["version"]
+    assert second.startswith(b"404")
+    assert "/behind" in body_of(second)
