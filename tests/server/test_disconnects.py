@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import struct
 from typing import Any
 
 import openai
@@ -12,6 +13,7 @@ import pytest
 
 from tests.server.checkpoint import SAYING
 from tests.server.process import PATIENCE_S, ServerProcess
+from tests.server.raw import connect, post
 
 LONG: dict[str, Any] = {"prompt": "Z", "max_tokens": 4000, "ignore_eos": True}
 
@@ -36,6 +38,21 @@ def num_aborted(server: ServerProcess) -> int:
     lines = server.http.get("/metrics").text.splitlines()
     (line,) = (line for line in lines if "request_success_total" in line and 'finished_reason="abort"' in line)
     return int(float(line.split()[-1]))
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/pin_prefix"])
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_24_leaving_in_the_upload_is_not_worth_a_line(server: ServerProcess, path: str, is_reset: bool) -> None:
+    before = server.log.read_text()
+    whole = post(path, {"prompt": "Z" * 1000})
+    for num_bytes in (len(whole) - 1, len(whole) - 900):
+        with connect(server) as connection:
+            connection.sendall(whole[:num_bytes])
+            if is_reset:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    assert server.http.get("/health").status_code == 200
+    server.wait_until_idle()
+    assert "ERROR" not in server.log.read_text()[len(before) :]
 
 
 @pytest.mark.parametrize("streamed", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -9,6 +10,7 @@ import openai
 import pytest
 
 from quire.server.errors import api_error
+from quire.server.guard import Guard
 from tests.server.checkpoint import SAYING
 from tests.server.process import ServerProcess
 
@@ -188,6 +190,7 @@ def test_17_25_what_is_known_but_not_supported_is_a_400_that_says_so(
         ("POST", "/v1/completions", {"content-type": "application/json"}, b'{"n": NaN}', 400, "invalid_json"),
         ("POST", "/v1/completions", {"content-type": "application/json"}, b" " * (2 << 20), 413, "content_too_large"),
         ("GET", "/status", {"host": "evil.example"}, b"", 403, "host_not_allowed"),
+        ("GET", "/status", {"host": "["}, b"", 403, "host_not_allowed"),
     ],
 )
 def test_21_every_status_has_the_one_form(
@@ -219,6 +222,32 @@ def test_21_a_failure_of_our_own_shows_nothing_of_its_inside() -> None:
     assert error.status == 500
     assert "secret" not in json.dumps(error.body())
     assert "the-id" in str(error)
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_21_also_what_is_no_exception_becomes_an_answer(has_begun: bool, caplog: pytest.LogCaptureFixture) -> None:
+    class Panic(BaseException):
+        """As a library in Rust raises it."""
+
+    sent: list[Any] = []
+
+    async def app(_scope: Any, _receive: Any, send: Any) -> None:
+        if has_begun:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise Panic("of its own")
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "GET", "path": "/health", "headers": []}
+    asyncio.run(Guard(app, api_key=None)(scope, None, send))  # type: ignore[arg-type]
+    if has_begun:
+        assert [message["status"] for message in sent] == [200]
+    else:
+        start, body = sent
+        assert (start["status"], check_form(body["body"].decode(), 500)["code"]) == (500, "internal_error")
+        assert b"of its own" not in body["body"]
+    assert "of its own" in caplog.text
 
 
 def test_a_bad_request_costs_nobody_else_anything(server: ServerProcess) -> None:

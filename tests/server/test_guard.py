@@ -40,14 +40,23 @@ def test_a_key_is_not_shown() -> None:
 
 
 @pytest.mark.parametrize(
-    "host", ["localhost", "localhost:8000", "127.0.0.1:80", "[::1]:8000", "10.1.2.3", "a.localhost:1"]
+    "host",
+    [
+        *("localhost", "localhost:8000", "127.0.0.1:80", "[::1]:8000", "10.1.2.3", "a.localhost:1"),
+        *("LOCALHOST", "LocalHost:80", "localhost.", "localhost.:80", "A.Localhost.", "[::1]", "localhost:"),
+    ],
 )
 def test_names_that_nobody_can_point_here(host: str) -> None:
     assert is_own_name(host)
 
 
 @pytest.mark.parametrize(
-    "host", ["", "evil.org", "evil.org:8000", "localhost.evil.org", "127.0.0.1.evil.org", "::evil"]
+    "host",
+    [
+        *("", "evil.org", "evil.org:8000", "localhost.evil.org", "127.0.0.1.evil.org", "::evil"),
+        *("[127.0.0.1", "127.0.0.1]", "[127.0.0.1]", "[localhost]", "localhost..", "::1:80x", "[::1]x", "[", "]", "[]"),
+        *("localhost:x", "evil.org:localhost", "localhost@evil.org", "localhost evil.org", "localhost:\u00b2", "::1"),
+    ],
 )
 def test_names_that_somebody_can_point_here(host: str) -> None:
     assert not is_own_name(host)
@@ -96,6 +105,9 @@ def test_the_key_lets_in(shown: str) -> None:
             "Bearer s\u00e9cret",
             "secret",
             "Digest secret",
+            "Basic \u00e9",
+            "Basic c2VjcmV0\u00e9",
+            "Basic\u00e9 secret",
         ),
         *("Basic secret", "Basic !", basic("secret"), basic("secret:"), basic("a:b:secret")),
     ],

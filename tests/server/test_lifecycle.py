@@ -66,6 +66,14 @@ def test_the_key_is_wanted_everywhere_but_for_health(narrow_server: ServerProces
     assert httpx.get(f"{narrow_server.url}/health", timeout=PATIENCE_S).status_code == 200
 
 
+@pytest.mark.parametrize("path", ["/version/", "//version", "/v1/models/", "/nothing"])
+@pytest.mark.parametrize("host", ["evil.example", "[", "evil.example:x", "", "[::1"])
+def test_nobody_is_sent_to_a_host_of_the_clients(narrow_server: ServerProcess, path: str, host: str) -> None:
+    answer = narrow_server.http.get(f"{narrow_server.url}{path}", headers={"Host": host}, follow_redirects=False)
+    assert answer.status_code == 404
+    assert check_form(answer.text, 404)["code"] in ("not_found", "model_not_found")
+
+
 def test_the_openai_client_shows_the_key(narrow_server: ServerProcess) -> None:
     with openai.OpenAI(base_url=f"{narrow_server.url}/v1", api_key=KEY, max_retries=0) as client:
         assert client.models.list().data[0].id == "tiny"

@@ -17,9 +17,8 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from quire.errors import QuireError
 from quire.server import chat, completions, models, monitoring, pins, tokens
-from quire.server.errors import ApiError, handle_error
+from quire.server.errors import ENDINGS, REQUEST_ID, error_response, handle_http_exception
 from quire.server.guard import Guard
 from quire.server.state import ServerState
 
@@ -57,8 +56,21 @@ def build_app(state: ServerState) -> Starlette:
         )
         # Browsers ask for permission without the key, so this stands before the guard.
         middleware.insert(0, cors)
-    return Starlette(
-        routes=[Route(path, partial(handler, state), methods=[method]) for method, path, handler in ROUTES],
+    app = Starlette(
+        routes=[Route(path, partial(_answer, handler, state), methods=[method]) for method, path, handler in ROUTES],
         middleware=middleware,
-        exception_handlers=dict.fromkeys((HTTPException, QuireError, ApiError, Exception), handle_error),
+        exception_handlers={HTTPException: handle_http_exception},
     )
+    # It would be to the host that the client names, and every path has one form.
+    app.router.redirect_slashes = False
+    return app
+
+
+async def _answer(handler: Handler, state: ServerState, request: Request) -> ASGIApp:
+    """Run a route's handler; whatever goes wrong becomes an answer."""
+    try:
+        return await handler(state, request)
+    except ENDINGS:
+        raise
+    except BaseException as error:  # a panic of a library in Rust is no Exception
+        return error_response(error, request.scope[REQUEST_ID])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ from http import HTTPStatus
 from typing import Any
 
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from quire.errors import QueueFull, QuireError, RequestError
@@ -18,6 +19,10 @@ logger = logging.getLogger(__name__)
 
 # Where the guard leaves a request's id in the ASGI scope.
 REQUEST_ID = "quire.request_id"
+# nginx's status for a client that left; nobody reads it.
+CLIENT_GONE = 499
+# What ends a task rather than a request.
+ENDINGS = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
 TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -77,7 +82,7 @@ def stopping() -> ApiError:
     return unavailable("the server is stopping", "stopping")
 
 
-def api_error(error: Exception, request_id: str) -> ApiError:
+def api_error(error: BaseException, request_id: str) -> ApiError:
     """Translate any exception; what is not meant for clients goes to the log, under the request's id."""
     if isinstance(error, ApiError):
         return error
@@ -85,8 +90,6 @@ def api_error(error: Exception, request_id: str) -> ApiError:
         return ApiError(429, str(error), code=error.code, headers={"Retry-After": str(error.retry_after_s)})
     if isinstance(error, RequestError):
         return ApiError(400, str(error), code=error.code, param=error.field)
-    if isinstance(error, HTTPException):
-        return _from_http_exception(error)
     if isinstance(error, QuireError):
         logger.error("the engine failed on request %s: %s", request_id, error, exc_info=error)
         return unavailable(f"the engine failed; the log has the reason for request {request_id}", "engine_error")
@@ -94,16 +97,18 @@ def api_error(error: Exception, request_id: str) -> ApiError:
     return ApiError(500, f"the server failed; its log has the reason for request {request_id}", code="internal_error")
 
 
-async def handle_error(request: Request, error: Exception) -> Response:
-    """Answer a request whose handler raised."""
-    if isinstance(error, HTTPException) and error.status_code in (404, 405):
-        where = f"{request.method} {request.url.path[:200]}"
-        words = "there is no such route" if error.status_code == 404 else "the route has no such method"
-        code = HTTPStatus(error.status_code).name.lower()
-        return ApiError(error.status_code, f"{words}: {where}", code=code, headers=error.headers).response()
-    return api_error(error, request.scope[REQUEST_ID]).response()
+def error_response(error: BaseException, request_id: str) -> Response:
+    """Return the answer to a request whose handler raised."""
+    if isinstance(error, ClientDisconnect):
+        logger.debug("the client of request %s left while it was sending", request_id)
+        return Response(status_code=CLIENT_GONE)
+    return api_error(error, request_id).response()
 
 
-def _from_http_exception(error: HTTPException) -> ApiError:
+async def handle_http_exception(request: Request, error: Exception) -> Response:
+    """Answer what Starlette refuses: an unknown route or method."""
+    assert isinstance(error, HTTPException)
+    words = {404: "there is no such route", 405: "the route has no such method"}.get(error.status_code)
+    message = str(error.detail) if words is None else f"{words}: {request.method} {request.scope['path'][:200]}"
     code = HTTPStatus(error.status_code).name.lower()
-    return ApiError(error.status_code, str(error.detail), code=code, headers=error.headers)
+    return ApiError(error.status_code, message, code=code, headers=error.headers).response()

@@ -17,16 +17,13 @@ from quire.engine.outputs import RequestOutput
 from quire.errors import InvalidParameter, RequestError, RequestFailed
 from quire.sequences.params import SamplingParams
 from quire.server import sse
-from quire.server.errors import REQUEST_ID, api_error, stopping
+from quire.server.errors import CLIENT_GONE, REQUEST_ID, api_error, stopping
 from quire.server.feed import ClientGone, Feed, News
 from quire.server.json_stream import JsonAnswer, JsonWriter, paced
 from quire.server.sampling import Options
 from quire.server.state import Flight, ServerState
 from quire.server.tenants import read_tenant
 from quire.server.usage import TokenCount
-
-# nginx's status for a client that left; nobody reads it.
-CLIENT_GONE = 499
 
 
 class Reply(Protocol):

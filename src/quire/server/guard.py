@@ -6,14 +6,17 @@ import base64
 import binascii
 import hmac
 import ipaddress
+import re
 import uuid
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.server.errors import REQUEST_ID, ApiError
+from quire.server.errors import ENDINGS, REQUEST_ID, ApiError, error_response
 
 OPEN_PATH = "/health"
+# A name or an address, or an IPv6 address in brackets; and a port.
+HOST = re.compile(r"(?:\[(?P<address>[^\[\]]*:[^\[\]]*)\]|(?P<name>[^\[\]:]*))(?::[0-9]*)?")
 
 
 class Guard:
@@ -35,15 +38,26 @@ class Guard:
             await self._app(scope, receive, send)
             return
         request_id = scope[REQUEST_ID] = uuid.uuid4().hex
+        has_begun = False
 
         async def send_with_id(message: Message) -> None:
+            nonlocal has_begun
             if message["type"] == "http.response.start":
+                has_begun = True
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
-        refusal = None if scope["path"] == OPEN_PATH else self._refusal(Headers(scope=scope))
-        handler = self._app if refusal is None else refusal.response()
-        await handler(scope, receive, send_with_id)
+        try:
+            refusal = None if scope["path"] == OPEN_PATH else self._refusal(Headers(scope=scope))
+            handler = self._app if refusal is None else refusal.response()
+            await handler(scope, receive, send_with_id)
+        except ENDINGS:
+            raise
+        except BaseException as error:
+            # An answer that has begun stays incomplete, which ends the connection.
+            answer = error_response(error, request_id)
+            if not has_begun:
+                await answer(scope, receive, send_with_id)
 
     def _refusal(self, headers: Headers) -> ApiError | None:
         if self._api_key is None:
@@ -65,11 +79,14 @@ class Guard:
 
 def is_own_name(host: str) -> bool:
     """Tell whether a Host header names this machine in a way that nobody else can claim."""
-    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+    match = HOST.fullmatch(host)
+    if match is None:
+        return False
+    name = (match["name"] or "").lower().removesuffix(".")
     if name == "localhost" or name.endswith(".localhost"):
         return True
     try:
-        ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
+        ipaddress.ip_address(match["address"] or match["name"])
     except ValueError:
         return False
     return True
@@ -80,7 +97,7 @@ def _shown_key(authorization: str) -> bytes:
     value = value.strip()
     if scheme.lower() == "basic":
         try:
-            return base64.b64decode(value, validate=True).partition(b":")[2]
+            return base64.b64decode(value.encode("latin-1"), validate=True).partition(b":")[2]
         except binascii.Error:
             return b""
     return value.encode("latin-1") if scheme.lower() == "bearer" else b""
