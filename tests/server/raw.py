@@ -54,3 +54,23 @@ def ask(server: ServerProcess, raw: bytes) -> bytes:
 def status_of(answer: bytes) -> int:
     """Return the status of the first answer; 0 where there is none."""
     return int(answer[9:12]) if answer.startswith(b"HTTP/1.1 ") else 0
+
+
+def read_answer(connection: socket.socket) -> bytes:
+    """Read one answer that has a length; what is there when the connection ends or times out where it has none."""
+    got = b""
+    while True:
+        head, end, body = got.partition(b"\r\n\r\n")
+        if end:
+            lengths = [line[15:] for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+            if not lengths or len(body) >= int(lengths[0]):
+                return got
+        part = connection.recv(1 << 16)
+        if not part:
+            return got
+        got += part
+
+
+def body_of(answer: bytes) -> str:
+    """Return the body of an answer that came with a length."""
+    return answer.partition(b"\r\n\r\n")[2].decode()

@@ -16,7 +16,7 @@ import pytest
 from quire.errors import ConfigError
 from quire.server.listener import NUM_SPARE, read_max_connections
 from tests.server.process import PATIENCE_S, ServerProcess, running
-from tests.server.raw import ask, connect, post, read_all, status_of
+from tests.server.raw import ask, body_of, connect, post, read_all, status_of
 from tests.server.test_errors import check_form
 
 LIMIT = 24
@@ -31,12 +31,10 @@ def hasty(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     flags = ("--num-kv-blocks", "600", "--max-num-seqs", "32", "--max-body-bytes", "1MiB")
     log = tmp_path_factory.mktemp("logs") / "hasty.log"
     with running(folder, log, *flags, *timeouts, "--max-connections", str(LIMIT)) as process:
+        # A connection that it closes must not be taken for one to use again.
+        process.http.headers["connection"] = "close"
         yield process
         assert "Traceback" not in log.read_text()
-
-
-def body_of(answer: bytes) -> str:
-    return answer.partition(b"\r\n\r\n")[2].decode()
 
 
 # ---- time ----
@@ -134,13 +132,12 @@ def test_silent_connections_keep_nobody_out(hasty: ServerProcess) -> None:
 
 def test_where_all_connections_have_requests_the_next_one_is_told_so(hasty: ServerProcess) -> None:
     hasty.wait_until_idle()
-    hasty.http.close()
     with ExitStack() as stack:
-        streams = [stack.enter_context(connect(hasty)) for _ in range(LIMIT)]
-        for connection in streams:
-            connection.sendall(post("/v1/completions", STREAM))
-        for connection in streams:
-            assert connection.recv(1000).startswith(b"HTTP/1.1 200")
+        streams = []
+        for _ in range(LIMIT):
+            streams.append(stack.enter_context(connect(hasty)))
+            streams[-1].sendall(post("/v1/completions", STREAM))
+            assert streams[-1].recv(1000).startswith(b"HTTP/1.1 200")
         answer = ask(hasty, SHORT)
         assert status_of(answer) == 503
         assert check_form(body_of(answer), 503)["code"] == "too_many_connections"

@@ -34,7 +34,6 @@ logger = logging.getLogger(__name__)
 
 # With work at hand and no step completed for so long, the engine counts as stuck.
 STUCK_AFTER_S = 60.0
-RETRY_AFTER_S = 1
 
 
 class AsyncLLM:
@@ -61,7 +60,7 @@ class AsyncLLM:
         self._streams: dict[str, Stream] = {}
         self._lock = threading.Lock()
         waiting = self._engine.scheduler.waiting
-        self._places = Places(self.resolved.max_queue_len, RETRY_AFTER_S, lambda: len(waiting))
+        self._places = Places(self.resolved.max_queue_len, lambda: len(waiting))
         self._num_requests = 0
         self._is_draining = False
         self._has_ended = False
@@ -93,12 +92,21 @@ class AsyncLLM:
             count: requests (prompts) to come.
 
         Raises:
+            InvalidParameter: the queue never has so many.
             QueueFull: fewer places are left; nothing is held.
             WorkerError: the engine is dead.
         """
         if self._has_ended and not self._is_draining:
             raise self._dead()
         return self._places.reserve(count)
+
+    def check_room(self) -> None:
+        """See that the waiting queue has a place left, which costs next to nothing.
+
+        Raises:
+            QueueFull: it has none.
+        """
+        self._places.check()
 
     def generate(
         self,
@@ -358,6 +366,7 @@ class AsyncLLM:
         del self._streams[stream.request_id]
         output = self._engine.abort_request(stream.request_id)
         if output is not None:
+            self._places.end()
             self.metrics.on_step(self._engine.measure())
             self.metrics.on_output(output)
 
@@ -374,6 +383,8 @@ class AsyncLLM:
         addressed: list[tuple[Stream, Item]] = []
         for request_id, item in items:
             is_last = isinstance(item, Exception) or item.finished
+            if is_last:
+                self._places.end()
             stream = self._streams.pop(request_id, None) if is_last else self._streams.get(request_id)
             if stream is None:
                 continue

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from quire.errors import QueueFull
+from quire.errors import InvalidParameter, QueueFull
+
+LONGEST_RETRY_S = 60
+# Of the mean time between two requests that leave, what the last one counts.
+WEIGHT = 1 / 16
 
 
 class Reservation:
@@ -43,23 +49,55 @@ class Reservation:
         self._count = 0
 
 
+class Departures:
+    """Measures how often a request ends while others wait: so often one of those gets its turn.
+
+    Args:
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._interval_s: float | None = None
+        # The last one that left somebody waiting; what follows it says how long that one waited for its turn.
+        self._last_s: float | None = None
+
+    def note(self, num_waiting: int) -> None:
+        """Note that a request has ended, and how many wait now."""
+        now = self._clock()
+        if self._last_s is not None:
+            interval_s, known = now - self._last_s, self._interval_s
+            self._interval_s = interval_s if known is None else known + (interval_s - known) * WEIGHT
+        self._last_s = now if num_waiting else None
+
+    def wait_s(self, num_waiting: int) -> int:
+        """Return whole seconds after which a queue of this length will be empty; 1 before anything was measured."""
+        interval_s, last_s = self._interval_s or 0.0, self._last_s
+        if last_s is not None:
+            # None has ended since: the next one takes so long at least.
+            interval_s = max(interval_s, self._clock() - last_s)
+        return max(1, min(LONGEST_RETRY_S, math.ceil(interval_s * num_waiting)))
+
+
 class Places:
     """Counts the places of the waiting queue, from any thread.
 
     Args:
         limit: how many there are; None for as many as are asked for.
-        retry_after_s: what those who find none are told.
         num_queued: says how many requests wait in the scheduler.
+        clock: seconds, monotonic.
 
     Attributes:
         num_unstarted: requests that were put, but neither started nor refused yet.
     """
 
-    def __init__(self, limit: int | None, retry_after_s: int, num_queued: Callable[[], int]) -> None:
+    def __init__(
+        self, limit: int | None, num_queued: Callable[[], int], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.num_unstarted = 0
         self._limit = limit
-        self._retry_after_s = retry_after_s
         self._num_queued = num_queued
+        self._departures = Departures(clock)
         self._num_reserved = 0
         self._lock = threading.Lock()
 
@@ -72,13 +110,23 @@ class Places:
         """Hold places.
 
         Raises:
+            InvalidParameter: there are never so many.
             QueueFull: fewer are left; nothing is held.
         """
+        if self._limit is not None and count > self._limit:
+            raise InvalidParameter("prompt", f"{count} prompts", f"at most {self._limit} prompts, as many as may wait")
         with self._lock:
-            if self._limit is not None and self.num_waiting + self._num_reserved + count > self._limit:
-                raise QueueFull(self._limit, self._retry_after_s)
+            self._check(count)
             self._num_reserved += count
         return Reservation(self._give_back, count)
+
+    def check(self) -> None:
+        """See that a place is left.
+
+        Raises:
+            QueueFull: none is.
+        """
+        self._check(1)
 
     def put(self) -> None:
         """Note that a request is on its way."""
@@ -89,6 +137,15 @@ class Places:
         """Note that a request was started, or refused."""
         with self._lock:
             self.num_unstarted -= 1
+
+    def end(self) -> None:
+        """Note that a request that was started has ended."""
+        self._departures.note(self._num_queued())
+
+    def _check(self, count: int) -> None:
+        num_taken = self.num_waiting + self._num_reserved
+        if self._limit is not None and num_taken + count > self._limit:
+            raise QueueFull(self._limit, self._departures.wait_s(num_taken))
 
     def _give_back(self, count: int) -> None:
         with self._lock:

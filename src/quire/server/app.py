@@ -20,6 +20,7 @@ from starlette.types import ASGIApp
 from quire.server import chat, completions, models, monitoring, pins, tokens
 from quire.server.errors import ENDINGS, REQUEST_ID, error_response, handle_http_exception
 from quire.server.guard import Guard
+from quire.server.intake import Intake
 from quire.server.state import ServerState
 
 Handler = Callable[[ServerState, Request], Awaitable[ASGIApp]]
@@ -45,7 +46,7 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
 
 def build_app(state: ServerState) -> Starlette:
     """Build the ASGI application of a server."""
-    middleware = [Middleware(Guard, api_key=state.config.api_key)]
+    middleware = [Middleware(Guard, api_key=state.config.api_key), Middleware(Intake, state=state)]
     if state.config.allow_origins:
         cors = Middleware(
             CORSMiddleware,
