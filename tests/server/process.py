@@ -62,7 +62,9 @@ class ServerProcess:
 
 
 @contextmanager
-def running(folder: Path, log: Path, *flags: str, key: str | None = None) -> Iterator[ServerProcess]:
+def running(
+    folder: Path, log: Path, *flags: str, key: str | None = None, module: str = "quire"
+) -> Iterator[ServerProcess]:
     """Start a server on a free port and end it afterwards, whatever happened.
 
     Args:
@@ -70,13 +72,14 @@ def running(folder: Path, log: Path, *flags: str, key: str | None = None) -> Ite
         log: a file for standard error.
         flags: of `quire serve`.
         key: the API key, given through the environment.
+        module: what is run in place of `quire`.
     """
-    source = str(Path(__file__).parents[2] / "src")
-    env = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
+    root = Path(__file__).parents[2]
+    env = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}", "OMP_NUM_THREADS": "1"}
     env.pop("QUIRE_API_KEY", None)
     if key is not None:
         env["QUIRE_API_KEY"] = key
-    command = [sys.executable, "-m", "quire", "serve", str(folder), "--port", "0", "--num-threads", "1"]
+    command = [sys.executable, "-m", module, "serve", str(folder), "--port", "0", "--num-threads", "1"]
     with log.open("w") as errors:
         process = subprocess.Popen(
             [*command, "--served-model-name", "tiny", *flags], stdout=subprocess.PIPE, stderr=errors, env=env, text=True

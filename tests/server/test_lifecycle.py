@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -15,7 +16,9 @@ import httpx
 import openai
 import pytest
 
+from quire.server.lifecycle import take_signals
 from tests.server.conftest import KEY
+from tests.server.dying import DEADLY, PANICKING
 from tests.server.process import PATIENCE_S, ServerProcess, running
 from tests.server.streams import events_of
 from tests.server.test_errors import check_form
@@ -173,6 +176,84 @@ def test_a_second_signal_ends_at_once(folder: Path, tmp_path: Path) -> None:
         assert server.stop(signal.SIGTERM) == 128 + signal.SIGTERM
         with pytest.raises(httpx.RemoteProtocolError):
             list(held)
+
+
+@pytest.mark.parametrize("length", [DEADLY, PANICKING])
+def test_a_server_whose_engine_has_died_says_so_and_ends_with_an_error(
+    folder: Path, tmp_path: Path, length: int
+) -> None:
+    with (
+        running(folder, tmp_path / "log", *FLAGS, module="tests.server.dying") as server,
+        server.http.stream("POST", "/v1/completions", json=LONG) as response,
+    ):
+        _, lines = begun(response)
+        deadly = server.post("/v1/completions", {"prompt": [5] * length, "max_tokens": 1})
+        assert deadly.status_code == 503
+        assert check_form(deadly.text, 503)["code"] == "engine_error"
+        *_, error, done = [line for line in lines if line.startswith("data: ")]
+        assert check_form(error.removeprefix("data: "), 503)["code"] == "engine_error"
+        assert done == "data: [DONE]"
+        health = server.http.get("/health")
+        assert (health.status_code, health.json()["status"]) == (503, "dead")
+        assert server.post("/v1/completions", {"prompt": "a"}).status_code == 503
+        assert server.process.wait(PATIENCE_S) == 1
+        assert "injected" in server.log.read_text()
+
+
+def test_a_terminal_that_closes_stops_the_server_as_a_signal_to_stop_does(folder: Path, tmp_path: Path) -> None:
+    with (
+        running(folder, tmp_path / "log", *FLAGS, "--drain-timeout", "600") as server,
+        server.http.stream("POST", "/v1/completions", json={**LONG, "max_tokens": 1000}) as response,
+    ):
+        _, lines = begun(response)
+        for _ in range(2):
+            os.kill(server.process.pid, signal.SIGHUP)
+            while server.http.get("/health").json()["status"] != "stopping":
+                pass
+        assert list(lines)[-2] == "data: [DONE]"
+        assert server.process.wait(PATIENCE_S) == 0
+
+
+def test_a_server_that_was_started_to_outlive_its_terminal_does(folder: Path, tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with running(folder, tmp_path / "log", *FLAGS) as server:
+            os.kill(server.process.pid, signal.SIGHUP)
+            assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
+            assert server.http.get("/health").json()["status"] == "ok"
+            assert server.stop() == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_signal_is_not_lost_while_the_event_loop_is_behind() -> None:
+    taken: list[int] = []
+
+    async def scenario() -> None:
+        take_signals(taken.append)
+        loop = asyncio.get_running_loop()
+        # More calls from elsewhere than the loop's pipe has room for, and no turn of the loop in between.
+        for _ in range(20_000):
+            loop.call_soon_threadsafe(int)
+        os.kill(os.getpid(), signal.SIGTERM)
+        async with asyncio.timeout(PATIENCE_S):
+            while not taken:
+                await asyncio.sleep(0.01)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        asyncio.run(scenario())
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert taken == [signal.SIGTERM]
+
+
+def test_pages_of_all_origins_without_a_key_are_worth_a_warning(folder: Path, tmp_path: Path) -> None:
+    with running(folder, tmp_path / "log", *FLAGS, "--allow-origin", "*") as server:
+        assert "WARNING --allow-origin '*' without --api-key" in server.log.read_text()
+    with running(folder, tmp_path / "log", *FLAGS, "--allow-origin", "*", key=KEY) as server:
+        assert "WARNING" not in server.log.read_text()
 
 
 def refused(*flags: str) -> str:

@@ -78,7 +78,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal says stop.
+    """Serve until a signal says stop, or the engine has died.
 
     Raises:
         ConfigError: an option that cannot be honoured.
@@ -110,11 +110,12 @@ def run(args: argparse.Namespace) -> int:
         ping_interval_s=args.ping_interval,
         log_interval_s=args.log_interval,
     )
+    if "*" in server_config.allow_origins and server_config.api_key is None:
+        logging.warning("--allow-origin '*' without --api-key: every page that a browser here opens can use the server")
     # Offline the queue is the user's own; a server's is anybody's, so it ends somewhere.
     given = {"max_queue_len": DEFAULT_MAX_QUEUE_LEN, **options.engine_options(args)}
     engine_config = EngineConfig.from_options(**given)
     # After all that can be wrong with the options: this imports the engine.
     from quire.server.lifecycle import serve
 
-    serve(engine_config, server_config)
-    return 0
+    return serve(engine_config, server_config)

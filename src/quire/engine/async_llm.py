@@ -64,7 +64,7 @@ class AsyncLLM:
         self._num_requests = 0
         self._is_draining = False
         self._has_ended = False
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._progress_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
         self._thread.start()
@@ -271,6 +271,11 @@ class AsyncLLM:
             num_steps=self._engine.num_steps,
         )
 
+    @property
+    def has_failed(self) -> bool:
+        """True once the engine has died, which it never does of being shut down."""
+        return self._failure is not None
+
     def usage(self) -> Usage:
         """Return the memory manager's counts as they are, maybe in the middle of a step."""
         return self._engine.usage()
@@ -307,18 +312,18 @@ class AsyncLLM:
 
     def _run(self) -> None:
         """Obey commands and step while there is work; sleep while there is none."""
-        error: Exception = WorkerError("the engine has shut down")
+        error = WorkerError("the engine has shut down")
         try:
             while self._obey_commands():
                 self._progress_s = time.monotonic()
                 if self._engine.has_unfinished:
                     self._publish(self._engine.step())
-        except Exception as failure:
+        except BaseException as failure:  # a panic of a library in Rust is no Exception
             logger.exception("the engine has died")
-            error = self._failure = failure
+            error, self._failure = WorkerError(str(failure)), failure
         finally:
             self._has_ended = True
-            self._send((request_id, WorkerError(str(error))) for request_id in list(self._streams))
+            self._send([(request_id, error) for request_id in self._streams])
             self._fail_commands()
             self._engine.close()
 

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Callable
 
 import uvicorn
 
@@ -28,10 +29,16 @@ logger = logging.getLogger(__name__)
 
 # What is left to send once the engine has finished: the last chunks.
 FLUSH_TIMEOUT_S = 5
+# A server whose engine has died tells clients and probes for so long, then ends so that a supervisor starts another.
+LAST_WORDS_S = 2.0
+EXIT_ENGINE_DIED = 1
 
 
-def serve(engine_config: EngineConfig, config: ServerConfig) -> None:
-    """Load a model and serve it until a signal says stop.
+def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
+    """Load a model and serve it until a signal says stop, or the engine has died.
+
+    Returns:
+        The exit code: 0, or `EXIT_ENGINE_DIED`.
 
     Raises:
         ConfigError: an option that cannot be honoured, or an address that cannot be had.
@@ -52,6 +59,7 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> None:
                 runner.run(_run(state, listener, max_connections))
         finally:
             llm.shutdown()
+        return EXIT_ENGINE_DIED if llm.has_failed else 0
 
 
 def _tool_format(tokenizer: Tokenizer | None, wanted: str) -> ToolFormat | None:
@@ -92,11 +100,9 @@ async def _run(state: ServerState, listener: socket.socket, max_connections: int
     def make_protocol() -> Connection:
         return Connection(connections, config=settings, server_state=server.server_state, app_state={})
 
-    stop = _Stop(state, server)
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.on_signal, number)
+    take_signals(_Stop(state, server).on_signal)
     beside = [
+        asyncio.create_task(_end_when_dead(state, server)),
         asyncio.create_task(accept_for_ever(listener, connections, make_protocol)),
         asyncio.create_task(connections.watch()),
     ]
@@ -107,6 +113,27 @@ async def _run(state: ServerState, listener: socket.socket, max_connections: int
     for task in beside:
         task.cancel()
     await asyncio.gather(*beside, return_exceptions=True)
+
+
+def take_signals(handle: Callable[[int], None]) -> None:
+    """Have the running event loop handle the signals that ask for an end.
+
+    `loop.add_signal_handler` would lose one that comes while the loop is behind: it is told of signals through the same
+    pipe as of calls from other threads, and that may be full.
+    """
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # Whoever started the process may want it to outlive its terminal.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, _: loop.call_soon_threadsafe(handle, number))
+
+
+async def _end_when_dead(state: ServerState, server: uvicorn.Server) -> None:
+    while not state.llm.has_failed:
+        await asyncio.sleep(0.1)
+    logger.error("the engine has died, so the server ends in %g s", LAST_WORDS_S)
+    await asyncio.sleep(LAST_WORDS_S)
+    server.should_exit = True
 
 
 class _Stop:
@@ -120,6 +147,8 @@ class _Stop:
     def on_signal(self, number: int) -> None:
         """Take a signal."""
         if self._draining is not None:
+            if number == signal.SIGHUP:
+                return  # a terminal that closes may send it twice
             os._exit(128 + number)
         self._state.is_draining = True
         self._draining = asyncio.create_task(self._drain())
