@@ -76,7 +76,8 @@ def running(
     """
     root = Path(__file__).parents[2]
     env = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}", "OMP_NUM_THREADS": "1"}
-    env.pop("QUIRE_API_KEY", None)
+    for name in ("QUIRE_API_KEY", "QUIRE_OPERATOR_KEY"):
+        env.pop(name, None)
     if key is not None:
         env["QUIRE_API_KEY"] = key
     command = [sys.executable, "-m", module, "serve", str(folder), "--port", "0", "--num-threads", "1"]

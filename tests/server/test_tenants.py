@@ -23,9 +23,11 @@ ROUTES = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 
 @pytest.fixture(scope="module")
 def gated(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server that is told the tenant of each request."""
+    """A server that is told the tenant of each request, and has an operator; this one asks."""
     log = tmp_path_factory.mktemp("logs") / "gated.log"
-    with running(folder, log, "--num-kv-blocks", "300", "--pin-limit", "0.1", "--tenant-header", HEADER) as process:
+    flags = ("--num-kv-blocks", "300", "--pin-limit", "0.1", "--tenant-header", HEADER, "--operator-key", "operator")
+    with running(folder, log, *flags) as process:
+        process.http.headers["authorization"] = "Bearer operator"
         yield process
 
 

@@ -31,6 +31,12 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="what clients must show; QUIRE_API_KEY sets it without showing it to other users of this machine",
     )
     add(
+        "--operator-key",
+        default=os.environ.get("QUIRE_OPERATOR_KEY"),
+        metavar="KEY",
+        help="what opens metrics, status, pins and resets, beside all else; QUIRE_OPERATOR_KEY sets it",
+    )
+    add(
         "--allow-origin",
         action="append",
         default=[],
@@ -96,6 +102,7 @@ def run(args: argparse.Namespace) -> int:
         host=args.host,
         port=args.port,
         api_key=args.api_key,
+        operator_key=args.operator_key,
         allow_origins=tuple(args.allow_origin),
         tenant_header=args.tenant_header,
         tool_call_parser=args.tool_call_parser,

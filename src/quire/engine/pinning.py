@@ -31,6 +31,11 @@ class PinReport(NamedTuple):
     filled: int
     tokens: dict[str, int]
 
+    def of_tenant(self, tenant: str) -> PinReport:
+        """Return the same with the pins of one tenant only."""
+        own = _key("", tenant)
+        return self._replace(tokens={name: count for name, count in self.tokens.items() if name.startswith(own)})
+
 
 class PrefixPins:
     """Pins prompts of one model.

@@ -19,34 +19,38 @@ from starlette.types import ASGIApp
 
 from quire.server import chat, completions, models, monitoring, pins, tokens
 from quire.server.errors import ENDINGS, REQUEST_ID, error_response, handle_http_exception
-from quire.server.guard import Guard
+from quire.server.guard import Guard, check_operator
 from quire.server.intake import Intake
 from quire.server.state import ServerState
 
 Handler = Callable[[ServerState, Request], Awaitable[ASGIApp]]
 
 ROUTES: tuple[tuple[str, str, Handler], ...] = (
-    ("GET", "/", monitoring.page),
     ("GET", "/health", monitoring.health),
-    ("GET", "/metrics", monitoring.metrics),
-    ("GET", "/status", monitoring.status),
-    ("GET", "/kv", monitoring.kv),
     ("GET", "/version", monitoring.version),
     ("GET", "/v1/models", models.list_models),
     ("GET", "/v1/models/{model_id:path}", models.show_model),
     ("POST", "/v1/completions", completions.completions),
     ("POST", "/v1/chat/completions", chat.chat_completions),
+    ("POST", "/tokenize", tokens.tokenize),
+    ("POST", "/detokenize", tokens.detokenize),
+)
+# What tells of all clients' requests, or acts on what they share.
+OPERATION: tuple[tuple[str, str, Handler], ...] = (
+    ("GET", "/", monitoring.page),
+    ("GET", "/metrics", monitoring.metrics),
+    ("GET", "/status", monitoring.status),
+    ("GET", "/kv", monitoring.kv),
     ("POST", "/reset_prefix_cache", monitoring.reset_prefix_cache),
     ("POST", "/pin_prefix", pins.pin_prefix),
     ("POST", "/unpin_prefix", pins.unpin_prefix),
-    ("POST", "/tokenize", tokens.tokenize),
-    ("POST", "/detokenize", tokens.detokenize),
 )
 
 
 def build_app(state: ServerState) -> Starlette:
     """Build the ASGI application of a server."""
-    middleware = [Middleware(Guard, api_key=state.config.api_key), Middleware(Intake, state=state)]
+    keys = {"api_key": state.config.api_key, "operator_key": state.config.operator_key}
+    middleware = [Middleware(Guard, **keys), Middleware(Intake, state=state)]
     if state.config.allow_origins:
         cors = Middleware(
             CORSMiddleware,
@@ -57,8 +61,11 @@ def build_app(state: ServerState) -> Starlette:
         )
         # Browsers ask for permission without the key, so this stands before the guard.
         middleware.insert(0, cors)
+    rows: list[tuple[str, str, Handler]] = [*ROUTES]
+    rows += [(method, path, partial(_operate, handler)) for method, path, handler in OPERATION]
+    routes = [Route(path, partial(_answer, handler, state), methods=[method]) for method, path, handler in rows]
     app = Starlette(
-        routes=[Route(path, partial(_answer, handler, state), methods=[method]) for method, path, handler in ROUTES],
+        routes=routes,
         middleware=middleware,
         exception_handlers={HTTPException: handle_http_exception},
     )
@@ -75,3 +82,9 @@ async def _answer(handler: Handler, state: ServerState, request: Request) -> ASG
         raise
     except BaseException as error:  # a panic of a library in Rust is no Exception
         return error_response(error, request.scope[REQUEST_ID])
+
+
+async def _operate(handler: Handler, state: ServerState, request: Request) -> ASGIApp:
+    """Run the handler of a route of operation, for who may."""
+    check_operator(request, has_operators=state.config.operator_key is not None)
+    return await handler(state, request)

@@ -24,15 +24,24 @@ async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
     Raises:
         ApiError: 415 not sent as JSON, 413 too long, 400 not a JSON object in UTF-8.
     """
+    check_json(request)
+    return parse_object(await _read(request, max_bytes))
+
+
+def check_json(request: Request) -> None:
+    """Check that a request says that its body is JSON.
+
+    Raises:
+        ApiError: 415, it does not.
+    """
     # Pages of other sites can send plain text to a server on this machine, but not this type.
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise ApiError(
             415,
-            f"the content type must be application/json, got {content_type or 'none'}",
+            f"the content type must be application/json, got {content_type[:100] or 'none'}",
             code="unsupported_media_type",
         )
-    return parse_object(await _read(request, max_bytes))
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:

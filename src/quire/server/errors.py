@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 REQUEST_ID = "quire.request_id"
 # nginx's status for a client that left; nobody reads it.
 CLIENT_GONE = 499
+# And whether it came with the operator's key.
+IS_OPERATOR = "quire.is_operator"
 # What ends a task rather than a request.
 ENDINGS = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
 TYPES = {

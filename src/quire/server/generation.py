@@ -97,7 +97,7 @@ async def answer(state: ServerState, request: Request, job: Job, reply: Reply, a
     if state.is_draining:
         raise stopping()
     count = TokenCount(is_prompt_only=job.is_prompt_only)
-    flight = Flight(answer_id, count, Feed(state.config.ping_interval_s))
+    flight = Flight(answer_id, count, Feed(state.config.ping_interval_s), tenant)
     news = _follow(state, request, job, flight, tenant)
     try:
         if not job.options.stream:

@@ -10,9 +10,10 @@ import re
 import uuid
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.server.errors import ENDINGS, REQUEST_ID, ApiError, error_response
+from quire.server.errors import ENDINGS, IS_OPERATOR, REQUEST_ID, ApiError, error_response
 
 OPEN_PATH = "/health"
 # A name or an address, or an IPv6 address in brackets; and a port.
@@ -26,11 +27,13 @@ class Guard:
         app: what it guards.
         api_key: what clients must show, as a bearer token or as the password of basic authentication (which is what a
             browser can show for the page). None lets everyone in who asks for this machine by its own name.
+        operator_key: what operators show in its place; None where there are none apart from clients.
     """
 
-    def __init__(self, app: ASGIApp, *, api_key: str | None) -> None:
+    def __init__(self, app: ASGIApp, *, api_key: str | None, operator_key: str | None = None) -> None:
         self._app = app
         self._api_key = None if api_key is None else api_key.encode()
+        self._operator_key = None if operator_key is None else operator_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer or refuse a request."""
@@ -48,7 +51,11 @@ class Guard:
             await send(message)
 
         try:
-            refusal = None if scope["path"] == OPEN_PATH else self._refusal(Headers(scope=scope))
+            headers = Headers(scope=scope)
+            shown = _shown_key(headers.get("authorization", ""))
+            scope[IS_OPERATOR] = self._operator_key is not None and hmac.compare_digest(shown, self._operator_key)
+            is_open = scope[IS_OPERATOR] or scope["path"] == OPEN_PATH
+            refusal = None if is_open else self._refusal(headers, shown)
             handler = self._app if refusal is None else refusal.response()
             await handler(scope, receive, send_with_id)
         except ENDINGS:
@@ -59,7 +66,7 @@ class Guard:
             if not has_begun:
                 await answer(scope, receive, send_with_id)
 
-    def _refusal(self, headers: Headers) -> ApiError | None:
+    def _refusal(self, headers: Headers, shown: bytes) -> ApiError | None:
         if self._api_key is None:
             host = headers.get("host", "")
             if is_own_name(host):
@@ -67,14 +74,34 @@ class Guard:
             # A page whose name was pointed at this machine would otherwise pass for one of ours.
             why = f"without an API key the host must be localhost or an address, got {host[:100]!r}"
             return ApiError(403, why, code="host_not_allowed")
-        if hmac.compare_digest(_shown_key(headers.get("authorization", "")), self._api_key):
-            return None
-        return ApiError(
-            401,
-            "the API key is missing or wrong; send it as Authorization: Bearer KEY",
-            code="invalid_api_key",
-            headers={"WWW-Authenticate": 'Basic realm="quire", charset="UTF-8"'},
-        )
+        return None if hmac.compare_digest(shown, self._api_key) else no_key("API")
+
+
+def check_operator(request: Request, *, has_operators: bool) -> None:
+    """Check that a request to a route of operation may be answered.
+
+    Args:
+        request: the guard has let it in.
+        has_operators: there is a key for them; without one, clients may do what operators do.
+
+    Raises:
+        ApiError: 401, it shows no key; 403, it shows a client's.
+    """
+    if request.scope[IS_OPERATOR] or not has_operators:
+        return
+    if not request.headers.get("authorization"):
+        raise no_key("operator's")
+    raise ApiError(403, "this route needs the operator's key", code="operator_only")
+
+
+def no_key(whose: str) -> ApiError:
+    """Return the refusal of a request without a key, or with a wrong one; it makes a browser ask for it."""
+    return ApiError(
+        401,
+        f"the {whose} key is missing or wrong; send it as Authorization: Bearer KEY",
+        code="invalid_api_key",
+        headers={"WWW-Authenticate": 'Basic realm="quire", charset="UTF-8"'},
+    )
 
 
 def is_own_name(host: str) -> bool:

@@ -10,8 +10,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.memory.usage import HostUsage, Usage
+from quire.server.body import check_json
+from quire.server.errors import IS_OPERATOR, ApiError
 from quire.server.generation import json_response
 from quire.server.state import ServerState
+from quire.server.tenants import read_tenant
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PAGE_HEADERS = {
@@ -55,9 +58,10 @@ async def version(state: ServerState, request: Request) -> Response:  # noqa: AR
     return json_response({"version": state.version})
 
 
-async def status(state: ServerState, request: Request) -> Response:  # noqa: ARG001 - a route's signature
-    """Answer `GET /status`: what the page shows."""
+async def status(state: ServerState, request: Request) -> Response:
+    """Answer `GET /status`: what the page shows; where there are tenants, a client sees its own requests."""
     now = time.monotonic()
+    tenant = None if request.scope[IS_OPERATOR] else read_tenant(state.config, request)
     engine, usage, resolved = state.llm.health(), state.llm.usage(), state.llm.resolved
     return json_response(
         {
@@ -78,14 +82,23 @@ async def status(state: ServerState, request: Request) -> Response:  # noqa: ARG
                     "completion_tokens": flight.count.num_output,
                 }
                 for flight in state.flights.values()
+                if tenant is None or flight.tenant == tenant
             ],
         }
     )
 
 
-async def kv(state: ServerState, request: Request) -> Response:  # noqa: ARG001 - a route's signature
-    """Answer `GET /kv`: the blocks of each cache group by state, and what happened to them since the start."""
+async def kv(state: ServerState, request: Request) -> Response:
+    """Answer `GET /kv`: the blocks of each cache group by state, and what happened to them since the start.
+
+    Which prompts are cached for others only an operator is told; of pins, a client sees its tenant's.
+    """
     usage, stats, report = state.llm.usage(), state.llm.stats(), state.llm.kv_report()
+    first_time, resumed, pins = stats.first_time, stats.resumed, report.pins
+    if not request.scope[IS_OPERATOR]:
+        tenant = read_tenant(state.config, request)
+        first_time, resumed = first_time.told(), resumed.told()
+        pins = pins if tenant is None else pins.of_tenant(tenant)
     return json_response(
         {
             "block_size": state.llm.resolved.block_size,
@@ -99,14 +112,14 @@ async def kv(state: ServerState, request: Request) -> Response:  # noqa: ARG001 
             "first_time": {
                 "queried_tokens": stats.prefix_queries,
                 "hit_tokens": stats.prefix_hits,
-                "by_source": stats.first_time.sources._asdict(),
-                "computed_by_reason": stats.first_time.by_reason(),
+                "by_source": first_time.sources._asdict(),
+                "computed_by_reason": first_time.by_reason(),
             },
             "resumed": {
                 "queried_tokens": stats.resumed_queries,
                 "hit_tokens": stats.resumed_hits,
-                "by_source": stats.resumed.sources._asdict(),
-                "computed_by_reason": stats.resumed.by_reason(),
+                "by_source": resumed.sources._asdict(),
+                "computed_by_reason": resumed.by_reason(),
             },
             "evictions": usage.num_evictions,
             "copies": usage.num_copies,
@@ -114,7 +127,7 @@ async def kv(state: ServerState, request: Request) -> Response:  # noqa: ARG001 
             "preemptions": stats.num_preemptions,
             "swaps": stats.num_swaps,
             "wasted_tokens": stats.wasted_tokens,
-            "pins": report.pins._asdict(),
+            "pins": pins._asdict(),
             "retained_bytes": report.retained_bytes,
             "retention_limit_bytes": report.retention_limit_bytes,
             "residency": report.residency and {name: times._asdict() for name, times in report.residency.items()},
@@ -133,8 +146,13 @@ def host_to_json(usage: Usage) -> dict[str, Any] | None:
     return None if usage.host is None else usage.host._asdict() | {"groups": _groups(usage.host)}
 
 
-async def reset_prefix_cache(state: ServerState, request: Request) -> Response:  # noqa: ARG001 - a route's signature
+async def reset_prefix_cache(state: ServerState, request: Request) -> Response:
     """Answer `POST /reset_prefix_cache`: requests that come later find nothing of what was computed before."""
+    if state.config.tenant_header is not None and not request.scope[IS_OPERATOR]:
+        raise ApiError(403, "it empties the cache of all tenants, which needs the operator's key", code="operator_only")
+    # Of a page of another site a browser tells the origin, and asks first before it sends this type.
+    if request.headers.get("origin") is not None:
+        check_json(request)
     state.llm.reset_prefix_cache()
     return json_response({})
 

@@ -25,6 +25,7 @@ class ServerConfig:
         host: the address to listen on; anything but loopback needs `api_key`.
         port: 0 takes a free one.
         api_key: what clients must show on every route but `/health`; None lets this machine's users in.
+        operator_key: what opens the routes of operation, beside all others; None leaves them to `api_key`.
         allow_origins: web origins whose pages may call the server; none by default.
         tenant_header: the header in which a gateway in front says whose a request is; None where all are one tenant's.
         tool_call_parser: the format in which the model writes calls of tools; "auto" finds it in its chat template.
@@ -46,6 +47,7 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = field(default=None, repr=False)
+    operator_key: str | None = field(default=None, repr=False)
     allow_origins: tuple[str, ...] = ()
     tenant_header: str | None = None
     tool_call_parser: str = "auto"
@@ -77,8 +79,12 @@ class ServerConfig:
                 f"tool_call_parser must be one of {', '.join(TOOL_CALL_PARSERS)}, got {self.tool_call_parser!r}",
                 field="tool_call_parser",
             )
-        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.strip()):
-            raise ConfigError("api_key must be ASCII text that is not blank", field="api_key")
+        for name in ("api_key", "operator_key"):
+            key = getattr(self, name)
+            if key is not None and not (key.isascii() and key.strip()):
+                raise ConfigError(f"{name} must be ASCII text that is not blank", field=name)
+        if self.operator_key is not None and self.operator_key == self.api_key:
+            raise ConfigError("operator_key must differ from api_key", field="operator_key")
         if self.tenant_header is not None and not HEADER_NAME.fullmatch(self.tenant_header):
             raise ConfigError(
                 f"tenant_header must be the name of a header, like X-Tenant, got {self.tenant_header!r}",

@@ -25,12 +25,14 @@ class Flight:
         answer_id: the `id` of its answer.
         count: its tokens so far.
         feed: what happens to it.
+        tenant: whose it is, None where all clients are one tenant.
         started_s: when it came, in seconds of the monotonic clock.
     """
 
     answer_id: str
     count: TokenCount
     feed: Feed
+    tenant: str | None = None
     started_s: float = field(default_factory=time.monotonic)
 
 

@@ -1,0 +1,155 @@
+"""What operators see and do, and clients do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from quire.errors import ConfigError
+from quire.server.settings import ServerConfig
+from tests.server.conftest import KEY
+from tests.server.process import PATIENCE_S, ServerProcess, running
+from tests.server.test_errors import check_form
+
+OPERATOR = "an operator's secret"
+HEADER = "X-Tenant"
+OPERATION = [
+    ("GET", "/"),
+    ("GET", "/metrics"),
+    ("GET", "/status"),
+    ("GET", "/kv"),
+    ("POST", "/reset_prefix_cache"),
+    ("POST", "/pin_prefix"),
+    ("POST", "/unpin_prefix"),
+]
+CLIENTS = [("GET", "/version"), ("GET", "/v1/models"), ("POST", "/tokenize"), ("POST", "/v1/completions")]
+FLAGS = ("--num-kv-blocks", "300", "--pin-limit", "0.1")
+
+
+@pytest.fixture(scope="module")
+def guarded(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server with a key for clients and one for operators, whose requests `http` makes."""
+    log = tmp_path_factory.mktemp("logs") / "guarded.log"
+    with running(folder, log, *FLAGS, "--operator-key", OPERATOR, key=KEY) as process:
+        process.http.headers["authorization"] = f"Bearer {OPERATOR}"
+        yield process
+
+
+@pytest.fixture(scope="module")
+def gated(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server with tenants, and no key for operators."""
+    log = tmp_path_factory.mktemp("logs") / "gated.log"
+    with running(folder, log, *FLAGS, "--tenant-header", HEADER, key=KEY) as process:
+        yield process
+
+
+def ask(server: ServerProcess, method: str, path: str, key: str | None, **options: Any) -> httpx.Response:
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    return httpx.request(method, server.url + path, headers=headers, timeout=PATIENCE_S, **options)
+
+
+@pytest.mark.parametrize(("method", "path"), OPERATION)
+def test_a_clients_key_does_not_open_what_is_the_operators(guarded: ServerProcess, method: str, path: str) -> None:
+    refused = ask(guarded, method, path, KEY)
+    assert check_form(refused.text, 403)["code"] == "operator_only"
+    assert refused.status_code == 403
+    for key in (None, "wrong", KEY + "x"):
+        refused = ask(guarded, method, path, key)
+        assert refused.status_code == 401
+        assert check_form(refused.text, 401)["code"] == "invalid_api_key"
+        assert refused.headers["www-authenticate"].startswith("Basic")
+    # A body that is missing is what an operator gets to hear of.
+    assert ask(guarded, method, path, OPERATOR).status_code in (200, 415)
+
+
+@pytest.mark.parametrize(("method", "path"), CLIENTS)
+def test_an_operator_may_do_what_clients_do(guarded: ServerProcess, method: str, path: str) -> None:
+    body = {"json": {"prompt": "a", "max_tokens": 1}} if method == "POST" else {}
+    for key in (KEY, OPERATOR):
+        assert ask(guarded, method, path, key, **body).status_code == 200
+    assert ask(guarded, method, path, None, **body).status_code == 401
+
+
+def test_without_a_key_for_clients_the_operators_counts(folder: Path, tmp_path: Path) -> None:
+    with running(folder, tmp_path / "log", *FLAGS, "--operator-key", OPERATOR) as server:
+        assert ask(server, "GET", "/version", None).status_code == 200
+        refused = ask(server, "GET", "/status", None)
+        assert (refused.status_code, refused.headers["www-authenticate"][:5]) == (401, "Basic")
+        assert ask(server, "GET", "/status", "wrong").status_code == 403
+        assert ask(server, "GET", "/status", OPERATOR).status_code == 200
+
+
+def computed(server: ServerProcess, key: str, **options: Any) -> dict[str, dict[str, float]]:
+    """Return computed tokens by reason, as `/kv` and as `/metrics` have them."""
+    in_kv = ask(server, "GET", "/kv", key, **options).json()["first_time"]["computed_by_reason"]
+    in_metrics = {}
+    for line in ask(server, "GET", "/metrics", key).text.splitlines():
+        name, _, value = line.rpartition(" ")
+        if name.startswith("vllm:prompt_tokens_computed_by_reason_total{") and 'admission="first"' in name:
+            in_metrics[name.partition('reason="')[2].partition('"')[0]] = float(value)
+    return {"kv": in_kv, "metrics": in_metrics}
+
+
+def test_only_an_operator_is_told_that_another_namespace_has_a_prompt(
+    guarded: ServerProcess, server: ServerProcess
+) -> None:
+    prompt = list(range(20, 90))
+    for asked, key, is_told in ((guarded, OPERATOR, True), (server, "none", False)):
+        before = computed(asked, key)
+        for salt in ("one", "two"):
+            body = {"prompt": prompt, "max_tokens": 1, "cache_salt": salt}
+            assert asked.post("/v1/completions", body).status_code == 200
+        after = computed(asked, key)
+        for where in ("kv", "metrics"):
+            change = {reason: after[where][reason] - before[where][reason] for reason in ("namespace", "never_seen")}
+            assert change["namespace"] == (69 if is_told else 0)
+            assert sum(change.values()) == 2 * 69
+
+
+def test_where_there_are_tenants_a_client_sees_its_own_and_resets_nothing(gated: ServerProcess) -> None:
+    def seen(path: str, tenant: str) -> Any:
+        return gated.http.get(path, headers={HEADER: tenant}).json()
+
+    long = {"prompt": "Z", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+    with gated.http.stream("POST", "/v1/completions", json=long, headers={HEADER: "acme"}) as response:
+        next(response.iter_lines())
+        assert len(seen("/status", "acme")["requests"]) == 1
+        assert seen("/status", "zeta")["requests"] == []
+    for tenant in ("acme", "a"):
+        pin = gated.http.post("/pin_prefix", json={"name": "p", "prompt": [9] * 40}, headers={HEADER: tenant})
+        assert pin.status_code == 200
+    assert set(seen("/kv", "acme")["pins"]["tokens"]) == {"acme/p"}
+    assert set(seen("/kv", "a")["pins"]["tokens"]) == {"a/p"}
+    assert seen("/kv", "zeta")["pins"]["tokens"] == {}
+    for path in ("/status", "/kv"):
+        assert check_form(gated.http.get(path).text, 400)["code"] == "no_tenant"
+    refused = gated.http.post("/reset_prefix_cache", headers={HEADER: "acme"})
+    assert (refused.status_code, check_form(refused.text, 403)["code"]) == (403, "operator_only")
+
+
+def test_a_page_of_another_site_cannot_reset_anything(server: ServerProcess) -> None:
+    foreign = {"Origin": "https://evil.example"}
+    for headers in (foreign, foreign | {"Content-Type": "text/plain"}, {"Origin": "null"}):
+        refused = server.http.post("/reset_prefix_cache", headers=headers)
+        assert (refused.status_code, check_form(refused.text, 415)["code"]) == (415, "unsupported_media_type")
+    # To send this type a browser asks first, and is told no.
+    asked = {**foreign, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
+    assert server.http.options("/reset_prefix_cache", headers=asked).status_code == 405
+    assert server.http.post("/reset_prefix_cache").status_code == 200
+
+
+@pytest.mark.parametrize("key", ["", " ", "schl\u00fcssel"])
+def test_a_key_that_cannot_be_shown_is_refused(key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ServerConfig(operator_key=key)
+    assert caught.value.field == "operator_key"
+
+
+def test_the_two_keys_differ_and_are_not_shown() -> None:
+    with pytest.raises(ConfigError, match="operator_key must differ from api_key"):
+        ServerConfig(api_key="same", operator_key="same")
+    assert "secret" not in repr(ServerConfig(operator_key="secret"))
