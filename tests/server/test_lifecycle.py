@@ -190,12 +190,12 @@ def test_a_server_whose_engine_has_died_says_so_and_ends_with_an_error(
         deadly = server.post("/v1/completions", {"prompt": [5] * length, "max_tokens": 1})
         assert deadly.status_code == 503
         assert check_form(deadly.text, 503)["code"] == "engine_error"
-        *_, error, done = [line for line in lines if line.startswith("data: ")]
-        assert check_form(error.removeprefix("data: "), 503)["code"] == "engine_error"
-        assert done == "data: [DONE]"
         health = server.http.get("/health")
         assert (health.status_code, health.json()["status"]) == (503, "dead")
         assert server.post("/v1/completions", {"prompt": "a"}).status_code == 503
+        *_, error, done = [line for line in lines if line.startswith("data: ")]
+        assert check_form(error.removeprefix("data: "), 503)["code"] == "engine_error"
+        assert done == "data: [DONE]"
         assert server.process.wait(PATIENCE_S) == 1
         assert "injected" in server.log.read_text()
 

@@ -19,35 +19,53 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Serve a model over HTTP, with OpenAI's API. Stop with Ctrl-C: running requests finish first.",
     )
     options.add_engine_options(parser)
-    usual = ServerConfig()
     group = parser.add_argument_group("server options")
-    add = group.add_argument
-    add("--host", default=usual.host, help="address to listen on; an open one needs a key")
-    add("--port", type=int, default=usual.port, metavar="N", help="0 takes a free one, and prints it")
-    add(
+    usual = ServerConfig()
+    group.add_argument("--host", default=usual.host, help="address to listen on; an open one needs a key")
+    group.add_argument("--port", type=int, default=usual.port, metavar="N", help="0 takes a free one, and prints it")
+    _add_access(group)
+    _add_times(group, usual)
+    group.add_argument(
+        "--tool-call-parser",
+        choices=TOOL_CALL_PARSERS,
+        default=usual.tool_call_parser,
+        help="the format in which the model writes calls of tools; auto finds it in the chat template (default auto)",
+    )
+    _add_bounds(group, usual)
+    group.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    parser.set_defaults(handler=run)
+
+
+def _add_access(group: argparse._ArgumentGroup) -> None:
+    """Add the options that say who may do what."""
+    group.add_argument(
         "--api-key",
         default=os.environ.get("QUIRE_API_KEY"),
         metavar="KEY",
         help="what clients must show; QUIRE_API_KEY sets it without showing it to other users of this machine",
     )
-    add(
+    group.add_argument(
         "--operator-key",
         default=os.environ.get("QUIRE_OPERATOR_KEY"),
         metavar="KEY",
         help="what opens metrics, status, pins and resets, beside all else; QUIRE_OPERATOR_KEY sets it",
     )
-    add(
+    group.add_argument(
         "--allow-origin",
         action="append",
         default=[],
         metavar="ORIGIN",
         help='a web origin whose pages may call the server, like "https://example.org"; may be repeated',
     )
-    add(
+    group.add_argument(
         "--tenant-header",
         metavar="NAME",
         help="a header that a gateway in front sets: only requests with the same value share cached prefixes",
     )
+
+
+def _add_times(group: argparse._ArgumentGroup, usual: ServerConfig) -> None:
+    """Add the options in seconds."""
     for flag, default, help_text in (
         ("--receive-timeout", usual.receive_timeout_s, "seconds in which a request must arrive; more for a long one"),
         ("--send-timeout", usual.send_timeout_s, "seconds in which a client must take some of its answer"),
@@ -56,31 +74,28 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         ("--ping-interval", usual.ping_interval_s, "seconds of silence before a stream sends a comment"),
         ("--log-interval", usual.log_interval_s, "seconds between throughput lines; 0 for none"),
     ):
-        add(flag, type=float, default=default, metavar="S", help=f"{help_text} (default {default:g})")
-    add(
-        "--tool-call-parser",
-        choices=TOOL_CALL_PARSERS,
-        default=usual.tool_call_parser,
-        help="the format in which the model writes calls of tools; auto finds it in the chat template (default auto)",
+        group.add_argument(flag, type=float, default=default, metavar="S", help=f"{help_text} (default {default:g})")
+
+
+def _add_bounds(group: argparse._ArgumentGroup, usual: ServerConfig) -> None:
+    """Add the options that bound what clients may ask for."""
+    group.add_argument(
+        "--max-body-bytes", type=options.parse_size, default=usual.max_body_bytes, metavar="SIZE", help="longest body"
     )
-    add("--max-body-bytes", type=options.parse_size, default=usual.max_body_bytes, metavar="SIZE", help="longest body")
-    add(
-        "--max-connections",
-        type=int,
-        default=usual.max_connections,
-        metavar="N",
-        help="connections at a time (default: what the limit of open files leaves, 8192 at most)",
-    )
-    add("--max-prompts", type=int, default=usual.max_prompts, metavar="N", help="most prompts in one request")
-    add(
-        "--max-request-logprobs",
-        type=int,
-        default=usual.max_request_logprobs,
-        metavar="N",
-        help=f"most log probabilities in the answer to one request (default {usual.max_request_logprobs})",
-    )
-    add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
-    parser.set_defaults(handler=run)
+    for flag, default, help_text in (
+        ("--max-prompts", usual.max_prompts, f"most prompts in one request (default {usual.max_prompts})"),
+        (
+            "--max-request-logprobs",
+            usual.max_request_logprobs,
+            f"most log probabilities in the answer to one request (default {usual.max_request_logprobs})",
+        ),
+        (
+            "--max-connections",
+            usual.max_connections,
+            "connections at a time (default: what the limit of open files leaves, 8192 at most)",
+        ),
+    ):
+        group.add_argument(flag, type=int, default=default, metavar="N", help=help_text)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-import queue
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from typing import Any
 
 from quire.config import EngineConfig, ResolvedConfig
-from quire.engine.commands import Abort, Call, Item, Stream, hand_over
+from quire.engine.commands import Abort, Call, Stream
 from quire.engine.engine import Engine
+from quire.engine.engine_thread import EngineThread
 from quire.engine.kv_report import KvReport
 from quire.engine.loading import LoadedModel, load
 from quire.engine.metrics import Metrics
@@ -29,8 +28,6 @@ from quire.memory.usage import Usage
 from quire.sequences.params import SamplingParams
 from quire.sequences.structured import StructuredOutputs
 from quire.text.tokenizer import Tokenizer
-
-logger = logging.getLogger(__name__)
 
 # With work at hand and no step completed for so long, the engine counts as stuck.
 STUCK_AFTER_S = 60.0
@@ -56,18 +53,12 @@ class AsyncLLM:
         self._engine = model.engine
         # In the names that requests get here, so that no caller's own name is one of them.
         self._name = secrets.token_hex(4)
-        self._commands: queue.SimpleQueue[Stream | Abort | Call | None] = queue.SimpleQueue()
-        self._streams: dict[str, Stream] = {}
         self._lock = threading.Lock()
         waiting = self._engine.scheduler.waiting
         self._places = Places(self.resolved.max_queue_len, lambda: len(waiting))
         self._num_requests = 0
         self._is_draining = False
-        self._has_ended = False
-        self._failure: BaseException | None = None
-        self._progress_s = time.monotonic()
-        self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
-        self._thread.start()
+        self._thread = EngineThread(self._engine, self.metrics, self._places)
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> AsyncLLM:
@@ -96,8 +87,8 @@ class AsyncLLM:
             QueueFull: fewer places are left; nothing is held.
             WorkerError: the engine is dead.
         """
-        if self._has_ended and not self._is_draining:
-            raise self._dead()
+        if self._thread.has_ended and not self._is_draining:
+            raise self._thread.dead()
         return self._places.reserve(count)
 
     def check_room(self) -> None:
@@ -161,12 +152,12 @@ class AsyncLLM:
             stream.grammar = grammar
             held.take()
             self._places.put()
-            self._commands.put(stream)
+            self._thread.put(stream)
         is_finished = False
         try:
             # Put before the engine's last look at its commands, it is told; put later, it must see this.
-            if self._has_ended:
-                raise self._dead()
+            if self._thread.has_ended:
+                raise self._thread.dead()
             while not is_finished:
                 try:
                     output = await stream.next()
@@ -176,8 +167,8 @@ class AsyncLLM:
                 is_finished = output.finished
                 yield output
         finally:
-            if not is_finished and not self._has_ended:
-                self._commands.put(Abort(stream))
+            if not is_finished and not self._thread.has_ended:
+                self._thread.put(Abort(stream))
 
     def _stream(
         self,
@@ -202,7 +193,7 @@ class AsyncLLM:
 
     def reset_prefix_cache(self) -> None:
         """Let no request that is made after this call find what was computed before it; pins go too."""
-        self._commands.put(Call(Engine.reset_prefix_cache))
+        self._thread.put(Call(Engine.reset_prefix_cache))
 
     async def pin_prefix(
         self,
@@ -244,11 +235,11 @@ class AsyncLLM:
     async def _call(self, run: Callable[[Engine], Any]) -> Any:
         """Have the engine's thread do something between two steps, and return what comes of it."""
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._commands.put(Call(run, answer))
+        self._thread.put(Call(run, answer))
         # Put before the engine's last look at its commands, it is told; put later, it must see this.
-        if self._has_ended:
+        if self._thread.has_ended:
             answer.cancel()
-            raise self._dead()
+            raise self._thread.dead()
         return await answer
 
     # ---- state ----
@@ -260,10 +251,10 @@ class AsyncLLM:
     def health(self) -> Health:
         """Say whether the engine makes progress."""
         scheduler = self._engine.scheduler
-        has_work = bool(self._streams)
-        since = time.monotonic() - self._progress_s if has_work else 0.0
+        has_work = bool(self._thread.streams)
+        since = time.monotonic() - self._thread.progress_s if has_work else 0.0
         return Health(
-            is_alive=self._thread.is_alive(),
+            is_alive=self._thread.is_alive,
             is_stuck=has_work and since > STUCK_AFTER_S,
             seconds_since_progress=since,
             num_running=len(scheduler.running),
@@ -274,7 +265,7 @@ class AsyncLLM:
     @property
     def has_failed(self) -> bool:
         """True once the engine has died, which it never does of being shut down."""
-        return self._failure is not None
+        return self._thread.failure is not None
 
     def usage(self) -> Usage:
         """Return the memory manager's counts as they are, maybe in the middle of a step."""
@@ -296,8 +287,8 @@ class AsyncLLM:
         """
         self._is_draining = True
         deadline = time.monotonic() + timeout_s
-        while self._streams or self._places.num_unstarted:
-            if time.monotonic() > deadline or not self._thread.is_alive():
+        while self._thread.streams or self._places.num_unstarted:
+            if time.monotonic() > deadline or not self._thread.is_alive:
                 return False
             await asyncio.sleep(0.02)
         return True
@@ -305,114 +296,4 @@ class AsyncLLM:
     def shutdown(self) -> None:
         """End every request and the engine's thread, which gets 30 seconds to end its step; may be called twice."""
         self._is_draining = True
-        self._commands.put(None)
-        self._thread.join(timeout=30)
-
-    # ---- the engine's thread ----
-
-    def _run(self) -> None:
-        """Obey commands and step while there is work; sleep while there is none."""
-        error = WorkerError("the engine has shut down")
-        try:
-            while self._obey_commands():
-                self._progress_s = time.monotonic()
-                if self._engine.has_unfinished:
-                    self._publish(self._engine.step())
-        except BaseException as failure:  # a panic of a library in Rust is no Exception
-            logger.exception("the engine has died")
-            error, self._failure = WorkerError(str(failure)), failure
-        finally:
-            self._has_ended = True
-            self._send([(request_id, error) for request_id in self._streams])
-            self._fail_commands()
-            self._engine.close()
-
-    def _obey_commands(self) -> bool:
-        """Start and abort requests; wait for a command when there is nothing else to do.
-
-        Returns:
-            False when it is time to end.
-        """
-        while True:
-            is_idle = not self._engine.has_unfinished
-            if is_idle:
-                self._progress_s = time.monotonic()
-            try:
-                command = self._commands.get(block=is_idle)
-            except queue.Empty:
-                return True
-            self._progress_s = time.monotonic()
-            if command is None:
-                return False
-            if isinstance(command, Abort):
-                self._abort(command.stream)
-            elif isinstance(command, Call):
-                command.obey(self._engine)
-            else:
-                self._start(command)
-
-    def _start(self, stream: Stream) -> None:
-        """Hand a request to the engine; whatever goes wrong goes back to its task alone."""
-        try:
-            stream.submit(self._engine)
-        except Exception as error:
-            if not isinstance(error, RequestError):
-                logger.exception("request %r could not be started", stream.request_id)
-            hand_over([(stream, error)])
-        else:
-            self._streams[stream.request_id] = stream
-        finally:
-            self._places.start()
-
-    def _abort(self, stream: Stream) -> None:
-        """End a stream's request, unless it has ended, or was refused because another has its id."""
-        if self._streams.get(stream.request_id) is not stream:
-            return
-        del self._streams[stream.request_id]
-        output = self._engine.abort_request(stream.request_id)
-        if output is not None:
-            self._places.end()
-            self.metrics.on_step(self._engine.measure())
-            self.metrics.on_output(output)
-
-    def _publish(self, outputs: list[RequestOutput]) -> None:
-        """Count a step's outputs, then send them to their streams: who has an output finds it counted."""
-        if self._engine.last_step is not None:
-            self.metrics.on_step(self._engine.last_step)
-        for output in outputs:
-            self.metrics.on_output(output)
-        self._send((output.request_id, output) for output in outputs)
-
-    def _send(self, items: Iterable[tuple[str, Item]]) -> None:
-        """Hand items to the streams of the requests with these ids; nobody follows a request that was aborted."""
-        addressed: list[tuple[Stream, Item]] = []
-        for request_id, item in items:
-            is_last = isinstance(item, Exception) or item.finished
-            if is_last:
-                self._places.end()
-            stream = self._streams.pop(request_id, None) if is_last else self._streams.get(request_id)
-            if stream is None:
-                continue
-            if stream.then is not None and not isinstance(item, Exception) and item.finished:
-                try:
-                    stream.then(self._engine)
-                except RequestError as error:
-                    item = error
-            addressed.append((stream, item))
-        hand_over(addressed)
-
-    def _fail_commands(self) -> None:
-        """Tell the tasks whose requests never started."""
-        while True:
-            try:
-                command = self._commands.get(block=False)
-            except queue.Empty:
-                return
-            if isinstance(command, Stream):
-                self._places.start()
-                hand_over([(command, self._dead())])
-            elif isinstance(command, Call):
-                command.fail(self._dead())
-
-    def _dead(self) -> WorkerError:
-        return WorkerError(f"the engine does not run: {self._failure or 'it was shut down'}")
+        self._thread.shutdown(timeout_s=30)
