@@ -55,8 +55,8 @@ class EngineThread:
 
     @property
     def is_alive(self) -> bool:
-        """True while the thread runs."""
-        return self._thread.is_alive()
+        """True while the thread runs and the engine has not failed; what has failed may take a while to end."""
+        return self.failure is None and self._thread.is_alive()
 
     def shutdown(self, timeout_s: float) -> None:
         """End every request and the thread, which gets some seconds to end its step; may be called twice."""
