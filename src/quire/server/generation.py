@@ -124,7 +124,8 @@ async def _follow(
     llm, options = state.llm, job.options
     with llm.reserve(job.num_prompts) as place, state.aloft(flight):
         prompts = await job.prompts()
-        check_num_logprobs(job, prompts, llm.resolved.max_model_len, state.config.max_request_logprobs)
+        lengths = [len(prompt) for prompt in prompts]
+        check_num_logprobs(job, lengths, llm.resolved.max_model_len, state.config.max_request_logprobs)
         streams = [
             llm.generate(
                 prompt,
@@ -145,12 +146,12 @@ async def _follow(
                 yield news
 
 
-def check_num_logprobs(job: Job, prompts: Sequence[Sequence[int]], max_model_len: int, limit: int) -> None:
+def check_num_logprobs(job: Job, lengths: Sequence[int], max_model_len: int, limit: int) -> None:
     """Check that an answer cannot hold too many log probabilities.
 
     Args:
         job: what is asked for.
-        prompts: its token ids.
+        lengths: tokens of each prompt.
         max_model_len: tokens of a prompt and an output at most.
         limit: how many log probabilities the answer may hold.
 
@@ -160,10 +161,10 @@ def check_num_logprobs(job: Job, prompts: Sequence[Sequence[int]], max_model_len
     params = job.params
     counts = {"prompt_logprobs": 0, "logprobs": 0}
     if params.prompt_logprobs is not None:
-        counts["prompt_logprobs"] = job.num_prompt_copies * (1 + params.prompt_logprobs) * sum(map(len, prompts))
+        counts["prompt_logprobs"] = job.num_prompt_copies * (1 + params.prompt_logprobs) * sum(lengths)
     if params.logprobs is not None:
         longest = max_model_len if params.max_tokens is None else params.max_tokens
-        num_output = sum(min(longest, max(max_model_len - len(prompt), 0)) for prompt in prompts)
+        num_output = sum(min(longest, max(max_model_len - length, 0)) for length in lengths)
         counts["logprobs"] = params.num_sequences * (1 + params.logprobs) * num_output
     total = sum(counts.values())
     if total > limit:
