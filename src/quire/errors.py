@@ -6,6 +6,62 @@ field, the value and what is allowed; a broken fact of our own is an `InvariantV
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
+# Characters of a value that a message shows.
+MAX_SHOWN = 120
+_BRACKETS: dict[type, tuple[str, str]] = {
+    list: ("[", "]"),
+    tuple: ("(", ")"),
+    set: ("{", "}"),
+    frozenset: ("frozenset({", "})"),
+}
+
+
+def shown(value: object) -> str:
+    """Return a value as a message shows it: as `repr` does, but at most `MAX_SHOWN` characters.
+
+    Nothing behind these characters is looked at, so neither time nor stack grows with the value.
+    """
+    text = ""
+    for piece in _pieces(value):
+        text += piece
+        if len(text) > MAX_SHOWN:
+            return f"{text[: MAX_SHOWN - 3]}..."
+    return text
+
+
+def _pieces(value: Any) -> Iterator[str]:
+    """Yield `repr(value)` in pieces, of a long string its beginning only."""
+    kind = type(value)
+    if kind in (str, bytes):
+        yield repr(value[: MAX_SHOWN + 1])
+    elif kind is dict:
+        yield "{"
+        for idx, (key, item) in enumerate(value.items()):
+            yield ", " if idx else ""
+            yield from _pieces(key)
+            yield ": "
+            yield from _pieces(item)
+        yield "}"
+    elif kind in _BRACKETS and value:
+        opening, closing = _BRACKETS[kind]
+        yield opening
+        for idx, item in enumerate(value):
+            yield ", " if idx else ""
+            yield from _pieces(item)
+        yield f",{closing}" if kind is tuple and len(value) == 1 else closing
+    else:
+        yield _whole(value)
+
+
+def _whole(value: object) -> str:
+    try:
+        return repr(value)
+    except Exception:  # an integer of too many digits, an object whose own repr fails
+        return f"<{type(value).__name__}>"
+
 
 class QuireError(Exception):
     """The root of all errors that Quire raises on purpose."""
@@ -71,10 +127,7 @@ class InvalidParameter(RequestError):
     code = "invalid_parameter"
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
-        shown = repr(value)
-        if len(shown) > 120:
-            shown = shown[:117] + "..."
-        super().__init__(f"{field} must be {allowed}, got {shown}", field=field)
+        super().__init__(f"{field} must be {allowed}, got {shown(value)}", field=field)
         self.value = value
         self.allowed = allowed
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from quire.errors import CheckpointError
+from quire.errors import CheckpointError, shown
 
 BUNDLED = "bundled"
 SINGLE_FILE = "model.safetensors"
@@ -93,7 +93,7 @@ class Checkpoint:
             ids = value if isinstance(value, list) else [value]
             if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in ids):
                 raise CheckpointError(
-                    f"eos_token_id in {self.folder / origin} must be a token id or a list of them, got {value!r}"
+                    f"eos_token_id in {self.folder / origin} must be a token id or a list of them, got {shown(value)}"
                 )
             return tuple(ids)
         return ()
@@ -203,7 +203,7 @@ def _read_headers(folder: Path) -> dict[str, StoredTensor]:
     shards = {shard: _read_header(_shard_path(index, shard)) for shard in _shard_names(index, weight_map)}
     for name, shard in weight_map.items():
         if name not in shards[shard]:
-            raise CheckpointError(f"{index} places tensor {name!r} in {shard}, which does not hold it")
+            raise CheckpointError(f"{index} places tensor {shown(name)} in {shard}, which does not hold it")
     return {name: shards[shard][name] for name, shard in weight_map.items()}
 
 
@@ -211,7 +211,7 @@ def _shard_names(index: Path, weight_map: Mapping[str, object]) -> list[str]:
     names: set[str] = set()
     for tensor, shard in weight_map.items():
         if not isinstance(shard, str):
-            raise CheckpointError(f"{index} maps tensor {tensor!r} to {shard!r}, which is no file name")
+            raise CheckpointError(f"{index} maps tensor {shown(tensor)} to {shown(shard)}, which is no file name")
         names.add(shard)
     return sorted(names)
 
@@ -219,7 +219,7 @@ def _shard_names(index: Path, weight_map: Mapping[str, object]) -> list[str]:
 def _shard_path(index: Path, shard: str) -> Path:
     # The name alone is judged: in a hub cache each file is a link out of the folder, and that is as it should be.
     if "/" in shard or "\\" in shard or "\0" in shard or not shard.endswith(".safetensors"):
-        raise CheckpointError(f"{index} names shard {shard!r}; a plain *.safetensors file name is needed")
+        raise CheckpointError(f"{index} names shard {shown(shard)}; a plain *.safetensors file name is needed")
     path = index.parent / shard
     if not path.is_file():
         raise CheckpointError(f"{path} is missing, but {index.name} lists it")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from quire.errors import CheckpointError
+from quire.errors import CheckpointError, shown
 from quire.models.checkpoint import Checkpoint, StoredTensor
 from quire.models.decoder import Decoder
 from quire.models.mapped_file import MappedFile
@@ -39,7 +39,7 @@ def choose_dtype(option: str, checkpoint: Checkpoint) -> torch.dtype:
     name = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or _prevailing(checkpoint)
     if not isinstance(name, str) or name not in DTYPES:
         raise CheckpointError(
-            f"the checkpoint in {checkpoint.folder} is of dtype {name!r}, and auto keeps it: set dtype to one of "
+            f"the checkpoint in {checkpoint.folder} is of dtype {shown(name)}, and auto keeps it: set dtype to one of "
             f"{', '.join(DTYPES)}",
             field="dtype",
         )
@@ -94,10 +94,11 @@ def _check_parameter(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], 
     for source in sources:
         stored = checkpoint.tensors.get(source)
         if stored is None:
-            raise CheckpointError(f"the checkpoint in {checkpoint.folder} has no tensor {source!r} (for {name})")
+            raise CheckpointError(f"the checkpoint in {checkpoint.folder} has no tensor {shown(source)} (for {name})")
         if stored.dtype not in STORED_DTYPES:
             raise CheckpointError(
-                f"{stored.path} holds tensor {source!r} as {stored.dtype}; {', '.join(STORED_DTYPES)} are supported"
+                f"{stored.path} holds tensor {shown(source)} as {stored.dtype}; "
+                f"{', '.join(STORED_DTYPES)} are supported"
             )
         if stored.shape[1:] != shape[1:] or not stored.shape:
             raise CheckpointError(_wrong_shape(source, stored, name, shape))
@@ -111,8 +112,8 @@ def _check_parameter(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], 
 
 def _wrong_shape(source: str, stored: StoredTensor, name: str, shape: tuple[int, ...]) -> str:
     return (
-        f"{stored.path} holds tensor {source!r} of shape {list(stored.shape)}, which does not fit into {name} of shape "
-        f"{list(shape)}"
+        f"{stored.path} holds tensor {shown(source)} of shape {list(stored.shape)}, which does not fit into {name} of "
+        f"shape {list(shape)}"
     )
 
 

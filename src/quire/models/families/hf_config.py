@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from quire.errors import CheckpointError, UnsupportedModel
+from quire.errors import CheckpointError, UnsupportedModel, shown
 from quire.models.rotations import LinearScaling, Llama3Scaling, ProportionalScaling, Rope, RopeScaling, YarnScaling
 
 if TYPE_CHECKING:  # planning reads configurations without torch
@@ -46,7 +46,7 @@ class HFConfig:
         value = self._fields.get(name, _MISSING)
         if value is not _MISSING and value not in allowed:
             raise UnsupportedModel(
-                f"config.json: {self._prefix}{name} is {value!r}, but only "
+                f"config.json: {self._prefix}{name} is {shown(value)}, but only "
                 f"{' or '.join(repr(each) for each in allowed)} is implemented",
                 field=name,
             )
@@ -184,7 +184,7 @@ class HFConfig:
         return value
 
     def _wrong(self, name: str, value: object, allowed: str) -> CheckpointError:
-        return CheckpointError(f"config.json: {self._prefix}{name} must be {allowed}, got {value!r}", field=name)
+        return CheckpointError(f"config.json: {self._prefix}{name} must be {allowed}, got {shown(value)}", field=name)
 
 
 def _is_positive(value: object) -> TypeGuard[int | float]:
@@ -210,7 +210,7 @@ def read_activation(config: HFConfig, name: str = "hidden_act") -> Activation:
     value = config.text(name, "silu")
     if value not in ACTIVATIONS:
         raise UnsupportedModel(
-            f"config.json: {name} is {value!r}, but only {', '.join(map(repr, ACTIVATIONS))} are implemented",
+            f"config.json: {name} is {shown(value)}, but only {', '.join(map(repr, ACTIVATIONS))} are implemented",
             field=name,
         )
     return ACTIVATIONS[value]
@@ -225,7 +225,8 @@ def refuse_layer_types(config: HFConfig, *allowed: str) -> None:
     for kind in config.texts("layer_types"):
         if kind not in allowed:
             raise UnsupportedModel(
-                f"config.json: layer_types names {kind!r}, but only {' and '.join(map(repr, allowed))} can be here",
+                f"config.json: layer_types names {shown(kind)}, but only "
+                f"{' and '.join(map(repr, allowed))} can be here",
                 field="layer_types",
             )
 
@@ -291,7 +292,7 @@ def _read_scaling(config: HFConfig, part: HFConfig) -> RopeScaling | None:
         return LinearScaling(part.number("factor"))
     if kind not in ("llama3", "yarn"):
         raise UnsupportedModel(
-            f"config.json: rope_type {kind!r} is not implemented; implemented are {ROPE_TYPES}", field="rope_type"
+            f"config.json: rope_type {shown(kind)} is not implemented; implemented are {ROPE_TYPES}", field="rope_type"
         )
     name = "original_max_position_embeddings"
     original = (config if config.has(name) else part).integer(name, config.integer("max_position_embeddings"))
