@@ -43,7 +43,7 @@ class Engine:
         config: the resolved configuration.
         scheduler: owns all sequences and commands the memory.
         executor: the data plane.
-        tokenizer: None when the engine works on token ids only.
+        tokenizer: None when the engine works on token ids only. Closed with the engine.
         end_token_ids: the model's own end-of-sequence tokens.
         cache_name: what, of the model, the prefix cache depends on.
         clock: seconds, monotonic.
@@ -246,6 +246,8 @@ class Engine:
             self.executor.close()
             if self.grammars is not None:
                 self.grammars.close()
+            if self.tokenizer is not None:
+                self.tokenizer.close()
             if self._staging is not None:
                 self._staging.close()
             if self._memory_log is not None:

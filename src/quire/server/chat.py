@@ -23,7 +23,7 @@ from quire.server.models import check_model
 from quire.server.state import ServerState
 from quire.server.tool_calls import call_deltas, call_message
 from quire.server.tool_use import TOOL_FIELDS, read_tool_use
-from quire.text.chat import RESERVED, require_chat_template
+from quire.text.chat import require_chat_template
 from quire.text.tool_calls import SampleCalls, ToolUse
 
 USE_TOOLS = "it is the older form of tools; send tools and tool_choice"
@@ -151,11 +151,9 @@ def encode_chat(
     kwargs = fields.get("chat_template_kwargs")
     if kwargs is not None and not isinstance(kwargs, dict):
         raise InvalidParameter("chat_template_kwargs", kwargs, "an object")
-    for name in RESERVED.intersection(kwargs or ()):
-        raise InvalidParameter("chat_template_kwargs", name, "names that are not reserved")
     add_generation_prompt = fields.flag("add_generation_prompt", add_generation_prompt)
     text = template.render(
-        fields.get("messages"), add_generation_prompt=add_generation_prompt, tools=tools, **(kwargs or {})
+        fields.get("messages"), add_generation_prompt=add_generation_prompt, tools=tools, variables=kwargs
     )
     # The template has written the special tokens already.
     return state.llm.tokenizer.encode(text, add_special_tokens=fields.flag("add_special_tokens", False))

@@ -135,6 +135,11 @@ class Tokenizer:
             raise InvalidParameter("token_ids", ids, f"integers from 0 to {MAX_TOKEN_ID}") from error
         return text
 
+    def close(self) -> None:
+        """End the processes that render chats."""
+        if self.chat_template is not None:
+            self.chat_template.close()
+
     def to_json(self) -> str:
         """Return the tokenizer as the text of a `tokenizer.json`."""
         return str(self._library.to_str())
