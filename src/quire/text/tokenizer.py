@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from quire.errors import CheckpointError, InvalidParameter
+from quire.errors import CheckpointError, InvalidParameter, RequestError
 from quire.text.chat import ChatTemplate
+from quire.text.components import byte_alphabet, decoders, guarded
+from quire.text.long_texts import CannotCut, LongTexts, TooManyTokens
 
 # With these decoders a token adds the same bytes wherever it stands behind another one, which is what makes it
 # possible to detokenise as the tokens come.
@@ -42,8 +45,8 @@ class Tokenizer:
         # Many published files still carry the truncation of their training run.
         library.no_truncation()
         library.no_padding()
-        kinds = {kind["type"] for kind in _decoders(library)}
-        for kind in _decoders(library):
+        kinds = {kind["type"] for kind in decoders(library)}
+        for kind in decoders(library):
             # A right strip takes from the last token, and which one that is only the end shows.
             if kind["type"] not in KNOWN_DECODERS or kind.get("stop", 0):
                 raise CheckpointError(
@@ -51,7 +54,8 @@ class Tokenizer:
                     f"known decoders are {', '.join(sorted(KNOWN_DECODERS))}"
                 )
         self._library = library
-        self._alphabet = _byte_alphabet() if "ByteLevel" in kinds else None
+        self._long_texts = LongTexts(library, self._ids_of)
+        self._alphabet = byte_alphabet() if "ByteLevel" in kinds else None
         self._pieces: dict[int, bytes] = {}
         self.has_byte_fallback = "ByteFallback" in kinds
         self.vocab_size: int = library.get_vocab_size(with_added_tokens=True)
@@ -103,37 +107,52 @@ class Tokenizer:
         mine, theirs = (each._library.get_vocab(with_added_tokens=True) for each in (self, other))
         return min((token_id for _, token_id in mine.items() ^ theirs.items()), default=None)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Turn text into token ids.
+    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
+        """Turn text into token ids; other threads go on meanwhile, and memory is bounded whatever the text.
 
         Args:
             text: any text without lone surrogates; special tokens written out in it become their ids.
             add_special_tokens: also what the model puts round every text (a rendered chat has it already).
+            max_tokens: give up as soon as it is certain that there are more; None goes on.
 
         Raises:
-            InvalidParameter: not a string, or a string that is not Unicode text.
+            InvalidParameter: not a string, a string that is not Unicode text, or one with a part that is too long to be
+                made into tokens at once.
+            TooManyTokens: there are more than `max_tokens`.
         """
         if not isinstance(text, str):
             raise InvalidParameter("prompt", text, "a string")
         try:
-            ids: list[int] = self._library.encode(text, add_special_tokens=add_special_tokens).ids
-        except TypeError as error:  # the one string that the library refuses
+            if len(text) <= self._long_texts.piece_chars:
+                token_ids = self._ids_of(text, add_special_tokens=add_special_tokens)
+                if max_tokens is not None and len(token_ids) > max_tokens:
+                    raise TooManyTokens(len(token_ids), is_exact=True)
+                return token_ids
+            text.encode()
+            return self._long_texts.encode(text, max_tokens, *(self._frame if add_special_tokens else ([], [])))
+        except (TooManyTokens, RequestError):
+            raise
+        except (TypeError, UnicodeEncodeError) as error:  # the one string that the library refuses
             raise InvalidParameter("prompt", text, "Unicode text without lone surrogates") from error
+        except CannotCut as error:
+            allowed = f"text without more than {error.limit} bytes in a row that this model's tokenizer cannot divide"
+            raise InvalidParameter("prompt", f"{len(text)} characters", allowed) from error
         except Exception as error:  # the library raises nothing narrower for a word that its model cannot express
             raise InvalidParameter("prompt", text, f"text that the tokenizer can express ({error})") from error
-        return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Turn token ids into text; ids without a token add nothing.
+        """Turn token ids into text, while other threads go on; ids without a token add nothing.
 
         Raises:
-            InvalidParameter: a negative id, or one of more than 32 bits.
+            InvalidParameter: a negative id, one of more than 32 bits, or ids that the tokenizer fails on.
         """
         try:
-            text: str = self._library.decode(ids, skip_special_tokens=skip_special_tokens)
+            (text,) = guarded(self._library.decode_batch, [ids], skip_special_tokens=skip_special_tokens)
         except (OverflowError, TypeError) as error:
             raise InvalidParameter("token_ids", ids, f"integers from 0 to {MAX_TOKEN_ID}") from error
-        return text
+        except Exception as error:
+            raise InvalidParameter("token_ids", ids, f"token ids that the tokenizer can decode ({error})") from error
+        return str(text)
 
     def close(self) -> None:
         """End the processes that render chats."""
@@ -172,6 +191,21 @@ class Tokenizer:
         """Tell whether a token is one raw byte of a tokenizer with byte fallback, for example `<0x0A>`."""
         return self.has_byte_fallback and _fallback_byte(self._library.id_to_token(token_id)) is not None
 
+    def _ids_of(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Return the token ids of a text that is not long."""
+        # Unlike its other methods this one lets other threads run.
+        (encoding,) = guarded(self._library.encode_batch_fast, [text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        return ids
+
+    @cached_property
+    def _frame(self) -> tuple[list[int], list[int]]:
+        """The special tokens before and behind a text."""
+        encoding = guarded(self._library.encode, "a")
+        is_special: list[int] = encoding.special_tokens_mask
+        first, last = is_special.index(0), len(is_special) - is_special[::-1].index(0)
+        return encoding.ids[:first], encoding.ids[last:]
+
     def _derive_bytes(self, token_id: int) -> bytes:
         token = self._library.id_to_token(token_id)
         if token is None:
@@ -187,36 +221,6 @@ class Tokenizer:
         once = self.decode([token_id], skip_special_tokens=False)
         twice = self.decode([token_id, token_id], skip_special_tokens=False)
         return twice[len(once) :].encode()
-
-
-def _decoders(library: tokenizers.Tokenizer) -> Iterator[dict[str, Any]]:
-    """Yield the settings of each step of the decoder, in order."""
-    if library.decoder is None:
-        return
-    steps = [json.loads(library.decoder.__getstate__())]
-    while steps:
-        step = steps.pop(0)
-        if step["type"] == "Sequence":
-            steps = step["decoders"] + steps
-        else:
-            yield step
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """Map each character of a byte-level vocabulary to its byte.
-
-    Printable Latin-1 bytes stand for themselves; the others, in order, for the characters from U+0100 on.
-
-    Source: the GPT-2 tokenizer.
-    """
-    alphabet: dict[str, int] = {}
-    for byte in range(256):
-        printable = 0x21 <= byte <= 0x7E or 0xA1 <= byte <= 0xAC or 0xAE <= byte <= 0xFF
-        if printable:
-            alphabet[chr(byte)] = byte
-    for byte in sorted(set(range(256)) - set(alphabet.values())):
-        alphabet[chr(256 + len(alphabet) - 188)] = byte
-    return alphabet
 
 
 def _fallback_byte(token: str | None) -> int | None:
