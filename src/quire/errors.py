@@ -139,12 +139,14 @@ class PromptTooLong(RequestError):
         num_tokens: the prompt's length in tokens.
         limit: the longest prompt that would have been accepted, in tokens.
         reason: which limit that is (the context length, the KV cache).
+        is_exact: False where the prompt may be longer still.
     """
 
     code = "context_length_exceeded"
 
-    def __init__(self, num_tokens: int, limit: int, reason: str) -> None:
-        super().__init__(f"the prompt has {num_tokens} tokens but {reason} allows at most {limit}", field="prompt")
+    def __init__(self, num_tokens: int, limit: int, reason: str, *, is_exact: bool = True) -> None:
+        count = f"{num_tokens}" if is_exact else f"at least {num_tokens}"
+        super().__init__(f"the prompt has {count} tokens but {reason} allows at most {limit}", field="prompt")
         self.num_tokens = num_tokens
         self.limit = limit
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from quire.bounded.process import ProcessPool
 from quire.engine.grammar_trial import Trial
-from quire.errors import InvalidParameter, WorkerError
+from quire.engine.threads import Threads
+from quire.errors import InvalidParameter
 from quire.execution.grammars import Grammar, GrammarShelf, import_llguidance
 from quire.sequences.structured import StructuredOutputs
 
@@ -33,8 +33,7 @@ class Grammars:
         self._timeout_s = timeout_s
         self._memory_bytes = memory_bytes
         self.trials = ProcessPool(self._start_trial, MAX_TRIALS)
-        self._is_closed = False
-        self._threads = ThreadPoolExecutor(MAX_TRIALS, thread_name_prefix="quire-grammars")
+        self._threads = Threads(MAX_TRIALS, "quire-grammars")
 
     def find(self, wanted: StructuredOutputs) -> Grammar | None:
         """Return a grammar that is compiled already."""
@@ -72,15 +71,12 @@ class Grammars:
         """
         if wanted is None:
             return None
-        if self._is_closed:
-            raise WorkerError("the engine was shut down")
         known = self.find(wanted)
-        return known if known is not None else await asyncio.wrap_future(self._threads.submit(self.open, wanted))
+        return known if known is not None else await self._threads.run(partial(self.open, wanted))
 
     def close(self) -> None:
         """End all trials."""
-        self._is_closed = True
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
         self.trials.close()
 
     def _start_trial(self) -> Trial:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -125,8 +124,9 @@ def read_completion(state: ServerState, fields: Fields) -> tuple[Job, Extras, li
         allowed = f"at most {MAX_SEQUENCES} divided by the number of prompts"
         raise InvalidParameter(spelled.get(name, name), params.num_sequences, allowed)
 
-    encode = partial(_encode, state.llm.tokenizer, prompts, fields.flag("add_special_tokens", True))
-    return Job(len(prompts), encode, params, options, spelled, extras.is_prompt_only), extras, prompts
+    special = fields.flag("add_special_tokens", True)
+    prepare = partial(state.llm.texts.prepare, prompts, params, add_special_tokens=special)
+    return Job(len(prompts), prepare, params, options, spelled, extras.is_prompt_only), extras, prompts
 
 
 def read_prompts(value: object, max_prompts: int) -> list[Prompt]:
@@ -287,25 +287,8 @@ def _joined(first: CompletionLogprobs, second: CompletionLogprobs) -> Completion
     )
 
 
-async def _encode(tokenizer: Tokenizer | None, prompts: Sequence[Prompt], add_special_tokens: bool) -> list[list[int]]:
-    ready = [prompt for prompt in prompts if isinstance(prompt, list)]
-    if len(ready) == len(prompts):
-        return ready
-    if tokenizer is None:
-        raise UnsupportedFeature("prompt", "this server runs without a tokenizer; send token ids")
-    # A long text takes a while; neither the event loop nor the engine waits for it.
-    return await asyncio.to_thread(_encode_texts, tokenizer, prompts, add_special_tokens)
-
-
-def _encode_texts(tokenizer: Tokenizer, prompts: Sequence[Prompt], add_special_tokens: bool) -> list[list[int]]:
-    return [
-        prompt if isinstance(prompt, list) else tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-        for prompt in prompts
-    ]
-
-
 def _are_token_ids(values: list[Any]) -> bool:
-    return all(type(value) is int and 0 <= value < 2**31 for value in values)
+    return {*map(type, values)} <= {int}
 
 
 def _max_prompts(state: ServerState) -> int:

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -23,6 +23,9 @@ from quire.server.sampling import Options
 from quire.server.state import Flight, ServerState
 from quire.server.tenants import read_tenant
 from quire.server.usage import TokenCount
+
+if TYPE_CHECKING:  # the server starts before the engine is imported
+    from quire.engine.request_reader import Prepared
 
 # nginx's status for a client that left; nobody reads it.
 CLIENT_GONE = 499
@@ -54,7 +57,7 @@ class Job:
 
     Args:
         num_prompts: how many `prompts` will return.
-        prompts: makes the prompts' token ids, once their places in the queue are reserved.
+        prompts: makes texts into tokens, once the prompts' places in the queue are reserved.
         params: the same for every prompt.
         options: how to answer.
         spelled: how the client wrote a field, where that is not the engine's name.
@@ -62,7 +65,7 @@ class Job:
     """
 
     num_prompts: int
-    prompts: Callable[[], Awaitable[Sequence[list[int]]]]
+    prompts: Callable[[], Awaitable[Sequence[Prepared]]]
     params: SamplingParams
     options: Options
     spelled: Mapping[str, str]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.engine.prompts import check_token_ids
 from quire.errors import InvalidParameter, UnsupportedFeature
 from quire.server.body import read_object
-from quire.server.chat import encode_chat
+from quire.server.chat import render_chat
 from quire.server.fields import Fields, Refusal
 from quire.server.generation import json_response
 from quire.server.models import check_model
@@ -37,7 +36,7 @@ KNOWN_FIELDS = (
 
 
 async def tokenize(state: ServerState, request: Request) -> Response:
-    """Answer `POST /tokenize`: the token ids of a prompt, or of a conversation."""
+    """Answer `POST /tokenize`: the token ids of a prompt, or of a conversation, at most the context length."""
     fields, tokenizer = await _read(state, request)
     has_prompt, has_messages = fields.get("prompt") is not None, fields.get("messages") is not None
     if has_prompt == has_messages:
@@ -45,30 +44,30 @@ async def tokenize(state: ServerState, request: Request) -> Response:
     with_texts = fields.flag("return_token_strs")
     if has_messages:
         told = [tool.told for tool in read_tools(fields.get("tools"))]
-        ids = await asyncio.to_thread(encode_chat, state, fields, told)
+        text = await render_chat(state, fields, told)
     else:
-        text, add_special_tokens = fields.text("prompt") or "", fields.flag("add_special_tokens", True)
-        ids = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
-    return json_response(
-        {
-            "count": len(ids),
-            "max_model_len": state.llm.resolved.max_model_len,
-            "tokens": ids,
-            "token_strs": [tokenizer.token_text(token_id) for token_id in ids] if with_texts else None,
-        }
-    )
+        text = fields.text("prompt") or ""
+    llm = state.llm
+    special = fields.flag("add_special_tokens", has_prompt)
+    ids = await llm.texts.encode(text, add_special_tokens=special)
+
+    def respond() -> Response:
+        texts = [tokenizer.token_text(token_id) for token_id in ids] if with_texts else None
+        most = llm.resolved.max_model_len
+        return json_response({"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": texts})
+
+    return await llm.texts.run(len(ids), respond)
 
 
 async def detokenize(state: ServerState, request: Request) -> Response:
     """Answer `POST /detokenize`: the text of token ids, special tokens included."""
-    fields, tokenizer = await _read(state, request)
-    ids, limit = fields.get("tokens"), state.llm.resolved.vocab_size
+    fields, _ = await _read(state, request)
+    ids, resolved = fields.get("tokens"), state.llm.resolved
     if not isinstance(ids, list):
         raise InvalidParameter("tokens", ids, "a list of token ids")
-    for token_id in ids:
-        if type(token_id) is not int or not 0 <= token_id < limit:
-            raise InvalidParameter("tokens", token_id, f"token ids from 0 to {limit - 1}")
-    text = await asyncio.to_thread(tokenizer.decode, ids, skip_special_tokens=False)
+    if len(ids) > resolved.max_model_len:
+        raise InvalidParameter("tokens", f"{len(ids)} tokens", f"at most {resolved.max_model_len} tokens long")
+    text = await state.llm.texts.decode(check_token_ids("tokens", ids, resolved.vocab_size))
     return json_response({"prompt": text})
 
 
