@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import TypeVar
 
 from quire.errors import WorkerError
@@ -36,6 +37,11 @@ class Threads:
             if not self._is_closed:
                 raise
             raise WorkerError("the engine was shut down") from error
+
+    def begin(self, work: Callable[[], object]) -> None:
+        """Do something in a thread that nobody waits for; nothing once the threads are closed."""
+        with suppress(RuntimeError):
+            self._threads.submit(work)
 
     def close(self) -> None:
         """Begin nothing more."""

@@ -14,7 +14,6 @@ from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.errors import InvalidParameter, UnsupportedFeature
 from quire.sequences.params import MAX_LOGPROBS, SamplingParams
 from quire.server import sampling, structured
-from quire.server.body import read_object
 from quire.server.fields import Fields, Refusal
 from quire.server.generation import Job, answer, new_head
 from quire.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs_json
@@ -85,8 +84,7 @@ class Extras:
 
 async def chat_completions(state: ServerState, request: Request) -> ASGIApp:
     """Answer `POST /v1/chat/completions`."""
-    body = await read_object(request, state.config.max_body_bytes)
-    fields = Fields(body)
+    fields = Fields(await state.bodies.read_object(request))
     fields.refuse(UNSUPPORTED)
     fields.note_unknown(KNOWN_FIELDS)
     check_model(state, fields)

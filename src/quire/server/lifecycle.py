@@ -17,6 +17,7 @@ from quire import __version__
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.server.app import build_app
+from quire.server.body import Bodies
 from quire.server.errors import stopping
 from quire.server.reports import report_for_ever
 from quire.server.settings import ServerConfig
@@ -45,9 +46,11 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> None:
         # All this stays: a full collection that went through it too would hold every stream up for some 30 ms.
         gc.collect()
         gc.freeze()
+        # No list of integers that a request can use is longer.
+        bodies = Bodies(config.max_body_bytes, max(llm.resolved.max_model_len, llm.resolved.vocab_size))
         try:
             form = _tool_format(llm.tokenizer, config.tool_call_parser)
-            state = ServerState(llm, config, __version__, created=int(time.time()), tool_format=form)
+            state = ServerState(llm, config, bodies, __version__, created=int(time.time()), tool_format=form)
             settings = uvicorn.Config(
                 build_app(state),
                 log_config=None,
@@ -61,6 +64,7 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> None:
             with asyncio.Runner(loop_factory=settings.get_loop_factory()) as runner:
                 runner.run(_run(state, uvicorn.Server(settings), listener))
         finally:
+            bodies.close()
             llm.shutdown()
 
 

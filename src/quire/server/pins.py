@@ -7,7 +7,6 @@ from starlette.responses import Response
 
 from quire.engine.prompts import Prompt
 from quire.errors import InvalidParameter
-from quire.server.body import read_object
 from quire.server.chat import render_chat
 from quire.server.errors import stopping
 from quire.server.fields import Fields, Refusal
@@ -70,7 +69,7 @@ async def unpin_prefix(state: ServerState, request: Request) -> Response:
 
 
 async def _read(state: ServerState, request: Request) -> Fields:
-    fields = Fields(await read_object(request, state.config.max_body_bytes))
+    fields = Fields(await state.bodies.read_object(request))
     fields.refuse(UNSUPPORTED)
     fields.note_unknown(KNOWN_FIELDS)
     check_model(state, fields)

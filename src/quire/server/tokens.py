@@ -7,7 +7,6 @@ from starlette.responses import Response
 
 from quire.engine.prompts import check_token_ids
 from quire.errors import InvalidParameter, UnsupportedFeature
-from quire.server.body import read_object
 from quire.server.chat import render_chat
 from quire.server.fields import Fields, Refusal
 from quire.server.generation import json_response
@@ -72,7 +71,7 @@ async def detokenize(state: ServerState, request: Request) -> Response:
 
 
 async def _read(state: ServerState, request: Request) -> tuple[Fields, Tokenizer]:
-    fields = Fields(await read_object(request, state.config.max_body_bytes))
+    fields = Fields(await state.bodies.read_object(request))
     fields.refuse(UNSUPPORTED)
     fields.note_unknown(KNOWN_FIELDS)
     check_model(state, fields)
