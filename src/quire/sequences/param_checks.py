@@ -31,16 +31,18 @@ def number(name: str, value: object, low: float, high: float, *, open_low: bool 
     return float(value)
 
 
-def token_ids(name: str, value: object, limit: int | None) -> tuple[int, ...]:
+def token_ids(name: str, value: object, limit: int) -> tuple[int, ...]:
     """Return token ids, at most `limit` of them; sets in order."""
-    allowed = "a list of token ids (integers from 0)" + (f", at most {limit}" if limit is not None else "")
+    allowed = f"a list of token ids (integers from 0), at most {limit}"
     if not isinstance(value, list | tuple | set | frozenset):
         raise InvalidParameter(name, value, allowed)
-    if limit is not None and len(value) > limit:
+    if len(value) > limit:
         raise InvalidParameter(name, f"{len(value)} ids", allowed)
-    for token_id in value:
-        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < 2**31:
-            raise InvalidParameter(name, token_id, allowed)
+    # Compiled loops first: most lists are right.
+    if not {*map(type, value)} <= {int} or not 0 <= min(value, default=0) <= max(value, default=0) < 2**31:
+        for token_id in value:
+            if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < 2**31:
+                raise InvalidParameter(name, token_id, allowed)
     return tuple(value) if isinstance(value, list | tuple) else tuple(sorted(value))
 
 

@@ -24,6 +24,8 @@ from quire.sequences.structured import StructuredOutputs, structured_outputs
 MAX_N = 128
 MAX_LOGPROBS = 64
 MAX_STOP_IDS = 64
+# More than any vocabulary has; `check_for_model` knows how many there are.
+MAX_ALLOWED_IDS = 2**20
 MAX_BAD_WORDS = 1024
 MAX_SEED = 2**63 - 1
 
@@ -160,7 +162,7 @@ class SamplingParams:
         put(self, "structured_outputs", structured_outputs(self.structured_outputs))
         put(self, "logit_bias", logit_bias(self.logit_bias))
         if self.allowed_token_ids is not None:
-            allowed = token_ids("allowed_token_ids", self.allowed_token_ids, limit=None)
+            allowed = token_ids("allowed_token_ids", self.allowed_token_ids, limit=MAX_ALLOWED_IDS)
             if not allowed:
                 raise InvalidParameter("allowed_token_ids", (), "at least one token id, or None")
             put(self, "allowed_token_ids", allowed)
@@ -230,9 +232,10 @@ class SamplingParams:
             ("kept_special_ids", self.kept_special_ids),
             ("logit_bias", tuple(self.logit_bias or ())),
         ):
-            for token_id in ids:
-                if token_id >= vocab_size:
-                    raise InvalidParameter(name, token_id, f"token ids below the vocabulary size ({vocab_size})")
+            if max(ids, default=0) >= vocab_size:
+                raise InvalidParameter(name, max(ids), f"token ids below the vocabulary size ({vocab_size})")
+            if len(ids) > vocab_size:
+                raise InvalidParameter(name, f"{len(ids)} ids", f"at most the vocabulary's {vocab_size}")
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
             if count is not None and count > vocab_size:
