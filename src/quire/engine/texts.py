@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from quire.bounded.process import return_freed_memory
+from quire.engine.freed_memory import return_freed_memory
 from quire.engine.prompts import Prompt, too_long
 from quire.engine.request_reader import Prepared, RequestReader
 from quire.engine.threads import Threads
@@ -21,6 +22,8 @@ from quire.text.tokenizer import Tokenizer
 FEW_CHARS = 1 << 10
 MANY_CHARS = 1 << 16
 SHORT_THREADS = 2
+# So long after a long text, what was freed of it goes back to the system.
+GIVE_BACK_S = 1.0
 
 R = TypeVar("R")
 
@@ -118,7 +121,11 @@ class Texts:
             return work()
         if length <= MANY_CHARS:
             return await self._short.run(work)
-        return await self._long.run(partial(_then_give_back, work))
+        try:
+            return await self._long.run(work)
+        finally:
+            # By then whoever asked has what came of it, and mostly needs it no more.
+            asyncio.get_running_loop().call_later(GIVE_BACK_S, self._long.begin, return_freed_memory)
 
     def close(self) -> None:
         """End the threads; what has not begun never will."""
@@ -137,10 +144,3 @@ def _length(prompt: object) -> int:
     if isinstance(prompt, Mapping):
         prompt = prompt.get("prompt")
     return len(prompt) if isinstance(prompt, str) else 0
-
-
-def _then_give_back(work: Callable[[], R]) -> R:
-    try:
-        return work()
-    finally:
-        return_freed_memory()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import weakref
 from functools import partial
 from typing import Any
@@ -9,9 +10,13 @@ from typing import Any
 from starlette.requests import Request
 
 from quire.bounded.json_text import FEW_BYTES, BadJSON, JSONReader, parse
-from quire.bounded.process import MANY_BYTES, return_freed_memory
+from quire.bounded.process import MANY_BYTES
+from quire.engine.freed_memory import return_freed_memory
 from quire.engine.threads import Threads
 from quire.server.errors import ApiError
+
+# So long after a large body came, what was freed of it meanwhile goes back to the system.
+GIVE_BACK_S = 1.0
 
 
 class LargeObject(dict[str, Any]):
@@ -50,7 +55,11 @@ class Bodies:
                 f"the content type must be application/json, got {content_type or 'none'}",
                 code="unsupported_media_type",
             )
-        return await self.parse_object(await _read(request, self.max_bytes))
+        raw = await _read(request, self.max_bytes)
+        if len(raw) > MANY_BYTES:
+            # Even of a body that is refused.
+            asyncio.get_running_loop().call_later(GIVE_BACK_S, self._threads.begin, return_freed_memory)
+        return await self.parse_object(raw)
 
     async def parse_object(self, raw: bytes) -> dict[str, Any]:
         """Parse a body.

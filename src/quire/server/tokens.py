@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import AsyncIterator, Iterator, Sequence
+
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from quire.engine.prompts import check_token_ids
 from quire.errors import InvalidParameter, UnsupportedFeature
@@ -15,6 +18,7 @@ from quire.server.state import ServerState
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_calls import read_tools
 
+PART = 1 << 16
 UNSUPPORTED: dict[str, Refusal] = {
     "chat_template": ((), "templates come with the model, never from requests"),
     "continue_final_message": ((False,), "tokenize the text as a prompt"),
@@ -52,8 +56,9 @@ async def tokenize(state: ServerState, request: Request) -> Response:
 
     def respond() -> Response:
         texts = [tokenizer.token_text(token_id) for token_id in ids] if with_texts else None
-        most = llm.resolved.max_model_len
-        return json_response({"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": texts})
+        head = f'{{"count":{len(ids)},"max_model_len":{llm.resolved.max_model_len},"tokens":'
+        parts = [head, *_json_parts(ids), ',"token_strs":', *_json_parts(texts), "}"]
+        return _in_parts([part.encode() for part in parts])
 
     return await llm.texts.run(len(ids), respond)
 
@@ -68,6 +73,29 @@ async def detokenize(state: ServerState, request: Request) -> Response:
         raise InvalidParameter("tokens", f"{len(ids)} tokens", f"at most {resolved.max_model_len} tokens long")
     text = await state.llm.texts.decode(check_token_ids("tokens", ids, resolved.vocab_size))
     return json_response({"prompt": text})
+
+
+def _json_parts(values: Sequence[int | str] | None) -> Iterator[str]:
+    """Yield the JSON of a list in parts, none of which holds other threads up for long."""
+    if values is None:
+        yield "null"
+        return
+    yield "["
+    for start in range(0, len(values), PART):
+        part = json.dumps(values[start : start + PART], ensure_ascii=False, separators=(",", ":"))
+        yield part[1:-1] + ("," if start + PART < len(values) else "")
+    yield "]"
+
+
+def _in_parts(parts: Sequence[bytes]) -> Response:
+    """Return an answer that is sent part by part: a connection's buffer is moved for whatever it sends."""
+
+    async def each() -> AsyncIterator[bytes]:
+        for part in parts:
+            yield part
+
+    length = str(sum(map(len, parts)))
+    return StreamingResponse(each(), headers={"content-length": length}, media_type="application/json")
 
 
 async def _read(state: ServerState, request: Request) -> tuple[Fields, Tokenizer]:
