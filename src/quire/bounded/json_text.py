@@ -36,14 +36,18 @@ class BadJSON(ValueError):
     """A text that is not JSON, or JSON out of bounds; the message says why, as "... at line 1, column 2"."""
 
 
-def parse(raw: bytes) -> Any:
+def parse(raw: bytes, *, is_strict: bool = True) -> Any:
     """Parse JSON as RFC 8259 has it: no NaN, no infinity, no lone surrogates; nested at most `MAX_DEPTH` levels deep.
+
+    Args:
+        raw: in UTF-8.
+        is_strict: False takes NaN and infinities, as many files have them.
 
     Raises:
         BadJSON: with the reason.
     """
     try:
-        value = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
+        value = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant if is_strict else None)
         if SURROGATE.search(raw):
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeDecodeError as error:

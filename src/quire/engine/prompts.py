@@ -12,6 +12,8 @@ from quire.text.long_texts import TooManyTokens
 from quire.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, object]
+# A compiled loop holds other threads up for its length.
+CHECKED_AT_ONCE = 1 << 16
 _ALLOWED = (
     'a string, a list of token ids, {"prompt": string} or {"prompt_token_ids": list of token ids}, or that and "media"'
 )
@@ -120,10 +122,12 @@ def check_token_ids(name: str, token_ids: Sequence[object], vocab_size: int) -> 
         InvalidParameter: naming the first one that is none.
     """
     found: list[Any] = list(token_ids)
-    # Compiled loops first: most lists are right.
-    if not {*map(type, found)} <= {int} or not 0 <= min(found, default=0) <= max(found, default=0) < vocab_size:
-        wrong = next(each for each in found if type(each) is not int or not 0 <= each < vocab_size)
-        raise InvalidParameter(name, wrong, f"token ids from 0 to {vocab_size - 1}")
+    for start in range(0, len(found), CHECKED_AT_ONCE):
+        part = found[start : start + CHECKED_AT_ONCE]
+        # Compiled loops first: most lists are right.
+        if not {*map(type, part)} <= {int} or not 0 <= min(part) <= max(part) < vocab_size:
+            wrong = next(each for each in part if type(each) is not int or not 0 <= each < vocab_size)
+            raise InvalidParameter(name, wrong, f"token ids from 0 to {vocab_size - 1}")
     return found
 
 

@@ -59,7 +59,7 @@ def load_weights(checkpoint: Checkpoint, weight_map: WeightMap, decoder: Decoder
         dtype: of the parameters; what is stored otherwise is cast.
 
     Raises:
-        CheckpointError: a tensor is missing, or of a wrong shape or dtype; the message names it.
+        CheckpointError: a tensor is missing, of a wrong shape or dtype, or not all numbers; the message names it.
     """
     shapes = decoder.weight_shapes()
     for name, shape in shapes.items():
@@ -70,11 +70,20 @@ def load_weights(checkpoint: Checkpoint, weight_map: WeightMap, decoder: Decoder
         sources = [checkpoint.tensors[source] for source in weight_map[name]]
         for stored in sources:
             if stored.path not in files:
-                files[stored.path] = MappedFile(stored)
+                files[stored.path] = _mapped(stored)
         parts = [files[stored.path].tensor(stored, DTYPES[STORED_DTYPES[stored.dtype]]) for stored in sources]
+        for source, part in zip(weight_map[name], parts, strict=True):
+            _check_finite(checkpoint, source, part)
         decoder.load_weight(name, _joined(parts, shape, dtype))
         for stored, part in zip(sources, parts, strict=True):
             files[stored.path].let_go(stored, part.nbytes)
+
+
+def _mapped(stored: StoredTensor) -> MappedFile:
+    try:
+        return MappedFile(stored)
+    except OSError as error:
+        raise CheckpointError(f"{stored.path} cannot be read: {error.strerror}") from error
 
 
 def _joined(tensors: list[torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -107,6 +116,17 @@ def _check_parameter(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], 
         parts = ", ".join(f"{source} {list(checkpoint.tensors[source].shape)}" for source in sources)
         raise CheckpointError(
             f"{name} needs shape {list(shape)}, but the checkpoint in {checkpoint.folder} gives {rows} rows ({parts})"
+        )
+
+
+def _check_finite(checkpoint: Checkpoint, name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor of which something is infinite or no number: every request would fail on it."""
+    # A sum is read in one pass, at 8 GB/s; only one that overflows, too, is looked at closely.
+    if not tensor.sum().isfinite() and not (finite := tensor.isfinite()).all():
+        count = tensor.numel() - int(finite.sum())
+        raise CheckpointError(
+            f"{checkpoint.tensors[name].path} holds tensor {shown(name)} with {count:,} of {tensor.numel():,} values "
+            "that are infinite or no numbers"
         )
 
 

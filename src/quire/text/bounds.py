@@ -5,14 +5,19 @@ from __future__ import annotations
 import base64
 import binascii
 import re
+from math import prod
 from typing import Any, NamedTuple
 
 import tokenizers
 
-from quire.text.components import byte_alphabet, normalizers, pre_tokenizers
+from quire.bounded.json_text import parse
+from quire.errors import CheckpointError
+from quire.text.components import byte_alphabet, decoders, normalizers, pre_tokenizers, steps
 
 # Characters that normal forms make one of, and bytes that they, or another case, make of one, at most.
 JOINED_CHARS = 4
+# Of what a text goes through for each of its characters, words or tokens.
+MAX_SETTING = 1000
 FORM_GROWTH = {"NFC": 3, "NFD": 4, "NFKC": 11, "NFKD": 11, "Lowercase": 3, "BertNormalizer": 4}
 KEEPS_CHARS = frozenset({"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Prepend"})
 KEEPS_WORDS = frozenset({"ByteLevel", "Metaspace", "Digits"})
@@ -91,12 +96,66 @@ def _knows_all(model: Any, vocab: dict[str, int], *, is_byte_level: bool) -> boo
     return model.unk_token is not None and not model.fuse_unk
 
 
+def check_source(raw: bytes) -> None:
+    """Refuse the text of a tokenizer for which the library would allocate more than the text is long.
+
+    A SentencePiece map of characters says how long its table is, and the library believes it.
+
+    Raises:
+        CheckpointError: there is such a map.
+        ValueError: it is not JSON.
+    """
+    # Few tokenizers have a map, and only an escape could hide its name.
+    if b"Precompiled" not in raw and b"\\u" not in raw:
+        return
+    tokenizer = parse(raw, is_strict=False)
+    left = [tokenizer.get("normalizer")] if isinstance(tokenizer, dict) else []
+    while left:
+        step = left.pop()
+        if isinstance(step, dict):
+            inner = step.get("normalizers")
+            left += inner if isinstance(inner, list) else []
+            if "precompiled_charsmap" in step and _table_bytes(step["precompiled_charsmap"]) > len(raw):
+                raise CheckpointError("the tokenizer's precompiled_charsmap is longer than its file")
+
+
+def _table_bytes(charsmap: object) -> int:
+    """Return how long a map of characters says that its table is."""
+    head = bytes(charsmap[:4]) if isinstance(charsmap, list) and _are_bytes(charsmap[:4]) else b""
+    if isinstance(charsmap, str):
+        head = base64.b64decode(charsmap[:8])[:4]
+    return int.from_bytes(head, "little")
+
+
+def _are_bytes(values: list[Any]) -> bool:
+    return all(type(value) is int and 0 <= value < 256 for value in values)
+
+
+def check_settings(library: tokenizers.Tokenizer) -> None:
+    """Refuse settings by which a short text would take a lot of time or memory.
+
+    Raises:
+        CheckpointError: naming the setting.
+    """
+    model = library.model
+    sizes = {"special tokens round a text": library.num_special_tokens_to_add(False)}
+    sizes["characters of a word"] = getattr(model, "max_input_chars_per_word", 0)
+    for name in ("continuing_subword_prefix", "end_of_word_suffix"):
+        sizes[f"characters of {name}"] = len(getattr(model, name, None) or "")
+    for step in decoders(library):
+        for name in ("content", "prefix", "start", "stop"):
+            value = step.get(name, "")
+            sizes[f"decoder's {name}"] = value if isinstance(value, int) else len(value)
+    for step in steps(library.post_processor, "processors"):
+        sizes["parts of a template"] = len(step.get("single", ()))
+    for name, size in sizes.items():
+        if size > MAX_SETTING:
+            raise CheckpointError(f"the tokenizer's {name}: {size} are more than {MAX_SETTING}")
+
+
 def growth(library: tokenizers.Tokenizer) -> int:
-    """Return how many bytes the normalizer can make of one, at most."""
-    most = 1
-    for step in normalizers(library):
-        most *= _growth(step)
-    return most
+    """Return how many bytes normalizer and pre-tokenizer can make of one, at most."""
+    return prod(map(_growth, (*normalizers(library), *pre_tokenizers(library))))
 
 
 def _growth(step: dict[str, Any]) -> int:
@@ -112,6 +171,8 @@ def _growth(step: dict[str, Any]) -> int:
             return _longest_replacement(charsmap)
         case {"type": "ByteLevel"}:
             return 2
+        case {"type": "Metaspace", "replacement": mark}:
+            return len(mark.encode())
     return FORM_GROWTH.get(step["type"], 1)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +9,9 @@ from typing import Any
 
 import tokenizers
 
+from quire.bounded.files import read_file, read_json
 from quire.errors import CheckpointError, InvalidParameter, RequestError
+from quire.text.bounds import check_settings, check_source
 from quire.text.chat import ChatTemplate
 from quire.text.components import byte_alphabet, decoders, guarded
 from quire.text.long_texts import CannotCut, LongTexts, TooManyTokens
@@ -19,6 +20,10 @@ from quire.text.long_texts import CannotCut, LongTexts, TooManyTokens
 # possible to detokenise as the tokens come.
 KNOWN_DECODERS = frozenset({"ByteLevel", "ByteFallback", "Metaspace", "WordPiece", "Replace", "Fuse", "Strip"})
 MAX_TOKEN_ID = 2**32 - 1
+# Of the files of a checkpoint; the largest published tokenizers have 35 MB.
+MAX_TOKENIZER_BYTES = 128 << 20
+MAX_CONFIG_BYTES = 16 << 20
+MAX_TEMPLATE_BYTES = 1 << 20
 
 
 class Tokenizer:
@@ -31,7 +36,8 @@ class Tokenizer:
         chat_template: how the model writes a conversation, None where it cannot.
 
     Raises:
-        CheckpointError: a decoder with which a token's text depends on its neighbours.
+        CheckpointError: a decoder with which a token's text depends on its neighbours, or settings by which a short
+            text would take a lot of time or memory.
     """
 
     def __init__(
@@ -53,6 +59,7 @@ class Tokenizer:
                     f"the tokenizer's decoder {kind['type']} cannot be decoded token by token; "
                     f"known decoders are {', '.join(sorted(KNOWN_DECODERS))}"
                 )
+        check_settings(library)
         self._library = library
         self._long_texts = LongTexts(library, self._ids_of)
         self._alphabet = byte_alphabet() if "ByteLevel" in kinds else None
@@ -84,10 +91,6 @@ class Tokenizer:
                 f"{file} does not exist: the model needs a tokenizer of the `tokenizers` library "
                 "(set skip_tokenizer_init to work on token ids only)"
             )
-        try:
-            library = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises bare Exception
-            raise CheckpointError(f"{file} is not a tokenizer: {error}") from error
         config = _read_config(folder / "tokenizer_config.json")
         bos_token, eos_token = _content(config.get("bos_token")), _content(config.get("eos_token"))
         source = _chat_template_source(folder, config)
@@ -100,7 +103,15 @@ class Tokenizer:
                 eos_token=eos_token or "",
                 special_tokens=_special_tokens(config),
             )
-        return cls(library, bos_token=bos_token, eos_token=eos_token, chat_template=template)
+        raw = _read_file(file, MAX_TOKENIZER_BYTES)
+        try:
+            check_source(raw)
+            library = guarded(tokenizers.Tokenizer.from_buffer, raw)
+            return guarded(cls, library, bos_token=bos_token, eos_token=eos_token, chat_template=template)
+        except CheckpointError:
+            raise
+        except Exception as error:  # the library raises bare Exception
+            raise CheckpointError(f"{file} is not a tokenizer: {error}") from error
 
     def differs_at(self, other: Tokenizer) -> int | None:
         """Return the first token id that means another token to another tokenizer, or is known to one alone."""
@@ -179,7 +190,10 @@ class Tokenizer:
         piece = self.token_bytes(token_id)
         if self._alphabet is not None or not _is_text(piece):
             return piece
-        return self.decode([token_id], skip_special_tokens=False).encode()
+        try:
+            return self.decode([token_id], skip_special_tokens=False).encode()
+        except InvalidParameter:
+            return piece
 
     def is_visible(self, token_id: int, *, skip_special_tokens: bool) -> bool:
         """Tell whether `decode` lets a token take part in the text."""
@@ -218,8 +232,11 @@ class Tokenizer:
         if self.has_byte_fallback and (byte := _fallback_byte(token)) is not None:
             return bytes([byte])
         # What the token adds behind itself is what it adds behind any token.
-        once = self.decode([token_id], skip_special_tokens=False)
-        twice = self.decode([token_id, token_id], skip_special_tokens=False)
+        try:
+            once = self.decode([token_id], skip_special_tokens=False)
+            twice = self.decode([token_id, token_id], skip_special_tokens=False)
+        except InvalidParameter:  # the decoder fails on it; the text of all other tokens stays
+            return "\ufffd".encode()
         return twice[len(once) :].encode()
 
 
@@ -244,7 +261,9 @@ def _read_config(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = read_json(file, MAX_CONFIG_BYTES)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise CheckpointError(f"{file} is not JSON: {error}") from error
     if not isinstance(config, dict):
@@ -274,6 +293,8 @@ def _chat_template_source(folder: Path, config: Mapping[str, Any]) -> str | None
         raise CheckpointError(
             f"chat_template in {folder / 'tokenizer_config.json'} must be a string or a list of named templates"
         )
+    if source is not None and len(source) > MAX_TEMPLATE_BYTES:
+        raise CheckpointError(f"the chat template in {folder} is longer than {MAX_TEMPLATE_BYTES} characters")
     return source
 
 
@@ -283,17 +304,25 @@ def _tool_template_source(folder: Path, config: Mapping[str, Any]) -> str | None
         return _read_template(folder / "additional_chat_templates" / "tool_use.jinja")
     named = config.get("chat_template")
     source = _named_templates(named).get("tool_use") if isinstance(named, list) else None
-    return source if isinstance(source, str) else None
+    return source if isinstance(source, str) and len(source) <= MAX_TEMPLATE_BYTES else None
 
 
 def _read_template(file: Path) -> str | None:
     if not file.is_file():
         return None
     try:
-        return file.read_text(encoding="utf-8")
+        return _read_file(file, MAX_TEMPLATE_BYTES).decode()
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{file} is not UTF-8 text: {error}") from error
 
 
-def _named_templates(entries: list[Any]) -> dict[Any, Any]:
-    return {entry.get("name"): entry.get("template") for entry in entries if isinstance(entry, Mapping)}
+def _read_file(file: Path, max_bytes: int) -> bytes:
+    try:
+        return read_file(file, max_bytes)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+
+
+def _named_templates(entries: list[Any]) -> dict[str, Any]:
+    named = ((entry.get("name"), entry.get("template")) for entry in entries if isinstance(entry, Mapping))
+    return {name: template for name, template in named if isinstance(name, str)}

@@ -58,7 +58,7 @@ def build(config: Mapping[str, Any]) -> tuple[ModelSpec, WeightMap]:
     if not isinstance(names, list) or not names:
         raise CheckpointError("config.json lacks the field architectures", field="architectures")
     for name in names:
-        if name in FAMILIES:
+        if isinstance(name, str) and name in FAMILIES:
             return FAMILIES[name](HFConfig(config))
     raise UnsupportedModel(
         f"the architecture {shown(names[0])} is not implemented; implemented are {', '.join(FAMILIES)}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -24,6 +25,9 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
 ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 # What `layer_types` calls a layer that sees all earlier tokens, and one that sees a window.
 FULL, WINDOWED = "full_attention", "sliding_attention"
+# The largest size, count or id; and of layers, of which each makes objects before any tensor is looked at.
+MAX_INTEGER = 2**31 - 1
+MOST: Mapping[str, int] = {"num_hidden_layers": 1024}
 ROPE_TYPES = "default, linear, dynamic, llama3, yarn, proportional"
 _MISSING = object()
 
@@ -62,9 +66,9 @@ class HFConfig:
 
     def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
         """Read an integer, at least `least`; null counts as missing."""
-        value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise self._wrong(name, value, "a positive integer" if least == 1 else f"an integer from {least} on")
+        value, most = self._get(name, default), MOST.get(name, MAX_INTEGER)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise self._wrong(name, value, f"an integer from {least} to {most}")
         return value
 
     def integer_or_none(self, name: str, missing: int) -> int | None:
@@ -143,10 +147,7 @@ class HFConfig:
 
     def count(self, name: str, default: int) -> int:
         """Read an integer of at least 0; null counts as missing."""
-        value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise self._wrong(name, value, "an integer of at least 0")
-        return value
+        return self.integer(name, default, least=0)
 
     def indices(self, name: str) -> frozenset[int]:
         """Read a list of indices; missing or null is empty."""
@@ -188,7 +189,7 @@ class HFConfig:
 
 
 def _is_positive(value: object) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
 
 
 def read_rope(config: HFConfig, default_theta: float = 10_000.0) -> Rope:
@@ -276,7 +277,14 @@ def read_max_position(config: HFConfig, rope: Rope | None) -> int:
     """Read the longest context, which a YaRN checkpoint may state for the original model only."""
     limit = config.integer("max_position_embeddings")
     if rope is not None and isinstance(rope.scaling, YarnScaling):
-        limit = max(limit, int(rope.scaling.original_max_position * rope.scaling.factor))
+        stretched = rope.scaling.original_max_position * rope.scaling.factor
+        if stretched > MAX_INTEGER:
+            raise CheckpointError(
+                f"config.json: factor and original_max_position_embeddings make contexts of {stretched:g} tokens, and "
+                f"{MAX_INTEGER} is the most",
+                field="factor",
+            )
+        limit = max(limit, int(stretched))
     return limit
 
 
