@@ -17,6 +17,7 @@ from quire.models.checkpoint import Checkpoint, StoredTensor
 from quire.models.decoder import Decoder
 from quire.models.loading import load_decoder
 from quire.models.sizes import check_sizes
+from quire.models.weights import check_finite
 from tests.models.tiny import CASES, make_tiny, stored_tensors
 from tests.server import checkpoint
 
@@ -79,6 +80,10 @@ def test_weights_that_are_no_numbers_are_refused_by_name(folder: Path, dtype: to
     save_file(tensors, str(path))
     with pytest.raises(CheckpointError, match=re.escape(f"{name!r} with 2 of 6,144 values")):
         load(folder)
+    tensors[name] = tensors[name].repeat(1, 50)
+    tensors[name][:] = value
+    with pytest.raises(CheckpointError, match=r"307,200 of 307,200 values"):
+        check_finite(Checkpoint.open(str(folder)), name, tensors[name])
 
 
 def test_large_weights_are_numbers(folder: Path) -> None:

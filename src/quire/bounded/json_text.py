@@ -79,8 +79,13 @@ def check_depth(value: Any) -> None:
     raise BadJSON(f"it is nested more than {MAX_DEPTH} levels deep")
 
 
+def may_have_many_values(raw: bytes) -> bool:
+    """Say whether a text may have more than `MAX_VALUES`: all but the first are behind one of three marks."""
+    return len(raw) > FEW_BYTES and sum(map(raw.count, (b",", b"[", b"{"))) > MAX_VALUES
+
+
 class JSONReader:
-    """Parses texts of any size; any thread may ask. Processes start when they are needed, and end with this object.
+    """Parses what may have many values; any thread may ask. Processes start when they are needed, and end with this.
 
     Args:
         max_bytes: of a text, which bounds the memory.
@@ -99,9 +104,6 @@ class JSONReader:
             BadJSON: with the reason; too many values, or a list that is too long, among them.
             WorkerError: the process does not start.
         """
-        # All values but the first are behind one of three marks.
-        if len(raw) <= FEW_BYTES or sum(map(raw.count, (b",", b"[", b"{"))) <= MAX_VALUES:
-            return parse(raw)
         try:
             with self._processes.process() as process:
                 answer = process.ask(raw, TIMEOUT_S)

@@ -44,6 +44,9 @@ class Texts:
         self._reader = reader
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
+        if tokenizer is not None:
+            # A vocabulary is read at a stretch; now nobody waits for it.
+            tokenizer.prepare_long_texts()
         self._short = Threads(SHORT_THREADS, "quire-texts")
         self._long = Threads(1, "quire-long-texts")
         # These only wait for the processes that render.

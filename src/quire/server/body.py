@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from quire.bounded.json_text import FEW_BYTES, BadJSON, JSONReader, parse
+from quire.bounded.json_text import FEW_BYTES, MAX_PROCESSES, BadJSON, JSONReader, may_have_many_values, parse
 from quire.bounded.process import MANY_BYTES
 from quire.engine.freed_memory import return_freed_memory
 from quire.engine.threads import Threads
@@ -37,6 +37,8 @@ class Bodies:
         self.max_bytes = max_bytes
         self._reader = JSONReader(max_bytes, max_integers)
         self._threads = Threads(1, "quire-bodies")
+        # These only wait for the processes that parse.
+        self._waiting = Threads(MAX_PROCESSES, "quire-large-bodies")
 
     async def read_object(self, request: Request) -> dict[str, Any]:
         """Read a body as one JSON object.
@@ -70,8 +72,10 @@ class Bodies:
         try:
             if len(raw) <= FEW_BYTES:
                 body = parse(raw)
+            elif may_have_many_values(raw):
+                body = await self._waiting.run(partial(self._reader.parse, raw))
             else:
-                body = await self._threads.run(partial(self._reader.parse, raw))
+                body = await self._threads.run(partial(parse, raw))
         except BadJSON as error:
             raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
         if not isinstance(body, dict):
@@ -85,6 +89,7 @@ class Bodies:
     def close(self) -> None:
         """End the processes and threads."""
         self._threads.close()
+        self._waiting.close()
         self._reader.close()
 
 

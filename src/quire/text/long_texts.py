@@ -91,6 +91,10 @@ class LongTexts:
                 raise TooManyTokens(len(token_ids) + len(after), is_exact=start == len(text))
         return [*token_ids, *after]
 
+    def prepare(self) -> None:
+        """Read the settings of the tokenizer ahead of the first text."""
+        _ = self._cuts, self._least, self._num_lead
+
     @cached_property
     def _cuts(self) -> Cuts:
         return Cuts(self._library)

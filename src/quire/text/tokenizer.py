@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,11 @@ class Tokenizer:
             raise InvalidParameter("prompt", f"{len(text)} characters", allowed) from error
         except Exception as error:  # the library raises nothing narrower for a word that its model cannot express
             raise InvalidParameter("prompt", text, f"text that the tokenizer can express ({error})") from error
+
+    def prepare_long_texts(self) -> None:
+        """Do what else the first long text would have to wait for; other threads wait meanwhile."""
+        with suppress(Exception):  # where the library fails, whoever sends such a text is told
+            guarded(self._long_texts.prepare)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Turn token ids into text, while other threads go on; ids without a token add nothing.
