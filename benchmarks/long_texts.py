@@ -30,7 +30,7 @@ from quire.models.checkpoint import locate
 
 MAX_BYTES = 8 << 20
 MARK_S, MARK_BYTES = 0.1, 64 << 20
-PAUSE_S, SETTLE_S = 0.02, 2.0
+PAUSE_S, SAMPLE_S, SETTLE_S = 0.02, 0.05, 2.0
 QUIET_S = 10.0
 LONG_CONTEXT = MAX_BYTES + 1024
 # Its layers are as small as can be: what is measured is not the model.
@@ -144,26 +144,31 @@ class Case(NamedTuple):
     after_bytes: int
 
 
-def resident_bytes(pid: int) -> int:
-    """Return the memory of a process and of all that it started."""
-    pages, parents = {}, {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            number, fields = int(stat.parent.name), stat.read_text(encoding="utf-8").rpartition(")")[2].split()
-            parents[number], pages[number] = int(fields[1]), int(fields[21])
+def family(pid: int) -> set[int]:
+    """Return a process and all that it started."""
     own = {pid}
-    while more := {number for number, parent in parents.items() if parent in own} - own:
-        own |= more
-    return sum(pages.get(number, 0) for number in own) * os.sysconf("SC_PAGE_SIZE")
+    for thread in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in thread.read_text(encoding="ascii").split():
+            own |= family(int(child))
+    return own
+
+
+def resident_bytes(pids: set[int]) -> int:
+    """Return the memory of processes."""
+    num_pages = 0
+    for pid in pids:
+        with suppress(OSError):
+            num_pages += int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
+    return num_pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def send(url: str, pid: int, name: str, route: str, raw: bytes) -> Case:
     """Send a body and wait for the answer."""
-    before, peak, is_over = resident_bytes(pid), [0], threading.Event()
+    before, peak, is_over = resident_bytes(family(pid)), [0], threading.Event()
 
     def sample() -> None:
-        while not is_over.wait(PAUSE_S):
-            peak[0] = max(peak[0], resident_bytes(pid))
+        while not is_over.wait(SAMPLE_S):
+            peak[0] = max(peak[0], resident_bytes(family(pid)))
 
     sampler = threading.Thread(target=sample)
     sampler.start()
@@ -177,7 +182,7 @@ def send(url: str, pid: int, name: str, route: str, raw: bytes) -> Case:
     time.sleep(SETTLE_S)
     is_over.set()
     sampler.join()
-    return Case(name, answer.status, began, ended, before, peak[0], resident_bytes(pid))
+    return Case(name, answer.status, began, ended, before, peak[0], resident_bytes(family(pid)))
 
 
 def longest(noted: list[tuple[float, float]], began_s: float, ended_s: float) -> float:
@@ -201,6 +206,7 @@ def serving(model: str, *flags: str) -> Iterator[tuple[str, int]]:
 def measure(model: str, flags: tuple[str, ...], names: str = "", routes: tuple[str, ...] = ("/",)) -> dict[str, Any]:
     """Send every kind of body, of those routes, to a server of a model, and return what it cost."""
     with serving(model, *flags) as (url, pid):
+        # All memory that streams can fill is filled by the first of them.
         watcher = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.long_texts", "--watch", url],
             stdin=subprocess.PIPE,
@@ -211,14 +217,14 @@ def measure(model: str, flags: tuple[str, ...], names: str = "", routes: tuple[s
             send(url, pid, "warm", route, encoded({"prompt": PROSE * 4000, "max_tokens": 1}))
         send(url, pid, "warm", CHAT, encoded({"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}))
         send(url, pid, "warm", "/detokenize", encoded({"tokens": [[]] * 80_000}))
-        first = resident_bytes(pid)
+        first = resident_bytes(family(pid))
         quiet = time.monotonic()
         time.sleep(QUIET_S)
         cases = []
         for name, route, body in bodies():
             if names in name and route.startswith(routes):
                 cases.append(send(url, pid, name, route, encoded(body)))
-        last = resident_bytes(pid)
+        last = resident_bytes(family(pid))
         noted = json.loads(watcher.communicate()[0])
     rows = [
         {
@@ -272,7 +278,7 @@ def main() -> None:
     long = measure(str(folder), (*flags, "--kv-cache-memory-bytes", "1GiB"), options.bodies, routes)
     print(f"context of {LONG_CONTEXT} tokens")
     show(long)
-    bundled = measure("bundled", ("--pin-limit", "0.2"), options.bodies)
+    bundled = measure("bundled", ("--pin-limit", "0.2", "--num-kv-blocks", "256"), options.bodies)
     print("bundled model")
     show(bundled)
     if not options.bodies:

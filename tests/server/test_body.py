@@ -120,8 +120,8 @@ def test_long_bodies_of_every_kind_come_back_as_they_went(bodies: Bodies) -> Non
 
 
 def test_a_large_body_gives_its_memory_back(bodies: Bodies, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun: list[object] = []
-    monkeypatch.setattr(bodies._threads, "begin", begun.append)
+    begun: list[bool] = []
+    monkeypatch.setattr(bodies._threads, "give_back", lambda: begun.append(True))
     body = parse_object(bodies, b'{"prompt": "' + b"x" * (2 << 20) + b'"}')
     assert not begun
     del body

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from quire.engine.freed_memory import return_freed_memory
 from quire.engine.prompts import Prompt, too_long
 from quire.engine.request_reader import Prepared, RequestReader
 from quire.engine.threads import Threads
@@ -22,8 +20,6 @@ from quire.text.tokenizer import Tokenizer
 FEW_CHARS = 1 << 10
 MANY_CHARS = 1 << 16
 SHORT_THREADS = 2
-# So long after a long text, what was freed of it goes back to the system.
-GIVE_BACK_S = 1.0
 
 R = TypeVar("R")
 
@@ -111,7 +107,10 @@ class Texts:
         """
         template = require_chat_template(self._known_tokenizer.chat_template)
         render = partial(template.render, messages, add_generation_prompt=add_generation_prompt)
-        return await self._chats.run(partial(render, tools=tools, variables=variables))
+        text = await self._chats.run(partial(render, tools=tools, variables=variables))
+        if len(text) > MANY_CHARS:
+            self._chats.give_back_soon()
+        return text
 
     async def run(self, length: int, work: Callable[[], R]) -> R:
         """Do something with texts in the thread that their length is for.
@@ -127,8 +126,7 @@ class Texts:
         try:
             return await self._long.run(work)
         finally:
-            # By then whoever asked has what came of it, and mostly needs it no more.
-            asyncio.get_running_loop().call_later(GIVE_BACK_S, self._long.begin, return_freed_memory)
+            self._long.give_back_soon()
 
     def close(self) -> None:
         """End the threads; what has not begun never will."""

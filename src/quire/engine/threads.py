@@ -8,7 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TypeVar
 
+from quire.engine.freed_memory import return_freed_memory
 from quire.errors import WorkerError
+
+GIVE_BACK_S = 1.0
 
 R = TypeVar("R")
 
@@ -38,10 +41,14 @@ class Threads:
                 raise
             raise WorkerError("the engine was shut down") from error
 
-    def begin(self, work: Callable[[], object]) -> None:
-        """Do something in a thread that nobody waits for; nothing once the threads are closed."""
-        with suppress(RuntimeError):
-            self._threads.submit(work)
+    def give_back_soon(self) -> None:
+        """Give memory back to the system a little later: what was large and went through here is mostly gone then."""
+        asyncio.get_running_loop().call_later(GIVE_BACK_S, self.give_back)
+
+    def give_back(self) -> None:
+        """Give memory that is free in a thread's part of the heap, and elsewhere, back to the system."""
+        with suppress(RuntimeError):  # there are no threads any more
+            self._threads.submit(return_freed_memory)
 
     def close(self) -> None:
         """Begin nothing more."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import weakref
 from functools import partial
 from typing import Any
@@ -11,12 +10,8 @@ from starlette.requests import Request
 
 from quire.bounded.json_text import FEW_BYTES, MAX_PROCESSES, BadJSON, JSONReader, may_have_many_values, parse
 from quire.bounded.process import MANY_BYTES
-from quire.engine.freed_memory import return_freed_memory
 from quire.engine.threads import Threads
 from quire.server.errors import ApiError
-
-# So long after a large body came, what was freed of it meanwhile goes back to the system.
-GIVE_BACK_S = 1.0
 
 
 class LargeObject(dict[str, Any]):
@@ -58,9 +53,8 @@ class Bodies:
                 code="unsupported_media_type",
             )
         raw = await _read(request, self.max_bytes)
-        if len(raw) > MANY_BYTES:
-            # Even of a body that is refused.
-            asyncio.get_running_loop().call_later(GIVE_BACK_S, self._threads.begin, return_freed_memory)
+        if len(raw) > MANY_BYTES:  # even where it is refused
+            self._threads.give_back_soon()
         return await self.parse_object(raw)
 
     async def parse_object(self, raw: bytes) -> dict[str, Any]:
@@ -73,6 +67,7 @@ class Bodies:
             if len(raw) <= FEW_BYTES:
                 body = parse(raw)
             elif may_have_many_values(raw):
+                self._waiting.give_back_soon()
                 body = await self._waiting.run(partial(self._reader.parse, raw))
             else:
                 body = await self._threads.run(partial(parse, raw))
@@ -83,7 +78,7 @@ class Bodies:
         if len(raw) <= MANY_BYTES:
             return body
         body = LargeObject(body)
-        weakref.finalize(body, self._threads.begin, return_freed_memory).atexit = False
+        weakref.finalize(body, self._threads.give_back).atexit = False
         return body
 
     def close(self) -> None:
