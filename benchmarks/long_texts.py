@@ -226,38 +226,42 @@ def measure(model: str, flags: tuple[str, ...], names: str = "", routes: tuple[s
                 cases.append(send(url, pid, name, route, encoded(body)))
         last = resident_bytes(family(pid))
         noted = json.loads(watcher.communicate()[0])
-    rows = [
-        {
-            "body": case.name,
-            "status": case.status,
-            "answered_s": case.ended_s - case.began_s,
-            "health_s": longest(noted["health"], case.began_s, case.ended_s),
-            "gap_s": longest(noted["stream"], case.began_s, case.ended_s),
-            "more_at_peak_bytes": case.peak_bytes - case.before_bytes,
-            "more_after_bytes": case.after_bytes - case.before_bytes,
-        }
-        for case in cases
-    ]
     alone = {kind: [took for at, took in of if quiet <= at <= quiet + QUIET_S] for kind, of in noted.items()}
     return {
         "quiet": {kind: {"median_s": statistics.median(of), "longest_s": max(of)} for kind, of in alone.items()},
-        "bodies": rows,
+        "bodies": [
+            {
+                "body": case.name,
+                "status": case.status,
+                "answered_s": case.ended_s - case.began_s,
+                "health_s": longest(noted["health"], case.began_s, case.ended_s),
+                "gap_s": longest(noted["stream"], case.began_s, case.ended_s),
+                "more_at_peak_bytes": case.peak_bytes - case.before_bytes,
+                "more_after_bytes": case.after_bytes - case.before_bytes,
+            }
+            for case in cases
+        ],
         "more_at_the_end_bytes": last - first,
     }
 
 
-def show(figures: dict[str, Any]) -> None:
-    """Print the figures of one model."""
-    quiet = {
-        kind: f"{of['median_s'] * 1e3:.0f} (at most {of['longest_s'] * 1e3:.0f}) ms"
-        for kind, of in figures["quiet"].items()
-    }
-    print(f"  without: /health {quiet['health']}, gaps {quiet['stream']}")
-    for row in figures["bodies"]:
-        delays = f"/health {row['health_s'] * 1e3:4.0f} ms, gap {row['gap_s'] * 1e3:4.0f} ms"
-        more = f"{row['more_at_peak_bytes'] >> 20:5} MiB at peak, {row['more_after_bytes'] >> 20:4} after"
-        print(f"  {row['body']:28} {row['status']} in {row['answered_s']:5.2f} s: {delays}; {more}")
-    print(f"  at the end {figures['more_at_the_end_bytes'] >> 20} MiB more than at the beginning")
+def show(title: str, runs: list[dict[str, Any]]) -> None:
+    """Print the figures of one model: medians, and the longest of all runs."""
+
+    def of(rows: list[dict[str, Any]], name: str, unit: float) -> str:
+        values = [row[name] / unit for row in rows]
+        return f"{statistics.median(values):5.0f} ({max(values):4.0f})"
+
+    print(title)
+    for kind in ("health", "stream"):
+        print(f"  without a body, {kind}: {of([run['quiet'][kind] for run in runs], 'longest_s', 1e-3)} ms at most")
+    print(f"  {'body':29} status answered s   /health ms      gap ms    MiB at peak        after")
+    for rows in zip(*(run["bodies"] for run in runs), strict=True):
+        answered = statistics.median(row["answered_s"] for row in rows)
+        delays = f"{of([*rows], 'health_s', 1e-3)} {of([*rows], 'gap_s', 1e-3)}"
+        memory = f"{of([*rows], 'more_at_peak_bytes', 1 << 20)} {of([*rows], 'more_after_bytes', 1 << 20)}"
+        print(f"  {rows[0]['body']:29} {rows[0]['status']:6} {answered:10.2f} {delays}  {memory}")
+    print(f"  at the end {of(runs, 'more_at_the_end_bytes', 1 << 20)} MiB more than at the beginning")
 
 
 def main() -> None:
@@ -265,6 +269,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--watch", help=argparse.SUPPRESS)
     parser.add_argument("--bodies", default="", help="only those with this in their name; saves nothing")
+    parser.add_argument("--runs", type=int, default=3)
     options = parser.parse_args()
     if options.watch:
         watch(options.watch)
@@ -275,15 +280,15 @@ def main() -> None:
     flags = ("--max-model-len", str(LONG_CONTEXT), "--tokenizer", str(locate("bundled")))
     # What has room is computed where it is a prompt: that is the model's time, and no text's.
     routes = ("/tokenize", "/detokenize", "/pin_prefix")
-    long = measure(str(folder), (*flags, "--kv-cache-memory-bytes", "1GiB"), options.bodies, routes)
-    print(f"context of {LONG_CONTEXT} tokens")
-    show(long)
-    bundled = measure("bundled", ("--pin-limit", "0.2", "--num-kv-blocks", "256"), options.bodies)
-    print("bundled model")
-    show(bundled)
+    setups = {
+        "long_context": (str(folder), (*flags, "--kv-cache-memory-bytes", "1GiB"), options.bodies, routes),
+        "bundled": ("bundled", ("--pin-limit", "0.2", "--num-kv-blocks", "256"), options.bodies),
+    }
+    figures = {name: [measure(*setup) for _ in range(options.runs)] for name, setup in setups.items()}
+    for name, runs in figures.items():
+        show(f"{name}: medians of {options.runs} runs (and the most)", runs)
     if not options.bodies:
-        figures = {"mark_s": MARK_S, "mark_bytes": MARK_BYTES, "long_context": long, "bundled": bundled}
-        print(machine.save("long_texts", figures))
+        print(machine.save("long_texts", {"mark_s": MARK_S, "mark_bytes": MARK_BYTES, **figures}))
 
 
 if __name__ == "__main__":
