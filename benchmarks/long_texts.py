@@ -280,7 +280,7 @@ def main() -> None:
     flags = ("--max-model-len", str(LONG_CONTEXT), "--tokenizer", str(locate("bundled")))
     # What has room is computed where it is a prompt: that is the model's time, and no text's.
     routes = ("/tokenize", "/detokenize", "/pin_prefix")
-    setups = {
+    setups: dict[str, tuple[Any, ...]] = {
         "long_context": (str(folder), (*flags, "--kv-cache-memory-bytes", "1GiB"), options.bodies, routes),
         "bundled": ("bundled", ("--pin-limit", "0.2", "--num-kv-blocks", "256"), options.bodies),
     }

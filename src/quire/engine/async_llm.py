@@ -45,7 +45,7 @@ class AsyncLLM:
         metrics: None makes a registry of its own.
 
     Attributes:
-        texts: makes texts into tokens, and tokens into texts.
+        texts: makes texts into tokens.
     """
 
     def __init__(self, model: LoadedModel, metrics: Metrics | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Texts on their way to tokens and back, in threads in which they hold up nobody but each other."""
+"""Texts on their way to tokens, in threads in which they hold up nobody but each other."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ R = TypeVar("R")
 
 
 class Texts:
-    """Makes texts into tokens for event loops, and tokens into texts.
+    """Makes texts into tokens for event loops, and does what else takes long with either.
 
     Texts up to `MANY_CHARS` go through threads of their own, and longer ones one after the other through another:
     however long they are, one core and one such text's memory are what they take.
@@ -82,15 +82,6 @@ class Texts:
             return await self.run(len(text), partial(encode, max_tokens=self._max_model_len))
         except TooManyTokens as error:
             raise too_long(error, self._max_model_len, self._max_model_len) from error
-
-    async def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of token ids, special tokens included.
-
-        Raises:
-            RequestError: see `Tokenizer.decode`; or there is no tokenizer.
-        """
-        decode = partial(self._known_tokenizer.decode, token_ids, skip_special_tokens=False)
-        return await self.run(len(token_ids), decode)
 
     async def render(
         self,

@@ -65,14 +65,18 @@ async def tokenize(state: ServerState, request: Request) -> Response:
 
 async def detokenize(state: ServerState, request: Request) -> Response:
     """Answer `POST /detokenize`: the text of token ids, special tokens included."""
-    fields, _ = await _read(state, request)
+    fields, tokenizer = await _read(state, request)
     ids, resolved = fields.get("tokens"), state.llm.resolved
     if not isinstance(ids, list):
         raise InvalidParameter("tokens", ids, "a list of token ids")
     if len(ids) > resolved.max_model_len:
         raise InvalidParameter("tokens", f"{len(ids)} tokens", f"at most {resolved.max_model_len} tokens long")
-    text = await state.llm.texts.decode(check_token_ids("tokens", ids, resolved.vocab_size))
-    return json_response({"prompt": text})
+
+    def respond() -> Response:
+        checked = check_token_ids("tokens", ids, resolved.vocab_size)
+        return json_response({"prompt": tokenizer.decode(checked, skip_special_tokens=False)})
+
+    return await state.llm.texts.run(len(ids), respond)
 
 
 def _json_parts(values: Sequence[int | str] | None) -> Iterator[str]:
