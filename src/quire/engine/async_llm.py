@@ -123,8 +123,7 @@ class AsyncLLM:
         is in, and frees its memory before the next step.
 
         Args:
-            prompt: text, token ids, or a mapping with one of them; or what `texts.prepare` made of one and of
-                `sampling_params`.
+            prompt: text, token ids, or a mapping with one of them; or what `texts.prepare` made of it.
             sampling_params: how its tokens are chosen.
             request_id: None makes one.
             priority: lower runs first, under the priority policy.
@@ -155,10 +154,7 @@ class AsyncLLM:
         request_id: str | None = None,
         then: Callable[[Engine], None] | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Put a request, once its texts are tokens and its grammar is compiled, and yield its outputs.
-
-        See `generate`, `Engine.add_request` for the options, and `Stream` for `then`.
-        """
+        """Put a request, once its texts are tokens, and yield its outputs; see `generate`, and `Stream` for `then`."""
         arrival_s = time.monotonic()
 
         def submit(engine: Engine) -> None:
@@ -166,8 +162,7 @@ class AsyncLLM:
 
         with self.reserve(1) if place is None else contextlib.nullcontext(place) as held:
             if not isinstance(prompt, Prepared):
-                special = options["add_special_tokens"]
-                (prompt,) = await self.texts.prepare([prompt], params, add_special_tokens=special)
+                (prompt,) = await self.texts.prepare([prompt], params, add_special_tokens=options["add_special_tokens"])
             grammars = self._engine.grammars
             grammar = None if grammars is None else await grammars.wait_for(params.structured_outputs)
             if self._is_draining:
