@@ -6,6 +6,62 @@ field, the value and what is allowed; a broken fact of our own is an `InvariantV
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
+# Characters of a value that a message shows.
+MAX_SHOWN = 120
+_BRACKETS: dict[type, tuple[str, str]] = {
+    list: ("[", "]"),
+    tuple: ("(", ")"),
+    set: ("{", "}"),
+    frozenset: ("frozenset({", "})"),
+}
+
+
+def shown(value: object) -> str:
+    """Return a value as a message shows it: as `repr` does, but at most `MAX_SHOWN` characters.
+
+    Nothing behind these characters is looked at, so neither time nor stack grows with the value.
+    """
+    text = ""
+    for piece in _pieces(value):
+        text += piece
+        if len(text) > MAX_SHOWN:
+            return f"{text[: MAX_SHOWN - 3]}..."
+    return text
+
+
+def _pieces(value: Any) -> Iterator[str]:
+    """Yield `repr(value)` in pieces, of a long string its beginning only."""
+    kind = type(value)
+    if kind in (str, bytes):
+        yield repr(value[: MAX_SHOWN + 1])
+    elif kind is dict:
+        yield "{"
+        for idx, (key, item) in enumerate(value.items()):
+            yield ", " if idx else ""
+            yield from _pieces(key)
+            yield ": "
+            yield from _pieces(item)
+        yield "}"
+    elif kind in _BRACKETS and value:
+        opening, closing = _BRACKETS[kind]
+        yield opening
+        for idx, item in enumerate(value):
+            yield ", " if idx else ""
+            yield from _pieces(item)
+        yield f",{closing}" if kind is tuple and len(value) == 1 else closing
+    else:
+        yield _whole(value)
+
+
+def _whole(value: object) -> str:
+    try:
+        return repr(value)
+    except Exception:  # an integer of too many digits, an object whose own repr fails
+        return f"<{type(value).__name__}>"
+
 
 def describe(error: BaseException) -> str:
     """Return the type and the message of an exception; the type alone where its own `__str__` fails."""
@@ -79,10 +135,7 @@ class InvalidParameter(RequestError):
     code = "invalid_parameter"
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
-        shown = repr(value)
-        if len(shown) > 120:
-            shown = shown[:117] + "..."
-        super().__init__(f"{field} must be {allowed}, got {shown}", field=field)
+        super().__init__(f"{field} must be {allowed}, got {shown(value)}", field=field)
         self.value = value
         self.allowed = allowed
 
@@ -94,12 +147,14 @@ class PromptTooLong(RequestError):
         num_tokens: the prompt's length in tokens.
         limit: the longest prompt that would have been accepted, in tokens.
         reason: which limit that is (the context length, the KV cache).
+        is_exact: False where the prompt may be longer still.
     """
 
     code = "context_length_exceeded"
 
-    def __init__(self, num_tokens: int, limit: int, reason: str) -> None:
-        super().__init__(f"the prompt has {num_tokens} tokens but {reason} allows at most {limit}", field="prompt")
+    def __init__(self, num_tokens: int, limit: int, reason: str, *, is_exact: bool = True) -> None:
+        count = f"{num_tokens}" if is_exact else f"at least {num_tokens}"
+        super().__init__(f"the prompt has {count} tokens but {reason} allows at most {limit}", field="prompt")
         self.num_tokens = num_tokens
         self.limit = limit
 

@@ -344,7 +344,7 @@ def test_a_mistake_is_one_line_and_code_2(flags: list[str], words: str, capsys: 
         ({"architectures": ["OddForCausalLM"], "num_key_value_heads": None}, "lacks num_key_value_heads"),
         ({"kv_lora_rank": 512, "architectures": ["OddForCausalLM"]}, "kv_lora_rank"),
         ({"torch_dtype": "float8_e4m3fn"}, "'float8_e4m3fn'"),
-        ({"num_hidden_layers": "many"}, "num_hidden_layers must be a positive integer"),
+        ({"num_hidden_layers": "many"}, "num_hidden_layers must be an integer from 1 to 1024"),
     ],
 )
 def test_a_configuration_that_cannot_be_read_names_the_field(

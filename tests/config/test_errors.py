@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,7 @@ from quire.errors import (
     UnsupportedFeature,
     UnsupportedModel,
     WorkerError,
+    shown,
 )
 
 
@@ -52,7 +54,8 @@ def test_messages_and_family(error: QuireError, parent: type[QuireError], messag
 
 
 def test_every_error_has_the_same_root() -> None:
-    kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass)]
+    found = inspect.getmembers(errors, inspect.isclass)
+    kinds = [kind for _, kind in found if kind.__module__ == errors.__name__]
     assert len(kinds) > 10
     assert all(issubclass(kind, QuireError) for kind in kinds)
 
@@ -72,3 +75,35 @@ def test_long_values_are_shown_shortened() -> None:
     assert len(str(error)) < 200
     assert str(error).endswith("xxx...")
     assert error.value == "x" * 500
+
+
+class Unprintable:
+    def __repr__(self) -> str:
+        raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None, True, 1.5, -7, "a'b", b"\x00", [], [1, "a", None], (), (1,), (1, 2), {}, {"a": [1, {"b": ()}]}, {3},
+        set(), frozenset(), frozenset({"x"}), [[[]], {}], range(3), "é\ud800",
+    ],
+)  # fmt: skip
+def test_short_values_are_shown_as_they_are_written(value: object) -> None:
+    assert shown(value) == repr(value)
+
+
+def test_what_is_shown_costs_no_more_than_it_is_long() -> None:
+    deep: Any = 0
+    for _ in range(100_000):
+        deep = [deep]
+    looped: dict[str, Any] = {}
+    looped["self"] = looped
+    assert shown(deep) == "[" * 117 + "..."
+    assert len(shown(looped)) == 120
+    assert shown(list(range(10**6))).startswith("[0, 1, 2, ")
+    assert shown({"x" * 10**7: 1}).endswith("xxx...")
+    assert len(shown([["long"] * 50] * 10**6)) == 120
+    assert shown(10**5000) == "<int>"
+    assert shown([Unprintable()]) == "[<Unprintable>]"
+    assert str(InvalidParameter("n", deep, "flat")) == "n must be flat, got " + "[" * 117 + "..."

@@ -208,7 +208,7 @@ async def test_a_request_that_cannot_even_start_is_its_own_affair(
     with pytest.raises(InvalidParameter, match="sampling_params"):
         await anext(llm.generate(STORIES[0], {"temperature": 0.0}))  # type: ignore[arg-type]
     with monkeypatch.context() as patch:
-        patch.setattr(llm._engine._requests, "_seed", lambda number: number // 0)
+        patch.setattr(llm._engine.requests, "_seed", lambda number: number // 0)
         with pytest.raises(ZeroDivisionError):
             await anext(llm.generate(STORIES[0], greedy()))
     assert await other

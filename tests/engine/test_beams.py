@@ -166,7 +166,7 @@ def test_a_processor_that_raises_fails_its_own_search(llm: LLM) -> None:
 
 def test_there_may_be_fewer_outputs_than_asked_for(llm: LLM) -> None:
     """One token is allowed, and then the end: there are two outputs of up to two tokens, and no four."""
-    ends = llm.engine._requests.end_token_ids
+    ends = llm.engine.requests.end_token_ids
     allowed = (300, *sorted(ends)[:1])
     output = search(llm, max_tokens=2, allowed_token_ids=allowed)
     assert 1 < len(output.outputs) < 4

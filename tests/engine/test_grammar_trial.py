@@ -109,10 +109,10 @@ def test_schemas_that_name_themselves_and_large_ones_compile(trial: Trial) -> No
 def test_a_process_that_somebody_ends_is_replaced() -> None:
     opened = grammars()
     opened.open(SOUND)
-    trial = opened._places.queue[-1]
-    assert trial is not None
-    os.kill(trial._process.pid, signal.SIGKILL)
-    trial._process.wait()
+    (trial,) = opened.trials.idle()
+    os.kill(trial.pid, signal.SIGKILL)
+    while trial.is_alive:
+        pass
     assert opened.open(RECURSIVE) is opened.find(RECURSIVE)
     opened.close()
 
@@ -132,8 +132,7 @@ def test_a_bomb_holds_up_no_other_grammar() -> None:
     bomb.start()
     assert opened.open(SOUND) is not None
     assert bomb.is_alive()
-    trials = [place for place in opened._places.queue if place is not None]
-    assert len(trials) == 1, "the other one has the bomb"
+    assert len(opened.trials.idle()) == 1, "the other one has the bomb"
     bomb.join()
     assert len(refused) == 1
     opened.close()
@@ -142,15 +141,14 @@ def test_a_bomb_holds_up_no_other_grammar() -> None:
 def test_nothing_is_left_behind() -> None:
     opened = grammars()
     opened.open(SOUND)
-    trial = opened._places.queue[-1]
-    assert trial is not None
+    (trial,) = opened.trials.idle()
     opened.close()
     assert not trial.is_alive
 
 
 def test_the_process_loads_no_torch(trial: Trial) -> None:
     assert trial.compile(SOUND.source, 30.0) is None
-    maps = f"/proc/{trial._process.pid}/maps"
+    maps = f"/proc/{trial.pid}/maps"
     with open(maps, encoding="utf-8") as file:
         loaded = file.read()
     assert "llguidance" in loaded

@@ -35,7 +35,7 @@ def llm() -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def width(llm: LLM) -> int:
-    reader = llm.engine._prompts.media_reader
+    reader = llm.engine.requests._prompts.media_reader
     assert reader is not None
     return reader._width
 
@@ -106,8 +106,8 @@ def test_media_need_token_ids_and_an_engine_that_computes_them(llm: LLM, width: 
     with pytest.raises(InvalidParameter, match=re.escape("got ['media']")):
         ask(llm, {"media": media})
     with pytest.raises(UnsupportedFeature, match="media is not supported: this engine computes no embeddings"):
-        PromptReader(None, 100).read({"prompt_token_ids": IDS, "media": media})
-    plain = PromptReader(None, 100).read({"prompt_token_ids": IDS, "media": None})
+        PromptReader(None, 100, 128).read({"prompt_token_ids": IDS, "media": media})
+    plain = PromptReader(None, 100, 128).read({"prompt_token_ids": IDS, "media": None})
     assert plain == (IDS, None, ())
 
 

@@ -111,6 +111,7 @@ def test_how_many_token_ids() -> None:
     assert len(SamplingParams(allowed_token_ids=range_of(5000)).allowed_token_ids or ()) == 5000
     assert "1048577 ids" in str(refused(allowed_token_ids=[0] * (MAX_ALLOWED_IDS + 1)))
     assert "at least one" in str(refused(allowed_token_ids=[]))
+    assert f"{2**20 + 1} ids" in str(refused(allowed_token_ids=[0] * (2**20 + 1)))
     assert refused(stop_token_ids=None).field == "stop_token_ids"
 
 
@@ -270,6 +271,7 @@ def check(max_num_seqs: int = 4, **params: Any) -> None:
         ({"best_of": 4}, {"best_of": 5}),
         ({"beam_width": 4}, {"beam_width": 5}),
         ({"allowed_token_ids": (49,)}, {"allowed_token_ids": (3, 50)}),
+        ({"allowed_token_ids": (49,) * 50}, {"allowed_token_ids": (49,) * 51}),
         ({"stop_token_ids": (49,)}, {"stop_token_ids": (50,)}),
         ({"kept_special_ids": (49,)}, {"kept_special_ids": (50,)}),
         ({"logit_bias": {49: 1.0}}, {"logit_bias": {50: 1.0}}),

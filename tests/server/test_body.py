@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
+import random
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from quire.server.body import parse_object
+from quire.bounded.json_text import FEW_BYTES, MANY_INTEGERS, MAX_DEPTH, MAX_VALUES
+from quire.server.body import Bodies
 from quire.server.errors import ApiError
+
+MAX_INTEGERS = 100_000
 
 BAD = {
     "empty": b"",
@@ -27,23 +35,97 @@ BAD = {
     "a number": b"1",
     "two values": b"{} {}",
     "a trailing comma": b'{"a": 1,}',
+    "966 levels": b'{"a":' + b"[" * 966 + b"]" * 966 + b"}",
+    "a level too many": b'{"a":' + b"[" * MAX_DEPTH + b"]" * MAX_DEPTH + b"}",
+    "a level too many, of objects": b'{"a":' * MAX_DEPTH + b"{}" + b"}" * MAX_DEPTH,
+    "a level too many, among others": b'{"a":[[],[1],' + b"[" * MAX_DEPTH + b"]" * MAX_DEPTH + b"]}",
+    "many empty lists": b'{"a":[' + b"[]," * 10**6 + b"[]]}",
+    "many empty objects": b'{"a":[' + b"{}," * 10**6 + b"{}]}",
+    "many objects in objects": b'{"a":[' + b'{"a":{}},' * 500_000 + b"{}]}",
+    "many strings": b'{"a":[' + b'"",' * 10**6 + b'""]}',
+    "many numbers": b'{"a":[' + b"1.5," * 10**6 + b"1]}",
+    "many fields": json.dumps(dict.fromkeys(map(str, range(600_000)))).encode(),
+    "a list of more integers than any field takes": json.dumps({"a": {"b": [1] * (MAX_INTEGERS + 1)}}).encode(),
+    "many integers that are none": b'{"a":[' + b"1," * MAX_VALUES + b"true]}",
+    "many integers that are too large": json.dumps({"a": [2**64] * (MAX_VALUES + 1)}).encode(),
+    "long and not JSON": b'{"a":[' + b"1," * 10**5 + b"]}",
+    "long and not UTF-8": b'{"a":[' + b"1," * 10**5 + b'"\xff"]}',
+    "long, with a lone surrogate": b'{"a":[' + b"1," * 10**5 + b'"\\ud800"]}',
 }
 
 
+@pytest.fixture(scope="module")
+def bodies() -> Iterator[Bodies]:
+    bodies = Bodies(8 << 20, MAX_INTEGERS)
+    yield bodies
+    bodies.close()
+
+
+def parse_object(bodies: Bodies, raw: bytes) -> dict[str, Any]:
+    return asyncio.run(bodies.parse_object(raw))
+
+
 @pytest.mark.parametrize("raw", BAD.values(), ids=BAD.keys())
-def test_21_a_bad_body_is_a_400_in_words(raw: bytes) -> None:
+def test_21_a_bad_body_is_a_400_in_words(bodies: Bodies, raw: bytes) -> None:
     with pytest.raises(ApiError) as caught:
-        parse_object(raw)
+        parse_object(bodies, raw)
     assert caught.value.status == 400
     assert caught.value.code == "invalid_json"
+    assert len(str(caught.value)) < 300
     json.dumps(caught.value.body(), ensure_ascii=False).encode()
 
 
-def test_text_of_every_plane_passes() -> None:
+def test_text_of_every_plane_passes(bodies: Bodies) -> None:
     text = "a\u00e9\u4e16\U0001f600\x00"
     for raw in (json.dumps({"prompt": text}), json.dumps({"prompt": text}, ensure_ascii=False)):
-        assert parse_object(raw.encode()) == {"prompt": text}
+        assert parse_object(bodies, raw.encode()) == {"prompt": text}
 
 
-def test_an_escaped_backslash_before_a_surrogates_letters_is_text() -> None:
-    assert parse_object(rb'{"prompt": "\\ud800"}') == {"prompt": r"\ud800"}
+def test_an_escaped_backslash_before_a_surrogates_letters_is_text(bodies: Bodies) -> None:
+    assert parse_object(bodies, rb'{"prompt": "\\ud800"}') == {"prompt": r"\ud800"}
+
+
+def test_a_long_body_says_what_it_says_wherever_it_is_parsed(bodies: Bodies) -> None:
+    ids = list(range(-5, MAX_INTEGERS - 5))
+    body = {
+        "prompt": [ids, ids[:MANY_INTEGERS], [], ids[: MANY_INTEGERS + 1], [2**63 - 1] * 1000, [-(2**63)] * 1000],
+        "deep": {"a\nb": [{"": [[True] * 1000, [1.0] * 1000, [2**63] * 1000, [None, 1]]}]},
+        "text": "\u2028\n\U0001f600\ufffd," * 10_000,
+        "stop": ["[", "{", '"', "\\"],
+        "many": {str(key): [key] for key in range(1000)},
+    }
+    raw = json.dumps(body).encode()
+    assert raw.count(b",") > MAX_VALUES
+    assert parse_object(bodies, raw) == body
+    shuffled = json.dumps(body, ensure_ascii=False, indent=1).encode()
+    assert parse_object(bodies, shuffled) == body
+
+
+def test_long_bodies_of_every_kind_come_back_as_they_went(bodies: Bodies) -> None:
+    rng = random.Random(6)
+
+    def value(depth: int) -> Any:
+        kind = rng.randrange(8 if depth else 5)
+        if kind < 5:
+            return rng.choice([None, True, 0, -1.5, "", "a,b[{", "\u4e16", 10**30, []])
+        if kind == 5:
+            return [rng.randrange(10**6) for _ in range(rng.choice([1, MANY_INTEGERS, 3000]))]
+        if kind == 6:
+            return [value(depth - 1) for _ in range(rng.randrange(6))]
+        return {str(key): value(depth - 1) for key in range(rng.randrange(6))}
+
+    for _ in range(30):
+        body = {"a": [value(6) for _ in range(30)], "b": [1] * 40_000, "c": [2] * 40_000}
+        assert parse_object(bodies, json.dumps(body).encode()) == body
+
+
+def test_a_large_body_gives_its_memory_back(bodies: Bodies, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[bool] = []
+    monkeypatch.setattr(bodies._threads, "give_back", lambda: begun.append(True))
+    body = parse_object(bodies, b'{"prompt": "' + b"x" * (2 << 20) + b'"}')
+    assert not begun
+    del body
+    gc.collect()
+    assert len(begun) == 1
+    parse_object(bodies, b'{"prompt": "' + b"x" * FEW_BYTES + b'"}')
+    assert len(begun) == 1

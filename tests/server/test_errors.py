@@ -128,7 +128,11 @@ UNSUPPORTED: list[Case] = [
     (CHAT, {"messages": USER, "modalities": ["text", "audio"]}, "modalities"),
     (CHAT, {"messages": USER, "audio": {"voice": "alloy"}}, "audio"),
     (CHAT, {"messages": USER, "chat_template": "{{ 1 }}"}, "chat_template"),
-    (CHAT, {"messages": USER, "chat_template_kwargs": {"unused": 1}}, "unused"),
+    *(
+        (route, {"messages": USER, "name": "a", "chat_template_kwargs": {name: 1}}, name)
+        for route in (CHAT, "/tokenize", "/pin_prefix")
+        for name in ("unused", "self")
+    ),
     (CHAT, {"messages": USER, "store": True}, "store"),
     (
         CHAT,

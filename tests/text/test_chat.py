@@ -1,15 +1,22 @@
-"""Chat templates render as models expect, in a sandbox, and refuse what they cannot honour."""
+"""Chat templates render as models expect, in a process with limits, and refuse what they cannot honour."""
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import pytest
 
-from quire.errors import InvalidParameter, RequestError, UnsupportedFeature
-from quire.text import chat
-from quire.text.chat import ChatTemplate, normalise_messages, require_chat_template
+from quire.errors import InvalidParameter, RequestError, UnsupportedFeature, WorkerError
+from quire.text import messages as messages_module
+from quire.text.chat import ChatTemplate, require_chat_template
+from quire.text.messages import normalise_messages
+from quire.text.rendering import GLOBALS, MAX_PROCESSES, Renderer, make_environment
 
 CHATML = """{%- for message in messages %}
     {%- if message['role'] == 'tool' and loop.first %}
@@ -30,9 +37,23 @@ CHATML = """{%- for message in messages %}
 USER = {"role": "user", "content": "hi"}
 
 
+@pytest.fixture(scope="module")
+def renderer() -> Iterator[Renderer]:
+    """Processes that all tests of this file share."""
+    renderer = Renderer()
+    yield renderer
+    renderer.close()
+
+
+@pytest.fixture(scope="module")
+def new(renderer: Renderer) -> partial[ChatTemplate]:
+    """Makes templates without processes of their own."""
+    return partial(ChatTemplate, renderer=renderer)
+
+
 @pytest.fixture
-def chatml() -> ChatTemplate:
-    return ChatTemplate(CHATML, bos_token="<s>", eos_token="</s>")
+def chatml(new: partial[ChatTemplate]) -> ChatTemplate:
+    return new(CHATML, bos_token="<s>", eos_token="</s>")
 
 
 def test_a_conversation_is_written_as_the_model_knows_it(chatml: ChatTemplate) -> None:
@@ -61,44 +82,46 @@ def test_tools_reach_the_template(chatml: ChatTemplate) -> None:
     assert rendered == '<|user|>hi</s>[\n {\n  "type": "function"\n }\n]'
 
 
-def test_whether_a_template_knows_tools_can_be_asked(chatml: ChatTemplate) -> None:
+def test_whether_a_template_knows_tools_can_be_asked(chatml: ChatTemplate, new: partial[ChatTemplate]) -> None:
     assert chatml.knows_tools
     chatml.require_tools()
-    assert not ChatTemplate("{{ messages }}").knows_tools
-    assert ChatTemplate("{{ messages }}", tool_source="{{ tools }}").knows_tools
-    broken = ChatTemplate("{% if tools %}")
+    assert not new("{{ messages }}").knows_tools
+    assert new("{{ messages }}", tool_source="{{ tools }}").knows_tools
+    broken = new("{% if tools %}")
     assert not broken.knows_tools
     with pytest.raises(RequestError, match="cannot be compiled"):
         broken.require_tools()
 
 
-def test_without_tools_a_template_sees_none() -> None:
-    template = ChatTemplate("{% if tools is not none %}{{ tools | length }}{% else %}plain{% endif %}")
+def test_without_tools_a_template_sees_none(new: partial[ChatTemplate]) -> None:
+    template = new("{% if tools is not none %}{{ tools | length }}{% else %}plain{% endif %}")
     assert template.render([USER]) == "plain"
     assert template.render([USER], tools=[{"type": "function"}]) == "1"
 
 
-def test_variables_of_the_template_can_be_set_and_others_are_refused(chatml: ChatTemplate) -> None:
-    assert chatml.render([USER], style="!").endswith("<|assistant|>!")
+def test_variables_of_the_template_can_be_set_and_others_are_refused(
+    chatml: ChatTemplate, new: partial[ChatTemplate]
+) -> None:
+    assert chatml.render([USER], variables={"style": "!"}).endswith("<|assistant|>!")
     with pytest.raises(UnsupportedFeature, match="enable_thinking"):
-        chatml.render([USER], enable_thinking=False)
+        chatml.render([USER], variables={"enable_thinking": False})
     with pytest.raises(UnsupportedFeature, match="tools"):
-        ChatTemplate("{{ messages[0].content }}").render([USER], tools=[{"type": "function"}])
+        new("{{ messages[0].content }}").render([USER], tools=[{"type": "function"}])
 
 
 @pytest.mark.parametrize("name", ["eos_token", "raise_exception", "strftime_now", "range", "continue_final_message"])
 def test_reserved_names_are_refused(chatml: ChatTemplate, name: str) -> None:
     with pytest.raises(InvalidParameter, match=name):
-        chatml.render([USER], **{name: "x"})
+        chatml.render([USER], variables={name: "x"})
 
 
-def test_the_clock_is_passed_in() -> None:
-    template = ChatTemplate("{{ strftime_now('%d %b %Y') }}", clock=lambda: datetime(2024, 2, 29))
+def test_the_clock_is_passed_in(new: partial[ChatTemplate]) -> None:
+    template = new("{{ strftime_now('%d %b %Y') }}", clock=lambda: datetime(2024, 2, 29))
     assert template.render([USER]) == "29 Feb 2024"
 
 
-def test_loops_can_be_left() -> None:
-    template = ChatTemplate("{% for m in messages %}{{ m.content }}{% break %}{% endfor %}")
+def test_loops_can_be_left(new: partial[ChatTemplate]) -> None:
+    template = new("{% for m in messages %}{{ m.content }}{% break %}{% endfor %}")
     assert template.render([USER, USER]) == "hi"
 
 
@@ -110,30 +133,131 @@ def test_loops_can_be_left() -> None:
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{{ messages.append(1) }}", "unsafe"),
         ("{{ messages.clear() }}", "unsafe"),
-        ("{{ 'x' * 1000000000 }}", "too large"),
-        ("{{ 1000000000 * [0] }}", "too large"),
-        ("{{ 9 ** 999999999 }}", "powers"),
         ("{{ undefined_name.field }}", "undefined_name"),
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "loops more than"),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+        ("{{ range(10 ** 9) }}", "Range too big"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "nests too deeply"),
         ("{% include 'other' %}", "no loader"),
+        ("{{ 1 / 0 }}", "division by zero"),
     ],
 )
-def test_a_template_that_fails_or_reaches_out_refuses_the_request(source: str, why: str) -> None:
+def test_a_template_that_fails_or_reaches_out_refuses_the_request(
+    source: str, why: str, new: partial[ChatTemplate]
+) -> None:
     with pytest.raises(RequestError, match=why):
-        ChatTemplate(source).render([USER])
+        new(source).render([USER])
 
 
-def test_the_output_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat, "MAX_OUTPUT_CHARS", 1000)
-    template = ChatTemplate("{% for i in range(1001) %}{{ 'x' }}{% endfor %}")
+DOUBLING = "{% set ns = namespace(x='ab') %}{% for i in range(40) %}{% set ns.x = ns.x OP ns.x %}{% endfor %}"
+BOMBS = {
+    "loops in loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "loops over a string": (
+        "{% set s = 'x' * 100000 %}{% for a in s %}{% for b in s %}{% for c in s %}{% endfor %}{% endfor %}{% endfor %}"
+    ),
+    "slices": "{% for part in 'abc' | slice(10 ** 9) %}{% endfor %}",
+    "batches": "{% for part in 'abc' | batch(10 ** 9, 'x') %}{{ part | length }}{% endfor %}",
+    "a string times a number": "{{ 'x' * 1000000000 }}",
+    "a list times a number": "{{ 1000000000 * [0] }}",
+    "a power": "{{ 9 ** 999999999 }}",
+    "products": (
+        "{% set ns = namespace(x=9 ** 9999) %}{% for i in range(64) %}{% set ns.x = ns.x * ns.x %}{% endfor %}"
+    ),
+    "a tree of macros": (
+        "{% macro a(n) %}{% if n %}{{ a(n - 1) }}{{ a(n - 1) }}{% endif %}{% endmacro %}{{ a(60) | length }}"
+    ),
+    "joining with ~": DOUBLING.replace("OP", "~"),
+    "joining with +": DOUBLING.replace("OP", "+"),
+    "a format": "{{ '%2000000000d' % 1 }}",
+    "a method that formats": "{{ '{:2000000000d}'.format(1) }}",
+    "center": "{{ 'x' | center(2000000000) }}",
+    "wordwrap": "{{ ('x ' * 200000) | wordwrap(1) | wordwrap(1) | length }}{% for i in range(99999) %}"
+    "{% set x = ('x ' * 200000) | wordwrap(1) %}{% endfor %}",
+    "a sum": "{% for i in range(99999) %}{% set x = range(99999) | sum %}{% endfor %}",
+    "a constant": "{{ 'x' | center(2000000000) | length }}",
+    "parentheses": "{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}",
+    "conditions": "{% if 1 %}" * 5_000 + "{% endif %}" * 5_000,
+    "lists": "{{ " + "[" * 20_000 + "]" * 20_000 + " }}",
+    "a long output": "{% for i in range(99999) %}{{ 'x' * 10000 }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("source", BOMBS.values(), ids=BOMBS.keys())
+def test_a_bomb_refuses_the_request_within_its_limits(source: str) -> None:
+    renderer = Renderer(timeout_s=0.5, memory_bytes=64 << 20)
+    try:
+        with pytest.raises(RequestError, match=r"takes more than|cannot be compiled|longer than"):
+            ChatTemplate(source, renderer=renderer).render([USER])
+        assert ChatTemplate("fine", renderer=renderer).render([USER]) == "fine"
+    finally:
+        renderer.close()
+
+
+def test_whether_a_bomb_knows_tools_can_be_asked() -> None:
+    template = ChatTemplate(BOMBS["parentheses"] + "{{ tools }}", renderer=Renderer(memory_bytes=64 << 20))
+    assert not template.knows_tools
+    template.close()
+
+
+def test_the_output_is_bounded() -> None:
+    small = Renderer(max_chars=1000)
     with pytest.raises(RequestError, match="longer than 1000"):
+        ChatTemplate("{% for i in range(1001) %}{{ 'x' }}{% endfor %}", renderer=small).render([USER])
+    assert ChatTemplate("{% for i in range(1000) %}x{% endfor %}", renderer=small).render([USER]) == "x" * 1000
+    small.close()
+
+
+def test_a_renderer_starts_again_after_its_process_ended_and_not_after_it_was_closed() -> None:
+    template = ChatTemplate("{{ messages[0].content }}")
+    assert template.render([USER]) == "hi"
+    (process,) = template._renderer.processes.idle()
+    os.kill(process.pid, signal.SIGKILL)
+    while process.is_alive:
+        pass
+    assert template.render([USER]) == "hi"
+    template.close()
+    with pytest.raises(WorkerError, match="shut down"):
         template.render([USER])
-    assert ChatTemplate("{% for i in range(1000) %}{{ 'x' }}{% endfor %}").render([USER]) == "x" * 1000
+
+
+def test_many_threads_may_render_at_once(new: partial[ChatTemplate], renderer: Renderer) -> None:
+    template = new("{{ messages[0].content }}")
+    texts = [f"{idx} " * 1000 for idx in range(200)]
+
+    def render(text: str) -> str:
+        return template.render([{"role": "user", "content": text}])
+
+    with ThreadPoolExecutor(16) as threads:
+        assert list(threads.map(render, texts)) == texts
+    assert 1 <= len(renderer.processes.idle()) <= MAX_PROCESSES
+
+
+def test_the_process_loads_no_torch(new: partial[ChatTemplate], renderer: Renderer) -> None:
+    new("x").render([USER])
+    with open(f"/proc/{renderer.processes.idle()[0].pid}/maps", encoding="utf-8") as file:
+        assert "torch" not in file.read()
+
+
+def test_what_templates_find_beside_their_variables_is_reserved() -> None:
+    assert make_environment([datetime.min]).globals.keys() == GLOBALS
+
+
+@pytest.mark.parametrize("value", [object(), {1, 2}, {"a": [object()]}])
+def test_a_variable_that_json_cannot_hold_is_refused(chatml: ChatTemplate, value: Any) -> None:
+    with pytest.raises(InvalidParameter, match="JSON can hold"):
+        chatml.render([USER], variables={"style": value})
+    deep: Any = []
+    for _ in range(5_000):
+        deep = [deep]
+    with pytest.raises(RequestError):
+        chatml.render([USER], variables={"style": deep})
+
+
+@pytest.mark.parametrize("text", ["\ud800", "a\udfff", "\x00", "\u2028\n\r", "\U0001f600" * 1000])
+def test_text_of_every_kind_comes_back_as_it_went(new: partial[ChatTemplate], text: str) -> None:
+    assert new("{{ messages[0].content }}").render([{"role": "user", "content": text}]) == text
 
 
 def test_the_input_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat, "MAX_INPUT_CHARS", 10)
+    monkeypatch.setattr(messages_module, "MAX_INPUT_CHARS", 10)
     assert normalise_messages([{"role": "user", "content": "x" * 10}])
     with pytest.raises(InvalidParameter, match="at most 10 characters"):
         normalise_messages([{"role": "user", "content": "x" * 6}] * 2)
@@ -141,9 +265,9 @@ def test_the_input_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         normalise_messages([{"role": "user", "content": ""}] * 4097)
 
 
-def test_a_template_cannot_change_the_caller_s_messages() -> None:
+def test_a_template_cannot_change_the_caller_s_messages(new: partial[ChatTemplate]) -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "hi"}], "unknown": 1}]
-    ChatTemplate("{% set ns = namespace(m=messages[0]) %}{{ ns.m.content }}").render(messages)
+    new("{% set ns = namespace(m=messages[0]) %}{{ ns.m.content }}").render(messages)
     assert messages == [{"role": "user", "content": [{"type": "text", "text": "hi"}], "unknown": 1}]
     assert normalise_messages(messages) == [{"role": "user", "content": "hi"}]
 
@@ -173,6 +297,10 @@ def test_a_template_cannot_change_the_caller_s_messages() -> None:
         ),
         (
             [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 10**5}}]}],
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}" + " " * 10**6}}]}],
             "messages[0].tool_calls[0].function.arguments",
         ),
     ],

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
 from quire.errors import CheckpointError, InvalidParameter, UnsupportedFeature
@@ -135,6 +135,62 @@ def test_the_bytes_of_the_tokens_are_the_bytes_of_the_text(byte_level: Tokenizer
     ids = byte_level.encode(text)
     assert b"".join(byte_level.token_bytes(token_id) for token_id in ids) == text.encode()
     assert byte_level.decode(ids, skip_special_tokens=False) == text
+
+
+REDOS = Regex("(a+)+b$")
+
+
+def test_a_panic_of_the_library_is_an_error_like_others(byte_level: Tokenizer) -> None:
+    library = Library.from_str(byte_level._library.to_str())
+    library.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(REDOS, "isolated"), library.pre_tokenizer])
+    tokenizer = Tokenizer(library)
+    assert tokenizer.encode("hello") == byte_level.encode("hello")
+    for text in ("a" * 40, "hello " * 20_000 + "a" * 40):
+        with pytest.raises(InvalidParameter, match="the tokenizer library gave up"):
+            tokenizer.encode(text)
+
+
+def test_a_decoder_that_fails_on_a_token_costs_that_token_only() -> None:
+    names = ["b", "a" * 40]
+    library = Library(models.BPE(vocab={name: token_id for token_id, name in enumerate(names)}, merges=[]))
+    library.decoder = decoders.Replace(REDOS, "x")
+    tokenizer = Tokenizer(library)
+    with pytest.raises(InvalidParameter, match="token ids that the tokenizer can decode"):
+        tokenizer.decode([1])
+    assert [tokenizer.token_text(token_id) for token_id in (0, 1)] == ["b", "\ufffd"]
+    assert tokenizer.head_bytes(1)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "/////w=="}}, "precompiled_charsmap"),
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}, "not a tokenizer"),
+        ({"decoder": {"type": "Replace", "pattern": {"String": "a"}, "content": "b" * 10**6}}, "decoder's content"),
+        ({"decoder": {"type": "Strip", "content": " ", "start": 10**6, "stop": 0}}, "decoder's start"),
+        ({"added_tokens": [{"id": 2**32}]}, "not a tokenizer"),
+    ],
+)
+def test_a_tokenizer_that_would_do_harm_is_refused(
+    tmp_path: Path, byte_level: Tokenizer, change: dict[str, Any], says: str
+) -> None:
+    path = write(tmp_path, byte_level) / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | change), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=says):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_special_tokens_and_names_of_templates_may_be_anything(tmp_path: Path, byte_level: Tokenizer) -> None:
+    named = [{"name": [], "template": "one"}, {"name": "default", "template": "two"}, 3]
+    write(tmp_path, byte_level, {"chat_template": named, "bos_token": {"content": 3}, "eos_token": ["<s>"]})
+    read = Tokenizer.from_folder(tmp_path)
+    assert (read.bos_token_id, read.eos_token_id) == (None, None)
+    assert read.chat_template is not None
+    assert read.chat_template.source == "two"
+    for name, value in (("bos_token", "\ud800"), ("chat_template", "x" * (2 << 20))):
+        write(tmp_path, byte_level, {name: value})
+        with pytest.raises(CheckpointError):
+            Tokenizer.from_folder(tmp_path)
 
 
 def test_every_byte_has_its_token(byte_level: Tokenizer, byte_fallback: Tokenizer) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Final, Literal, get_args
 
 from quire.config.checks import check_flag, check_one_of, check_positive, check_share, check_text, check_whole
 from quire.config.speculative import SpeculativeConfig, spread
-from quire.errors import ConfigError
+from quire.errors import ConfigError, shown
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 # As `quire.memory.sizing.CACHE_DTYPES` sizes them.
@@ -266,7 +266,9 @@ class EngineConfig:
         parts: dict[str, dict[str, Any]] = {part: {} for part in PARTS}
         for name, value in spread(options).items():
             if name not in homes:
-                raise ConfigError(f"unknown option {name!r}; known options are {', '.join(sorted(homes))}", field=name)
+                raise ConfigError(
+                    f"unknown option {shown(name)}; known options are {', '.join(sorted(homes))}", field=name
+                )
             parts[homes[name]][name] = value
         return cls(**{part: PARTS[part](**given) for part, given in parts.items()})
 

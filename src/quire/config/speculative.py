@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from quire.config.checks import check_one_of, check_text, check_whole
-from quire.errors import ConfigError
+from quire.errors import ConfigError, shown
 
 METHODS = ("off", "ngram", "suffix", "draft")
 MAX_TOKENS = 32
@@ -64,7 +64,7 @@ class SpeculativeConfig:
             if getattr(self, name) is not None and method not in methods:
                 raise ConfigError(
                     f"{name} ({getattr(self, name)}) needs speculative_method {' or '.join(map(repr, methods))}, "
-                    f"got {method!r}",
+                    f"got {shown(method)}",
                     field=name,
                 )
         if method == "draft" and self.draft_model is None:
@@ -112,7 +112,9 @@ def spread(options: Mapping[str, Any]) -> dict[str, Any]:
     if given is None:
         return flat
     if not isinstance(given, Mapping):
-        raise ConfigError(f"speculative_config must be a mapping or None, got {given!r}", field="speculative_config")
+        raise ConfigError(
+            f"speculative_config must be a mapping or None, got {shown(given)}", field="speculative_config"
+        )
     names = {SPELLED.get(key, key): value for key, value in given.items()}
     if "draft_model" in names:
         names.setdefault("speculative_method", "draft")
@@ -122,7 +124,8 @@ def spread(options: Mapping[str, Any]) -> dict[str, Any]:
     unknown = next((name for name in names if name != "speculative_method" and name not in METHODS_OF), None)
     if unknown is not None:
         raise ConfigError(
-            f"unknown key {unknown!r} of speculative_config; known are {', '.join(('method', 'model', *METHODS_OF))}",
+            f"unknown key {shown(unknown)} of speculative_config; "
+            f"known are {', '.join(('method', 'model', *METHODS_OF))}",
             field="speculative_config",
         )
     return flat | names

@@ -8,7 +8,6 @@ import secrets
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from functools import partial
 from typing import Any
 
 from quire.config import EngineConfig, ResolvedConfig
@@ -21,12 +20,13 @@ from quire.engine.metrics import Metrics
 from quire.engine.outputs import RequestOutput
 from quire.engine.pinning import ONE_TOKEN
 from quire.engine.prompts import Prompt
+from quire.engine.request_reader import Prepared
 from quire.engine.reservation import Places, Reservation
 from quire.engine.stats import EngineStats, Health
+from quire.engine.texts import Texts
 from quire.errors import RequestError, WorkerError
 from quire.memory.usage import Usage
 from quire.sequences.params import SamplingParams
-from quire.sequences.structured import StructuredOutputs
 from quire.text.tokenizer import Tokenizer
 
 # With work at hand and no step completed for so long, the engine counts as stuck.
@@ -39,6 +39,9 @@ class AsyncLLM:
     Args:
         model: the loaded model and its engine, which this object owns from now on.
         metrics: None makes a registry of its own.
+
+    Attributes:
+        texts: makes texts into tokens.
     """
 
     def __init__(self, model: LoadedModel, metrics: Metrics | None = None) -> None:
@@ -49,6 +52,7 @@ class AsyncLLM:
         self.metrics.set_config(self.resolved)
         self.metrics.set_engine(model.engine)
         self.metrics.watch_store(lambda: model.engine.stats.disk)
+        self.texts = Texts(model.engine.requests, self.tokenizer, self.resolved.max_model_len)
         self._defaults = model.default_params
         self._engine = model.engine
         # In the names that requests get here, so that no caller's own name is one of them.
@@ -101,7 +105,7 @@ class AsyncLLM:
 
     def generate(
         self,
-        prompt: Prompt,
+        prompt: Prompt | Prepared,
         sampling_params: SamplingParams,
         *,
         request_id: str | None = None,
@@ -118,7 +122,7 @@ class AsyncLLM:
         is in, and frees its memory before the next step.
 
         Args:
-            prompt: text, token ids, or a mapping with one of them.
+            prompt: text, token ids, or a mapping with one of them; or what `texts.prepare` made of it.
             sampling_params: how its tokens are chosen.
             request_id: None makes one.
             priority: lower runs first, under the priority policy.
@@ -138,18 +142,34 @@ class AsyncLLM:
             "tenant": tenant,
             "retain_cache": retain_cache,
         }
-        make = partial(self._stream, prompt, sampling_params, request_id, options)
-        return self._follow(make, place, getattr(sampling_params, "structured_outputs", None))
+        return self._follow(prompt, sampling_params, options, place, request_id)
 
     async def _follow(
-        self, make: Callable[[], Stream], place: Reservation | None = None, wanted: StructuredOutputs | None = None
+        self,
+        prompt: Prompt | Prepared,
+        params: SamplingParams,
+        options: Mapping[str, Any],
+        place: Reservation | None = None,
+        request_id: str | None = None,
+        then: Callable[[Engine], None] | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Put a request, once what its output must look like is compiled, and yield its outputs; see `generate`."""
+        """Put a request, once its texts are tokens, and yield its outputs; see `generate`, and `Stream` for `then`."""
+        arrival_s = time.monotonic()
+
+        def submit(engine: Engine) -> None:
+            engine.add_request(name, prompt, params, arrival_s=arrival_s, **options)
+
         with self.reserve(1) if place is None else contextlib.nullcontext(place) as held:
+            if not isinstance(prompt, Prepared):
+                (prompt,) = await self.texts.prepare([prompt], params, add_special_tokens=options["add_special_tokens"])
             grammars = self._engine.grammars
-            grammar = None if grammars is None else await grammars.wait_for(wanted)
-            stream = make()
-            stream.grammar = grammar
+            grammar = None if grammars is None else await grammars.wait_for(params.structured_outputs)
+            if self._is_draining:
+                raise RequestError("the engine is shutting down and takes no new requests")
+            with self._lock:
+                self._num_requests += 1
+                name = f"request-{self._num_requests}-{self._name}" if request_id is None else request_id
+            stream = Stream(name, submit, asyncio.get_running_loop(), then, grammar=grammar)
             held.take()
             self._places.put()
             self._thread.put(stream)
@@ -170,27 +190,6 @@ class AsyncLLM:
             if not is_finished and not self._thread.has_ended:
                 self._thread.put(Abort(stream))
 
-    def _stream(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        request_id: str | None,
-        options: Mapping[str, Any],
-        then: Callable[[Engine], None] | None = None,
-    ) -> Stream:
-        """Return what the engine's thread needs to start a request; see `Engine.add_request` for the options."""
-        if self._is_draining:
-            raise RequestError("the engine is shutting down and takes no new requests")
-        with self._lock:
-            self._num_requests += 1
-            name = f"request-{self._num_requests}-{self._name}" if request_id is None else request_id
-        arrival_s = time.monotonic()
-
-        def submit(engine: Engine) -> None:
-            engine.add_request(name, prompt, params, arrival_s=arrival_s, **options)
-
-        return Stream(name, submit, asyncio.get_running_loop(), then)
-
     def reset_prefix_cache(self) -> None:
         """Let no request that is made after this call find what was computed before it; pins go too."""
         self._thread.put(Call(Engine.reset_prefix_cache))
@@ -209,15 +208,16 @@ class AsyncLLM:
         Arguments, result and errors are those of `LLM.pin_prefix`; a prompt that must be computed needs a place in the
         queue, as any request does.
         """
-        options: dict[str, Any] = {"cache_salt": cache_salt, "tenant": tenant, "add_special_tokens": add_special_tokens}
-        num_tokens = await self._call(lambda engine: engine.pins.pin(name, prompt, **options))
+        options: dict[str, Any] = {"cache_salt": cache_salt, "tenant": tenant}
+        (read,) = await self.texts.prepare([prompt], ONE_TOKEN, add_special_tokens=add_special_tokens)
+        num_tokens = await self._call(lambda engine: engine.pins.pin(name, read.prompt, **options))
 
         def pin(engine: Engine) -> None:
             nonlocal num_tokens
-            num_tokens = engine.pins.pin(name, prompt, **options)
+            num_tokens = engine.pins.pin(name, read.prompt, **options)
 
         if not num_tokens:
-            async for _ in self._follow(partial(self._stream, prompt, ONE_TOKEN, None, options, pin)):
+            async for _ in self._follow(read, ONE_TOKEN, options, then=pin):
                 pass
         if not num_tokens:
             raise WorkerError(f"the prefix {name!r} could not be computed")
@@ -297,3 +297,4 @@ class AsyncLLM:
         """End every request and the engine's thread, which gets 30 seconds to end its step; may be called twice."""
         self._is_draining = True
         self._thread.shutdown(timeout_s=30)
+        self.texts.close()

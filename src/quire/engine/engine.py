@@ -17,7 +17,7 @@ from quire.engine.meter import Meter
 from quire.engine.outputs import RequestMetrics, RequestOutput
 from quire.engine.pinning import PrefixPins
 from quire.engine.prompts import Prompt, PromptReader
-from quire.engine.request_reader import RequestReader
+from quire.engine.request_reader import Prepared, RequestReader
 from quire.engine.residency import Residency
 from quire.engine.staging import Staging
 from quire.engine.stats import EngineStats, StepStats
@@ -46,7 +46,7 @@ class Engine:
         config: the resolved configuration.
         scheduler: owns all sequences and commands the memory.
         executor: the data plane.
-        tokenizer: None when the engine works on token ids only.
+        tokenizer: None when the engine works on token ids only. Closed with the engine.
         end_token_ids: the model's own end-of-sequence tokens.
         cache_name: what, of the model, the prefix cache depends on.
         clock: seconds, monotonic.
@@ -59,6 +59,7 @@ class Engine:
     Attributes:
         last_step: the numbers of the last step, None where it did nothing.
         pins: the prefixes that are held by name.
+        requests: reads requests; its `prepare` may be called from any thread.
         times: is told how long steps take.
         residency: how long blocks live; None where no share of them is measured.
     """
@@ -85,12 +86,12 @@ class Engine:
         self.tokenizer = tokenizer
         self.num_steps = 0
         self.last_step: StepStats | None = None
-        self._prompts = PromptReader(tokenizer, config.vocab_size, media_reader)
-        self.pins = PrefixPins(config, scheduler.memory, self._prompts, cache_name)
+        prompts = PromptReader(tokenizer, config.vocab_size, config.max_model_len, media_reader)
+        self.pins = PrefixPins(config, scheduler.memory, prompts, cache_name)
         share = config.kv_cache_metrics_sample
         pools = [group.pool for group in scheduler.memory.groups]
         self.residency = Residency(pools, share, clock) if share else None
-        self._requests = RequestReader(config, self._prompts, grammars, end_token_ids, cache_name)
+        self.requests = RequestReader(config, prompts, grammars, end_token_ids, cache_name)
         self._clock = clock
         self._recording = recording
         self._staging = staging
@@ -107,7 +108,7 @@ class Engine:
     def add_request(
         self,
         request_id: str,
-        prompt: Prompt,
+        prompt: Prompt | Prepared,
         params: SamplingParams,
         *,
         priority: int = 0,
@@ -121,7 +122,8 @@ class Engine:
 
         Args:
             request_id: unique among the requests that are not finished.
-            prompt: text, token ids, or a mapping with one of them; token ids with `media`, see `MediaReader`.
+            prompt: text, token ids, or a mapping with one of them; token ids with `media`, see `MediaReader`. Or what
+                `requests.prepare` made of it and of `params`.
             params: valid sampling parameters.
             priority: lower runs first, under the priority policy.
             cache_salt: only requests with the same salt share cached prefixes.
@@ -137,7 +139,7 @@ class Engine:
             raise InvalidParameter("request_id", request_id, "a non-empty string")
         if request_id in self._transcripts:
             raise InvalidParameter("request_id", request_id, "unique among the requests in progress")
-        request, text = self._requests.read(
+        request, text = self.requests.read(
             request_id,
             prompt,
             params,
@@ -249,6 +251,8 @@ class Engine:
             self.executor.close()
             if self.grammars is not None:
                 self.grammars.close()
+            if self.tokenizer is not None:
+                self.tokenizer.close()
             if self._staging is not None:
                 self._staging.close()
             if self._recording is not None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-from concurrent.futures import ThreadPoolExecutor
-from queue import LifoQueue
+from functools import partial
 
+from quire.bounded.process import ProcessPool
 from quire.engine.grammar_trial import Trial
-from quire.errors import InvalidParameter, WorkerError
+from quire.engine.threads import Threads
+from quire.errors import InvalidParameter
 from quire.execution.grammars import Grammar, GrammarShelf, import_llguidance
 from quire.sequences.structured import StructuredOutputs
 
@@ -23,17 +23,17 @@ class Grammars:
         shelf: where compiled ones are looked for, by the data plane too.
         timeout_s: that compiling one may take.
         memory_bytes: that it may take.
+
+    Attributes:
+        trials: the processes in which grammars are tried out.
     """
 
     def __init__(self, shelf: GrammarShelf, *, timeout_s: float, memory_bytes: int) -> None:
         self.shelf = shelf
         self._timeout_s = timeout_s
         self._memory_bytes = memory_bytes
-        self._places: LifoQueue[Trial | None] = LifoQueue()
-        for _ in range(MAX_TRIALS):
-            self._places.put(None)
-        self._is_closed = False
-        self._threads = ThreadPoolExecutor(MAX_TRIALS, thread_name_prefix="quire-grammars")
+        self.trials = ProcessPool(self._start_trial, MAX_TRIALS)
+        self._threads = Threads(MAX_TRIALS, "quire-grammars")
 
     def find(self, wanted: StructuredOutputs) -> Grammar | None:
         """Return a grammar that is compiled already."""
@@ -71,33 +71,20 @@ class Grammars:
         """
         if wanted is None:
             return None
-        if self._is_closed:
-            raise WorkerError("the engine was shut down")
         known = self.find(wanted)
-        return known if known is not None else await asyncio.wrap_future(self._threads.submit(self.open, wanted))
+        return known if known is not None else await self._threads.run(partial(self.open, wanted))
 
     def close(self) -> None:
         """End all trials."""
-        self._is_closed = True
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        for _ in range(self._places.qsize()):
-            trial = self._places.get()
-            if trial is not None:
-                trial.close()
+        self._threads.close()
+        self.trials.close()
+
+    def _start_trial(self) -> Trial:
+        # Only now: the tokenizer's text is long, and most engines are asked for no grammar.
+        shelf = self.shelf
+        return Trial(shelf.read_tokenizer(), shelf.vocab_size, shelf.end_token_ids, self._memory_bytes)
 
     def _try(self, wanted: StructuredOutputs) -> tuple[str | None, int]:
         """Return why a grammar does not compile, None where it does; and the bytes of memory that it takes."""
-        trial = self._places.get()
-        try:
-            if trial is not None and not trial.is_alive:
-                trial.close()
-                trial = None
-            if trial is None:
-                shelf = self.shelf
-                # Only now: the tokenizer's text is long, and most engines are asked for no grammar.
-                trial = Trial(shelf.read_tokenizer(), shelf.vocab_size, shelf.end_token_ids, self._memory_bytes)
+        with self.trials.process() as trial:
             return trial.compile(wanted.source, self._timeout_s), trial.num_bytes
-        finally:
-            if self._is_closed and trial is not None:
-                trial.close()
-            self._places.put(trial)

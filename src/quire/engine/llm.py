@@ -196,12 +196,26 @@ class LLM:
         tell_calls(outputs, use)
         return outputs
 
-    def render_chat(self, messages: Messages, *, add_generation_prompt: bool = True, **template_args: Any) -> list[int]:
-        """Return the token ids of a conversation, by default ready for the assistant's turn."""
+    def render_chat(
+        self,
+        messages: Messages,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **template_args: Any,
+    ) -> list[int]:
+        """Return the token ids of a conversation, by default ready for the assistant's turn.
+
+        Args:
+            tools: functions that the model is told of.
+            template_args: variables that the model's chat template knows.
+        """
         if self.tokenizer is None:
             raise UnsupportedFeature("messages", "this engine runs without a tokenizer")
         template = require_chat_template(self.tokenizer.chat_template)
-        text = template.render(messages, add_generation_prompt=add_generation_prompt, **template_args)
+        text = template.render(
+            messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=template_args
+        )
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def stream(

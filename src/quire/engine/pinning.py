@@ -7,8 +7,8 @@ from urllib.parse import quote
 
 from quire.config import ResolvedConfig
 from quire.engine.namespaces import read_namespace
-from quire.engine.prompts import Prompt, PromptReader
-from quire.errors import InvalidParameter, PinLimitReached, PromptTooLong, UnsupportedFeature
+from quire.engine.prompts import Prompt, PromptReader, TokenPrompt
+from quire.errors import InvalidParameter, PinLimitReached, UnsupportedFeature
 from quire.memory.manager import KVCacheManager
 from quire.memory.recorder import RecordedMemory
 from quire.sequences.params import SamplingParams
@@ -60,13 +60,7 @@ class PrefixPins:
         self._cache_name = cache_name
 
     def pin(
-        self,
-        name: str,
-        prompt: Prompt,
-        *,
-        cache_salt: str | None = None,
-        tenant: str | None = None,
-        add_special_tokens: bool = True,
+        self, name: str, prompt: Prompt | TokenPrompt, *, cache_salt: str | None = None, tenant: str | None = None
     ) -> int:
         """Pin a prompt's whole blocks, if all of them are in the prefix cache.
 
@@ -74,7 +68,6 @@ class PrefixPins:
             name: not in use by this tenant; at most `MAX_NAME_LEN` characters.
             prompt: text, token ids, or a mapping with one of them; at least a block long.
             cache_salt, tenant: of the requests that shall hit it.
-            add_special_tokens: for text prompts.
 
         Returns:
             The tokens that are pinned; 0 when some must be computed first, and nothing is pinned.
@@ -90,13 +83,10 @@ class PrefixPins:
         if key in self._memory.pins:
             raise InvalidParameter("name", name, "a name that is not in use; unpin that prefix first")
         block_size = self._config.block_size
-        tokens, _, media = self._prompts.read(prompt, add_special_tokens=add_special_tokens)
+        tokens, _, media = self._prompts.read(prompt)
         whole, spans = tokens[: len(tokens) // block_size * block_size], [each.span for each in media]
         if not whole:
-            raise InvalidParameter("prompt", prompt, f"at least a block of {block_size} tokens long")
-        if len(tokens) >= self._config.max_model_len:
-            limit = self._config.max_model_len
-            raise PromptTooLong(len(tokens), limit - 1, f"the context length of {limit} tokens")
+            raise InvalidParameter("prompt", f"{len(tokens)} tokens", f"at least a block of {block_size} tokens long")
         # A hit leaves a token to compute; here it is one that nobody asked for.
         hit = self._memory.match_prefix(self._memory.chain([*whole, 0], namespace, spans))
         if hit.num_tokens < len(whole):

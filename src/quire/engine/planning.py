@@ -13,7 +13,7 @@ from quire.config import DTYPES, EngineConfig, Machine, context_length, pool_blo
 from quire.engine.draft_fit import ModelLimits, check_draft
 from quire.engine.memory_plan import Alternative, GroupPlan, LengthPlan, MemoryPlan, PlanRequest
 from quire.engine.pool_sizing import memory_concurrency, size_pool
-from quire.errors import CheckpointError, ConfigError, UnsupportedModel
+from quire.errors import CheckpointError, ConfigError, UnsupportedModel, shown
 from quire.memory.sizing import (
     CACHE_DTYPES,
     ArenaSizing,
@@ -175,7 +175,8 @@ def _dtype(option: str, raw: Mapping[str, Any], notes: list[str]) -> str:
         return "bfloat16"
     if stated not in DTYPES[1:]:
         raise CheckpointError(
-            f"config.json states the dtype {stated!r}, and auto keeps it: set dtype to one of {', '.join(DTYPES[1:])}",
+            f"config.json states the dtype {shown(stated)}, and auto keeps it: set dtype to one of "
+            f"{', '.join(DTYPES[1:])}",
             field="dtype",
         )
     return str(stated)

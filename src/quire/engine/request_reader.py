@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from hashlib import blake2b
+from typing import NamedTuple
 
 from quire.config import ResolvedConfig
 from quire.engine.grammars import Grammars
 from quire.engine.namespaces import read_namespace
-from quire.engine.prompts import Prompt, PromptReader
-from quire.engine.words import read_words
-from quire.errors import InvalidParameter, PromptTooLong, UnsupportedFeature
+from quire.engine.prompts import Prompt, PromptReader, TokenPrompt
+from quire.engine.words import Words, read_words
+from quire.errors import InvalidParameter, UnsupportedFeature
 from quire.sequences.params import SamplingParams
 from quire.sequences.request import Request
 
 MAX_PRIORITY = 2**31 - 1
+
+
+class Prepared(NamedTuple):
+    """A prompt, and the strings of its request's parameters, as tokens.
+
+    Args:
+        prompt: the prompt.
+        words: the strings.
+    """
+
+    prompt: TokenPrompt
+    words: Words
 
 
 class RequestReader:
@@ -40,11 +53,31 @@ class RequestReader:
         self._prompts = prompts
         self._grammars = grammars
         self._cache_name = cache_name
+        # Requests of one batch share their parameters.
+        self._last_words: tuple[SamplingParams | None, Words] = (None, Words())
+
+    def prepare(self, prompt: Prompt, params: SamplingParams, *, add_special_tokens: bool) -> Prepared:
+        """Make the texts of a request into tokens, which may take long; any thread may.
+
+        Raises:
+            RequestError: naming the field, the value and what is allowed.
+        """
+        if type(params) is not SamplingParams:
+            raise InvalidParameter("sampling_params", params, "SamplingParams")
+        config, tokenizer = self._config, self._prompts.tokenizer
+        params.check_for_model(vocab_size=config.vocab_size, max_num_seqs=config.max_num_seqs)
+        if params.stop and tokenizer is None:
+            raise UnsupportedFeature("stop", "this engine runs without a tokenizer; use stop_token_ids")
+        read_params, words = self._last_words
+        if read_params is not params:
+            words = read_words(params, tokenizer, config.vocab_size)
+            self._last_words = params, words
+        return Prepared(self._prompts.read(prompt, add_special_tokens=add_special_tokens), words)
 
     def read(
         self,
         request_id: str,
-        prompt: Prompt,
+        prompt: Prompt | Prepared,
         params: SamplingParams,
         *,
         arrival: int,
@@ -71,23 +104,15 @@ class RequestReader:
         """
         if type(priority) is not int or abs(priority) > MAX_PRIORITY:
             raise InvalidParameter("priority", priority, f"an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}")
-        config, tokenizer = self._config, self._prompts.tokenizer
         namespace = read_namespace(self._cache_name, cache_salt, tenant)
         if type(retain_cache) is not bool:
             raise InvalidParameter("retain_cache", retain_cache, "true or false")
-        if type(params) is not SamplingParams:
-            raise InvalidParameter("sampling_params", params, "SamplingParams")
-        params.check_for_model(vocab_size=config.vocab_size, max_num_seqs=config.max_num_seqs)
+        if not isinstance(prompt, Prepared):
+            prompt = self.prepare(prompt, params, add_special_tokens=add_special_tokens)
+        tokens, words = prompt
         if params.speculative and not can_guess:
             raise UnsupportedFeature("speculative", "this engine guesses no tokens; see speculative_method")
-        if params.stop and tokenizer is None:
-            raise UnsupportedFeature("stop", "this engine runs without a tokenizer; use stop_token_ids")
-        words = read_words(params, tokenizer, config.vocab_size)
-        tokens = self._prompts.read(prompt, add_special_tokens=add_special_tokens)
-        num_prompt = len(tokens.token_ids)
-        limit = config.max_model_len
-        if num_prompt >= limit:
-            raise PromptTooLong(num_prompt, limit - 1, f"the context length of {limit} tokens")
+        num_prompt, limit = len(tokens.token_ids), self._config.max_model_len
         grammar = None
         if params.structured_outputs is not None:
             if self._grammars is None:

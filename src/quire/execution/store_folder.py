@@ -7,6 +7,7 @@ import logging
 import os
 from pathlib import Path
 
+from quire.bounded.files import read_file
 from quire.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ class StoreFolder:
         path = self.path / "key"
         if not path.exists():
             return None
-        key = path.read_bytes()
+        key = read_file(path, 1 << 12)
         if len(key) == KEY_BYTES:
             return key
         logger.warning("%s has %d bytes instead of %d: the prefix cache begins anew", path, len(key), KEY_BYTES)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeVar
 
-from quire.errors import UnsupportedModel
+from quire.errors import UnsupportedModel, shown
 from quire.memory.sizing import CacheDtype
 from quire.memory.specs import ChunkedLocal, FullAttention, KVCacheSpec, RecurrentState, SlidingWindow
 from quire.models.families.gemma4 import DEFAULTS as GEMMA4
@@ -259,7 +259,7 @@ def read_kinds(config: Mapping[str, Any]) -> tuple[str, ...]:
     unknown = next((kind for kind in stated if kind not in KINDS), None)
     if unknown is not None:
         raise UnsupportedModel(
-            f"config.json: {field} names {unknown!r}; what is known to keep are {', '.join(KINDS)}", field=field
+            f"config.json: {field} names {shown(unknown)}; what is known to keep are {', '.join(KINDS)}", field=field
         )
     return _with_last(fields, [KINDS[kind] for kind in stated])
 

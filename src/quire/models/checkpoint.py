@@ -16,7 +16,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from quire.errors import CheckpointError
+from quire.bounded.files import read_json
+from quire.errors import CheckpointError, shown
 
 BUNDLED = "bundled"
 SINGLE_FILE = "model.safetensors"
@@ -25,6 +26,10 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 HUB_FILES = ("*.safetensors", "*.json", "tokenizer*", "*.jinja", "merges.txt", "vocab.txt")
 # Copies of the same weights in another layout, and files for other engines in sub-folders.
 HUB_IGNORED = ("consolidated*", "*/*")
+# More than the configuration of any model takes, and than the index.
+MAX_CONFIG_BYTES = 4 << 20
+MAX_INDEX_BYTES = 64 << 20
+MAX_TOKEN_ID = 2**31 - 1
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -91,9 +96,9 @@ class Checkpoint:
             if value is None:
                 continue
             ids = value if isinstance(value, list) else [value]
-            if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in ids):
+            if not all(type(item) is int and 0 <= item <= MAX_TOKEN_ID for item in ids):
                 raise CheckpointError(
-                    f"eos_token_id in {self.folder / origin} must be a token id or a list of them, got {value!r}"
+                    f"eos_token_id in {self.folder / origin} must be a token id or a list of them, got {shown(value)}"
                 )
             return tuple(ids)
         return ()
@@ -176,15 +181,15 @@ def _download(model: str, revision: str | None, patterns: Sequence[str]) -> Path
     return Path(folder)
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def _read_object(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     """Read a file that holds one JSON object."""
     try:
-        value = json.loads(path.read_bytes())
+        value = read_json(path, max_bytes)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} must hold a JSON object, got {type(value).__name__}")
@@ -197,13 +202,13 @@ def _read_headers(folder: Path) -> dict[str, StoredTensor]:
     index = folder / INDEX_FILE
     if not index.is_file():
         raise CheckpointError(_missing_weights(folder))
-    weight_map = _read_object(index).get("weight_map")
+    weight_map = _read_object(index, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map from tensor names to files")
     shards = {shard: _read_header(_shard_path(index, shard)) for shard in _shard_names(index, weight_map)}
     for name, shard in weight_map.items():
         if name not in shards[shard]:
-            raise CheckpointError(f"{index} places tensor {name!r} in {shard}, which does not hold it")
+            raise CheckpointError(f"{index} places tensor {shown(name)} in {shard}, which does not hold it")
     return {name: shards[shard][name] for name, shard in weight_map.items()}
 
 
@@ -211,7 +216,7 @@ def _shard_names(index: Path, weight_map: Mapping[str, object]) -> list[str]:
     names: set[str] = set()
     for tensor, shard in weight_map.items():
         if not isinstance(shard, str):
-            raise CheckpointError(f"{index} maps tensor {tensor!r} to {shard!r}, which is no file name")
+            raise CheckpointError(f"{index} maps tensor {shown(tensor)} to {shown(shard)}, which is no file name")
         names.add(shard)
     return sorted(names)
 
@@ -219,7 +224,7 @@ def _shard_names(index: Path, weight_map: Mapping[str, object]) -> list[str]:
 def _shard_path(index: Path, shard: str) -> Path:
     # The name alone is judged: in a hub cache each file is a link out of the folder, and that is as it should be.
     if "/" in shard or "\\" in shard or "\0" in shard or not shard.endswith(".safetensors"):
-        raise CheckpointError(f"{index} names shard {shard!r}; a plain *.safetensors file name is needed")
+        raise CheckpointError(f"{index} names shard {shown(shard)}; a plain *.safetensors file name is needed")
     path = index.parent / shard
     if not path.is_file():
         raise CheckpointError(f"{path} is missing, but {index.name} lists it")
@@ -237,7 +242,8 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
             for name in file.keys():  # noqa: SIM118 - the handle is no mapping
                 part, (offset, _) = file.get_slice(name), places[name]["data_offsets"]
                 tensors[name] = StoredTensor(path, part.get_dtype(), tuple(part.get_shape()), start + offset)
-    except (SafetensorError, OSError, ValueError) as error:
+    # A file that is said to be longer than the machine's memory cannot be mapped.
+    except (SafetensorError, OSError, ValueError, MemoryError) as error:
         raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
     return tensors
 

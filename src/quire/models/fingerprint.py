@@ -14,7 +14,11 @@ from hashlib import blake2b, file_digest
 from pathlib import Path
 from typing import Any
 
+from quire.bounded.files import read_json
 from quire.models.checkpoint import Checkpoint
+
+# Of the digests of a few hundred files.
+MAX_KNOWN_BYTES = 1 << 20
 
 
 def fingerprint(checkpoint: Checkpoint, layout: Sequence[str], known: Path, num_bytes: int = 16) -> bytes:
@@ -49,7 +53,8 @@ def _digest(path: Path) -> str:
 
 def _read(known: Path) -> dict[str, str]:
     try:
-        remembered: Any = json.loads(known.read_bytes())
+        remembered: Any = read_json(known, MAX_KNOWN_BYTES)
     except (OSError, ValueError):
         return {}
-    return remembered if isinstance(remembered, dict) else {}
+    found = remembered.items() if isinstance(remembered, dict) else ()
+    return {name: digest for name, digest in found if isinstance(digest, str)}

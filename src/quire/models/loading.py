@@ -12,6 +12,7 @@ from quire.models.checkpoint import Checkpoint
 from quire.models.decoder import Decoder
 from quire.models.determinism import check_deterministic
 from quire.models.families import build
+from quire.models.sizes import check_sizes
 from quire.models.weights import load_weights
 from quire.ops import make_ops
 from quire.ops.interface import Ops
@@ -57,6 +58,7 @@ def load_decoder(
             field="weight_packing",
         )
     spec, weight_map = build(checkpoint.config)
+    check_sizes(spec, checkpoint.tensors)
     place = torch.device(device)
     if deterministic:
         check_deterministic(spec)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from quire.errors import CheckpointError
+from quire.errors import CheckpointError, shown
 from quire.models.checkpoint import Checkpoint, StoredTensor
 from quire.models.decoder import Decoder
 from quire.models.mapped_file import MappedFile
@@ -16,6 +16,8 @@ from quire.models.spec import WeightMap
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 STORED_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+# Values of a tensor that are looked at before it is taken.
+SAMPLED = 4096
 # Left over from training, or tied to a tensor that is read: no model misses them.
 HARMLESS_SUFFIXES = ("rotary_emb.inv_freq", "lm_head.weight")
 
@@ -39,7 +41,7 @@ def choose_dtype(option: str, checkpoint: Checkpoint) -> torch.dtype:
     name = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or _prevailing(checkpoint)
     if not isinstance(name, str) or name not in DTYPES:
         raise CheckpointError(
-            f"the checkpoint in {checkpoint.folder} is of dtype {name!r}, and auto keeps it: set dtype to one of "
+            f"the checkpoint in {checkpoint.folder} is of dtype {shown(name)}, and auto keeps it: set dtype to one of "
             f"{', '.join(DTYPES)}",
             field="dtype",
         )
@@ -59,7 +61,7 @@ def load_weights(checkpoint: Checkpoint, weight_map: WeightMap, decoder: Decoder
         dtype: of the parameters; what is stored otherwise is cast.
 
     Raises:
-        CheckpointError: a tensor is missing, or of a wrong shape or dtype; the message names it.
+        CheckpointError: a tensor is missing, of a wrong shape or dtype, or not all numbers; the message names it.
     """
     shapes = decoder.weight_shapes()
     for name, shape in shapes.items():
@@ -70,11 +72,20 @@ def load_weights(checkpoint: Checkpoint, weight_map: WeightMap, decoder: Decoder
         sources = [checkpoint.tensors[source] for source in weight_map[name]]
         for stored in sources:
             if stored.path not in files:
-                files[stored.path] = MappedFile(stored)
+                files[stored.path] = _mapped(stored)
         parts = [files[stored.path].tensor(stored, DTYPES[STORED_DTYPES[stored.dtype]]) for stored in sources]
+        for source, part in zip(weight_map[name], parts, strict=True):
+            check_finite(checkpoint, source, part)
         decoder.load_weight(name, _joined(parts, shape, dtype))
         for stored, part in zip(sources, parts, strict=True):
             files[stored.path].let_go(stored, part.nbytes)
+
+
+def _mapped(stored: StoredTensor) -> MappedFile:
+    try:
+        return MappedFile(stored)
+    except OSError as error:
+        raise CheckpointError(f"{stored.path} cannot be read: {error.strerror}") from error
 
 
 def _joined(tensors: list[torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -94,10 +105,11 @@ def _check_parameter(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], 
     for source in sources:
         stored = checkpoint.tensors.get(source)
         if stored is None:
-            raise CheckpointError(f"the checkpoint in {checkpoint.folder} has no tensor {source!r} (for {name})")
+            raise CheckpointError(f"the checkpoint in {checkpoint.folder} has no tensor {shown(source)} (for {name})")
         if stored.dtype not in STORED_DTYPES:
             raise CheckpointError(
-                f"{stored.path} holds tensor {source!r} as {stored.dtype}; {', '.join(STORED_DTYPES)} are supported"
+                f"{stored.path} holds tensor {shown(source)} as {stored.dtype}; "
+                f"{', '.join(STORED_DTYPES)} are supported"
             )
         if stored.shape[1:] != shape[1:] or not stored.shape:
             raise CheckpointError(_wrong_shape(source, stored, name, shape))
@@ -109,10 +121,24 @@ def _check_parameter(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], 
         )
 
 
+def check_finite(checkpoint: Checkpoint, name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor whose values are infinite or no numbers: every request would fail on it.
+
+    A sample is looked at, which costs nothing; a single value may be missed.
+    """
+    sample = tensor.flatten()[:: max(1, tensor.numel() // SAMPLED)]
+    if not sample.isfinite().all():
+        count = tensor.numel() - int(tensor.isfinite().sum())
+        raise CheckpointError(
+            f"{checkpoint.tensors[name].path} holds tensor {shown(name)} with {count:,} of {tensor.numel():,} values "
+            "that are infinite or no numbers"
+        )
+
+
 def _wrong_shape(source: str, stored: StoredTensor, name: str, shape: tuple[int, ...]) -> str:
     return (
-        f"{stored.path} holds tensor {source!r} of shape {list(stored.shape)}, which does not fit into {name} of shape "
-        f"{list(shape)}"
+        f"{stored.path} holds tensor {shown(source)} of shape {list(stored.shape)}, which does not fit into {name} of "
+        f"shape {list(shape)}"
     )
 
 

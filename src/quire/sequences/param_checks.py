@@ -38,9 +38,11 @@ def token_ids(name: str, value: object, limit: int) -> tuple[int, ...]:
         raise InvalidParameter(name, value, allowed)
     if len(value) > limit:
         raise InvalidParameter(name, f"{len(value)} ids", allowed)
-    for token_id in value:
-        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < 2**31:
-            raise InvalidParameter(name, token_id, allowed)
+    # Compiled loops first: most lists are right.
+    if not {*map(type, value)} <= {int} or not 0 <= min(value, default=0) <= max(value, default=0) < 2**31:
+        for token_id in value:
+            if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < 2**31:
+                raise InvalidParameter(name, token_id, allowed)
     return tuple(value) if isinstance(value, list | tuple) else tuple(sorted(value))
 
 

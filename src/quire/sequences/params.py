@@ -24,7 +24,7 @@ from quire.sequences.structured import StructuredOutputs, structured_outputs
 MAX_N = 128
 MAX_LOGPROBS = 64
 MAX_STOP_IDS = 64
-# More than any vocabulary has.
+# More than any vocabulary has; `check_for_model` knows how many there are.
 MAX_ALLOWED_IDS = 2**20
 MAX_BAD_WORDS = 1024
 MAX_SEED = 2**63 - 1
@@ -234,9 +234,10 @@ class SamplingParams:
             ("kept_special_ids", self.kept_special_ids),
             ("logit_bias", tuple(self.logit_bias or ())),
         ):
-            for token_id in ids:
-                if token_id >= vocab_size:
-                    raise InvalidParameter(name, token_id, f"token ids below the vocabulary size ({vocab_size})")
+            if max(ids, default=0) >= vocab_size:
+                raise InvalidParameter(name, max(ids), f"token ids below the vocabulary size ({vocab_size})")
+            if len(ids) > vocab_size:
+                raise InvalidParameter(name, f"{len(ids)} ids", f"at most the vocabulary's {vocab_size}")
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
             if count is not None and count > vocab_size:

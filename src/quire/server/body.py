@@ -2,30 +2,83 @@
 
 from __future__ import annotations
 
-import json
-import re
+import weakref
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 
+from quire.bounded.json_text import FEW_BYTES, MAX_PROCESSES, BadJSON, JSONReader, may_have_many_values, parse
+from quire.bounded.process import MANY_BYTES
+from quire.engine.threads import Threads
 from quire.server.errors import ApiError
 
-# An escape of a UTF-16 surrogate; only a body that has one can hold a lone one.
-SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+class LargeObject(dict[str, Any]):
+    """A large body; when nobody needs it any more, its memory goes back to the system."""
+
+    __slots__ = ("__weakref__",)
 
 
-async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
-    """Read the body as one JSON object.
+class Bodies:
+    """Reads bodies; what would take long to parse is parsed elsewhere.
 
     Args:
-        request: its body was not read before.
-        max_bytes: the longest body.
-
-    Raises:
-        ApiError: 415 not sent as JSON, 413 too long, 400 not a JSON object in UTF-8.
+        max_bytes: of the longest body.
+        max_integers: of the longest list of integers in one.
     """
-    check_json(request)
-    return parse_object(await _read(request, max_bytes))
+
+    def __init__(self, max_bytes: int, max_integers: int) -> None:
+        self.max_bytes = max_bytes
+        self._reader = JSONReader(max_bytes, max_integers)
+        self._threads = Threads(1, "quire-bodies")
+        # These only wait for the processes that parse.
+        self._waiting = Threads(MAX_PROCESSES, "quire-large-bodies")
+
+    async def read_object(self, request: Request) -> dict[str, Any]:
+        """Read a body as one JSON object.
+
+        Args:
+            request: its body was not read before.
+
+        Raises:
+            ApiError: 415 not sent as JSON, 413 too long, 400 not a JSON object in UTF-8, or one out of bounds.
+        """
+        check_json(request)
+        raw = await _read(request, self.max_bytes)
+        if len(raw) > MANY_BYTES:  # even where it is refused
+            self._threads.give_back_soon()
+        return await self.parse_object(raw)
+
+    async def parse_object(self, raw: bytes) -> dict[str, Any]:
+        """Parse a body.
+
+        Raises:
+            ApiError: 400 with the reason.
+        """
+        try:
+            if len(raw) <= FEW_BYTES:
+                body = parse(raw)
+            elif may_have_many_values(raw):
+                self._waiting.give_back_soon()
+                body = await self._waiting.run(partial(self._reader.parse, raw))
+            else:
+                body = await self._threads.run(partial(parse, raw))
+        except BadJSON as error:
+            raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
+        if not isinstance(body, dict):
+            raise ApiError(400, f"the body must be a JSON object, not {_kind(body)}", code="invalid_json")
+        if len(raw) <= MANY_BYTES:
+            return body
+        body = LargeObject(body)
+        weakref.finalize(body, self._threads.give_back).atexit = False
+        return body
+
+    def close(self) -> None:
+        """End the processes and threads."""
+        self._threads.close()
+        self._waiting.close()
+        self._reader.close()
 
 
 def check_json(request: Request) -> None:
@@ -44,31 +97,6 @@ def check_json(request: Request) -> None:
         )
 
 
-def parse_object(raw: bytes) -> dict[str, Any]:
-    """Parse JSON as RFC 8259 has it: no NaN, no infinity, no lone surrogates; the top is an object.
-
-    Raises:
-        ApiError: 400 with the reason.
-    """
-    try:
-        body = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
-        if SURROGATE.search(raw):
-            json.dumps(body, ensure_ascii=False).encode("utf-8")
-    except UnicodeDecodeError as error:
-        raise _bad_json(f"byte {error.start} is not UTF-8") from error
-    except UnicodeEncodeError as error:
-        raise _bad_json("a string holds half of a surrogate pair") from error
-    except RecursionError as error:
-        raise _bad_json("it is nested too deeply") from error
-    except json.JSONDecodeError as error:
-        raise _bad_json(f"{error.msg} at line {error.lineno}, column {error.colno}") from error
-    except ValueError as error:
-        raise _bad_json(str(error)) from error
-    if not isinstance(body, dict):
-        raise ApiError(400, f"the body must be a JSON object, not {_kind(body)}", code="invalid_json")
-    return body
-
-
 async def _read(request: Request, max_bytes: int) -> bytes:
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > max_bytes:
@@ -83,10 +111,6 @@ async def _read(request: Request, max_bytes: int) -> bytes:
     return b"".join(parts)
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON number")
-
-
 def _kind(value: object) -> str:
     if value is None:
         return "null"
@@ -95,10 +119,6 @@ def _kind(value: object) -> str:
     if isinstance(value, str):
         return "a string"
     return "an array" if isinstance(value, list) else "a number"
-
-
-def _bad_json(why: str) -> ApiError:
-    return ApiError(400, f"the body is not valid JSON: {why}", code="invalid_json")
 
 
 def _too_long(max_bytes: int) -> ApiError:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.types import ASGIApp
@@ -14,9 +13,8 @@ from starlette.types import ASGIApp
 from quire.engine.logprobs import FlatLogprobs
 from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.errors import InvalidParameter, UnsupportedFeature
-from quire.sequences.params import MAX_LOGPROBS
+from quire.sequences.params import MAX_LOGPROBS, SamplingParams
 from quire.server import sampling, structured
-from quire.server.body import read_object
 from quire.server.fields import Fields, Refusal
 from quire.server.generation import Job, answer, new_head
 from quire.server.json_stream import JsonArray
@@ -25,8 +23,10 @@ from quire.server.models import check_model
 from quire.server.state import ServerState
 from quire.server.tool_calls import call_deltas, call_message
 from quire.server.tool_use import TOOL_FIELDS, read_tool_use
-from quire.text.chat import RESERVED, require_chat_template
 from quire.text.tool_calls import SampleCalls, ToolUse
+
+if TYPE_CHECKING:  # the server starts before the engine is imported
+    from quire.engine.request_reader import Prepared
 
 USE_TOOLS = "it is the older form of tools; send tools and tool_choice"
 OWN_FIELDS = (
@@ -86,8 +86,7 @@ class Extras:
 
 async def chat_completions(state: ServerState, request: Request) -> ASGIApp:
     """Answer `POST /v1/chat/completions`."""
-    body = await read_object(request, state.config.max_body_bytes)
-    fields = Fields(body)
+    fields = Fields(await state.bodies.read_object(request))
     fields.refuse(UNSUPPORTED)
     fields.note_unknown(KNOWN_FIELDS)
     check_model(state, fields)
@@ -130,13 +129,13 @@ def read_chat(state: ServerState, fields: Fields) -> tuple[Job, Extras]:
         spelled["structured_outputs.grammar"] = "tools"
     params = sampling.read_sampling(fields, state.llm.default_sampling_params(), own, spelled)
     told = () if tool_use is None else tool_use.told
-    return Job(1, partial(_prompts, state, fields, told), params, options, spelled), extras
+    return Job(1, partial(_prompts, state, fields, told, params), params, options, spelled), extras
 
 
-def encode_chat(
+async def render_chat(
     state: ServerState, fields: Fields, tools: Sequence[Mapping[str, Any]] = (), *, add_generation_prompt: bool = True
-) -> list[int]:
-    """Write a conversation as the model's template has it, in token ids.
+) -> str:
+    """Write a conversation as the model's template has it; special tokens are in it already.
 
     Args:
         state: of the server.
@@ -149,23 +148,23 @@ def encode_chat(
     """
     if state.llm.tokenizer is None:
         raise UnsupportedFeature("messages", "this server runs without a tokenizer")
-    template = require_chat_template(state.llm.tokenizer.chat_template)
     kwargs = fields.get("chat_template_kwargs")
     if kwargs is not None and not isinstance(kwargs, dict):
         raise InvalidParameter("chat_template_kwargs", kwargs, "an object")
-    for name in RESERVED.intersection(kwargs or ()):
-        raise InvalidParameter("chat_template_kwargs", name, "names that are not reserved")
-    add_generation_prompt = fields.flag("add_generation_prompt", add_generation_prompt)
-    text = template.render(
-        fields.get("messages"), add_generation_prompt=add_generation_prompt, tools=tools, **(kwargs or {})
+    return await state.llm.texts.render(
+        fields.get("messages"),
+        add_generation_prompt=fields.flag("add_generation_prompt", add_generation_prompt),
+        tools=tools,
+        variables=kwargs,
     )
-    # The template has written the special tokens already.
-    return state.llm.tokenizer.encode(text, add_special_tokens=fields.flag("add_special_tokens", False))
 
 
-async def _prompts(state: ServerState, fields: Fields, tools: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    # A long conversation takes a while; neither the event loop nor the engine waits for it.
-    return [await asyncio.to_thread(encode_chat, state, fields, tools)]
+async def _prompts(
+    state: ServerState, fields: Fields, tools: Sequence[Mapping[str, Any]], params: SamplingParams
+) -> list[Prepared]:
+    text = await render_chat(state, fields, tools)
+    special = fields.flag("add_special_tokens", False)
+    return await state.llm.texts.prepare([text], params, add_special_tokens=special)
 
 
 class ChatReply:

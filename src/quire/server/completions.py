@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +16,6 @@ from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.errors import InvalidParameter, UnsupportedFeature
 from quire.sequences.params import MAX_LOGPROBS
 from quire.server import sampling, structured
-from quire.server.body import read_object
 from quire.server.fields import Fields, Refusal
 from quire.server.generation import Job, answer, new_head
 from quire.server.json_stream import JsonArray
@@ -77,8 +75,7 @@ class Extras:
 
 async def completions(state: ServerState, request: Request) -> ASGIApp:
     """Answer `POST /v1/completions`."""
-    body = await read_object(request, state.config.max_body_bytes)
-    fields = Fields(body)
+    fields = Fields(await state.bodies.read_object(request))
     fields.refuse(UNSUPPORTED)
     fields.note_unknown(KNOWN_FIELDS)
     check_model(state, fields)
@@ -130,10 +127,11 @@ def read_completion(state: ServerState, fields: Fields) -> tuple[Job, Extras, li
         allowed = f"at most {MAX_SEQUENCES} divided by the number of prompts"
         raise InvalidParameter(spelled.get(name, name), params.num_sequences, allowed)
 
-    encode = partial(_encode, state.llm.tokenizer, prompts, fields.flag("add_special_tokens", True))
+    special = fields.flag("add_special_tokens", True)
+    prepare = partial(state.llm.texts.prepare, prompts, params, add_special_tokens=special)
     # Each choice repeats them: before its own, and as vLLM's `prompt_logprobs`.
     num_copies = params.n * (has_echo + (extras.prompt_logprobs is not None)) or 1
-    job = Job(len(prompts), encode, params, options, spelled, extras.is_prompt_only, num_copies)
+    job = Job(len(prompts), prepare, params, options, spelled, extras.is_prompt_only, num_copies)
     return job, extras, prompts
 
 
@@ -307,25 +305,8 @@ def _choice(
     }
 
 
-async def _encode(tokenizer: Tokenizer | None, prompts: Sequence[Prompt], add_special_tokens: bool) -> list[list[int]]:
-    ready = [prompt for prompt in prompts if isinstance(prompt, list)]
-    if len(ready) == len(prompts):
-        return ready
-    if tokenizer is None:
-        raise UnsupportedFeature("prompt", "this server runs without a tokenizer; send token ids")
-    # A long text takes a while; neither the event loop nor the engine waits for it.
-    return await asyncio.to_thread(_encode_texts, tokenizer, prompts, add_special_tokens)
-
-
-def _encode_texts(tokenizer: Tokenizer, prompts: Sequence[Prompt], add_special_tokens: bool) -> list[list[int]]:
-    return [
-        prompt if isinstance(prompt, list) else tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-        for prompt in prompts
-    ]
-
-
 def _are_token_ids(values: list[Any]) -> bool:
-    return all(type(value) is int and 0 <= value < 2**31 for value in values)
+    return {*map(type, values)} <= {int}
 
 
 def _max_prompts(state: ServerState) -> int:

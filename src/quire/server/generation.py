@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -24,6 +24,9 @@ from quire.server.sampling import Options
 from quire.server.state import Flight, ServerState
 from quire.server.tenants import read_tenant
 from quire.server.usage import TokenCount
+
+if TYPE_CHECKING:  # the server starts before the engine is imported
+    from quire.engine.request_reader import Prepared
 
 
 class Reply(Protocol):
@@ -52,7 +55,7 @@ class Job:
 
     Args:
         num_prompts: how many `prompts` will return.
-        prompts: makes the prompts' token ids, once their places in the queue are reserved.
+        prompts: makes texts into tokens, once the prompts' places in the queue are reserved.
         params: the same for every prompt.
         options: how to answer.
         spelled: how the client wrote a field, where that is not the engine's name.
@@ -61,7 +64,7 @@ class Job:
     """
 
     num_prompts: int
-    prompts: Callable[[], Awaitable[Sequence[list[int]]]]
+    prompts: Callable[[], Awaitable[Sequence[Prepared]]]
     params: SamplingParams
     options: Options
     spelled: Mapping[str, str]
@@ -124,7 +127,7 @@ async def _follow(
     llm, options = state.llm, job.options
     with llm.reserve(job.num_prompts) as place, state.aloft(flight):
         prompts = await job.prompts()
-        lengths = [len(prompt) for prompt in prompts]
+        lengths = [len(read.prompt.token_ids) for read in prompts]
         check_num_logprobs(job, lengths, llm.resolved.max_model_len, state.config.max_request_logprobs)
         streams = [
             llm.generate(

@@ -16,6 +16,7 @@ import uvicorn
 from quire import __version__
 from quire.config import EngineConfig
 from quire.server.app import build_app
+from quire.server.body import Bodies
 from quire.server.connection import Connection, Connections
 from quire.server.errors import stopping
 from quire.server.listener import accept_for_ever, bind, read_max_connections
@@ -53,12 +54,15 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
         # All this stays: a full collection that went through it too would hold every stream up for some 30 ms.
         gc.collect()
         gc.freeze()
+        # No list of integers that a request can use is longer.
+        bodies = Bodies(config.max_body_bytes, max(llm.resolved.max_model_len, llm.resolved.vocab_size))
         try:
             form = _tool_format(llm.tokenizer, config.tool_call_parser)
-            state = ServerState(llm, config, __version__, created=int(time.time()), tool_format=form)
+            state = ServerState(llm, config, bodies, __version__, created=int(time.time()), tool_format=form)
             with asyncio.Runner() as runner:
                 runner.run(_run(state, listener, max_connections))
         finally:
+            bodies.close()
             llm.shutdown()
         return EXIT_ENGINE_DIED if llm.has_failed else 0
 

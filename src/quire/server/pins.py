@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.engine.prompts import Prompt
 from quire.errors import InvalidParameter
-from quire.server.body import read_object
-from quire.server.chat import encode_chat
+from quire.server.chat import render_chat
 from quire.server.errors import stopping
 from quire.server.fields import Fields, Refusal
 from quire.server.generation import json_response
@@ -48,20 +45,18 @@ async def pin_prefix(state: ServerState, request: Request) -> Response:
         raise InvalidParameter("prompt", fields.get("prompt"), "given, or else messages")
     if state.is_draining:
         raise stopping()
-    prompt: Prompt
+    prompt: Prompt = fields.get("prompt")
     if has_messages:
         # What is pinned is the beginning of conversations: the assistant's mark would not be where they go on.
         told = [tool.told for tool in read_tools(fields.get("tools"))]
-        prompt = await asyncio.to_thread(encode_chat, state, fields, told, add_generation_prompt=False)
-    else:
-        prompt = fields.get("prompt")
+        prompt = await render_chat(state, fields, told, add_generation_prompt=False)
     name = _name(fields)
     num_tokens = await state.llm.pin_prefix(
         name,
         prompt,
         fields.text("cache_salt"),
         tenant=tenant,
-        add_special_tokens=fields.flag("add_special_tokens", True),
+        add_special_tokens=fields.flag("add_special_tokens", not has_messages),
     )
     return json_response({"name": name, "pinned_tokens": num_tokens})
 
@@ -74,7 +69,7 @@ async def unpin_prefix(state: ServerState, request: Request) -> Response:
 
 
 async def _read(state: ServerState, request: Request) -> Fields:
-    fields = Fields(await read_object(request, state.config.max_body_bytes))
+    fields = Fields(await state.bodies.read_object(request))
     fields.refuse(UNSUPPORTED)
     fields.note_unknown(KNOWN_FIELDS)
     check_model(state, fields)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from quire.server.body import Bodies
 from quire.server.feed import Feed
 from quire.server.settings import ServerConfig
 from quire.server.usage import TokenCount
@@ -43,6 +44,7 @@ class ServerState:
     Args:
         llm: the engine.
         config: the server's options.
+        bodies: reads what clients send.
         version: Quire's.
         created: when the server started, in Unix seconds.
         tool_format: how the model writes calls of tools, None where that is not known.
@@ -52,6 +54,7 @@ class ServerState:
 
     llm: AsyncLLM
     config: ServerConfig
+    bodies: Bodies
     version: str
     created: int
     tool_format: ToolFormat | None = None

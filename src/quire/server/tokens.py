@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator, Sequence
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
+from quire.engine.prompts import check_token_ids
 from quire.errors import InvalidParameter, UnsupportedFeature
-from quire.server.body import read_object
-from quire.server.chat import encode_chat
+from quire.server.chat import render_chat
 from quire.server.fields import Fields, Refusal
 from quire.server.generation import json_response
 from quire.server.models import check_model
@@ -17,6 +18,7 @@ from quire.server.state import ServerState
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_calls import read_tools
 
+PART = 1 << 16
 UNSUPPORTED: dict[str, Refusal] = {
     "chat_template": ((), "templates come with the model, never from requests"),
     "continue_final_message": ((False,), "tokenize the text as a prompt"),
@@ -37,7 +39,7 @@ KNOWN_FIELDS = (
 
 
 async def tokenize(state: ServerState, request: Request) -> Response:
-    """Answer `POST /tokenize`: the token ids of a prompt, or of a conversation."""
+    """Answer `POST /tokenize`: the token ids of a prompt, or of a conversation, at most the context length."""
     fields, tokenizer = await _read(state, request)
     has_prompt, has_messages = fields.get("prompt") is not None, fields.get("messages") is not None
     if has_prompt == has_messages:
@@ -45,35 +47,63 @@ async def tokenize(state: ServerState, request: Request) -> Response:
     with_texts = fields.flag("return_token_strs")
     if has_messages:
         told = [tool.told for tool in read_tools(fields.get("tools"))]
-        ids = await asyncio.to_thread(encode_chat, state, fields, told)
+        text = await render_chat(state, fields, told)
     else:
-        text, add_special_tokens = fields.text("prompt") or "", fields.flag("add_special_tokens", True)
-        ids = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
-    return json_response(
-        {
-            "count": len(ids),
-            "max_model_len": state.llm.resolved.max_model_len,
-            "tokens": ids,
-            "token_strs": [tokenizer.token_text(token_id) for token_id in ids] if with_texts else None,
-        }
-    )
+        text = fields.text("prompt") or ""
+    llm = state.llm
+    special = fields.flag("add_special_tokens", has_prompt)
+    ids = await llm.texts.encode(text, add_special_tokens=special)
+
+    def respond() -> Response:
+        texts = [tokenizer.token_text(token_id) for token_id in ids] if with_texts else None
+        head = f'{{"count":{len(ids)},"max_model_len":{llm.resolved.max_model_len},"tokens":'
+        parts = [head, *_json_parts(ids), ',"token_strs":', *_json_parts(texts), "}"]
+        return _in_parts([part.encode() for part in parts])
+
+    return await llm.texts.run(len(ids), respond)
 
 
 async def detokenize(state: ServerState, request: Request) -> Response:
     """Answer `POST /detokenize`: the text of token ids, special tokens included."""
     fields, tokenizer = await _read(state, request)
-    ids, limit = fields.get("tokens"), state.llm.resolved.vocab_size
+    ids, resolved = fields.get("tokens"), state.llm.resolved
     if not isinstance(ids, list):
         raise InvalidParameter("tokens", ids, "a list of token ids")
-    for token_id in ids:
-        if type(token_id) is not int or not 0 <= token_id < limit:
-            raise InvalidParameter("tokens", token_id, f"token ids from 0 to {limit - 1}")
-    text = await asyncio.to_thread(tokenizer.decode, ids, skip_special_tokens=False)
-    return json_response({"prompt": text})
+    if len(ids) > resolved.max_model_len:
+        raise InvalidParameter("tokens", f"{len(ids)} tokens", f"at most {resolved.max_model_len} tokens long")
+
+    def respond() -> Response:
+        checked = check_token_ids("tokens", ids, resolved.vocab_size)
+        return json_response({"prompt": tokenizer.decode(checked, skip_special_tokens=False)})
+
+    return await state.llm.texts.run(len(ids), respond)
+
+
+def _json_parts(values: Sequence[int | str] | None) -> Iterator[str]:
+    """Yield the JSON of a list in parts, none of which holds other threads up for long."""
+    if values is None:
+        yield "null"
+        return
+    yield "["
+    for start in range(0, len(values), PART):
+        part = json.dumps(values[start : start + PART], ensure_ascii=False, separators=(",", ":"))
+        yield part[1:-1] + ("," if start + PART < len(values) else "")
+    yield "]"
+
+
+def _in_parts(parts: Sequence[bytes]) -> Response:
+    """Return an answer that is sent part by part: a connection's buffer is moved for whatever it sends."""
+
+    async def each() -> AsyncIterator[bytes]:
+        for part in parts:
+            yield part
+
+    length = str(sum(map(len, parts)))
+    return StreamingResponse(each(), headers={"content-length": length}, media_type="application/json")
 
 
 async def _read(state: ServerState, request: Request) -> tuple[Fields, Tokenizer]:
-    fields = Fields(await read_object(request, state.config.max_body_bytes))
+    fields = Fields(await state.bodies.read_object(request))
     fields.refuse(UNSUPPORTED)
     fields.note_unknown(KNOWN_FIELDS)
     check_model(state, fields)

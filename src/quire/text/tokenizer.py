@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from quire.errors import CheckpointError, InvalidParameter
+from quire.bounded.files import read_file, read_json
+from quire.errors import CheckpointError, InvalidParameter, RequestError
+from quire.text.bounds import check_settings, check_source
 from quire.text.chat import ChatTemplate
+from quire.text.components import byte_alphabet, decoders, guarded
+from quire.text.long_texts import CannotCut, LongTexts, TooManyTokens
 
 # With these decoders a token adds the same bytes wherever it stands behind another one, which is what makes it
 # possible to detokenise as the tokens come.
 KNOWN_DECODERS = frozenset({"ByteLevel", "ByteFallback", "Metaspace", "WordPiece", "Replace", "Fuse", "Strip"})
 MAX_TOKEN_ID = 2**32 - 1
+# Of the files of a checkpoint; the largest published tokenizers have 35 MB.
+MAX_TOKENIZER_BYTES = 128 << 20
+MAX_CONFIG_BYTES = 16 << 20
+MAX_TEMPLATE_BYTES = 1 << 20
 
 
 class Tokenizer:
@@ -28,7 +37,8 @@ class Tokenizer:
         chat_template: how the model writes a conversation, None where it cannot.
 
     Raises:
-        CheckpointError: a decoder with which a token's text depends on its neighbours.
+        CheckpointError: a decoder with which a token's text depends on its neighbours, or settings by which a short
+            text would take a lot of time or memory.
     """
 
     def __init__(
@@ -42,16 +52,18 @@ class Tokenizer:
         # Many published files still carry the truncation of their training run.
         library.no_truncation()
         library.no_padding()
-        kinds = {kind["type"] for kind in _decoders(library)}
-        for kind in _decoders(library):
+        kinds = {kind["type"] for kind in decoders(library)}
+        for kind in decoders(library):
             # A right strip takes from the last token, and which one that is only the end shows.
             if kind["type"] not in KNOWN_DECODERS or kind.get("stop", 0):
                 raise CheckpointError(
                     f"the tokenizer's decoder {kind['type']} cannot be decoded token by token; "
                     f"known decoders are {', '.join(sorted(KNOWN_DECODERS))}"
                 )
+        check_settings(library)
         self._library = library
-        self._alphabet = _byte_alphabet() if "ByteLevel" in kinds else None
+        self._long_texts = LongTexts(library, self._ids_of)
+        self._alphabet = byte_alphabet() if "ByteLevel" in kinds else None
         self._pieces: dict[int, bytes] = {}
         self.has_byte_fallback = "ByteFallback" in kinds
         self.vocab_size: int = library.get_vocab_size(with_added_tokens=True)
@@ -80,10 +92,6 @@ class Tokenizer:
                 f"{file} does not exist: the model needs a tokenizer of the `tokenizers` library "
                 "(set skip_tokenizer_init to work on token ids only)"
             )
-        try:
-            library = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises bare Exception
-            raise CheckpointError(f"{file} is not a tokenizer: {error}") from error
         config = _read_config(folder / "tokenizer_config.json")
         bos_token, eos_token = _content(config.get("bos_token")), _content(config.get("eos_token"))
         source = _chat_template_source(folder, config)
@@ -96,44 +104,77 @@ class Tokenizer:
                 eos_token=eos_token or "",
                 special_tokens=_special_tokens(config),
             )
-        return cls(library, bos_token=bos_token, eos_token=eos_token, chat_template=template)
+        raw = _read_file(file, MAX_TOKENIZER_BYTES)
+        try:
+            check_source(raw)
+            library = guarded(tokenizers.Tokenizer.from_buffer, raw)
+            return guarded(cls, library, bos_token=bos_token, eos_token=eos_token, chat_template=template)
+        except CheckpointError:
+            raise
+        except Exception as error:  # the library raises bare Exception
+            raise CheckpointError(f"{file} is not a tokenizer: {error}") from error
 
     def differs_at(self, other: Tokenizer) -> int | None:
         """Return the first token id that means another token to another tokenizer, or is known to one alone."""
         mine, theirs = (each._library.get_vocab(with_added_tokens=True) for each in (self, other))
         return min((token_id for _, token_id in mine.items() ^ theirs.items()), default=None)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Turn text into token ids.
+    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
+        """Turn text into token ids; other threads go on meanwhile, and memory is bounded whatever the text.
 
         Args:
             text: any text without lone surrogates; special tokens written out in it become their ids.
             add_special_tokens: also what the model puts round every text (a rendered chat has it already).
+            max_tokens: give up as soon as it is certain that there are more; None goes on.
 
         Raises:
-            InvalidParameter: not a string, or a string that is not Unicode text.
+            InvalidParameter: not a string, a string that is not Unicode text, or one with a part that is too long to be
+                made into tokens at once.
+            TooManyTokens: there are more than `max_tokens`.
         """
         if not isinstance(text, str):
             raise InvalidParameter("prompt", text, "a string")
         try:
-            ids: list[int] = self._library.encode(text, add_special_tokens=add_special_tokens).ids
-        except TypeError as error:  # the one string that the library refuses
+            if len(text) <= self._long_texts.piece_chars:
+                token_ids = self._ids_of(text, add_special_tokens=add_special_tokens)
+                if max_tokens is not None and len(token_ids) > max_tokens:
+                    raise TooManyTokens(len(token_ids), is_exact=True)
+                return token_ids
+            text.encode()
+            return self._long_texts.encode(text, max_tokens, *(self._frame if add_special_tokens else ([], [])))
+        except (TooManyTokens, RequestError):
+            raise
+        except (TypeError, UnicodeEncodeError) as error:  # the one string that the library refuses
             raise InvalidParameter("prompt", text, "Unicode text without lone surrogates") from error
+        except CannotCut as error:
+            allowed = f"text without more than {error.limit} bytes in a row that this model's tokenizer cannot divide"
+            raise InvalidParameter("prompt", f"{len(text)} characters", allowed) from error
         except Exception as error:  # the library raises nothing narrower for a word that its model cannot express
             raise InvalidParameter("prompt", text, f"text that the tokenizer can express ({error})") from error
-        return ids
+
+    def prepare_long_texts(self) -> None:
+        """Do what else the first long text would have to wait for; other threads wait meanwhile."""
+        with suppress(Exception):  # where the library fails, whoever sends such a text is told
+            guarded(self._long_texts.prepare)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Turn token ids into text; ids without a token add nothing.
+        """Turn token ids into text, while other threads go on; ids without a token add nothing.
 
         Raises:
-            InvalidParameter: a negative id, or one of more than 32 bits.
+            InvalidParameter: a negative id, one of more than 32 bits, or ids that the tokenizer fails on.
         """
         try:
-            text: str = self._library.decode(ids, skip_special_tokens=skip_special_tokens)
+            (text,) = guarded(self._library.decode_batch, [ids], skip_special_tokens=skip_special_tokens)
         except (OverflowError, TypeError) as error:
             raise InvalidParameter("token_ids", ids, f"integers from 0 to {MAX_TOKEN_ID}") from error
-        return text
+        except Exception as error:
+            raise InvalidParameter("token_ids", ids, f"token ids that the tokenizer can decode ({error})") from error
+        return str(text)
+
+    def close(self) -> None:
+        """End the processes that render chats."""
+        if self.chat_template is not None:
+            self.chat_template.close()
 
     def to_json(self) -> str:
         """Return the tokenizer as the text of a `tokenizer.json`."""
@@ -155,7 +196,10 @@ class Tokenizer:
         piece = self.token_bytes(token_id)
         if self._alphabet is not None or not _is_text(piece):
             return piece
-        return self.decode([token_id], skip_special_tokens=False).encode()
+        try:
+            return self.decode([token_id], skip_special_tokens=False).encode()
+        except InvalidParameter:
+            return piece
 
     def is_visible(self, token_id: int, *, skip_special_tokens: bool) -> bool:
         """Tell whether `decode` lets a token take part in the text."""
@@ -166,6 +210,21 @@ class Tokenizer:
     def is_fallback_byte(self, token_id: int) -> bool:
         """Tell whether a token is one raw byte of a tokenizer with byte fallback, for example `<0x0A>`."""
         return self.has_byte_fallback and _fallback_byte(self._library.id_to_token(token_id)) is not None
+
+    def _ids_of(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Return the token ids of a text that is not long."""
+        # Unlike its other methods this one lets other threads run.
+        (encoding,) = guarded(self._library.encode_batch_fast, [text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        return ids
+
+    @cached_property
+    def _frame(self) -> tuple[list[int], list[int]]:
+        """The special tokens before and behind a text."""
+        encoding = guarded(self._library.encode, "a")
+        is_special: list[int] = encoding.special_tokens_mask
+        first, last = is_special.index(0), len(is_special) - is_special[::-1].index(0)
+        return encoding.ids[:first], encoding.ids[last:]
 
     def _derive_bytes(self, token_id: int) -> bytes:
         token = self._library.id_to_token(token_id)
@@ -179,39 +238,12 @@ class Tokenizer:
         if self.has_byte_fallback and (byte := _fallback_byte(token)) is not None:
             return bytes([byte])
         # What the token adds behind itself is what it adds behind any token.
-        once = self.decode([token_id], skip_special_tokens=False)
-        twice = self.decode([token_id, token_id], skip_special_tokens=False)
+        try:
+            once = self.decode([token_id], skip_special_tokens=False)
+            twice = self.decode([token_id, token_id], skip_special_tokens=False)
+        except InvalidParameter:  # the decoder fails on it; the text of all other tokens stays
+            return "\ufffd".encode()
         return twice[len(once) :].encode()
-
-
-def _decoders(library: tokenizers.Tokenizer) -> Iterator[dict[str, Any]]:
-    """Yield the settings of each step of the decoder, in order."""
-    if library.decoder is None:
-        return
-    steps = [json.loads(library.decoder.__getstate__())]
-    while steps:
-        step = steps.pop(0)
-        if step["type"] == "Sequence":
-            steps = step["decoders"] + steps
-        else:
-            yield step
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """Map each character of a byte-level vocabulary to its byte.
-
-    Printable Latin-1 bytes stand for themselves; the others, in order, for the characters from U+0100 on.
-
-    Source: the GPT-2 tokenizer.
-    """
-    alphabet: dict[str, int] = {}
-    for byte in range(256):
-        printable = 0x21 <= byte <= 0x7E or 0xA1 <= byte <= 0xAC or 0xAE <= byte <= 0xFF
-        if printable:
-            alphabet[chr(byte)] = byte
-    for byte in sorted(set(range(256)) - set(alphabet.values())):
-        alphabet[chr(256 + len(alphabet) - 188)] = byte
-    return alphabet
 
 
 def _fallback_byte(token: str | None) -> int | None:
@@ -235,7 +267,9 @@ def _read_config(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = read_json(file, MAX_CONFIG_BYTES)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise CheckpointError(f"{file} is not JSON: {error}") from error
     if not isinstance(config, dict):
@@ -265,6 +299,8 @@ def _chat_template_source(folder: Path, config: Mapping[str, Any]) -> str | None
         raise CheckpointError(
             f"chat_template in {folder / 'tokenizer_config.json'} must be a string or a list of named templates"
         )
+    if source is not None and len(source) > MAX_TEMPLATE_BYTES:
+        raise CheckpointError(f"the chat template in {folder} is longer than {MAX_TEMPLATE_BYTES} characters")
     return source
 
 
@@ -274,17 +310,25 @@ def _tool_template_source(folder: Path, config: Mapping[str, Any]) -> str | None
         return _read_template(folder / "additional_chat_templates" / "tool_use.jinja")
     named = config.get("chat_template")
     source = _named_templates(named).get("tool_use") if isinstance(named, list) else None
-    return source if isinstance(source, str) else None
+    return source if isinstance(source, str) and len(source) <= MAX_TEMPLATE_BYTES else None
 
 
 def _read_template(file: Path) -> str | None:
     if not file.is_file():
         return None
     try:
-        return file.read_text(encoding="utf-8")
+        return _read_file(file, MAX_TEMPLATE_BYTES).decode()
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{file} is not UTF-8 text: {error}") from error
 
 
-def _named_templates(entries: list[Any]) -> dict[Any, Any]:
-    return {entry.get("name"): entry.get("template") for entry in entries if isinstance(entry, Mapping)}
+def _read_file(file: Path, max_bytes: int) -> bytes:
+    try:
+        return read_file(file, max_bytes)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+
+
+def _named_templates(entries: list[Any]) -> dict[str, Any]:
+    named = ((entry.get("name"), entry.get("template")) for entry in entries if isinstance(entry, Mapping))
+    return {name: template for name, template in named if isinstance(name, str)}

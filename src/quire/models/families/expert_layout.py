@@ -9,6 +9,9 @@ from quire.errors import CheckpointError
 from quire.models.families.hf_config import HFConfig
 from quire.models.spec import Experts, ModelSpec, WeightMap
 
+# Of all layers together; each has names of its own before any tensor is looked at. Published models have 25,000.
+MAX_EXPERTS = 2**18
+
 
 def read_counts(config: HFConfig, default: int | None = None, chosen: int | None = None) -> tuple[int, int]:
     """Read how many experts there are, and how many of them a token goes through.
@@ -25,6 +28,12 @@ def read_counts(config: HFConfig, default: int | None = None, chosen: int | None
         raise CheckpointError(
             f"config.json: num_experts_per_tok must be at most {name} ({num_experts}), got {num_chosen}",
             field="num_experts_per_tok",
+        )
+    num_layers = config.integer("num_hidden_layers")
+    if num_layers * num_experts > MAX_EXPERTS:
+        raise CheckpointError(
+            f"config.json: num_hidden_layers ({num_layers}) times {name} ({num_experts}) must be at most {MAX_EXPERTS}",
+            field=name,
         )
     return num_experts, num_chosen
 
@@ -47,9 +56,10 @@ def with_experts(
     spec, names = read
     gate, up, down = parts
     specs = [replace(each, ffn=experts) if idx in layers else each for idx, each in enumerate(spec.layers)]
+    replaced = {("layers", str(idx), "ffn") for idx in layers}
+    names = {name: sources for name, sources in names.items() if tuple(name.split(".")[:3]) not in replaced}
     for idx in layers:
         ours, theirs = f"layers.{idx}.ffn", f"model.layers.{idx}.{module}"
-        names = {name: sources for name, sources in names.items() if not name.startswith(f"{ours}.")}
         numbered = [f"{theirs}.experts.{number}" for number in range(experts.num_experts)]
         names |= {
             f"{ours}.router.weight": (f"{theirs}.gate.weight",),

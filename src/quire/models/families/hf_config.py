@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from quire.errors import CheckpointError, UnsupportedModel
+from quire.errors import CheckpointError, UnsupportedModel, shown
 from quire.models.rotations import LinearScaling, Llama3Scaling, ProportionalScaling, Rope, RopeScaling, YarnScaling
 
 if TYPE_CHECKING:  # planning reads configurations without torch
@@ -24,6 +25,9 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
 ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 # What `layer_types` calls a layer that sees all earlier tokens, and one that sees a window.
 FULL, WINDOWED = "full_attention", "sliding_attention"
+# The largest size, count or id; and of layers, of which each makes objects before any tensor is looked at.
+MAX_INTEGER = 2**31 - 1
+MOST: Mapping[str, int] = {"num_hidden_layers": 1024}
 ROPE_TYPES = "default, linear, dynamic, llama3, yarn, proportional"
 _MISSING = object()
 
@@ -46,7 +50,7 @@ class HFConfig:
         value = self._fields.get(name, _MISSING)
         if value is not _MISSING and value not in allowed:
             raise UnsupportedModel(
-                f"config.json: {self._prefix}{name} is {value!r}, but only "
+                f"config.json: {self._prefix}{name} is {shown(value)}, but only "
                 f"{' or '.join(repr(each) for each in allowed)} is implemented",
                 field=name,
             )
@@ -62,9 +66,9 @@ class HFConfig:
 
     def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
         """Read an integer, at least `least`; null counts as missing."""
-        value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise self._wrong(name, value, "a positive integer" if least == 1 else f"an integer from {least} on")
+        value, most = self._get(name, default), MOST.get(name, MAX_INTEGER)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise self._wrong(name, value, f"an integer from {least} to {most}")
         return value
 
     def integer_or_none(self, name: str, missing: int) -> int | None:
@@ -143,10 +147,7 @@ class HFConfig:
 
     def count(self, name: str, default: int) -> int:
         """Read an integer of at least 0; null counts as missing."""
-        value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise self._wrong(name, value, "an integer of at least 0")
-        return value
+        return self.integer(name, default, least=0)
 
     def indices(self, name: str) -> frozenset[int]:
         """Read a list of indices; missing or null is empty."""
@@ -184,11 +185,11 @@ class HFConfig:
         return value
 
     def _wrong(self, name: str, value: object, allowed: str) -> CheckpointError:
-        return CheckpointError(f"config.json: {self._prefix}{name} must be {allowed}, got {value!r}", field=name)
+        return CheckpointError(f"config.json: {self._prefix}{name} must be {allowed}, got {shown(value)}", field=name)
 
 
 def _is_positive(value: object) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
 
 
 def read_rope(config: HFConfig, default_theta: float = 10_000.0) -> Rope:
@@ -210,7 +211,7 @@ def read_activation(config: HFConfig, name: str = "hidden_act") -> Activation:
     value = config.text(name, "silu")
     if value not in ACTIVATIONS:
         raise UnsupportedModel(
-            f"config.json: {name} is {value!r}, but only {', '.join(map(repr, ACTIVATIONS))} are implemented",
+            f"config.json: {name} is {shown(value)}, but only {', '.join(map(repr, ACTIVATIONS))} are implemented",
             field=name,
         )
     return ACTIVATIONS[value]
@@ -225,7 +226,8 @@ def refuse_layer_types(config: HFConfig, *allowed: str) -> None:
     for kind in config.texts("layer_types"):
         if kind not in allowed:
             raise UnsupportedModel(
-                f"config.json: layer_types names {kind!r}, but only {' and '.join(map(repr, allowed))} can be here",
+                f"config.json: layer_types names {shown(kind)}, but only "
+                f"{' and '.join(map(repr, allowed))} can be here",
                 field="layer_types",
             )
 
@@ -275,7 +277,14 @@ def read_max_position(config: HFConfig, rope: Rope | None) -> int:
     """Read the longest context, which a YaRN checkpoint may state for the original model only."""
     limit = config.integer("max_position_embeddings")
     if rope is not None and isinstance(rope.scaling, YarnScaling):
-        limit = max(limit, int(rope.scaling.original_max_position * rope.scaling.factor))
+        stretched = rope.scaling.original_max_position * rope.scaling.factor
+        if stretched > MAX_INTEGER:
+            raise CheckpointError(
+                f"config.json: factor and original_max_position_embeddings make contexts of {stretched:g} tokens, and "
+                f"{MAX_INTEGER} is the most",
+                field="factor",
+            )
+        limit = max(limit, int(stretched))
     return limit
 
 
@@ -291,7 +300,7 @@ def _read_scaling(config: HFConfig, part: HFConfig) -> RopeScaling | None:
         return LinearScaling(part.number("factor"))
     if kind not in ("llama3", "yarn"):
         raise UnsupportedModel(
-            f"config.json: rope_type {kind!r} is not implemented; implemented are {ROPE_TYPES}", field="rope_type"
+            f"config.json: rope_type {shown(kind)} is not implemented; implemented are {ROPE_TYPES}", field="rope_type"
         )
     name = "original_max_position_embeddings"
     original = (config if config.has(name) else part).integer(name, config.integer("max_position_embeddings"))

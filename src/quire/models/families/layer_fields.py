@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from quire.errors import CheckpointError, UnsupportedModel
+from quire.errors import CheckpointError, UnsupportedModel, shown
 from quire.models.families.hf_config import FULL, HFConfig
 
 # What `per_layer_config` may state for one layer.
@@ -36,7 +36,7 @@ def read_layers(config: HFConfig, kinds: Sequence[str]) -> tuple[HFConfig, ...]:
     for name, part in own.items():
         if not name.isdecimal() or int(name) >= len(kinds):
             raise CheckpointError(
-                f"config.json: per_layer_config must name layers from 0 to {len(kinds) - 1}, got {name!r}",
+                f"config.json: per_layer_config must name layers from 0 to {len(kinds) - 1}, got {shown(name)}",
                 field="per_layer_config",
             )
         unread = next((field for field in part.names() if field not in OWN_FIELDS), None)

@@ -1,0 +1,186 @@
+"""How short in tokens a text can be, and how long a normalizer can make it, from the settings of a tokenizer alone."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from math import prod
+from typing import Any, NamedTuple
+
+import tokenizers
+
+from quire.bounded.json_text import parse
+from quire.errors import CheckpointError
+from quire.text.components import byte_alphabet, decoders, normalizers, pre_tokenizers, steps
+
+# Characters that normal forms make one of, and bytes that they, or another case, make of one, at most.
+JOINED_CHARS = 4
+# Of what a text goes through for each of its characters, words or tokens.
+MAX_SETTING = 1000
+FORM_GROWTH = {"NFC": 3, "NFD": 4, "NFKC": 11, "NFKD": 11, "Lowercase": 3, "BertNormalizer": 4}
+KEEPS_CHARS = frozenset({"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Prepend"})
+KEEPS_WORDS = frozenset({"ByteLevel", "Metaspace", "Digits"})
+FORMS = frozenset({"NFC", "NFD", "NFKC", "NFKD"})
+
+
+class LeastTokens(NamedTuple):
+    """The fewest tokens that a text can have.
+
+    Args:
+        per_token: bytes (or characters) of a text that one token stands for, at most.
+        is_of_bytes: `per_token` counts bytes.
+        eaters: added tokens that take spaces beside them in: a text with one of them has no bound.
+    """
+
+    per_token: int
+    is_of_bytes: bool
+    eaters: tuple[str, ...]
+
+    def of(self, text: str) -> int:
+        """Return a number of tokens that a text has at least, but for special tokens round it."""
+        if any(eater in text for eater in self.eaters):
+            return 0
+        length = len(text.encode("utf-8", "surrogatepass")) if self.is_of_bytes else len(text)
+        return -(-length // self.per_token)
+
+
+def least_tokens(library: tokenizers.Tokenizer) -> LeastTokens | None:
+    """Return the bound of a tokenizer, None where it may leave out any part of a text.
+
+    Bytes and characters vanish in many ways: a normalizer or pre-tokenizer drops or joins them, a model without a token
+    for a character leaves it out, or makes one token of all such characters in a row.
+    """
+    forms = [step["type"] for step in normalizers(library) if not _lengthens(step)]
+    words = pre_tokenizers(library)
+    if not KEEPS_CHARS.issuperset(forms) or not all(map(_keeps, words)):
+        return None
+    vocab = library.get_vocab(with_added_tokens=False)
+    is_byte_level = any(step["type"] == "ByteLevel" for step in words)
+    if not vocab or not _knows_all(library.model, vocab, is_byte_level=is_byte_level):
+        return None
+    # Only where nothing is normalized is a byte of a token a byte of the text.
+    is_of_bytes = is_byte_level and not normalizers(library)
+    added = list(library.get_added_tokens_decoder().values())
+    eaters = [token for token in added if token.lstrip or token.rstrip]
+    if any(token.normalized for token in eaters):
+        return None
+    longest = max(max(map(len, vocab)), *(len(token.content.encode()) for token in added), 0)
+    joined = JOINED_CHARS if FORMS.intersection(forms) else 1
+    return LeastTokens(longest * joined, is_of_bytes, tuple(token.content for token in eaters))
+
+
+def _lengthens(step: dict[str, Any]) -> bool:
+    """Say whether a step puts at least as many characters in the place of others, and does nothing else."""
+    old = step.get("pattern", {}).get("String")
+    return step["type"] == "Replace" and bool(old) and len(step["content"]) >= len(old)
+
+
+def _keeps(step: dict[str, Any]) -> bool:
+    """Say whether a pre-tokenizer keeps every character."""
+    if step["type"] in ("Split", "Punctuation"):
+        return step["behavior"] != "Removed" and not step.get("invert", False)
+    return step["type"] in KEEPS_WORDS
+
+
+def _knows_all(model: Any, vocab: dict[str, int], *, is_byte_level: bool) -> bool:
+    """Say whether each character, or each byte of it, gets a token that stands for nothing else."""
+    if not isinstance(model, tokenizers.models.BPE):
+        return False
+    if model.continuing_subword_prefix or model.end_of_word_suffix:
+        return False
+    if is_byte_level:
+        return byte_alphabet().keys() <= vocab.keys()
+    if model.byte_fallback:
+        return all(f"<0x{byte:02X}>" in vocab for byte in range(256))
+    return model.unk_token is not None and not model.fuse_unk
+
+
+def check_source(raw: bytes) -> None:
+    """Refuse the text of a tokenizer for which the library would allocate more than the text is long.
+
+    A SentencePiece map of characters says how long its table is, and the library believes it.
+
+    Raises:
+        CheckpointError: there is such a map.
+        ValueError: it is not JSON.
+    """
+    # Few tokenizers have a map, and only an escape could hide its name.
+    if b"Precompiled" not in raw and b"\\u" not in raw:
+        return
+    tokenizer = parse(raw, is_strict=False)
+    left = [tokenizer.get("normalizer")] if isinstance(tokenizer, dict) else []
+    while left:
+        step = left.pop()
+        if isinstance(step, dict):
+            inner = step.get("normalizers")
+            left += inner if isinstance(inner, list) else []
+            if "precompiled_charsmap" in step and _table_bytes(step["precompiled_charsmap"]) > len(raw):
+                raise CheckpointError("the tokenizer's precompiled_charsmap is longer than its file")
+
+
+def _table_bytes(charsmap: object) -> int:
+    """Return how long a map of characters says that its table is."""
+    head = bytes(charsmap[:4]) if isinstance(charsmap, list) and _are_bytes(charsmap[:4]) else b""
+    if isinstance(charsmap, str):
+        head = base64.b64decode(charsmap[:8])[:4]
+    return int.from_bytes(head, "little")
+
+
+def _are_bytes(values: list[Any]) -> bool:
+    return all(type(value) is int and 0 <= value < 256 for value in values)
+
+
+def check_settings(library: tokenizers.Tokenizer) -> None:
+    """Refuse settings by which a short text would take a lot of time or memory.
+
+    Raises:
+        CheckpointError: naming the setting.
+    """
+    model = library.model
+    sizes = {"special tokens round a text": library.num_special_tokens_to_add(False)}
+    sizes["characters of a word"] = getattr(model, "max_input_chars_per_word", 0)
+    for name in ("continuing_subword_prefix", "end_of_word_suffix"):
+        sizes[f"characters of {name}"] = len(getattr(model, name, None) or "")
+    for step in decoders(library):
+        for name in ("content", "prefix", "start", "stop"):
+            value = step.get(name, "")
+            sizes[f"decoder's {name}"] = value if isinstance(value, int) else len(value)
+    for step in steps(library.post_processor, "processors"):
+        sizes["parts of a template"] = len(step.get("single", ()))
+    for name, size in sizes.items():
+        if size > MAX_SETTING:
+            raise CheckpointError(f"the tokenizer's {name}: {size} are more than {MAX_SETTING}")
+
+
+def growth(library: tokenizers.Tokenizer) -> int:
+    """Return how many bytes normalizer and pre-tokenizer can make of one, at most."""
+    return prod(map(_growth, (*normalizers(library), *pre_tokenizers(library))))
+
+
+def _growth(step: dict[str, Any]) -> int:
+    match step:
+        case {"type": "Prepend", "prepend": text}:
+            return 1 + len(text.encode())
+        case {"type": "Replace", "pattern": {"String": old}, "content": new}:
+            return max(1, -(-len(new.encode()) // max(1, len(old.encode())))) + (not old) * len(new.encode())
+        case {"type": "Replace", "content": new}:
+            # An expression may find one byte, and nothing between two.
+            return 1 + len(new.encode())
+        case {"type": "Precompiled", "precompiled_charsmap": charsmap}:
+            return _longest_replacement(charsmap)
+        case {"type": "ByteLevel"}:
+            return 2
+        case {"type": "Metaspace", "replacement": mark}:
+            return len(mark.encode())
+    return FORM_GROWTH.get(step["type"], 1)
+
+
+def _longest_replacement(charsmap: Any) -> int:
+    """Return the bytes of the longest text that a SentencePiece map of characters replaces one by."""
+    try:
+        raw = base64.b64decode(charsmap)
+    except (TypeError, binascii.Error):
+        return 1
+    trie_bytes = int.from_bytes(raw[:4], "little")
+    return max(1, *(len(part) for part in re.split(b"\0", raw[4 + trie_bytes :])))

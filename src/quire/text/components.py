@@ -1,0 +1,79 @@
+"""The parts of a tokenizer of the `tokenizers` library: their settings, and calls that cannot end the process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class LibraryFailed(Exception):
+    """The library gave up, in a way that it has no error for."""
+
+
+def guarded(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call the library.
+
+    Raises:
+        LibraryFailed: it panicked. A panic passes by `except Exception`, and would end a thread that must go on.
+        Exception: what else the call raises.
+    """
+    try:
+        return call(*args, **kwargs)
+    except Exception:
+        raise
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise LibraryFailed(f"the tokenizer library gave up: {error}") from error
+
+
+def steps(component: Any, inner: str) -> Iterator[dict[str, Any]]:
+    """Yield the settings of each step of a component, in order.
+
+    Args:
+        component: a normalizer, pre-tokenizer or decoder; None has no steps.
+        inner: what a sequence of them calls its parts.
+    """
+    left = [] if component is None else [json.loads(component.__getstate__())]
+    while left:
+        step = left.pop(0)
+        if step["type"] == "Sequence":
+            left = step[inner] + left
+        else:
+            yield step
+
+
+def normalizers(library: Any) -> list[dict[str, Any]]:
+    """Return the settings of a tokenizer's normalizers."""
+    return list(steps(library.normalizer, "normalizers"))
+
+
+def pre_tokenizers(library: Any) -> list[dict[str, Any]]:
+    """Return the settings of a tokenizer's pre-tokenizers."""
+    return list(steps(library.pre_tokenizer, "pretokenizers"))
+
+
+def decoders(library: Any) -> list[dict[str, Any]]:
+    """Return the settings of a tokenizer's decoders."""
+    return list(steps(library.decoder, "decoders"))
+
+
+def byte_alphabet() -> dict[str, int]:
+    """Map each character of a byte-level vocabulary to its byte.
+
+    Printable Latin-1 bytes stand for themselves; the others, in order, for the characters from U+0100 on.
+
+    Source: the GPT-2 tokenizer.
+    """
+    alphabet: dict[str, int] = {}
+    for byte in range(256):
+        printable = 0x21 <= byte <= 0x7E or 0xA1 <= byte <= 0xAC or 0xAE <= byte <= 0xFF
+        if printable:
+            alphabet[chr(byte)] = byte
+    for byte in sorted(set(range(256)) - set(alphabet.values())):
+        alphabet[chr(256 + len(alphabet) - 188)] = byte
+    return alphabet

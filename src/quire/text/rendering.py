@@ -1,0 +1,196 @@
+"""Renders chat templates within limits of time and memory, in processes that know nothing but Jinja.
+
+A template comes with a model, whoever published it. Jinja's sandbox keeps a hostile one from what is not its business,
+but not from running for ever or from taking all memory there is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from quire.bounded.process import BoundedProcess, LimitExceeded, ProcessPool
+from quire.errors import RequestError
+
+if TYPE_CHECKING:  # the engine's process needs no Jinja
+    import jinja2
+
+MAX_OUTPUT_CHARS = 1 << 24
+TIMEOUT_S = 10.0
+# A conversation of the longest kind takes a third of it.
+MEMORY_BYTES = 512 << 20
+MAX_PROCESSES = 2
+# What templates find beside their variables: Jinja's own, and what models' templates expect.
+GLOBALS = frozenset({"range", "dict", "lipsum", "cycler", "joiner", "namespace", "raise_exception", "strftime_now"})
+# What an answer begins with.
+DONE, BROKEN, FAILED = b"D", b"B", b"F"
+
+
+class Renderer:
+    """Renders templates; any thread may ask. Processes start when they are needed, and end with this object.
+
+    Args:
+        timeout_s: that rendering once may take.
+        memory_bytes: that it may take.
+        max_chars: of what is written.
+    """
+
+    def __init__(
+        self,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        memory_bytes: int = MEMORY_BYTES,
+        max_chars: int = MAX_OUTPUT_CHARS,
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._memory_bytes = memory_bytes
+        self._max_chars = max_chars
+        program = "quire.text.rendering:open_templates"
+        self.processes = ProcessPool(lambda: BoundedProcess(program, b"", memory_bytes), MAX_PROCESSES)
+
+    def render(self, source: str, variables: Mapping[str, Any], now: datetime) -> str:
+        """Return what a template writes.
+
+        Args:
+            source: the template.
+            variables: what JSON can hold.
+            now: the time, for templates that write it.
+
+        Raises:
+            RequestError: it cannot be compiled, fails, refuses the variables, or exceeds a limit.
+            WorkerError: the process does not start, or this object is closed.
+        """
+        return self._ask([source, self._max_chars, now.isoformat(), dict(variables)])
+
+    def names(self, source: str) -> frozenset[str]:
+        """Return the names that a template reads.
+
+        Raises:
+            RequestError: it cannot be compiled within the limits.
+            WorkerError: the process does not start, or this object is closed.
+        """
+        return frozenset(json.loads(self._ask([source])))
+
+    def close(self) -> None:
+        """End the processes; what they render fails."""
+        self.processes.close()
+
+    def _ask(self, question: list[Any]) -> str:
+        # Lone surrogates pass: whoever reads the text refuses them.
+        raw = json.dumps(question, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        try:
+            with self.processes.process() as process:
+                answer = process.ask(raw, self._timeout_s)
+        except LimitExceeded as error:
+            most = f"{self._memory_bytes >> 20} MiB, or nests too deeply"
+            if error.limit == "time":
+                most = f"{self._timeout_s:g} s"
+            raise RequestError(f"the model's chat template takes more than {most}", field="messages") from error
+        kind, text = answer[:1], answer[1:].decode("utf-8", "surrogatepass")
+        if kind == DONE:
+            return text
+        why = "cannot be compiled" if kind == BROKEN else "refuses this conversation"
+        raise RequestError(f"the model's chat template {why}: {text}", field="messages")
+
+
+# ---- within the process ----
+
+
+def open_templates(_: bytes) -> Callable[[bytes], bytes]:
+    """Return what answers a `Renderer`."""
+    import jinja2
+    import jinja2.meta
+
+    clock = [datetime.min]
+    environment = make_environment(clock)
+
+    @lru_cache(maxsize=4)
+    def compiled(source: str) -> jinja2.Template:
+        return environment.from_string(source)
+
+    def answer(question: bytes) -> bytes:
+        source, *rest = json.loads(question.decode("utf-8", "surrogatepass"))
+        try:
+            template = compiled(source)
+            if not rest:
+                names = jinja2.meta.find_undeclared_variables(environment.parse(source))
+                return DONE + json.dumps(sorted(names)).encode()
+        except jinja2.TemplateError as error:
+            return BROKEN + _reason(error)
+        max_chars, now, variables = rest
+        clock[0] = datetime.fromisoformat(now)
+        try:
+            return DONE + _write(template, variables, max_chars).encode("utf-8", "surrogatepass")
+        except (MemoryError, RecursionError):
+            raise
+        except Exception as error:  # a template can raise whatever Python can
+            return FAILED + _reason(error)
+
+    return answer
+
+
+def _reason(error: Exception) -> bytes:
+    text = str(error) or type(error).__name__
+    return text[:1000].encode("utf-8", "surrogatepass")
+
+
+def _write(template: jinja2.Template, variables: Mapping[str, Any], max_chars: int) -> str:
+    pieces: list[str] = []
+    room = max_chars
+    for piece in template.generate(variables):
+        room -= len(piece)
+        if room < 0:
+            raise ValueError(f"what it writes is longer than {max_chars} characters")
+        pieces.append(piece)
+    return "".join(pieces)
+
+
+def make_environment(clock: list[datetime]) -> jinja2.Environment:
+    """Return the sandbox of templates, in which `clock[0]` is the time."""
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _generation_block()]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: clock[0].strftime(form)
+    return environment
+
+
+def _generation_block() -> type[Any]:
+    from jinja2 import nodes
+    from jinja2.ext import Extension
+    from jinja2.parser import Parser
+
+    class GenerationBlock(Extension):
+        """Lets `{% generation %}` through, which marks the assistant's words for training and writes nothing itself."""
+
+        tags = {"generation"}  # noqa: RUF012 - Jinja's own declaration
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    return GenerationBlock
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Write JSON as models read it: without the escapes that a web page needs."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    from jinja2 import TemplateRuntimeError
+
+    raise TemplateRuntimeError(message)

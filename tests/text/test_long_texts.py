@@ -1,0 +1,186 @@
+"""Long texts have the tokens that they would have whole, and are given up once they are too long."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from tokenizers import Regex, models, normalizers
+from tokenizers import Tokenizer as Library
+
+from quire.errors import InvalidParameter
+from quire.text.bounds import growth, least_tokens
+from quire.text.cuts import Cuts
+from quire.text.long_texts import MAX_UNCUT_BYTES, PIECE_CHARS, TooManyTokens
+from quire.text.tokenizer import Tokenizer
+from tests.text.kinds import CUT, WHOLE, hard_text, kind
+
+
+def in_pieces(name: str, piece_chars: int = 24) -> Tokenizer:
+    """Return a tokenizer for which everything is long."""
+    tokenizer = Tokenizer(kind(name))
+    tokenizer._long_texts.piece_chars = piece_chars
+    return tokenizer
+
+
+def whole(tokenizer: Tokenizer, text: str, *, special: bool = True) -> list[int]:
+    return tokenizer._library.encode(text, add_special_tokens=special).ids
+
+
+def check_fuzz(name: str, num_texts: int, seed: int) -> int:
+    """Check texts of one kind of tokenizer, and return in how many pieces they were made."""
+    tokenizer = in_pieces(name)
+    num_pieces = 0
+    encode = tokenizer._long_texts._encode
+
+    def counted(text: str) -> list[int]:
+        nonlocal num_pieces
+        num_pieces += 1
+        return encode(text)
+
+    tokenizer._long_texts._encode = counted
+    rng = random.Random(f"{name} {seed}")
+    for _ in range(num_texts):
+        text, special = hard_text(rng, rng.randint(10, 150)), rng.random() < 0.5
+        assert tokenizer.encode(text, add_special_tokens=special) == whole(tokenizer, text, special=special), text
+    return num_pieces
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_pieces_have_the_tokens_of_the_whole(name: str) -> None:
+    assert check_fuzz(name, num_texts=60, seed=1) > 3 * 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CUT)
+def test_pieces_have_the_tokens_of_the_whole_for_long(name: str) -> None:
+    assert check_fuzz(name, num_texts=4000, seed=2) > 3 * 4000
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_the_fuzz_finds_cuts_at_the_wrong_places(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Cuts, "find", lambda self, text, start, end: start)  # noqa: ARG005
+    with pytest.raises((AssertionError, InvalidParameter)):
+        check_fuzz(name, num_texts=60, seed=1)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_cannot_be_shown_to_be_safe_is_not_cut(name: str) -> None:
+    tokenizer = in_pieces(name)
+    rng = random.Random(3)
+    cuts = Cuts(tokenizer._library)
+    for _ in range(20):
+        text = hard_text(rng, 100)
+        assert cuts.find(text, 1, len(text)) is None
+        if name != "dropout":
+            assert tokenizer.encode(text) == whole(tokenizer, text)
+
+
+def counting(tokenizer: Tokenizer) -> list[int]:
+    """Return a list that will have the lengths of the texts that the library is given."""
+    lengths: list[int] = []
+    encode = tokenizer._long_texts._encode
+
+    def counted(text: str) -> list[int]:
+        lengths.append(len(text))
+        return encode(text)
+
+    tokenizer._long_texts._encode = counted
+    return lengths
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama3", "llama2"])
+def test_a_text_of_a_million_characters_goes_in_pieces_of_like_size(name: str) -> None:
+    tokenizer = Tokenizer(kind(name))
+    lengths = counting(tokenizer)
+    text = "Some words, 12 numbers; and \n lines. " * 30_000
+    assert tokenizer.encode(text) == whole(tokenizer, text)
+    assert len(lengths) > 10
+    assert max(lengths) < PIECE_CHARS + 100
+
+
+def test_no_more_is_read_than_shows_that_a_text_is_too_long() -> None:
+    tokenizer = Tokenizer(kind("llama3, framed"))
+    lengths = counting(tokenizer)
+    text = "the fox " * 100_000
+    num_tokens = len(tokenizer.encode(text))
+    del lengths[:]
+    with pytest.raises(TooManyTokens) as caught:
+        tokenizer.encode(text, max_tokens=num_tokens // 3)
+    assert num_tokens // 3 < caught.value.num_tokens < num_tokens // 2
+    assert not caught.value.is_exact
+    assert sum(lengths) < len(text) // 2
+    assert len(tokenizer.encode(text, max_tokens=num_tokens)) == num_tokens
+    with pytest.raises(TooManyTokens) as caught:
+        tokenizer.encode(text, max_tokens=num_tokens - 1)
+    assert (caught.value.num_tokens, caught.value.is_exact) == (num_tokens, True)
+    with pytest.raises(TooManyTokens) as caught:
+        tokenizer.encode("the fox", max_tokens=1)
+    assert (caught.value.num_tokens, caught.value.is_exact) == (4, True)
+    del lengths[:]
+    with pytest.raises(TooManyTokens) as caught:
+        tokenizer.encode("x" * 10**6, max_tokens=1000)
+    assert 1000 < caught.value.num_tokens <= len(whole(tokenizer, "x" * 10**6))
+    assert not lengths, "the length of the text alone shows it"
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama2", "unigram of one word"])
+def test_a_part_that_cannot_be_cut_is_not_read_whole(name: str) -> None:
+    tokenizer = Tokenizer(kind(name))
+    lengths = counting(tokenizer)
+    for text in ("x" * (MAX_UNCUT_BYTES + 1), "国" * (MAX_UNCUT_BYTES // 3 + 1), "a b " * 20_000 + " " * 2**21):
+        with pytest.raises(InvalidParameter, match="1048576 bytes in a row"):
+            tokenizer.encode(text)
+        assert sum(lengths) <= 2**17
+    half = "x" * (MAX_UNCUT_BYTES // 2)
+    assert tokenizer.encode(half) == whole(tokenizer, half)
+
+
+@pytest.mark.parametrize("name", CUT | WHOLE)
+def test_texts_have_no_fewer_tokens_than_their_length_shows(name: str) -> None:
+    least = least_tokens(kind(name))
+    assert (least is None) == name.startswith(("bert", "unigram", "nfkc", "accents")) or "awkward" in name
+    if least is None:
+        return
+    rng = random.Random(4)
+    longest = max(kind(name).get_vocab(), key=len)
+    texts = [hard_text(rng, 100) for _ in range(100)] + ["", longest * 100, "e\u0301" * 100, "\u1100\u1161\u11a8" * 100]
+    for text in texts:
+        assert least.of(text) <= len(kind(name).encode(text, add_special_tokens=False).ids), text
+
+
+NORMALIZERS = [
+    normalizers.NFC(),
+    normalizers.NFD(),
+    normalizers.NFKC(),
+    normalizers.NFKD(),
+    normalizers.Lowercase(),
+    normalizers.BertNormalizer(),
+    normalizers.Prepend("▁▁"),
+    normalizers.Replace("a", "▁" * 5),
+    normalizers.Replace("aa", "▁"),
+    normalizers.Replace(Regex("a?"), "xyz"),
+    normalizers.ByteLevel(),
+    normalizers.Sequence([normalizers.Replace("a", "bb"), normalizers.Replace("b", "ccc"), normalizers.NFKD()]),
+]
+
+
+@pytest.mark.parametrize("normalizer", NORMALIZERS, ids=str)
+def test_a_normalizer_makes_no_text_longer_than_its_settings_show(normalizer: normalizers.Normalizer) -> None:
+    library = Library(models.BPE())
+    library.normalizer = normalizer
+    most = growth(library)
+    rng = random.Random(5)
+    for text in [*(hard_text(rng, 50) for _ in range(50)), "a" * 50, "\ufdfa" * 50, "İ" * 50, "国" * 50, "\u0390" * 50]:
+        assert len(normalizer.normalize_str(text).encode()) <= most * len(text.encode())
+
+
+def test_a_text_that_a_normalizer_would_multiply_is_refused() -> None:
+    library = Library.from_str(kind("gpt2").to_str())
+    library.normalizer = normalizers.Sequence(
+        [normalizers.Replace("a", "b" * 1000), normalizers.Replace("b", "c" * 1000)]
+    )
+    tokenizer = Tokenizer(library)
+    assert tokenizer.encode("xyz") == whole(tokenizer, "xyz")
+    with pytest.raises(InvalidParameter, match="bytes in a row"):
+        tokenizer.encode("a" * 100)
