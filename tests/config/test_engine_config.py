@@ -90,6 +90,7 @@ NEEDED: dict[str, dict[str, Any]] = {
         ("weight_packing", ["auto", "plain", "lossless"], ["tight", "", None, 1]),
         ("eviction_policy", ["lru", "fifo", "lfu", "slru"], ["mru", "", None]),
         ("scheduling_policy", ["fcfs", "priority"], ["lifo", None]),
+        ("priority_aging", [1, 100_000], [0, -1, 2.5, None, True]),
         ("preemption_policy", ["last", "least_waste"], ["first", "", None]),
         ("preemption_mode", ["auto", "recompute"], ["swap", "copy", None]),
         ("swap_space", [0, 1 << 40], [-1, None, 0.5, "4G", True]),
@@ -196,6 +197,7 @@ def test_resolve_takes_what_was_found() -> None:
         max_num_seqs=256,
         max_num_batched_tokens=512,
         scheduling_policy="fcfs",
+        priority_aging=256,
         max_queue_len=None,
         vocab_size=500,
         seed=0,
@@ -226,6 +228,7 @@ def test_resolve_keeps_what_was_asked_for() -> None:
         max_num_seqs=6,
         max_num_batched_tokens=7,
         scheduling_policy="priority",
+        priority_aging=99,
         preemption_policy="least_waste",
         preemption_mode="swap",
         swap_space=1 << 20,
@@ -242,7 +245,7 @@ def test_resolve_keeps_what_was_asked_for() -> None:
     )
     assert dataclasses.astuple(config) == (
         *("cpu", 2, 100, 32, 40, 32768, 4, 6, False, "slru", 0.1, 1 << 20, 6, 7),
-        *("priority", "least_waste", "swap", 9, 500, 11, "torch", 0.2, 0.3, 0.4, 64, 1 << 20, 30.5, "int8", "int8"),
+        *("priority", 99, "least_waste", "swap", 9, 500, 11, "torch", 0.2, 0.3, 0.4, 64, 1 << 20, 30.5, "int8", "int8"),
         *("suffix", 5),
     )
     assert config.max_concurrency == 6, "no more than max_num_seqs"

@@ -14,7 +14,7 @@ from quire.memory.status import NO_TOKENS
 CONFIG = ResolvedConfig(
     device="cpu", num_threads=1, max_model_len=300, block_size=16, num_blocks=40, bytes_per_block=1024,
     enable_prefix_caching=True, watermark=0.01, swap_space=4096, max_num_seqs=8, max_num_batched_tokens=64,
-    scheduling_policy="fcfs", max_queue_len=None, vocab_size=100, seed=0,
+    scheduling_policy="fcfs", priority_aging=256, max_queue_len=None, vocab_size=100, seed=0,
     eviction_policy="lru", preemption_policy="last", preemption_mode="auto",
     kernels="torch",
     longest_blocks=19, max_concurrency=2,

@@ -100,9 +100,12 @@ class Auditor:
             assert (item.num_samples > 0) == is_last, "draws before the last pending token"
             assert is_last or not item.num_draft
             assert memory.sequences[item.seq_id].num_slots == end, "slots for more or fewer than the step's tokens"
-        if before.running:
-            assert planned[0] == before.running[0].seq_id, "the first in order does not go on"
         still_running = set(scheduler.running)
+        lost = [s for s in before.running if s not in still_running]
+        if before.running and before.running[0] in still_running:
+            assert planned[0] == before.running[0].seq_id, "the first in order does not go on"
+        elif before.running:
+            assert scheduler.running[0].key < before.running[0].key, "the first in order lost its memory for nobody"
         self._check_gangs(set(planned), plan)
         for sequence in before.running:
             is_left_out = sequence in still_running and sequence.seq_id not in planned
@@ -119,8 +122,10 @@ class Auditor:
         left = [s for s in out if not s.is_finished and s.status is not SequenceStatus.RUNNING]
         if admitted and left:
             assert admitted[-1].key < left[0].key, "S6: somebody was overtaken"
-        if before.running and scheduler.stats.num_preemptions > before.num_preemptions:
-            assert not admitted, "somebody came in while others lost their memory"
+        if before.running and scheduler.stats.num_preemptions > before.num_preemptions and admitted:
+            first = admitted[0].request
+            has_made_way = [s.request.priority > first.priority and s.request.place > first.place for s in lost]
+            assert all(has_made_way), "somebody came in while others lost their memory"
         for sequence in scheduler.swapped:
             samples = sequence.request.sequences
             assert all(s.status is not SequenceStatus.RUNNING for s in samples), "a family was torn apart"

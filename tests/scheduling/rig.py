@@ -40,6 +40,7 @@ class Job:
     cache_salt: str | None = None
     media: tuple[MediaSpan, ...] = ()
     priority: int = 0
+    flow: str | None = None
     arrives_at: int = 0
     abort_at: int = NEVER
     abort_while_running: bool = False
@@ -62,6 +63,7 @@ class Setting:
     watermark: int = 0
     caching: bool = True
     policy: str = "fcfs"
+    priority_aging: int = 256
     preemption_policy: str = "last"
     preemption_mode: str = "auto"
     host_blocks: int = 0
@@ -166,6 +168,7 @@ class Rig:
             max_num_seqs=setting.max_num_seqs,
             max_num_batched_tokens=setting.budget,
             policy=setting.policy,
+            priority_aging=setting.priority_aging,
             preemption_policy=setting.preemption_policy,
             preemption_mode=setting.preemption_mode,
         )
@@ -197,6 +200,7 @@ class Rig:
             arrival=len(self.requests),
             seed=seed,
             priority=job.priority,
+            flow=job.flow,
             namespace=Namespace(cache_salt=job.cache_salt),
             media=tuple(Media(span, None) for span in job.media if span.end <= len(job.prompt)),
             retain_cache=seed % 2 == 1,
@@ -301,6 +305,20 @@ def run(jobs: list[Job], setting: Setting, *, is_audited: bool = True) -> Outcom
     outputs = [outputs_of(added[i]) for i in range(len(jobs))]
     requests = [added[i] for i in range(len(jobs))]
     return Outcome(outputs, requests, rig.scheduler, rig.executor, rig.tick, rig.peak_blocks)
+
+
+def finish_all(rig: Rig) -> None:
+    """Step until everybody has ended; nothing is held."""
+    while rig.scheduler.has_unfinished:
+        rig.step()
+    usage = rig.memory.usage()
+    assert usage.used == 0
+    assert usage.host is None or usage.host.used == 0
+
+
+def prompt(length: int, token_id: int = 1) -> tuple[int, ...]:
+    """Return a prompt of one token."""
+    return (token_id,) * length
 
 
 def outputs_of(request: Request) -> list[list[int]]:

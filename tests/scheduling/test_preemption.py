@@ -13,13 +13,9 @@ from quire.memory.status import AllocStatus, Verdict
 from quire.scheduling import SwapCosts
 from quire.scheduling.preemption import Loss
 from quire.sequences import FinishReason, Request, SequenceStatus
-from tests.scheduling.rig import Job, Rig, Setting, outputs_of
+from tests.scheduling.rig import Job, Rig, Setting, finish_all, outputs_of, prompt
 
 TIGHT = Setting(num_blocks=8, budget=16, max_num_seqs=4, host_blocks=20, preemption_mode="swap", caching=False)
-
-
-def prompt(length: int, token_id: int = 1) -> tuple[int, ...]:
-    return (token_id,) * length
 
 
 def job(length: int, max_tokens: int, n: int = 1) -> Job:
@@ -30,14 +26,6 @@ def step_until_swapped(rig: Rig) -> None:
     while not rig.scheduler.swapped:
         assert rig.scheduler.has_unfinished, "nobody was swapped out"
         rig.step()
-
-
-def finish_all(rig: Rig) -> None:
-    while rig.scheduler.has_unfinished:
-        rig.step()
-    usage = rig.memory.usage()
-    assert usage.used == 0
-    assert usage.host is None or usage.host.used == 0
 
 
 def two_that_collide(setting: Setting = TIGHT) -> tuple[Rig, Request, Request]:

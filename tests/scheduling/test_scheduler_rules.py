@@ -12,16 +12,7 @@ from quire.memory import FullAttention, KVCacheManager, RecurrentState, TokenAcc
 from quire.scheduling import Scheduler
 from quire.scheduling.plan import ItemResult
 from quire.sequences import FinishReason, SequenceStatus
-from tests.scheduling.rig import Job, Rig, Setting, run
-
-
-def prompt(length: int, token_id: int = 1) -> tuple[int, ...]:
-    return (token_id,) * length
-
-
-def finish_all(rig: Rig) -> None:
-    while rig.scheduler.has_unfinished:
-        rig.step()
+from tests.scheduling.rig import Job, Rig, Setting, finish_all, prompt, run
 
 
 def test_drafts_leave_room_in_states_only_to_who_copies_one() -> None:

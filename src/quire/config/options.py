@@ -186,7 +186,10 @@ class SchedulerConfig:
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: tokens computed in a step; longer prompts are computed in chunks. None takes 512 on
             a CPU and 2048 on a GPU, and `max_num_seqs` at least.
-        scheduling_policy: "fcfs", or "priority" (lower values first, then first come first served).
+        scheduling_policy: "fcfs", or "priority": lower values first, then first come first served; a request of a lower
+            value may take the memory of running ones of higher values.
+        priority_aging: later requests that may overtake one for each level by which their priority is lower: so a
+            stream of them keeps nobody out for ever.
         preemption_policy: whose memory is taken when a running sequence lacks it: of those behind it in order, the
             "last", or "least_waste" (whose loss costs least time for what it frees).
         preemption_mode: how a sequence that lost its memory goes on: "recompute" its tokens, "swap" its blocks to
@@ -201,6 +204,7 @@ class SchedulerConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None
     scheduling_policy: str = "fcfs"
+    priority_aging: int = 256
     preemption_policy: str = "last"
     preemption_mode: str = "auto"
     max_queue_len: int | None = None
@@ -214,6 +218,7 @@ class SchedulerConfig:
         check_one_of("scheduling_policy", self.scheduling_policy, POLICIES)
         check_one_of("preemption_policy", self.preemption_policy, PREEMPTION_POLICIES)
         check_one_of("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
+        check_whole("priority_aging", self.priority_aging, 1)
         check_whole("max_queue_len", self.max_queue_len, 1, optional=True)
         check_positive("max_inter_token_ms", self.max_inter_token_ms, optional=True)
         check_positive("grammar_timeout_s", self.grammar_timeout_s)

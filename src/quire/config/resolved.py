@@ -52,6 +52,7 @@ class ResolvedConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
     scheduling_policy: str
+    priority_aging: int
     preemption_policy: str
     preemption_mode: str
     max_queue_len: int | None
@@ -142,6 +143,7 @@ def resolve(config: EngineConfig, machine: Machine, facts: ModelFacts) -> Resolv
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=step_tokens(scheduler, machine.device),
         scheduling_policy=scheduler.scheduling_policy,
+        priority_aging=scheduler.priority_aging,
         preemption_policy=scheduler.preemption_policy,
         preemption_mode=scheduler.preemption_mode,
         max_queue_len=scheduler.max_queue_len,

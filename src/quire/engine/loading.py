@@ -318,6 +318,7 @@ def _scheduler(
         max_num_seqs=resolved.max_num_seqs,
         max_num_batched_tokens=resolved.max_num_batched_tokens,
         policy=resolved.scheduling_policy,
+        priority_aging=resolved.priority_aging,
         preemption_policy=resolved.preemption_policy,
         # What is there for the disk alone is not for sequences.
         preemption_mode=resolved.preemption_mode if resolved.swap_space else "recompute",

@@ -10,6 +10,7 @@ from quire.memory.manager import KVCacheManager
 from quire.memory.recorder import RecordedMemory
 from quire.memory.status import HitEnd, PrefixHit, Verdict
 from quire.scheduling.gangs import seats_of
+from quire.scheduling.policies import Order
 from quire.scheduling.preemption import Preemption
 from quire.scheduling.queues import Queues
 from quire.scheduling.stats import SchedulerStats
@@ -44,6 +45,7 @@ class Admission:
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: tokens of a step.
         prepare: called for each sequence before its prefix is matched; it waits while that says False.
+        order: says who may take whose memory.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Admission:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         prepare: Callable[[Sequence], bool] | None = None,
+        order: Order,
     ) -> None:
         self._memory = memory
         self._queues = queues
@@ -64,6 +67,47 @@ class Admission:
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._prepare = prepare
+        self._order = order
+
+    def make_way(self) -> None:
+        """Take the memory of running sequences of a lower priority where the first who is out lacks room.
+
+        Nobody loses memory where that of all whom it outranks would not be enough.
+        """
+        first = self._queues.first_out() if self._order.has_priorities else None
+        while first is not None:
+            lower = [s for s in self._queues.running if self._order.outranks(first.request, s.request)]
+            if not lower or not self._is_prepared(first) or not self._lacks_what_they_have(first, lower):
+                return
+            self._preemption.take_from(lower)
+
+    def _is_prepared(self, sequence: Sequence) -> bool:
+        """Say whether the prefix of a sequence may be matched; one that is swapped out needs none."""
+        return self._prepare is None or sequence.status is SequenceStatus.SWAPPED or self._prepare(sequence)
+
+    def _lacks_what_they_have(self, first: Sequence, lower: list[Sequence]) -> bool:
+        """Say whether a sequence that is out lacks room which others, if they all lost their memory, would give it."""
+        memory, running = self._memory, self._queues.running
+        family = [s for s in self._queues.swapped if s.request is first.request]
+        num_seats = sum(map(seats_of, family)) if first.status is SequenceStatus.SWAPPED else seats_of(first)
+        num_left = self._max_num_seqs - sum(map(seats_of, running))
+        if num_seats > num_left + sum(map(seats_of, lower)):
+            return False
+        room = self._room_beside({}, 1)
+        step = self._max_num_batched_tokens
+        if first.status is SequenceStatus.SWAPPED:
+            seq_ids, lengths = [s.seq_id for s in family], [len(s.tokens) for s in family]
+            status = memory.can_swap_in(seq_ids, lengths, step, room.reserved)
+        else:
+            hit = memory.match_prefix(first.chain, first.request.hit_limit)
+            num_beams = first.request.params.beam_width or 0
+            reserved = [count + num_beams for count in room.reserved]
+            status = memory.can_allocate(len(first.tokens), hit, step, reserved)
+        if status.verdict is Verdict.OK:
+            return num_seats > num_left
+        # In bytes of the group that lacks most: an estimate from above, since others may hold some of the blocks too.
+        lacking_bytes = (status.needed - status.available) * memory.groups[status.group_idx].spec.bytes_per_block
+        return memory.would_release([s.seq_id for s in lower]).freed_bytes >= lacking_bytes
 
     def let_in(self, granted: dict[Sequence, int], spare: int) -> None:
         """Let in who waits or is swapped out, in order, until tokens, seats or memory say stop.
@@ -72,12 +116,7 @@ class Admission:
             granted: who is part of the step already; those who come in are added.
             spare: tokens of the budget that are left, at least one.
         """
-        running, memory = self._queues.running, self._memory
-        room = Room(granted, spare, self._max_num_seqs - sum(map(seats_of, running)), [0] * len(memory.groups))
-        # Sequences already in will ask for the rest of their prompts.
-        for sequence in running:
-            if sequence.num_pending > 1:
-                self._reserve(room, sequence)
+        room = self._room_beside(granted, spare)
         while room.spare > 0:
             first = self._queues.first_out()
             if first is None:
@@ -86,12 +125,23 @@ class Admission:
             if not (self._bring_back(first, room) if is_swapped else self._admit(first, room)):
                 break
 
+    def _room_beside(self, granted: dict[Sequence, int], spare: int) -> Room:
+        """Return what the running sequences leave to those who come in; see `let_in`."""
+        running = self._queues.running
+        seats = self._max_num_seqs - sum(map(seats_of, running))
+        room = Room(granted, spare, seats, [0] * len(self._memory.groups))
+        # Sequences already in will ask for the rest of their prompts.
+        for sequence in running:
+            if sequence.num_pending > 1:
+                self._reserve(room, sequence)
+        return room
+
     def _admit(self, sequence: Sequence, room: Room) -> bool:
         """Open a waiting sequence on its longest hit and grant its first tokens, if there is room for all it has."""
         memory, num_tokens = self._memory, len(sequence.tokens)
         if seats_of(sequence) > room.seats:
             return False
-        if self._prepare is not None and not self._prepare(sequence):
+        if not self._is_prepared(sequence):
             return False
         hit = memory.match_prefix(sequence.chain, sequence.request.hit_limit)
         step = self._max_num_batched_tokens

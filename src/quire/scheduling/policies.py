@@ -8,20 +8,55 @@ from collections.abc import Sequence as Candidates
 from quire.sequences.request import Request
 from quire.sequences.sequence import Sequence
 
-# The first two parts of a sequence's place in every queue; its sample index is the third.
-OrderPolicy = Callable[[Request], tuple[int, int]]
+# A later request of the same flow counts as if it had come so many requests after the one before, for each sample.
+FLOW_STRIDE = 16
+# Flows that are remembered before those without a claim are forgotten.
+MOST_FLOWS = 1024
+
 # Candidates in order, and what taking the memory of one would waste.
 PreemptionPolicy = Callable[[Candidates[Sequence], Callable[[Sequence], float]], Sequence]
 
 
-def first_come_first_served(request: Request) -> tuple[int, int]:
-    """Order by arrival (S6)."""
-    return 0, request.arrival
+class Order:
+    """The place of each request among all, fixed when it comes: the first two parts of its sequences' keys.
 
+    A request's *turn* is its arrival, counted in requests; but requests of one flow (a client's body of many prompts,
+    say) take their turns `FLOW_STRIDE` apart. Under the policy "priority" a level of priority is worth `aging` turns.
+    So at most `aging` later requests overtake one for each level by which their priority is lower, and nothing waits
+    for ever.
 
-def by_priority(request: Request) -> tuple[int, int]:
-    """Order by priority, lower first, then by arrival."""
-    return request.priority, request.arrival
+    Args:
+        policy: "fcfs" or "priority".
+        aging: requests that a level of priority is worth.
+
+    Attributes:
+        has_priorities: True where priorities count.
+    """
+
+    def __init__(self, policy: str, aging: int) -> None:
+        self.has_priorities = policy == "priority"
+        self._aging = aging
+        # By flow, the turn that its next request has at least.
+        self._next_turns: dict[str, int] = {}
+
+    def place(self, request: Request) -> tuple[int, int]:
+        """Return the place of a request that has just come (S6)."""
+        turn = request.arrival
+        if request.flow is not None:
+            turn = max(turn, self._next_turns.get(request.flow, 0))
+            self._next_turns[request.flow] = turn + FLOW_STRIDE * request.params.num_sequences
+            if len(self._next_turns) > MOST_FLOWS:
+                later = (
+                    (flow, next_turn) for flow, next_turn in self._next_turns.items() if next_turn > request.arrival
+                )
+                self._next_turns = dict(later)
+        if self.has_priorities:
+            turn += self._aging * request.priority
+        return turn, request.arrival
+
+    def outranks(self, request: Request, other: Request) -> bool:
+        """Say whether a request may take the memory of another that runs: it is more urgent, and comes before it."""
+        return self.has_priorities and request.priority < other.priority and request.place < other.place
 
 
 def last_in_order(candidates: Candidates[Sequence], waste: Callable[[Sequence], float]) -> Sequence:  # noqa: ARG001
@@ -34,5 +69,5 @@ def least_waste(candidates: Candidates[Sequence], waste: Callable[[Sequence], fl
     return min(reversed(candidates), key=waste)
 
 
-ORDER_POLICIES: dict[str, OrderPolicy] = {"fcfs": first_come_first_served, "priority": by_priority}
+ORDER_POLICIES = ("fcfs", "priority")
 PREEMPTION_POLICIES: dict[str, PreemptionPolicy] = {"last": last_in_order, "least_waste": least_waste}

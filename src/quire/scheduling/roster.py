@@ -5,7 +5,7 @@ from __future__ import annotations
 from quire.decoding.strategies import strategy_of, usual_edit
 from quire.memory.manager import KVCacheManager
 from quire.memory.recorder import RecordedMemory
-from quire.scheduling.policies import OrderPolicy
+from quire.scheduling.policies import Order
 from quire.scheduling.queues import Queues
 from quire.sequences.beams import BeamSearch
 from quire.sequences.request import Request
@@ -29,7 +29,7 @@ class Roster:
         num_searches: requests that search with beams.
     """
 
-    def __init__(self, memory: KVCacheManager | RecordedMemory, queues: Queues, order: OrderPolicy) -> None:
+    def __init__(self, memory: KVCacheManager | RecordedMemory, queues: Queues, order: Order) -> None:
         self.requests: dict[str, Request] = {}
         self.sequences: dict[int, Sequence] = {}
         self.num_searches = 0
@@ -40,6 +40,7 @@ class Roster:
 
     def add(self, request: Request) -> None:
         """Take a request in: its prompt waits."""
+        request.place = self._order.place(request)
         self.requests[request.request_id] = request
         self.num_searches += request.params.beam_width is not None
         self._begin(request)
@@ -87,7 +88,7 @@ class Roster:
             chain = self._memory.chain(tokens, request.namespace, [media.span for media in request.media])
         else:
             chain = self._memory.fork(parent.seq_id, seq_id, tokens)
-        key = (*self._order(request), sample_idx)
+        key = (*request.place, sample_idx)
         strategy = strategy_of(request)
         usual = usual_edit(strategy, sample_idx)
         sequence = Sequence(seq_id, request, sample_idx, tokens, chain, key, strategy, usual)

@@ -24,7 +24,7 @@ from quire.scheduling.admission import Admission
 from quire.scheduling.drafts import Drafts, Reserved
 from quire.scheduling.gangs import advance_gang, gang_at, groups_of, refuse_what_never_fits
 from quire.scheduling.plan import BeamGroup, Candidate, ItemResult, Opening, PlanItem, StepPlan
-from quire.scheduling.policies import ORDER_POLICIES
+from quire.scheduling.policies import Order
 from quire.scheduling.preemption import Preemption
 from quire.scheduling.queues import Queues
 from quire.scheduling.roster import Roster
@@ -48,6 +48,7 @@ class Scheduler:
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: tokens of a step; at least `max_num_seqs`.
         policy: a name in `ORDER_POLICIES`.
+        priority_aging: see `Order`.
         preemption_policy: a name in `PREEMPTION_POLICIES`: whose memory is taken.
         preemption_mode: "recompute", "swap" or "auto": how it is given back; see `Preemption`.
         prepare: called for each sequence before its prefix is matched; it, and who is behind it, waits while that
@@ -68,6 +69,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         policy: str = "fcfs",
+        priority_aging: int = 256,
         preemption_policy: str = "last",
         preemption_mode: str = "auto",
         prepare: Callable[[Sequence], bool] | None = None,
@@ -82,7 +84,8 @@ class Scheduler:
         self.stats = SchedulerStats()
         self.drafts = Drafts(memory, drafter, self.stats)
         self._queues = Queues()
-        self._roster = Roster(memory, self._queues, ORDER_POLICIES[policy])
+        order = Order(policy, priority_aging)
+        self._roster = Roster(memory, self._queues, order)
         # The queues and the lists themselves, not copies.
         self.waiting, self.running, self.swapped = self._queues.waiting, self._queues.running, self._queues.swapped
         self.requests, self.sequences = self._roster.requests, self._roster.sequences
@@ -97,6 +100,7 @@ class Scheduler:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             prepare=prepare,
+            order=order,
         )
 
     # ---- requests come and go ----
@@ -152,6 +156,8 @@ class Scheduler:
 
     def plan(self, tick: int) -> StepPlan:
         """Decide the next step. Every running sequence that can grow is in it, in policy order."""
+        if self.waiting or self.swapped:
+            self._admission.make_way()
         preemptions_before = self.stats.num_preemptions
         granted, spare = self._serve()
         if spare > 0 and self.stats.num_preemptions == preemptions_before and (self.waiting or self.swapped):

@@ -24,6 +24,7 @@ class Request:
         end_token_ids: tokens that end a sequence: the model's own, unless `ignore_eos`.
         arrival: rises with each request; the order of first come first served.
         priority: lower runs first under the priority policy.
+        flow: what it is one of many of, such as the prompts of one call: such requests take turns with others.
         namespace: where its blocks may be shared.
         media: what some of the prompt's tokens stand for, in the order of their places.
         retain_cache: have the blocks that it leaves behind evicted last.
@@ -39,6 +40,7 @@ class Request:
             the client may know; None before it.
         hit_end: why no more of the prompt was found; None before.
         differs_at: the position of the first token that differs from what is published, when that is why.
+        place: among all requests, the smaller the earlier; the scheduler's.
     """
 
     request_id: str
@@ -49,6 +51,7 @@ class Request:
     arrival: int
     seed: int
     priority: int = 0
+    flow: str | None = None
     namespace: Namespace = field(default_factory=Namespace)
     media: tuple[Media, ...] = ()
     retain_cache: bool = False
@@ -62,6 +65,7 @@ class Request:
     hit_end: HitEnd | None = None
     differs_at: int | None = None
     num_preemptions: int = 0
+    place: tuple[int, int] = (0, 0)
 
     @property
     def num_prompt(self) -> int:

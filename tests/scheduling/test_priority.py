@@ -1,0 +1,226 @@
+"""The policy "priority": who is let in first, who gives memory up for whom, and that nobody waits for ever."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import pytest
+
+from quire.memory import FullAttention, RecurrentState
+from quire.scheduling.policies import FLOW_STRIDE, Order
+from quire.sequences import Request, SamplingParams, SequenceStatus
+from tests.scheduling.rig import Job, Rig, Setting, finish_all, prompt
+
+# Room for two prompts of 20 tokens, and a few tokens more.
+SMALL = Setting(num_blocks=13, budget=32, max_num_seqs=4, policy="priority", caching=False)
+LONG = Job(prompt=prompt(20), max_tokens=20, ignore_eos=True, priority=1)
+URGENT = replace(LONG, priority=0)
+
+
+def started(*jobs: Job, setting: Setting = SMALL) -> Rig:
+    """Return a rig that has computed the prompts of some jobs."""
+    rig = Rig(setting)
+    for job in jobs:
+        rig.add(job, seed=len(rig.requests))
+    while any(sequence.num_pending > 1 for request in rig.requests for sequence in request.sequences):
+        rig.step()
+    return rig
+
+
+def is_running(request: Request) -> bool:
+    return all(sequence.status is SequenceStatus.RUNNING for sequence in request.sequences)
+
+
+# ---- a higher priority takes what lower ones have ----
+
+
+def test_a_higher_priority_takes_memory_from_a_running_lower_one_at_once() -> None:
+    rig = started(LONG, LONG)
+    urgent = rig.add(URGENT, seed=2)
+    rig.step()
+    older, younger, _ = rig.requests
+    assert is_running(urgent)
+    assert (older.num_preemptions, younger.num_preemptions) == (0, 1), "the last in order gives its memory"
+    finish_all(rig)
+    assert [len(request.sequences[0].output_token_ids) for request in rig.requests] == [20, 20, 20]
+
+
+def test_a_higher_priority_takes_a_seat_where_memory_is_plenty() -> None:
+    rig = started(LONG, LONG, setting=replace(SMALL, num_blocks=200, max_num_seqs=2))
+    urgent = rig.add(replace(URGENT, n=2), seed=2)
+    rig.step()
+    assert is_running(urgent)
+    assert [request.num_preemptions for request in rig.requests] == [1, 1, 0]
+    finish_all(rig)
+
+
+def test_who_loses_memory_is_swapped_where_there_is_a_host_tier() -> None:
+    rig = started(LONG, LONG, setting=replace(SMALL, host_blocks=40, preemption_mode="swap"))
+    urgent = rig.add(URGENT, seed=2)
+    rig.step()
+    assert is_running(urgent)
+    assert [sequence.request.seed for sequence in rig.scheduler.swapped] == [1]
+    finish_all(rig)
+
+
+@pytest.mark.parametrize("change", [{"priority": 1}, {"priority": 2}])
+def test_equal_and_lower_priorities_wait(change: dict[str, Any]) -> None:
+    rig = started(LONG, LONG)
+    rig.add(replace(LONG, **change), seed=2)
+    rig.step()
+    assert rig.scheduler.stats.num_preemptions == 0
+    assert len(rig.scheduler.waiting) == 1
+
+
+def test_nobody_loses_memory_where_that_would_not_be_enough() -> None:
+    """Six of 13 blocks are held by an equal and two by a lower priority: nine are not to be had."""
+    rig = started(URGENT, replace(LONG, prompt=prompt(4)))
+    rig.add(replace(URGENT, prompt=prompt(36), max_tokens=10), seed=2)
+    rig.step()
+    assert rig.scheduler.stats.num_preemptions == 0
+    finish_all(rig)
+
+
+def test_fcfs_has_no_priorities() -> None:
+    rig = started(LONG, LONG, setting=replace(SMALL, policy="fcfs"))
+    rig.add(URGENT, seed=2)
+    rig.step()
+    assert rig.scheduler.stats.num_preemptions == 0
+    finish_all(rig)
+
+
+@pytest.mark.parametrize("host_blocks", [0, 30])
+@pytest.mark.parametrize("has_states", [False, True])
+def test_whoever_takes_memory_tokens_stay_the_same(host_blocks: int, has_states: bool) -> None:
+    """Random priorities with samples and beams; each output as when it runs alone."""
+    specs = (FullAttention(block_size=4), RecurrentState(block_size=4, layer_bytes=600)) if has_states else ()
+    mode = "swap" if host_blocks else "recompute"
+    num_bytes = 9600 if has_states else 36 * 16
+    setting = replace(
+        SMALL, specs=specs, num_bytes=num_bytes, caching=True, host_blocks=host_blocks, preemption_mode=mode
+    )
+    rng, rig = random.Random(5), Rig(setting)
+    jobs = [
+        Job(
+            prompt=prompt(rng.randrange(2, 24)),
+            max_tokens=rng.randrange(2, 16),
+            n=rng.choice((1, 1, 2)),
+            ignore_eos=True,
+            priority=rng.randrange(4),
+        )
+        for _ in range(40)
+    ]
+    for seed, job in enumerate(jobs):
+        rig.add(job, seed)
+        for _ in range(rng.randrange(4)):
+            rig.step()
+    finish_all(rig)
+    assert rig.scheduler.stats.num_preemptions > 5
+    for seed, (job, request) in enumerate(zip(jobs, rig.requests, strict=True)):
+        alone = Rig(Setting())
+        expected = alone.add(job, seed)
+        finish_all(alone)
+        tokens = [sequence.output_token_ids for sequence in request.sequences]
+        assert tokens == [sequence.output_token_ids for sequence in expected.sequences]
+
+
+# ---- nothing waits for ever ----
+
+
+@pytest.mark.parametrize(("aging", "levels"), [(1, 1), (4, 1), (4, 3), (16, 2)])
+def test_a_stream_of_higher_priorities_overtakes_a_lower_one_so_often_and_no_more(aging: int, levels: int) -> None:
+    rig = Rig(Setting(budget=8, max_num_seqs=1, policy="priority", priority_aging=aging))
+    low = rig.add(Job(prompt=prompt(3), max_tokens=2, ignore_eos=True, priority=levels), seed=0)
+    for seed in count(1):
+        rig.add(Job(prompt=prompt(3), max_tokens=2, ignore_eos=True), seed)
+        rig.step()
+        if low.is_finished or seed > 10 * aging * levels:
+            break
+    overtaking = [request for request in rig.requests[1:] if request.place < low.place]
+    assert len(overtaking) == aging * levels - 1, "one that comes as many requests later is level, and behind"
+    assert all(request.is_finished for request in overtaking)
+    assert low.is_finished, "it waits for ever"
+
+
+def test_without_ageing_to_the_end_the_same_stream_would_starve_it() -> None:
+    rig = Rig(Setting(budget=8, max_num_seqs=1, policy="priority", priority_aging=10_000))
+    low = rig.add(Job(prompt=prompt(3), max_tokens=2, ignore_eos=True, priority=1), seed=0)
+    for seed in range(1, 200):
+        rig.add(Job(prompt=prompt(3), max_tokens=2, ignore_eos=True), seed)
+        rig.step()
+    assert not low.is_finished
+    finish_all(rig)
+    assert low.is_finished
+
+
+def test_one_that_was_overtaken_often_enough_is_not_preempted_again() -> None:
+    rig = started(LONG, setting=replace(SMALL, num_blocks=11, priority_aging=3))
+    low = rig.requests[0]
+    for seed in range(1, 30):
+        rig.add(replace(URGENT, max_tokens=3), seed)
+        rig.step()
+        if low.is_finished:
+            break
+    assert low.num_preemptions <= 2
+    finish_all(rig)
+
+
+# ---- flows take turns ----
+
+
+def request_of(arrival: int, flow: str | None, n: int = 1, priority: int = 0) -> Request:
+    return Request(
+        request_id=str(arrival),
+        prompt_token_ids=[1],
+        params=SamplingParams(n=n, max_tokens=2),
+        max_total_tokens=3,
+        end_token_ids=frozenset(),
+        arrival=arrival,
+        seed=0,
+        priority=priority,
+        flow=flow,
+    )
+
+
+def test_requests_of_one_flow_come_apart_and_others_in_between() -> None:
+    order = Order("fcfs", 256)
+    body = [order.place(request_of(arrival, "body")) for arrival in range(100)]
+    single = order.place(request_of(100, None))
+    assert [turn for turn, _ in body] == [FLOW_STRIDE * idx for idx in range(100)]
+    assert sum(place < single for place in body) == 100 // FLOW_STRIDE + 1
+    assert body == sorted(body)
+
+
+def test_samples_count_as_requests_of_a_flow() -> None:
+    order = Order("fcfs", 256)
+    assert [order.place(request_of(idx, "body", n=4))[0] for idx in range(3)] == [0, 64, 128]
+
+
+def test_flows_whose_turn_has_come_are_forgotten() -> None:
+    order = Order("fcfs", 256)
+    for arrival in range(50_000):
+        order.place(request_of(arrival, f"body {arrival // 2}"))
+    assert len(order._next_turns) <= 1024 + FLOW_STRIDE
+
+
+def test_a_small_request_does_not_wait_for_all_of_a_large_flow() -> None:
+    rig = Rig(Setting(budget=16, max_num_seqs=4))
+    for seed in range(64):
+        rig.add(Job(prompt=prompt(6), max_tokens=4, ignore_eos=True, flow="body"), seed)
+    single = rig.add(Job(prompt=prompt(6), max_tokens=4, ignore_eos=True), seed=64)
+    while not single.is_finished:
+        rig.step()
+    assert sum(request.is_finished for request in rig.requests) <= 1 + 64 // FLOW_STRIDE + 4
+    finish_all(rig)
+
+
+def test_an_earlier_place_alone_takes_no_memory() -> None:
+    rig = started(*[replace(LONG, flow="body")] * 2)
+    single = rig.add(LONG, seed=2)
+    assert single.place < rig.requests[1].place
+    rig.step()
+    assert rig.scheduler.stats.num_preemptions == 0
+    finish_all(rig)
