@@ -63,9 +63,12 @@ def test_what_does_not_fit_beside_pins_is_refused_for_ever() -> None:
 
 
 def test_nothing_is_pinned_where_nothing_can_be_hit() -> None:
-    # A prefix that ends with a chunk needs no block, so it is a hit wherever there are hits.
+    # A prefix that ends with a chunk needs no block, so it is a hit, without any, wherever its last one is published.
     for caching, num_tokens in ((True, 2), (False, 0)):
         world = World(WorldSize(4, 1, kinds=(Kind("chunk", 2),), caching=caching, pins=1))
+        assert world.pin("a", [0, 0]) == 0
+        world.enter(1, [0, 0])
+        world.free(1)
         assert world.pin("a", [0, 0]) == num_tokens
 
 

@@ -91,7 +91,12 @@ def test_a_hit_in_a_chunk_needs_its_blocks_and_one_at_its_end_needs_none() -> No
 
 def test_a_prompt_needs_nothing_of_chunks_that_are_over() -> None:
     world = World(WorldSize(12, 2, kinds=(CHUNK,)))
+    assert ask(world, list(range(21))).num_tokens == 0, "nobody has computed any of it"
+    world.enter(1, list(range(16)))
+    world.free(1)
     assert ask(world, list(range(21))).block_ids == ((0,) * 8,)
+    world.reset()
+    assert ask(world, list(range(21))).num_tokens == 0
 
 
 def test_truncate_goes_back_no_further_than_the_live_window() -> None:

@@ -75,9 +75,19 @@ def longest(twin: Twin, namespace: Namespace, tokens: list[int], most: int, memb
     """Return the pages of the longest prefix of at most so many tokens whose live pages are all published."""
     for length in range(most // twin.page_size if twin.caching else 0, 0, -1):
         hit = [_hit(twin, namespace, tokens, idx, length) for idx in members]
-        if all(page_idx is not None for page_idx in hit):
+        if all(pages is not None for pages in hit) and (
+            any(page is not None for pages in hit if pages is not None for page in pages)
+            or _is_published(twin, namespace, tokens, length)
+        ):
             return [pages for pages in hit if pages is not None]
     return [[] for _ in members]
+
+
+def _is_published(twin: Twin, namespace: Namespace, tokens: list[int], length: int) -> bool:
+    """Say whether the last page of a prefix is published, needed or not."""
+    tiers = (twin.groups, () if twin.host is None else twin.host.groups)
+    prefix = namespace, tuple(tokens[: length * twin.page_size])
+    return any(prefix in group.published for groups in tiers for group in groups)
 
 
 def longest_continuation(twin: Twin, namespace: Namespace, tokens: list[int], start: int) -> Continuation | None:

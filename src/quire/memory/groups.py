@@ -55,7 +55,7 @@ def find_prefix(
 
     Each group in turn shortens the prefix to the longest that it can serve, until all agree: a shorter prefix may
     need blocks of a window that a longer one does not. Groups of states come last, so that the hit can tell where
-    they alone end it.
+    they alone end it. Where no group needs any block, at the end of a chunk, somebody must have published the last.
 
     Args:
         groups: with one block size.
@@ -72,6 +72,9 @@ def find_prefix(
     if len(kept) < len(groups):
         length, lacking = longest_agreed(groups, views, range(len(groups)), length)
         ended_by = ended_by if lacking is None else lacking
+    while length and _needs_nothing_published(groups, views, length):
+        length, lacking = longest_agreed(groups, views, range(len(groups)), length - 1)
+        ended_by = ended_by if lacking is None else lacking
     block_ids = []
     loads: list[BlockLoad] = []
     for idx, (group, view) in enumerate(zip(groups, views, strict=True)):
@@ -81,6 +84,14 @@ def find_prefix(
         if tiered:
             loads += [BlockLoad(idx, *place) for place in tiered[idx].host_blocks(num_dead, length)]
     return PrefixRun(length, tuple(block_ids), ended_by, tuple(loads))
+
+
+def _needs_nothing_published(groups: Sequence[CacheGroup], views: Sequence[PublishedRun], length: int) -> bool:
+    """Say whether a prefix would be a hit of nothing: no group needs a block of it, and nobody published its last."""
+    return all(
+        group.num_dead(length * group.spec.block_size) == length and view.last_gap(length - 1, length) >= 0
+        for group, view in zip(groups, views, strict=True)
+    )
 
 
 def longest_agreed(

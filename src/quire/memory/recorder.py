@@ -261,11 +261,7 @@ class RecordedMemory:
     def _names(self, chain: TokenChain, num_tokens: int) -> str:
         """Return the name of a prefix' last whole block, which is enough: who published it has named those before."""
         num_blocks = num_tokens // self.block_size
-        first = 0
-        if any(group.num_dead(num_blocks * self.block_size) < num_blocks for group in self.groups):
-            first = max(0, num_blocks - 1)
-        # Else the hit needs no block, and so nobody need have published one.
-        return "".join(f" {name}" for name in _names(self._name, chain, first, num_blocks))
+        return "".join(f" {name}" for name in _names(self._name, chain, max(0, num_blocks - 1), num_blocks))
 
     def _tail(self, state: SequenceMemory) -> str:
         """Return the name of the block where the tokens of a sequence's last one will be found once it is freed."""
