@@ -86,6 +86,18 @@ def test_weights_that_are_no_numbers_are_refused_by_name(folder: Path, dtype: to
         check_finite(Checkpoint.open(str(folder)), name, tensors[name])
 
 
+def test_an_embedding_may_have_rows_that_are_no_numbers_but_not_most(folder: Path) -> None:
+    path, name = folder / "model.safetensors", "model.embed_tokens.weight"
+    tensors = load_file(path)
+    tensors[name][::3] = float("nan")
+    save_file(tensors, str(path))
+    load(folder)
+    tensors[name][:] = float("nan")
+    save_file(tensors, str(path))
+    with pytest.raises(CheckpointError, match=re.escape(f"{name!r} with ")):
+        load(folder)
+
+
 def test_large_weights_are_numbers(folder: Path) -> None:
     path = folder / "model.safetensors"
     tensors = {name: torch.full_like(tensor, 60_000.0).to(torch.float16) for name, tensor in load_file(path).items()}
