@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quire.memory import FullAttention, RecurrentState
-from quire.scheduling.policies import FLOW_STRIDE, Order
+from quire.scheduling.policies import FLOW_STRIDE, MAX_FLOW_DELAY, Order
 from quire.sequences import Request, SamplingParams, SequenceStatus
 from tests.scheduling.rig import Job, Rig, Setting, finish_all, prompt
 
@@ -199,11 +199,18 @@ def test_samples_count_as_requests_of_a_flow() -> None:
     assert [order.place(request_of(idx, "body", n=4))[0] for idx in range(3)] == [0, 64, 128]
 
 
+def test_no_flow_is_delayed_for_ever() -> None:
+    order = Order("fcfs", 256)
+    turns = [order.place(request_of(idx, "tenant", n=8))[0] for idx in range(5000)]
+    assert max(turn - idx for idx, turn in enumerate(turns)) == MAX_FLOW_DELAY
+    assert turns == sorted(turns)
+
+
 def test_flows_whose_turn_has_come_are_forgotten() -> None:
     order = Order("fcfs", 256)
     for arrival in range(50_000):
-        order.place(request_of(arrival, f"body {arrival // 2}"))
-    assert len(order._next_turns) <= 1024 + FLOW_STRIDE
+        order.place(request_of(arrival, f"body {arrival // 2}", n=1 + arrival % 5))
+    assert len(order._next_turns) <= MAX_FLOW_DELAY
 
 
 def test_a_small_request_does_not_wait_for_all_of_a_large_flow() -> None:

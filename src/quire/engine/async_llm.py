@@ -110,6 +110,7 @@ class AsyncLLM:
         *,
         request_id: str | None = None,
         priority: int = 0,
+        flow: str | None = None,
         place: Reservation | None = None,
         add_special_tokens: bool = True,
         cache_salt: str | None = None,
@@ -126,6 +127,7 @@ class AsyncLLM:
             sampling_params: how its tokens are chosen.
             request_id: None makes one.
             priority: lower runs first, under the priority policy.
+            flow: requests of one flow take turns with others, however many they are; None for one by itself.
             place: a reservation to take the request's place from; None reserves here.
             add_special_tokens: for text prompts.
             cache_salt, tenant: only requests with the same of both share cached prefixes.
@@ -137,6 +139,7 @@ class AsyncLLM:
         """
         options = {
             "priority": priority,
+            "flow": flow,
             "add_special_tokens": add_special_tokens,
             "cache_salt": cache_salt,
             "tenant": tenant,

@@ -112,6 +112,7 @@ class Engine:
         params: SamplingParams,
         *,
         priority: int = 0,
+        flow: str | None = None,
         cache_salt: str | None = None,
         tenant: str | None = None,
         retain_cache: bool = False,
@@ -126,6 +127,7 @@ class Engine:
                 `requests.prepare` made of it and of `params`.
             params: valid sampling parameters.
             priority: lower runs first, under the priority policy.
+            flow: requests of one flow take turns with others, however many they are; None for one by itself.
             cache_salt: only requests with the same salt share cached prefixes.
             tenant: only requests of the same tenant do.
             retain_cache: have the blocks that it leaves in the prefix cache evicted last, within `retention_limit`.
@@ -146,6 +148,7 @@ class Engine:
             arrival=self._num_requests,
             can_guess=self.scheduler.drafter is not None,
             priority=priority,
+            flow=flow,
             cache_salt=cache_salt,
             tenant=tenant,
             retain_cache=retain_cache,

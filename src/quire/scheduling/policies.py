@@ -10,8 +10,8 @@ from quire.sequences.sequence import Sequence
 
 # A later request of the same flow counts as if it had come so many requests after the one before, for each sample.
 FLOW_STRIDE = 16
-# Flows that are remembered before those without a claim are forgotten.
-MOST_FLOWS = 1024
+# But no request is overtaken by more later ones than this for its flow's sake.
+MAX_FLOW_DELAY = 4096
 
 # Candidates in order, and what taking the memory of one would waste.
 PreemptionPolicy = Callable[[Candidates[Sequence], Callable[[Sequence], float]], Sequence]
@@ -20,10 +20,10 @@ PreemptionPolicy = Callable[[Candidates[Sequence], Callable[[Sequence], float]],
 class Order:
     """The place of each request among all, fixed when it comes: the first two parts of its sequences' keys.
 
-    A request's *turn* is its arrival, counted in requests; but requests of one flow (a client's body of many prompts,
-    say) take their turns `FLOW_STRIDE` apart. Under the policy "priority" a level of priority is worth `aging` turns.
-    So at most `aging` later requests overtake one for each level by which their priority is lower, and nothing waits
-    for ever.
+    A request's *turn* is its arrival, counted in requests; but requests of one flow (a tenant's, or the prompts of one
+    body) take their turns `FLOW_STRIDE` apart, though at most `MAX_FLOW_DELAY` behind their arrival. Under the policy
+    "priority" a level of priority is worth `aging` turns. So at most `aging` later requests overtake one for each level
+    by which their priority is lower, and nothing waits for ever.
 
     Args:
         policy: "fcfs" or "priority".
@@ -43,16 +43,19 @@ class Order:
         """Return the place of a request that has just come (S6)."""
         turn = request.arrival
         if request.flow is not None:
-            turn = max(turn, self._next_turns.get(request.flow, 0))
+            turn = min(max(turn, self._next_turns.pop(request.flow, 0)), turn + MAX_FLOW_DELAY)
             self._next_turns[request.flow] = turn + FLOW_STRIDE * request.params.num_sequences
-            if len(self._next_turns) > MOST_FLOWS:
-                later = (
-                    (flow, next_turn) for flow, next_turn in self._next_turns.items() if next_turn > request.arrival
-                )
-                self._next_turns = dict(later)
+            self._forget_flows(request.arrival)
         if self.has_priorities:
             turn += self._aging * request.priority
         return turn, request.arrival
+
+    def _forget_flows(self, arrival: int) -> None:
+        """Forget those of the longest unused flows whose next turn has come."""
+        flow = next(iter(self._next_turns))
+        while self._next_turns[flow] <= arrival:
+            del self._next_turns[flow]
+            flow = next(iter(self._next_turns))
 
     def outranks(self, request: Request, other: Request) -> bool:
         """Say whether a request may take the memory of another that runs: it is more urgent, and comes before it."""

@@ -24,7 +24,7 @@ class Request:
         end_token_ids: tokens that end a sequence: the model's own, unless `ignore_eos`.
         arrival: rises with each request; the order of first come first served.
         priority: lower runs first under the priority policy.
-        flow: what it is one of many of, such as the prompts of one call: such requests take turns with others.
+        flow: names the requests that it is one of, such as those of a tenant: they take turns with others.
         namespace: where its blocks may be shared.
         media: what some of the prompt's tokens stand for, in the order of their places.
         retain_cache: have the blocks that it leaves behind evicted last.

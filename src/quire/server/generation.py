@@ -135,6 +135,7 @@ async def _follow(
                 job.params,
                 request_id=f"{flight.answer_id}-{idx}",
                 priority=options.priority,
+                flow=flight.answer_id if tenant is None else tenant,
                 place=place,
                 cache_salt=options.cache_salt,
                 tenant=tenant,
