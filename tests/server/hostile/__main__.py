@@ -9,11 +9,11 @@ import argparse
 import asyncio
 import sys
 import tempfile
-from itertools import islice
+from concurrent.futures import Future
 from pathlib import Path
 
 from tests.server import tool_checkpoint
-from tests.server.hostile.bodies import KINDS, cases, make_case
+from tests.server.hostile.bodies import KINDS, Case, made_apart, make_case
 from tests.server.hostile.runner import FLAGS, Attack, Report
 from tests.server.process import running
 
@@ -36,12 +36,14 @@ def main() -> int:
         with running(model, args.log or Path(folder) / "log", *FLAGS) as server:
             attack = Attack(server, args.attackers)
             if args.only is not None:
-                case = make_case(args.seed, args.only, kinds)
-                print(case.raw[:2000])
+                case: Future[Case] = Future()
+                case.set_result(make_case(args.seed, args.only, kinds))
+                print(case.result().raw[:2000])
                 asyncio.run(attack.run([case], quiet_s=0))
             else:
-                warm_up = islice(cases(args.seed + 1, 300, kinds), 300)
-                asyncio.run(attack.run(cases(args.seed, args.bodies, kinds), warm_up))
+                bodies, warm_up = made_apart(args.seed, args.bodies, kinds), made_apart(args.seed + 1, 300, kinds)
+                with bodies as made, warm_up as made_first:
+                    asyncio.run(attack.run(made, made_first))
             print_report(attack.report)
     return bool(attack.report.problems)
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from itertools import islice
+from multiprocessing import get_context
 from random import Random
 from typing import Any, NamedTuple
 
@@ -215,3 +220,18 @@ def make_case(seed: int, number: int, kinds: Sequence[str] = KINDS) -> Case:
 def cases(seed: int, count: int, kinds: Sequence[str] = KINDS) -> Iterator[Case]:
     """Yield requests."""
     return (make_case(seed, number, kinds) for number in range(count))
+
+
+@contextmanager
+def made_apart(seed: int, count: int, kinds: Sequence[str] = KINDS) -> Iterator[Iterator[Future[Case]]]:
+    """Give requests that another process makes, some ahead: who sends them has times to take meanwhile."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as maker:
+
+        def made() -> Iterator[Future[Case]]:
+            numbers = iter(range(count))
+            ahead = deque(maker.submit(make_case, seed, number, kinds) for number in islice(numbers, 16))
+            while ahead:
+                yield ahead.popleft()
+                ahead.extend(maker.submit(make_case, seed, number, kinds) for number in islice(numbers, 1))
+
+        yield made()

@@ -9,6 +9,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,11 +81,13 @@ class Attack:
         self._peak = 0
         self.report = Report()
 
-    async def run(self, cases: Iterable[Case], warm_up: Iterable[Case] = (), *, quiet_s: float = 1.0) -> Report:
+    async def run(
+        self, cases: Iterable[Future[Case]], warm_up: Iterable[Future[Case]] = (), *, quiet_s: float = 1.0
+    ) -> Report:
         """Send requests and return what came of them.
 
         Args:
-            cases: the requests.
+            cases: the requests, as they are made.
             warm_up: others, sent first, so that what is started on demand is there when memory is measured.
             quiet_s: time for harmless requests alone.
         """
@@ -109,11 +112,12 @@ class Attack:
 
     # ---- who asks ----
 
-    async def _attack(self, cases: Iterator[Case]) -> None:
+    async def _attack(self, cases: Iterator[Future[Case]]) -> None:
         await asyncio.gather(*(self._send_all(cases) for _ in range(self._num_attackers)))
 
-    async def _send_all(self, cases: Iterator[Case]) -> None:
-        for case in cases:
+    async def _send_all(self, cases: Iterator[Future[Case]]) -> None:
+        for future in cases:
+            case = await asyncio.wrap_future(future)
             self._beside[case.number] = f"#{case.number} {case.kind}"
             try:
                 async with asyncio.timeout(HANG_S):
@@ -179,7 +183,9 @@ class Attack:
 
     def _judge(self, case: Case, raw: bytes) -> None:
         try:
-            answers = _answers(raw, has_body=not case.raw.startswith(b"HEAD ")) if case.wants_answer else []
+            # What is no HTTP has no method: its answer has a body, whatever it begins with.
+            has_body = not case.raw.startswith(b"HEAD ") or b"invalid_http" in raw
+            answers = _answers(raw, has_body=has_body) if case.wants_answer else []
         except ValueError as error:
             self._note(f"an answer that is not HTTP ({error}): {raw[:200]!r}", case)
             return

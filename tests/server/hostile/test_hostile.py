@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.server import tool_checkpoint
-from tests.server.hostile.bodies import KINDS, cases, make_case
+from tests.server.hostile.bodies import KINDS, cases, made_apart, make_case
 from tests.server.hostile.runner import FLAGS, Attack
 from tests.server.process import ServerProcess, running
 
@@ -27,7 +27,8 @@ def target(tmp_path: Path) -> Iterator[ServerProcess]:
 
 def attack(target: ServerProcess, seed: int, count: int, kinds: list[str]) -> None:
     """Send bodies, and fail where anything happened that should not."""
-    report = asyncio.run(Attack(target).run(cases(seed, count, kinds), cases(seed + 1, 100, kinds)))
+    with made_apart(seed, count, kinds) as bodies, made_apart(seed + 1, 100, kinds) as warm_up:
+        report = asyncio.run(Attack(target).run(bodies, warm_up))
     assert not report.problems, "\n".join(report.problems[:20])
     assert report.growth <= MOST_GROWTH
     assert set(report.delays_s) == {"whole", "stream", "/health"}
