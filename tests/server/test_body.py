@@ -6,13 +6,14 @@ import asyncio
 import gc
 import json
 import random
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from quire.bounded.json_text import FEW_BYTES, MANY_INTEGERS, MAX_DEPTH, MAX_VALUES
-from quire.server.body import Bodies
+from quire.bounded.json_text import FEW_BYTES, MANY_INTEGERS, MAX_DEPTH, MAX_DIGITS, MAX_VALUES, limit_digits
+from quire.server.body import MAX_LONG_BODIES, Bodies
 from quire.server.errors import ApiError
 
 MAX_INTEGERS = 100_000
@@ -129,3 +130,31 @@ def test_a_large_body_gives_its_memory_back(bodies: Bodies, monkeypatch: pytest.
     assert len(begun) == 1
     parse_object(bodies, b'{"prompt": "' + b"x" * FEW_BYTES + b'"}')
     assert len(begun) == 1
+
+
+@pytest.mark.parametrize("count", [1, MAX_VALUES + 1])
+def test_integers_of_too_many_digits_are_refused(bodies: Bodies, count: int) -> None:
+    before = sys.get_int_max_str_digits()
+    limit_digits()
+    try:
+        fits = json.dumps({"a": [int("9" * MAX_DIGITS)]}).encode()
+        assert parse_object(bodies, fits) == {"a": [int("9" * MAX_DIGITS)]}
+        with pytest.raises(ApiError, match=f"an integer has more than {MAX_DIGITS} digits") as caught:
+            parse_object(bodies, b'{"a": [' + b"1," * (count - 1) + b"9" * (MAX_DIGITS + 1) + b"]}")
+    finally:
+        sys.set_int_max_str_digits(before)
+    assert caught.value.status == 400
+
+
+def test_long_bodies_that_wait_to_be_parsed_are_bounded(bodies: Bodies) -> None:
+    raw = b'{"a": "' + b"x" * (bodies.max_bytes - 100) + b'"}'
+
+    async def scenario() -> list[Any]:
+        return await asyncio.gather(*map(bodies.parse_object, [raw] * (MAX_LONG_BODIES + 5)), return_exceptions=True)
+
+    for _ in range(2):  # what was parsed waits no more
+        read = asyncio.run(scenario())
+        refused = [error for error in read if isinstance(error, ApiError)]
+        assert len(refused) == 5
+        assert {(error.status, error.code) for error in refused} == {(503, "too_many_uploads")}
+        assert sum(isinstance(body, dict) for body in read) == MAX_LONG_BODIES

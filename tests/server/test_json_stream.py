@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -56,7 +56,7 @@ def test_others_are_served_between_pieces() -> None:
                 await asyncio.sleep(0)
 
         task = asyncio.create_task(other())
-        pieces = [piece async for piece in paced("x" * 1000 for _ in range(1000))]
+        pieces = [piece async for piece in paced(("x" * 1000 for _ in range(1000)), asyncio.Lock())]
         task.cancel()
         return len(pieces), num_turns, b"".join(pieces).decode()
 
@@ -64,6 +64,39 @@ def test_others_are_served_between_pieces() -> None:
     assert whole == "x" * 1_000_000
     assert num_pieces >= 1_000_000 // (PIECE_CHARS + 1000)
     assert num_turns >= num_pieces - 1
+
+
+def test_long_answers_take_turns_and_short_ones_wait_for_none() -> None:
+    """In each turn of the event loop one long answer at most is written, however many there are."""
+    turns = asyncio.Lock()
+    num_made, most_made = 0, 0
+
+    def parts() -> Iterator[str]:
+        nonlocal num_made
+        for _ in range(4 * PIECE_CHARS // 1000):
+            num_made += 1
+            yield "x" * 1000
+
+    async def scenario() -> None:
+        nonlocal num_made, most_made
+        writers = [paced(parts(), turns) for _ in range(20)]
+        for writer in writers:
+            await anext(writer)  # the first pieces go out at once
+
+        async def write(writer: AsyncIterator[bytes]) -> None:
+            async for _ in writer:
+                pass
+
+        tasks = [asyncio.create_task(write(writer)) for writer in writers]
+        while not all(task.done() for task in tasks):
+            num_made = 0
+            await asyncio.sleep(0)
+            most_made = max(most_made, num_made)
+            if turns.locked():
+                assert [piece async for piece in paced(["short"], turns)] == [b"short"]
+
+    asyncio.run(scenario())
+    assert 0 < most_made <= PIECE_CHARS // 1000 + 1
 
 
 async def never() -> Any:
@@ -77,7 +110,7 @@ def test_a_short_answer_has_a_length_and_a_long_one_comes_in_pieces() -> None:
         async def send(message: Any) -> None:
             sent.append(message)
 
-        asyncio.run(JsonAnswer(body)({"type": "http"}, never, send))
+        asyncio.run(JsonAnswer(body, asyncio.Lock())({"type": "http"}, never, send))
         return sent
 
     start, only = messages({"a": 1})
@@ -111,7 +144,7 @@ def test_nothing_more_is_made_once_the_client_has_gone() -> None:
             await has_left.wait()
             return {"type": "http.disconnect"}
 
-        await JsonAnswer({"a": JsonArray(items())})({"type": "http"}, receive, send)
+        await JsonAnswer({"a": JsonArray(items())}, asyncio.Lock())({"type": "http"}, receive, send)
 
     asyncio.run(scenario())
     assert num_made < 100

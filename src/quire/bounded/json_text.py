@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,6 +27,8 @@ TIMEOUT_S = 10.0
 # What parsing takes for each byte, at most.
 GROWTH = 64
 MAX_PROCESSES = 2
+# No field takes an integer of more digits; reading one takes time with their square. The least that Python can be told.
+MAX_DIGITS = 640
 # An escape of a UTF-16 surrogate; only a text that has one can hold a lone one.
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -59,10 +62,16 @@ def parse(raw: bytes, *, is_strict: bool = True) -> Any:
     except json.JSONDecodeError as error:
         raise BadJSON(f"{error.msg} at line {error.lineno}, column {error.colno}") from error
     except ValueError as error:
-        raise BadJSON(str(error)) from error
+        is_long = "integer string conversion" in str(error)
+        raise BadJSON(f"an integer has more than {MAX_DIGITS} digits" if is_long else str(error)) from error
     if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH:
         check_depth(value)
     return value
+
+
+def limit_digits() -> None:
+    """Have this process refuse to read integers of more than `MAX_DIGITS` digits."""
+    sys.set_int_max_str_digits(MAX_DIGITS)
 
 
 def check_depth(value: Any) -> None:
@@ -133,6 +142,7 @@ class JSONReader:
 def open_reader(setup: bytes) -> Callable[[bytes], bytes]:
     """Return what parses, within the process."""
     max_integers = json.loads(setup)
+    limit_digits()
 
     def answer(raw: bytes) -> bytes:
         try:

@@ -11,7 +11,10 @@ from starlette.requests import Request
 from quire.bounded.json_text import FEW_BYTES, MAX_PROCESSES, BadJSON, JSONReader, may_have_many_values, parse
 from quire.bounded.process import MANY_BYTES
 from quire.engine.threads import Threads
-from quire.server.errors import ApiError
+from quire.server.errors import ApiError, unavailable
+
+# Bodies of the longest kind that may be on their way at a time, and so many that may wait to be parsed.
+MAX_LONG_BODIES = 32
 
 
 class LargeObject(dict[str, Any]):
@@ -34,6 +37,8 @@ class Bodies:
         self._threads = Threads(1, "quire-bodies")
         # These only wait for the processes that parse.
         self._waiting = Threads(MAX_PROCESSES, "quire-large-bodies")
+        # Of bodies that wait to be parsed, or are.
+        self._num_bytes = 0
 
     async def read_object(self, request: Request) -> dict[str, Any]:
         """Read a body as one JSON object.
@@ -54,16 +59,10 @@ class Bodies:
         """Parse a body.
 
         Raises:
-            ApiError: 400 with the reason.
+            ApiError: 400 with the reason; 503, too many long ones wait to be parsed.
         """
         try:
-            if len(raw) <= FEW_BYTES:
-                body = parse(raw)
-            elif may_have_many_values(raw):
-                self._waiting.give_back_soon()
-                body = await self._waiting.run(partial(self._reader.parse, raw))
-            else:
-                body = await self._threads.run(partial(parse, raw))
+            body = parse(raw) if len(raw) <= FEW_BYTES else await self._parse_apart(raw)
         except BadJSON as error:
             raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
         if not isinstance(body, dict):
@@ -73,6 +72,18 @@ class Bodies:
         body = LargeObject(body)
         weakref.finalize(body, self._threads.give_back).atexit = False
         return body
+
+    async def _parse_apart(self, raw: bytes) -> Any:
+        if self._num_bytes + len(raw) > MAX_LONG_BODIES * self.max_bytes:
+            raise unavailable("too many long bodies wait to be read", "too_many_uploads")
+        self._num_bytes += len(raw)
+        try:
+            if not may_have_many_values(raw):
+                return await self._threads.run(partial(parse, raw))
+            self._waiting.give_back_soon()
+            return await self._waiting.run(partial(self._reader.parse, raw))
+        finally:
+            self._num_bytes -= len(raw)
 
     def close(self) -> None:
         """End the processes and threads."""

@@ -104,8 +104,8 @@ async def answer(state: ServerState, request: Request, job: Job, reply: Reply, a
     news = _follow(state, request, job, flight, tenant)
     try:
         if not job.options.stream:
-            return await _whole(job, reply, count, news)
-        events = _events(job, reply, count, news, request.scope[REQUEST_ID])
+            return await _whole(state, job, reply, count, news)
+        events = _events(state, job, reply, count, news, request.scope[REQUEST_ID])
         # An error that comes before the first event still has its own status.
         return sse.EventStream(await anext(events), events)
     except ClientGone:
@@ -191,7 +191,9 @@ def _check(delta: RequestOutput) -> None:
         raise stopping()
 
 
-async def _whole(job: Job, reply: Reply, count: TokenCount, news: AsyncGenerator[list[News], None]) -> ASGIApp:
+async def _whole(
+    state: ServerState, job: Job, reply: Reply, count: TokenCount, news: AsyncGenerator[list[News], None]
+) -> ASGIApp:
     outputs: dict[int, RequestOutput] = {}
     async with aclosing(news) as batches:
         async for batch in batches:
@@ -202,11 +204,16 @@ async def _whole(job: Job, reply: Reply, count: TokenCount, news: AsyncGenerator
                 else:
                     outputs[idx] = delta
     body = reply.whole([outputs[idx] for idx in range(job.num_prompts)])
-    return JsonAnswer({**body, "usage": count.as_json()})
+    return JsonAnswer({**body, "usage": count.as_json()}, state.writing)
 
 
 async def _events(
-    job: Job, reply: Reply, count: TokenCount, news: AsyncGenerator[list[News], None], request_id: str
+    state: ServerState,
+    job: Job,
+    reply: Reply,
+    count: TokenCount,
+    news: AsyncGenerator[list[News], None],
+    request_id: str,
 ) -> AsyncGenerator[bytes, None]:
     """Yield the events of a stream: what is there already goes out as one piece, unless it is long."""
     options = job.options
@@ -224,7 +231,7 @@ async def _events(
     try:
         async with aclosing(news) as batches:
             async for batch in batches:
-                async with aclosing(paced(events(batch) if batch else [sse.PING])) as pieces:
+                async with aclosing(paced(events(batch) if batch else [sse.PING], state.writing)) as pieces:
                     async for piece in pieces:
                         yield piece
                         has_begun = True

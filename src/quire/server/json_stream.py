@@ -15,6 +15,8 @@ from starlette.types import Receive, Scope, Send
 # A piece is sent when it is so long, or has taken so long to make.
 PIECE_CHARS = 64 << 10
 PIECE_S = 0.002
+# Most answers have one piece, and wait for nobody's turn; many that are longer may begin at the same time.
+FIRST_PIECE_S = 0.0005
 
 
 class JsonArray:
@@ -75,21 +77,36 @@ class JsonWriter:
         return self._mark
 
 
-async def paced(parts: Iterable[str]) -> AsyncGenerator[bytes, None]:
-    """Join the parts of a text into pieces, and let the event loop do other things between two of them."""
+async def paced(parts: Iterable[str], turns: asyncio.Lock) -> AsyncGenerator[bytes, None]:
+    """Join the parts of a text into pieces, and let the event loop do other things between two of them.
+
+    Args:
+        parts: of the text.
+        turns: taken for each piece behind the first, so that all long texts together take half of the event loop's
+            time, and no longer at a time than one.
+    """
+    unread = iter(parts)
+    piece, is_last = _next_piece(unread, FIRST_PIECE_S)
+    while piece:
+        yield piece
+        if is_last:
+            return
+        async with turns:
+            piece, is_last = _next_piece(unread, PIECE_S)
+            # As long as a piece may take: the engine's thread wants the interpreter, too.
+            await asyncio.sleep(PIECE_S)
+
+
+def _next_piece(parts: Iterator[str], seconds: float) -> tuple[bytes, bool]:
+    """Return the next piece of a text, and whether it is the last."""
     piece: list[str] = []
-    num_chars, until_s = 0, time.perf_counter() + PIECE_S
+    num_chars, until_s = 0, time.perf_counter() + seconds
     for part in parts:
         piece.append(part)
         num_chars += len(part)
         if num_chars >= PIECE_CHARS or time.perf_counter() >= until_s:
-            yield "".join(piece).encode()
-            piece, num_chars = [], 0
-            # As long as a piece may take: the engine's thread wants the interpreter, too.
-            await asyncio.sleep(PIECE_S)
-            until_s = time.perf_counter() + PIECE_S
-    if piece:
-        yield "".join(piece).encode()
+            return "".join(piece).encode(), False
+    return "".join(piece).encode(), True
 
 
 class JsonAnswer:
@@ -97,15 +114,17 @@ class JsonAnswer:
 
     Args:
         body: of the answer.
+        turns: see `paced`; one for all answers of a server.
     """
 
-    def __init__(self, body: Mapping[str, Any]) -> None:
+    def __init__(self, body: Mapping[str, Any], turns: asyncio.Lock) -> None:
         self._body = body
+        self._turns = turns
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's signature
         """Send the response; stop where the client has gone."""
         headers = [(b"content-type", b"application/json")]
-        async with aclosing(paced(JsonWriter(ascii_only=False).parts(self._body))) as pieces:
+        async with aclosing(paced(JsonWriter(ascii_only=False).parts(self._body), self._turns)) as pieces:
             piece, following = await anext(pieces), await anext(pieces, None)
             if following is None:
                 headers.append((b"content-length", str(len(piece)).encode()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,6 +51,7 @@ class ServerState:
         tool_format: how the model writes calls of tools, None where that is not known.
         is_draining: True once the server was asked to stop.
         flights: the requests in the engine, by the id of their answer.
+        writing: held while a piece of a long answer is made; see `json_stream.paced`.
     """
 
     llm: AsyncLLM
@@ -60,6 +62,7 @@ class ServerState:
     tool_format: ToolFormat | None = None
     is_draining: bool = False
     flights: dict[str, Flight] = field(default_factory=dict)
+    writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @contextmanager
     def aloft(self, flight: Flight) -> Iterator[None]:
