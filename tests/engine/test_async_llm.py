@@ -216,6 +216,26 @@ async def test_a_request_that_cannot_even_start_is_its_own_affair(
 
 
 @scenario
+async def test_who_asks_for_what_makes_the_engine_die_is_told_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Panic(BaseException):
+        """As libraries in Rust raise."""
+
+    def panics(*_: Any, **__: Any) -> None:
+        raise Panic
+
+    llm = load()
+    try:
+        monkeypatch.setattr(llm._engine, "add_request", panics)
+        with pytest.raises(WorkerError, match="died"):
+            await text_of(llm, STORIES[0], greedy())
+        while llm.health().is_alive:
+            await asyncio.sleep(0.01)
+        assert llm.has_failed
+    finally:
+        llm.shutdown()
+
+
+@scenario
 async def test_cancelling_a_request_with_anothers_name_spares_the_other(llm: AsyncLLM) -> None:
     owner = llm.generate(STORIES[0], greedy(60, ignore_eos=True), request_id="shared")
     await anext(owner)

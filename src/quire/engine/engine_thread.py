@@ -116,6 +116,9 @@ class EngineThread:
             if not isinstance(error, RequestError):
                 logger.exception("request %r could not be started", stream.request_id)
             hand_over([(stream, error)])
+        except BaseException:  # a panic, which ends the engine; see `_run`
+            hand_over([(stream, WorkerError("the engine has died"))])
+            raise
         else:
             self.streams[stream.request_id] = stream
         finally:

@@ -67,7 +67,8 @@ class ServerConfig:
         _within("max_body_bytes", self.max_body_bytes, 1, 1 << 40)
         _within("max_prompts", self.max_prompts, 1, 1 << 20)
         _within("max_request_logprobs", self.max_request_logprobs, 0, 1 << 40)
-        _within("max_connections", self.max_connections or 1, 1, 1 << 20)
+        if self.max_connections is not None:
+            _within("max_connections", self.max_connections, 1, 1 << 20)
         _within("receive_timeout_s", self.receive_timeout_s, 0.1, 86400)
         _within("send_timeout_s", self.send_timeout_s, 0.1, 86400)
         _within("keep_alive_timeout_s", self.keep_alive_timeout_s, 0.1, 86400)

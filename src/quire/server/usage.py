@@ -63,7 +63,7 @@ class TokenCount:
         }
         if self._drafts:
             accepted = sum(num_accepted for _, num_accepted in self._drafts.values())
-            counts["completion_tokens_details"] = {
+            counts["completion_tokens_details"] = counts.get("completion_tokens_details", {}) | {
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": sum(num for num, _ in self._drafts.values()) - accepted,
             }

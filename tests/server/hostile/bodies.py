@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from quire.server import chat, completions, pins, tokens
 from tests.server.hostile import forms, http_cases, values
 
-MAX_BODY = 1 << 20
+MAX_BODY = 8 << 20
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 # Each POST route with its fields, of which some are sent at random, and what makes a body whole.
 ROUTES: dict[str, tuple[Sequence[str], dict[str, Any]]] = {
@@ -193,7 +193,7 @@ def long(rng: Random) -> tuple[str, Any]:
         body["messages"] = [{"role": "user", "content": values.long_text(rng, MAX_BODY)}]
     else:
         fields = ["prompt", "tokens", "bad_words", "allowed_token_ids", "stop", "unknown"]
-        body[rng.choice(fields)] = values.many(rng, MAX_BODY // 40)
+        body[rng.choice(fields)] = values.many(rng, MAX_BODY // rng.choice([5, 40, 1000]))
     return path, body
 
 
@@ -201,7 +201,7 @@ MAKERS: dict[str, Maker] = {
     maker.__name__: maker
     for maker in (broken, confused, extreme, nested, textual, numerous, formed, armed, conversing, legal, long)
 }
-KINDS = (*MAKERS, "headers", "http")
+KINDS = (*MAKERS, "headers", "chunked", "leaving", "http")
 
 
 def make_case(seed: int, number: int, kinds: Sequence[str] = KINDS) -> Case:
@@ -211,10 +211,21 @@ def make_case(seed: int, number: int, kinds: Sequence[str] = KINDS) -> Case:
     if kind == "http":
         raw, wants_answer = http_cases.bare(rng)
         return Case(number, kind, raw, wants_answer)
-    path, body = whole(rng) if kind == "headers" else MAKERS[kind](rng)
+    if kind == "headers":
+        path, body = whole(rng)
+    else:
+        path, body = MAKERS.get(kind, rng.choice(list(MAKERS.values())))(rng)
+        if isinstance(body, dict) and path in (COMPLETIONS, CHAT) and rng.random() < 0.2:
+            body |= rng.choice([{"stream": True}, {"echo": True}, {"max_tokens": 0}, {"echo": True, "max_tokens": 0}])
     raw = body if isinstance(body, bytes) else values.dumps(body)
-    head = http_cases.odd_head(rng, path, raw) if kind == "headers" else http_cases.head(path, raw)
-    return Case(number, kind, head + raw)
+    if kind == "chunked":
+        return Case(number, kind, http_cases.chunked(rng, path, raw[: 1 << 16]))
+    whole_raw = (http_cases.odd_head(rng, path, raw) if kind == "headers" else http_cases.head(path, raw)) + raw
+    if kind == "leaving":
+        # Somewhere in the upload, or behind it: before there is an answer.
+        end = rng.choice([len(whole_raw), rng.randrange(1, len(whole_raw))])
+        return Case(number, kind, whole_raw[:end], wants_answer=False)
+    return Case(number, kind, whole_raw)
 
 
 def cases(seed: int, count: int, kinds: Sequence[str] = KINDS) -> Iterator[Case]:

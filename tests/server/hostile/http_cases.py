@@ -85,9 +85,18 @@ def odd_head(rng: Random, path: str, body: bytes) -> bytes:
     return "\r\n".join((*lines, "Connection: close", "", "")).encode("latin-1")
 
 
+def chunked(rng: Random, path: str, body: bytes) -> bytes:
+    """Return a request whose body is sent in chunks, of some bytes each or of one."""
+    lines = f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", "Transfer-Encoding: chunked"
+    size = rng.choice([1, 7, 100, 1000, 65536])
+    chunks = [body[start : start + size] for start in range(0, len(body), size)]
+    parts = [b"%x\r\n%s\r\n" % (len(chunk), chunk) for chunk in chunks]
+    return "\r\n".join((*lines, "Connection: close", "", "")).encode() + b"".join(parts) + b"0\r\n\r\n"
+
+
 def bare(rng: Random) -> tuple[bytes, bool]:
     """Return bytes that may be a request, and whether an answer must come."""
-    kind = rng.randrange(7)
+    kind = rng.randrange(8)
     if kind == 0:
         target = rng.choice(TARGETS + PATHS)
         line = f"{rng.choice(METHODS)} {target} HTTP/{rng.choice(['1.1', '1.1', '1.0', '1.2', '0.9', '2.0', 'x'])}"
@@ -107,11 +116,19 @@ def bare(rng: Random) -> tuple[bytes, bool]:
             [b"-1\r\n", b"zz\r\n", b"5\r\nab\r\n0\r\n\r\n", b"fffffffffffffffff\r\n", b"2\nab\n0\n\n", b"5;" * 9999]
         )
         both = rng.choice([b"", b"Content-Length: 2\r\n"])
-        start = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        method = rng.choice([b"POST", b"POST", b"HEAD", b"GET"])
+        start = method + b" /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         return start + both + b"Transfer-Encoding: chunked\r\n\r\n" + chunks, False
     if kind == 5:
         one = f"GET {rng.choice(PATHS)} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
         return one * rng.choice([2, 10, 100]) + b"x" * rng.choice([0, 1, 100]), False
+    if kind == 6:
+        # A request that is refused, and a good one behind it on the same connection.
+        bad = rng.choice([b"{", b"[]", b'{"prompt":1}', b'{"prompt":"' + b"Z" * 9000 + b'"}'])
+        path = rng.choice(["/tokenize", "/v1/completions", "/nothing"])
+        refused = head(path, bad).replace(b"Connection: close\r\n", b"") + bad
+        good = b'{"prompt":"Z"}'
+        return refused + head("/tokenize", good) + good, True
     mutated = bytearray(head("/tokenize", b'{"prompt":"Z"}') + b'{"prompt":"Z"}')
     for _ in range(rng.choice([1, 2, 5])):
         mutated[rng.randrange(len(mutated))] = rng.randrange(256)

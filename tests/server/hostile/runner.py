@@ -148,8 +148,15 @@ class Attack:
         raw = _request("GET", "/health", None)
         while True:
             since, beside = time.monotonic(), dict(self._beside)
-            await self._exchange(raw)
+            try:
+                async with asyncio.timeout(HANG_S):
+                    ((status, _, _),) = _answers(await self._exchange(raw))
+            except (TimeoutError, OSError, ValueError) as error:
+                self._note(f"/health beside it: {error!r}")
+                continue
             self._time("/health", since, beside)
+            if status != 200:
+                self._note(f"/health beside it: {status}")
             await asyncio.sleep(PAUSE_S)
 
     async def _watch(self) -> None:
@@ -185,17 +192,18 @@ class Attack:
         try:
             # What is no HTTP has no method: its answer has a body, whatever it begins with.
             has_body = not case.raw.startswith(b"HEAD ") or b"invalid_http" in raw
-            answers = _answers(raw, has_body=has_body) if case.wants_answer else []
+            answers = _answers(raw, has_body=has_body)
         except ValueError as error:
-            self._note(f"an answer that is not HTTP ({error}): {raw[:200]!r}", case)
+            if case.wants_answer:  # else it was not waited for until its end
+                self._note(f"an answer that is not HTTP ({error}): {raw[:200]!r}", case)
             return
         if case.wants_answer and not answers:
             self.report.statuses[0] += 1
             self._note("no answer", case)
         for status, headers, body in answers:
             self.report.statuses[status] += 1
-            problem = _problem(status, headers, body)
-            if problem is not None:
+            problem = _problem(status, headers, body, has_body=has_body)
+            if problem is not None and (case.wants_answer or status >= 500):
                 self._note(problem, case)
 
     def _time(self, kind: str, since: float, beside: dict[int, str]) -> None:
@@ -276,7 +284,7 @@ class _Socket:
         return self._stream
 
 
-def _problem(status: int, headers: Mapping[str, str], body: str) -> str | None:
+def _problem(status: int, headers: Mapping[str, str], body: str, *, has_body: bool) -> str | None:
     """Return what is wrong with an answer, None where nothing is."""
     kind = {name.lower(): value for name, value in headers.items()}.get("content-type", "")
     try:
@@ -290,7 +298,7 @@ def _problem(status: int, headers: Mapping[str, str], body: str) -> str | None:
             if kind.startswith("application/json") and body:
                 json.loads(body)
             return None
-        if not body and status in (400, 403, 404, 405):
+        if not body and not has_body:
             return None  # to HEAD
         answer = json.loads(body)
     except ValueError:

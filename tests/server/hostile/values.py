@@ -122,6 +122,7 @@ def many(rng: Random, most: int) -> Any:
             lambda: {str(idx): 1 for idx in range(count)},
             lambda: [{"role": "user", "content": "a"}] * count,
             lambda: [0.5] * count,
+            lambda: [10 ** rng.choice([600, 4000])] * (count // 4000 + 1),
         ]
     )
     return make()
@@ -129,6 +130,6 @@ def many(rng: Random, most: int) -> Any:
 
 def long_text(rng: Random, most: int) -> str:
     """Return a long text of one of the kinds that tokenizers like least."""
-    length = rng.choice([most // 8, most // 2, most - 200])
+    length = rng.choice([most // 64, most // 8, most // 2, most - 200])
     piece = rng.choice(["a", " ", "ab ", "hello a b c ", "\n", "\u4e2d", "\U0001f984", "<|user|>", "1", "a\u0301", "'"])
     return (piece * (length // len(piece.encode()) + 1))[: length // max(1, len(piece.encode()) // len(piece))]
