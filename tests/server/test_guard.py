@@ -28,7 +28,9 @@ def test_an_open_address_without_a_key_is_refused(host: str) -> None:
     ServerConfig(host=host, api_key="k")
 
 
-@pytest.mark.parametrize("options", [{"port": 65536}, {"port": -1}, {"api_key": " "}, {"max_prompts": 0}, {"max_connections": 0}])
+@pytest.mark.parametrize(
+    "options", [{"port": 65536}, {"port": -1}, {"api_key": " "}, {"max_prompts": 0}, {"max_connections": 0}]
+)
 @pytest.mark.parametrize("more", [{}, {"ping_interval_s": float("nan")}])
 def test_options_out_of_range_are_refused(options: dict[str, object], more: dict[str, object]) -> None:
     with pytest.raises(ConfigError):

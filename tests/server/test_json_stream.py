@@ -110,7 +110,7 @@ def test_a_short_answer_has_a_length_and_a_long_one_comes_in_pieces() -> None:
         async def send(message: Any) -> None:
             sent.append(message)
 
-        asyncio.run(JsonAnswer(body, asyncio.Lock())({"type": "http"}, never, send))
+        asyncio.run(JsonAnswer(body, asyncio.Lock(), lambda: None)({"type": "http"}, never, send))
         return sent
 
     start, only = messages({"a": 1})
@@ -144,7 +144,7 @@ def test_nothing_more_is_made_once_the_client_has_gone() -> None:
             await has_left.wait()
             return {"type": "http.disconnect"}
 
-        await JsonAnswer({"a": JsonArray(items())}, asyncio.Lock())({"type": "http"}, receive, send)
+        await JsonAnswer({"a": JsonArray(items())}, asyncio.Lock(), lambda: None)({"type": "http"}, receive, send)
 
     asyncio.run(scenario())
     assert num_made < 100

@@ -104,19 +104,24 @@ async def answer(state: ServerState, request: Request, job: Job, reply: Reply, a
     news = _follow(state, request, job, flight, tenant)
     try:
         if not job.options.stream:
-            return await _whole(state, job, reply, count, news)
-        events = _events(state, job, reply, count, news, request.scope[REQUEST_ID])
+            return JsonAnswer(await _whole(job, reply, count, news), state.writing, flight.release)
+        events = _events(state, job, reply, flight, news, request.scope[REQUEST_ID])
         # An error that comes before the first event still has its own status.
         return sse.EventStream(await anext(events), events)
     except ClientGone:
+        flight.release()
         return Response(status_code=CLIENT_GONE)
     except RequestError as error:
+        flight.release()
         if state.is_draining:
             raise stopping() from error
         spelled = job.spelled.get(error.field or "", error.field)
         if isinstance(error, InvalidParameter) and spelled != error.field:
             raise InvalidParameter(spelled or "", error.value, error.allowed) from error
         error.field = spelled
+        raise
+    except BaseException:
+        flight.release()
         raise
 
 
@@ -128,7 +133,7 @@ async def _follow(
     with llm.reserve(job.num_prompts) as place, state.aloft(flight):
         prompts = await job.prompts()
         lengths = [len(read.prompt.token_ids) for read in prompts]
-        check_num_logprobs(job, lengths, llm.resolved.max_model_len, state.config.max_request_logprobs)
+        flight.logprobs = state.logprobs.reserve(job.params, lengths, llm.resolved.max_model_len, job.num_prompt_copies)
         streams = [
             llm.generate(
                 prompt,
@@ -150,36 +155,6 @@ async def _follow(
                 yield news
 
 
-def check_num_logprobs(job: Job, lengths: Sequence[int], max_model_len: int, limit: int) -> None:
-    """Check that an answer cannot hold too many log probabilities.
-
-    Args:
-        job: what is asked for.
-        lengths: tokens of each prompt.
-        max_model_len: tokens of a prompt and an output at most.
-        limit: how many log probabilities the answer may hold.
-
-    Raises:
-        InvalidParameter: it may hold more, if no output ends early.
-    """
-    params = job.params
-    counts = {"prompt_logprobs": 0, "logprobs": 0}
-    if params.prompt_logprobs is not None:
-        counts["prompt_logprobs"] = job.num_prompt_copies * (1 + params.prompt_logprobs) * sum(lengths)
-    if params.logprobs is not None:
-        longest = max_model_len if params.max_tokens is None else params.max_tokens
-        num_output = sum(min(longest, max(max_model_len - length, 0)) for length in lengths)
-        counts["logprobs"] = params.num_sequences * (1 + params.logprobs) * num_output
-    total = sum(counts.values())
-    if total > limit:
-        field = max(counts, key=counts.__getitem__)
-        allowed = (
-            f"such that an answer holds at most {limit:,} log probabilities (here up to {total:,}: "
-            "tokens of all prompts and outputs, times one more than this)"
-        )
-        raise InvalidParameter(field, getattr(params, field), allowed)
-
-
 def _check(delta: RequestOutput) -> None:
     """Raise where the engine gave a request up; neither reason has a finish reason that clients know."""
     reasons = {output.finish_reason for output in delta.outputs}
@@ -191,9 +166,7 @@ def _check(delta: RequestOutput) -> None:
         raise stopping()
 
 
-async def _whole(
-    state: ServerState, job: Job, reply: Reply, count: TokenCount, news: AsyncGenerator[list[News], None]
-) -> ASGIApp:
+async def _whole(job: Job, reply: Reply, count: TokenCount, news: AsyncGenerator[list[News], None]) -> dict[str, Any]:
     outputs: dict[int, RequestOutput] = {}
     async with aclosing(news) as batches:
         async for batch in batches:
@@ -204,19 +177,19 @@ async def _whole(
                 else:
                     outputs[idx] = delta
     body = reply.whole([outputs[idx] for idx in range(job.num_prompts)])
-    return JsonAnswer({**body, "usage": count.as_json()}, state.writing)
+    return {**body, "usage": count.as_json()}
 
 
 async def _events(
     state: ServerState,
     job: Job,
     reply: Reply,
-    count: TokenCount,
+    flight: Flight,
     news: AsyncGenerator[list[News], None],
     request_id: str,
 ) -> AsyncGenerator[bytes, None]:
     """Yield the events of a stream: what is there already goes out as one piece, unless it is long."""
-    options = job.options
+    options, count = job.options, flight.count
     writer = JsonWriter(ascii_only=True)
     has_begun = False
 
@@ -245,3 +218,5 @@ async def _events(
         if not has_begun:
             raise
         yield sse.event(api_error(error, request_id).body()) + sse.DONE
+    finally:
+        flight.release()

@@ -6,7 +6,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -115,14 +115,22 @@ class JsonAnswer:
     Args:
         body: of the answer.
         turns: see `paced`; one for all answers of a server.
+        at_end: called once it is sent, or never will be.
     """
 
-    def __init__(self, body: Mapping[str, Any], turns: asyncio.Lock) -> None:
+    def __init__(self, body: Mapping[str, Any], turns: asyncio.Lock, at_end: Callable[[], None]) -> None:
         self._body = body
         self._turns = turns
+        self._at_end = at_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's signature
         """Send the response; stop where the client has gone."""
+        try:
+            await self._send(receive, send)
+        finally:
+            self._at_end()
+
+    async def _send(self, receive: Receive, send: Send) -> None:
         headers = [(b"content-type", b"application/json")]
         async with aclosing(paced(JsonWriter(ascii_only=False).parts(self._body), self._turns)) as pieces:
             piece, following = await anext(pieces), await anext(pieces, None)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from quire.server.body import Bodies
 from quire.server.feed import Feed
+from quire.server.logprob_budget import Held, LogprobBudget
 from quire.server.settings import ServerConfig
 from quire.server.usage import TokenCount
 from quire.text.tool_calls import ToolFormat
@@ -29,6 +30,7 @@ class Flight:
         feed: what happens to it.
         tenant: whose it is, None where all clients are one tenant.
         started_s: when it came, in seconds of the monotonic clock.
+        logprobs: the log probabilities that its answer may hold.
     """
 
     answer_id: str
@@ -36,6 +38,12 @@ class Flight:
     feed: Feed
     tenant: str | None = None
     started_s: float = field(default_factory=time.monotonic)
+    logprobs: Held | None = None
+
+    def release(self) -> None:
+        """Note that the answer is sent, or never will be."""
+        if self.logprobs is not None:
+            self.logprobs.release()
 
 
 @dataclass(slots=True)
@@ -51,6 +59,7 @@ class ServerState:
         tool_format: how the model writes calls of tools, None where that is not known.
         is_draining: True once the server was asked to stop.
         flights: the requests in the engine, by the id of their answer.
+        logprobs: what answers may hold.
         writing: held while a piece of a long answer is made; see `json_stream.paced`.
     """
 
@@ -62,7 +71,11 @@ class ServerState:
     tool_format: ToolFormat | None = None
     is_draining: bool = False
     flights: dict[str, Flight] = field(default_factory=dict)
+    logprobs: LogprobBudget = field(init=False)
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def __post_init__(self) -> None:
+        self.logprobs = LogprobBudget(self.config.max_request_logprobs)
 
     @contextmanager
     def aloft(self, flight: Flight) -> Iterator[None]:
