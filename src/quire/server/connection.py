@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import socket
 from typing import Any, cast
 
@@ -16,6 +17,13 @@ from quire.server.errors import ApiError
 # A request that is long may take longer to arrive: this fast at least, in bytes a second.
 SLOWEST_UPLOAD = 16 << 10
 CHECK_INTERVAL_S = 1.0
+# Reading a chunk takes 10 us whatever is in it, and all chunks of one read (256 KiB) are read in one turn of the event
+# loop: this many are free, beyond them a body's chunks must have so many bytes on average. A turn then takes 50 ms.
+FREE_CHUNKS = 1024
+SMALLEST_CHUNK = 64
+# Bytes of a request line and headers. h11 has this limit for what is not complete yet, however it arrives.
+MAX_HEAD = 16 << 10
+END_OF_HEAD = re.compile(rb"\n\r?\n")
 # A client that has closed its connection, not only its half of it, answers a write with a reset: after a round trip.
 RESET_AFTER_S = 0.1
 
@@ -244,22 +252,44 @@ class Connection(H11Protocol):
 class StrictConnection(h11.Connection):
     """Refuses what two servers might read differently: then a gateway could let through a request that it has not seen.
 
+    And what would take long to read: the event loop has no turn in between.
+
     h11 refuses most of it by itself. Two equal `Content-Length`, a header folded over lines and a bare line feed at the
     end of one have a single meaning by RFC 9112, and are accepted.
     """
+
+    def __init__(self, our_role: type[h11.SERVER]) -> None:
+        super().__init__(our_role, MAX_HEAD)
+        # Of the body that is read now.
+        self._num_chunks = 0
+        self._num_bytes = 0
 
     def next_event(self) -> Any:
         """Return the next event.
 
         Raises:
-            h11.RemoteProtocolError: not HTTP, or a chunked body that has a length too, or is sent with HTTP/1.0.
+            h11.RemoteProtocolError: not HTTP; a chunked body that has a length too, or is sent with HTTP/1.0; headers
+                of more than `MAX_HEAD` bytes; or chunks of less than `SMALLEST_CHUNK` bytes on average.
         """
+        if self.their_state is h11.IDLE and self._has_long_head():
+            raise h11.RemoteProtocolError(f"the request line and headers have more than {MAX_HEAD} bytes")
         event = super().next_event()
         if isinstance(event, h11.Request):
             names = {name for name, _ in event.headers}
             if b"transfer-encoding" in names and (b"content-length" in names or event.http_version != b"1.1"):
                 raise h11.RemoteProtocolError("Transfer-Encoding beside Content-Length, or in HTTP/1.0")
+            self._num_chunks = self._num_bytes = 0
+        elif isinstance(event, h11.Data):
+            # A chunk that comes in many pieces is one: pieces are no more than reads.
+            self._num_chunks += event.chunk_start
+            self._num_bytes += len(event.data)
+            if self._num_chunks > FREE_CHUNKS + self._num_bytes // SMALLEST_CHUNK:
+                raise h11.RemoteProtocolError(f"chunks of less than {SMALLEST_CHUNK} bytes")
         return event
+
+    def _has_long_head(self) -> bool:
+        arrived, _ = self.trailing_data
+        return len(arrived) > MAX_HEAD and not END_OF_HEAD.search(arrived, 0, MAX_HEAD)
 
 
 class CountingTransport:
