@@ -44,7 +44,13 @@ def test_a_silent_connection_is_closed_without_a_word(hasty: ServerProcess) -> N
     assert ask(hasty, b"") == b""
 
 
-@pytest.mark.parametrize("raw", [SHORT[:20], SHORT[:90], SHORT[:-1]], ids=["line", "header", "body"])
+# What has come of a long body may take a minute, but not in silence.
+LONG_BODY = post("/tokenize", b"x" * (1 << 20))
+
+
+@pytest.mark.parametrize(
+    "raw", [SHORT[:20], SHORT[:90], SHORT[:-1], LONG_BODY[:-1]], ids=["line", "header", "body", "long body"]
+)
 def test_a_request_that_does_not_arrive_is_a_408(hasty: ServerProcess, raw: bytes) -> None:
     answer = ask(hasty, raw)
     assert status_of(answer) == 408
@@ -236,6 +242,23 @@ def test_what_can_be_read_in_two_ways_is_refused_and_the_connection_closed(hasty
     assert last.startswith(b"400")
     assert check_form(body_of(last), 400)["code"] == "invalid_http"
     assert b"hidden" not in answer
+
+
+@pytest.mark.parametrize("body", [b"zz\r\n", b"1\r\n \r\n" * 2000], ids=["no chunk", "tiny chunks"])
+def test_a_bad_body_of_a_request_for_headers_is_refused_in_headers(hasty: ServerProcess, body: bytes) -> None:
+    answer = ask(hasty, GET.replace(b"GET", b"HEAD") + CHUNKED + b"\r\n" + body)
+    assert status_of(answer) == 400
+    assert body_of(answer) == ""
+
+
+def test_a_body_of_tiny_chunks_is_refused_and_one_of_ordinary_chunks_read(hasty: ServerProcess) -> None:
+    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    tiny = b"1\r\n \r\n" * 10_000
+    answer = ask(hasty, head + CHUNKED + b"\r\n" + tiny)
+    assert check_form(body_of(answer), 400)["code"] == "invalid_http"
+    ordinary = (b"64\r\n" + b" " * 100 + b"\r\n") * 5000
+    answer = ask(hasty, head + CHUNKED + b"\r\n" + ordinary + b'f\r\n{"prompt": "Z"}\r\n0\r\n\r\n')
+    assert status_of(answer) == 200
 
 
 @pytest.mark.parametrize(

@@ -106,8 +106,9 @@ class Connection(H11Protocol):
         self.conn = StrictConnection(h11.SERVER)
         self._all = connections
         self._written: CountingTransport
-        # Until when the next request must be there; None while one is answered.
+        # Until when more of the next request must be there, and until when all of it; None while one is answered.
         self._receive_by_s: float | None = None
+        self._complete_by_s: float | None = None
         self._num_sent = 0
         self._send_by_s = 0.0
         self._is_half_closed = False
@@ -119,12 +120,12 @@ class Connection(H11Protocol):
         self._written = CountingTransport(transport)
         super().connection_made(cast(asyncio.Transport, self._written))
         self._all.add(self)
-        self._receive_by_s = self.loop.time() + self._all.receive_timeout_s
+        self._receive_by_s = self._complete_by_s = self.loop.time() + self._all.receive_timeout_s
 
     def data_received(self, data: bytes) -> None:
         """Take bytes; each moves the moment at which the request must be there."""
         if self._is_between_requests:
-            self._receive_by_s = self.loop.time() + self._all.receive_timeout_s
+            self._complete_by_s = self.loop.time() + self._all.receive_timeout_s
         super().data_received(data)
         self._note_request(len(data))
 
@@ -196,7 +197,8 @@ class Connection(H11Protocol):
         """Send an error, unless nothing was asked or an answer has begun, and close the connection."""
         can_answer = self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not self.transport.is_closing()
         if can_answer and not self._is_between_requests:
-            self.transport.write(self._encode(error))
+            with contextlib.suppress(h11.LocalProtocolError):
+                self.transport.write(self._encode(error))
         if self._is_answering:
             # Before its next step: what it would send has no place any more.
             self.cycle.disconnected = True
@@ -222,15 +224,18 @@ class Connection(H11Protocol):
         self._all.note(self, is_idle=not self._is_answering)
         now = self.loop.time()
         if self._is_answering and not self.cycle.more_body:
-            self._receive_by_s = None
+            self._receive_by_s = self._complete_by_s = None
         elif self._is_between_requests:
-            self._receive_by_s = now + self._all.keep_alive_timeout_s
-        elif self.conn.our_state is h11.DONE:
-            # Answered before its body has come: the rest is thrown away, but not for ever.
-            if not num_bytes:
-                self._receive_by_s = now + self._all.keep_alive_timeout_s
+            self._receive_by_s = self._complete_by_s = now + self._all.keep_alive_timeout_s
         else:
-            self._receive_by_s = (self._receive_by_s or now + self._all.receive_timeout_s) + num_bytes / SLOWEST_UPLOAD
+            silent_by_s = now + self._all.receive_timeout_s
+            if self.conn.our_state is not h11.DONE:
+                # What arrives earns time for all of it, but none to fall silent in.
+                self._complete_by_s = (self._complete_by_s or silent_by_s) + num_bytes / SLOWEST_UPLOAD
+            elif not num_bytes:
+                # Answered before its body has come: the rest is thrown away, but not for ever.
+                self._complete_by_s = silent_by_s
+            self._receive_by_s = min(self._complete_by_s or silent_by_s, silent_by_s)
 
     def _check_reset(self) -> None:
         """See whether a half-closed connection is gone altogether; its end is not told once nothing is read."""
@@ -245,7 +250,9 @@ class Connection(H11Protocol):
             (b"content-length", str(len(body)).encode()),
             (b"connection", b"close"),
         ]
-        events = h11.Response(status_code=error.status, headers=headers), h11.Data(data=body), h11.EndOfMessage()
+        events = [h11.Response(status_code=error.status, headers=headers), h11.Data(data=body), h11.EndOfMessage()]
+        if self._is_answering and self.scope["method"] == "HEAD":
+            del events[1]  # the body is left out, its length is told
         return b"".join(self.conn.send(event) or b"" for event in events)
 
 
