@@ -7,12 +7,13 @@ import contextlib
 import json
 import re
 import socket
+import uuid
 from typing import Any, cast
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from quire.server.errors import ApiError
+from quire.server.errors import REQUEST_ID, ApiError, no_room
 
 # A request that is long may take longer to arrive: this fast at least, in bytes a second.
 SLOWEST_UPLOAD = 16 << 10
@@ -46,25 +47,28 @@ class Connections:
         self.send_timeout_s = send_timeout_s
         self.keep_alive_timeout_s = keep_alive_timeout_s
         self._open: set[Connection] = set()
-        # Those without a request, the one that has been so for the longest time first.
+        # Those without a request, and those whose request's body is on its way; the longest so first.
         self._idle: dict[Connection, None] = {}
+        self._uploading: dict[Connection, None] = {}
 
     def make_room(self, num_opening: int = 0) -> bool:
-        """See that there is room for one more; a connection without a request is closed for it.
+        """See that there is room for one more; a connection without a whole request is closed for it.
 
         Args:
             num_opening: connections that will be added soon.
 
         Returns:
-            False where all have requests.
+            False where all have whole requests.
         """
         if len(self._open) + num_opening < self.limit:
             return True
-        for connection in self._idle:
-            self.discard(connection)
-            connection.abort()
-            return True
-        return False
+        connection = next(iter(self._idle), None) or next(iter(self._uploading), None)
+        if connection is None:
+            return False
+        self.discard(connection)
+        connection.refuse(no_room())
+        connection.abort()
+        return True
 
     def add(self, connection: Connection) -> None:
         """Note a new connection."""
@@ -75,13 +79,15 @@ class Connections:
         """Forget a connection."""
         self._open.discard(connection)
         self._idle.pop(connection, None)
+        self._uploading.pop(connection, None)
 
-    def note(self, connection: Connection, *, is_idle: bool) -> None:
-        """Note whether a connection waits for a request."""
-        if not is_idle:
-            self._idle.pop(connection, None)
-        elif connection in self._open:
-            self._idle.setdefault(connection)
+    def note(self, connection: Connection, *, is_idle: bool, is_uploading: bool) -> None:
+        """Note whether a connection waits for a request, or for the rest of a request's body."""
+        for is_so, those in ((is_idle, self._idle), (is_uploading, self._uploading)):
+            if not is_so:
+                those.pop(connection, None)
+            elif connection in self._open:
+                those.setdefault(connection)
 
     async def watch(self) -> None:
         """Close connections whose time is over, for ever."""
@@ -112,6 +118,8 @@ class Connection(H11Protocol):
         self._num_sent = 0
         self._send_by_s = 0.0
         self._is_half_closed = False
+        # When the last interim response was sent.
+        self._interim_at_s = 0.0
 
     # ---- what asyncio tells ----
 
@@ -132,7 +140,9 @@ class Connection(H11Protocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """Go on where a client has sent its request, closed its half of the connection, and waits for the answer.
 
-        A client that has closed all of it looks the same, until something is sent to it: an interim response.
+        A client that has closed all of it looks the same, until something is sent to it: an interim response. Behind a
+        proxy that passes bytes on, the proxy's kernel takes the first one, and only the next one fails; so they go on
+        until the answer begins.
 
         Returns:
             False where nothing is left to answer; the connection is then closed.
@@ -143,9 +153,7 @@ class Connection(H11Protocol):
         if not self._is_answering or self.cycle.more_body or self.scope["http_version"] != "1.1":
             return False
         self._is_half_closed = True
-        if not self.cycle.response_started:
-            interim = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
-            self.transport.write(self.conn.send(interim) or b"")
+        self._send_interim()
         self.loop.call_later(RESET_AFTER_S, self._check_reset)
         return True
 
@@ -191,6 +199,8 @@ class Connection(H11Protocol):
         elif now > self._send_by_s:
             self.abort()
         if self._is_half_closed:
+            if now > self._interim_at_s + CHECK_INTERVAL_S:
+                self._send_interim()
             self._check_reset()
 
     def refuse(self, error: ApiError) -> None:
@@ -221,9 +231,10 @@ class Connection(H11Protocol):
 
     def _note_request(self, num_bytes: int) -> None:
         """Set the time for what is to arrive, after `num_bytes` have."""
-        self._all.note(self, is_idle=not self._is_answering)
+        is_whole = self._is_answering and not self.cycle.more_body
+        self._all.note(self, is_idle=not self._is_answering, is_uploading=self._is_answering and not is_whole)
         now = self.loop.time()
-        if self._is_answering and not self.cycle.more_body:
+        if is_whole:
             self._receive_by_s = self._complete_by_s = None
         elif self._is_between_requests:
             self._receive_by_s = self._complete_by_s = now + self._all.keep_alive_timeout_s
@@ -237,6 +248,14 @@ class Connection(H11Protocol):
                 self._complete_by_s = silent_by_s
             self._receive_by_s = min(self._complete_by_s or silent_by_s, silent_by_s)
 
+    def _send_interim(self) -> None:
+        """Send an interim response to a half-closed connection that waits for its answer."""
+        # HTTP/1.0 has none.
+        if self._is_answering and not self.cycle.response_started and self.scope["http_version"] == "1.1":
+            self._interim_at_s = self.loop.time()
+            interim = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
+            self.transport.write(self.conn.send(interim) or b"")
+
     def _check_reset(self) -> None:
         """See whether a half-closed connection is gone altogether; its end is not told once nothing is read."""
         peer = self.transport.get_extra_info("socket")
@@ -245,12 +264,20 @@ class Connection(H11Protocol):
 
     def _encode(self, error: ApiError) -> bytes:
         body = json.dumps(error.body()).encode()
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-            (b"connection", b"close"),
+        # The guard has given it one, unless it had no turn since.
+        request_id = self._is_answering and self.scope.get(REQUEST_ID)
+        headers = {
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            "x-request-id": request_id or uuid.uuid4().hex,
+            "connection": "close",
+            **error.headers,
+        }
+        events = [
+            h11.Response(status_code=error.status, headers=list(headers.items())),
+            h11.Data(data=body),
+            h11.EndOfMessage(),
         ]
-        events = [h11.Response(status_code=error.status, headers=headers), h11.Data(data=body), h11.EndOfMessage()]
         if self._is_answering and self.scope["method"] == "HEAD":
             del events[1]  # the body is left out, its length is told
         return b"".join(self.conn.send(event) or b"" for event in events)
