@@ -6,9 +6,10 @@ import json
 import os
 import resource
 import socket
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ import pytest
 from quire.errors import ConfigError
 from quire.server.listener import NUM_SPARE, read_max_connections
 from tests.server.process import PATIENCE_S, ServerProcess, running
-from tests.server.raw import ask, body_of, connect, post, read_all, status_of
+from tests.server.raw import ask, body_of, connect, post, read_all, read_answer, status_of
+from tests.server.test_disconnects import num_aborted
 from tests.server.test_errors import check_form
 
 LIMIT = 24
@@ -44,7 +46,13 @@ def test_a_silent_connection_is_closed_without_a_word(hasty: ServerProcess) -> N
     assert ask(hasty, b"") == b""
 
 
-@pytest.mark.parametrize("raw", [SHORT[:20], SHORT[:90], SHORT[:-1]], ids=["line", "header", "body"])
+# What has come of a long body may take a minute, but not in silence.
+LONG_BODY = post("/tokenize", b"x" * (1 << 20))
+
+
+@pytest.mark.parametrize(
+    "raw", [SHORT[:20], SHORT[:90], SHORT[:-1], LONG_BODY[:-1]], ids=["line", "header", "body", "long body"]
+)
 def test_a_request_that_does_not_arrive_is_a_408(hasty: ServerProcess, raw: bytes) -> None:
     answer = ask(hasty, raw)
     assert status_of(answer) == 408
@@ -142,10 +150,54 @@ def test_where_all_connections_have_requests_the_next_one_is_told_so(hasty: Serv
         assert status_of(answer) == 503
         assert check_form(body_of(answer), 503)["code"] == "too_many_connections"
         assert b"\r\nretry-after: 1\r\n" in answer
+        assert b"\r\nx-request-id: " in answer
         streams[0].close()
         deadline = time.monotonic() + PATIENCE_S
         while status_of(ask(hasty, SHORT)) != 200:
             assert time.monotonic() < deadline
+
+
+def test_unfinished_bodies_keep_nobody_out(folder: Path, tmp_path: Path) -> None:
+    flags = ("--num-kv-blocks", "300", "--max-connections", "4", "--keep-alive-timeout", "0.2")
+    with running(folder, tmp_path / "log", *flags) as server, ExitStack() as stack:
+        # One answer goes on; the rest have sent all of their requests but a byte.
+        (answering, *uploading) = [stack.enter_context(connect(server)) for _ in range(4)]
+        answering.sendall(post("/v1/completions", STREAM))
+        assert answering.recv(1000).startswith(b"HTTP/1.1 200")
+        for connection in uploading:
+            connection.sendall(post("/tokenize", {"prompt": "Z"})[:-1])
+            time.sleep(0.05)
+        for connection in uploading[:2]:
+            held = stack.enter_context(connect(server))
+            held.sendall(SHORT[:-1])
+            answer = read_all(connection)
+            assert status_of(answer) == 503
+            assert check_form(body_of(answer), 503)["code"] == "too_many_connections"
+            assert b"\r\nretry-after: 1\r\n" in answer.lower()
+        uploading[2].sendall(b"}")
+        assert status_of(read_answer(uploading[2])) == 200
+        assert answering.recv(1000)
+        assert "Traceback" not in server.log.read_text()
+
+
+def test_the_rest_of_a_body_that_was_refused_may_take_longer_than_a_pause_between_requests(
+    folder: Path, tmp_path: Path
+) -> None:
+    flags = ("--num-kv-blocks", "300", "--keep-alive-timeout", "0.2")
+    with running(folder, tmp_path / "log", *flags) as server, connect(server) as connection:
+        whole = post("/nothing", b"x" * 1000)
+        connection.sendall(whole[:-1])
+        assert status_of(read_answer(connection)) == 404
+        time.sleep(1.5)
+        connection.sendall(whole[-1:] + SHORT)
+        assert status_of(read_answer(connection)) == 200
+
+
+def test_answers_without_the_applications_help_have_an_id_too(hasty: ServerProcess) -> None:
+    answers = [ask(hasty, raw) for raw in (SHORT[:20], SHORT[:-1], b"GET\r\n\r\n")]
+    assert [status_of(answer) for answer in answers] == [408, 408, 400]
+    ids = {line for answer in answers for line in answer.split(b"\r\n") if line.startswith(b"x-request-id: ")}
+    assert len(ids) == 3
 
 
 def test_without_descriptors_the_server_waits_and_says_so_once(folder: Path, tmp_path: Path) -> None:
@@ -173,6 +225,8 @@ def test_the_limit_of_open_files_bounds_connections() -> None:
     with pytest.raises(ConfigError, match=f"under this process' limit of {soft} open files") as caught:
         read_max_connections(soft)
     assert caught.value.field == "max_connections"
+    with pytest.raises(ConfigError, match="at least 1, got 0"):
+        read_max_connections(0)
 
 
 # ---- half-closed connections ----
@@ -187,8 +241,49 @@ def test_a_client_that_closes_its_half_gets_its_answers(hasty: ServerProcess, st
         answers = read_all(connection)
     assert answers.count(b"HTTP/1.1 200") == 3
     assert answers.count(b"[DONE]" if streamed else b'"usage"') == 3
-    # The first line is what tells a client that is half closed from one that is gone.
-    assert answers.count(b"HTTP/1.1 100") == 1
+    # Such a line tells a client that is half closed from one that is gone, once a second until the answer begins.
+    assert answers.count(b"HTTP/1.1 100") >= 1
+
+
+def test_a_client_that_leaves_behind_a_proxy_that_passes_its_half_close_on_ends_its_request(
+    server: ServerProcess,
+) -> None:
+    before = num_aborted(server)
+    body = {**STREAM, "stream": False, "n": 16}
+    with passing_half_closes(server) as (host, port):
+        with socket.create_connection((host, port)) as connection:
+            connection.sendall(post("/v1/completions", body))
+            server.wait_until(lambda status: bool(status["requests"]))
+        server.wait_until_idle()
+    assert num_aborted(server) == before + 1
+
+
+@contextmanager
+def passing_half_closes(server: ServerProcess) -> Iterator[tuple[str, int]]:
+    """Run a proxy that passes bytes and half-closes on, and ends a connection where that fails; yield its address."""
+
+    def pump(source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while part := source.recv(65536):
+                sink.sendall(part)
+            sink.shutdown(socket.SHUT_WR)
+            return
+        for end in (source, sink):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                client, upstream = stack.enter_context(listener.accept()[0]), stack.enter_context(connect(server))
+                for pair in ((client, upstream), (upstream, client)):
+                    threading.Thread(target=pump, args=pair, daemon=True).start()
+
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        threading.Thread(target=accept, daemon=True).start()
+        yield listener.getsockname()
+        listener.shutdown(socket.SHUT_RDWR)
 
 
 def test_half_a_request_and_half_a_connection_are_nothing(hasty: ServerProcess) -> None:
@@ -236,6 +331,23 @@ def test_what_can_be_read_in_two_ways_is_refused_and_the_connection_closed(hasty
     assert last.startswith(b"400")
     assert check_form(body_of(last), 400)["code"] == "invalid_http"
     assert b"hidden" not in answer
+
+
+@pytest.mark.parametrize("body", [b"zz\r\n", b"1\r\n \r\n" * 2000], ids=["no chunk", "tiny chunks"])
+def test_a_bad_body_of_a_request_for_headers_is_refused_in_headers(hasty: ServerProcess, body: bytes) -> None:
+    answer = ask(hasty, GET.replace(b"GET", b"HEAD") + CHUNKED + b"\r\n" + body)
+    assert status_of(answer) == 400
+    assert body_of(answer) == ""
+
+
+def test_a_body_of_tiny_chunks_is_refused_and_one_of_ordinary_chunks_read(hasty: ServerProcess) -> None:
+    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    tiny = b"1\r\n \r\n" * 10_000
+    answer = ask(hasty, head + CHUNKED + b"\r\n" + tiny)
+    assert check_form(body_of(answer), 400)["code"] == "invalid_http"
+    ordinary = (b"64\r\n" + b" " * 100 + b"\r\n") * 5000
+    answer = ask(hasty, head + CHUNKED + b"\r\n" + ordinary + b'f\r\n{"prompt": "Z"}\r\n0\r\n\r\n')
+    assert status_of(answer) == 200
 
 
 @pytest.mark.parametrize(

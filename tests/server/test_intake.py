@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 import select
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+from starlette.types import Message, Receive, Scope, Send
 
-from quire.server.intake import MAX_LONG_BODIES
+from quire.server.errors import ApiError
+from quire.server.intake import FREE_BYTES, MAX_LONG_BODIES, Intake
+from quire.server.state import ServerState
 from tests.server.process import PATIENCE_S, ServerProcess, running
-from tests.server.raw import ask, body_of, connect, post, read_answer, status_of
+from tests.server.raw import body_of, connect, post, read_answer, status_of
 from tests.server.test_errors import check_form
 
-MAX_BODY = 64 << 10
+MAX_BODY = 1 << 20
 STREAM = {"prompt": "Z", "max_tokens": 4000, "ignore_eos": True, "stream": True}
 
 
 @pytest.fixture(scope="module")
 def small(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server for one request at a time, of short bodies."""
-    flags = ("--num-kv-blocks", "300", "--max-num-seqs", "1", "--max-queue-len", "1", "--max-body-bytes", "64KiB")
+    flags = ("--num-kv-blocks", "300", "--max-num-seqs", "1", "--max-queue-len", "1", "--max-body-bytes", "1MiB")
     with running(folder, tmp_path_factory.mktemp("logs") / "small.log", *flags) as process:
         yield process
 
@@ -48,9 +54,10 @@ def test_a_full_queue_refuses_before_the_body_has_come(small: ServerProcess, pat
 
 def test_unfinished_bodies_have_a_bound_together(small: ServerProcess) -> None:
     part = post("/tokenize", b"x" * MAX_BODY)[:-1]
+    num_places = MAX_LONG_BODIES * MAX_BODY // (MAX_BODY - 1 - FREE_BYTES)
     with ExitStack() as stack:
         connections = []
-        for _ in range(MAX_LONG_BODIES + 3):
+        for _ in range(num_places + 3):
             connections.append(stack.enter_context(connect(small)))
             connections[-1].sendall(part)
         deadline = time.monotonic() + PATIENCE_S
@@ -62,13 +69,85 @@ def test_unfinished_bodies_have_a_bound_together(small: ServerProcess) -> None:
             answer = read_answer(connection)
             assert status_of(answer) == 503
             assert check_form(body_of(answer), 503)["code"] == "too_many_uploads"
-        # A body that is there at once holds up nothing.
-        assert status_of(ask(small, post("/tokenize", {"prompt": "Z"}, "Connection: close"))) == 200
-        (kept, *_) = (connection for connection in connections if connection not in refused)
+        # No body waits for those that stand still: neither a short one in two pieces nor a long one.
+        for body in (b"x" * FREE_BYTES, b"x" * MAX_BODY):
+            with connect(small) as connection:
+                whole = post("/tokenize", body)
+                connection.sendall(whole[:-1])
+                time.sleep(0.05)
+                connection.sendall(whole[-1:])
+                assert status_of(read_answer(connection)) == 400
+        (*_, kept) = (connection for connection in connections if connection not in refused)
         kept.sendall(b"x")
         assert status_of(read_answer(kept)) == 400
-    for _ in range(MAX_LONG_BODIES):
+    for _ in range(num_places):
         with connect(small) as connection:
             connection.sendall(part)
             connection.sendall(b"x")
             assert status_of(read_answer(connection)) == 400
+
+
+class Uploads:
+    """Bodies on their way through an intake, piece by piece, and what became of them."""
+
+    def __init__(self, max_body_bytes: int) -> None:
+        state = SimpleNamespace(config=SimpleNamespace(max_body_bytes=max_body_bytes))
+        self._intake = Intake(self._read, state=cast(ServerState, state))
+        self._pieces: dict[str, asyncio.Queue[bytes]] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self.codes: dict[str, str] = {}
+
+    async def _read(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - what ASGI calls
+        try:
+            while (await receive())["more_body"]:
+                pass
+            self.codes[scope["path"]] = "read"
+        except ApiError as error:
+            self.codes[scope["path"]] = error.code
+
+    async def send(self, name: str, piece: bytes) -> None:
+        """Send a piece, or with an empty one the end, and let the intake see it."""
+        pieces = self._pieces.setdefault(name, asyncio.Queue())
+
+        async def receive() -> Message:
+            body = await pieces.get()
+            return {"type": "http.request", "body": body, "more_body": bool(body)}
+
+        if name not in self._tasks:
+            scope = {"type": "http", "path": name, "method": "POST"}
+            self._tasks[name] = asyncio.create_task(self._intake(scope, receive, cast(Send, None)))
+        pieces.put_nowait(piece)
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+    async def end(self) -> None:
+        """End all that are still on their way."""
+        for name in self._pieces:
+            await self.send(name, b"")
+        await asyncio.gather(*self._tasks.values())
+
+
+def test_at_the_bound_the_upload_that_stands_still_the_longest_ends() -> None:
+    async def scenario() -> None:
+        uploads = Uploads(1 << 20)
+        names = [f"/{number}" for number in range(MAX_LONG_BODIES)]
+        for name in names:
+            await uploads.send(name, b"x" * (FREE_BYTES + (1 << 20)))
+        # All places are taken. The oldest goes on, so the next one is in turn; short ones are not concerned.
+        await uploads.send("/short", b"x" * FREE_BYTES)
+        await uploads.send("/0", b"x")
+        assert uploads.codes == {"/1": "too_many_uploads"}
+        await uploads.send("/new", b"x" * (FREE_BYTES + (1 << 20)))
+        assert uploads.codes == dict.fromkeys(("/1", "/2"), "too_many_uploads")  # a byte of that place was taken
+        await uploads.send("/new", b"x" * (1 << 20))
+        assert uploads.codes == dict.fromkeys(("/1", "/2", "/3"), "too_many_uploads")
+        await uploads.end()
+        assert [uploads.codes[name] for name in ("/0", "/4", "/short", "/new")] == ["read"] * 4
+        assert list(uploads.codes.values()).count("too_many_uploads") == 3
+        # What was counted is given back.
+        for name in names:
+            await uploads.send(name + "/again", b"x" * (FREE_BYTES + (1 << 20)))
+        assert list(uploads.codes.values()).count("too_many_uploads") == 3
+        await uploads.end()
+
+    asyncio.run(scenario())

@@ -5,17 +5,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import socket
+import uuid
 from typing import Any, cast
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from quire.server.errors import ApiError
+from quire.server.errors import REQUEST_ID, ApiError, no_room
 
 # A request that is long may take longer to arrive: this fast at least, in bytes a second.
 SLOWEST_UPLOAD = 16 << 10
 CHECK_INTERVAL_S = 1.0
+# Reading a chunk takes 10 us whatever is in it, and all chunks of one read (256 KiB) are read in one turn of the event
+# loop: this many are free, beyond them a body's chunks must have so many bytes on average. A turn then takes 50 ms.
+FREE_CHUNKS = 1024
+SMALLEST_CHUNK = 64
+# Bytes of a request line and headers. h11 has this limit for what is not complete yet, however it arrives.
+MAX_HEAD = 16 << 10
+END_OF_HEAD = re.compile(rb"\n\r?\n")
 # A client that has closed its connection, not only its half of it, answers a write with a reset: after a round trip.
 RESET_AFTER_S = 0.1
 
@@ -38,25 +47,28 @@ class Connections:
         self.send_timeout_s = send_timeout_s
         self.keep_alive_timeout_s = keep_alive_timeout_s
         self._open: set[Connection] = set()
-        # Those without a request, the one that has been so for the longest time first.
+        # Those without a request, and those whose request's body is on its way; the longest so first.
         self._idle: dict[Connection, None] = {}
+        self._uploading: dict[Connection, None] = {}
 
     def make_room(self, num_opening: int = 0) -> bool:
-        """See that there is room for one more; a connection without a request is closed for it.
+        """See that there is room for one more; a connection without a whole request is closed for it.
 
         Args:
             num_opening: connections that will be added soon.
 
         Returns:
-            False where all have requests.
+            False where all have whole requests.
         """
         if len(self._open) + num_opening < self.limit:
             return True
-        for connection in self._idle:
-            self.discard(connection)
-            connection.abort()
-            return True
-        return False
+        connection = next(iter(self._idle), None) or next(iter(self._uploading), None)
+        if connection is None:
+            return False
+        self.discard(connection)
+        connection.refuse(no_room())
+        connection.abort()
+        return True
 
     def add(self, connection: Connection) -> None:
         """Note a new connection."""
@@ -67,13 +79,15 @@ class Connections:
         """Forget a connection."""
         self._open.discard(connection)
         self._idle.pop(connection, None)
+        self._uploading.pop(connection, None)
 
-    def note(self, connection: Connection, *, is_idle: bool) -> None:
-        """Note whether a connection waits for a request."""
-        if not is_idle:
-            self._idle.pop(connection, None)
-        elif connection in self._open:
-            self._idle.setdefault(connection)
+    def note(self, connection: Connection, *, is_idle: bool, is_uploading: bool) -> None:
+        """Note whether a connection waits for a request, or for the rest of a request's body."""
+        for is_so, those in ((is_idle, self._idle), (is_uploading, self._uploading)):
+            if not is_so:
+                those.pop(connection, None)
+            elif connection in self._open:
+                those.setdefault(connection)
 
     async def watch(self) -> None:
         """Close connections whose time is over, for ever."""
@@ -98,11 +112,14 @@ class Connection(H11Protocol):
         self.conn = StrictConnection(h11.SERVER)
         self._all = connections
         self._written: CountingTransport
-        # Until when the next request must be there; None while one is answered.
+        # Until when more of the next request must be there, and until when all of it; None while one is answered.
         self._receive_by_s: float | None = None
+        self._complete_by_s: float | None = None
         self._num_sent = 0
         self._send_by_s = 0.0
         self._is_half_closed = False
+        # When the last interim response was sent.
+        self._interim_at_s = 0.0
 
     # ---- what asyncio tells ----
 
@@ -111,19 +128,21 @@ class Connection(H11Protocol):
         self._written = CountingTransport(transport)
         super().connection_made(cast(asyncio.Transport, self._written))
         self._all.add(self)
-        self._receive_by_s = self.loop.time() + self._all.receive_timeout_s
+        self._receive_by_s = self._complete_by_s = self.loop.time() + self._all.receive_timeout_s
 
     def data_received(self, data: bytes) -> None:
         """Take bytes; each moves the moment at which the request must be there."""
         if self._is_between_requests:
-            self._receive_by_s = self.loop.time() + self._all.receive_timeout_s
+            self._complete_by_s = self.loop.time() + self._all.receive_timeout_s
         super().data_received(data)
         self._note_request(len(data))
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Go on where a client has sent its request, closed its half of the connection, and waits for the answer.
 
-        A client that has closed all of it looks the same, until something is sent to it: an interim response.
+        A client that has closed all of it looks the same, until something is sent to it: an interim response. Behind a
+        proxy that passes bytes on, the proxy's kernel takes the first one, and only the next one fails; so they go on
+        until the answer begins.
 
         Returns:
             False where nothing is left to answer; the connection is then closed.
@@ -134,9 +153,7 @@ class Connection(H11Protocol):
         if not self._is_answering or self.cycle.more_body or self.scope["http_version"] != "1.1":
             return False
         self._is_half_closed = True
-        if not self.cycle.response_started:
-            interim = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
-            self.transport.write(self.conn.send(interim) or b"")
+        self._send_interim()
         self.loop.call_later(RESET_AFTER_S, self._check_reset)
         return True
 
@@ -182,13 +199,16 @@ class Connection(H11Protocol):
         elif now > self._send_by_s:
             self.abort()
         if self._is_half_closed:
+            if now > self._interim_at_s + CHECK_INTERVAL_S:
+                self._send_interim()
             self._check_reset()
 
     def refuse(self, error: ApiError) -> None:
         """Send an error, unless nothing was asked or an answer has begun, and close the connection."""
         can_answer = self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not self.transport.is_closing()
         if can_answer and not self._is_between_requests:
-            self.transport.write(self._encode(error))
+            with contextlib.suppress(h11.LocalProtocolError):
+                self.transport.write(self._encode(error))
         if self._is_answering:
             # Before its next step: what it would send has no place any more.
             self.cycle.disconnected = True
@@ -211,18 +231,30 @@ class Connection(H11Protocol):
 
     def _note_request(self, num_bytes: int) -> None:
         """Set the time for what is to arrive, after `num_bytes` have."""
-        self._all.note(self, is_idle=not self._is_answering)
+        is_whole = self._is_answering and not self.cycle.more_body
+        self._all.note(self, is_idle=not self._is_answering, is_uploading=self._is_answering and not is_whole)
         now = self.loop.time()
-        if self._is_answering and not self.cycle.more_body:
-            self._receive_by_s = None
+        if is_whole:
+            self._receive_by_s = self._complete_by_s = None
         elif self._is_between_requests:
-            self._receive_by_s = now + self._all.keep_alive_timeout_s
-        elif self.conn.our_state is h11.DONE:
-            # Answered before its body has come: the rest is thrown away, but not for ever.
-            if not num_bytes:
-                self._receive_by_s = now + self._all.keep_alive_timeout_s
+            self._receive_by_s = self._complete_by_s = now + self._all.keep_alive_timeout_s
         else:
-            self._receive_by_s = (self._receive_by_s or now + self._all.receive_timeout_s) + num_bytes / SLOWEST_UPLOAD
+            silent_by_s = now + self._all.receive_timeout_s
+            if self.conn.our_state is not h11.DONE:
+                # What arrives earns time for all of it, but none to fall silent in.
+                self._complete_by_s = (self._complete_by_s or silent_by_s) + num_bytes / SLOWEST_UPLOAD
+            elif not num_bytes:
+                # Answered before its body has come: the rest is thrown away, but not for ever.
+                self._complete_by_s = silent_by_s
+            self._receive_by_s = min(self._complete_by_s or silent_by_s, silent_by_s)
+
+    def _send_interim(self) -> None:
+        """Send an interim response to a half-closed connection that waits for its answer."""
+        # HTTP/1.0 has none.
+        if self._is_answering and not self.cycle.response_started and self.scope["http_version"] == "1.1":
+            self._interim_at_s = self.loop.time()
+            interim = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
+            self.transport.write(self.conn.send(interim) or b"")
 
     def _check_reset(self) -> None:
         """See whether a half-closed connection is gone altogether; its end is not told once nothing is read."""
@@ -232,34 +264,66 @@ class Connection(H11Protocol):
 
     def _encode(self, error: ApiError) -> bytes:
         body = json.dumps(error.body()).encode()
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-            (b"connection", b"close"),
+        # The guard has given it one, unless it had no turn since.
+        request_id = self._is_answering and self.scope.get(REQUEST_ID)
+        headers = {
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            "x-request-id": request_id or uuid.uuid4().hex,
+            "connection": "close",
+            **error.headers,
+        }
+        events = [
+            h11.Response(status_code=error.status, headers=list(headers.items())),
+            h11.Data(data=body),
+            h11.EndOfMessage(),
         ]
-        events = h11.Response(status_code=error.status, headers=headers), h11.Data(data=body), h11.EndOfMessage()
+        if self._is_answering and self.scope["method"] == "HEAD":
+            del events[1]  # the body is left out, its length is told
         return b"".join(self.conn.send(event) or b"" for event in events)
 
 
 class StrictConnection(h11.Connection):
     """Refuses what two servers might read differently: then a gateway could let through a request that it has not seen.
 
+    And what would take long to read: the event loop has no turn in between.
+
     h11 refuses most of it by itself. Two equal `Content-Length`, a header folded over lines and a bare line feed at the
     end of one have a single meaning by RFC 9112, and are accepted.
     """
+
+    def __init__(self, our_role: type[h11.SERVER]) -> None:
+        super().__init__(our_role, MAX_HEAD)
+        # Of the body that is read now.
+        self._num_chunks = 0
+        self._num_bytes = 0
 
     def next_event(self) -> Any:
         """Return the next event.
 
         Raises:
-            h11.RemoteProtocolError: not HTTP, or a chunked body that has a length too, or is sent with HTTP/1.0.
+            h11.RemoteProtocolError: not HTTP; a chunked body that has a length too, or is sent with HTTP/1.0; headers
+                of more than `MAX_HEAD` bytes; or chunks of less than `SMALLEST_CHUNK` bytes on average.
         """
+        if self.their_state is h11.IDLE and self._has_long_head():
+            raise h11.RemoteProtocolError(f"the request line and headers have more than {MAX_HEAD} bytes")
         event = super().next_event()
         if isinstance(event, h11.Request):
             names = {name for name, _ in event.headers}
             if b"transfer-encoding" in names and (b"content-length" in names or event.http_version != b"1.1"):
                 raise h11.RemoteProtocolError("Transfer-Encoding beside Content-Length, or in HTTP/1.0")
+            self._num_chunks = self._num_bytes = 0
+        elif isinstance(event, h11.Data):
+            # A chunk that comes in many pieces is one: pieces are no more than reads.
+            self._num_chunks += event.chunk_start
+            self._num_bytes += len(event.data)
+            if self._num_chunks > FREE_CHUNKS + self._num_bytes // SMALLEST_CHUNK:
+                raise h11.RemoteProtocolError(f"chunks of less than {SMALLEST_CHUNK} bytes")
         return event
+
+    def _has_long_head(self) -> bool:
+        arrived, _ = self.trailing_data
+        return len(arrived) > MAX_HEAD and not END_OF_HEAD.search(arrived, 0, MAX_HEAD)
 
 
 class CountingTransport:

@@ -79,6 +79,11 @@ def unavailable(why: str, code: str) -> ApiError:
     return ApiError(503, why, code=code, headers={"Retry-After": "1"})
 
 
+def no_room() -> ApiError:
+    """Return the answer to a connection for which there is no place, or whose place another one gets."""
+    return unavailable("the server has no room for another connection", "too_many_connections")
+
+
 def stopping() -> ApiError:
     """Return the answer to what comes, or is not done, once the server was asked to stop."""
     return unavailable("the server is stopping", "stopping")

@@ -10,11 +10,12 @@ import os
 import resource
 import socket
 import time
+import uuid
 from collections.abc import Callable
 
 from quire.errors import ConfigError
 from quire.server.connection import Connections
-from quire.server.errors import unavailable
+from quire.server.errors import no_room
 
 logger = logging.getLogger(__name__)
 
@@ -57,17 +58,19 @@ def read_max_connections(wanted: int | None) -> int:
         wanted: None takes what the limit of descriptors leaves, `MOST_CONNECTIONS` at most.
 
     Raises:
-        ConfigError: more than the limit leaves, or it leaves none.
+        ConfigError: less than 1, more than the limit leaves, or it leaves none.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     room = MOST_CONNECTIONS if limit == resource.RLIM_INFINITY else limit - len(os.listdir("/dev/fd")) - NUM_SPARE
-    if room < max(wanted or 1, 1):
+    if wanted is not None and wanted < 1:
+        raise ConfigError(f"max_connections must be at least 1, got {wanted}", field="max_connections")
+    if room < (wanted or 1):
         raise ConfigError(
             f"max_connections must be at most {max(room, 0)} under this process' limit of {limit} open files "
-            f"(ulimit -n), got {wanted or 'none'}",
+            f"(ulimit -n), got {'none' if wanted is None else wanted}",
             field="max_connections",
         )
-    return wanted or min(room, MOST_CONNECTIONS)
+    return min(room, MOST_CONNECTIONS) if wanted is None else wanted
 
 
 async def accept_for_ever(
@@ -112,11 +115,12 @@ async def _open(client: socket.socket, make_protocol: Callable[[], asyncio.Proto
 
 
 def _turn_away(client: socket.socket) -> None:
-    error = unavailable("the server has no room for another connection", "too_many_connections")
+    error = no_room()
     body = json.dumps(error.body())
     head = (
         "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\n"
-        f"content-length: {len(body)}\r\nretry-after: {error.headers['Retry-After']}\r\nconnection: close\r\n\r\n"
+        f"content-length: {len(body)}\r\nretry-after: {error.headers['Retry-After']}\r\n"
+        f"x-request-id: {uuid.uuid4().hex}\r\nconnection: close\r\n\r\n"
     )
     with contextlib.suppress(OSError), client:
         client.setblocking(False)
