@@ -83,6 +83,46 @@ def test_another_thread_can_stop_it(process: BoundedProcess) -> None:
         process.ask(b"loop", PATIENCE_S)
 
 
+def test_an_interrupted_question_leaves_no_answer_for_the_next() -> None:
+    pool = ProcessPool(start, 1)
+    with pool.process() as process:
+        assert process.ask(b"ready", PATIENCE_S) == b"ready"
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        with pytest.raises(KeyboardInterrupt), pool.process() as process:
+            process.ask(b"loop", PATIENCE_S)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    with pool.process() as process:
+        assert process.ask(b"next", PATIENCE_S) == b"next"
+    pool.close()
+
+
+def test_who_is_killed_went_over_no_limit(process: BoundedProcess) -> None:
+    process.ask(b"ready", PATIENCE_S)
+    os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(WorkerError, match="was killed"):
+        process.ask(b"next", PATIENCE_S)
+
+
+def test_a_system_that_starts_no_process_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(WorkerError, match="does not start: No such file"):
+        start()
+
+
+def test_places_of_modules_may_be_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, Path("/nowhere")])
+    process = start()
+    assert process.ask(b"a", PATIENCE_S) == b"a"
+    process.close()
+
+
 def test_a_pool_replaces_what_has_ended_and_ends_all() -> None:
     pool = ProcessPool(start, 2)
     with pool.process() as first:

@@ -86,6 +86,15 @@ def test_weights_that_are_no_numbers_are_refused_by_name(folder: Path, dtype: to
         check_finite(Checkpoint.open(str(folder)), name, tensors[name])
 
 
+@pytest.mark.parametrize("shape", [(4096, 2048), (8192, 64), (4096, 4096), (1 << 20,)])
+def test_a_sample_looks_at_all_columns(folder: Path, shape: tuple[int, ...]) -> None:
+    tensor = torch.full(shape, float("nan"))
+    tensor[..., 0] = 0.0
+    name = "model.norm.weight"
+    with pytest.raises(CheckpointError, match="infinite or no numbers"):
+        check_finite(Checkpoint.open(str(folder)), name, tensor)
+
+
 def test_an_embedding_may_have_rows_that_are_no_numbers_but_not_most(folder: Path) -> None:
     path, name = folder / "model.safetensors", "model.embed_tokens.weight"
     tensors = load_file(path)

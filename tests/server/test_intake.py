@@ -15,8 +15,10 @@ from typing import cast
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
+from quire.bounded.process import MANY_BYTES
+from quire.server.body import MAX_LONG_BODIES
 from quire.server.errors import ApiError
-from quire.server.intake import FREE_BYTES, MAX_LONG_BODIES, Intake
+from quire.server.intake import FREE_BYTES, Intake
 from quire.server.state import ServerState
 from tests.server.process import PATIENCE_S, ServerProcess, running
 from tests.server.raw import body_of, connect, post, read_answer, status_of
@@ -91,11 +93,16 @@ class Uploads:
     """Bodies on their way through an intake, piece by piece, and what became of them."""
 
     def __init__(self, max_body_bytes: int) -> None:
-        state = SimpleNamespace(config=SimpleNamespace(max_body_bytes=max_body_bytes))
+        self.num_given_back = 0
+        config, bodies = SimpleNamespace(max_body_bytes=max_body_bytes), SimpleNamespace(give_back_soon=self._give_back)
+        state = SimpleNamespace(config=config, bodies=bodies)
         self._intake = Intake(self._read, state=cast(ServerState, state))
         self._pieces: dict[str, asyncio.Queue[bytes]] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self.codes: dict[str, str] = {}
+
+    def _give_back(self) -> None:
+        self.num_given_back += 1
 
     async def _read(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - what ASGI calls
         try:
@@ -149,5 +156,17 @@ def test_at_the_bound_the_upload_that_stands_still_the_longest_ends() -> None:
             await uploads.send(name + "/again", b"x" * (FREE_BYTES + (1 << 20)))
         assert list(uploads.codes.values()).count("too_many_uploads") == 3
         await uploads.end()
+
+    asyncio.run(scenario())
+
+
+def test_behind_a_large_body_memory_is_given_back() -> None:
+    async def scenario() -> None:
+        uploads = Uploads(8 << 20)
+        await uploads.send("/short", b"x" * MANY_BYTES)
+        await uploads.send("/large", b"x" * (MANY_BYTES + 1))
+        assert uploads.num_given_back == 0, "it is not done with yet"
+        await uploads.end()
+        assert uploads.num_given_back == 1
 
     asyncio.run(scenario())

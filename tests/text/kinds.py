@@ -150,6 +150,9 @@ def _add_awkward(library: Library) -> None:
             AddedToken("XY", normalized=True),
             AddedToken("b ", normalized=False),
             AddedToken("  ", normalized=False),
+            AddedToken("fox", normalized=False),
+            AddedToken("12ab", normalized=False),
+            AddedToken("the"),
         ]
     )
 
@@ -221,6 +224,15 @@ CUT: dict[str, Callable[[], Library]] = {
     "llama3, awkward and framed": _with(_with(llama3, _add_awkward), _frame),
     "llama2, awkward and framed": _with(_with(llama2, _add_awkward), _frame),
     "bert, awkward and framed": _with(_with(_bert, _add_awkward), _frame),
+    "gpt2 with a space before, awkward": _with(lambda: _bpe(pre=pre_tokenizers.ByteLevel()), _add_awkward),
+    "metaspace always, awkward": _with(
+        lambda: _marked(normal=None, pre=pre_tokenizers.Metaspace(), prefix=True), _add_awkward
+    ),
+    "stripped, awkward": _with(lambda: _split(LLAMA3, normal=normalizers.Strip()), _add_awkward),
+    "the letter for pieces is another": _with(
+        lambda: _split(LLAMA3, normal=normalizers.Sequence([normalizers.Replace("a", "▁"), normalizers.Strip()])),
+        lambda library: library.add_tokens([AddedToken("b", normalized=False)]),
+    ),
 }
 # Those that texts cannot be cut for.
 WHOLE: dict[str, Callable[[], Library]] = {

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 
 import pytest
-from tokenizers import Regex, models, normalizers
+from tokenizers import Regex, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Library
 
 from quire.errors import InvalidParameter
 from quire.text.bounds import growth, least_tokens
 from quire.text.cuts import Cuts
 from quire.text.long_texts import MAX_UNCUT_BYTES, PIECE_CHARS, TooManyTokens
+from quire.text.patterns import Pattern, Unread
 from quire.text.tokenizer import Tokenizer
 from tests.text.kinds import CUT, WHOLE, hard_text, kind
 
@@ -48,13 +49,13 @@ def check_fuzz(name: str, num_texts: int, seed: int) -> int:
 
 @pytest.mark.parametrize("name", CUT)
 def test_pieces_have_the_tokens_of_the_whole(name: str) -> None:
-    assert check_fuzz(name, num_texts=60, seed=1) > 3 * 60
+    assert check_fuzz(name, num_texts=60, seed=1) > 2 * 60
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CUT)
 def test_pieces_have_the_tokens_of_the_whole_for_long(name: str) -> None:
-    assert check_fuzz(name, num_texts=4000, seed=2) > 3 * 4000
+    assert check_fuzz(name, num_texts=4000, seed=2) > 2 * 4000
 
 
 @pytest.mark.parametrize("name", CUT)
@@ -139,7 +140,9 @@ def test_a_part_that_cannot_be_cut_is_not_read_whole(name: str) -> None:
 @pytest.mark.parametrize("name", CUT | WHOLE)
 def test_texts_have_no_fewer_tokens_than_their_length_shows(name: str) -> None:
     least = least_tokens(kind(name))
-    assert (least is None) == name.startswith(("bert", "unigram", "nfkc", "accents")) or "awkward" in name
+    assert (least is None) == name.startswith(
+        ("bert", "unigram", "nfkc", "accents", "stripped", "the letter")
+    ) or "awkward" in name
     if least is None:
         return
     rng = random.Random(4)
@@ -184,3 +187,51 @@ def test_a_text_that_a_normalizer_would_multiply_is_refused() -> None:
     assert tokenizer.encode("xyz") == whole(tokenizer, "xyz")
     with pytest.raises(InvalidParameter, match="bytes in a row"):
         tokenizer.encode("a" * 100)
+
+
+@pytest.mark.parametrize("source", [r".{1,2}+", r"\p{L}{1,2}?x|.", r"(?:ab){1,3}+|.", r" {2,3}+|[^ ]+| "])
+def test_marks_behind_counts_are_read_as_the_library_reads_them(source: str) -> None:
+    library = Library(models.BPE(vocab={char: idx for idx, char in enumerate("abx .")}, merges=[]))
+    library.pre_tokenizer = pre_tokenizers.Split(Regex(source), "isolated")
+    pattern, rng = Pattern(source), random.Random(source)
+    for _ in range(2000):
+        text = "".join(rng.choices("abx .", k=rng.randint(2, 12)))
+        ends = {end for _, (_, end) in library.pre_tokenizer.pre_tokenize_str(text)}
+        for place in range(1, len(text)):
+            if pattern.always_ends(text[place - 1], text[place]) and pattern.can_cut(text[place - 1], text[place]):
+                assert place in ends, (text, place)
+
+
+@pytest.mark.parametrize("source", [r".{1}+", r"\p{L}{2}?x|.", r"(?:ab){1}+|.", r"a{2}*|."])
+def test_marks_behind_a_single_number_are_not_read(source: str) -> None:
+    with pytest.raises(Unread):
+        Pattern(source)
+
+
+def test_looking_for_cuts_takes_no_longer_where_there_are_many_added_tokens() -> None:
+    """Each pair of characters is looked up in a set, not looked for in each token."""
+    library = kind("llama3")
+    library.add_tokens([f"<unused{idx}>" for idx in range(3000)])
+    cuts = Cuts(library)
+    assert isinstance(cuts._pairs, frozenset)
+    assert cuts.can_cut("a", " ")
+    assert not cuts.can_cut("u", "n")
+    assert not cuts.can_cut(">", " ")
+
+
+@pytest.mark.parametrize(
+    ("vocab", "text"),
+    [
+        ({char: idx for idx, char in enumerate("ACGT")}, "GATTACA" * 12_000),
+        ({char: idx for idx, char in enumerate("\u4e2d\u6587")}, "\u4e2d\u6587" * 40_000),
+    ],
+)
+@pytest.mark.parametrize("special", [False, True])
+def test_models_that_know_few_letters_read_long_texts(vocab: dict[str, int], text: str, special: bool) -> None:
+    library = Library(models.BPE(vocab=vocab, merges=[]))
+    library.add_special_tokens(["<s>"])
+    library.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", library.token_to_id("<s>"))]
+    )
+    tokenizer = Tokenizer(library)
+    assert tokenizer.encode(text, add_special_tokens=special) == whole(tokenizer, text, special=special)

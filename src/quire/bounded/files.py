@@ -20,10 +20,11 @@ def read_file(path: Path, max_bytes: int) -> bytes:
             for ever), or is longer than `max_bytes`.
     """
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    status = os.fstat(file)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(file)
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
     with open(file, "rb") as stream:
-        status = os.fstat(file)
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file", str(path))
         # It may have grown since.
         raw = stream.read(max_bytes + 1) if status.st_size <= max_bytes else None
     if raw is None or len(raw) > max_bytes:

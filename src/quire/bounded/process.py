@@ -64,20 +64,27 @@ class BoundedProcess:
         program: where its `Program` is found, as "module:function"; it imports no more than that needs.
         setup: given to the program, once.
         memory_bytes: that answers may add to what the process takes once it is set up.
+
+    Raises:
+        WorkerError: the system starts no more processes.
     """
 
     def __init__(self, program: str, setup: bytes, memory_bytes: int) -> None:
         self._is_ready = self._is_stopped = False
         self._setup = setup
         # Signals of the terminal are the parent's affair.
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", BOOT, json.dumps(sys.path), program, str(memory_bytes)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            bufsize=0,
-        )
+        places = json.dumps([str(place) for place in sys.path])
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", BOOT, places, program, str(memory_bytes)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                bufsize=0,
+            )
+        except OSError as error:
+            raise _no_start(error.strerror or str(error)) from error
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._input, self._output = self._process.stdin.fileno(), self._process.stdout.fileno()
@@ -103,15 +110,23 @@ class BoundedProcess:
             LimitExceeded: answering takes longer than `timeout_s`, or more memory than it may.
             WorkerError: the process does not start, or was stopped.
         """
-        if not self._is_ready:
-            self._wait_for_start()
-        answer = self._exchange(question, timeout_s, timeout_s + GRACE_S)
+        try:
+            if not self._is_ready:
+                self._wait_for_start()
+            answer = self._exchange(question, timeout_s, timeout_s + GRACE_S)
+        except BaseException:
+            # Interrupted: the answer to this question would be taken for that to the next.
+            self.close()
+            raise
         if answer is not None:
             return answer
         code = self._process.poll()
         self.close()
         if self._is_stopped:
             raise _shut_down()
+        if code == -signal.SIGKILL:
+            # Its own limits end it otherwise: it was somebody else, the system when memory was short, say.
+            raise WorkerError("a process of limited time and memory was killed")
         raise LimitExceeded("time" if code is None or code == -signal.SIGALRM else "memory")
 
     def stop(self) -> None:
@@ -126,7 +141,7 @@ class BoundedProcess:
     def _wait_for_start(self) -> None:
         if self._exchange(self._setup, START_TIMEOUT_S, START_TIMEOUT_S) is None:
             self.close()
-            raise WorkerError("a process of limited time and memory does not start")
+            raise _no_start("it has ended")
         self._is_ready, self._setup = True, b""
 
     def _exchange(self, question: bytes, timeout_s: float, patience_s: float) -> bytes | None:
@@ -180,6 +195,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     for pipe in (process.stdin, process.stdout):
         assert pipe is not None
         pipe.close()
+
+
+def _no_start(why: str) -> WorkerError:
+    return WorkerError(f"a process of limited time and memory does not start: {why}")
 
 
 def _shut_down() -> WorkerError:

@@ -103,7 +103,7 @@ class Speculation:
         depth = best_depth(record.hits.share(self._common.share(0.0, 0.0), PRIOR_DRAFTS), self.step_costs)
         record.is_probing = depth == 0
         limit = min(limit, max(depth, 1))
-        return (self._ask("propose", sequence, limit) or ())[:limit]
+        return tuple(self._ask("propose", sequence, limit) or ())[:limit]
 
     def note(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         """See `Drafter`."""

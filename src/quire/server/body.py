@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import weakref
 from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 
 from quire.bounded.json_text import FEW_BYTES, MAX_PROCESSES, BadJSON, JSONReader, may_have_many_values, parse
-from quire.bounded.process import MANY_BYTES
 from quire.engine.threads import Threads
 from quire.server.errors import ApiError, unavailable
 
 # Bodies of the longest kind that may be on their way at a time, and so many that may wait to be parsed.
 MAX_LONG_BODIES = 32
-
-
-class LargeObject(dict[str, Any]):
-    """A large body; when nobody needs it any more, its memory goes back to the system."""
-
-    __slots__ = ("__weakref__",)
 
 
 class Bodies:
@@ -50,10 +42,7 @@ class Bodies:
             ApiError: 415 not sent as JSON, 413 too long, 400 not a JSON object in UTF-8, or one out of bounds.
         """
         check_json(request)
-        raw = await _read(request, self.max_bytes)
-        if len(raw) > MANY_BYTES:  # even where it is refused
-            self._threads.give_back_soon()
-        return await self.parse_object(raw)
+        return await self.parse_object(await _read(request, self.max_bytes))
 
     async def parse_object(self, raw: bytes) -> dict[str, Any]:
         """Parse a body.
@@ -67,10 +56,6 @@ class Bodies:
             raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
         if not isinstance(body, dict):
             raise ApiError(400, f"the body must be a JSON object, not {_kind(body)}", code="invalid_json")
-        if len(raw) <= MANY_BYTES:
-            return body
-        body = LargeObject(body)
-        weakref.finalize(body, self._threads.give_back).atexit = False
         return body
 
     async def _parse_apart(self, raw: bytes) -> Any:
@@ -84,6 +69,10 @@ class Bodies:
             return await self._waiting.run(partial(self._reader.parse, raw))
         finally:
             self._num_bytes -= len(raw)
+
+    def give_back_soon(self) -> None:
+        """Give what a large body took back to the system, a little later."""
+        self._threads.give_back_soon()
 
     def close(self) -> None:
         """End the processes and threads."""

@@ -7,13 +7,13 @@ import contextlib
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire.bounded.process import MANY_BYTES
+from quire.server.body import MAX_LONG_BODIES
 from quire.server.errors import unavailable
 from quire.server.state import ServerState
 
 # Requests to these take a place in the queue.
 GENERATING = frozenset({"/v1/completions", "/v1/chat/completions"})
-# Bodies of the longest kind that may be on their way at a time.
-MAX_LONG_BODIES = 32
 # Bytes of a body that are not counted: a connection reads as many ahead, and most bodies have no more.
 FREE_BYTES = 64 << 10
 
@@ -57,6 +57,8 @@ class Intake:
             await self._app(scope, receive_counted, send)
         finally:
             self._discard(upload)
+            if upload.num_bytes > MANY_BYTES:  # now the body, and what was made of it, is mostly gone
+                self._state.bodies.give_back_soon()
 
     def _count(self, upload: Upload, num_bytes: int) -> None:
         """Count bytes of an upload; those that would exceed the limit end the upload that stands still the longest."""

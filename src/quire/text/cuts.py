@@ -4,7 +4,7 @@ A text goes through a tokenizer in four steps: added tokens are looked for, a no
 pre-tokenizer divides the text into words, and the model makes each word into tokens. A cut between two characters `a`
 and `b` changes nothing if no step looks across it:
 
-- no added token holds `a` and `b` side by side, nor depends on what is behind `a`;
+- no added token holds `a` and `b` side by side, nor ends with `a`: what is behind one is a text of its own;
 - the normalizer makes of `a` and of `b` what it makes of them alone;
 - the pre-tokenizer begins a word with `b` whatever is around, and finds the same words on each side;
 - or it finds the same words but for the one with the cut, and no token of the model holds `a` and `b` side by side:
@@ -20,8 +20,9 @@ from __future__ import annotations
 import re
 import string
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Any
 
 import tokenizers
@@ -56,7 +57,7 @@ class Cuts:
 
     def __init__(self, library: tokenizers.Tokenizer) -> None:
         self._library = library
-        self._added = list(_added(library))
+        self._pairs, self._ends = _added(library)
         self.can_cut = lru_cache(maxsize=1 << 14)(self._can_cut)
         try:
             self._steps: list[Step] | None = [_normalizer(step) for step in normalizers(library)]
@@ -87,7 +88,10 @@ class Cuts:
             if changed is None:
                 return False
             image = changed
-        if any(added.holds(*pair) for added in self._added for pair in ((a, b), image)):
+        # A letter that has become something else may be taken off where it ends a text.
+        if not image[0].isalnum():
+            return False
+        if any(pair[0] in self._ends or "".join(pair) in self._pairs for pair in ((a, b), image)):
             return False
         divided = self._divides(*image)
         if divided is None:
@@ -116,24 +120,18 @@ class Cuts:
         return "\n\0\n".join(self._library.get_vocab(with_added_tokens=False))
 
 
-class _Added:
-    """An added token, as it is looked for: as it is written, or as the normalizer makes it."""
-
-    def __init__(self, token: tokenizers.AddedToken, forms: set[str]) -> None:
-        self._forms = forms
-        self._looks_behind = token.rstrip or token.single_word
-
-    def holds(self, a: str, b: str) -> bool:
-        """Say whether it may lie across a cut, or depend on what is behind it."""
-        return any(a + b in form or (self._looks_behind and form.endswith(a)) for form in self._forms)
-
-
-def _added(library: tokenizers.Tokenizer) -> Iterator[_Added]:
+def _added(library: tokenizers.Tokenizer) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the neighbours that added tokens hold, as they are looked for, and the characters that they end with."""
+    pairs: set[str] = set()
+    ends: set[str] = set()
     for token in library.get_added_tokens_decoder().values():
         forms = {token.content}
         if token.normalized and library.normalizer is not None:
             forms.add(library.normalizer.normalize_str(token.content))
-        yield _Added(token, forms)
+        for form in forms:
+            pairs.update(map("".join, pairwise(form)))
+            ends.update(form[-1:])
+    return frozenset(pairs), frozenset(ends)
 
 
 def _is_settled(char: str) -> bool:

@@ -105,7 +105,11 @@ class LongTexts:
 
     @cached_property
     def _num_lead(self) -> int:
-        return len(self._encode(self._cuts.lead))
+        """The tokens of the letter that pieces are put behind; 0 where the model has none for it."""
+        try:
+            return len(self._encode(self._cuts.lead))
+        except Exception:  # the library raises nothing narrower
+            return 0
 
     def _encode_behind(self, piece: str) -> list[int]:
         """Return the tokens of a piece that does not begin its text."""
@@ -116,7 +120,7 @@ class LongTexts:
         wanted, last = start + self.piece_chars, min(len(text), start + self._max_uncut)
         if wanted >= len(text):
             return len(text)
-        cut = self._cuts.find(text, wanted, last)
+        cut = self._cuts.find(text, wanted, last) if self._num_lead else None
         if cut is None:
             cut = len(text)
         if len(text[start:cut].encode()) > self._max_uncut:

@@ -251,15 +251,19 @@ class _Reader:
 
     def _repeated(self, node: Node) -> Node:
         while True:
+            is_count = self._peek() == "{"
             if self._peek() and self._peek() in "?*+":
                 low, high = {"?": (0, 1.0), "*": (0, float("inf")), "+": (1, float("inf"))}[self._next()]
             elif self._peek() == "{":
                 low, high = self._counts()
             else:
                 return node
-            # A mark behind the count: "?" takes as little as possible, which are the same matches at most.
+            if is_count and low == high and self._peek() and self._peek() in "?*+":
+                raise Unread("a mark behind a single number, which engines read differently")
+            # A mark behind it: "?" takes as little as possible, which are the same matches at most. "+" gives nothing
+            # back, but behind a count in braces it repeats all of it.
             is_lazy = self._take("?")
-            node = Repeat(node, low, high, keeps=not is_lazy and self._take("+"))
+            node = Repeat(node, low, high, keeps=not is_count and not is_lazy and self._take("+"))
 
     def _counts(self) -> tuple[int, float]:
         end = self._source.find("}", self._place)

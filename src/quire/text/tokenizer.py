@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -220,11 +222,22 @@ class Tokenizer:
 
     @cached_property
     def _frame(self) -> tuple[list[int], list[int]]:
-        """The special tokens before and behind a text."""
-        encoding = guarded(self._library.encode, "a")
-        is_special: list[int] = encoding.special_tokens_mask
-        first, last = is_special.index(0), len(is_special) - is_special[::-1].index(0)
-        return encoding.ids[:first], encoding.ids[last:]
+        """The special tokens before and behind a text.
+
+        Raises:
+            CannotCut: no text that was tried has a token, so nothing says which those are.
+        """
+        # A model may know few letters, or whole words only.
+        for text in islice(chain(string.ascii_letters, self._library.get_vocab(with_added_tokens=False)), 200):
+            try:
+                encoding = guarded(self._library.encode, text)
+            except Exception:  # the library raises nothing narrower for what a model cannot express
+                continue
+            is_special: list[int] = encoding.special_tokens_mask
+            if 0 in is_special:
+                first, last = is_special.index(0), len(is_special) - is_special[::-1].index(0)
+                return encoding.ids[:first], encoding.ids[last:]
+        raise CannotCut(0)
 
     def _derive_bytes(self, token_id: int) -> bytes:
         token = self._library.id_to_token(token_id)
