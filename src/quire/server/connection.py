@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import re
 import socket
 import uuid
 from typing import Any, cast
 
 import h11
+from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from quire.server.errors import REQUEST_ID, ApiError, no_room
+
+logger = logging.getLogger(__name__)
 
 # A request that is long may take longer to arrive: this fast at least, in bytes a second.
 SLOWEST_UPLOAD = 16 << 10
@@ -46,6 +50,7 @@ class Connections:
         self.receive_timeout_s = receive_timeout_s
         self.send_timeout_s = send_timeout_s
         self.keep_alive_timeout_s = keep_alive_timeout_s
+        self.is_draining = False
         self._open: set[Connection] = set()
         # Those without a request, and those whose request's body is on its way; the longest so first.
         self._idle: dict[Connection, None] = {}
@@ -96,7 +101,18 @@ class Connections:
         while True:
             await asyncio.sleep(interval_s)
             for connection in tuple(self._open):
-                connection.check()
+                try:
+                    connection.check()
+                except Exception:
+                    # The time limits of all others go on.
+                    logger.exception("a connection's check failed, so it is closed")
+                    connection.abort()
+
+    def drain(self) -> None:
+        """Have every connection end behind its next answer, from now on."""
+        self.is_draining = True
+        for connection in tuple(self._open):
+            connection.end_behind_answer()
 
 
 class Connection(H11Protocol):
@@ -164,6 +180,12 @@ class Connection(H11Protocol):
 
     # ---- what uvicorn tells ----
 
+    def handle_events(self) -> None:
+        """Take what has arrived apart."""
+        super().handle_events()
+        if self._all.is_draining:
+            self.end_behind_answer()
+
     def on_response_complete(self) -> None:
         """Wait for the next request, which may be there already."""
         super().on_response_complete()
@@ -202,6 +224,13 @@ class Connection(H11Protocol):
             if now > self._interim_at_s + CHECK_INTERVAL_S:
                 self._send_interim()
             self._check_reset()
+
+    def end_behind_answer(self) -> None:
+        """Let the request that is answered, if there is one, be the last; the client is told where that can be."""
+        if self._is_answering and self.cycle.keep_alive:
+            self.cycle.keep_alive = False
+            if not self.cycle.response_started:
+                self.cycle.default_headers = [*self.cycle.default_headers, CLOSE_HEADER]
 
     def refuse(self, error: ApiError) -> None:
         """Send an error, unless nothing was asked or an answer has begun, and close the connection."""
@@ -265,11 +294,11 @@ class Connection(H11Protocol):
     def _encode(self, error: ApiError) -> bytes:
         body = json.dumps(error.body()).encode()
         # The guard has given it one, unless it had no turn since.
-        request_id = self._is_answering and self.scope.get(REQUEST_ID)
+        scope = cast(dict[str, Any], self.scope) if self._is_answering else {}
         headers = {
             "content-type": "application/json",
             "content-length": str(len(body)),
-            "x-request-id": request_id or uuid.uuid4().hex,
+            "x-request-id": scope.get(REQUEST_ID) or uuid.uuid4().hex,
             "connection": "close",
             **error.headers,
         }

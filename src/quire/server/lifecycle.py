@@ -105,69 +105,110 @@ async def _run(state: ServerState, listener: socket.socket, max_connections: int
     def make_protocol() -> Connection:
         return Connection(connections, config=settings, server_state=server.server_state, app_state={})
 
-    take_signals(_Stop(state, server).on_signal)
-    beside = [
-        asyncio.create_task(_end_when_dead(state, server)),
-        asyncio.create_task(accept_for_ever(listener, connections, make_protocol)),
-        asyncio.create_task(connections.watch()),
-    ]
+    accepting = asyncio.create_task(accept_for_ever(listener, connections, make_protocol))
+    stop = _Stop(state, server, connections, accepting)
+    take_signals(stop.on_signal)
+    tasks = [accepting, asyncio.create_task(_end_when_dead(state, stop)), asyncio.create_task(connections.watch())]
     if config.log_interval_s:
-        beside.append(asyncio.create_task(report_for_ever(state.llm, config.log_interval_s)))
+        tasks.append(asyncio.create_task(report_for_ever(state.llm, config.log_interval_s)))
+    for task in tasks:
+        task.add_done_callback(stop.on_task_done)
     print(f"Quire serves {state.llm.model_name} at {_url(listener)}", flush=True)
     await serving
-    for task in beside:
+    for task in tasks:
         task.cancel()
-    await asyncio.gather(*beside, return_exceptions=True)
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(result, Exception):
+            raise result
 
 
 def take_signals(handle: Callable[[int], None]) -> None:
     """Have the running event loop handle the signals that ask for an end.
 
     `loop.add_signal_handler` would lose one that comes while the loop is behind: it is told of signals through the same
-    pipe as of calls from other threads, and that may be full.
+    pipe as of calls from other threads, and that may be full. Once the loop has ended, what still comes
+    here changes nothing: the engine may be saving its cache.
     """
     loop = asyncio.get_running_loop()
+
+    def on_signal(number: int, _: object) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(handle, number)
+
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # Whoever started the process may want it to outlive its terminal.
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda number, _: loop.call_soon_threadsafe(handle, number))
+            signal.signal(number, on_signal)
 
 
-async def _end_when_dead(state: ServerState, server: uvicorn.Server) -> None:
+async def _end_when_dead(state: ServerState, stop: _Stop) -> None:
     while not state.llm.has_failed:
         await asyncio.sleep(0.1)
     logger.error("the engine has died, so the server ends in %g s", LAST_WORDS_S)
     await asyncio.sleep(LAST_WORDS_S)
-    server.should_exit = True
+    stop.end()
 
 
 class _Stop:
-    """What signals do: the first one drains, the second one ends the process."""
+    """How the server ends: the first signal drains it, the second one ends the process.
 
-    def __init__(self, state: ServerState, server: uvicorn.Server) -> None:
+    Args:
+        state: of the server.
+        server: what runs the protocol.
+        connections: the open ones.
+        accepting: the task that takes connections.
+    """
+
+    def __init__(
+        self, state: ServerState, server: uvicorn.Server, connections: Connections, accepting: asyncio.Task[None]
+    ) -> None:
         self._state = state
         self._server = server
+        self._connections = connections
+        self._accepting = accepting
         self._draining: asyncio.Task[None] | None = None
 
     def on_signal(self, number: int) -> None:
         """Take a signal."""
-        if self._draining is not None:
-            if number == signal.SIGHUP:
-                return  # a terminal that closes may send it twice
+        if self._draining is None:
+            self._begin()
+        elif number != signal.SIGHUP:  # a terminal that closes may send it twice
             os._exit(128 + number)
+
+    def on_task_done(self, task: asyncio.Task[None]) -> None:
+        """End the server where a task that it needs has failed."""
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        logger.error("a task of the server has failed, so the server ends", exc_info=error)
+        if self._draining is None:
+            self._begin()
+
+    def end(self) -> None:
+        """Take no more connections, and end the server once those that are open have got their answers."""
+        self._server.should_exit = True
+        self._accepting.cancel()
+
+    def _begin(self) -> None:
         self._state.is_draining = True
+        self._connections.drain()
         self._draining = asyncio.create_task(self._drain())
+        self._draining.add_done_callback(self.on_task_done)
 
     async def _drain(self) -> None:
         """Let what runs finish, tell the rest, and end the server."""
         timeout_s = self._state.config.drain_timeout_s
         logger.info("stopping: %d requests may run for %g s more", len(self._state.flights), timeout_s)
+        loop = asyncio.get_running_loop()
+        drain_by_s = loop.time() + timeout_s
         try:
             if not await self._state.llm.drain(timeout_s):
                 for flight in self._state.flights.values():
                     flight.feed.fail(stopping())
+            # The engine has finished; clients may still be reading long answers.
+            if answering := set(self._server.server_state.tasks):
+                await asyncio.wait(answering, timeout=max(drain_by_s - loop.time(), 0))
         finally:
-            self._server.should_exit = True
+            self.end()
 
 
 def _url(listener: socket.socket) -> str:

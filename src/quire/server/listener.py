@@ -76,10 +76,17 @@ def read_max_connections(wanted: int | None) -> int:
 async def accept_for_ever(
     listener: socket.socket, connections: Connections, make_protocol: Callable[[], asyncio.Protocol]
 ) -> None:
-    """Take connections; those that there is no room for are told so and closed.
+    """Take connections until it is cancelled, and close the listener; those that there is no room for are told so.
 
     Where nothing more can be opened, it tries again after a while, and complains now and then.
     """
+    with listener:
+        await _accept(listener, connections, make_protocol)
+
+
+async def _accept(
+    listener: socket.socket, connections: Connections, make_protocol: Callable[[], asyncio.Protocol]
+) -> None:
     loop = asyncio.get_running_loop()
     listener.setblocking(False)
     listener.listen(BACKLOG)
