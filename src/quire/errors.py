@@ -189,6 +189,18 @@ class QueueFull(RequestError):
         self.retry_after_s = retry_after_s
 
 
+class TextsFull(QueueFull):
+    """Too many characters of texts wait to be made into tokens; the client should come back later.
+
+    Args:
+        limit: characters that may wait.
+    """
+
+    def __init__(self, limit: int) -> None:
+        RequestError.__init__(self, f"texts of {limit:,} characters wait to be made into tokens; retry after 1 s")
+        self.retry_after_s = 1
+
+
 class PinLimitReached(RequestError):
     """A prefix that would pin more memory than may be pinned.
 

@@ -15,7 +15,7 @@ import pytest
 from quire import AsyncLLM, SamplingParams
 from quire.engine.request_reader import Prepared, RequestReader
 from quire.engine.texts import FEW_CHARS, MANY_CHARS, SHORT_THREADS, Texts
-from quire.errors import InvalidParameter, PromptTooLong, UnsupportedFeature, WorkerError
+from quire.errors import InvalidParameter, PromptTooLong, QueueFull, UnsupportedFeature, WorkerError
 from tests.engine.test_async_llm import load, scenario, text_of
 from tests.engine.test_llm import greedy
 
@@ -64,6 +64,22 @@ async def test_long_texts_go_one_after_the_other(texts: Texts) -> None:
 
     await asyncio.gather(*(texts.run(MANY_CHARS + 1, work) for _ in range(10)))
     assert most == 1
+
+
+@scenario
+async def test_texts_that_wait_are_bounded_together(texts: Texts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.engine.texts.MAX_WAITING_CHARS", 3 * (MANY_CHARS + 1))
+    may_end = threading.Event()
+    waiting = [asyncio.create_task(texts.run(MANY_CHARS + 1, may_end.wait)) for _ in range(3)]
+    await asyncio.sleep(0)
+    message = {"role": "user", "content": [{"type": "text", "text": "word "}, {"type": "text", "text": "x"}]}
+    for refused in (texts.run(MANY_CHARS + 1, may_end.wait), texts.render([message]), texts.encode(LONG)):
+        with pytest.raises(QueueFull, match="wait to be made into tokens; retry"):
+            await refused
+    assert await texts.encode(MIDDLE)
+    may_end.set()
+    await asyncio.gather(*waiting)
+    assert await texts.encode(LONG)
 
 
 @scenario

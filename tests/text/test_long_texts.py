@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 
 import pytest
-from tokenizers import Regex, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Library
 
-from quire.errors import InvalidParameter
+from quire.errors import CheckpointError, InvalidParameter
 from quire.text.bounds import growth, least_tokens
 from quire.text.cuts import Cuts
-from quire.text.long_texts import MAX_UNCUT_BYTES, PIECE_CHARS, TooManyTokens
+from quire.text.long_texts import MAX_NORMALIZED_BYTES, MAX_UNCUT_BYTES, PIECE_CHARS, TooManyTokens
 from quire.text.patterns import Pattern, Unread
 from quire.text.tokenizer import Tokenizer
 from tests.text.kinds import CUT, WHOLE, hard_text, kind
@@ -235,3 +235,21 @@ def test_models_that_know_few_letters_read_long_texts(vocab: dict[str, int], tex
     )
     tokenizer = Tokenizer(library)
     assert tokenizer.encode(text, add_special_tokens=special) == whole(tokenizer, text, special=special)
+
+
+def test_an_added_token_that_a_normalizer_makes_nothing_of_is_refused() -> None:
+    library = kind("stripped, awkward")
+    library.add_tokens([AddedToken(" \n", normalized=True)])
+    with pytest.raises(CheckpointError, match="normal form is empty"):
+        Tokenizer(library)
+
+
+def test_a_normalizer_that_could_make_much_of_a_text_refuses_only_where_it_does() -> None:
+    library = Library(models.Unigram([("<unk>", 0.0), ("a", -1.0), ("▁", -1.0)], unk_id=0))
+    library.normalizer = normalizers.Sequence([normalizers.Replace("\u2126", "y" * 300), normalizers.Strip()])
+    tokenizer = Tokenizer(library)
+    text = "a" * 200_000
+    assert growth(library) * len(text) > MAX_NORMALIZED_BYTES
+    assert len(tokenizer.encode(text)) == len(text)
+    with pytest.raises(InvalidParameter, match="cannot divide"):
+        tokenizer.encode("\u2126" * 200_000)

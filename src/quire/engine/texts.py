@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
 from quire.engine.prompts import Prompt, too_long
 from quire.engine.request_reader import Prepared, RequestReader
 from quire.engine.threads import Threads
-from quire.errors import InvalidParameter, UnsupportedFeature
+from quire.errors import InvalidParameter, TextsFull, UnsupportedFeature
 from quire.sequences.params import SamplingParams
 from quire.text.chat import require_chat_template
 from quire.text.long_texts import TooManyTokens
@@ -20,6 +21,8 @@ from quire.text.tokenizer import Tokenizer
 FEW_CHARS = 1 << 10
 MANY_CHARS = 1 << 16
 SHORT_THREADS = 2
+# Characters of long texts, and of chats, that may wait: those of 32 of the longest bodies, unless those are set longer.
+MAX_WAITING_CHARS = 1 << 28
 
 R = TypeVar("R")
 
@@ -47,6 +50,7 @@ class Texts:
         self._long = Threads(1, "quire-long-texts")
         # These only wait for the processes that render.
         self._chats = Threads(MAX_PROCESSES, "quire-chats")
+        self._num_waiting = 0
 
     async def prepare(
         self, prompts: Sequence[Prompt], params: SamplingParams, *, add_special_tokens: bool = True
@@ -94,11 +98,13 @@ class Texts:
         """Write a conversation as a prompt; see `ChatTemplate.render`.
 
         Raises:
+            QueueFull: too many texts wait.
             RequestError: there is no tokenizer, no template, or the template refuses the conversation.
         """
         template = require_chat_template(self._known_tokenizer.chat_template)
         render = partial(template.render, messages, add_generation_prompt=add_generation_prompt)
-        text = await self._chats.run(partial(render, tools=tools, variables=variables))
+        with self._waiting(sum(map(_message_length, messages))):
+            text = await self._chats.run(partial(render, tools=tools, variables=variables))
         if len(text) > MANY_CHARS:
             self._chats.give_back_soon()
         return text
@@ -109,15 +115,29 @@ class Texts:
         Args:
             length: characters or tokens.
             work: what to do.
+
+        Raises:
+            QueueFull: too many texts wait.
         """
         if length <= FEW_CHARS:
             return work()
         if length <= MANY_CHARS:
             return await self._short.run(work)
         try:
-            return await self._long.run(work)
+            with self._waiting(length):
+                return await self._long.run(work)
         finally:
             self._long.give_back_soon()
+
+    @contextmanager
+    def _waiting(self, length: int) -> Iterator[None]:
+        if self._num_waiting + length > MAX_WAITING_CHARS:
+            raise TextsFull(MAX_WAITING_CHARS)
+        self._num_waiting += length
+        try:
+            yield
+        finally:
+            self._num_waiting -= length
 
     def close(self) -> None:
         """End the threads; what has not begun never will."""
@@ -129,6 +149,14 @@ class Texts:
         if self._tokenizer is None:
             raise UnsupportedFeature("prompt", "this engine runs without a tokenizer; give token ids")
         return self._tokenizer
+
+
+def _message_length(message: Mapping[str, Any]) -> int:
+    """Return the characters of a message's content, which is text or parts with texts."""
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [content]
+    texts = (part.get("text") if isinstance(part, Mapping) else part for part in parts)
+    return sum(len(text) for text in texts if isinstance(text, str))
 
 
 def _length(prompt: object) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import uvicorn
 
 from quire import __version__
+from quire.bounded.json_text import limit_digits
 from quire.config import EngineConfig
 from quire.server.app import build_app
 from quire.server.body import Bodies
@@ -44,6 +45,7 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
     Raises:
         ConfigError: an option that cannot be honoured, or an address that cannot be had.
     """
+    limit_digits()
     # The address first: it fails in a moment; the engine's import takes seconds, the model maybe minutes.
     with bind(config.host, config.port) as listener:
         max_connections = read_max_connections(config.max_connections)

@@ -11,8 +11,11 @@ from typing import Any, NamedTuple
 import tokenizers
 
 from quire.bounded.json_text import parse
-from quire.errors import CheckpointError
-from quire.text.components import byte_alphabet, decoders, normalizers, pre_tokenizers, steps
+from quire.errors import CheckpointError, shown
+from quire.text.components import byte_alphabet, decoders, guarded, normalizers, pre_tokenizers, steps
+
+# Characters of a text that are normalized at a time, to see what it becomes.
+PART_CHARS = 1 << 10
 
 # Characters that normal forms make one of, and bytes that they, or another case, make of one, at most.
 JOINED_CHARS = 4
@@ -148,6 +151,11 @@ def check_settings(library: tokenizers.Tokenizer) -> None:
             sizes[f"decoder's {name}"] = value if isinstance(value, int) else len(value)
     for step in steps(library.post_processor, "processors"):
         sizes["parts of a template"] = len(step.get("single", ()))
+    if library.normalizer is not None:
+        for token in library.get_added_tokens_decoder().values():
+            if token.normalized and not library.normalizer.normalize_str(token.content):
+                # The library would look for nothing, and find it for ever.
+                raise CheckpointError(f"the tokenizer's added token {shown(token.content)}: its normal form is empty")
     for name, size in sizes.items():
         if size > MAX_SETTING:
             raise CheckpointError(f"the tokenizer's {name}: {size} are more than {MAX_SETTING}")
@@ -156,6 +164,14 @@ def check_settings(library: tokenizers.Tokenizer) -> None:
 def growth(library: tokenizers.Tokenizer) -> int:
     """Return how many bytes normalizer and pre-tokenizer can make of one, at most."""
     return prod(map(_growth, (*normalizers(library), *pre_tokenizers(library))))
+
+
+def normalized_bytes(library: tokenizers.Tokenizer, text: str) -> int:
+    """Return how many bytes normalizer and pre-tokenizer make of a text, at most."""
+    normalizer = library.normalizer
+    parts = (text[start : start + PART_CHARS] for start in range(0, len(text), PART_CHARS))
+    normal = parts if normalizer is None else (guarded(normalizer.normalize_str, part) for part in parts)
+    return sum(len(part.encode()) for part in normal) * prod(map(_growth, pre_tokenizers(library)))
 
 
 def _growth(step: dict[str, Any]) -> int:

@@ -10,7 +10,7 @@ from functools import cached_property
 
 import tokenizers
 
-from quire.text.bounds import LeastTokens, growth, least_tokens
+from quire.text.bounds import LeastTokens, growth, least_tokens, normalized_bytes
 from quire.text.cuts import Cuts
 
 # Characters from which on a text is long, and has pieces of about so many.
@@ -123,6 +123,14 @@ class LongTexts:
         cut = self._cuts.find(text, wanted, last) if self._num_lead else None
         if cut is None:
             cut = len(text)
-        if len(text[start:cut].encode()) > self._max_uncut:
+        if not self._fits(text[start:cut]):
             raise CannotCut(self._max_uncut)
         return cut
+
+    def _fits(self, piece: str) -> bool:
+        """Say whether a piece can be made into tokens at once: whatever is in it, or as it is."""
+        num_bytes = len(piece.encode())
+        if num_bytes <= self._max_uncut or num_bytes > MAX_UNCUT_BYTES:
+            return num_bytes <= self._max_uncut
+        # A normalizer may make much of some characters, which few texts have.
+        return normalized_bytes(self._library, piece) <= MAX_NORMALIZED_BYTES
