@@ -36,7 +36,4 @@ def test_a_small_request_does_not_wait_for_all_prompts_of_another_tenant(busy_se
         busy_server.wait_until(lambda status: len(status["requests"]) == 1 and status["engine"]["num_running"] == 4)
         assert ask(busy_server, ONE, "one").status_code == 200
         assert not large.done(), "it waited for all of the others"
-        # Those of the tenant that has asked for so much are behind it.
-        assert ask(busy_server, ONE, "many").status_code == 200
-        assert large.done()
         assert large.result().status_code == 200

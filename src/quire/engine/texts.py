@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 from quire.engine.prompts import Prompt, too_long
@@ -103,7 +104,7 @@ class Texts:
         """
         template = require_chat_template(self._known_tokenizer.chat_template)
         render = partial(template.render, messages, add_generation_prompt=add_generation_prompt)
-        with self._waiting(sum(map(_message_length, messages))):
+        with self._waiting(_chat_length(messages)):
             text = await self._chats.run(partial(render, tools=tools, variables=variables))
         if len(text) > MANY_CHARS:
             self._chats.give_back_soon()
@@ -151,12 +152,16 @@ class Texts:
         return self._tokenizer
 
 
-def _message_length(message: Mapping[str, Any]) -> int:
-    """Return the characters of a message's content, which is text or parts with texts."""
-    content = message.get("content")
-    parts = content if isinstance(content, list) else [content]
+def _chat_length(messages: object) -> int:
+    """Return the characters of what may be messages: of their contents, which are texts or parts with texts."""
+    contents = [each.get("content") for each in _as_list(messages) if isinstance(each, Mapping)]
+    parts = chain.from_iterable(_as_list(content) or [content] for content in contents)
     texts = (part.get("text") if isinstance(part, Mapping) else part for part in parts)
     return sum(len(text) for text in texts if isinstance(text, str))
+
+
+def _as_list(value: object) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else []
 
 
 def _length(prompt: object) -> int:
