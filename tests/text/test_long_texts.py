@@ -49,13 +49,13 @@ def check_fuzz(name: str, num_texts: int, seed: int) -> int:
 
 @pytest.mark.parametrize("name", CUT)
 def test_pieces_have_the_tokens_of_the_whole(name: str) -> None:
-    assert check_fuzz(name, num_texts=60, seed=1) > 2 * 60
+    assert check_fuzz(name, num_texts=60, seed=1) > 60
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CUT)
 def test_pieces_have_the_tokens_of_the_whole_for_long(name: str) -> None:
-    assert check_fuzz(name, num_texts=4000, seed=2) > 2 * 4000
+    assert check_fuzz(name, num_texts=4000, seed=2) > 4000
 
 
 @pytest.mark.parametrize("name", CUT)

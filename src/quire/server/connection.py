@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import logging
 import re
 import socket
+import termios
 import uuid
+from array import array
 from typing import Any, cast
 
 import h11
@@ -368,8 +371,17 @@ class CountingTransport:
 
     @property
     def num_sent(self) -> int:
-        """Bytes that the kernel took."""
-        return self._num_written - self._transport.get_write_buffer_size()
+        """Bytes that the client has taken; where the system does not tell, those that the system has."""
+        return self._num_written - self._transport.get_write_buffer_size() - self._num_in_kernel()
+
+    def _num_in_kernel(self) -> int:
+        # The kernel keeps some megabytes, and asks for more only once a good part of them has gone.
+        count = array("i", [0])
+        try:
+            fcntl.ioctl(self._transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, count)
+        except (OSError, AttributeError):
+            return 0
+        return count[0]
 
     def write(self, data: bytes) -> None:
         """Send bytes, as soon as the client takes them."""

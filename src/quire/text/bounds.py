@@ -21,6 +21,8 @@ PART_CHARS = 1 << 10
 JOINED_CHARS = 4
 # Of what a text goes through for each of its characters, words or tokens.
 MAX_SETTING = 1000
+# Bytes that a normalizer and a pre-tokenizer can make of one; of what is known, the most is some thousands.
+MAX_GROWTH = 1 << 21
 FORM_GROWTH = {"NFC": 3, "NFD": 4, "NFKC": 11, "NFKD": 11, "Lowercase": 3, "BertNormalizer": 4}
 KEEPS_CHARS = frozenset({"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Prepend"})
 KEEPS_WORDS = frozenset({"ByteLevel", "Metaspace", "Digits"})
@@ -151,14 +153,18 @@ def check_settings(library: tokenizers.Tokenizer) -> None:
             sizes[f"decoder's {name}"] = value if isinstance(value, int) else len(value)
     for step in steps(library.post_processor, "processors"):
         sizes["parts of a template"] = len(step.get("single", ()))
+    for name, size in sizes.items():
+        if size > MAX_SETTING:
+            raise CheckpointError(f"the tokenizer's {name}: {size} are more than {MAX_SETTING}")
+    if growth(library) > MAX_GROWTH:
+        raise CheckpointError(
+            f"the tokenizer's normalizer can make {growth(library)} bytes of one: {MAX_GROWTH} at most"
+        )
     if library.normalizer is not None:
         for token in library.get_added_tokens_decoder().values():
             if token.normalized and not library.normalizer.normalize_str(token.content):
                 # The library would look for nothing, and find it for ever.
                 raise CheckpointError(f"the tokenizer's added token {shown(token.content)}: its normal form is empty")
-    for name, size in sizes.items():
-        if size > MAX_SETTING:
-            raise CheckpointError(f"the tokenizer's {name}: {size} are more than {MAX_SETTING}")
 
 
 def growth(library: tokenizers.Tokenizer) -> int:
