@@ -170,6 +170,7 @@ def test_unfinished_bodies_keep_nobody_out(folder: Path, tmp_path: Path) -> None
         for connection in uploading[:2]:
             held = stack.enter_context(connect(server))
             held.sendall(SHORT[:-1])
+            time.sleep(0.3)  # before the next one comes, this one has a request
             answer = read_all(connection)
             assert status_of(answer) == 503
             assert check_form(body_of(answer), 503)["code"] == "too_many_connections"
