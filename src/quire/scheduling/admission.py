@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from quire.errors import InvariantViolation
 from quire.memory.manager import KVCacheManager
 from quire.memory.recorder import RecordedMemory
-from quire.memory.status import HitEnd, PrefixHit, Verdict
+from quire.memory.status import AllocStatus, HitEnd, PrefixHit, Verdict
 from quire.scheduling.gangs import seats_of
 from quire.scheduling.policies import Order
 from quire.scheduling.preemption import Preemption
@@ -87,24 +87,17 @@ class Admission:
 
     def _lacks_what_they_have(self, first: Sequence, lower: list[Sequence]) -> bool:
         """Say whether a sequence that is out lacks room which others, if they all lost their memory, would give it."""
-        memory, running = self._memory, self._queues.running
-        family = [s for s in self._queues.swapped if s.request is first.request]
-        num_seats = sum(map(seats_of, family)) if first.status is SequenceStatus.SWAPPED else seats_of(first)
-        num_left = self._max_num_seqs - sum(map(seats_of, running))
-        if num_seats > num_left + sum(map(seats_of, lower)):
+        memory, is_swapped = self._memory, first.status is SequenceStatus.SWAPPED
+        coming = self._family_of(first) if is_swapped else [first]
+        room, num_seats = self._room_beside({}, 1), sum(map(seats_of, coming))
+        if num_seats > room.seats + sum(map(seats_of, lower)):
             return False
-        room = self._room_beside({}, 1)
-        step = self._max_num_batched_tokens
-        if first.status is SequenceStatus.SWAPPED:
-            seq_ids, lengths = [s.seq_id for s in family], [len(s.tokens) for s in family]
-            status = memory.can_swap_in(seq_ids, lengths, step, room.reserved)
+        if is_swapped:
+            status = self._swap_in_status(coming, room)
         else:
-            hit = memory.match_prefix(first.chain, first.request.hit_limit)
-            num_beams = first.request.params.beam_width or 0
-            reserved = [count + num_beams for count in room.reserved]
-            status = memory.can_allocate(len(first.tokens), hit, step, reserved)
+            status = self._allocate_status(first, memory.match_prefix(first.chain, first.request.hit_limit), room)
         if status.verdict is Verdict.OK:
-            return num_seats > num_left
+            return num_seats > room.seats
         # In bytes of the group that lacks most: an estimate from above, since others may hold some of the blocks too.
         lacking_bytes = (status.needed - status.available) * memory.groups[status.group_idx].spec.bytes_per_block
         return memory.would_release([s.seq_id for s in lower]).freed_bytes >= lacking_bytes
@@ -145,9 +138,7 @@ class Admission:
             return False
         hit = memory.match_prefix(sequence.chain, sequence.request.hit_limit)
         step = self._max_num_batched_tokens
-        # Beams that lack room as soon as they part would begin again.
-        num_beams = sequence.request.params.beam_width or 0
-        status = memory.can_allocate(num_tokens, hit, step, [count + num_beams for count in room.reserved])
+        status = self._allocate_status(sequence, hit, room)
         if status.verdict is Verdict.LATER and not self._queues.running:
             # Alone, it need not wait for more room than its shortest steps take.
             step = 1
@@ -175,10 +166,10 @@ class Admission:
         beams, the prompt.
         """
         memory, queues = self._memory, self._queues
-        family = [sequence for sequence in queues.swapped if sequence.request is first.request]
+        family = self._family_of(first)
         if sum(map(seats_of, family)) > room.seats:
             return False
-        while not self._fits(family, room):
+        while self._swap_in_status(family, room).verdict is not Verdict.OK:
             if queues.running:
                 return False
             self._preemption.drop(family[-1])
@@ -199,10 +190,22 @@ class Admission:
             self._enter(sequence, count, room)
         return True
 
-    def _fits(self, family: list[Sequence], room: Room) -> bool:
+    def _family_of(self, first: Sequence) -> list[Sequence]:
+        """Return the samples that come back together with one that is swapped out."""
+        return [sequence for sequence in self._queues.swapped if sequence.request is first.request]
+
+    def _allocate_status(self, sequence: Sequence, hit: PrefixHit, room: Room) -> AllocStatus:
+        """Return whether a waiting sequence fits beside those that run."""
+        # Beams that lack room as soon as they part would begin again.
+        num_beams = sequence.request.params.beam_width or 0
+        reserved = [count + num_beams for count in room.reserved]
+        return self._memory.can_allocate(len(sequence.tokens), hit, self._max_num_batched_tokens, reserved)
+
+    def _swap_in_status(self, family: list[Sequence], room: Room) -> AllocStatus:
+        """Return whether a family fits beside those that run; alone, its shortest steps count."""
         seq_ids, lengths = [sequence.seq_id for sequence in family], [len(sequence.tokens) for sequence in family]
         step = self._max_num_batched_tokens if self._queues.running else 1
-        return self._memory.can_swap_in(seq_ids, lengths, step, room.reserved).verdict is Verdict.OK
+        return self._memory.can_swap_in(seq_ids, lengths, step, room.reserved)
 
     def _enter(self, sequence: Sequence, count: int, room: Room) -> None:
         """Have a sequence run, with `count` tokens in this step; none are granted to one that lacked slots."""

@@ -72,5 +72,4 @@ def least_waste(candidates: Candidates[Sequence], waste: Callable[[Sequence], fl
     return min(reversed(candidates), key=waste)
 
 
-ORDER_POLICIES = ("fcfs", "priority")
 PREEMPTION_POLICIES: dict[str, PreemptionPolicy] = {"last": last_in_order, "least_waste": least_waste}

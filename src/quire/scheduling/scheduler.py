@@ -47,8 +47,7 @@ class Scheduler:
         memory: the manager, which this scheduler alone commands.
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: tokens of a step; at least `max_num_seqs`.
-        policy: a name in `ORDER_POLICIES`.
-        priority_aging: see `Order`.
+        policy, priority_aging: see `Order`.
         preemption_policy: a name in `PREEMPTION_POLICIES`: whose memory is taken.
         preemption_mode: "recompute", "swap" or "auto": how it is given back; see `Preemption`.
         prepare: called for each sequence before its prefix is matched; it, and who is behind it, waits while that
