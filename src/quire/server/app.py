@@ -18,7 +18,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from quire.server import chat, completions, models, monitoring, pins, tokens
-from quire.server.errors import ENDINGS, REQUEST_ID, error_response, handle_http_exception
+from quire.server.errors import handle_http_exception
 from quire.server.guard import Guard, check_operator
 from quire.server.intake import Intake
 from quire.server.state import ServerState
@@ -63,7 +63,8 @@ def build_app(state: ServerState) -> Starlette:
         middleware.insert(0, cors)
     rows: list[tuple[str, str, Handler]] = [*ROUTES]
     rows += [(method, path, partial(_operate, handler)) for method, path, handler in OPERATION]
-    routes = [Route(path, partial(_answer, handler, state), methods=[method]) for method, path, handler in rows]
+    # Whatever a handler raises becomes an answer in the guard.
+    routes = [Route(path, partial(handler, state), methods=[method]) for method, path, handler in rows]
     app = Starlette(
         routes=routes,
         middleware=middleware,
@@ -72,16 +73,6 @@ def build_app(state: ServerState) -> Starlette:
     # It would be to the host that the client names, and every path has one form.
     app.router.redirect_slashes = False
     return app
-
-
-async def _answer(handler: Handler, state: ServerState, request: Request) -> ASGIApp:
-    """Run a route's handler; whatever goes wrong becomes an answer."""
-    try:
-        return await handler(state, request)
-    except ENDINGS:
-        raise
-    except BaseException as error:  # a panic of a library in Rust is no Exception
-        return error_response(error, request.scope[REQUEST_ID])
 
 
 async def _operate(handler: Handler, state: ServerState, request: Request) -> ASGIApp:

@@ -217,8 +217,8 @@ class ChatReply:
         if self._extras.token_ids:
             body["prompt_token_ids"] = output.prompt_token_ids
         if self._extras.prompt_logprobs is not None:
-            rows, wanted = output.prompt_logprobs, self._extras.prompt_logprobs
-            body["prompt_logprobs"] = [] if rows is None else prompt_logprobs_json(rows, wanted, self._names)
+            wanted = self._extras.prompt_logprobs
+            body["prompt_logprobs"] = prompt_logprobs_json(output.prompt_logprobs, wanted, self._names)
         return body
 
     def _choice(self, sample: CompletionOutput) -> dict[str, Any]:

@@ -245,9 +245,8 @@ class CompletionReply:
         if self._extras.token_ids:
             choice["prompt_token_ids"] = output.prompt_token_ids
         if self._extras.prompt_logprobs is not None:
-            rows = output.prompt_logprobs
             wanted = self._extras.prompt_logprobs
-            choice["prompt_logprobs"] = [] if rows is None else prompt_logprobs_json(rows, wanted, self._names)
+            choice["prompt_logprobs"] = prompt_logprobs_json(output.prompt_logprobs, wanted, self._names)
         return choice
 
     def _prompt_part(self, prompt_idx: int, output: RequestOutput, offsets: TextOffsets) -> _Part:

@@ -19,6 +19,14 @@ class ClientGone(Exception):
     """The client has closed the connection; nobody reads an answer."""
 
 
+def merge(outputs: dict[int, RequestOutput], idx: int, delta: RequestOutput) -> None:
+    """Add what is new of a prompt, by its number, to what is there of it."""
+    if idx in outputs:
+        outputs[idx].add(delta)
+    else:
+        outputs[idx] = delta
+
+
 class Feed:
     """Merges the outputs of a request's prompts with the client's leaving and the server's stopping.
 
@@ -84,10 +92,7 @@ class Feed:
         try:
             async with aclosing(cast(AsyncGenerator[RequestOutput, None], stream)) as outputs:
                 async for output in outputs:
-                    if idx in self._news:
-                        self._news[idx].add(output)
-                    else:
-                        self._news[idx] = output
+                    merge(self._news, idx, output)
                     self._has_happened.set()
         except Exception as error:
             self.fail(error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,7 +18,7 @@ from quire.errors import InvalidParameter, RequestError, RequestFailed
 from quire.sequences.params import SamplingParams
 from quire.server import sse
 from quire.server.errors import CLIENT_GONE, REQUEST_ID, api_error, stopping
-from quire.server.feed import ClientGone, Feed, News
+from quire.server.feed import ClientGone, Feed, News, merge
 from quire.server.json_stream import JsonAnswer, JsonWriter, paced
 from quire.server.sampling import Options
 from quire.server.state import Flight, ServerState
@@ -103,25 +103,27 @@ async def answer(state: ServerState, request: Request, job: Job, reply: Reply, a
     flight = Flight(answer_id, count, Feed(state.config.ping_interval_s), tenant)
     news = _follow(state, request, job, flight, tenant)
     try:
-        if not job.options.stream:
-            return JsonAnswer(await _whole(job, reply, count, news), state.writing, flight.release)
-        events = _events(state, job, reply, flight, news, request.scope[REQUEST_ID])
-        # An error that comes before the first event still has its own status.
-        return sse.EventStream(await anext(events), events)
+        with ExitStack() as at_error:
+            at_error.callback(flight.release)
+            answer: ASGIApp
+            if job.options.stream:
+                events = _events(state, job, reply, flight, news, request.scope[REQUEST_ID])
+                # An error that comes before the first event still has its own status.
+                answer = sse.EventStream(await anext(events), events)
+            else:
+                answer = JsonAnswer(await _whole(job, reply, count, news), state.writing, flight.release)
+            # From here on the answer releases what it holds.
+            at_error.pop_all()
+            return answer
     except ClientGone:
-        flight.release()
         return Response(status_code=CLIENT_GONE)
     except RequestError as error:
-        flight.release()
         if state.is_draining:
             raise stopping() from error
         spelled = job.spelled.get(error.field or "", error.field)
         if isinstance(error, InvalidParameter) and spelled != error.field:
             raise InvalidParameter(spelled or "", error.value, error.allowed) from error
         error.field = spelled
-        raise
-    except BaseException:
-        flight.release()
         raise
 
 
@@ -172,10 +174,7 @@ async def _whole(job: Job, reply: Reply, count: TokenCount, news: AsyncGenerator
         async for batch in batches:
             for idx, delta in batch:
                 count.add(idx, delta)
-                if idx in outputs:
-                    outputs[idx].add(delta)
-                else:
-                    outputs[idx] = delta
+                merge(outputs, idx, delta)
     body = reply.whole([outputs[idx] for idx in range(job.num_prompts)])
     return {**body, "usage": count.as_json()}
 

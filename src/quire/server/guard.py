@@ -60,7 +60,7 @@ class Guard:
             await handler(scope, receive, send_with_id)
         except ENDINGS:
             raise
-        except BaseException as error:
+        except BaseException as error:  # a panic of a library in Rust is no Exception
             # An answer that has begun stays incomplete, which ends the connection.
             answer = error_response(error, request_id)
             if not has_begun:

@@ -151,11 +151,11 @@ def chat_logprobs(positions: FlatLogprobs, num_top: int, names: TokenNames) -> d
     return {"content": JsonArray(entries()), "refusal": None}
 
 
-def prompt_logprobs_json(positions: PromptLogprobs, num_top: int, names: TokenNames) -> JsonArray:
+def prompt_logprobs_json(positions: PromptLogprobs | None, num_top: int, names: TokenNames) -> JsonArray:
     """Return vLLM's `prompt_logprobs`: for each prompt token a map of token ids, None for the first one.
 
     Args:
-        positions: for each prompt token its log probabilities.
+        positions: for each prompt token its log probabilities; None where there are none, and so no maps.
         num_top: entries beside the prompt's own token.
         names: how tokens are written.
     """
@@ -167,7 +167,8 @@ def prompt_logprobs_json(positions: PromptLogprobs, num_top: int, names: TokenNa
             for rank, token_id, logprob in (own, *_likeliest(position, num_top))
         }
 
-    return JsonArray(None if position is None else row(position) for position in positions.measured())
+    measured = () if positions is None else positions.measured()
+    return JsonArray(None if position is None else row(position) for position in measured)
 
 
 def clamp(logprob: float) -> float:
