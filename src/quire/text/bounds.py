@@ -12,7 +12,7 @@ import tokenizers
 
 from quire.bounded.json_text import parse
 from quire.errors import CheckpointError, shown
-from quire.text.components import byte_alphabet, decoders, guarded, normalizers, pre_tokenizers, steps
+from quire.text.components import added_tokens, byte_alphabet, decoders, guarded, normalizers, pre_tokenizers, steps
 
 # Characters of a text that are normalized at a time, to see what it becomes.
 PART_CHARS = 1 << 10
@@ -156,15 +156,13 @@ def check_settings(library: tokenizers.Tokenizer) -> None:
     for name, size in sizes.items():
         if size > MAX_SETTING:
             raise CheckpointError(f"the tokenizer's {name}: {size} are more than {MAX_SETTING}")
-    if growth(library) > MAX_GROWTH:
-        raise CheckpointError(
-            f"the tokenizer's normalizer can make {growth(library)} bytes of one: {MAX_GROWTH} at most"
-        )
-    if library.normalizer is not None:
-        for token in library.get_added_tokens_decoder().values():
-            if token.normalized and not library.normalizer.normalize_str(token.content):
-                # The library would look for nothing, and find it for ever.
-                raise CheckpointError(f"the tokenizer's added token {shown(token.content)}: its normal form is empty")
+    num_bytes = growth(library)
+    if num_bytes > MAX_GROWTH:
+        raise CheckpointError(f"the tokenizer's normalizer can make {num_bytes} bytes of one: {MAX_GROWTH} at most")
+    for content, normal in added_tokens(library):
+        if content and not normal:
+            # The library would look for nothing, and find it for ever.
+            raise CheckpointError(f"the tokenizer's added token {shown(content)}: its normal form is empty")
 
 
 def growth(library: tokenizers.Tokenizer) -> int:

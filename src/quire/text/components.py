@@ -31,6 +31,14 @@ def guarded(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         raise LibraryFailed(f"the tokenizer library gave up: {error}") from error
 
 
+def added_tokens(library: Any) -> Iterator[tuple[str, str]]:
+    """Yield each added token of a tokenizer as it is written, and as it is looked for behind the normalizer."""
+    normalizer = library.normalizer
+    for token in library.get_added_tokens_decoder().values():
+        is_normalized = token.normalized and normalizer is not None
+        yield token.content, normalizer.normalize_str(token.content) if is_normalized else token.content
+
+
 def steps(component: Any, inner: str) -> Iterator[dict[str, Any]]:
     """Yield the settings of each step of a component, in order.
 

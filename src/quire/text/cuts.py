@@ -27,7 +27,7 @@ from typing import Any
 
 import tokenizers
 
-from quire.text.components import byte_alphabet, normalizers, pre_tokenizers, steps
+from quire.text.components import added_tokens, byte_alphabet, normalizers, pre_tokenizers, steps
 from quire.text.patterns import Pattern, Unread
 
 # As `ByteLevel` has it built in.
@@ -124,10 +124,7 @@ def _added(library: tokenizers.Tokenizer) -> tuple[frozenset[str], frozenset[str
     """Return the neighbours that added tokens hold, as they are looked for, and the characters that they end with."""
     pairs: set[str] = set()
     ends: set[str] = set()
-    for token in library.get_added_tokens_decoder().values():
-        forms = {token.content}
-        if token.normalized and library.normalizer is not None:
-            forms.add(library.normalizer.normalize_str(token.content))
+    for forms in added_tokens(library):
         for form in forms:
             pairs.update(map("".join, pairwise(form)))
             ends.update(form[-1:])
