@@ -132,14 +132,7 @@ class Attack:
     async def _harmless(self, kind: str) -> None:
         raw = _request("POST", "/v1/completions", HARMLESS[kind])
         while True:
-            since, beside = time.monotonic(), dict(self._beside)
-            try:
-                async with asyncio.timeout(HANG_S):
-                    ((status, _, body),) = _answers(await self._exchange(raw))
-            except (TimeoutError, OSError, ValueError) as error:
-                self._note(f"a harmless request beside it: {error!r}")
-                continue
-            self._time(kind, since, beside)
+            status, body = await self._ask(kind, raw)
             if status != 200 or self._text(body) != self._expected[kind]:
                 self._note(f"a harmless request beside it: {status} {body[:300]!r}")
             await asyncio.sleep(PAUSE_S)
@@ -147,17 +140,21 @@ class Attack:
     async def _probe(self) -> None:
         raw = _request("GET", "/health", None)
         while True:
-            since, beside = time.monotonic(), dict(self._beside)
-            try:
-                async with asyncio.timeout(HANG_S):
-                    ((status, _, _),) = _answers(await self._exchange(raw))
-            except (TimeoutError, OSError, ValueError) as error:
-                self._note(f"/health beside it: {error!r}")
-                continue
-            self._time("/health", since, beside)
+            status, body = await self._ask("/health", raw)
             if status != 200:
-                self._note(f"/health beside it: {status}")
+                self._note(f"/health beside it: {status} {body[:300]!r}")
             await asyncio.sleep(PAUSE_S)
+
+    async def _ask(self, kind: str, raw: bytes) -> tuple[int, str]:
+        """Send a harmless request, and time it; return the status and body of its answer, without one 0 and why."""
+        since, beside = time.monotonic(), dict(self._beside)
+        try:
+            async with asyncio.timeout(HANG_S):
+                ((status, _, body),) = _answers(await self._exchange(raw))
+        except (TimeoutError, OSError, ValueError) as error:
+            return 0, repr(error)
+        self._time(kind, since, beside)
+        return status, body
 
     async def _watch(self) -> None:
         while True:
