@@ -99,6 +99,12 @@ def test_a_prompt_needs_nothing_of_chunks_that_are_over() -> None:
     assert ask(world, list(range(21))).num_tokens == 0
 
 
+def test_a_prompt_that_nobody_has_computed_lacks_no_snapshot() -> None:
+    world = World(WorldSize(12, 2, kinds=(CHUNK, Kind("state"))))
+    hit = ask(world, list(range(21)))
+    assert (hit.num_tokens, hit.end) == (0, HitEnd.NEVER_SEEN)
+
+
 def test_truncate_goes_back_no_further_than_the_live_window() -> None:
     world = World(WorldSize(12, 2, kinds=(FULL, WINDOW)))
     world.enter(1, list(range(9)))

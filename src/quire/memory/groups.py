@@ -69,11 +69,11 @@ def find_prefix(
     views: Sequence[ChainView | TieredView] = tiered or [group.pool.index.view(chain, limit) for group in groups]
     kept = [idx for idx, group in enumerate(groups) if not group.spec.carries]
     length, ended_by = longest_agreed(groups, views, kept, limit)
+    while length and kept and _needs_nothing_published(groups, views, kept, length):
+        length, lacking = longest_agreed(groups, views, kept, length - 1)
+        ended_by = ended_by if lacking is None else lacking
     if len(kept) < len(groups):
         length, lacking = longest_agreed(groups, views, range(len(groups)), length)
-        ended_by = ended_by if lacking is None else lacking
-    while length and _needs_nothing_published(groups, views, length):
-        length, lacking = longest_agreed(groups, views, range(len(groups)), length - 1)
         ended_by = ended_by if lacking is None else lacking
     block_ids = []
     loads: list[BlockLoad] = []
@@ -86,12 +86,13 @@ def find_prefix(
     return PrefixRun(length, tuple(block_ids), ended_by, tuple(loads))
 
 
-def _needs_nothing_published(groups: Sequence[CacheGroup], views: Sequence[PublishedRun], length: int) -> bool:
-    """Say whether a prefix would be a hit of nothing: no group needs a block of it, and nobody published its last."""
-    return all(
-        group.num_dead(length * group.spec.block_size) == length and view.last_gap(length - 1, length) >= 0
-        for group, view in zip(groups, views, strict=True)
-    )
+def _needs_nothing_published(
+    groups: Sequence[CacheGroup], views: Sequence[PublishedRun], kept: Sequence[int], length: int
+) -> bool:
+    """Say whether a prefix is a hit of nothing: no group of tokens needs its blocks, and nobody published the last."""
+    num_tokens = length * groups[0].spec.block_size
+    is_needed = any(groups[idx].num_dead(num_tokens) < length for idx in kept)
+    return not is_needed and all(view.last_gap(length - 1, length) >= 0 for view in views)
 
 
 def longest_agreed(
