@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.memory import HitEnd, PrefixHit, Verdict
+from quire.memory.idle_blocks import RetentionPriority
 from tests.memory.twin_pages import Kind
 from tests.memory.world import NAMESPACES, World
 from tests.memory.world_size import WorldSize
@@ -103,6 +104,17 @@ def test_a_prompt_that_nobody_has_computed_lacks_no_snapshot() -> None:
     world = World(WorldSize(12, 2, kinds=(CHUNK, Kind("state"))))
     hit = ask(world, list(range(21)))
     assert (hit.num_tokens, hit.end) == (0, HitEnd.NEVER_SEEN)
+
+
+def test_the_next_turn_reads_what_another_sequence_left_behind_its_window() -> None:
+    world = World(WorldSize(14, 1, kinds=(FULL, Kind("window", 3))))
+    world.enter(1, [0, 0])
+    world.enter(2, [0, 0, 0, 0])
+    decode(world, 1, [0, 0])
+    idle = world.manager.groups[1].pool.idle
+    assert idle.queues[RetentionPriority.LOW]
+    world.free(2)
+    assert not idle.queues[RetentionPriority.LOW]
 
 
 def test_truncate_goes_back_no_further_than_the_live_window() -> None:

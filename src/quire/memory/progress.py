@@ -90,8 +90,6 @@ def keep_for_next_turn(group: CacheGroup, state: SequenceMemory) -> None:
     """
     pool, size = group.pool, group.spec.block_size
     num_full = max(0, state.num_computed - 1) // size
-    if num_full in state.kept_places:
-        return
     first, last = group.num_dead(num_full * size), min(num_full, group.num_dead(state.num_computed))
     if first < last:
         for block_id in pool.index.published(state.chain, first, last):
