@@ -10,6 +10,7 @@ import pytest
 from quire.memory import BlockCopy, Tier, admission, manager, swap
 from quire.memory.host_tier import Demotion
 from quire.memory.idle_blocks import RetentionPriority
+from quire.memory.pool import BlockPool
 from quire.memory.rest_queue import RestQueue
 from quire.memory.sequence_memory import SequenceMemory
 from quire.memory.tables import BlockTables

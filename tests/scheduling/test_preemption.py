@@ -9,6 +9,7 @@ import pytest
 
 from quire.errors import InvariantViolation
 from quire.memory import FullAttention, KVCacheManager, MemoryOps, RecurrentState, Tier
+from quire.memory.capacity import CapacityQueries
 from quire.memory.status import AllocStatus, Verdict
 from quire.scheduling import SwapCosts
 from quire.scheduling.preemption import Loss
@@ -179,7 +180,7 @@ def test_a_family_that_fits_no_more_loses_its_last_samples_to_recomputation(
         status = can_swap_in(seq_ids, *args)
         return status if len(seq_ids) <= num_fitting else status._replace(verdict=Verdict.LATER)
 
-    monkeypatch.setattr(rig.memory, "can_swap_in", can_only_swap_in_few)
+    monkeypatch.setattr(CapacityQueries, "can_swap_in", staticmethod(can_only_swap_in_few))
     ids, num_openings = {sequence.seq_id for sequence in family.sequences}, 0
     stats = rig.scheduler.stats
     num_lost = stats.num_preemptions - stats.num_swaps
@@ -324,7 +325,9 @@ def test_a_search_that_fits_no_more_begins_again(monkeypatch: pytest.MonkeyPatch
     lost = set(rig.scheduler.swapped)
     can_swap_in = rig.memory.capacity.can_swap_in
     later = Verdict.LATER
-    monkeypatch.setattr(rig.memory, "can_swap_in", lambda *args: can_swap_in(*args)._replace(verdict=later))
+    monkeypatch.setattr(
+        CapacityQueries, "can_swap_in", staticmethod(lambda *args: can_swap_in(*args)._replace(verdict=later))
+    )
     while not older.is_finished:
         rig.step()
     finish_all(rig)
