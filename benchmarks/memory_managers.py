@@ -127,9 +127,9 @@ class QuireMemory:
         for request in self._requests:
             request.tokens.append(token_id)
         for request in self._requests:
-            if not memory.append_slots(request.seq_id, 1):
+            if not memory.append_slots((request.seq_id,), 1):
                 raise RuntimeError("no block left for a decode step")
-            memory.take_table_deltas(request.seq_id)
+            memory.take_table_deltas((request.seq_id,))
         memory.take_ops()
         for request in self._requests:
             request.num_computed += 1
@@ -155,12 +155,12 @@ class QuireMemory:
         memory, seq_id, num_tokens = self._memory, request.seq_id, len(request.tokens)
         request.chain = memory.chain(request.tokens, Namespace())
         hit = self._match(request)
-        if memory.can_allocate(num_tokens, hit).verdict is not Verdict.OK:
+        if memory.capacity.can_allocate(num_tokens, hit).verdict is not Verdict.OK:
             raise RuntimeError("no blocks left for a request")
         memory.allocate(seq_id, request.chain, hit)
-        if not memory.append_slots(seq_id, num_tokens - hit.num_tokens):
+        if not memory.append_slots((seq_id,), num_tokens - hit.num_tokens):
             raise RuntimeError("a request was promised blocks and did not get them")
-        memory.take_table_deltas(seq_id)
+        memory.take_table_deltas((seq_id,))[0]
         memory.take_ops()
         memory.publish(seq_id, num_tokens)
         request.num_computed = num_tokens

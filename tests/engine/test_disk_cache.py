@@ -20,7 +20,6 @@ from quire.engine.staging import REFUSALS, SAVE_S
 from quire.errors import ConfigError
 from quire.execution.prefix_store import StoreStats
 from quire.memory import check
-from quire.memory.recorder import RecordedMemory
 from tests.engine.test_record_memory import replayed
 
 STORY = "Once upon a time, a small fox found a red kite in the forest. The fox was happy, and wanted to fly it. "
@@ -44,7 +43,7 @@ def run(llm: LLM, params: SamplingParams = GREEDY) -> list[RequestOutput]:
     """Generate for all prompts, one after the other, and see that memory is sound."""
     outputs = [llm.generate(prompt, params, use_tqdm=False)[0] for prompt in PROMPTS]
     memory = llm.engine.scheduler.memory
-    check(memory.manager if isinstance(memory, RecordedMemory) else memory)
+    check(memory)
     return outputs
 
 

@@ -198,7 +198,7 @@ def test_steps_of_the_real_data_plane_fail_at_random_copies(has_disk: bool, tmp_
         assert num_good > 5
         assert failures.count > 5
         assert failures.num_lost_copies > 5
-        check(llm.engine.scheduler.memory.manager)  # type: ignore[union-attr]
+        check(llm.engine.scheduler.memory)
         # The runner knows nobody once the next plan has told it who ended.
         failures.end()
         llm.generate("x", SamplingParams(max_tokens=1), use_tqdm=False)

@@ -13,7 +13,7 @@ from quire import LLM, AsyncLLM, SamplingParams
 from quire.errors import ConfigError
 from quire.memory.invariants import check
 from quire.memory.manager import KVCacheManager
-from quire.memory.recorder import RecordedMemory
+from quire.memory.recorder import MemoryRecorder
 from quire.memory.replay import Report, replay
 from tests.conformance.checkpoints import ragged_prompts, save_checkpoint
 
@@ -57,10 +57,9 @@ def test_an_engine_under_pressure_runs_again(tmp_path: Path) -> None:
     path = tmp_path / "memory.log"
     llm = load(record_memory=str(path))
     memory = llm.engine.scheduler.memory
-    assert isinstance(memory, RecordedMemory)
     for n in (1, 3):
         llm.generate(PROMPTS, SamplingParams(n=n, max_tokens=40, seed=7), use_tqdm=False)
-    check(memory.manager)
+    check(memory)
     stats, usage = llm.engine.stats, llm.usage()
     llm.close()
     report = replayed(path)
@@ -140,18 +139,18 @@ def test_a_log_that_cannot_be_written_ends_with_a_warning_and_the_engine_goes_on
     llm, unrecorded = load(record_memory=str(path)), load()
     params = SamplingParams(max_tokens=20, seed=3)
     memory = llm.engine.scheduler.memory
-    assert isinstance(memory, RecordedMemory)
-    assert memory._log is not None
+    assert isinstance(memory.tables.observer, MemoryRecorder)
+    assert memory.tables.observer._log is not None
     # From here on the log's disk has no room.
     full = os.open("/dev/full", os.O_WRONLY)
-    os.dup2(full, memory._log.fileno())
+    os.dup2(full, memory.tables.observer._log.fileno())
     os.close(full)
     outputs, expected = (each.generate(PROMPTS, params, use_tqdm=False) for each in (llm, unrecorded))
     assert [output.outputs[0].token_ids for output in outputs] == [output.outputs[0].token_ids for output in expected]
     warnings = [record.message for record in caplog.records if "recording" in record.message]
     assert len(warnings) == 1, "one warning is enough"
     assert "No space left on device" in warnings[0]
-    check(memory.manager)
+    check(memory)
     for each in (llm, unrecorded):
         each.close()
     assert replayed(path).num_commands == {}, "what was written before can be replayed"

@@ -16,7 +16,7 @@ def live(manager: KVCacheManager, seq_id: int, tokens: list[int]) -> None:
     """Compute a prompt and leave."""
     chain = manager.chain(tokens, Namespace())
     manager.allocate(seq_id, chain, manager.match_prefix(chain))
-    assert manager.append_slots(seq_id, len(tokens) - manager.sequences[seq_id].num_slots)
+    assert manager.append_slots((seq_id,), len(tokens) - manager.sequences[seq_id].num_slots)
     manager.publish(seq_id, len(tokens))
     manager.free(seq_id)
 

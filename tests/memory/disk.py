@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quire.memory import BlockCopy, MemoryOps, Namespace, Tier
-from quire.memory.archive import Archive, FetchedBlock
+from quire.memory.archive import Archive
 from quire.memory.invariants import snapshot
-from quire.memory.ops import StoredBlock
+from quire.memory.ops import FetchedBlock, StoredBlock
 from tests.memory.media import spans_of
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ class Disk:
         """Bring up what of a prompt is on disk only, and find that nothing of a hit is missing then."""
         world, manager = self.world, self.world.manager
         world.perform_copies()
-        if manager.num_resets != self.num_resets:
-            self.num_resets = manager.num_resets
+        if world.num_resets != self.num_resets:
+            self.num_resets = world.num_resets
             self.numbers.clear()
         chain = manager.chain(tokens, namespace, spans_of(tokens))
         before = snapshot(manager)

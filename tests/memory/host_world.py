@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def swap_out(world: World, seq_ids: list[int]) -> Verdict:
     """Ask for room on the host and take it, or find that what is refused changes nothing."""
     before = snapshot(world.manager)
-    status, size = world.manager.can_swap_out(seq_ids), world.manager.swap_size(seq_ids)
+    status, size = world.manager.capacity.can_swap_out(seq_ids), world.manager.capacity.swap_size(seq_ids)
     assert snapshot(world.manager) == before, "a question changed the manager"
     if world.has_twin and world.twin.host is not None:
         num_pages, margin = world.twin.host.out_margin(seq_ids)
@@ -38,8 +38,8 @@ def swap_in(world: World, seq_ids: list[int], goals: list[int], reserved: int = 
     manager, idle = world.manager, [0] * len(seq_ids)
     before = snapshot(manager)
     spare = (reserved,) * len(world.size.kinds)
-    status, size = manager.can_swap_in(seq_ids, goals, None, spare), manager.swap_size(seq_ids)
-    plain = manager.can_swap_in(seq_ids, idle)
+    status, size = manager.capacity.can_swap_in(seq_ids, goals, None, spare), manager.capacity.swap_size(seq_ids)
+    plain = manager.capacity.can_swap_in(seq_ids, idle)
     assert snapshot(manager) == before, "a question changed the manager"
     # What pins may fill nobody can count on, but it may have been had.
     is_never = plain.verdict is Verdict.NEVER
@@ -77,7 +77,7 @@ def _swap(
     assert _num_swapped_blocks(world) - traffic == num_blocks, "another number of blocks was copied"
     for seq_id in seq_ids:
         if world.manager.sequences[seq_id].is_swapped:
-            assert world.manager.take_table_deltas(seq_id) == (), "the worker hears of blocks on the host"
+            assert world.manager.take_table_deltas((seq_id,))[0] == (), "the worker hears of blocks on the host"
             world.worker_tables[seq_id] = [[] for _ in world.size.kinds]
 
 

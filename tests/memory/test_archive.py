@@ -7,8 +7,8 @@ import random
 import pytest
 
 from quire.memory import FullAttention, KVCacheManager, Namespace, SlidingWindow, Tier, TokenChain, check
-from quire.memory.archive import Archive, FetchedBlock
-from quire.memory.ops import BlockCopy, StoredBlock
+from quire.memory.archive import Archive
+from quire.memory.ops import BlockCopy, FetchedBlock, StoredBlock
 from tests.memory.nets import disk_reading_back, disk_twin
 from tests.memory.search import Searched, search
 from tests.memory.twin_pages import Kind
@@ -29,7 +29,7 @@ def enter(memory: KVCacheManager, seq_id: int, tokens: list[int]) -> TokenChain:
     chain = memory.chain(tokens, Namespace())
     hit = memory.match_prefix(chain)
     memory.allocate(seq_id, chain, hit)
-    assert memory.append_slots(seq_id, len(tokens) - hit.num_tokens)
+    assert memory.append_slots((seq_id,), len(tokens) - hit.num_tokens)
     memory.publish(seq_id, len(tokens))
     memory.free(seq_id)
     check(memory)

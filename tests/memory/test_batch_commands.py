@@ -27,7 +27,7 @@ WORLDS: dict[str, Callable[[], KVCacheManager]] = {
 def append_in_turn(memory: KVCacheManager, seq_ids: list[int]) -> int:
     """Do what `append_slot_to_each` does, with the verb for one sequence."""
     for position, seq_id in enumerate(seq_ids):
-        if not memory.append_slots(seq_id, 1):
+        if not memory.append_slots((seq_id,), 1):
             return position
     return len(seq_ids)
 
@@ -43,7 +43,7 @@ class World:
         chain = self.memory.chain(prompt, Namespace())
         hit = self.memory.match_prefix(chain)
         self.memory.allocate(seq_id, chain, hit)
-        if self.memory.append_slots(seq_id, len(prompt) - hit.num_tokens):
+        if self.memory.append_slots((seq_id,), len(prompt) - hit.num_tokens):
             self.tokens[seq_id] = prompt
             self.memory.publish(seq_id, len(prompt))
         else:
@@ -83,10 +83,10 @@ def test_what_is_done_for_all_is_done_for_each_in_turn(make: Callable[[], KVCach
             for world in (together, in_turn):
                 world.fork(live[0], 1000 + step)
         seq_ids = rng.sample(list(together.tokens), len(together.tokens))
-        num_served = together.memory.append_slot_to_each(seq_ids)
+        num_served = together.memory.append_slots(seq_ids)
         assert num_served == append_in_turn(in_turn.memory, seq_ids)
-        deltas: list[tuple[TableDelta, ...]] = [in_turn.memory.take_table_deltas(seq_id) for seq_id in seq_ids]
-        assert together.memory.take_table_deltas_of_each(seq_ids) == deltas
+        deltas: list[tuple[TableDelta, ...]] = [in_turn.memory.take_table_deltas((seq_id,))[0] for seq_id in seq_ids]
+        assert together.memory.take_table_deltas(seq_ids) == deltas
         assert together.memory.take_ops() == in_turn.memory.take_ops()
         for world in (together, in_turn):
             world.finish(seq_ids[:num_served])

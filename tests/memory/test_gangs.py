@@ -38,18 +38,18 @@ def spread(memory: KVCacheManager, num_prompt: int, num_tokens: int, width: int)
     # Without a hit: behind a whole chunk one may need no block.
     memory.allocate(0, chain, memory.match_prefix(chain, 0))
     while memory.sequences[0].num_slots < num_prompt:
-        if not memory.append_slots(0, 1):
+        if not memory.append_slots((0,), 1):
             return False
         memory.publish(0, memory.sequences[0].num_slots)
     chains = [chain, *(memory.fork(0, seq_id, prompt.copy()) for seq_id in range(1, width))]
     for _ in range(num_tokens - num_prompt):
-        if not memory.append_slot_to_all(range(width)):
+        if not memory.append_slots(range(width), atomic=True):
             return False
         check(memory)
         for seq_id, own in enumerate(chains):
             own.tokens.append(seq_id + 1)
             memory.publish(seq_id, len(own.tokens))
-            memory.take_table_deltas(seq_id)
+            memory.take_table_deltas((seq_id,))[0]
         memory.take_ops()
     return True
 
@@ -69,7 +69,7 @@ def test_the_worst_of_a_gang_is_foretold_exactly(
     num_tokens = num_prompt + num_more
 
     def fits(memory: KVCacheManager) -> bool:
-        return memory.can_ever_hold(num_tokens, width=width, num_shared=num_prompt)
+        return memory.capacity.can_ever_hold(num_tokens, width=width, num_shared=num_prompt)
 
     for num_blocks in range(1, 200):
         memory = memory_of(specs, num_blocks, enable_prefix_caching=caching, snapshot_interval=2 * SIZE)
@@ -83,17 +83,17 @@ def test_a_gang_that_lacks_one_block_gets_none() -> None:
     memory = memory_of((FULL,), 4)
     chain = memory.chain([1, 2, 3, 4, 5, 6], Namespace())
     memory.allocate(0, chain, memory.match_prefix(chain))
-    assert memory.append_slots(0, 6)
+    assert memory.append_slots((0,), 6)
     memory.publish(0, 6)
     for seq_id in (1, 2, 3):
         memory.fork(0, seq_id, chain.tokens.copy())
     # Of four that write to one block, three need a copy, and two blocks are free.
     before = memory.usage()
-    assert not memory.append_slot_to_all([0, 1, 2, 3])
+    assert not memory.append_slots([0, 1, 2, 3], atomic=True)
     assert memory.usage() == before
     assert [memory.sequences[seq_id].num_slots for seq_id in range(4)] == [6] * 4
     memory.free(3)
-    assert memory.append_slot_to_all([0, 1, 2])
+    assert memory.append_slots([0, 1, 2], atomic=True)
     assert memory.usage().num_copies == 2
 
 
@@ -102,11 +102,11 @@ def test_who_does_not_belong_keeps_its_share() -> None:
     memory = memory_of((FULL,), 3)
     chain = memory.chain([1, 2], Namespace())
     memory.allocate(0, chain, memory.match_prefix(chain))
-    assert memory.append_slots(0, 2)
+    assert memory.append_slots((0,), 2)
     memory.publish(0, 2)
     for seq_id in (1, 2):
         memory.fork(0, seq_id, chain.tokens.copy())
-    assert memory.append_slot_to_all([1, 2])
+    assert memory.append_slots([1, 2], atomic=True)
     assert memory.usage().num_copies == 2
 
 
@@ -118,10 +118,10 @@ def test_what_is_published_is_copied_only_where_all_have_room() -> None:
         for seq_id in (0, 1):
             chain = memory.chain([seq_id] * SIZE, Namespace())
             memory.allocate(seq_id, chain, memory.match_prefix(chain))
-            assert memory.append_slots(seq_id, SIZE)
+            assert memory.append_slots((seq_id,), SIZE)
             memory.publish(seq_id, SIZE)
             chains.append(chain)
-        assert memory.append_slot_to_all([0, 1])
+        assert memory.append_slots([0, 1], atomic=True)
         assert memory.usage().num_copies == num_copies
         check(memory)
 
@@ -132,10 +132,10 @@ def test_a_swapped_sequence_is_refused(width: int) -> None:
     for seq_id in range(width):
         chain = memory.chain([seq_id], Namespace())
         memory.allocate(seq_id, chain, memory.match_prefix(chain))
-        assert memory.append_slots(seq_id, 1)
+        assert memory.append_slots((seq_id,), 1)
         memory.publish(seq_id, 1)
     memory.swap_out([0])
     before = memory.usage()
     with pytest.raises(ValueError, match="swapped out"):
-        memory.append_slot_to_all(range(width))
+        memory.append_slots(range(width), atomic=True)
     assert memory.usage() == before

@@ -32,7 +32,7 @@ def enter(memory: KVCacheManager, seq_id: int, tokens: list[int]) -> TokenChain:
     new = memory.chain(tokens, Namespace())
     hit = memory.match_prefix(new)
     memory.allocate(seq_id, new, hit)
-    assert memory.append_slots(seq_id, len(tokens) - hit.num_tokens)
+    assert memory.append_slots((seq_id,), len(tokens) - hit.num_tokens)
     memory.publish(seq_id, len(tokens))
     return new
 
@@ -41,12 +41,12 @@ def test_M8_a_family_moves_each_block_once_and_comes_back_shared() -> None:
     memory = open_memory(8, 8)
     new = enter(memory, 1, list(range(10)))
     memory.fork(1, 2, new.tokens.copy())
-    memory.take_table_deltas(1)
-    assert memory.swap_size([1, 2]) == SwapSize(3, 3 * SPEC.bytes_per_block)
+    memory.take_table_deltas((1,))[0]
+    assert memory.capacity.swap_size([1, 2]) == SwapSize(3, 3 * SPEC.bytes_per_block)
     memory.swap_out([1, 2])
     assert memory.take_ops().copies == tuple(BlockCopy(0, i, i, *OUT) for i in (1, 2, 3))
     assert memory.block_table(1) == ()
-    assert memory.take_table_deltas(1) == ()
+    assert memory.take_table_deltas((1,))[0] == ()
     usage = memory.usage()
     assert usage.host is not None
     assert (usage.used, usage.idle, usage.num_sequences, usage.num_tokens) == (0, 2, 2, 0)
@@ -57,7 +57,7 @@ def test_M8_a_family_moves_each_block_once_and_comes_back_shared() -> None:
     (tail,) = memory.take_ops().copies
     assert (tail.src_id, tail[3:]) == (3, BACK)
     assert memory.block_table(1) == memory.block_table(2) == (1, 2, tail.dst_id)
-    assert memory.take_table_deltas(1)[0] == (0, 0, memory.block_table(1))
+    assert memory.take_table_deltas((1,))[0][0] == (0, 0, memory.block_table(1))
     check(memory)
 
 
@@ -87,7 +87,7 @@ def test_a_block_is_demoted_before_it_is_taken_and_hit_on_the_host() -> None:
     assert (hit.num_tokens, hit.num_host_tokens) == (8, 4)
     assert hit.block_ids == ((1, 0),)
     assert [tuple(load) for load in hit.loads] == [(0, 1, 1)]
-    assert memory.can_allocate(8, hit)[2:] == (1, 1)
+    assert memory.capacity.can_allocate(8, hit)[2:] == (1, 1)
     memory.allocate(3, new, hit)
     # The other sequence's block goes down before what was hit comes up in its place.
     assert memory.take_ops().copies == (BlockCopy(0, 2, 2, *OUT), BlockCopy(0, 1, 2, *BACK))
@@ -105,7 +105,7 @@ def test_a_hit_on_the_host_without_room_on_the_device_is_refused() -> None:
     enter(memory, 2, list(range(50, 58)))
     new = memory.chain(list(range(9)), Namespace())
     hit = memory.match_prefix(new)
-    assert memory.can_allocate(8, hit).verdict is Verdict.LATER
+    assert memory.capacity.can_allocate(8, hit).verdict is Verdict.LATER
     with pytest.raises(ValueError, match=r"no room on the device: 2 blocks needed, 0 available"):
         memory.allocate(3, new, hit)
     assert 3 not in memory.sequences
@@ -129,7 +129,7 @@ def test_a_second_swap_out_moves_only_what_the_host_has_not() -> None:
     enter(memory, 1, list(range(9)))
     memory.swap_out([1])
     memory.swap_in([1])
-    assert memory.swap_size([1]).num_blocks == 1
+    assert memory.capacity.swap_size([1]).num_blocks == 1
     memory.swap_out([1])
     memory.free(1)
     host = memory.usage().host
@@ -142,20 +142,20 @@ def test_swap_out_says_later_never_and_why() -> None:
     enter(memory, 1, list(range(8)))
     enter(memory, 2, list(range(20, 24)))
     enter(memory, 3, list(range(30, 42)))
-    assert memory.can_swap_out([3]) == (Verdict.NEVER, 0, 3, 2)
+    assert memory.capacity.can_swap_out([3]) == (Verdict.NEVER, 0, 3, 2)
     memory.swap_out([1])
-    assert memory.can_swap_out([2]) == (Verdict.LATER, 0, 1, 0)
+    assert memory.capacity.can_swap_out([2]) == (Verdict.LATER, 0, 1, 0)
     with pytest.raises(ValueError, match="no room on the host: 1 blocks needed, 0 available"):
         memory.swap_out([2])
     memory.free(1)
-    assert memory.can_swap_out([2]).verdict is Verdict.OK
+    assert memory.capacity.can_swap_out([2]).verdict is Verdict.OK
 
 
 def test_without_a_host_tier_nothing_is_swapped() -> None:
     memory = open_memory(4, 0, num_groups=2)
     enter(memory, 1, list(range(8)))
-    assert memory.can_swap_out([1]) == (Verdict.NEVER, 0, 2, 0)
-    assert memory.swap_size([1]) == SwapSize(0, 0)
+    assert memory.capacity.can_swap_out([1]) == (Verdict.NEVER, 0, 2, 0)
+    assert memory.capacity.swap_size([1]) == SwapSize(0, 0)
     with pytest.raises(ValueError, match="no room on the host"):
         memory.swap_out([1])
     with pytest.raises(ValueError, match="sequence 1 is not swapped out"):
@@ -168,12 +168,12 @@ def test_swap_in_keeps_the_watermark_for_others_and_nothing_when_alone() -> None
     enter(memory, 1, list(range(8)))
     memory.swap_out([1])
     enter(memory, 2, [90])
-    assert memory.can_swap_in([1], [9]) == (Verdict.LATER, 0, 1, 0)
-    assert memory.can_swap_in([1], [8], reserved=(1,)).verdict is Verdict.LATER
-    assert memory.can_swap_in([1], [8]).verdict is Verdict.OK
+    assert memory.capacity.can_swap_in([1], [9]) == (Verdict.LATER, 0, 1, 0)
+    assert memory.capacity.can_swap_in([1], [8], reserved=(1,)).verdict is Verdict.LATER
+    assert memory.capacity.can_swap_in([1], [8]).verdict is Verdict.OK
     memory.free(2)
-    assert memory.can_swap_in([1], [16], 1).verdict is Verdict.OK
-    assert memory.can_swap_in([1], [17], 1) == (Verdict.NEVER, 0, 5, 4)
+    assert memory.capacity.can_swap_in([1], [16], 1).verdict is Verdict.OK
+    assert memory.capacity.can_swap_in([1], [17], 1) == (Verdict.NEVER, 0, 5, 4)
 
 
 def test_mistakes_are_named() -> None:
@@ -181,13 +181,13 @@ def test_mistakes_are_named() -> None:
     enter(memory, 1, list(range(8)))
     with pytest.raises(ValueError, match=r"named twice in \[1, 1\]"):
         memory.swap_out([1, 1])
-    memory.append_slots(1, 1)
+    memory.append_slots((1,), 1)
     with pytest.raises(ValueError, match="sequence 1 has 1 unwritten slots"):
-        memory.can_swap_out([1])
+        memory.capacity.can_swap_out([1])
     memory.truncate(1, 8)
     memory.swap_out([1])
     with pytest.raises(ValueError, match="sequence 1 is swapped out"):
-        memory.append_slots(1, 1)
+        memory.append_slots((1,), 1)
     with pytest.raises(ValueError, match="hold no slab"):
         KVCacheManager([SPEC], 4, host_bytes=7)
 

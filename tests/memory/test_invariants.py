@@ -10,6 +10,7 @@ from quire.errors import InvariantViolation
 from quire.memory import KVCacheManager, check
 from quire.memory.idle_blocks import RetentionPriority
 from quire.memory.pool import BlockPool
+from quire.memory.prefix_tree import PrefixTree
 from quire.memory.stem import Place
 from tests.memory.world import World
 from tests.memory.world_size import WorldSize
@@ -112,7 +113,7 @@ def count_a_block_less(manager: KVCacheManager) -> None:
 
 
 def publish_in_a_tree_of_its_own(manager: KVCacheManager) -> None:
-    pool_of(manager).index.tree = manager.tree.emptied()
+    pool_of(manager).index.tree = PrefixTree(4, 1, 0)
 
 
 def hold_other_tokens(manager: KVCacheManager) -> None:

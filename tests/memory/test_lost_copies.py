@@ -13,7 +13,7 @@ FULL = FullAttention(block_size=2)
 def enter(memory: KVCacheManager, seq_id: int, tokens: list[int]) -> None:
     chain = memory.chain(tokens, Namespace())
     memory.allocate(seq_id, chain, memory.match_prefix(chain))
-    memory.append_slots(seq_id, len(tokens) - memory.sequences[seq_id].num_slots)
+    memory.append_slots((seq_id,), len(tokens) - memory.sequences[seq_id].num_slots)
     memory.publish(seq_id, len(tokens))
 
 

@@ -77,18 +77,18 @@ def test_a_hit_is_as_long_as_the_shortest_group() -> None:
 
 def test_never_names_what_is_needed_and_what_exists() -> None:
     manager = KVCacheManager([SPEC], 3, watermark=2)
-    assert manager.can_allocate(13, ask(manager, [0] * 13)) == (Verdict.NEVER, 0, 4, 3)
-    assert manager.can_allocate(12, ask(manager, [0] * 12), reserved=(9,)) == (Verdict.OK, 0, 3, 3)
+    assert manager.capacity.can_allocate(13, ask(manager, [0] * 13)) == (Verdict.NEVER, 0, 4, 3)
+    assert manager.capacity.can_allocate(12, ask(manager, [0] * 12), reserved=(9,)) == (Verdict.OK, 0, 3, 3)
 
 
 def test_the_watermark_and_reserved_blocks_stay_free_only_while_others_live() -> None:
     world = World(WorldSize(6, 4, watermark=1))
     assert world.enter(1, [1] * 8)
     hit = ask(world.manager, [2] * 12)
-    assert world.manager.can_allocate(12, hit) == (Verdict.OK, 0, 3, 3)
-    assert world.manager.can_allocate(12, hit, reserved=(1,)) == (Verdict.LATER, 0, 4, 3)
+    assert world.manager.capacity.can_allocate(12, hit) == (Verdict.OK, 0, 3, 3)
+    assert world.manager.capacity.can_allocate(12, hit, reserved=(1,)) == (Verdict.LATER, 0, 4, 3)
     world.free(1)
-    assert world.manager.can_allocate(24, hit, reserved=(1,)) == (Verdict.OK, 0, 6, 6)
+    assert world.manager.capacity.can_allocate(24, hit, reserved=(1,)) == (Verdict.OK, 0, 6, 6)
 
 
 def test_idle_blocks_of_the_hit_are_not_counted_twice() -> None:
@@ -97,7 +97,7 @@ def test_idle_blocks_of_the_hit_are_not_counted_twice() -> None:
     world.free(1)
     hit = ask(world.manager, [0, 1, 0, 1])
     assert hit.num_tokens == 3
-    assert world.manager.can_allocate(4, hit) == (Verdict.OK, 0, 1, 1)
+    assert world.manager.capacity.can_allocate(4, hit) == (Verdict.OK, 0, 1, 1)
     assert world.enter(2, [0, 1, 0, 1])
 
 
@@ -105,15 +105,21 @@ def test_groups_take_from_each_other() -> None:
     manager = KVCacheManager([SPEC, SPEC, SPEC], 4)
     manager.groups[1].pool.take(3)
     hit = ask(manager, [0] * 8)
-    assert manager.can_allocate(12, hit) == (Verdict.OK, 0, 3, 3)
-    assert manager.can_allocate(13, hit) == (Verdict.LATER, 0, 4, 1)
-    assert manager.can_allocate(17, hit) == (Verdict.NEVER, 0, 5, 2)
+    assert manager.capacity.can_allocate(12, hit) == (Verdict.OK, 0, 3, 3)
+    assert manager.capacity.can_allocate(13, hit) == (Verdict.LATER, 0, 4, 1)
+    assert manager.capacity.can_allocate(17, hit) == (Verdict.NEVER, 0, 5, 2)
 
 
 def test_blocks_missing() -> None:
     world = World(WorldSize(8, 4, kinds=(Kind(), Kind())))
     world.enter(1, [0] * 5)
-    assert [world.manager.blocks_missing(1, length) for length in (5, 8, 9, 20)] == [(0, 0), (0, 0), (1, 1), (3, 3)]
+    capacity = world.manager.capacity
+    assert [capacity.blocks_missing(1, length) for length in (5, 8, 9, 20)] == [
+        (0, 0),
+        (0, 0),
+        (1, 1),
+        (3, 3),
+    ]
 
 
 # ---- copy-on-write and merging ----
@@ -158,12 +164,12 @@ def test_copies_are_handed_over_once_and_in_order() -> None:
     tokens = [0] * 6
     chain = manager.chain(tokens, Namespace())
     manager.allocate(1, chain, manager.match_prefix(chain))
-    manager.append_slots(1, 6)
+    manager.append_slots((1,), 6)
     manager.publish(1, 6)
     manager.fork(1, 2, list(tokens))
     manager.fork(1, 3, list(tokens))
-    assert manager.append_slots(2, 1)
-    assert manager.append_slots(3, 1)
+    assert manager.append_slots((2,), 1)
+    assert manager.append_slots((3,), 1)
     tail = manager.block_table(1)[1]
     copies = [(copy.src_id, copy.dst_id) for copy in manager.take_ops().copies]
     assert copies == [(tail, manager.block_table(2)[1]), (tail, manager.block_table(3)[1])]
@@ -256,13 +262,13 @@ def test_tables_and_ops_are_handed_over_as_values() -> None:
     world = World(WorldSize(5, 2))
     world.open(1, [0, 1, 0])
     world.grow(1, 3)
-    first = world.manager.take_table_deltas(1)
+    first = world.manager.take_table_deltas((1,))[0]
     world.grow(1, 2)
-    second = world.manager.take_table_deltas(1)
+    second = world.manager.take_table_deltas((1,))[0]
     world.truncate(1, 1)
-    third = world.manager.take_table_deltas(1)
+    third = world.manager.take_table_deltas((1,))[0]
     assert (first, second, third) == (((0, 0, (1, 2)),), ((0, 2, (3,)),), ((0, 1, ()),))
-    assert world.manager.take_table_deltas(1) == ()
+    assert world.manager.take_table_deltas((1,))[0] == ()
 
 
 def test_groups_must_share_one_block_size() -> None:

@@ -18,7 +18,7 @@ def enter(memory: KVCacheManager, tokens: list[int], *media: MediaSpan, tenant: 
     chain = memory.chain(list(tokens), Namespace(tenant=tenant), media)
     hit = memory.match_prefix(chain)
     memory.allocate(1, chain, hit)
-    assert memory.append_slots(1, len(tokens) - hit.num_tokens)
+    assert memory.append_slots((1,), len(tokens) - hit.num_tokens)
     memory.publish(1, len(tokens))
     memory.free(1)
     check(memory)

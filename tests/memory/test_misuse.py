@@ -27,7 +27,7 @@ def lived_in(specs: list[FullAttention | SlidingWindow]) -> KVCacheManager:
     for seq_id in (1, 2):
         chain = manager.chain([seq_id] * 6, Namespace())
         manager.allocate(seq_id, chain, manager.match_prefix(chain))
-        manager.append_slots(seq_id, 6)
+        manager.append_slots((seq_id,), 6)
         manager.publish(seq_id, 6)
     manager.free(2)
     check(manager)

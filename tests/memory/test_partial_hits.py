@@ -88,7 +88,7 @@ def test_a_part_is_copied_before_it_is_written_and_the_source_may_be_evicted_at_
 def test_without_room_for_a_copy_the_block_is_written_in_place() -> None:
     world = world_of(3)
     hit = ask(world, [*PUBLISHED[:10], 99])
-    assert world.manager.can_allocate(11, hit) == (Verdict.OK, 0, 0, 0)
+    assert world.manager.capacity.can_allocate(11, hit) == (Verdict.OK, 0, 0, 0)
     assert world.enter(2, [*PUBLISHED[:10], 99])
     assert world.manager.usage().num_copies == 0
     assert ask(world, [*PUBLISHED, 99]).num_tokens == 8
@@ -98,7 +98,7 @@ def test_a_copy_of_what_others_hold_needs_a_block() -> None:
     world = World(WorldSize(3, 4))
     world.enter(1, PUBLISHED.copy())
     hit = ask(world, [*PUBLISHED[:10], 99])
-    assert world.manager.can_allocate(11, hit) == (Verdict.LATER, 0, 1, 0)
+    assert world.manager.capacity.can_allocate(11, hit) == (Verdict.LATER, 0, 1, 0)
     world.enter(2, [*PUBLISHED[:10], 99])
     assert 2 not in world.tokens
 
@@ -109,7 +109,7 @@ def test_beside_a_state_no_block_is_used_in_part() -> None:
     chain = memory.chain(PUBLISHED[:11], Namespace())
     memory.allocate(1, chain, memory.match_prefix(chain))
     for num_tokens in (8, 11):
-        memory.append_slots(1, memory.step_limit(1, num_tokens - memory.sequences[1].num_slots))
+        memory.append_slots((1,), memory.step_limit(1, num_tokens - memory.sequences[1].num_slots))
         memory.publish(1, num_tokens)
     memory.free(1)
     check(memory)

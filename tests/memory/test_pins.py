@@ -57,9 +57,9 @@ def test_pins_keep_to_their_limit_and_change_nothing_beyond_it() -> None:
 def test_what_does_not_fit_beside_pins_is_refused_for_ever() -> None:
     world = world_of(6, 2)
     hit = world.manager.match_prefix(chain_of(world, [0] * 9))
-    assert world.manager.can_allocate(8, hit).verdict is Verdict.OK
-    assert world.manager.can_allocate(9, hit) == (Verdict.NEVER, 0, 5, 4)
-    assert not world.manager.can_ever_hold(9)
+    assert world.manager.capacity.can_allocate(8, hit).verdict is Verdict.OK
+    assert world.manager.capacity.can_allocate(9, hit) == (Verdict.NEVER, 0, 5, 4)
+    assert not world.manager.capacity.can_ever_hold(9)
 
 
 def test_nothing_is_pinned_where_nothing_can_be_hit() -> None:

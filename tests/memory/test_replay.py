@@ -20,9 +20,9 @@ from quire.memory import (
     SlidingWindow,
     Verdict,
 )
-from quire.memory.archive import FetchedBlock
 from quire.memory.invariants import snapshot
-from quire.memory.recorder import COUNT_EVERY, TITLE, VERSION, RecordedMemory
+from quire.memory.ops import FetchedBlock
+from quire.memory.recorder import COUNT_EVERY, TITLE, VERSION, MemoryRecorder
 from quire.memory.replay import Report, replay
 from quire.memory.sequence_memory import SequenceMemory
 from quire.memory.settings import MemorySettings
@@ -38,16 +38,17 @@ STATE = RecurrentState(block_size=SIZE, layer_bytes=40)
 GROUPS = [(FULL,), (WINDOW,), (CHUNKED,), (FULL, WINDOW), (CHUNKED, FULL, WINDOW), (STATE,), (WINDOW, FULL, STATE)]
 
 
-def open_memory(settings: MemorySettings, key: bytes = b"secret") -> tuple[RecordedMemory, io.StringIO]:
-    log = io.StringIO()
-    return RecordedMemory(settings.build(key), settings, log), log
+def open_memory(settings: MemorySettings, key: bytes = b"secret") -> tuple[KVCacheManager, io.StringIO]:
+    memory, log = settings.build(key), io.StringIO()
+    MemoryRecorder(memory, settings, log)
+    return memory, log
 
 
 def play(log: str | list[str], check_every: int = 1) -> Report:
     return replay(io.StringIO(log) if isinstance(log, str) else log, check_every)
 
 
-def load(memory: RecordedMemory, tokens: list[int]) -> None:
+def load(memory: KVCacheManager, tokens: list[int]) -> None:
     """Bring up what of a prompt is on disk: most blocks are."""
     assert memory.archive is not None
     chain = memory.chain(tokens, Namespace())
@@ -57,9 +58,9 @@ def load(memory: RecordedMemory, tokens: list[int]) -> None:
         memory.archive.adopt(chain, num_blocks, fetched)
 
 
-def walk(memory: RecordedMemory, rng: random.Random, num_commands: int) -> None:
+def walk(memory: KVCacheManager, rng: random.Random, num_commands: int) -> None:
     """Issue random commands of every verb, as a careful owner may."""
-    manager, next_id = memory.manager, 0
+    manager, next_id = memory, 0
     swaps = ("out", "in", "in") * (manager.host is not None) + ("load", "load") * (manager.archive is not None)
     for number in range(num_commands):
         if number % 400 == 399:
@@ -74,7 +75,7 @@ def walk(memory: RecordedMemory, rng: random.Random, num_commands: int) -> None:
             salt, media = rng.choice((None, "tenant")), media * (rng.random() < 0.4)
             chain = memory.chain(tokens, Namespace(cache_salt=salt), media)
             hit = memory.match_prefix(chain, rng.choice((None, None, 2 * SIZE)))
-            if not hit.loads or memory.can_allocate(len(tokens), hit).verdict is Verdict.OK:
+            if not hit.loads or memory.capacity.can_allocate(len(tokens), hit).verdict is Verdict.OK:
                 memory.allocate(next_id, chain, hit)
                 next_id += 1
         elif verb == "load":
@@ -92,9 +93,9 @@ def walk(memory: RecordedMemory, rng: random.Random, num_commands: int) -> None:
         elif verb in swaps:
             settled = [(key, state) for key, state in sorted(manager.sequences.items()) if is_settled(state)]
             family = [key for key, state in settled if state.is_swapped == (verb == "in") and rng.random() < 0.7]
-            if verb == "out" and memory.can_swap_out(family).verdict is Verdict.OK:
+            if verb == "out" and memory.capacity.can_swap_out(family).verdict is Verdict.OK:
                 memory.swap_out(family)
-            elif verb == "in" and memory.can_swap_in(family, [0] * len(family)).verdict is Verdict.OK:
+            elif verb == "in" and memory.capacity.can_swap_in(family, [0] * len(family)).verdict is Verdict.OK:
                 memory.swap_in(family)
         elif live:
             seq_id = rng.choice(live)
@@ -108,21 +109,21 @@ def walk(memory: RecordedMemory, rng: random.Random, num_commands: int) -> None:
                 memory.fork(seq_id, next_id, tokens[: state.num_computed])
                 next_id += 1
             elif verb == "truncate":
-                length = rng.randrange(memory.rollback_limit(seq_id), state.num_slots + 1)
+                length = rng.randrange(memory.rollback.limit(seq_id), state.num_slots + 1)
                 if manager.tables.carried and length < state.num_slots:
-                    length = memory.rollback_limit(seq_id)
+                    length = memory.rollback.limit(seq_id)
                 memory.truncate(seq_id, length)
                 del tokens[length:]
             elif verb == "free":
                 memory.free(seq_id, retain=rng.random() < 0.5, is_sound=rng.random() < 0.9)
 
 
-def grow(memory: RecordedMemory, rng: random.Random, seq_id: int) -> None:
+def grow(memory: KVCacheManager, rng: random.Random, seq_id: int) -> None:
     """Give a sequence slots, some to look ahead, and compute some of them."""
-    state = memory.manager.sequences[seq_id]
+    state = memory.sequences[seq_id]
     tokens, lookahead = state.chain.tokens, rng.randrange(3)
     tokens += [rng.randrange(2) for _ in range(max(0, state.num_slots + 1 - len(tokens)))]
-    if not memory.append_slots(seq_id, rng.randrange(1, len(tokens) - state.num_slots + 1), lookahead):
+    if not memory.append_slots((seq_id,), rng.randrange(1, len(tokens) - state.num_slots + 1), lookahead):
         return
     if state.checkpoint is None:
         most = min(len(tokens), state.num_slots)
@@ -130,14 +131,14 @@ def grow(memory: RecordedMemory, rng: random.Random, seq_id: int) -> None:
     elif rng.random() < 0.5:
         tokens += [0] * (state.num_slots - len(tokens))
         memory.publish(seq_id, state.num_slots)
-    memory.take_table_deltas(seq_id)
+    memory.take_table_deltas((seq_id,))[0]
 
 
-def advance(memory: RecordedMemory, seq_ids: list[int]) -> None:
+def advance(memory: KVCacheManager, seq_ids: list[int]) -> None:
     """Give all sequences that are not swapped out a slot more, or none of them, and compute it."""
-    states = {seq_id: memory.manager.sequences[seq_id] for seq_id in seq_ids}
+    states = {seq_id: memory.sequences[seq_id] for seq_id in seq_ids}
     gang = {seq_id: state for seq_id, state in states.items() if not state.is_swapped}
-    if gang and memory.append_slot_to_all([*gang]):
+    if gang and memory.append_slots([*gang], atomic=True):
         for seq_id, state in gang.items():
             state.chain.tokens += [seq_id % 2] * max(0, state.num_slots - len(state.chain.tokens))
             memory.publish(seq_id, state.num_slots)
@@ -239,7 +240,7 @@ def test_the_log_says_nothing_of_the_tokens() -> None:
         memory, log = open_memory(MemorySettings(specs=(FULL,), num_blocks=20), key)
         chain = memory.chain(tokens, Namespace(cache_salt="tenant"))
         memory.allocate(0, chain, memory.match_prefix(chain))
-        memory.append_slots(0, 40)
+        memory.append_slots((0,), 40)
         memory.publish(0, 40)
         logs.append(log.getvalue())
     assert "tenant" not in logs[0]
@@ -257,7 +258,7 @@ def test_the_log_says_nothing_of_the_tokens() -> None:
 def sound() -> list[str]:
     memory, log = open_memory(MemorySettings(specs=(FULL, WINDOW), num_blocks=14))
     walk(memory, random.Random(12), 500)
-    for seq_id in sorted(memory.manager.sequences):
+    for seq_id in sorted(memory.sequences):
         memory.free(seq_id)
     lines = log.getvalue().splitlines(keepends=True)
     assert play(lines).fault is None
@@ -397,9 +398,9 @@ def test_a_refused_command_is_recorded_as_such() -> None:
     memory, log = open_memory(MemorySettings(specs=(FULL,), num_blocks=2))
     chain = memory.chain(list(range(20)), Namespace())
     hit = memory.match_prefix(chain)
-    assert memory.can_allocate(20, hit).verdict is Verdict.NEVER
+    assert memory.capacity.can_allocate(20, hit).verdict is Verdict.NEVER
     memory.allocate(0, chain, hit)
-    assert not memory.append_slots(0, 20)
+    assert not memory.append_slots((0,), 20)
     assert log.getvalue().splitlines()[1:] == ["a 0 20 0 0", "s 0 20 0 0"]
     assert play(log.getvalue()).fault is None
 

@@ -6,7 +6,7 @@ claims it, and the net must tear: by a numbered invariant, by disagreement with 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -26,7 +26,6 @@ from quire.memory.groups import CacheGroup
 from quire.memory.loan import Loan
 from quire.memory.pool import NULL_BLOCK, BlockPool
 from quire.memory.prefix_index import ChainView, PrefixIndex
-from quire.memory.prefix_tree import PrefixTree
 from quire.memory.sequence_memory import SequenceMemory
 from quire.memory.slabs import SlabLayout
 from quire.memory.stem import Stem
@@ -95,14 +94,13 @@ def free_twice(patch: Patch) -> None:
 def publish_before_it_is_computed(patch: Patch) -> None:
     honest = KVCacheManager.append_slots
 
-    def append_slots(manager: KVCacheManager, seq_id: int, num_tokens: int, lookahead: int = 0) -> bool:
-        if not honest(manager, seq_id, num_tokens, lookahead):
-            return False
-        state = manager.sequences[seq_id]
-        num_full = min(state.num_slots, len(state.chain.tokens)) // manager.block_size
-        if num_full > state.num_published:
-            progress.publish_blocks(manager.groups, state, num_full)
-        return True
+    def append_slots(manager: KVCacheManager, seq_ids: Sequence[int], *args: Any, **options: Any) -> int:
+        num_granted = honest(manager, seq_ids, *args, **options)
+        for state in map(manager.sequences.__getitem__, seq_ids[:num_granted]):
+            num_full = min(state.num_slots, len(state.chain.tokens)) // manager.block_size
+            if num_full > state.num_published:
+                progress.publish_blocks(manager.groups, state, num_full)
+        return num_granted
 
     patch.setattr(KVCacheManager, "append_slots", append_slots)
 
@@ -140,7 +138,8 @@ def leave_a_rewritten_block_published(patch: Patch) -> None:
 
 
 def ignore_the_namespace(patch: Patch) -> None:
-    patch.setattr(Namespace, "serialise", lambda _: b"")
+    honest = chain.root_of
+    patch.setattr(manager, "root_of", lambda _, key: honest(Namespace(), key))
 
 
 def keep_contents_when_truncated(patch: Patch) -> None:
@@ -178,15 +177,14 @@ def bury_without_releasing(patch: Patch) -> None:
 def bury_what_is_only_looked_ahead(patch: Patch) -> None:
     honest = KVCacheManager.append_slots
 
-    def append_slots(memory: KVCacheManager, seq_id: int, num_tokens: int, lookahead: int = 0) -> bool:
-        if not honest(memory, seq_id, num_tokens, lookahead):
-            return False
-        state = memory.sequences[seq_id]
-        computed, state.num_computed = state.num_computed, state.num_slots
-        for idx in memory._mortal:
-            progress.bury(memory.groups[idx], state, idx)
-        state.num_computed = computed
-        return True
+    def append_slots(memory: KVCacheManager, seq_ids: Sequence[int], *args: Any, **options: Any) -> int:
+        num_granted = honest(memory, seq_ids, *args, **options)
+        for state in map(memory.sequences.__getitem__, seq_ids[:num_granted]):
+            computed, state.num_computed = state.num_computed, state.num_slots
+            for idx in memory._mortal:
+                progress.bury(memory.groups[idx], state, idx)
+            state.num_computed = computed
+        return num_granted
 
     patch.setattr(KVCacheManager, "append_slots", append_slots)
 
@@ -271,7 +269,7 @@ def let_the_living_publish_after_a_reset(patch: Patch) -> None:
     def reset(memory: KVCacheManager) -> None:
         honest(memory)
         for state in memory.sequences.values():
-            state.num_resets = memory.num_resets
+            state.is_publishing = True
 
     patch.setattr(KVCacheManager, "reset_prefix_cache", reset)
 
@@ -281,10 +279,9 @@ def find_what_a_reset_forgot(patch: Patch) -> None:
 
 
 def lose_what_was_idle_at_a_reset(patch: Patch) -> None:
-    def reset(pool: BlockPool, tree: PrefixTree) -> None:
-        idle = list(pool.idle)
-        pool.idle.remove(idle)
-        pool.index.reset(tree, idle)
+    def reset(pool: BlockPool) -> None:
+        pool.idle.remove(list(pool.idle))
+        pool.index.clear()
 
     patch.setattr(BlockPool, "reset", reset)
 
@@ -292,11 +289,11 @@ def lose_what_was_idle_at_a_reset(patch: Patch) -> None:
 def half_refuse(patch: Patch) -> None:
     honest = KVCacheManager.append_slots
 
-    def append_slots(manager: KVCacheManager, seq_id: int, num_tokens: int, lookahead: int = 0) -> bool:
-        is_granted = honest(manager, seq_id, num_tokens, lookahead)
-        if not is_granted:
+    def append_slots(manager: KVCacheManager, seq_ids: Sequence[int], *args: Any, **options: Any) -> int:
+        num_granted = honest(manager, seq_ids, *args, **options)
+        for seq_id in seq_ids[num_granted:]:
             manager.sequences[seq_id].dirty_from[0] = 0
-        return is_granted
+        return num_granted
 
     patch.setattr(KVCacheManager, "append_slots", append_slots)
 

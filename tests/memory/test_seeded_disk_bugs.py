@@ -8,8 +8,9 @@ import pytest
 
 from quire.errors import InvariantViolation
 from quire.memory import BlockCopy, Tier, TokenChain, archive
-from quire.memory.archive import Archive, FetchedBlock, Shelf
+from quire.memory.archive import Archive, Shelf
 from quire.memory.manager import KVCacheManager
+from quire.memory.ops import FetchedBlock
 from quire.memory.stem import Place
 from tests.memory.nets import disk_reading_back, disk_twin, each_net
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from quire.memory import BlockCopy, Tier, admission, manager, swap
-from quire.memory.host_tier import Demotion, HostTier
+from quire.memory.host_tier import Demotion
 from quire.memory.idle_blocks import RetentionPriority
+from quire.memory.pool import BlockPool
 from quire.memory.rest_queue import RestQueue
 from quire.memory.sequence_memory import SequenceMemory
 from quire.memory.tables import BlockTables
@@ -133,7 +134,13 @@ def forget_that_host_blocks_moved(patch: Patch) -> None:
 
 
 def find_on_the_host_what_a_reset_forgot(patch: Patch) -> None:
-    patch.setattr(HostTier, "reset", lambda *_: None)
+    honest = BlockPool.reset
+
+    def reset(pool: BlockPool) -> None:
+        if pool.keeper is not None:  # what the device evicts is kept on the host
+            honest(pool)
+
+    patch.setattr(BlockPool, "reset", reset)
 
 
 def promise_without_the_copies(patch: Patch) -> None:

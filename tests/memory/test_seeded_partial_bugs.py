@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.memory import KVCacheManager, PrefixHit, TokenChain, admission, chain, continuation, forecast, manager
+from quire.memory import KVCacheManager, PrefixHit, TokenChain, admission, capacity, chain, continuation, manager
 from quire.memory.stem import Stem
 from quire.memory.tables import BlockTables
 from tests.memory.nets import (
@@ -71,7 +71,7 @@ def hit_a_part_that_only_the_first_group_has(patch: Patch) -> None:
 def promise_without_the_copy(patch: Patch) -> None:
     honest = admission.judge
     patch.setattr(
-        forecast,
+        capacity,
         "judge",
         lambda arena, groups, num_tokens, hit, *rest: honest(
             arena, groups, num_tokens, hit._replace(num_copied=0), *rest

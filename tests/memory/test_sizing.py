@@ -156,15 +156,15 @@ def test_the_manager_gives_the_same_answers(specs: list[KVCacheSpec], num_slabs:
     memory = KVCacheManager(specs, num_bytes=num_bytes, enable_prefix_caching=False)
     sizing = ArenaSizing.of(specs, num_bytes)
     assert sizing.layout == memory.arena.layout
-    held = [memory.can_ever_hold(length) for length in range(1, 60)]
+    held = [memory.capacity.can_ever_hold(length) for length in range(1, 60)]
     assert [sizing.shortage(length) is None for length in range(1, 60)] == held
     assert sizing.longest(59) == sum(held)
     for length in (1, 5, 12, 30):
         needed = sizing.bytes_for(length)
-        assert KVCacheManager(specs, num_bytes=needed).can_ever_hold(length)
+        assert KVCacheManager(specs, num_bytes=needed).capacity.can_ever_hold(length)
         if sizing.layout._replace(num_slabs=1).num_bytes < needed:
             less = KVCacheManager(specs, num_bytes=needed - 1)
-            assert not less.can_ever_hold(length)
+            assert not less.capacity.can_ever_hold(length)
 
 
 @given(specs=specs(), num_slabs=st.integers(1, 12), length=st.integers(1, 24))
@@ -185,7 +185,7 @@ def decode_together(specs: list[KVCacheSpec], num_bytes: int, count: int, length
         memory.allocate(seq_id, chain, memory.match_prefix(chain))
     for step in range(length):
         for seq_id in range(count):
-            if not memory.append_slots(seq_id, 1):
+            if not memory.append_slots((seq_id,), 1):
                 return False
             memory.publish(seq_id, step + 1)
     return True

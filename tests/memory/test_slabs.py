@@ -191,14 +191,14 @@ def test_never_is_said_only_when_it_is_true(num_tokens: int, num_bytes: int, win
     manager = KVCacheManager(specs, num_bytes=num_bytes)
     chain = manager.chain([0] * num_tokens, NAMESPACES[0])
     hit = manager.match_prefix(chain)
-    status = manager.can_allocate(num_tokens, hit, 1)
+    status = manager.capacity.can_allocate(num_tokens, hit, 1)
     manager.allocate(1, chain, hit)
     grown = 0
-    while grown < num_tokens and manager.append_slots(1, 1):
+    while grown < num_tokens and manager.append_slots((1,), 1):
         grown += 1
         manager.publish(1, grown)
     assert (status.verdict is Verdict.NEVER) == (grown < num_tokens)
-    assert manager.can_ever_hold(num_tokens) == (grown == num_tokens)
+    assert manager.capacity.can_ever_hold(num_tokens) == (grown == num_tokens)
 
 
 @pytest.mark.parametrize(("taken", "needs"), list(product(range(4), range(4))))

@@ -251,8 +251,8 @@ class MemoryMachine(RuleBasedStateMachine):
         world.refuses(ValueError, lambda: manager.publish(seq_id, most + excess))
         world.refuses(ValueError, lambda: manager.publish(seq_id, computed - excess))
         world.refuses(ValueError, lambda: manager.truncate(seq_id, world.num_slots(seq_id) + excess))
-        world.refuses(ValueError, lambda: manager.truncate(seq_id, manager.rollback_limit(seq_id) - excess))
-        world.refuses(ValueError, lambda: manager.append_slots(seq_id, 1 - excess))
+        world.refuses(ValueError, lambda: manager.truncate(seq_id, manager.rollback.limit(seq_id) - excess))
+        world.refuses(ValueError, lambda: manager.append_slots((seq_id,), 1 - excess))
         if world.is_looking_ahead(seq_id):
             world.refuses(ValueError, lambda: manager.publish(seq_id, computed))
             if computed + 1 < world.num_slots(seq_id):
@@ -260,7 +260,7 @@ class MemoryMachine(RuleBasedStateMachine):
         world.refuses(ValueError, lambda: manager.fork(seq_id, seq_id, []))
         world.refuses(KeyError, lambda: manager.free(-1))
         world.refuses(KeyError, lambda: manager.fork(-1, -2, []))
-        world.refuses(KeyError, lambda: manager.append_slots(-1, 1))
+        world.refuses(KeyError, lambda: manager.append_slots((-1,), 1))
         hit = manager.match_prefix(world.chains[seq_id], 0)
         world.refuses(ValueError, lambda: manager.allocate(seq_id, world.chains[seq_id], hit))
 
@@ -281,8 +281,8 @@ class MemoryMachine(RuleBasedStateMachine):
         """Whoever is swapped out can come back or end, nothing else (M7)."""
         world, manager = self.world, self.world.manager
         seq_id = data.draw(st.sampled_from(self.swapped()))
-        world.refuses(ValueError, lambda: manager.append_slots(seq_id, 1))
-        world.refuses(ValueError, lambda: manager.append_slot_to_all([*self.residents(), seq_id]))
+        world.refuses(ValueError, lambda: manager.append_slots((seq_id,), 1))
+        world.refuses(ValueError, lambda: manager.append_slots([*self.residents(), seq_id], atomic=True))
         world.refuses(ValueError, lambda: manager.publish(seq_id, world.num_computed(seq_id)))
         world.refuses(ValueError, lambda: manager.truncate(seq_id, world.num_computed(seq_id)))
         world.refuses(ValueError, lambda: manager.fork(seq_id, -1, []))

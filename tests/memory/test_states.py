@@ -42,7 +42,7 @@ def test_prompts_that_take_no_snapshot_leave_nothing_in_the_prefix_tree() -> Non
     for seq_id in range(300):
         chain = manager.chain([seq_id, 0, 0, 0, 0], NAMESPACES[0])
         manager.allocate(seq_id, chain, manager.match_prefix(chain))
-        assert manager.append_slots(seq_id, 5), "one step, which passes the place of the snapshot"
+        assert manager.append_slots((seq_id,), 5), "one step, which passes the place of the snapshot"
         manager.publish(seq_id, 5)
         manager.free(seq_id)
         manager.take_ops()
@@ -90,7 +90,7 @@ def test_a_fork_is_copied_by_who_writes_first_and_refused_where_there_is_no_room
     world = alone(num_blocks=2)
     world.enter(1, [0])
     world.fork(1, 2, [])
-    assert world.manager.blocks_missing(1, 2) == (1,)
+    assert world.manager.capacity.blocks_missing(1, 2) == (1,)
     assert world.grow(1, 1)
     assert world.grow(2, 1)
     assert world.manager.usage().num_copies == 1
@@ -109,10 +109,10 @@ def test_admission_counts_one_block_and_a_snapshot_that_somebody_uses_not_at_all
     world.enter(2, [1, 1])
     hit = ask(world, [0, 1, 0])
     assert hit.block_ids == ((1,),)
-    assert world.manager.can_allocate(3, hit) == (Verdict.LATER, 0, 1, 0)
+    assert world.manager.capacity.can_allocate(3, hit) == (Verdict.LATER, 0, 1, 0)
     world.free(1)
-    assert world.manager.can_allocate(3, ask(world, [0, 1, 0])) == (Verdict.OK, 0, 0, 0)
-    assert world.manager.can_ever_hold(10**9)
+    assert world.manager.capacity.can_allocate(3, ask(world, [0, 1, 0])) == (Verdict.OK, 0, 0, 0)
+    assert world.manager.capacity.can_ever_hold(10**9)
 
 
 # ---- snapshots ----
@@ -181,10 +181,10 @@ def test_a_pinned_snapshot_stays_and_is_copied() -> None:
     manager = KVCacheManager([RecurrentState(block_size=2)], 3, pin_limit=1, snapshot_interval=2)
     chain = manager.chain([0, 1], NAMESPACES[0])
     manager.allocate(1, chain, manager.match_prefix(chain))
-    manager.append_slots(1, 2)
+    manager.append_slots((1,), 2)
     manager.publish(1, 2)
     assert manager.pin("system", chain) == 2
-    manager.append_slots(1, 1)
+    manager.append_slots((1,), 1)
     assert manager.block_table(1) == (0, 2)
     manager.free(1)
     assert manager.usage().used == 1
@@ -198,14 +198,14 @@ def test_a_rejected_draft_goes_back_to_the_state_before_it() -> None:
     world.enter(1, [0, 1, 0])
     before = world.manager.block_table(1, 1)
     assert world.grow(1, 1, 2)
-    assert world.manager.rollback_limit(1) == 3
+    assert world.manager.rollback.limit(1) == 3
     assert world.manager.usage().groups[1].used == 2
     world.tokens[1] += [1, 0, 0]
     world.refuses(ValueError, lambda: world.manager.publish(1, 4))
     world.refuses(ValueError, lambda: world.manager.truncate(1, 4))
     world.truncate(1, 3)
     assert world.manager.block_table(1, 1) == before
-    assert world.manager.rollback_limit(1) == 3
+    assert world.manager.rollback.limit(1) == 3
     decode(world, 1, [1, 1])
 
 
@@ -216,7 +216,7 @@ def test_an_accepted_draft_lets_go_of_the_state_before_it() -> None:
     assert world.grow(1, 1, 1), "what is held already stays held"
     world.tokens[1] += [1, 0, 0, 1, 1]
     world.store(1, 5)
-    assert (world.manager.rollback_limit(1), world.manager.usage().groups[1].used) == (8, 1)
+    assert (world.manager.rollback.limit(1), world.manager.usage().groups[1].used) == (8, 1)
 
 
 def test_a_first_draft_goes_back_to_nothing() -> None:

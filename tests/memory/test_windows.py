@@ -49,12 +49,17 @@ def test_a_chunk_longer_than_the_window_needs_room_for_both_and_keeps_only_the_w
 def test_the_peak_of_a_long_prompt_depends_on_the_step() -> None:
     world = World(WorldSize(5, 2, kinds=(WINDOW,)))
     hit = ask(world, list(range(100)))
-    can = world.manager.can_allocate
+    can = world.manager.capacity.can_allocate
     assert can(100, hit) == (Verdict.LATER, 0, 50, 5)
     assert can(100, hit, 6) == (Verdict.LATER, 0, 6, 5)
     assert can(100, hit, 4) == (Verdict.OK, 0, 5, 5)
-    assert World(WorldSize(2, 2, kinds=(WINDOW,))).manager.can_allocate(100, hit, 4) == (Verdict.NEVER, 0, 3, 2)
-    assert world.manager.can_ever_hold(10**9)
+    assert World(WorldSize(2, 2, kinds=(WINDOW,))).manager.capacity.can_allocate(100, hit, 4) == (
+        Verdict.NEVER,
+        0,
+        3,
+        2,
+    )
+    assert world.manager.capacity.can_ever_hold(10**9)
 
 
 def test_a_hit_needs_only_the_last_window() -> None:
@@ -120,7 +125,7 @@ def test_the_next_turn_reads_what_another_sequence_left_behind_its_window() -> N
 def test_truncate_goes_back_no_further_than_the_live_window() -> None:
     world = World(WorldSize(12, 2, kinds=(FULL, WINDOW)))
     world.enter(1, list(range(9)))
-    assert world.manager.rollback_limit(1) == 8
+    assert world.manager.rollback.limit(1) == 8
     world.refuses(ValueError, lambda: world.manager.truncate(1, 7))
     world.truncate(1, 8)
 
@@ -129,11 +134,11 @@ def test_what_is_only_looked_ahead_kills_nothing() -> None:
     world = World(WorldSize(12, 2, kinds=(WINDOW,)))
     world.enter(1, list(range(5)))
     table = world.manager.block_table(1)
-    assert world.manager.append_slots(1, 1, lookahead=6)
+    assert world.manager.append_slots((1,), 1, lookahead=6)
     assert world.manager.block_table(1)[: len(table)] == table
     world.manager.truncate(1, 5)
     assert world.manager.block_table(1) == table
-    world.refuses(ValueError, lambda: world.manager.append_slots(1, 1, -1))
+    world.refuses(ValueError, lambda: world.manager.append_slots((1,), 1, -1))
 
 
 def test_forks_bury_their_dead_apart() -> None:

@@ -57,7 +57,7 @@ def compare_with_twin(world: World) -> None:
     for seq_id, sequence in twin.sequences.items():
         state = manager.sequences[seq_id]
         assert (state.num_slots, state.num_computed) == (sequence.num_slots, sequence.num_computed)
-        limit = 0 if state.is_swapped else manager.rollback_limit(seq_id)
+        limit = 0 if state.is_swapped else manager.rollback.limit(seq_id)
         assert limit == 0 or not twin.can_truncate(seq_id, limit - 1), "it could be rolled back further"
         assert manager.step_limit(seq_id, 20) == twin.step_limit(seq_id, 20), "the twin makes other steps"
         held = state.checkpoint and (state.checkpoint.num_tokens, state.checkpoint.block_ids.keys())

@@ -76,7 +76,7 @@ def random_walk(world: World, rng: random.Random, num_commands: int, *, max_sequ
                 if rng.random() < 0.5:
                     world.store(seq_id, 1 + num_drafts)
                 else:
-                    world.truncate(seq_id, world.manager.rollback_limit(seq_id))
+                    world.truncate(seq_id, world.manager.rollback.limit(seq_id))
         elif verb == "look ahead" and settled:
             num_drafts = rng.randrange(1, 4)
             if world.grow(seq_id, num_drafts):

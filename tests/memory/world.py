@@ -57,6 +57,7 @@ class World:
             spec_of(kind, size.block_size, num_layers)
             for kind, num_layers in zip(size.kinds, size.layers or (1,) * len(size.kinds), strict=True)
         ]
+        self.num_resets = 0
         self.manager = KVCacheManager(
             specs,
             None if size.num_bytes else size.num_blocks,
@@ -114,7 +115,7 @@ class World:
 
     def ways_back(self, seq_id: int) -> Sequence[int]:
         """Return the lengths below its own to which a sequence can be truncated."""
-        limit, num_slots = self.manager.rollback_limit(seq_id), self.num_slots(seq_id)
+        limit, num_slots = self.manager.rollback.limit(seq_id), self.num_slots(seq_id)
         if any(kind.is_state for kind in self.size.kinds):
             return (limit,) if limit < num_slots else ()
         return range(limit, num_slots)
@@ -136,7 +137,7 @@ class World:
         before = snapshot(manager)
         chain = manager.chain(tokens, namespace, spans_of(tokens))
         hit = manager.match_prefix(chain, max_tokens)
-        status = manager.can_allocate(len(tokens), hit, step, (reserved,) * len(self.size.kinds))
+        status = manager.capacity.can_allocate(len(tokens), hit, step, (reserved,) * len(self.size.kinds))
         assert snapshot(manager) == before, "a question changed the manager"
         assert hit.num_tokens < len(tokens), "a hit covers the whole prompt"
         assert max_tokens is None or hit.num_tokens <= max_tokens
@@ -190,7 +191,7 @@ class World:
     def grow(self, seq_id: int, num_tokens: int, *lookahead: int) -> bool:
         """Ask for slots, and perhaps for some to look ahead."""
         before = snapshot(self.manager)
-        is_granted = self.manager.append_slots(seq_id, num_tokens, *lookahead)
+        is_granted = self.manager.append_slots((seq_id,), num_tokens, *lookahead) > 0
         if not is_granted:
             assert snapshot(self.manager) == before, "a refused command changed the manager"
         if self.has_twin:
@@ -201,7 +202,7 @@ class World:
     def grow_together(self, seq_ids: list[int]) -> bool:
         """Ask for a slot more for each of some sequences."""
         before = snapshot(self.manager)
-        is_granted = self.manager.append_slot_to_all(seq_ids)
+        is_granted = self.manager.append_slots(seq_ids, atomic=True) > 0
         if not is_granted:
             assert snapshot(self.manager) == before, "a refused command changed the manager"
         if self.has_twin:
@@ -302,6 +303,7 @@ class World:
     def reset(self) -> None:
         """Forget all that is published."""
         self.manager.reset_prefix_cache()
+        self.num_resets += 1
         if self.has_twin:
             self.twin.reset()
         self.verify()
@@ -309,11 +311,11 @@ class World:
     def sync(self, seq_id: int) -> None:
         """Replay table changes on the worker's side; afterwards both sides agree."""
         tables = self.worker_tables[seq_id]
-        for delta in self.manager.take_table_deltas(seq_id):
+        for delta in self.manager.take_table_deltas((seq_id,))[0]:
             tables[delta.group_idx][delta.start :] = delta.block_ids
         for group_idx, table in enumerate(tables):
             assert tuple(table) == self.manager.block_table(seq_id, group_idx), "the worker's table differs"
-        assert self.manager.take_table_deltas(seq_id) == ()
+        assert self.manager.take_table_deltas((seq_id,))[0] == ()
 
     def perform_copies(self) -> None:
         """Make the copies that the manager asked for, in order."""

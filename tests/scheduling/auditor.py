@@ -111,7 +111,7 @@ class Auditor:
             is_left_out = sequence in still_running and sequence.seq_id not in planned
             if sequence.num_pending == 1 and is_left_out and not sequence.is_beam:
                 # It lacks a block of some groups; or, behind a fork, a copy of its last one.
-                needs = list(memory.blocks_missing(sequence.seq_id, len(sequence.tokens)))
+                needs = list(memory.capacity.blocks_missing(sequence.seq_id, len(sequence.tokens)))
                 for idx, group in enumerate(memory.groups):
                     is_shared = group.pool.ref_counts[memory.block_table(sequence.seq_id, idx)[-1]] > 1
                     needs[idx] = max(needs[idx], is_shared and sequence.num_computed % memory.block_size > 0)

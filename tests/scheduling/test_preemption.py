@@ -9,6 +9,7 @@ import pytest
 
 from quire.errors import InvariantViolation
 from quire.memory import FullAttention, KVCacheManager, MemoryOps, RecurrentState, Tier
+from quire.memory.capacity import CapacityQueries
 from quire.memory.status import AllocStatus, Verdict
 from quire.scheduling import SwapCosts
 from quire.scheduling.preemption import Loss
@@ -173,13 +174,13 @@ def test_a_family_that_fits_no_more_loses_its_last_samples_to_recomputation(
     family = rig.add(job(9, 14, n=2), seed=1)
     rig.step()
     step_until_swapped(rig)
-    can_swap_in = rig.memory.can_swap_in
+    can_swap_in = rig.memory.capacity.can_swap_in
 
     def can_only_swap_in_few(seq_ids: list[int], *args: Any) -> AllocStatus:
         status = can_swap_in(seq_ids, *args)
         return status if len(seq_ids) <= num_fitting else status._replace(verdict=Verdict.LATER)
 
-    monkeypatch.setattr(rig.memory, "can_swap_in", can_only_swap_in_few)
+    monkeypatch.setattr(CapacityQueries, "can_swap_in", staticmethod(can_only_swap_in_few))
     ids, num_openings = {sequence.seq_id for sequence in family.sequences}, 0
     stats = rig.scheduler.stats
     num_lost = stats.num_preemptions - stats.num_swaps
@@ -244,17 +245,17 @@ def test_a_release_counts_what_nobody_else_holds() -> None:
     tokens = list(range(10))
     chain = memory.chain(tokens, Rig(Setting()).add(job(1, 1), seed=0).namespace)
     memory.allocate(1, chain, memory.match_prefix(chain))
-    assert memory.append_slots(1, 10)
+    assert memory.append_slots((1,), 10)
     memory.publish(1, 10)
-    assert memory.would_release([1]) == (3 * block_bytes, 10)
+    assert memory.capacity.would_release([1]) == (3 * block_bytes, 10)
     copy = tokens.copy()
     memory.fork(1, 2, copy)
-    assert memory.would_release([1]) == (0, 0), "the child keeps it all"
-    assert memory.would_release([1, 2]) == (3 * block_bytes, 20)
+    assert memory.capacity.would_release([1]) == (0, 0), "the child keeps it all"
+    assert memory.capacity.would_release([1, 2]) == (3 * block_bytes, 20)
     copy.append(5)
-    assert memory.append_slots(2, 1)
+    assert memory.append_slots((2,), 1)
     memory.publish(2, 11)
-    assert memory.would_release([2]) == (block_bytes, 3), "the copied tail: tokens 8, 9 and 10"
+    assert memory.capacity.would_release([2]) == (block_bytes, 3), "the copied tail: tokens 8, 9 and 10"
 
 
 def test_a_release_of_a_state_loses_all_that_it_sums_up() -> None:
@@ -265,16 +266,16 @@ def test_a_release_of_a_state_loses_all_that_it_sums_up() -> None:
     chain = memory.chain(tokens, Rig(Setting()).add(job(1, 1), seed=0).namespace)
     memory.allocate(1, chain, memory.match_prefix(chain))
     for length in (8, 10):
-        assert memory.append_slots(1, length - memory.sequences[1].num_slots)
+        assert memory.append_slots((1,), length - memory.sequences[1].num_slots)
         memory.publish(1, length)
-    assert memory.would_release([1]) == (4 * block_bytes, 10)
+    assert memory.capacity.would_release([1]) == (4 * block_bytes, 10)
     copy = tokens.copy()
     memory.fork(1, 2, copy)
-    assert memory.would_release([1]) == (0, 0), "the child keeps it all"
+    assert memory.capacity.would_release([1]) == (0, 0), "the child keeps it all"
     copy.append(5)
-    assert memory.append_slots(2, 1)
+    assert memory.append_slots((2,), 1)
     memory.publish(2, 11)
-    assert memory.would_release([2]) == (2 * block_bytes, 11), "the copied tail, and the state"
+    assert memory.capacity.would_release([2]) == (2 * block_bytes, 11), "the copied tail, and the state"
 
 
 # ---- searches ----
@@ -322,9 +323,11 @@ def test_a_search_that_fits_no_more_begins_again(monkeypatch: pytest.MonkeyPatch
     rig, older, younger = two_searches_that_collide(SEARCHING)
     step_until_swapped(rig)
     lost = set(rig.scheduler.swapped)
-    can_swap_in = rig.memory.can_swap_in
+    can_swap_in = rig.memory.capacity.can_swap_in
     later = Verdict.LATER
-    monkeypatch.setattr(rig.memory, "can_swap_in", lambda *args: can_swap_in(*args)._replace(verdict=later))
+    monkeypatch.setattr(
+        CapacityQueries, "can_swap_in", staticmethod(lambda *args: can_swap_in(*args)._replace(verdict=later))
+    )
     while not older.is_finished:
         rig.step()
     finish_all(rig)

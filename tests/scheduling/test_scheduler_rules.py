@@ -330,7 +330,7 @@ def test_a_sequence_that_could_never_be_admitted_is_a_violation() -> None:
 def test_a_promise_that_memory_breaks_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(Setting(num_blocks=4))
     rig.add(Job(prompt=prompt(12), max_tokens=4), seed=0)
-    monkeypatch.setattr(KVCacheManager, "append_slots", lambda *_: False)
+    monkeypatch.setattr(KVCacheManager, "append_slots", lambda *_, **__: 0)
     with pytest.raises(InvariantViolation, match="S2"):
         rig.plan()
 
@@ -339,8 +339,7 @@ def test_nobody_able_to_grow_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> 
     rig = Rig(Setting(num_blocks=4))
     rig.add(Job(prompt=prompt(12), max_tokens=4, ignore_eos=True), seed=0)
     rig.step()
-    monkeypatch.setattr(KVCacheManager, "append_slots", lambda *_: False)
-    monkeypatch.setattr(rig.memory, "append_slot_to_each", lambda _: 0)
+    monkeypatch.setattr(KVCacheManager, "append_slots", lambda *_, **__: 0)
     with pytest.raises(InvariantViolation, match="S3"):
         rig.plan()
 

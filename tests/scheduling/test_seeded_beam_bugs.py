@@ -11,8 +11,8 @@ import pytest
 from quire.decoding import Append, Fork
 from quire.decoding import beams as decoding
 from quire.errors import InvariantViolation
-from quire.memory import gangs as slots
-from quire.memory.gangs import count_growth
+from quire.memory import append as slots
+from quire.memory.append import count_growth
 from quire.scheduling import admission, gangs, scheduler
 from quire.scheduling.gangs import groups_of
 from quire.scheduling.preemption import Preemption

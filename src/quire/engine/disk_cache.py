@@ -15,7 +15,6 @@ from quire.execution.disk_blocks import DiskBlocks
 from quire.execution.prefix_store import PrefixStore
 from quire.execution.store_folder import StoreFolder
 from quire.memory.manager import KVCacheManager
-from quire.memory.recorder import RecordedMemory
 from quire.memory.specs import KVCacheSpec
 from quire.models.checkpoint import Checkpoint
 from quire.models.fingerprint import fingerprint
@@ -71,7 +70,7 @@ def open_disk(
 
 
 def make_staging(
-    memory: KVCacheManager | RecordedMemory, disk: DiskBlocks, resolved: ResolvedConfig, groups: Sequence[KVCacheSpec]
+    memory: KVCacheManager, disk: DiskBlocks, resolved: ResolvedConfig, groups: Sequence[KVCacheSpec]
 ) -> Staging:
     """Return what brings blocks up from disk."""
     assert memory.archive is not None, "the memory was made without a disk"

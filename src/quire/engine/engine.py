@@ -25,7 +25,6 @@ from quire.engine.step_times import StepTimes
 from quire.engine.transcript import RequestTranscript
 from quire.errors import InvalidParameter, RequestFailed, WorkerError
 from quire.execution.row_draws import NO_TOKEN
-from quire.memory.recorder import RecordedMemory
 from quire.memory.usage import Usage
 from quire.scheduling.plan import ItemResult, PlanItem, StepPlan, TokenLogprobs
 from quire.scheduling.scheduler import Scheduler
@@ -50,7 +49,6 @@ class Engine:
         end_token_ids: the model's own end-of-sequence tokens.
         cache_name: what, of the model, the prefix cache depends on.
         clock: seconds, monotonic.
-        recording: the recorder of memory commands; None where they are not recorded. Closed with the engine.
         staging: brings up what is on disk; None without a prefix cache there. Closed with the engine.
         media_reader: reads what comes with prompts; None where the data plane computes no embeddings.
         draft_pacer: is told of each step; None where nobody guesses tokens.
@@ -74,7 +72,6 @@ class Engine:
         end_token_ids: frozenset[int],
         cache_name: str,
         clock: Callable[[], float] = time.monotonic,
-        recording: RecordedMemory | None = None,
         staging: Staging | None = None,
         media_reader: MediaReader | None = None,
         draft_pacer: DraftPacer | None = None,
@@ -93,7 +90,6 @@ class Engine:
         self.residency = Residency(pools, share, clock) if share else None
         self.requests = RequestReader(config, prompts, grammars, end_token_ids, cache_name)
         self._clock = clock
-        self._recording = recording
         self._staging = staging
         self.grammars = grammars
         self._transcripts: dict[str, RequestTranscript] = {}
@@ -258,8 +254,8 @@ class Engine:
                 self.tokenizer.close()
             if self._staging is not None:
                 self._staging.close()
-            if self._recording is not None:
-                self._recording.close()
+            if self.scheduler.memory.tables.observer is not None:
+                self.scheduler.memory.tables.observer.close()
 
     # ---- parts of a step ----
 

@@ -40,7 +40,7 @@ from quire.execution.profiling import StepLimits, measure_step_cost
 from quire.execution.runner import ModelRunner
 from quire.memory.chain import Namespace
 from quire.memory.manager import KVCacheManager
-from quire.memory.recorder import RecordedMemory
+from quire.memory.recorder import MemoryRecorder
 from quire.memory.settings import MemorySettings
 from quire.memory.sizing import CACHE_DTYPES, ArenaSizing, arena_bytes, most_bytes, tokens_bytes
 from quire.memory.specs import KVCacheSpec
@@ -147,7 +147,6 @@ def load(config: EngineConfig, instruments: Instruments | None = None) -> Loaded
             tokenizer,
             end_token_ids=ends,
             cache_name=":".join((name, str(dtype), stored, *filter(None, [options.quantization]))),
-            recording=memory if isinstance(memory, RecordedMemory) else None,
             staging=staging,
             # The memory's secret, which outlives a restart where what it names does.
             media_reader=MediaReader(decoder.spec.width, dtype, memory.chain([], Namespace("media")).root[0]),
@@ -279,7 +278,7 @@ def _open_log(path: str | None) -> TextIO | None:
 
 def _memory(
     resolved: ResolvedConfig, sizing: ArenaSizing, log: TextIO | None, disk: DiskBlocks | None
-) -> KVCacheManager | RecordedMemory:
+) -> KVCacheManager:
     """Return the manager of as many bytes as `num_blocks` blocks of every group of tokens have, and the null blocks.
 
     Raises:
@@ -304,12 +303,14 @@ def _memory(
         snapshot_interval=resolved.state_snapshot_interval,
     )
     manager = settings.build(os.urandom(32) if disk is None else disk.key)
-    return manager if log is None else RecordedMemory(manager, settings, log)
+    if log is not None:
+        MemoryRecorder(manager, settings, log)
+    return manager
 
 
 def _scheduler(
     resolved: ResolvedConfig,
-    memory: KVCacheManager | RecordedMemory,
+    memory: KVCacheManager,
     staging: Staging | None,
     drafter: Drafter | None,
 ) -> Scheduler:

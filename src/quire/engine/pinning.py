@@ -10,7 +10,6 @@ from quire.engine.namespaces import read_namespace
 from quire.engine.prompts import Prompt, PromptReader, TokenPrompt
 from quire.errors import InvalidParameter, PinLimitReached, UnsupportedFeature
 from quire.memory.manager import KVCacheManager
-from quire.memory.recorder import RecordedMemory
 from quire.sequences.params import SamplingParams
 
 MAX_NAME_LEN = 256
@@ -50,7 +49,7 @@ class PrefixPins:
     def __init__(
         self,
         config: ResolvedConfig,
-        memory: KVCacheManager | RecordedMemory,
+        memory: KVCacheManager,
         prompts: PromptReader,
         cache_name: str,
     ) -> None:

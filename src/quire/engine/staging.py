@@ -14,9 +14,8 @@ from quire.distributed.executor import Executor
 from quire.errors import WorkerError
 from quire.execution.disk_blocks import DiskBlocks
 from quire.execution.prefix_store import StoreStats
-from quire.memory.archive import Archive, DiskLoad, FetchedBlock
-from quire.memory.ops import BlockCopy, MemoryOps, Tier
-from quire.memory.recorder import RecordedArchive
+from quire.memory.archive import Archive, DiskLoad
+from quire.memory.ops import BlockCopy, FetchedBlock, MemoryOps, Tier
 from quire.sequences.sequence import Sequence
 
 logger = logging.getLogger(__name__)
@@ -41,7 +40,7 @@ class Staging:
 
     def __init__(
         self,
-        archive: Archive | RecordedArchive,
+        archive: Archive,
         disk: DiskBlocks,
         *,
         block_size: int,

@@ -19,7 +19,7 @@ from quire.errors import InvariantViolation
 from quire.memory.arena import Arena
 from quire.memory.chain import TokenChain
 from quire.memory.groups import longest_agreed
-from quire.memory.ops import BlockCopy, MemoryOps, StoredBlock, Tier
+from quire.memory.ops import BlockCopy, FetchedBlock, MemoryOps, StoredBlock, Tier
 from quire.memory.pool import NULL_BLOCK, BlockPool
 from quire.memory.prefix_index import PrefixIndex
 from quire.memory.stem import Place
@@ -48,20 +48,6 @@ class LoadPlan(NamedTuple):
 
     num_blocks: int
     loads: list[DiskLoad]
-
-
-class FetchedBlock(NamedTuple):
-    """A block of a chain that was read from disk and found whole.
-
-    Args:
-        group_idx: the cache group.
-        block_idx: its place in the chain.
-        ticket: the number under which the data plane has its bytes.
-    """
-
-    group_idx: int
-    block_idx: int
-    ticket: int
 
 
 class Archive:
@@ -175,6 +161,8 @@ class Archive:
         for block_idx, group_idx in sorted(held, reverse=True):
             groups[group_idx].pool.release(_published(groups[group_idx].pool, chain, block_idx))
         self.num_loads += len(adopted)
+        if tables.observer is not None:
+            tables.observer.loads_published(chain, num_blocks, fetched)
         return adopted
 
     def take_saves(self) -> tuple[StoredBlock, ...]:

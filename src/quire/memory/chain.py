@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -65,6 +66,7 @@ class Root(NamedTuple):
     content: bytes
 
 
+@lru_cache(maxsize=1024)
 def root_of(namespace: Namespace, key: bytes) -> Root:
     """Return the root of a namespace.
 

@@ -83,14 +83,21 @@ def longest_continuation(
     return next((Continuation(0, place[0].content(place[1]), ids, place) for place, ids in others if ids), None)
 
 
-def publish_tail(groups: Sequence[CacheGroup], state: SequenceMemory) -> None:
-    """Publish the partly filled last block of a sequence that ends, if it is new; see `tail_of`."""
+def publish_tail(groups: Sequence[CacheGroup], state: SequenceMemory) -> Place | None:
+    """Publish the partly filled last block of a sequence that ends, if it is new; see `tail_of`.
+
+    Returns:
+        Where its tokens are published now; None where they are not.
+    """
     tail = tail_of(groups, state)
-    if tail is not None and tail.place is None:
-        stem = groups[0].pool.index.tree.grow_tail(state.chain, state.num_published, tail.content)
-        if stem is not None:
-            for group, block_id in zip(groups, tail.block_ids, strict=True):
-                group.pool.index.put((stem, 0), block_id)
+    if tail is None or tail.place is not None:
+        return tail and tail.place
+    stem = groups[0].pool.index.tree.grow_tail(state.chain, state.num_published, tail.content)
+    if stem is None:
+        return None
+    for group, block_id in zip(groups, tail.block_ids, strict=True):
+        group.pool.index.put((stem, 0), block_id)
+    return stem, 0
 
 
 def tail_of(groups: Sequence[CacheGroup], state: SequenceMemory) -> Continuation | None:

@@ -74,11 +74,6 @@ class HostTier:
         for idx, group in enumerate(groups):
             group.pool.keeper = Demotion(self, idx, group)
 
-    def reset(self, tree: PrefixTree) -> None:
-        """Make nothing published here be hit any more; see `BlockPool.reset`."""
-        for pool in self.arena.pools:
-            pool.reset(tree)
-
 
 class Demotion:
     """Keeps what one group's device pool evicts.

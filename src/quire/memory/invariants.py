@@ -59,9 +59,8 @@ def _check_tier(manager: KVCacheManager, tier: Tier) -> None:
         _check_index(group)
         for seq_id, state in manager.sequences.items():
             if state.is_swapped != on_device:
-                is_published = state.num_resets == manager.num_resets
                 _check_table(group, seq_id, state, idx, state.tables_on(tier)[idx])
-                _check_places(group, seq_id, state, idx, state.tables_on(tier)[idx], all_published=is_published)
+                _check_places(group, seq_id, state, idx, state.tables_on(tier)[idx], all_published=state.is_publishing)
             elif state.tables_on(tier)[idx]:
                 raise InvariantViolation("M2", f"sequence {seq_id} has blocks on both tiers")
 
@@ -75,7 +74,6 @@ def snapshot(manager: KVCacheManager) -> tuple[object, ...]:
             tuple(map(tuple, state.tables)),
             None if state.host_tables is None else tuple(map(tuple, state.host_tables)),
             tuple(state.num_dead),
-            state.num_resets,
             state.num_slots,
             state.num_computed,
             state.num_published,

@@ -26,63 +26,56 @@ class Holders(NamedTuple):
     pins: tuple[str, ...]
 
 
-class LostCopies:
-    """What rests on copies that may not have been made.
+def holders_of(tables: BlockTables, ops: MemoryOps) -> Holders:
+    """Return the live sequences and pins that hold blocks which copies were to write.
 
     Args:
-        tables: of all sequences.
+        tables: block tables of all sequences.
+        ops: from `take_ops`, of a step that failed.
     """
-
-    __slots__ = ("_tables",)
-
-    def __init__(self, tables: BlockTables) -> None:
-        self._tables = tables
-
-    def holders_of(self, ops: MemoryOps) -> Holders:
-        """Return the live sequences and pins that hold blocks which copies were to write.
-
-        Args:
-            ops: from `take_ops`, of a step that failed.
-        """
-        tables, targets = self._tables, _targets(ops)
-        seq_ids = tuple(
-            seq_id
-            for seq_id, state in tables.sequences.items()
-            if any(
-                not block_ids.isdisjoint(state.tables_on(tier)[idx])
-                or (tier is Tier.DEVICE and state.checkpoint and state.checkpoint.block_ids.get(idx) in block_ids)
-                for (tier, idx), block_ids in targets.items()
-            )
+    targets = _targets(ops)
+    seq_ids = tuple(
+        seq_id
+        for seq_id, state in tables.sequences.items()
+        if any(
+            not block_ids.isdisjoint(state.tables_on(tier)[idx])
+            or (tier is Tier.DEVICE and state.checkpoint and state.checkpoint.block_ids.get(idx) in block_ids)
+            for (tier, idx), block_ids in targets.items()
         )
-        pins = tuple(
-            name
-            for name in tables.pins.names()
-            if any(
-                tier is Tier.DEVICE and not block_ids.isdisjoint(tables.pins.blocks_of(name, idx))
-                for (tier, idx), block_ids in targets.items()
-            )
+    )
+    pins = tuple(
+        name
+        for name in tables.pins.names()
+        if any(
+            tier is Tier.DEVICE and not block_ids.isdisjoint(tables.pins.blocks_of(name, idx))
+            for (tier, idx), block_ids in targets.items()
         )
-        return Holders(seq_ids, pins)
+    )
+    return Holders(seq_ids, pins)
 
-    def discard_copies(self, ops: MemoryOps) -> None:
-        """Note that copies may not have been made: nothing that they were to write can be hit any more.
 
-        Args:
-            ops: from `take_ops`, of a step that failed; `holders_of` names nobody any more.
+def discard_copies(tables: BlockTables, ops: MemoryOps) -> None:
+    """Note that copies may not have been made: nothing that they were to write can be hit any more.
 
-        Raises:
-            ValueError: somebody holds such a block.
-        """
-        published: list[tuple[BlockPool, list[int]]] = []
-        for (tier, idx), block_ids in _targets(ops).items():
-            pool = self._tables.groups_on(tier)[idx].pool
-            known = sorted(block_id for block_id in block_ids if block_id in pool.index)
-            if any(pool.ref_counts[block_id] for block_id in known):
-                raise ValueError(f"blocks {known} of group {idx} are discarded, but some of them have holders")
-            published.append((pool, known))
-        self._tables.version += 1
-        for pool, known in published:
-            pool.discard(known)
+    Args:
+        tables: block tables of all sequences.
+        ops: from `take_ops`, of a step that failed; `holders_of` names nobody any more.
+
+    Raises:
+        ValueError: somebody holds such a block.
+    """
+    published: list[tuple[BlockPool, list[int]]] = []
+    for (tier, idx), block_ids in _targets(ops).items():
+        pool = tables.groups_on(tier)[idx].pool
+        known = sorted(block_id for block_id in block_ids if block_id in pool.index)
+        if any(pool.ref_counts[block_id] for block_id in known):
+            raise ValueError(f"blocks {known} of group {idx} are discarded, but some of them have holders")
+        published.append((pool, known))
+    tables.version += 1
+    for pool, known in published:
+        pool.discard(known)
+    if tables.observer is not None:
+        tables.observer.copies_discarded(ops)
 
 
 def _targets(ops: MemoryOps) -> dict[tuple[Tier, int], set[int]]:

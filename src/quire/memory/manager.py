@@ -1,7 +1,7 @@
 """The KV cache manager: block tables over shared, forked, published and evicted blocks.
 
-It knows ids, tokens and counts; it moves no bytes. Questions (`match_prefix`, `can_*`, `usage`) never change
-anything; commands happen wholly or not at all (M7), and the same commands always give the same ids (M10).
+It knows ids, tokens and counts; it moves no bytes. Questions (`match_prefix`, `capacity`, `usage`) change nothing that
+anybody could ask for; commands happen wholly or not at all (M7), and the same commands always give the same ids (M10).
 
 ```
  tokens   |<-- hit -->|<-- computed -->|<-- slots reserved, KV not written -->|
@@ -14,21 +14,20 @@ Owner: one thread, the one that steps the engine. Nothing in here locks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from quire.memory import swap
+from quire.memory import append, lost_copies, swap
 from quire.memory.admission import count_loads, count_woken
 from quire.memory.archive import Archive
 from quire.memory.arena import build_arena
-from quire.memory.batch_commands import BatchCommands
-from quire.memory.chain import Namespace, Root, TokenChain, root_of
+from quire.memory.capacity import CapacityQueries
+from quire.memory.chain import Namespace, TokenChain, root_of
 from quire.memory.continuation import publish_tail
 from quire.memory.eviction import EVICTION_POLICIES
-from quire.memory.forecast import Forecast
-from quire.memory.groups import CacheGroup, find_prefix
+from quire.memory.groups import CacheGroup
 from quire.memory.hit import find_hit
 from quire.memory.host_tier import HostTier
-from quire.memory.lost_copies import LostCopies
+from quire.memory.lost_copies import Holders
 from quire.memory.media import MediaSpan
 from quire.memory.namespaces import Namespaces
 from quire.memory.ops import NO_OPS, MemoryOps, TableDelta, Tier
@@ -43,12 +42,9 @@ from quire.memory.status import HitEnd, PrefixHit
 from quire.memory.tables import BlockTables
 from quire.memory.usage import Usage, measure
 
-# Namespaces whose roots are kept at hand.
-MOST_ROOTS = 1024
-
 
 class KVCacheManager:
-    """Owns every block of the KV cache; has the verbs of `Forecast`, `Rollback`, `LostCopies` and `BatchCommands` too.
+    """Owns every block of the KV cache.
 
     Args:
         specs: one for each cache group; all with the same block size.
@@ -64,6 +60,13 @@ class KVCacheManager:
         retention_limit: slabs (with one group: blocks) whose bytes blocks with the hint to evict them last may fill.
         has_disk: what the host evicts is saved to disk; `archive` has the verbs for that.
         key: a secret for the digests, at most 64 bytes.
+
+    Attributes:
+        capacity: questions about room.
+        rollback: questions about how far a sequence can be truncated.
+        pins: the pinned prefixes.
+        archive: commands of the disk tier; None without one.
+        tables: block tables of all sequences; `tables.observer` receives every command.
 
     Invariants: M1 to M11, checked by `quire.memory.invariants.check`.
     """
@@ -106,28 +109,9 @@ class KVCacheManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.sequences = self.tables.sequences
         self._key = key
-        self._roots: dict[Namespace, Root] = {}
         self._mortal = tuple(idx for idx, spec in enumerate(specs) if spec.death(0) < IMMORTAL)
-        forecast = Forecast(self.tables, watermark, self.arena.layout.num_slabs - pin_limit)
-        self.can_allocate = forecast.can_allocate
-        self.can_ever_hold = forecast.can_ever_hold
-        self.blocks_missing = forecast.blocks_missing
-        self.can_swap_out = forecast.can_swap_out
-        self.can_swap_in = forecast.can_swap_in
-        self.swap_size = forecast.swap_size
-        self.would_release = forecast.would_release
-        rollback = Rollback(self.tables, self._mortal)
-        self.rollback_limit = rollback.rollback_limit
-        self.rollback_point = rollback.rollback_point
-        self.truncate = rollback.truncate
-        lost = LostCopies(self.tables)
-        self.holders_of = lost.holders_of
-        self.discard_copies = lost.discard_copies
-        each = BatchCommands(self, self.tables, self.block_size)
-        self.append_slot_to_each = each.append_slot_to_each
-        self.append_slot_to_all = each.append_slot_to_all
-        self.take_table_deltas_of_each = each.take_table_deltas_of_each
-        self.num_resets = 0
+        self.capacity = CapacityQueries(self.tables, watermark, self.arena.layout.num_slabs - pin_limit)
+        self.rollback = Rollback(self.tables, self._mortal)
         self.namespaces = Namespaces()
         self._num_merges = 0
 
@@ -135,12 +119,7 @@ class KVCacheManager:
 
     def chain(self, tokens: list[int], namespace: Namespace, media: Sequence[MediaSpan] = ()) -> TokenChain:
         """Return a chain over `tokens` for the other verbs; see `TokenChain` for who owns the list."""
-        root = self._roots.get(namespace)
-        if root is None:
-            if len(self._roots) == MOST_ROOTS:
-                self._roots.clear()
-            root = self._roots[namespace] = root_of(namespace, self._key)
-        return TokenChain(tokens, root, self.block_size, media)
+        return TokenChain(tokens, root_of(namespace, self._key), self.block_size, media)
 
     def match_prefix(self, chain: TokenChain, max_tokens: int | None = None) -> PrefixHit:
         """Find the longest usable published prefix, over all groups and tiers: whole blocks, and part of one more.
@@ -167,7 +146,7 @@ class KVCacheManager:
             num_tokens: tokens behind those that have slots.
         """
         state = self.sequences[seq_id]
-        if not self.tables.carried or not state.is_publishing or state.num_resets != self.num_resets:
+        if not self.tables.carried or not state.is_publishing:
             return num_tokens
         return min(num_tokens, self._snapshots.next_after(state.num_slots, state.stops) - state.num_slots)
 
@@ -199,7 +178,7 @@ class KVCacheManager:
         if hit.loads:
             swap.require_room(self.tables, count_woken(self.groups, hit), count_loads(self.groups, hit))
         self.tables.version += 1
-        state = SequenceMemory(chain, len(self.groups), self.num_resets, is_publishing=self.enable_prefix_caching)
+        state = SequenceMemory(chain, len(self.groups), is_publishing=self.enable_prefix_caching)
         self.tables.share(state, hit)
         state.num_published = hit.num_tokens // self.block_size
         state.next_event = next_event(self.groups, self._mortal, state)
@@ -211,40 +190,35 @@ class KVCacheManager:
             self.namespaces.add(chain.root)
         if hit.loads:
             swap.promote(self.tables, state, hit.loads)
+        if self.tables.observer is not None:
+            self.tables.observer.allocated(seq_id, chain, hit)
 
-    def append_slots(self, seq_id: int, num_tokens: int, lookahead: int = 0) -> bool:
-        """Give a sequence slots for `num_tokens` more tokens in every group, or change nothing.
+    def append_slots(
+        self, seq_ids: Sequence[int], num_tokens: int = 1, lookahead: int = 0, *, atomic: bool = False
+    ) -> int:
+        """Give sequences, one after the other, slots for more tokens in every group, up to the first that lacks blocks.
 
         Before the tail block is written (M3), it is copied where it is shared; where this sequence is its last
         holder and it is published (after `truncate`), it leaves the prefix index instead. States are written by
         every step; with a lookahead they are held as they are, which takes a block for each.
 
         Args:
-            seq_id: a live sequence.
-            num_tokens: tokens that will be computed.
+            seq_ids: live sequences on the device, all different.
+            num_tokens: tokens of each sequence that will be computed.
             lookahead: further tokens, of which verification may reject some; `truncate` takes their slots back.
+            atomic: give one slot to all sequences, none of which looks ahead, or to none of them.
 
         Returns:
-            False when some group lacks the blocks.
+            Number of sequences, from the first on, that have their slots. The others are as they were.
 
         Raises:
-            ValueError: fewer than one token, a negative lookahead, or the sequence is swapped out.
+            ValueError: fewer than one token, a negative lookahead, more than one token with `atomic`, or a sequence is
+                swapped out.
         """
-        state = self.sequences[seq_id]
-        if num_tokens < 1 or lookahead < 0:
-            raise ValueError(f"cannot append {num_tokens} slots and {lookahead} to look ahead")
-        end = state.num_slots + num_tokens + lookahead
-        offset = state.num_slots % self.block_size
-        holds_states = lookahead > 0 and bool(self.tables.carried)
-        if (
-            offset
-            and state.has_exclusive_tail
-            and end - state.num_slots <= self.block_size - offset
-            and not holds_states
-        ):
-            state.num_slots = end
-            return True
-        return self.tables.grow(self.tables.resident(seq_id), end, is_looking_ahead=lookahead > 0)
+        num_granted = append.append_slots(self.tables, seq_ids, num_tokens, lookahead, atomic=atomic)
+        if self.tables.observer is not None:
+            self.tables.observer.appended(seq_ids, num_tokens, lookahead, num_granted, atomic=atomic)
+        return num_granted
 
     def fork(self, parent_id: int, child_id: int, child_tokens: list[int]) -> TokenChain:
         """Open a child that shares all of its parent's blocks; only reference counts change.
@@ -273,7 +247,22 @@ class KVCacheManager:
         for group, table, num_dead in zip(self.groups, parent.tables, parent.num_dead, strict=True):
             group.pool.retain(table[num_dead:])
         self.sequences[child_id] = child
+        if self.tables.observer is not None:
+            self.tables.observer.forked(parent_id, child_id, child.num_slots)
         return child.chain
+
+    def truncate(self, seq_id: int, num_tokens: int) -> None:
+        """Take back the slots from `num_tokens` on; the owner shortens the chain's tokens afterwards.
+
+        Args:
+            seq_id: a live sequence on the device.
+            num_tokens: slots to keep, at most those it has, and at least `rollback.limit`: dead blocks are gone. With
+                groups of states it is the limit or all: what lies between was computed, but no state was kept there.
+
+        Raises:
+            ValueError: a number of slots that is not allowed, or the sequence is swapped out.
+        """
+        self.rollback.truncate(seq_id, num_tokens)
 
     def publish(self, seq_id: int, num_computed: int) -> None:
         """Note that the KV of the first `num_computed` tokens is stored and verified; publish the full blocks.
@@ -292,11 +281,11 @@ class KVCacheManager:
             raise ValueError(f"num_computed {num_computed} is not in [{state.num_computed}, {most}]")
         if state.checkpoint is not None:
             self.tables.keep_what_looked_ahead(state, num_computed)
+        num_before = state.num_published
         state.num_computed = num_computed
         if num_computed >= state.next_event:
             self.tables.resident(seq_id)
             self.tables.version += 1
-            state.is_publishing &= state.num_resets == self.num_resets
             if state.is_publishing:
                 self._num_merges += publish_blocks(self.groups, state, num_computed // self.block_size)
             if self.tables.carried and state.is_publishing and self._snapshots.is_due(state):
@@ -304,6 +293,8 @@ class KVCacheManager:
             for idx in self._mortal:
                 bury(self.groups[idx], state, idx)
             state.next_event = next_event(self.groups, self._mortal, state)
+        if self.tables.observer is not None:
+            self.tables.observer.published(seq_id, state, num_before)
 
     def free(self, seq_id: int, *, retain: bool = False, is_sound: bool = True) -> None:
         """Release a sequence; of its published blocks the tail becomes evictable before the head.
@@ -317,9 +308,10 @@ class KVCacheManager:
         """
         state = self.sequences.pop(seq_id)
         self.tables.version += 1
-        state.is_publishing &= is_sound and state.num_resets == self.num_resets
+        state.is_publishing &= is_sound
+        tail = None
         if not state.is_swapped:
-            publish_tail(self.groups, state)
+            tail = publish_tail(self.groups, state)
             for idx in self._mortal:
                 keep_for_next_turn(self.groups[idx], state)
         if retain:
@@ -328,6 +320,8 @@ class KVCacheManager:
         if self.host is not None and state.is_swapped:
             self.host.num_sequences -= 1
             swap.leave(self.tables, state, Tier.HOST)
+        if self.tables.observer is not None:
+            self.tables.observer.freed(seq_id, state, retain=retain, tail=tail)
 
     def swap_out(self, seq_ids: Sequence[int]) -> None:
         """Move a family to the host: each of its blocks once, sharing preserved (M8).
@@ -349,9 +343,7 @@ class KVCacheManager:
         Raises:
             ValueError: one is not swapped out or is named twice, or the device has no room for them.
         """
-        swap.swap_in(self.tables, seq_ids)
-        for state in map(self.sequences.__getitem__, seq_ids):
-            state.next_event = next_event(self.groups, self._mortal, state)
+        swap.swap_in(self.tables, seq_ids, self._mortal)
 
     def reset_prefix_cache(self) -> None:
         """Make nothing that is published now be hit again, whoever runs; idle blocks are free at once.
@@ -360,16 +352,17 @@ class KVCacheManager:
         Pins, which nothing could hit, go too.
         """
         self.tables.version += 1
-        self.num_resets += 1
         self.arena.retention.clear()
-        self.tree = self.tree.emptied()
-        for group in self.groups:
-            group.pool.reset(self.tree)
-        if self.host is not None:
-            self.host.reset(self.tree)
+        for group in (*self.groups, *(self.host.groups if self.host is not None else ())):
+            group.pool.reset()
+        self.tree.clear()
+        for state in self.sequences.values():
+            state.is_publishing = False
         if self.archive is not None:
             self.archive.forget_saves()
         self.pins.clear()
+        if self.tables.observer is not None:
+            self.tables.observer.was_reset()
 
     def pin(self, name: str, chain: TokenChain) -> int:
         """Hold the longest published prefix of whole blocks of a chain until `unpin`; it may have all tokens.
@@ -380,27 +373,46 @@ class KVCacheManager:
         Raises:
             ValueError: the name is in use.
         """
-        if name in self.pins:
-            raise ValueError(f"{name!r} is pinned already")
-        run = find_prefix(self.groups, chain, len(chain.tokens) // self.block_size)
-        num_tokens = run.num_blocks * self.block_size if self.enable_prefix_caching else 0
-        if not num_tokens or not self.pins.can_add(run.block_ids):
-            return 0
-        self.tables.version += 1
-        self.pins.add(name, run.block_ids, num_tokens)
+        num_tokens = self.pins.pin(name, self.groups, chain)
+        if num_tokens:
+            self.tables.version += 1
+            if self.tables.observer is not None:
+                self.tables.observer.pinned(name, chain, num_tokens)
         return num_tokens
 
     def unpin(self, name: str) -> None:
         """Let go of a pinned prefix: its blocks are idle again when no sequence holds them."""
         self.pins.remove(name)
         self.tables.version += 1
+        if self.tables.observer is not None:
+            self.tables.observer.unpinned(name)
+
+    def holders_of(self, ops: MemoryOps) -> Holders:
+        """Return the live sequences and pins that hold blocks which the copies of a failed step were to write."""
+        return lost_copies.holders_of(self.tables, ops)
+
+    def discard_copies(self, ops: MemoryOps) -> None:
+        """Note that the copies of a failed step may not have been made: what they were to write is never hit.
+
+        Raises:
+            ValueError: such a block still has holders; see `holders_of`.
+        """
+        lost_copies.discard_copies(self.tables, ops)
 
     def take_ops(self) -> MemoryOps:
         """Hand over the movements that the workers must make before this step's kernels."""
         copies = self.tables.take_copies()
         saves = () if self.archive is None else self.archive.take_saves()
-        return MemoryOps(copies, saves) if copies else NO_OPS
+        ops = MemoryOps(copies, saves) if copies else NO_OPS
+        if self.tables.observer is not None:
+            self.tables.observer.ops_taken(ops)
+        return ops
 
-    def take_table_deltas(self, seq_id: int) -> tuple[TableDelta, ...]:
-        """Hand over the table entries that changed since the last call for this sequence."""
-        return self.sequences[seq_id].take_deltas()
+    def take_table_deltas(self, seq_ids: Iterable[int]) -> list[tuple[TableDelta, ...]]:
+        """Hand over, for each of some sequences, the table entries that changed since the last call for it."""
+        seq_ids = tuple(seq_ids)
+        states = map(self.sequences.__getitem__, seq_ids)
+        deltas = [state.take_deltas() if state.is_dirty else () for state in states]
+        if self.tables.observer is not None:
+            self.tables.observer.deltas_taken(seq_ids, deltas)
+        return deltas

@@ -47,6 +47,20 @@ class BlockCopy(NamedTuple):
     dst_tier: Tier = Tier.DEVICE
 
 
+class FetchedBlock(NamedTuple):
+    """A block of a chain that was read from disk and found whole.
+
+    Args:
+        group_idx: the cache group.
+        block_idx: its place in the chain.
+        ticket: the number under which the data plane has its bytes.
+    """
+
+    group_idx: int
+    block_idx: int
+    ticket: int
+
+
 class MemoryOps(NamedTuple):
     """Ordered byte movements; a later one may read what an earlier one wrote, so they are never reordered.
 

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from quire.memory.arena import Arena
+from quire.memory.chain import TokenChain
+from quire.memory.groups import CacheGroup, find_prefix
 from quire.memory.ops import BlockCopy
 from quire.memory.pool import NULL_BLOCK
 
@@ -59,6 +61,17 @@ class Pins:
             self._arena.num_slabs_for(idx, len({*self.blocks(idx), *blocks} - {NULL_BLOCK}))
             for idx, blocks in enumerate(block_ids or ((),) * len(self._arena.pools))
         )
+
+    def pin(self, name: str, groups: Sequence[CacheGroup], chain: TokenChain) -> int:
+        """Hold the longest published prefix of whole blocks of a chain; see `KVCacheManager.pin`."""
+        if name in self:
+            raise ValueError(f"{name!r} is pinned already")
+        size = groups[0].spec.block_size
+        run = find_prefix(groups, chain, len(chain.tokens) // size)
+        if not run.num_blocks or not self.can_add(run.block_ids):
+            return 0
+        self.add(name, run.block_ids, run.num_blocks * size)
+        return run.num_blocks * size
 
     def add(self, name: str, block_ids: Sequence[Sequence[int]], num_tokens: int) -> None:
         """Hold the blocks of a prefix of so many tokens, given for each group; null entries are left out."""

@@ -9,7 +9,6 @@ from typing import Protocol
 from quire.errors import InvariantViolation
 from quire.memory.idle_blocks import IdleBlocks, Part, RetentionPriority
 from quire.memory.prefix_index import NULL_BLOCK, PrefixIndex
-from quire.memory.prefix_tree import PrefixTree
 from quire.memory.residency import BlockWatcher
 from quire.memory.rest_queue import Clock
 
@@ -233,15 +232,10 @@ class BlockPool:
         self.index.remove((block_id,))
         self.idle.forget((block_id,))
 
-    def reset(self, tree: PrefixTree) -> None:
-        """Make nothing published be found again: idle blocks are free, and used ones will be when they are released.
-
-        Args:
-            tree: where blocks will be published from now on.
-        """
-        idle = list(self.idle)
-        self.index.reset(tree, idle)
-        self._empty(idle)
+    def reset(self) -> None:
+        """Have nothing published: idle blocks are free, and used ones will be when they are released."""
+        self.index.clear()
+        self._empty(list(self.idle))
 
     def discard(self, block_ids: Sequence[int]) -> None:
         """Free idle blocks whose contents are not what they are published as."""

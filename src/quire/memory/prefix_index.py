@@ -25,7 +25,7 @@ class PrefixIndex:
         num_ids: blocks of the pool, the null block included.
 
     Attributes:
-        tree: see above; another one after a reset, and then nothing is published.
+        tree: as given.
 
     Invariants: M4.
     """
@@ -35,7 +35,7 @@ class PrefixIndex:
     def __init__(self, tree: PrefixTree, slot: int, num_ids: int) -> None:
         self.tree = tree
         self._slot = slot
-        # By block. Names from before a reset stay: their stems are of another tree.
+        # By block: the node where it is published, None where it is not, and the position in that.
         self._stems: list[Stem | None] = [None] * num_ids
         self._positions = [0] * num_ids
         self._num_published = 0
@@ -44,8 +44,7 @@ class PrefixIndex:
         return self._num_published
 
     def __contains__(self, block_id: int) -> bool:
-        stem = self._stems[block_id]
-        return stem is not None and stem.tree is self.tree
+        return self._stems[block_id] is not None
 
     @property
     def num_ids(self) -> int:
@@ -62,7 +61,7 @@ class PrefixIndex:
     def place_of(self, block_id: int) -> Place | None:
         """Return where a block is published, None when it is not."""
         stem = self._stems[block_id]
-        return None if stem is None or stem.tree is not self.tree else (stem, self._positions[block_id])
+        return None if stem is None else (stem, self._positions[block_id])
 
     def content_of(self, block_id: int) -> bytes | None:
         """Return what a published block holds, None when it is not published."""
@@ -75,8 +74,8 @@ class PrefixIndex:
 
     def split(self, block_ids: Sequence[int]) -> tuple[Sequence[int], list[int]]:
         """Return the blocks that are published, and those that are not."""
-        stems, tree = self._stems, self.tree
-        if all(stem is not None and stem.tree is tree for stem in {stems[block_id] for block_id in block_ids}):
+        stems = self._stems
+        if None not in {stems[block_id] for block_id in block_ids}:
             return block_ids, []
         published = [block_id for block_id in block_ids if block_id in self]
         return published, [block_id for block_id in block_ids if block_id not in self]
@@ -144,25 +143,13 @@ class PrefixIndex:
         """Publish another block in place of one, if that is published at all."""
         place = self.place_of(src_id)
         if place is not None:
-            self.forget(src_id)
+            self._stems[src_id] = None
             self._stems[dst_id], self._positions[dst_id] = place
             place[0].blocks[self._slot][place[1]] = dst_id
 
-    def forget(self, block_id: int) -> Stem | None:
-        """Forget the name of a block, also one from before a reset, and nothing else; return the stem in it."""
-        stem, self._stems[block_id] = self._stems[block_id], None
-        return stem
-
-    def reset(self, tree: PrefixTree, idle: Iterable[int]) -> None:
-        """Have nothing published.
-
-        Args:
-            tree: where blocks will be published from now on.
-            idle: published blocks without holders, whose names are forgotten; those of others stay until they move.
-        """
-        for block_id in idle:
-            self._stems[block_id] = None
-        self.tree = tree
+    def clear(self) -> None:
+        """Have nothing published; the owner of the tree clears that too."""
+        self._stems = [None] * self.num_ids
         self._num_published = 0
 
     def _remove(self, stem: Stem | None, gone: list[int]) -> None:

@@ -77,7 +77,7 @@ class Trail:
 
 
 class PrefixTree:
-    """The prefixes of one manager, until its prefix cache is reset.
+    """The prefixes of one manager.
 
     Args:
         block_size: tokens of a block.
@@ -106,11 +106,13 @@ class PrefixTree:
         self._gone: deque[tuple[Stem, int]] = deque()
         self._num_gone = 0
 
-    def emptied(self) -> PrefixTree:
-        """Return a tree like this one with nothing in it."""
-        tree = PrefixTree(self.block_bytes // TOKEN_BYTES, self.num_slots, self.noted)
-        tree.num_remembered = self.num_remembered
-        return tree
+    def clear(self) -> None:
+        """Forget all prefixes; what chains know of their places is no longer valid."""
+        for stem in self.stems():
+            stem.epoch += 1
+        self.roots.clear()
+        self._gone.clear()
+        self._num_gone = 0
 
     def root(self, root: Root) -> Stem | None:
         """Return the stem that all of a namespace branch off, None where it has nothing."""

@@ -9,7 +9,7 @@ A line has what the command needs to be run again, and what came of it:
                              blocks end with a window or chunk and none is needed); where HIT ends inside a block, a
                              last name is that of the block used in part
  s SEQ N LOOKAHEAD SLOTS     append_slots: the sequence has SLOTS slots now, as before if it was refused
- g GRANTED SEQ ...           append_slot_to_all: 1 where each of them has a slot more now, 0 where none has
+ g GRANTED SEQ ...           append_slots, atomic: 1 where each of them has a slot more now, 0 where none has
  k PARENT CHILD SLOTS        fork
  t SEQ SLOTS                 truncate
  p SEQ COMPUTED [NAME ...]   publish: names of the blocks that were published, or merged, by this
@@ -28,7 +28,8 @@ A line has what the command needs to be run again, and what came of it:
  o [GROUP:SRC>DST ...]       take_ops: the copies that it is told to make; an `h` follows the id of a host block, a `d`
                              the number of one on disk
  = COUNT ...                 no command: how many there were, and the counts of `Usage`, those of the host tier, if
-                             there is one, behind them; every 256 commands and when the last sequence is freed
+                             there is one, behind them; with the first `o` after every 256 commands, and when the last
+                             sequence is freed
 ```
 
 Tokens are not in it. To share a prefix, memory asks of blocks only whether they and all before them are equal; so a
@@ -40,18 +41,17 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TextIO
 
-from quire.memory.archive import Archive, FetchedBlock
-from quire.memory.chain import DIGEST_BYTES, TokenChain, block_digest
-from quire.memory.continuation import tail_of
+from quire.memory.chain import DIGEST_BYTES, TokenChain
 from quire.memory.manager import KVCacheManager
-from quire.memory.ops import BlockCopy, MemoryOps, TableDelta, Tier
+from quire.memory.ops import BlockCopy, FetchedBlock, MemoryOps, TableDelta, Tier
 from quire.memory.sequence_memory import SequenceMemory
 from quire.memory.settings import MemorySettings
 from quire.memory.status import PrefixHit
+from quire.memory.stem import Place
 
 logger = logging.getLogger(__name__)
 
@@ -70,44 +70,15 @@ def keyed_name(digest: bytes, _: bytes) -> str:
     return digest[: DIGEST_BYTES // 2].hex()
 
 
-class RecordedArchive:
-    """An archive whose commands are written down with those of its manager.
+class MemoryRecorder:
+    """Writes the commands that a manager is given down; a `CommandObserver`.
 
     Args:
-        archive: the manager's.
-        write: writes a line of the log.
-        name: see `RecordedMemory`.
-        block_size: tokens of a block.
-    """
-
-    def __init__(
-        self, archive: Archive, write: Callable[[str], None], name: Callable[[bytes, bytes], str], block_size: int
-    ) -> None:
-        self.archive = archive
-        self.find_loads = archive.find_loads
-        self.saving_ops = archive.saving_ops
-        self._write = write
-        self._name = name
-        self._block_size = block_size
-
-    def adopt(self, chain: TokenChain, num_blocks: int, fetched: Sequence[FetchedBlock]) -> list[int]:
-        """See `Archive.adopt`."""
-        adopted = self.archive.adopt(chain, num_blocks, fetched)
-        names = _names(self._name, chain, 0, num_blocks)
-        blocks = (":".join(map(str, block)) for block in fetched)
-        self._write(" ".join([f"l {num_blocks * self._block_size}", *names, *blocks]))
-        return adopted
-
-
-class RecordedMemory:
-    """A manager whose commands are written down; it has the verbs that a scheduler and an engine use.
-
-    Args:
-        manager: new, made of the settings, and commanded by nobody else.
-        settings: go to the first line.
+        manager: new, and made of the settings; it reports its commands to the recorder from now on.
+        settings: content of the first line.
         log: written to, and flushed once for each `take_ops`: with each step. Where that fails (a full disk, say), the
             recording stops with a warning, and memory goes on: the command had its effect already.
-        name: what stands for a published block, of its digest and its content; equal for equal blocks only.
+        name: name of a published block, made of its digest and its content; equal for equal blocks only.
     """
 
     def __init__(
@@ -118,170 +89,112 @@ class RecordedMemory:
         name: Callable[[bytes, bytes], str] = keyed_name,
     ) -> None:
         self.manager = manager
-        self.block_size = manager.block_size
-        self.groups = manager.groups
-        self.arena = manager.arena
-        self.pins = manager.pins
-        # Questions change nothing: they go straight to the manager.
-        self.chain = manager.chain
-        self.match_prefix = manager.match_prefix
-        self.can_allocate = manager.can_allocate
-        self.blocks_missing = manager.blocks_missing
-        self.can_ever_hold = manager.can_ever_hold
-        self.rollback_limit = manager.rollback_limit
-        self.rollback_point = manager.rollback_point
-        self.step_limit = manager.step_limit
-        self.would_release = manager.would_release
-        self.block_table = manager.block_table
-        self.can_swap_out = manager.can_swap_out
-        self.can_swap_in = manager.can_swap_in
-        self.swap_size = manager.swap_size
-        self.usage = manager.usage
-        self.holders_of = manager.holders_of
         self._log: TextIO | None = log
         self._name = name
         self._num_commands = 0
+        self._next_counts = COUNT_EVERY
         self._pins: dict[str, int] = {}
         self._num_pins = 0
-        archive = manager.archive
-        self.archive = None if archive is None else RecordedArchive(archive, self._write, name, self.block_size)
         self._put(f"{TITLE} {VERSION} {settings.to_json()}")
         self._flush()
+        manager.tables.observer = self
 
-    def allocate(self, seq_id: int, chain: TokenChain, hit: PrefixHit) -> None:
-        """See `KVCacheManager.allocate`."""
-        self.manager.allocate(seq_id, chain, hit)
-        names = self._names(chain, hit.num_tokens)
+    # ---- events; see `CommandObserver` ----
+
+    def allocated(self, seq_id: int, chain: TokenChain, hit: PrefixHit) -> None:
+        names = self._last_name(chain, hit.num_tokens)
         if hit.num_copied:
-            place = self.groups[0].pool.index.place_of(hit.block_ids[0][-1])
+            place = self.manager.groups[0].pool.index.place_of(hit.block_ids[0][-1])
             assert place is not None
-            names += f" {self._name(place[0].digest(place[1]), place[0].content(place[1]))}"
+            names += self._name_at(place)
         self._write(f"a {seq_id} {len(chain.tokens)} {hit.parted_at} {hit.num_tokens}{names}")
 
-    def append_slots(self, seq_id: int, num_tokens: int, lookahead: int = 0) -> bool:
-        """See `KVCacheManager.append_slots`."""
-        is_granted = self.manager.append_slots(seq_id, num_tokens, lookahead)
-        self._write(f"s {seq_id} {num_tokens} {lookahead} {self.manager.sequences[seq_id].num_slots}")
-        return is_granted
+    def appended(
+        self, seq_ids: Sequence[int], num_tokens: int, lookahead: int, num_granted: int, *, atomic: bool
+    ) -> None:
+        if atomic:
+            self._write(_joined("g", int(num_granted == len(seq_ids)), *seq_ids))
+            return
+        # A refused sequence is recorded too: it was asked for.
+        for seq_id in seq_ids[: num_granted + 1]:
+            self._write(f"s {seq_id} {num_tokens} {lookahead} {self.manager.sequences[seq_id].num_slots}")
 
-    def append_slot_to_each(self, seq_ids: Sequence[int]) -> int:
-        """See `BatchCommands.append_slot_to_each`."""
-        return next((idx for idx, seq_id in enumerate(seq_ids) if not self.append_slots(seq_id, 1)), len(seq_ids))
+    def forked(self, parent_id: int, child_id: int, num_slots: int) -> None:
+        self._write(f"k {parent_id} {child_id} {num_slots}")
 
-    def append_slot_to_all(self, seq_ids: Sequence[int]) -> bool:
-        """See `BatchCommands.append_slot_to_all`."""
-        is_granted = self.manager.append_slot_to_all(seq_ids)
-        self._write(" ".join([f"g {int(is_granted)}", *map(str, seq_ids)]))
-        return is_granted
-
-    def fork(self, parent_id: int, child_id: int, child_tokens: list[int]) -> TokenChain:
-        """See `KVCacheManager.fork`."""
-        chain = self.manager.fork(parent_id, child_id, child_tokens)
-        self._write(f"k {parent_id} {child_id} {self.manager.sequences[child_id].num_slots}")
-        return chain
-
-    def truncate(self, seq_id: int, num_tokens: int) -> None:
-        """See `KVCacheManager.truncate`."""
-        self.manager.truncate(seq_id, num_tokens)
+    def truncated(self, seq_id: int, num_tokens: int) -> None:
         self._write(f"t {seq_id} {num_tokens}")
 
-    def publish(self, seq_id: int, num_computed: int) -> None:
-        """See `KVCacheManager.publish`."""
-        state = self.manager.sequences[seq_id]
-        num_before = state.num_published
-        self.manager.publish(seq_id, num_computed)
-        words = [f"p {seq_id} {num_computed}"]
-        if state.num_published > num_before:
-            words += _names(self._name, state.chain, num_before, state.num_published)
-        self._write(" ".join(words))
+    def published(self, seq_id: int, state: SequenceMemory, num_before: int) -> None:
+        names = self._names(state.chain, num_before, state.num_published) if state.num_published > num_before else ()
+        self._write(_joined("p", seq_id, state.num_computed, *names))
 
-    def free(self, seq_id: int, *, retain: bool = False, is_sound: bool = True) -> None:
-        """See `KVCacheManager.free`."""
-        state = self.manager.sequences[seq_id]
-        tail = self._tail(state) if is_sound else ""
-        self.manager.free(seq_id, retain=retain, is_sound=is_sound)
-        self._write(f"f {seq_id} {state.num_slots} {state.num_computed} {int(retain)}{tail}")
+    def freed(self, seq_id: int, state: SequenceMemory, *, retain: bool, tail: Place | None) -> None:
+        name = "" if tail is None else self._name_at(tail)
+        self._write(f"f {seq_id} {state.num_slots} {state.num_computed} {int(retain)}{name}")
         if not self.manager.sequences:
             self._write_counts()
 
-    def swap_out(self, seq_ids: Sequence[int]) -> None:
-        """See `KVCacheManager.swap_out`."""
-        self.manager.swap_out(seq_ids)
-        self._write(" ".join([">", *map(str, seq_ids)]))
+    def swapped_out(self, seq_ids: Sequence[int]) -> None:
+        self._write(_joined(">", *seq_ids))
 
-    def swap_in(self, seq_ids: Sequence[int]) -> None:
-        """See `KVCacheManager.swap_in`."""
-        self.manager.swap_in(seq_ids)
-        self._write(" ".join(["<", *map(str, seq_ids)]))
+    def swapped_in(self, seq_ids: Sequence[int]) -> None:
+        self._write(_joined("<", *seq_ids))
 
-    def reset_prefix_cache(self) -> None:
-        """See `KVCacheManager.reset_prefix_cache`."""
-        self.manager.reset_prefix_cache()
+    def was_reset(self) -> None:
         self._pins.clear()
         self._write("r")
 
-    def pin(self, name: str, chain: TokenChain) -> int:
-        """See `KVCacheManager.pin`."""
-        num_tokens = self.manager.pin(name, chain)
-        if num_tokens:
-            self._pins[name] = self._num_pins
-            self._write(f"+ {self._num_pins} {num_tokens}{self._names(chain, num_tokens)}")
-            self._num_pins += 1
-        return num_tokens
+    def pinned(self, name: str, chain: TokenChain, num_tokens: int) -> None:
+        self._pins[name] = self._num_pins
+        self._write(f"+ {self._num_pins} {num_tokens}{self._last_name(chain, num_tokens)}")
+        self._num_pins += 1
 
-    def unpin(self, name: str) -> None:
-        """See `KVCacheManager.unpin`."""
-        self.manager.unpin(name)
+    def unpinned(self, name: str) -> None:
         self._write(f"- {self._pins.pop(name)}")
 
-    def discard_copies(self, ops: MemoryOps) -> None:
-        """See `KVCacheManager.discard_copies`."""
-        self.manager.discard_copies(ops)
-        self._write(" ".join(["x", *map(_movement, ops.copies)]))
+    def copies_discarded(self, ops: MemoryOps) -> None:
+        self._write(_joined("x", *map(_movement, ops.copies)))
 
-    def take_ops(self) -> MemoryOps:
-        """See `KVCacheManager.take_ops`."""
-        ops = self.manager.take_ops()
-        self._write(" ".join(["o", *map(_movement, ops.copies)]))
+    def ops_taken(self, ops: MemoryOps) -> None:
+        self._write(_joined("o", *map(_movement, ops.copies)))
+        if self._num_commands >= self._next_counts:
+            self._write_counts()
         self._flush()
-        return ops
 
-    def take_table_deltas(self, seq_id: int) -> tuple[TableDelta, ...]:
-        """See `KVCacheManager.take_table_deltas`."""
-        deltas = self.manager.take_table_deltas(seq_id)
-        if deltas:
-            parts = (f" {idx}:{start}:{','.join(map(str, block_ids))}" for idx, start, block_ids in deltas)
-            self._write("".join([f"d {seq_id}", *parts]))
-        return deltas
+    def deltas_taken(self, seq_ids: Sequence[int], deltas: Sequence[tuple[TableDelta, ...]]) -> None:
+        for seq_id, changed in zip(seq_ids, deltas, strict=True):
+            if changed:
+                parts = (f"{idx}:{start}:{','.join(map(str, block_ids))}" for idx, start, block_ids in changed)
+                self._write(_joined("d", seq_id, *parts))
 
-    def take_table_deltas_of_each(self, seq_ids: Iterable[int]) -> list[tuple[TableDelta, ...]]:
-        """See `BatchCommands.take_table_deltas_of_each`."""
-        return [self.take_table_deltas(seq_id) for seq_id in seq_ids]
+    def loads_published(self, chain: TokenChain, num_blocks: int, fetched: Sequence[FetchedBlock]) -> None:
+        blocks = (":".join(map(str, block)) for block in fetched)
+        num_tokens = num_blocks * self.manager.block_size
+        self._write(_joined("l", num_tokens, *self._names(chain, 0, num_blocks), *blocks))
 
-    def _names(self, chain: TokenChain, num_tokens: int) -> str:
+    # ---- the log ----
+
+    def _names(self, chain: TokenChain, start: int, end: int) -> list[str]:
+        """Return the names of a chain's blocks `[start, end)`."""
+        digests = chain.digests(end)
+        return [self._name(digests[idx], chain.content(idx)) for idx in range(start, end)]
+
+    def _last_name(self, chain: TokenChain, num_tokens: int) -> str:
         """Return the name of a prefix' last whole block, which is enough: who published it has named those before."""
-        num_blocks = num_tokens // self.block_size
-        return "".join(f" {name}" for name in _names(self._name, chain, max(0, num_blocks - 1), num_blocks))
+        num_blocks = num_tokens // self.manager.block_size
+        return "".join(f" {name}" for name in self._names(chain, max(0, num_blocks - 1), num_blocks))
 
-    def _tail(self, state: SequenceMemory) -> str:
-        """Return the name of the block where the tokens of a sequence's last one will be found once it is freed."""
-        is_found = not state.is_swapped and state.num_resets == self.manager.num_resets
-        tail = tail_of(self.groups, state) if is_found else None
-        if tail is None:
-            return ""
-        if tail.place is not None:
-            stem, position = tail.place
-            return f" {self._name(stem.digest(position), stem.content(position))}"
-        parent = state.chain.digest_before(state.num_computed // self.block_size)
-        return f" {self._name(block_digest(parent, tail.content), tail.content)}"
+    def _name_at(self, place: Place) -> str:
+        stem, position = place
+        return f" {self._name(stem.digest(position), stem.content(position))}"
 
     def _write(self, line: str) -> None:
         self._put(line)
         self._num_commands += 1
-        if self._num_commands % COUNT_EVERY == 0:
-            self._write_counts()
 
     def _write_counts(self) -> None:
+        self._next_counts = self._num_commands + COUNT_EVERY
         usage = self.manager.usage()
         counts = (self._num_commands, *usage[:NUM_COUNTS], *(usage.host or ())[:NUM_HOST_COUNTS])
         self._put(" ".join(["=", *map(str, counts)]))
@@ -323,10 +236,8 @@ def _warn(error: OSError) -> None:
     logger.warning("the recording of memory commands ends here, since it cannot be written: %s", error)
 
 
-def _names(name: Callable[[bytes, bytes], str], chain: TokenChain, start: int, end: int) -> list[str]:
-    """Return the names of a chain's blocks `[start, end)`."""
-    digests = chain.digests(end)
-    return [name(digests[idx], chain.content(idx)) for idx in range(start, end)]
+def _joined(*words: str | int) -> str:
+    return " ".join(map(str, words))
 
 
 def _movement(copy: BlockCopy) -> str:

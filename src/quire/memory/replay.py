@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from quire.errors import InvariantViolation, LogError
-from quire.memory.archive import FetchedBlock
 from quire.memory.chain import Namespace, TokenChain
 from quire.memory.invariants import check
-from quire.memory.ops import MemoryOps
-from quire.memory.recorder import TITLE, VERSION, RecordedMemory, read_movement
+from quire.memory.ops import FetchedBlock, MemoryOps
+from quire.memory.recorder import TITLE, VERSION, MemoryRecorder, read_movement
 from quire.memory.settings import MemorySettings
 from quire.memory.usage import Usage
 
@@ -161,7 +160,8 @@ class _Replay:
     def __init__(self, settings: MemorySettings) -> None:
         self._blocks = _Blocks()
         self._log = io.StringIO()
-        self.memory = RecordedMemory(settings.build(), settings, self._log, self._blocks.name)
+        self.memory = settings.build()
+        MemoryRecorder(self.memory, settings, self._log, self._blocks.name)
         self._written = deque(self._new_lines()[1:])
         self.num_commands: Counter[str] = Counter()
         self.hit_tokens = 0
@@ -172,7 +172,7 @@ class _Replay:
         self._runs: dict[str, Callable[[list[str]], object]] = {
             "a": self._allocate,
             "s": self._append_slots,
-            "g": lambda words: self.memory.append_slot_to_all([int(word) for word in words[1:]]),
+            "g": lambda words: self.memory.append_slots([int(word) for word in words[1:]], atomic=True),
             "k": self._fork,
             "t": self._truncate,
             "p": self._publish,
@@ -183,7 +183,7 @@ class _Replay:
             "r": lambda _: self.memory.reset_prefix_cache(),
             "+": self._pin,
             "-": lambda words: self.memory.unpin(words[0]),
-            "d": lambda words: self.memory.take_table_deltas(int(words[0])),
+            "d": lambda words: self.memory.take_table_deltas((int(words[0]),)),
             "o": lambda _: self.memory.take_ops(),
             "x": lambda words: self.memory.discard_copies(MemoryOps(tuple(map(read_movement, words)))),
         }
@@ -236,7 +236,7 @@ class _Replay:
         letter, *words = line.split(" ")
         if letter not in self._runs:
             raise ValueError(f"no command is written like {_shown(line)}")
-        if letter in OF_A_SEQUENCE and int(words[0]) not in self.memory.manager.sequences:
+        if letter in OF_A_SEQUENCE and int(words[0]) not in self.memory.sequences:
             raise ValueError(f"{_shown(line)}, but sequence {words[0]} is not live")
         self._runs[letter](words)
         self.num_commands[VERBS[letter]] += 1
@@ -245,7 +245,7 @@ class _Replay:
     def _check(self) -> None:
         self._num_unchecked = 0
         self.num_checks += 1
-        check(self.memory.manager)
+        check(self.memory)
 
     def _new_lines(self) -> list[str]:
         lines = self._log.getvalue().splitlines()
@@ -279,7 +279,7 @@ class _Replay:
 
     def _free(self, words: list[str]) -> None:
         seq_id, is_kept, name = int(words[0]), words[3] == "1", words[4] if len(words) > 4 else None
-        state, size = self.memory.manager.sequences[seq_id], self.memory.block_size
+        state, size = self.memory.sequences[seq_id], self.memory.block_size
         num_full = state.num_computed // size
         if name is not None:
             tokens = state.chain.tokens
@@ -290,20 +290,20 @@ class _Replay:
 
     def _append_slots(self, words: list[str]) -> None:
         seq_id, num_tokens, lookahead, _ = map(int, words)
-        self.memory.append_slots(seq_id, num_tokens, lookahead)
+        self.memory.append_slots((seq_id,), num_tokens, lookahead)
 
     def _fork(self, words: list[str]) -> None:
         parent_id, child_id, _ = map(int, words)
-        self.memory.fork(parent_id, child_id, self.memory.manager.sequences[parent_id].chain.tokens.copy())
+        self.memory.fork(parent_id, child_id, self.memory.sequences[parent_id].chain.tokens.copy())
 
     def _truncate(self, words: list[str]) -> None:
         seq_id, num_tokens = map(int, words)
         self.memory.truncate(seq_id, num_tokens)
-        del self.memory.manager.sequences[seq_id].chain.tokens[num_tokens:]
+        del self.memory.sequences[seq_id].chain.tokens[num_tokens:]
 
     def _publish(self, words: list[str]) -> None:
         seq_id, num_computed = int(words[0]), int(words[1])
-        state, size = self.memory.manager.sequences[seq_id], self.memory.block_size
+        state, size = self.memory.sequences[seq_id], self.memory.block_size
         tokens, start = state.chain.tokens, state.num_published
         if num_computed > state.num_slots:
             raise ValueError(f"{num_computed} tokens are computed in {state.num_slots} slots")

@@ -1,4 +1,4 @@
-"""How a live sequence is rolled back, and how far."""
+"""The rollback of a live sequence: how far it can go, and how it is done."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Rollback:
         self._tables = tables
         self._mortal = mortal
 
-    def rollback_limit(self, seq_id: int) -> int:
+    def limit(self, seq_id: int) -> int:
         """Return the least length to which a live sequence can be truncated: before it, live tokens would be gone.
 
         With groups of states it is the only one: where it looked ahead from, else the length that it has.
@@ -32,22 +32,22 @@ class Rollback:
         deaths = (groups[idx].spec.death(num_dead[idx] - 1) for idx in self._mortal if num_dead[idx])
         return max(deaths, default=0)
 
-    def rollback_point(self, seq_id: int, num_tokens: int) -> int:
+    def point(self, seq_id: int, num_tokens: int) -> int:
         """Return the greatest length, `num_tokens` at most, to which a live sequence can be truncated.
 
         Args:
             seq_id: a live sequence.
-            num_tokens: from `rollback_limit` to the slots that it has.
+            num_tokens: from `limit` to the slots that it has.
         """
         is_all = num_tokens == self._tables.sequences[seq_id].num_slots
-        return num_tokens if is_all or not self._tables.carried else self.rollback_limit(seq_id)
+        return num_tokens if is_all or not self._tables.carried else self.limit(seq_id)
 
     def truncate(self, seq_id: int, num_tokens: int) -> None:
         """Take back the slots from `num_tokens` on; the owner shortens the chain's tokens afterwards.
 
         Args:
             seq_id: a live sequence.
-            num_tokens: slots to keep, at most those it has, and at least `rollback_limit`: dead blocks are gone. With
+            num_tokens: slots to keep, at most those it has, and at least `limit`: dead blocks are gone. With
                 groups of states it is the limit or all: what lies between was computed, but no state was kept there.
 
         Raises:
@@ -56,7 +56,7 @@ class Rollback:
         """
         tables = self._tables
         state = tables.resident(seq_id)
-        least = self.rollback_limit(seq_id)
+        least = self.limit(seq_id)
         if not least <= num_tokens <= state.num_slots or (
             tables.carried and num_tokens not in (least, state.num_slots)
         ):
@@ -68,3 +68,5 @@ class Rollback:
         state.num_published = min(state.num_published, num_tokens // tables.groups[0].spec.block_size)
         state.next_event = next_event(tables.groups, self._mortal, state)
         state.chain.truncate(num_tokens)
+        if tables.observer is not None:
+            tables.observer.truncated(seq_id, num_tokens)

@@ -26,8 +26,7 @@ class SequenceMemory:
     Args:
         chain: its tokens and their identities.
         num_groups: cache groups.
-        num_resets: resets of the prefix cache before it was opened; after a further one it publishes no more.
-        is_publishing: False when full blocks are not to enter the prefix index.
+        is_publishing: False when full blocks are not to enter the prefix index: caching is off, or was reset since.
 
     Attributes:
         tables: per group, the block ids; dead blocks are null entries, as is all but the last of a state's. Empty while
@@ -65,7 +64,6 @@ class SequenceMemory:
         "num_computed",
         "num_dead",
         "num_published",
-        "num_resets",
         "num_slots",
         "opened_on",
         "regular_snapshot",
@@ -73,12 +71,11 @@ class SequenceMemory:
         "tables",
     )
 
-    def __init__(self, chain: TokenChain, num_groups: int, num_resets: int, *, is_publishing: bool) -> None:
+    def __init__(self, chain: TokenChain, num_groups: int, *, is_publishing: bool) -> None:
         self.chain = chain
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]
         self.host_tables: list[list[int]] | None = None
         self.num_dead = [0] * num_groups
-        self.num_resets = num_resets
         self.num_slots = 0
         self.num_computed = 0
         self.num_published = 0
@@ -134,7 +131,7 @@ class SequenceMemory:
 
     def fork(self, chain: TokenChain) -> SequenceMemory:
         """Return what memory keeps of a child that has all that this sequence has; holders are not counted here."""
-        child = SequenceMemory(chain, len(self.tables), self.num_resets, is_publishing=self.is_publishing)
+        child = SequenceMemory(chain, len(self.tables), is_publishing=self.is_publishing)
         child.tables = [table.copy() for table in self.tables]
         child.num_dead = self.num_dead.copy()
         child.num_slots = self.num_slots

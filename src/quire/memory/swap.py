@@ -17,6 +17,7 @@ from quire.memory.admission import refuse_blocks, weigh
 from quire.memory.idle_blocks import RetentionPriority
 from quire.memory.ops import BlockCopy, Tier
 from quire.memory.pool import NULL_BLOCK, BlockPool
+from quire.memory.progress import next_event
 from quire.memory.sequence_memory import SequenceMemory
 from quire.memory.status import AllocStatus, BlockLoad, Verdict
 from quire.memory.tables import BlockTables
@@ -256,9 +257,11 @@ def swap_out(tables: BlockTables, seq_ids: Sequence[int]) -> None:
         tables.drop_checkpoint(state)
     tables.host.num_sequences += len(states)
     tables.host.traffic.num_swap_outs += transfer(tables, states, Tier.DEVICE, routes)
+    if tables.observer is not None:
+        tables.observer.swapped_out(seq_ids)
 
 
-def swap_in(tables: BlockTables, seq_ids: Sequence[int]) -> None:
+def swap_in(tables: BlockTables, seq_ids: Sequence[int], mortal: Sequence[int]) -> None:
     """See `KVCacheManager.swap_in`."""
     states = tables.family(seq_ids, Tier.HOST)
     routes = find_routes(tables, states, Tier.HOST)
@@ -267,6 +270,10 @@ def swap_in(tables: BlockTables, seq_ids: Sequence[int]) -> None:
     tables.version += 1
     tables.host.num_sequences -= len(states)
     tables.host.traffic.num_swap_ins += transfer(tables, states, Tier.HOST, routes)
+    for state in states:
+        state.next_event = next_event(tables.groups, mortal, state)
+    if tables.observer is not None:
+        tables.observer.swapped_in(seq_ids)
 
 
 def promote(tables: BlockTables, state: SequenceMemory, loads: Sequence[BlockLoad]) -> None:

@@ -10,6 +10,7 @@ from quire.memory.chain import TOKEN_BYTES
 from quire.memory.groups import CacheGroup
 from quire.memory.host_tier import HostTier
 from quire.memory.idle_blocks import RetentionPriority
+from quire.memory.observer import CommandObserver
 from quire.memory.ops import BlockCopy, Tier
 from quire.memory.pins import Pins
 from quire.memory.pool import NULL_BLOCK
@@ -41,6 +42,7 @@ class BlockTables:
         "host",
         "kept",
         "num_copies",
+        "observer",
         "pending_copies",
         "pins",
         "sequences",
@@ -58,6 +60,7 @@ class BlockTables:
         self.pending_copies: list[BlockCopy] = []
         self.version = 0
         self.num_copies = 0
+        self.observer: CommandObserver | None = None
 
     def share(self, state: SequenceMemory, hit: PrefixHit) -> None:
         """Give a sequence that opens the blocks of a hit, and the slots that are filled; not those on the host."""

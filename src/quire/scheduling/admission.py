@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from quire.errors import InvariantViolation
 from quire.memory.manager import KVCacheManager
-from quire.memory.recorder import RecordedMemory
 from quire.memory.status import AllocStatus, HitEnd, PrefixHit, Verdict
 from quire.scheduling.gangs import seats_of
 from quire.scheduling.policies import Order
@@ -50,7 +49,7 @@ class Admission:
 
     def __init__(
         self,
-        memory: KVCacheManager | RecordedMemory,
+        memory: KVCacheManager,
         queues: Queues,
         stats: SchedulerStats,
         preemption: Preemption,
@@ -100,7 +99,7 @@ class Admission:
             return num_seats > room.seats
         # In bytes of the group that lacks most: an estimate from above, since others may hold some of the blocks too.
         lacking_bytes = (status.needed - status.available) * memory.groups[status.group_idx].spec.bytes_per_block
-        return memory.would_release([s.seq_id for s in lower]).freed_bytes >= lacking_bytes
+        return memory.capacity.would_release([s.seq_id for s in lower]).freed_bytes >= lacking_bytes
 
     def let_in(self, granted: dict[Sequence, int], spare: int) -> None:
         """Let in who waits or is swapped out, in order, until tokens, seats or memory say stop.
@@ -142,14 +141,14 @@ class Admission:
         if status.verdict is Verdict.LATER and not self._queues.running:
             # Alone, it need not wait for more room than its shortest steps take.
             step = 1
-            status = memory.can_allocate(num_tokens, hit, step)
+            status = memory.capacity.can_allocate(num_tokens, hit, step)
         if status.verdict is Verdict.LATER:
             return False
         if status.verdict is Verdict.NEVER:
             raise InvariantViolation("S3", f"sequence {sequence.seq_id} can never fit: {status}")
         memory.allocate(sequence.seq_id, sequence.chain, hit)
         count = memory.step_limit(sequence.seq_id, min(num_tokens - hit.num_tokens, room.spare))
-        while not memory.append_slots(sequence.seq_id, count):
+        while not memory.append_slots((sequence.seq_id,), count):
             if count <= step:
                 raise InvariantViolation("S2", f"sequence {sequence.seq_id} was promised memory: {status}")
             count //= 2
@@ -179,13 +178,13 @@ class Admission:
         seq_ids = [sequence.seq_id for sequence in family]
         memory.swap_in(seq_ids)
         if first.is_beam:
-            count = int(len(family) <= room.spare and memory.append_slot_to_all(seq_ids))
+            count = int(len(family) <= room.spare and memory.append_slots(seq_ids, atomic=True))
             for sequence in family:
                 self._enter(sequence, count, room)
             return True
         for sequence in family:
             count = memory.step_limit(sequence.seq_id, min(sequence.num_pending, room.spare))
-            if count > 0 and not memory.append_slots(sequence.seq_id, count):
+            if count > 0 and not memory.append_slots((sequence.seq_id,), count):
                 count = 0
             self._enter(sequence, count, room)
         return True
@@ -199,13 +198,13 @@ class Admission:
         # Beams that lack room as soon as they part would begin again.
         num_beams = sequence.request.params.beam_width or 0
         reserved = [count + num_beams for count in room.reserved]
-        return self._memory.can_allocate(len(sequence.tokens), hit, self._max_num_batched_tokens, reserved)
+        return self._memory.capacity.can_allocate(len(sequence.tokens), hit, self._max_num_batched_tokens, reserved)
 
     def _swap_in_status(self, family: list[Sequence], room: Room) -> AllocStatus:
         """Return whether a family fits beside those that run; alone, its shortest steps count."""
         seq_ids, lengths = [sequence.seq_id for sequence in family], [len(sequence.tokens) for sequence in family]
         step = self._max_num_batched_tokens if self._queues.running else 1
-        return self._memory.can_swap_in(seq_ids, lengths, step, room.reserved)
+        return self._memory.capacity.can_swap_in(seq_ids, lengths, step, room.reserved)
 
     def _enter(self, sequence: Sequence, count: int, room: Room) -> None:
         """Have a sequence run, with `count` tokens in this step; none are granted to one that lacked slots."""
@@ -218,7 +217,9 @@ class Admission:
 
     def _reserve(self, room: Room, sequence: Sequence) -> None:
         """Add the blocks of each group that a sequence will still ask for to hold all the tokens it has."""
-        missing = self._memory.blocks_missing(sequence.seq_id, len(sequence.tokens), self._max_num_batched_tokens)
+        missing = self._memory.capacity.blocks_missing(
+            sequence.seq_id, len(sequence.tokens), self._max_num_batched_tokens
+        )
         for idx, count in enumerate(missing):
             room.reserved[idx] += count
 

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from quire.decoding.drafting import Drafter
 from quire.memory.manager import KVCacheManager
-from quire.memory.recorder import RecordedMemory
 from quire.scheduling.stats import SchedulerStats
 from quire.sequences.sequence import Sequence
 
@@ -37,7 +36,7 @@ class Drafts:
 
     __slots__ = ("_memory", "_stats", "drafter")
 
-    def __init__(self, memory: KVCacheManager | RecordedMemory, drafter: Drafter | None, stats: SchedulerStats) -> None:
+    def __init__(self, memory: KVCacheManager, drafter: Drafter | None, stats: SchedulerStats) -> None:
         self._memory = memory
         self.drafter = drafter
         self._stats = stats
@@ -63,7 +62,7 @@ class Drafts:
         draft = tuple(drafter.propose(sequence, limit)) if limit > 0 else ()
         if not draft or not memory.arena.can_hold(self._room(len(draft), reserved)):
             return False
-        if not memory.append_slots(sequence.seq_id, 1, lookahead=len(draft)):
+        if not memory.append_slots((sequence.seq_id,), 1, lookahead=len(draft)):
             return False
         sequence.draft = draft
         return True
@@ -91,7 +90,7 @@ class Drafts:
         sequence.num_drafted += num_drafted
         sequence.num_accepted += num_accepted
         sequence.draft = ()
-        kept = memory.rollback_point(seq_id, num_tokens)
+        kept = memory.rollback.point(seq_id, num_tokens)
         if kept < end:
             memory.truncate(seq_id, kept)
         memory.publish(seq_id, kept)

@@ -9,7 +9,6 @@ from itertools import takewhile
 from quire.decoding.beams import advance_beams, num_candidates
 from quire.errors import PromptTooLong
 from quire.memory.manager import KVCacheManager
-from quire.memory.recorder import RecordedMemory
 from quire.scheduling.plan import BeamGroup, Candidate
 from quire.scheduling.roster import Roster
 from quire.sequences.edits import Append, Drop, Finish, Fork
@@ -35,7 +34,7 @@ def seats_of(sequence: Sequence) -> int:
     return request.params.num_sequences - len(beams) + 1 if sequence is beams[0] else 1
 
 
-def refuse_what_never_fits(memory: KVCacheManager | RecordedMemory, request: Request) -> None:
+def refuse_what_never_fits(memory: KVCacheManager, request: Request) -> None:
     """Raise where memory could not hold a request by itself; a search with all its beams apart behind the prompt.
 
     Raises:
@@ -45,7 +44,7 @@ def refuse_what_never_fits(memory: KVCacheManager | RecordedMemory, request: Req
     width = request.params.beam_width or 1
 
     def is_too_long(num_prompt: int) -> bool:
-        return not memory.can_ever_hold(num_prompt + num_output, width=width, num_shared=num_prompt)
+        return not memory.capacity.can_ever_hold(num_prompt + num_output, width=width, num_shared=num_prompt)
 
     if not is_too_long(request.num_prompt):
         return

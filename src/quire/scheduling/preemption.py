@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 from quire.memory.manager import KVCacheManager
 from quire.memory.ops import MemoryOps
-from quire.memory.recorder import RecordedMemory
 from quire.memory.status import Verdict
 from quire.scheduling.policies import PREEMPTION_POLICIES
 from quire.scheduling.queues import Queues
@@ -80,7 +79,7 @@ class Preemption:
 
     def __init__(
         self,
-        memory: KVCacheManager | RecordedMemory,
+        memory: KVCacheManager,
         queues: Queues,
         roster: Roster,
         stats: SchedulerStats,
@@ -157,7 +156,7 @@ class Preemption:
     def _loss(self, victim: Sequence, candidates: Candidates[Sequence]) -> Loss:
         """Return the better way, or the one that was asked for, to take a sequence's memory."""
         victims = tuple(victim.request.unfinished) if victim.is_beam else (victim,)
-        release = self._memory.would_release([sequence.seq_id for sequence in victims])
+        release = self._memory.capacity.would_release([sequence.seq_id for sequence in victims])
         lost_tokens = _num_computed(victim) if victim.is_beam else release.lost_tokens
         lost_s = lost_tokens / self.costs.prefill_tokens_per_s
         recompute = Loss(victims, False, lost_s, release.freed_bytes)
@@ -174,10 +173,10 @@ class Preemption:
         if min(family, key=lambda sequence: sequence.key).key < candidates[0].key:
             return None
         seq_ids = [sequence.seq_id for sequence in family]
-        if self._memory.can_swap_out(seq_ids).verdict is not Verdict.OK:
+        if self._memory.capacity.can_swap_out(seq_ids).verdict is not Verdict.OK:
             return None
-        moved_bytes = 2 * self._memory.swap_size(seq_ids).num_bytes
-        freed_bytes = self._memory.would_release(seq_ids).freed_bytes
+        moved_bytes = 2 * self._memory.capacity.swap_size(seq_ids).num_bytes
+        freed_bytes = self._memory.capacity.would_release(seq_ids).freed_bytes
         return Loss(family, True, moved_bytes / self.costs.copy_bytes_per_s, freed_bytes)
 
 

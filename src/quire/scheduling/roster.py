@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from quire.decoding.strategies import strategy_of, usual_edit
 from quire.memory.manager import KVCacheManager
-from quire.memory.recorder import RecordedMemory
 from quire.scheduling.policies import Order
 from quire.scheduling.queues import Queues
 from quire.sequences.beams import BeamSearch
@@ -29,7 +28,7 @@ class Roster:
         num_searches: requests that search with beams.
     """
 
-    def __init__(self, memory: KVCacheManager | RecordedMemory, queues: Queues, order: Order) -> None:
+    def __init__(self, memory: KVCacheManager, queues: Queues, order: Order) -> None:
         self.requests: dict[str, Request] = {}
         self.sequences: dict[int, Sequence] = {}
         self.num_searches = 0

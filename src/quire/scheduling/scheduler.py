@@ -19,7 +19,6 @@ from quire.decoding.drafting import Drafter
 from quire.errors import InvalidParameter, InvariantViolation
 from quire.memory.manager import KVCacheManager
 from quire.memory.ops import NO_OPS
-from quire.memory.recorder import RecordedMemory
 from quire.scheduling.admission import Admission
 from quire.scheduling.drafts import Drafts, Reserved
 from quire.scheduling.gangs import advance_gang, gang_at, groups_of, refuse_what_never_fits
@@ -63,7 +62,7 @@ class Scheduler:
 
     def __init__(
         self,
-        memory: KVCacheManager | RecordedMemory,
+        memory: KVCacheManager,
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
@@ -302,7 +301,7 @@ class Scheduler:
             num_states = sum(len(sequence.request.sequences) > 1 for sequence in running)
         elif self._roster.num_searches:
             num_leading = next((idx for idx in range(num_leading) if running[idx].is_beam), num_leading)
-        num_served = memory.append_slot_to_each([sequence.seq_id for sequence in running[:num_leading]])
+        num_served = memory.append_slots([sequence.seq_id for sequence in running[:num_leading]])
         granted = dict.fromkeys(running[:num_served], 1)
         gang: list[Sequence] = []
         # Whoever is preempted on the way stands behind the position.
@@ -321,7 +320,7 @@ class Scheduler:
                 count = memory.step_limit(sequence.seq_id, count)
             if pending == 1 and self.drafts.look_ahead(sequence, spare, Reserved(max(num_blocks, 0), num_states)):
                 spare -= len(sequence.draft)
-            elif count > 0 and not memory.append_slots(sequence.seq_id, count):
+            elif count > 0 and not memory.append_slots((sequence.seq_id,), count):
                 count = self._grow(sequence, count, position)
             if count > 0:
                 if pending > 1:
@@ -345,7 +344,7 @@ class Scheduler:
                 count //= 2
             else:
                 return 0
-            if self.memory.append_slots(sequence.seq_id, count):
+            if self.memory.append_slots((sequence.seq_id,), count):
                 return count
 
     def _grow_together(self, gang: list[Sequence], position: int) -> list[Sequence]:
@@ -355,7 +354,7 @@ class Scheduler:
             The gang; or nobody, when there is nobody left to take from: all keep their blocks and yield this step.
         """
         seq_ids = [beam.seq_id for beam in gang]
-        while not self.memory.append_slot_to_all(seq_ids):
+        while not self.memory.append_slots(seq_ids, atomic=True):
             unplanned = self.running[position + len(gang) :]
             if not unplanned:
                 return []
@@ -364,7 +363,7 @@ class Scheduler:
 
     def _items(self, granted: dict[Sequence, int]) -> tuple[PlanItem, ...]:
         """Return each sequence's share of the step: so many of its next tokens."""
-        deltas = self.memory.take_table_deltas_of_each([sequence.seq_id for sequence in granted])
+        deltas = self.memory.take_table_deltas([sequence.seq_id for sequence in granted])
         items: list[PlanItem] = []
         # As `PlanItem._make` does, without its call in Python.
         new = tuple.__new__

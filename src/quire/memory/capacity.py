@@ -1,4 +1,4 @@
-"""What memory says of room: whether something would fit, what it would ask for, what it would give back."""
+"""Questions about room: whether something would fit, what it would take, what it would release."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from quire.memory.swap import SwapSize
 from quire.memory.tables import BlockTables
 
 
-class Forecast:
-    """Answers questions of room; nothing here changes anything.
+class CapacityQueries:
+    """Answers questions about room; none of them changes anything that a command or another question sees.
 
     Args:
         tables: of all sequences.
