@@ -6,10 +6,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.config import ResolvedConfig
+from quire.engine.meter import COUNTERS
 from quire.engine.metrics import Metrics
 from quire.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.engine.stats import StepStats
 from quire.memory.status import NO_TOKENS
+from quire.scheduling.stats import metrics_of
+from tests.engine.test_llm import greedy, load
 
 CONFIG = ResolvedConfig(
     device="cpu", num_threads=1, max_model_len=300, block_size=16, num_blocks=40, bytes_per_block=1024,
@@ -65,6 +68,44 @@ def test_levels_are_set_and_counts_add_up() -> None:
     assert values["vllm:generation_tokens_total"] == 3
     assert values["vllm:iteration_tokens_total_count"] == 2
     assert values["vllm:iteration_tokens_total_sum"] == 27
+
+
+def test_each_field_of_a_step_that_names_a_metric_is_shown() -> None:
+    metrics = Metrics("tiny")
+    named = {field: metric for field, metric in metrics_of(StepStats).items() if metric.name is not None}
+    amounts = {field: amount for amount, field in enumerate(named, start=2)}
+    for _ in range(2):
+        metrics.on_step(step(**amounts, accepted_by_position=()))
+    values = samples(metrics)
+    ends = {"counter": ("_total", 2), "gauge": ("", 1), "histogram": ("_sum", 2)}
+    for field, metric in named.items():
+        end, num_times = ends[metric.kind]
+        assert values[f"vllm:{metric.name}{end}"] == num_times * amounts[field], field
+
+
+@pytest.mark.parametrize("options", [{}, {"swap_space": 1 << 22, "preemption_mode": "swap"}])
+def test_what_steps_add_is_what_there_is_in_the_end(options: dict[str, object]) -> None:
+    llm = load(num_kv_blocks=40, speculative_method="ngram", **options)
+    for start in range(12):
+        llm.engine.add_request(str(start), [7] * 20 + list(range(10 + start, 60 + start)), greedy(40, ignore_eos=True))
+    added, by_position = dict.fromkeys(COUNTERS, 0), [0] * 9
+    first_time = resumed = NO_TOKENS
+    while llm.engine.has_unfinished:
+        llm.engine.step()
+        last = llm.engine.last_step
+        if last is not None:
+            added = {name: count + getattr(last, name) for name, count in added.items()}
+            first_time, resumed = first_time.plus(last.first_time), resumed.plus(last.resumed)
+            for position, count in enumerate(last.accepted_by_position):
+                by_position[position] += count
+    stats = llm.stats
+    assert added == {name: getattr(stats, name) for name in COUNTERS}
+    assert (first_time, resumed) == (stats.first_time, stats.resumed)
+    assert by_position[: len(stats.accepted_by_position)] == stats.accepted_by_position
+    assert sum(by_position) == stats.num_accepted_tokens > 0
+    assert min(stats.num_preemptions, stats.prefix_hits, stats.prompt_tokens, stats.num_drafts) > 0
+    assert bool(stats.swap_out_blocks) == bool(stats.swap_in_blocks) == ("swap_space" in options)
+    llm.close()
 
 
 def test_the_times_of_a_request_are_those_of_its_stages() -> None:

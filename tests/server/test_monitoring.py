@@ -68,6 +68,9 @@ def test_kv_explains_the_blocks_of_each_group(server: ServerProcess) -> None:
     assert {name: num for name, num in reasons.items() if num} == {"never_seen": len(prompt) - 1, "last_token": 2}
     assert after["resumed"] == before["resumed"]
     assert after["host"] is None, "this server has no swap space"
+    counters = ("evictions", "copies", "merges", "preemptions", "swaps", "wasted_tokens")
+    assert all(type(after[name]) is int for name in counters)
+    assert after["merges"] + after["copies"] > before["merges"] + before["copies"], "the last block was continued"
 
 
 def test_the_host_tier_is_told_with_its_groups() -> None:

@@ -51,7 +51,6 @@ class AsyncLLM:
         self.metrics = metrics or Metrics(model.name)
         self.metrics.set_config(self.resolved)
         self.metrics.set_engine(model.engine)
-        self.metrics.watch_store(lambda: model.engine.stats.disk)
         self.texts = Texts(model.engine.requests, self.tokenizer, self.resolved.max_model_len)
         self._defaults = model.default_params
         self._engine = model.engine

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -10,10 +10,17 @@ from prometheus_client.registry import Collector
 
 from quire.engine.engine import Engine
 from quire.engine.residency import BOUNDS_S, Spans
+from quire.engine.stats import EngineStats, StepStats
+from quire.execution.prefix_store import StoreStats
+from quire.scheduling.stats import Metric as Declaration
+from quire.scheduling.stats import metrics_of
+
+# `Metrics` counts the fields of `StepStats` step by step.
+NOT_IN_STEPS = {name: metric for name, metric in metrics_of(EngineStats).items() if name not in metrics_of(StepStats)}
 
 
 class KvMetrics(Collector):
-    """Shows an engine's blocks and what happened to them; nothing is counted for it while the engine steps.
+    """Shows an engine's blocks, its prefix cache on disk, and the counters that its steps do not report.
 
     Args:
         engine: looked at from any thread.
@@ -28,7 +35,7 @@ class KvMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics as they are now."""
-        usage = self._engine.usage()
+        usage, stats = self._engine.usage(), self._engine.stats
         blocks = GaugeMetricFamily(
             f"{self._prefix}:kv_blocks",
             "Blocks by cache group, tier and state: used, idle (free to reuse and to evict) or free.",
@@ -39,9 +46,7 @@ class KvMetrics(Collector):
                 for state in ("used", "idle", "free"):
                     blocks.add_metric([self._model_name, str(idx), tier, state], getattr(group, state))
         yield blocks
-        yield self._counter("kv_block_evictions", "Published blocks taken back for reuse.", usage.num_evictions)
-        yield self._counter("kv_block_copies", "Blocks copied on write.", usage.num_copies)
-        yield self._counter("kv_block_merges", "Duplicate blocks given back when they filled.", usage.num_merges)
+        yield from self._declared(stats, NOT_IN_STEPS)
         yield self._gauge("kv_saved_bytes", "Bytes that sharing saves among what is held.", usage.saved_bytes)
         retention = self._engine.scheduler.memory.arena.retention
         yield self._gauge("kv_pinned_blocks", "Blocks, or slabs, that pins fill.", self._engine.pins.report().filled)
@@ -51,6 +56,14 @@ class KvMetrics(Collector):
             yield self._histogram("kv_block_lifetime_seconds", "Taken to evicted, sampled.", residency.lifetime)
             yield self._histogram("kv_block_idle_before_evict_seconds", "Idle to evicted, sampled.", residency.idle)
             yield self._histogram("kv_block_reuse_gap_seconds", "Idle to hit again, sampled.", residency.reuse_gap)
+        if stats.disk is not None:
+            yield from self._declared(stats.disk, metrics_of(StoreStats))
+
+    def _declared(self, stats: EngineStats | StoreStats, declared: Mapping[str, Declaration]) -> Iterator[Metric]:
+        for field_name, metric in declared.items():
+            if metric.name is not None:
+                show = self._gauge if metric.kind == "gauge" else self._counter
+                yield show(metric.name, metric.help, getattr(stats, field_name))
 
     def _gauge(self, name: str, meaning: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"{self._prefix}:{name}", meaning, labels=["model_name"])

@@ -1,15 +1,24 @@
-"""Counts what an engine does: totals since the start, and what each step added to them."""
+"""Reads the counters of an engine: their totals since the start, and what each step added to them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import fields
 from itertools import chain, repeat
-from operator import sub
+from operator import attrgetter, sub
+from typing import Any
 
-from quire.engine.stats import EngineStats, StepStats, Totals
+from quire.engine.stats import EngineStats, StepStats
 from quire.execution.prefix_store import StoreStats
 from quire.memory.status import NO_TOKENS
-from quire.memory.usage import used_fraction
+from quire.memory.usage import HostUsage, used_fraction
 from quire.scheduling.scheduler import Scheduler
+from quire.scheduling.stats import SchedulerStats
+
+# Names of the counters that are plain numbers: all of the scheduler's whose default is 0, and the engine's.
+SCHEDULER_COUNTERS = tuple(field.name for field in fields(SchedulerStats) if field.default == 0)
+COUNTERS = (*SCHEDULER_COUNTERS, "prompt_tokens", "generation_tokens", "swap_out_blocks", "swap_in_blocks")
+read_scheduler_counters = attrgetter(*SCHEDULER_COUNTERS)
 
 
 class Meter:
@@ -19,7 +28,7 @@ class Meter:
         scheduler: the engine's.
 
     Attributes:
-        prompt_tokens: of the requests that were let in.
+        prompt_tokens: number of prompt tokens of the requests that were admitted.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -27,7 +36,7 @@ class Meter:
         self._generation_tokens = 0
         self._computed_tokens = 0
         self._scheduler = scheduler
-        self._counted = Totals(*(0 for _ in Totals._fields))
+        self._counted: tuple[int, ...] = (0,) * len(COUNTERS)
         self._accounts = (NO_TOKENS, NO_TOKENS)
         self._by_position: list[int] = []
         self._has_host = scheduler.memory.usage().host is not None
@@ -36,74 +45,57 @@ class Meter:
         """Return the totals since the start.
 
         Args:
-            num_steps: steps of the engine.
-            disk: what the prefix cache on disk counted, None without one.
+            num_steps: number of steps of the engine.
+            disk: counters of the prefix cache on disk, None without one.
         """
         usage, stats = self._scheduler.memory.usage(), self._scheduler.stats
         return EngineStats(
-            num_steps=num_steps,
-            num_preemptions=stats.num_preemptions,
-            num_swaps=stats.num_swaps,
-            prefix_queries=stats.prefix_queries,
-            prefix_hits=stats.prefix_hits,
-            resumed_queries=stats.resumed_queries,
-            resumed_hits=stats.resumed_hits,
-            wasted_tokens=stats.wasted_tokens,
-            prompt_tokens=self.prompt_tokens,
-            generation_tokens=self._generation_tokens,
-            computed_tokens=self._computed_tokens,
-            num_copies=usage.num_copies,
-            num_evictions=usage.num_evictions,
-            num_merges=usage.num_merges,
+            **_by_name(self._count(usage.host)),
             first_time=stats.first_time,
             resumed=stats.resumed,
+            accepted_by_position=stats.accepted_by_position.copy(),
+            num_steps=num_steps,
+            computed_tokens=self._computed_tokens,
+            num_evictions=usage.num_evictions,
+            num_copies=usage.num_copies,
+            num_merges=usage.num_merges,
             disk=disk,
-            num_drafts=stats.num_drafts,
-            num_draft_tokens=stats.num_draft_tokens,
-            num_accepted_tokens=stats.num_accepted_tokens,
         )
 
     def measure(self, now_s: float, num_generated: int, step_tokens: int) -> StepStats:
-        """Return the levels as they are, and what was counted since the last call.
+        """Return the engine's state, and what was added to the counters since the last call.
 
         Args:
             now_s: seconds of the engine's clock.
-            num_generated: tokens that the step sampled.
-            step_tokens: tokens that the step computed.
+            num_generated: number of tokens that the step sampled.
+            step_tokens: number of tokens that the step computed.
         """
-        scheduler = self._scheduler
-        stats, host = scheduler.stats, scheduler.memory.usage().host if self._has_host else None
-        now = Totals(
-            prefix_queries=stats.prefix_queries,
-            prefix_hits=stats.prefix_hits,
-            num_preemptions=stats.num_preemptions,
-            num_swaps=stats.num_swaps,
-            wasted_tokens=stats.wasted_tokens,
-            swap_out_blocks=host.num_swap_outs if host else 0,
-            swap_in_blocks=host.num_swap_ins if host else 0,
-            prompt_tokens=self.prompt_tokens,
-            num_drafts=stats.num_drafts,
-            num_draft_tokens=stats.num_draft_tokens,
-            num_accepted_tokens=stats.num_accepted_tokens,
-        )
-        added = Totals(*(new - old for new, old in zip(now, self._counted, strict=True)))
-        self._counted = now
-        earlier, self._accounts = self._accounts, (stats.first_time, stats.resumed)
-        first_time, resumed = (new.minus(old) for new, old in zip(self._accounts, earlier, strict=True))
-        by_position, self._by_position = self._by_position, stats.accepted_by_position.copy()
         self._generation_tokens += num_generated
         self._computed_tokens += step_tokens
+        scheduler = self._scheduler
+        stats, host = scheduler.stats, scheduler.memory.usage().host if self._has_host else None
+        counted, self._counted = self._counted, self._count(host)
+        accounts, self._accounts = self._accounts, (stats.first_time, stats.resumed)
+        by_position, self._by_position = self._by_position, stats.accepted_by_position.copy()
         return StepStats(
+            **_by_name(map(sub, self._counted, counted)),
+            first_time=stats.first_time.minus(accounts[0]),
+            resumed=stats.resumed.minus(accounts[1]),
+            accepted_by_position=list(map(sub, self._by_position, chain(by_position, repeat(0)))),
             now_s=now_s,
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             num_swapped=len(scheduler.swapped),
             kv_usage=used_fraction(scheduler.memory.arena),
             host_usage=host.used_bytes / host.num_bytes if host else 0.0,
-            generation_tokens=num_generated,
             step_tokens=step_tokens,
-            **added._asdict(),
-            first_time=first_time,
-            resumed=resumed,
-            accepted_by_position=tuple(map(sub, self._by_position, chain(by_position, repeat(0)))),
         )
+
+    def _count(self, host: HostUsage | None) -> tuple[int, ...]:
+        """Return the values of `COUNTERS` since the start."""
+        swaps = (host.num_swap_outs, host.num_swap_ins) if host else (0, 0)
+        return (*read_scheduler_counters(self._scheduler.stats), self.prompt_tokens, self._generation_tokens, *swaps)
+
+
+def _by_name(values: Iterable[int]) -> dict[str, Any]:
+    return dict(zip(COUNTERS, values, strict=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -13,12 +14,19 @@ from quire.engine.engine import Engine
 from quire.engine.kv_metrics import KvMetrics
 from quire.engine.outputs import RequestMetrics, RequestOutput
 from quire.engine.stats import StepStats
-from quire.engine.store_metrics import StoreCollector
-from quire.execution.prefix_store import StoreStats
-from quire.memory.status import HitEnd, TokenAccount, TokenSources
+from quire.memory.status import NO_TOKENS, HitEnd, TokenAccount, TokenSources
+from quire.scheduling.stats import metrics_of
 
 # A request whose sequences ended for several reasons counts once, under the first of these.
 FINISH_REASONS = ("error", "abort", "length", "stop")
+# Name, meaning, and the two stamps of `RequestMetrics` between which the time of a finished request is taken.
+REQUEST_TIMES = (
+    ("e2e_request_latency_seconds", "Arrival to end.", "arrival_s", "finished_s"),
+    ("request_queue_time_seconds", "Arrival to first step.", "arrival_s", "first_scheduled_s"),
+    ("request_prefill_time_seconds", "First step to first token.", "first_scheduled_s", "first_token_s"),
+    ("request_decode_time_seconds", "First token to end.", "first_token_s", "finished_s"),
+    ("request_inference_time_seconds", "First step to end.", "first_scheduled_s", "finished_s"),
+)
 
 
 class Metrics:
@@ -53,8 +61,8 @@ class Metrics:
         self._clock = clock
         self.tells_namespaces = True
         self._live: dict[str, _Live] = {}
-        self._make_gauges_and_counters()
-        self._make_histograms()
+        self._make_step_metrics()
+        self._make_request_metrics()
 
     def set_config(self, config: ResolvedConfig) -> None:
         """Show the engine's configuration as `cache_config_info`; once."""
@@ -72,46 +80,26 @@ class Metrics:
         Gauge(name, "The KV cache, in labels.", list(shown), registry=self.registry).labels(**shown).set(1)
 
     def set_engine(self, engine: Engine) -> None:
-        """Show an engine's memory as it is whenever the metrics are rendered; once."""
+        """Show an engine's memory, and its prefix cache on disk, as they are when the metrics are rendered; once."""
         self.registry.register(KvMetrics(engine, self._model_name, self._prefix))
-
-    def watch_store(self, stats: Callable[[], StoreStats | None]) -> None:
-        """Show the counters of the prefix cache on disk, if there is one; once.
-
-        Args:
-            stats: returns them whenever metrics are asked for.
-        """
-        if stats() is not None:
-            self.registry.register(StoreCollector(stats, self._model_name, self._prefix))
 
     def on_step(self, stats: StepStats) -> None:
         """Take in the numbers of one step."""
-        self._running.set(stats.num_running)
-        self._waiting.set(stats.num_waiting)
-        self._swapped.set(stats.num_swapped)
-        self._kv_usage.set(stats.kv_usage)
-        self._host_usage.set(stats.host_usage)
-        self._prefix_queries.inc(stats.prefix_queries)
-        self._prefix_hits.inc(stats.prefix_hits)
+        for read, set_level in self._gauges:
+            set_level(read(stats))
+        for read, add in self._counters:
+            value = read(stats)
+            if value:
+                add(value)
         self._count_tokens("first", stats.first_time)
         self._count_tokens("resumed", stats.resumed)
-        self._preemptions.inc(stats.num_preemptions)
-        self._preemptions_by_mode["swap"].inc(stats.num_swaps)
-        self._preemptions_by_mode["recompute"].inc(stats.num_preemptions - stats.num_swaps)
-        self._wasted_tokens.inc(stats.wasted_tokens)
-        self._swap_out_blocks.inc(stats.swap_out_blocks)
-        self._swap_in_blocks.inc(stats.swap_in_blocks)
-        self._prompt_tokens.inc(stats.prompt_tokens)
-        self._generation_tokens.inc(stats.generation_tokens)
+        if stats.num_preemptions:
+            self._preemptions_by_mode.labels(self._model_name, "swap").inc(stats.num_swaps)
+            self._preemptions_by_mode.labels(self._model_name, "recompute").inc(stats.num_preemptions - stats.num_swaps)
         if stats.num_drafts:
-            self._drafts.inc(stats.num_drafts)
-            self._draft_tokens.inc(stats.num_draft_tokens)
-            self._accepted_tokens.inc(stats.num_accepted_tokens)
             for position, count in enumerate(stats.accepted_by_position):
                 if count:
                     self._accepted_by_position.labels(self._model_name, str(position)).inc(count)
-        if stats.step_tokens:
-            self._step_tokens.observe(stats.step_tokens)
 
     def on_output(self, delta: RequestOutput) -> None:
         """Take in the news of one request, when it comes: every delta, in order, up to the finished one."""
@@ -131,6 +119,8 @@ class Metrics:
         return generate_latest(self.registry)
 
     def _count_tokens(self, admission: str, account: TokenAccount) -> None:
+        if account is NO_TOKENS:
+            return
         for source, count in account.sources._asdict().items():
             if count:
                 self._tokens_by_source.labels(self._model_name, admission, source).inc(count)
@@ -152,108 +142,77 @@ class Metrics:
 
     def _note_finish(self, live: _Live, delta: RequestOutput) -> None:
         reason = next((known for known in FINISH_REASONS if known in live.reasons), "abort")
-        self._success.labels(model_name=self._model_name, finished_reason=reason).inc()
+        self._success.labels(self._model_name, reason).inc()
         self._request_prompt_tokens.observe(len(delta.prompt_token_ids))
         self._request_generation_tokens.observe(live.num_generated)
-        times = delta.metrics
-        spans = (
-            (self._e2e_time, times.arrival_s, times.finished_s),
-            (self._queue_time, times.arrival_s, times.first_scheduled_s),
-            (self._prefill_time, times.first_scheduled_s, times.first_token_s),
-            (self._decode_time, times.first_token_s, times.finished_s),
-            (self._inference_time, times.first_scheduled_s, times.finished_s),
-        )
-        for histogram, start_s, end_s in spans:
+        for read_stamps, histogram in self._request_times:
+            start_s, end_s = read_stamps(delta.metrics)
             # A request that ended early never reached the later stages.
             if start_s is not None and end_s is not None:
                 histogram.observe(max(0.0, end_s - start_s))
 
-    def _make_gauges_and_counters(self) -> None:
-        self._running = self._gauge("num_requests_running", "Sequences that run.")
-        self._waiting = self._gauge("num_requests_waiting", "Requests that wait.")
-        self._kv_usage = self._gauge("kv_cache_usage_perc", "Share of the KV blocks in use; 1 is all of them.")
-        self._swapped = self._gauge("num_requests_swapped", "Sequences whose blocks are on the host.")
-        self._host_usage = self._gauge("cpu_cache_usage_perc", "Share of the swap space in use; 1 is all of it.")
-        self._prefix_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
-        self._prefix_hits = self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
-        self._preemptions = self._counter("num_preemptions", "Times that a running sequence lost its memory.")
-        by_mode = Counter(
-            f"{self._prefix}:preemptions_by_mode",
-            "Times that a running sequence lost its memory, by how it is given back.",
-            ["model_name", "mode"],
-            registry=self.registry,
+    def _make_step_metrics(self) -> None:
+        """Make a metric for each field of `StepStats` that names one, and those that have more labels."""
+        self._gauges: list[_Exporter] = []
+        self._counters: list[_Exporter] = []
+        for field_name, metric in metrics_of(StepStats).items():
+            if metric.name is not None:
+                read = attrgetter(field_name)
+                if metric.kind == "gauge":
+                    gauge = Gauge(self._full(metric.name), metric.help, ["model_name"], registry=self.registry)
+                    self._gauges.append((read, gauge.labels(self._model_name).set))
+                elif metric.kind == "counter":
+                    counter = self._counter(metric.name, metric.help)
+                    self._counters.append((read, counter.labels(self._model_name).inc))
+                else:
+                    self._counters.append((read, self._histogram(metric.name, metric.help, metric.unit).observe))
+        self._preemptions_by_mode = self._counter(
+            "preemptions_by_mode", "Times that a running sequence lost its memory, by how it is given back.", "mode"
         )
-        self._preemptions_by_mode = {
-            mode: by_mode.labels(model_name=self._model_name, mode=mode) for mode in ("recompute", "swap")
-        }
-        self._wasted_tokens = self._counter("preemption_wasted_tokens", "Computed tokens that recomputing lost.")
-        self._swap_out_blocks = self._counter("swap_out_blocks", "Blocks copied to the host for preempted sequences.")
-        self._swap_in_blocks = self._counter("swap_in_blocks", "Blocks copied back when they came in again.")
-        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of the requests that ran.")
-        self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
-        self._drafts = self._counter("spec_decode_num_drafts", "Times that a sequence's drafts were verified.")
-        self._draft_tokens = self._counter("spec_decode_num_draft_tokens", "Drafts that were verified.")
-        self._accepted_tokens = self._counter("spec_decode_num_accepted_tokens", "Of those, drafts that were right.")
-        self._accepted_by_position = Counter(
-            f"{self._prefix}:spec_decode_num_accepted_tokens_per_pos",
-            "Drafts that were right, by their place behind the last token.",
-            ["model_name", "position"],
-            registry=self.registry,
-        )
-        self._success = Counter(
-            f"{self._prefix}:request_success",
-            "Requests that ended, by reason.",
-            ["model_name", "finished_reason"],
-            registry=self.registry,
-        )
-        for reason in FINISH_REASONS:
-            self._success.labels(model_name=self._model_name, finished_reason=reason)
-        self._tokens_by_source = Counter(
-            f"{self._prefix}:prompt_tokens_by_source",
-            "Tokens of the sequences that were let in, by where their KV came from.",
-            ["model_name", "admission", "source"],
-            registry=self.registry,
-        )
-        self._tokens_by_reason = Counter(
-            f"{self._prefix}:prompt_tokens_computed_by_reason",
-            "Of those, tokens that were computed, by why the prefix cache did not have them.",
-            ["model_name", "admission", "reason"],
-            registry=self.registry,
-        )
+        for mode in ("recompute", "swap"):
+            self._preemptions_by_mode.labels(self._model_name, mode)
+        meaning = metrics_of(StepStats)["accepted_by_position"].help
+        self._accepted_by_position = self._counter("spec_decode_num_accepted_tokens_per_pos", meaning, "position")
+        meaning = "Tokens of the sequences that were let in, by where their KV came from."
+        self._tokens_by_source = self._counter("prompt_tokens_by_source", meaning, "admission", "source")
+        meaning = "Of those, tokens that were computed, by why the prefix cache did not have them."
+        self._tokens_by_reason = self._counter("prompt_tokens_computed_by_reason", meaning, "admission", "reason")
         for admission in ("first", "resumed"):
             for source in TokenSources._fields:
                 self._tokens_by_source.labels(self._model_name, admission, source)
             for end in HitEnd:
                 self._tokens_by_reason.labels(self._model_name, admission, end.label)
 
-    def _make_histograms(self) -> None:
-        seconds = _one_two_five(-3, 1_000)
-        tokens = _one_two_five(0, 100_000)
-        self._step_tokens = self._histogram("iteration_tokens_total", "Tokens computed in a step.", tokens)
-        self._first_token_time = self._histogram("time_to_first_token_seconds", "Arrival to first token.", seconds)
-        self._inter_token_time = self._histogram("inter_token_latency_seconds", "One token to the next.", seconds)
-        self._e2e_time = self._histogram("e2e_request_latency_seconds", "Arrival to end.", seconds)
-        self._queue_time = self._histogram("request_queue_time_seconds", "Arrival to first step.", seconds)
-        self._prefill_time = self._histogram("request_prefill_time_seconds", "First step to first token.", seconds)
-        self._decode_time = self._histogram("request_decode_time_seconds", "First token to end.", seconds)
-        self._inference_time = self._histogram("request_inference_time_seconds", "First step to end.", seconds)
-        self._request_prompt_tokens = self._histogram("request_prompt_tokens", "Tokens of a request's prompt.", tokens)
+    def _make_request_metrics(self) -> None:
+        self._success = self._counter("request_success", "Requests that ended, by reason.", "finished_reason")
+        for reason in FINISH_REASONS:
+            self._success.labels(self._model_name, reason)
+        self._first_token_time = self._histogram("time_to_first_token_seconds", "Arrival to first token.", "seconds")
+        self._inter_token_time = self._histogram("inter_token_latency_seconds", "One token to the next.", "seconds")
+        self._request_times = [
+            (attrgetter(*stamps), self._histogram(name, meaning, "seconds")) for name, meaning, *stamps in REQUEST_TIMES
+        ]
+        self._request_prompt_tokens = self._histogram(
+            "request_prompt_tokens", "Tokens of a request's prompt.", "tokens"
+        )
         self._request_generation_tokens = self._histogram(
-            "request_generation_tokens", "Tokens generated for a request, all its sequences together.", tokens
+            "request_generation_tokens", "Tokens generated for a request, all its sequences together.", "tokens"
         )
 
-    def _gauge(self, name: str, meaning: str) -> Gauge:
-        gauge = Gauge(f"{self._prefix}:{name}", meaning, ["model_name"], registry=self.registry)
-        return gauge.labels(model_name=self._model_name)
+    def _full(self, name: str) -> str:
+        return f"{self._prefix}:{name}"
 
-    def _counter(self, name: str, meaning: str) -> Counter:
-        counter = Counter(f"{self._prefix}:{name}", meaning, ["model_name"], registry=self.registry)
-        return counter.labels(model_name=self._model_name)
+    def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
+        return Counter(self._full(name), meaning, ["model_name", *labels], registry=self.registry)
 
-    def _histogram(self, name: str, meaning: str, buckets: tuple[float, ...]) -> Histogram:
-        full_name = f"{self._prefix}:{name}"
-        histogram = Histogram(full_name, meaning, ["model_name"], registry=self.registry, buckets=buckets)
-        return histogram.labels(model_name=self._model_name)
+    def _histogram(self, name: str, meaning: str, unit: str) -> Histogram:
+        buckets = BUCKETS[unit]
+        histogram = Histogram(self._full(name), meaning, ["model_name"], registry=self.registry, buckets=buckets)
+        return histogram.labels(self._model_name)
+
+
+# Reads a field of `StepStats`, and passes its value on to a metric.
+_Exporter = tuple[Callable[[StepStats], float], Callable[[float], None]]
 
 
 @dataclass(slots=True)
@@ -277,3 +236,6 @@ def _one_two_five(exponent: int, last: float) -> tuple[float, ...]:
     while not bounds or bounds[-1] < last:
         bounds.append(float(f"{(1, 2, 5)[len(bounds) % 3]}e{exponent + len(bounds) // 3}"))
     return tuple(bounds)
+
+
+BUCKETS = {"seconds": _one_two_five(-3, 1_000), "tokens": _one_two_five(0, 100_000)}

@@ -1,78 +1,67 @@
-"""What an engine did and how it is, in numbers."""
+"""Numbers of an engine: what it counted, and its state."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
 from quire.execution.prefix_store import StoreStats
-from quire.memory.status import NO_TOKENS, TokenAccount
+from quire.scheduling.stats import Metric, SchedulerStats
 
 
-class StepStats(NamedTuple):
-    """The numbers of one step: levels at its end, and counts of what it added.
+@dataclass(slots=True)
+class EngineCounters(SchedulerStats):
+    """Counters of an engine, those of its scheduler included."""
 
-    Args:
-        now_s: when the step ended, in seconds of a monotonic clock.
-        num_running: level; sequences that run.
-        num_waiting: level; requests that wait, preempted ones included.
-        num_swapped: level; sequences whose blocks are on another tier.
-        kv_usage: level; share of the KV blocks in use, from 0 to 1.
-        host_usage: level; share of the swap space in use, from 0 to 1.
-        prefix_queries: count; prompt tokens looked up in the prefix index.
-        prefix_hits: count; those of them found there.
-        num_preemptions: count; sequences whose memory was taken.
-        num_swaps: count; those of them that were swapped out.
-        wasted_tokens: count; computed tokens that the others lost.
-        swap_out_blocks, swap_in_blocks: count; blocks copied to the host, and back.
-        prompt_tokens: count; prompt tokens of the requests that ran for the first time.
-        generation_tokens: count; tokens sampled.
-        step_tokens: count; tokens computed, prefill and decode together.
-        first_time: count; prompt tokens of those requests by source, and the computed ones by reason.
-        resumed: count; the same of all tokens of sequences that came back after a preemption.
-        num_drafts: count; sequences of which the step verified drafts.
-        num_draft_tokens: count; drafts that it verified.
-        num_accepted_tokens: count; those of them that were right.
-        accepted_by_position: count; the same by the draft's place behind the last token.
-    """
+    # `_fields`, `_replace` and `_asdict` are those of a named tuple.
+    _fields: ClassVar[tuple[str, ...]]
 
-    now_s: float
-    num_running: int
-    num_waiting: int
-    num_swapped: int
-    kv_usage: float
-    host_usage: float
-    prefix_queries: int
-    prefix_hits: int
-    num_preemptions: int
-    num_swaps: int
-    wasted_tokens: int
-    swap_out_blocks: int
-    swap_in_blocks: int
-    prompt_tokens: int
-    generation_tokens: int
-    step_tokens: int
-    first_time: TokenAccount = NO_TOKENS
-    resumed: TokenAccount = NO_TOKENS
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    accepted_by_position: tuple[int, ...] = ()
+    prompt_tokens: Annotated[int, Metric("Prompt tokens of the requests that ran.", "prompt_tokens")] = 0
+    generation_tokens: Annotated[int, Metric("Tokens generated.", "generation_tokens")] = 0
+    swap_out_blocks: Annotated[int, Metric("Blocks copied to the host for preempted sequences.", "swap_out_blocks")] = 0
+    swap_in_blocks: Annotated[int, Metric("Blocks copied back when they came in again.", "swap_in_blocks")] = 0
+
+    def _replace(self, **changes: Any) -> Self:
+        return replace(self, **changes)
+
+    def _asdict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._fields}
 
 
-class Totals(NamedTuple):
-    """What is counted since the start and told for each step; see `StepStats`."""
+@dataclass(slots=True)
+class StepStats(EngineCounters):
+    """Numbers of one step: what it added to the counters, and the engine's state at its end."""
 
-    prefix_queries: int
-    prefix_hits: int
-    num_preemptions: int
-    num_swaps: int
-    wasted_tokens: int
-    swap_out_blocks: int
-    swap_in_blocks: int
-    prompt_tokens: int
-    num_drafts: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
+    now_s: Annotated[float, Metric("End of the step, in seconds of a monotonic clock.")] = 0.0
+    num_running: Annotated[int, Metric("Sequences that run.", "num_requests_running", "gauge")] = 0
+    num_waiting: Annotated[int, Metric("Requests that wait.", "num_requests_waiting", "gauge")] = 0
+    num_swapped: Annotated[int, Metric("Sequences whose blocks are on the host.", "num_requests_swapped", "gauge")] = 0
+    kv_usage: Annotated[
+        float, Metric("Share of the KV blocks in use; 1 is all of them.", "kv_cache_usage_perc", "gauge")
+    ] = 0.0
+    host_usage: Annotated[
+        float, Metric("Share of the swap space in use; 1 is all of it.", "cpu_cache_usage_perc", "gauge")
+    ] = 0.0
+    step_tokens: Annotated[int, Metric("Tokens computed in a step.", "iteration_tokens_total", "histogram")] = 0
+
+
+@dataclass(slots=True)
+class EngineStats(EngineCounters):
+    """Counters since the start of an engine."""
+
+    num_steps: Annotated[int, Metric("Steps of the engine.")] = 0
+    computed_tokens: Annotated[int, Metric("Tokens that went through the model.")] = 0
+    num_evictions: Annotated[
+        int, Metric("Published blocks taken back for reuse.", "kv_block_evictions", kv_key="evictions")
+    ] = 0
+    num_copies: Annotated[int, Metric("Blocks copied on write.", "kv_block_copies", kv_key="copies")] = 0
+    num_merges: Annotated[
+        int, Metric("Duplicate blocks given back when they filled.", "kv_block_merges", kv_key="merges")
+    ] = 0
+    disk: Annotated[StoreStats | None, Metric("Counters of the prefix cache on disk; None without one.")] = None
+
+
+StepStats._fields, EngineStats._fields = StepStats.__match_args__, EngineStats.__match_args__
 
 
 class Health(NamedTuple):
@@ -90,46 +79,3 @@ class Health(NamedTuple):
     num_running: int
     num_waiting: int
     num_steps: int
-
-
-class EngineStats(NamedTuple):
-    """Totals since the start.
-
-    Args:
-        prefix_queries: prompt tokens looked up in the prefix index, at first admission.
-        prefix_hits: of those, tokens found.
-        resumed_queries: tokens looked up when preempted sequences came back.
-        resumed_hits: of those, tokens found.
-        num_swaps: of the preemptions, those that swapped a sequence out.
-        first_time: prompt tokens by source at first admission, and the computed ones by reason.
-        resumed: the same of all tokens of preempted sequences that came back.
-        wasted_tokens: computed tokens that sequences lost which were not swapped.
-        prompt_tokens: prompt tokens of the requests that were let in.
-        generation_tokens: tokens generated.
-        computed_tokens: tokens that went through the model.
-        disk: of the prefix cache on disk, None without one.
-        num_drafts: times that a sequence's drafts were verified.
-        num_draft_tokens: drafts that were.
-        num_accepted_tokens: of those, drafts that were right.
-    """
-
-    num_steps: int
-    num_preemptions: int
-    num_swaps: int
-    prefix_queries: int
-    prefix_hits: int
-    resumed_queries: int
-    resumed_hits: int
-    wasted_tokens: int
-    prompt_tokens: int
-    generation_tokens: int
-    computed_tokens: int
-    num_copies: int
-    num_evictions: int
-    num_merges: int
-    first_time: TokenAccount = NO_TOKENS
-    resumed: TokenAccount = NO_TOKENS
-    disk: StoreStats | None = None
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0

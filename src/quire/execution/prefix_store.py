@@ -17,13 +17,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from time import perf_counter
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 from quire.errors import ConfigError
 from quire.execution.block_record import IDENTITY_BYTES, pack, record_key, seal, unpack
 from quire.execution.store_file import StoreDamaged, StoreFile, StoreFull, Use, bytes_on_disk
 from quire.execution.store_folder import StoreFolder
 from quire.memory.ops import StoredBlock
+from quire.scheduling.stats import Metric
 
 logger = logging.getLogger(__name__)
 
@@ -36,34 +37,31 @@ MOST_PENDING_BYTES = 64 << 20
 
 
 class StoreStats(NamedTuple):
-    """Counters since the start, and what there is.
+    """Counters of a store since its start, and its present size."""
 
-    Args:
-        num_blocks: blocks of this model and layout on disk.
-        num_bytes: of the disk, those of other models included.
-        num_foreign: blocks of other models or layouts, which nothing here can hit.
-        num_hits: blocks that were loaded.
-        num_misses: blocks that were asked for in vain: gone meanwhile, or damaged.
-        loaded_bytes, load_s: what was loaded, and how long that took.
-        num_saved: blocks that were written.
-        num_deleted: blocks that made room for others.
-        num_dropped: blocks that were not written: too many waited, or there was no room.
-        num_damaged: blocks whose record was not what was written, and files that were set aside.
-        num_full: writes for which there was no room.
-    """
-
-    num_blocks: int
-    num_bytes: int
-    num_foreign: int
-    num_hits: int
-    num_misses: int
-    loaded_bytes: int
-    load_s: float
-    num_saved: int
-    num_deleted: int
-    num_dropped: int
-    num_damaged: int
-    num_full: int
+    num_blocks: Annotated[int, Metric("Blocks of this model on disk.", "prefix_cache_disk_blocks", "gauge")]
+    num_bytes: Annotated[
+        int,
+        Metric(
+            "Bytes of the disk that blocks take, those of other models included.", "prefix_cache_disk_bytes", "gauge"
+        ),
+    ]
+    num_foreign: Annotated[
+        int, Metric("Blocks of other models or layouts on disk.", "prefix_cache_disk_foreign_blocks", "gauge")
+    ]
+    num_hits: Annotated[int, Metric("Blocks loaded from disk.", "prefix_cache_disk_hits")]
+    num_misses: Annotated[int, Metric("Blocks that were asked for in vain.", "prefix_cache_disk_misses")]
+    loaded_bytes: Annotated[int, Metric("Bytes loaded from disk.", "prefix_cache_disk_loaded_bytes")]
+    load_s: Annotated[float, Metric("Time that loads took.", "prefix_cache_disk_load_seconds")]
+    num_saved: Annotated[int, Metric("Blocks written to disk.", "prefix_cache_disk_saved")]
+    num_deleted: Annotated[int, Metric("Blocks deleted to make room for others.", "prefix_cache_disk_deleted")]
+    num_dropped: Annotated[
+        int, Metric("Blocks that were not written: too many waited, or there was no room.", "prefix_cache_disk_dropped")
+    ]
+    num_damaged: Annotated[
+        int, Metric("Blocks and files that were not as they were written.", "prefix_cache_disk_damaged")
+    ]
+    num_full: Annotated[int, Metric("Writes for which there was no room.", "prefix_cache_disk_full")]
 
 
 class PrefixStore:

@@ -9,7 +9,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.engine.stats import EngineStats
+from quire.memory.status import TokenAccount
 from quire.memory.usage import HostUsage, Usage
+from quire.scheduling.stats import metrics_of
 from quire.server.body import check_json
 from quire.server.errors import IS_OPERATOR, ApiError
 from quire.server.generation import json_response
@@ -112,21 +115,14 @@ async def kv(state: ServerState, request: Request) -> Response:
             "first_time": {
                 "queried_tokens": stats.prefix_queries,
                 "hit_tokens": stats.prefix_hits,
-                "by_source": first_time.sources._asdict(),
-                "computed_by_reason": first_time.by_reason(),
+                **_account(first_time),
             },
-            "resumed": {
-                "queried_tokens": stats.resumed_queries,
-                "hit_tokens": stats.resumed_hits,
-                "by_source": resumed.sources._asdict(),
-                "computed_by_reason": resumed.by_reason(),
+            "resumed": {"queried_tokens": stats.resumed_queries, "hit_tokens": stats.resumed_hits, **_account(resumed)},
+            **{
+                metric.kv_key: getattr(stats, name)
+                for name, metric in metrics_of(EngineStats).items()
+                if metric.kv_key is not None
             },
-            "evictions": usage.num_evictions,
-            "copies": usage.num_copies,
-            "merges": usage.num_merges,
-            "preemptions": stats.num_preemptions,
-            "swaps": stats.num_swaps,
-            "wasted_tokens": stats.wasted_tokens,
             "pins": pins._asdict(),
             "retained_bytes": report.retained_bytes,
             "retention_limit_bytes": report.retention_limit_bytes,
@@ -135,6 +131,10 @@ async def kv(state: ServerState, request: Request) -> Response:
             "disk": None if stats.disk is None else stats.disk._asdict(),
         }
     )
+
+
+def _account(account: TokenAccount) -> dict[str, Any]:
+    return {"by_source": account.sources._asdict(), "computed_by_reason": account.by_reason()}
 
 
 def _groups(usage: Usage | HostUsage) -> list[dict[str, int]]:
