@@ -20,7 +20,7 @@ from quire.memory.sizing import ArenaSizing
 from quire.memory.specs import FullAttention, KVCacheSpec, RecurrentState, SlidingWindow
 from quire.scheduling.scheduler import Scheduler
 from quire.sequences.params import SamplingParams
-from quire.sequences.request import Request
+from quire.sequences.sequence import Request
 from quire.simulation.executor import CountingExecutor
 
 NUM_CHATS, NUM_TURNS = 4, 7

@@ -18,7 +18,6 @@ from benchmarks import machine
 from quire.config import Quantization
 from quire.execution.heap import keep_freed_memory, use_huge_pages
 from quire.ops.interface import Linear
-from quire.ops.lossless import LosslessPacking
 from quire.ops.native_library import NativeLibrary, runnable_libraries
 from quire.ops.native_ops import NativeOps
 
@@ -38,7 +37,7 @@ def packer(library: NativeLibrary, name: str) -> tuple[NativeOps, int]:
         quantization, min_bits = ROUNDED.get(name, (None, 4))
         return NativeOps(library, quantization), min_bits
     assert library.lossless is not None, f"level {library.level} has no lossless weights"
-    return NativeOps(library, packing=LosslessPacking(library.lossless)), 4
+    return NativeOps(library, is_lossless=True), 4
 
 
 def compare(linears: dict[str, list[Linear]], x: Tensor, runs: int, num_values: int) -> str:

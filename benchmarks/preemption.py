@@ -21,7 +21,7 @@ from quire.memory.specs import FullAttention
 from quire.scheduling.preemption import SwapCosts
 from quire.scheduling.scheduler import Scheduler
 from quire.sequences.params import SamplingParams
-from quire.sequences.request import Request
+from quire.sequences.sequence import Request
 from quire.simulation.executor import CountingExecutor
 
 SPEC = FullAttention(block_size=16, num_layers=32, num_kv_heads=8, head_dim=128)

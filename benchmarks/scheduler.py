@@ -17,7 +17,7 @@ from quire.memory.manager import KVCacheManager
 from quire.memory.specs import FullAttention
 from quire.scheduling.scheduler import Scheduler
 from quire.sequences.params import SamplingParams
-from quire.sequences.request import Request
+from quire.sequences.sequence import Request
 from quire.simulation.executor import CountingExecutor
 
 BLOCK_SIZE, NUM_PROMPT, VOCAB = 16, 1024, 150000

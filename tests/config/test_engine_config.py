@@ -27,7 +27,6 @@ from quire.config import (
 )
 from quire.errors import ConfigError
 from quire.memory import eviction as memory_eviction
-from quire.memory.sizing import CACHE_DTYPES
 from quire.scheduling import policies, preemption
 
 CPU = Machine(device="cpu", available_bytes=1 << 30, num_threads=4)
@@ -49,7 +48,6 @@ def resolved(machine: Machine = CPU, facts: ModelFacts = FACTS, **options: Any) 
 def test_the_eviction_policies_are_those_of_memory() -> None:
     """The configuration lies below memory, and so cannot ask it."""
     assert tuple(memory_eviction.EVICTION_POLICIES) == config_module.EVICTION_POLICIES
-    assert ("auto", *CACHE_DTYPES) == KV_CACHE_DTYPES
 
 
 def test_the_preemption_options_are_those_of_the_scheduler() -> None:

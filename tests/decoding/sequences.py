@@ -7,8 +7,7 @@ from typing import Any
 from quire.decoding.strategies import SAMPLING
 from quire.memory.chain import Namespace, TokenChain
 from quire.sequences.params import SamplingParams
-from quire.sequences.request import Request
-from quire.sequences.sequence import Sequence
+from quire.sequences.sequence import Request, Sequence
 
 
 def sequence_of(

@@ -25,7 +25,7 @@ from quire.memory.sizing import ArenaSizing, most_bytes, sequence_bytes, tokens_
 from quire.scheduling.plan import ItemResult, StepPlan, StepResult
 from quire.scheduling.scheduler import Scheduler
 from quire.sequences.params import SamplingParams
-from quire.sequences.request import Request
+from quire.sequences.sequence import Request
 from tests.conformance.checkpoints import save_checkpoint
 from tests.models.published import CONFIGS
 

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from quire.config import CACHE_DTYPES
 from quire.execution.host_blocks import TieredBlocks
-from quire.execution.storage import KVStorage, StateStorage, make_storages
+from quire.execution.storage import STORED, KVStorage, StateStorage, make_storages
+from quire.memory import FullAttention
 from quire.memory.ops import BlockCopy
 from quire.models.cache_layout import layer_of
 from quire.models.spec import CacheGroup, KeptState, KeptTokens
@@ -29,6 +31,19 @@ def test_a_block_is_one_range_of_bytes() -> None:
     assert storage.data.shape == (6, 2, 2, 3, 4, 8)
     assert storage.data.dtype == torch.bfloat16
     assert all(storage.data[block_id].is_contiguous() for block_id in range(6))
+
+
+def test_the_torch_dtypes_are_those_of_the_configuration() -> None:
+    assert STORED.keys() == CACHE_DTYPES.keys()
+    assert all(STORED[name].itemsize == dtype.element_bytes for name, dtype in CACHE_DTYPES.items())
+
+
+@pytest.mark.parametrize("name", CACHE_DTYPES)
+def test_a_block_has_the_bytes_that_memory_counts(name: str) -> None:
+    storage = KVStorage(3, 2, 4, 5, 8, torch.bfloat16, "cpu", stored=name)
+    shape = {"block_size": 4, "num_layers": 2, "num_kv_heads": 5, "head_dim": 8}
+    spec = FullAttention(**shape, **CACHE_DTYPES[name]._asdict())
+    assert storage.data[0].nbytes == spec.bytes_per_block
 
 
 @pytest.mark.parametrize("device", DEVICES)

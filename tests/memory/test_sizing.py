@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.config import CACHE_DTYPES
 from quire.memory import (
     ChunkedLocal,
     FullAttention,
@@ -15,7 +16,7 @@ from quire.memory import (
     RecurrentState,
     SlidingWindow,
 )
-from quire.memory.sizing import CACHE_DTYPES, ArenaSizing, arena_bytes, most_bytes, paged_bytes, sequence_bytes
+from quire.memory.sizing import ArenaSizing, arena_bytes, most_bytes, paged_bytes, sequence_bytes
 
 KIB, MIB = 1 << 10, 1 << 20
 # Layers, KV heads, head dim -> bytes of a token in 16 bits, worked out by hand.

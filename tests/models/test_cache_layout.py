@@ -20,9 +20,10 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+from quire.config import CACHE_DTYPES
 from quire.errors import CheckpointError, UnsupportedModel
 from quire.memory import ChunkedLocal, FullAttention, RecurrentState, SlidingWindow
-from quire.memory.sizing import CACHE_DTYPES, tokens_bytes
+from quire.memory.sizing import tokens_bytes
 from quire.models.cache_layout import KINDS, READ, layout_of, read_kinds, read_layout
 from quire.models.families import FAMILIES, build
 from tests.models.published import CONFIGS, llama

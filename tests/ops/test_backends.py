@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from quire.ops.interface import Activation, HeadNorms, Rotation
-from quire.ops.native_ops import NativeLinear, NativeOps
+from quire.ops.native_linear import NativeLinear
+from quire.ops.native_ops import NativeOps
 from tests.ops.backends import BACKENDS, Backend
 from tests.ops.world import RAGGED, REFERENCE, World, assert_near, randn
 

@@ -17,7 +17,6 @@ from quire.execution.storage import KVStorage
 from quire.ops import make_ops
 from quire.ops.captures import MAX_ROWS, Buffers, CapturedLayers
 from quire.ops.interface import AttentionBatch, Captures, Linear, Ops, Rotation
-from quire.ops.lossless import LosslessPacking
 from quire.ops.native_library import LEVELS, NativeLibrary
 from quire.ops.native_ops import NativeOps
 from quire.ops.torch_ops import TorchOps
@@ -39,8 +38,7 @@ def native_ops(level: str, weights: str) -> NativeOps:
     library = NativeLibrary(level, LIBRARIES[level])
     if weights in ("int8", "int4"):
         return NativeOps(library, weights)
-    packing = LosslessPacking(library.lossless) if weights == "lossless" and library.lossless is not None else None
-    return NativeOps(library, packing=packing)
+    return NativeOps(library, is_lossless=weights == "lossless")
 
 
 class Model:

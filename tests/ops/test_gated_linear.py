@@ -11,10 +11,9 @@ import torch
 from quire.config import Quantization
 from quire.ops.gated import GatedLinear
 from quire.ops.interface import Activation
-from quire.ops.lossless import LosslessLinear, LosslessPacking
 from quire.ops.native_library import NativeLibrary
-from quire.ops.native_ops import NativeLinear, NativeOps
-from quire.ops.native_quantised import NativeQuantisedLinear
+from quire.ops.native_linear import ExactNativeLinear, NativeLinear
+from quire.ops.native_ops import NativeOps
 from tests.ops.backends import CPU_BACKENDS, LIBRARIES, Backend
 from tests.ops.world import randn
 
@@ -33,7 +32,7 @@ def check(ops: NativeOps, kind: type, dtype: torch.dtype, activation: Activation
     weight = randn(2 * width, 96, dtype=dtype) * 0.2
     bias = randn(2 * width, dtype=dtype, seed=1) if has_bias else None
     gated, plain = ops.pack_linear(weight, bias, gate=activation), ops.pack_linear(weight, bias)
-    assert isinstance(gated, kind)
+    assert type(gated) is kind
     x = randn(40, 99, dtype=dtype, seed=2)[:, :96]
     for num_rows in (1, 5, 16, 40):
         found = gated(x[:num_rows])
@@ -49,7 +48,7 @@ def test_plain_weights(level: str, dtype: torch.dtype, activation: Activation, h
     library = NativeLibrary(level, LIBRARIES[level])
     if dtype not in library.packed_types:
         pytest.skip("stock operators multiply weights of this type")
-    check(NativeOps(library), NativeLinear, dtype, activation, 160, has_bias)
+    check(NativeOps(library), ExactNativeLinear, dtype, activation, 160, has_bias)
     check(NativeOps(library), GatedLinear, dtype, activation, 33, has_bias)
 
 
@@ -60,9 +59,10 @@ def test_lossless_weights(level: str, activation: Activation, has_bias: bool) ->
     library = NativeLibrary(level, LIBRARIES[level])
     if library.lossless is None:
         pytest.skip("this level has no lossless weights")
-    ops = NativeOps(library, packing=LosslessPacking(library.lossless))
-    check(ops, LosslessLinear, torch.bfloat16, activation, 160, has_bias)
+    ops = NativeOps(library, is_lossless=True)
+    check(ops, ExactNativeLinear, torch.bfloat16, activation, 160, has_bias)
     check(ops, GatedLinear, torch.bfloat16, activation, 70, has_bias)
+    assert "lossless" in ops.name
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -74,7 +74,7 @@ def test_rounded_weights(
     level: str, quantization: Quantization, dtype: torch.dtype, activation: Activation, has_bias: bool
 ) -> None:
     ops = NativeOps(NativeLibrary(level, LIBRARIES[level]), quantization)
-    check(ops, NativeQuantisedLinear, dtype, activation, 160, has_bias)
+    check(ops, NativeLinear, dtype, activation, 160, has_bias)
     check(ops, GatedLinear, dtype, activation, 35, has_bias)
 
 

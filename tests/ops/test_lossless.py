@@ -13,7 +13,6 @@ from quire.models.checkpoint import Checkpoint
 from quire.models.loading import load_decoder
 from quire.ops import make_ops
 from quire.ops.interface import KeepsRows
-from quire.ops.lossless import LosslessPacking
 from quire.ops.native_library import NativeLibrary
 from quire.ops.native_ops import NativeOps
 from tests.ops.backends import LIBRARIES
@@ -42,12 +41,11 @@ def assert_same_bits(library: NativeLibrary, weight: Tensor, num_rows: int, *, s
     """Compare with the plain product, on rows that lie apart; `share` is what packing may leave."""
     assert library.lossless is not None
     num_columns, width = weight.shape
-    packing = LosslessPacking(library.lossless)
-    plain = NativeOps(library)
+    lossless, plain = NativeOps(library, is_lossless=True), NativeOps(library)
     x = randn(num_rows, width + 3, dtype=torch.bfloat16)[:, :width]
     residual = randn(num_rows, num_columns, dtype=torch.bfloat16, seed=1)
     for bias in (None, randn(num_columns, dtype=torch.bfloat16, seed=2)):
-        packed, twin = NativeOps(library, packing=packing).pack_linear(weight, bias), plain.pack_linear(weight, bias)
+        packed, twin = lossless.pack_linear(weight, bias), plain.pack_linear(weight, bias)
         for addend in (None, residual):
             found, expected = packed(x, addend), twin(x, addend)
             assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
@@ -56,7 +54,7 @@ def assert_same_bits(library: NativeLibrary, weight: Tensor, num_rows: int, *, s
             for layer in (packed, twin):
                 assert isinstance(layer, KeepsRows)
                 assert torch.equal(layer.rows(ids).view(torch.int16), weight[ids].view(torch.int16))
-    assert packing.packed_bytes <= share * packing.plain_bytes
+    assert lossless.lossless_share <= share
 
 
 def of_bits(bits: Tensor, width: int) -> Tensor:
@@ -115,8 +113,8 @@ def test_threads_change_nothing(library: NativeLibrary) -> None:
 
 
 def test_what_is_reached_is_said(library: NativeLibrary) -> None:
-    assert library.lossless is not None
-    ops = NativeOps(library, packing=LosslessPacking(library.lossless))
+    ops = NativeOps(library, is_lossless=True)
+    assert ops.name == f"native ({library.level})"
     ops.pack_linear(randn(640, 512, dtype=torch.bfloat16))
     assert ops.name.startswith(f"native ({library.level}), weights packed lossless to 75.")
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from quire.ops.interface import KeepsRows
-from quire.ops.lossless import LosslessPacking
 from quire.ops.native_library import NativeLibrary
 from quire.ops.native_ops import NativeOps
 from tests.ops.backends import LIBRARIES
@@ -32,9 +31,15 @@ def test_rows_come_back_as_they_were(level: str, dtype: torch.dtype, num_rows: i
 def test_rows_that_there_are_not(level: str, bad_id: int) -> None:
     """The last panel has room for more columns than there are."""
     library = NativeLibrary(level, LIBRARIES[level])
-    packings = [None] if library.lossless is None else [None, LosslessPacking(library.lossless)]
-    for packing in packings:
-        linear = NativeOps(library, packing=packing).pack_linear(randn(70, 64, dtype=torch.bfloat16))
+    for is_lossless in {False, library.lossless is not None}:
+        linear = NativeOps(library, is_lossless=is_lossless).pack_linear(randn(70, 64, dtype=torch.bfloat16))
         assert isinstance(linear, KeepsRows)
         with pytest.raises(IndexError, match=f"from 0 to 69, got ids from .*{bad_id}"):
             linear.rows(torch.tensor([3, bad_id]))
+
+
+@pytest.mark.parametrize("level", LIBRARIES)
+def test_rounded_weights_have_no_rows_to_look_up(level: str) -> None:
+    """A tied head asks this, and keeps a matrix for look-ups beside the rounded one."""
+    ops = NativeOps(NativeLibrary(level, LIBRARIES[level]), "int8")
+    assert not isinstance(ops.pack_linear(randn(70, 64, dtype=torch.bfloat16)), KeepsRows)

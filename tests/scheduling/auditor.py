@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from quire.scheduling import Scheduler, StepPlan
 from quire.sequences import Request, Sequence, SequenceStatus
-from quire.sequences.sequence import TRANSITIONS
+from quire.sequences.status import TRANSITIONS
 
 
 class Before(NamedTuple):

@@ -9,7 +9,7 @@ import pytest
 from quire.decoding.strategies import SAMPLING
 from quire.errors import InvalidParameter
 from quire.sequences import SamplingParams
-from quire.sequences.beam_params import MAX_BEAM_WIDTH, NO_CHOICE
+from quire.sequences.params import MAX_BEAM_WIDTH, NO_CHOICE
 
 
 def refused(**params: Any) -> InvalidParameter:

@@ -14,11 +14,10 @@ from quire.bench.probe import Probe, measure_rates, synchronize
 from quire.bench.roofline import ModelShape, Work, least_s, step_work
 from quire.bench.stopwatch import LAYERS, LINEAR, OUTPUT, PHASES, Observer, Stopwatch
 from quire.bench.workloads import Request, Workload
-from quire.config import EngineConfig, ResolvedConfig
+from quire.config import CACHE_DTYPES, EngineConfig, ResolvedConfig
 from quire.engine.engine import Engine
 from quire.engine.loading import load
 from quire.errors import WorkerError
-from quire.memory.sizing import CACHE_DTYPES
 from quire.ops.interface import Ops
 from quire.sequences.params import SamplingParams
 

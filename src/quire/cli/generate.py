@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 from quire.cli.options import add_engine_options, add_sampling_options, engine_options, sampling_options
 from quire.cli.structured import add_structured_options, structured_options
 from quire.errors import ConfigError
-from quire.sequences.beam_params import NO_CHOICE
-from quire.sequences.params import SamplingParams
+from quire.sequences.params import NO_CHOICE, SamplingParams
 
 if TYPE_CHECKING:
     from quire.cli.options import Subparsers

@@ -1,5 +1,6 @@
 """Configuration: what was asked for, what was found, and what follows from the two."""
 
+from quire.config.cache_dtypes import CACHE_DTYPES, CacheDtype
 from quire.config.facts import Machine, ModelFacts, StepCost
 from quire.config.options import (
     DTYPES,
@@ -25,6 +26,7 @@ from quire.config.resolved import (
 from quire.config.speculative import SpeculativeConfig
 
 __all__ = [
+    "CACHE_DTYPES",
     "DTYPES",
     "EVICTION_POLICIES",
     "GIB",
@@ -32,6 +34,7 @@ __all__ = [
     "PREEMPTION_MODES",
     "PREEMPTION_POLICIES",
     "CacheConfig",
+    "CacheDtype",
     "EngineConfig",
     "Machine",
     "ModelConfig",

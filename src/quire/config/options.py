@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, Literal, get_args
 
+from quire.config.cache_dtypes import CACHE_DTYPES
 from quire.config.checks import check_flag, check_one_of, check_positive, check_share, check_text, check_whole
 from quire.config.speculative import SpeculativeConfig, spread
 from quire.errors import ConfigError, shown
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
-# As `quire.memory.sizing.CACHE_DTYPES` sizes them.
-KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32", "fp8", "int8")
+KV_CACHE_DTYPES = ("auto", *CACHE_DTYPES)
 DEVICES = ("auto", "cpu", "cuda")
 KERNELS = ("auto", "native", "torch")
 Quantization = Literal["int8", "int4"]

@@ -20,8 +20,8 @@ from collections.abc import Sequence as Row
 from quire.decoding.stop import end_of_tokens
 from quire.sequences.beams import BeamSearch, Candidate, Hypothesis, Trail
 from quire.sequences.edits import Append, BeamEdit, Drop, Edit, Finish, Fork
-from quire.sequences.request import Request
-from quire.sequences.sequence import FinishReason, Sequence
+from quire.sequences.sequence import Request, Sequence
+from quire.sequences.status import FinishReason
 
 
 class Beams:

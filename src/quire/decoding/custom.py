@@ -14,7 +14,8 @@ from typing import Any
 from quire.errors import describe
 from quire.sequences.edits import Append, Edit, Fail, Finish, Fork
 from quire.sequences.params import MAX_N
-from quire.sequences.sequence import FinishReason, Sequence
+from quire.sequences.sequence import Sequence
+from quire.sequences.status import FinishReason
 from quire.sequences.strategy import Strategy
 
 # The others are the engine's to give.
@@ -30,7 +31,7 @@ class CustomStrategy:
 
     __slots__ = ("_failure", "_strategy")
 
-    def __init__(self, strategy: Strategy) -> None:
+    def __init__(self, strategy: Strategy[Sequence]) -> None:
         self._strategy = strategy
         self._failure: Fail | None = None
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Strings
 from copy import copy
 
-from quire.sequences.sequence import FinishReason, Sequence
+from quire.sequences.sequence import Sequence
+from quire.sequences.status import FinishReason
 
 
 def end_of_tokens(sequence: Sequence, token_id: int, num_before: int = 0) -> tuple[FinishReason, int | None] | None:

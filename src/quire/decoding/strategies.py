@@ -10,8 +10,7 @@ from quire.decoding.beams import Beams
 from quire.decoding.custom import CustomStrategy
 from quire.decoding.stop import end_of_tokens
 from quire.sequences.edits import Append, Edit, Finish, Fork, Truncate
-from quire.sequences.request import Request
-from quire.sequences.sequence import Sequence
+from quire.sequences.sequence import Request, Sequence
 from quire.sequences.strategy import Strategy
 
 
@@ -69,7 +68,7 @@ SAMPLING = Sampling()
 BEAMS = Beams()
 
 
-def strategy_of(request: Request) -> Strategy:
+def strategy_of(request: Request) -> Strategy[Sequence]:
     """Return how a request is decoded."""
     if request.params.beam_width is not None:
         return BEAMS
@@ -77,6 +76,6 @@ def strategy_of(request: Request) -> Strategy:
     return SAMPLING if own is None else CustomStrategy(own)
 
 
-def usual_edit(strategy: Strategy, sample_idx: int) -> Append | None:
+def usual_edit(strategy: Strategy[Sequence], sample_idx: int) -> Append | None:
     """Return what almost every token of a sample comes to: see `Sequence.usual`."""
     return Append(sample_idx, 0) if strategy is SAMPLING else None

@@ -10,9 +10,9 @@ from quire.engine.outputs import CompletionOutput
 from quire.engine.sample_text import SampleText
 from quire.scheduling.plan import Candidate
 from quire.sequences.beams import Hypothesis
-from quire.sequences.request import Request
-from quire.sequences.sequence import FinishReason
+from quire.sequences.sequence import Request
 from quire.sequences.sequence import Sequence as Beam
+from quire.sequences.status import FinishReason
 from quire.text.tokenizer import Tokenizer
 
 

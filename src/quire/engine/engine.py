@@ -30,7 +30,8 @@ from quire.scheduling.plan import ItemResult, PlanItem, StepPlan, TokenLogprobs
 from quire.scheduling.scheduler import Scheduler
 from quire.sequences.edits import Fail, Finish
 from quire.sequences.params import SamplingParams
-from quire.sequences.sequence import FinishReason, Sequence
+from quire.sequences.sequence import Sequence
+from quire.sequences.status import FinishReason
 from quire.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

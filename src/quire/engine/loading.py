@@ -13,6 +13,7 @@ from typing import Any, TextIO
 import torch
 
 from quire.config import (
+    CACHE_DTYPES,
     EngineConfig,
     ModelConfig,
     ModelFacts,
@@ -42,7 +43,7 @@ from quire.memory.chain import Namespace
 from quire.memory.manager import KVCacheManager
 from quire.memory.recorder import MemoryRecorder
 from quire.memory.settings import MemorySettings
-from quire.memory.sizing import CACHE_DTYPES, ArenaSizing, arena_bytes, most_bytes, tokens_bytes
+from quire.memory.sizing import ArenaSizing, arena_bytes, most_bytes, tokens_bytes
 from quire.memory.specs import KVCacheSpec
 from quire.models.cache_layout import layout_of
 from quire.models.checkpoint import Checkpoint, locate

@@ -9,13 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quire.config import DTYPES, EngineConfig, Machine, context_length, pool_blocks
+from quire.config import CACHE_DTYPES, DTYPES, EngineConfig, Machine, context_length, pool_blocks
 from quire.engine.draft_fit import ModelLimits, check_draft
 from quire.engine.memory_plan import Alternative, GroupPlan, LengthPlan, MemoryPlan, PlanRequest
 from quire.engine.pool_sizing import memory_concurrency, size_pool
 from quire.errors import CheckpointError, ConfigError, UnsupportedModel, shown
 from quire.memory.sizing import (
-    CACHE_DTYPES,
     ArenaSizing,
     most_bytes,
     paged_bytes,

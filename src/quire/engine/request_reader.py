@@ -12,7 +12,7 @@ from quire.engine.prompts import Prompt, PromptReader, TokenPrompt
 from quire.engine.words import Words, read_words
 from quire.errors import InvalidParameter, UnsupportedFeature
 from quire.sequences.params import SamplingParams
-from quire.sequences.request import Request
+from quire.sequences.sequence import Request
 
 MAX_PRIORITY = 2**31 - 1
 

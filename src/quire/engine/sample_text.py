@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.decoding.stop import StopStrings
-from quire.sequences.request import Request
+from quire.sequences.sequence import Request
 from quire.text.detokenizer import IncrementalDetokenizer
 from quire.text.tokenizer import Tokenizer
 

@@ -8,8 +8,8 @@ from quire.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.engine.ranking import Ranking
 from quire.engine.sample_text import SampleText
 from quire.scheduling.plan import TokenLogprobs
-from quire.sequences.request import Request
-from quire.sequences.sequence import FinishReason, Sequence
+from quire.sequences.sequence import Request, Sequence
+from quire.sequences.status import FinishReason
 from quire.text.tokenizer import Tokenizer
 
 

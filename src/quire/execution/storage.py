@@ -9,18 +9,13 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from quire.memory.sizing import CACHE_DTYPES, CacheDtype
+from quire.config import CACHE_DTYPES, CacheDtype
 from quire.models.cache_layout import layer_of
 from quire.models.spec import CacheGroup, KeptState, KeptTokens
+from quire.models.weights import DTYPES
 
-# What the names of `CACHE_DTYPES` are stored as.
-STORED: Final = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-    "fp8": torch.float8_e4m3fn,
-    "int8": torch.int8,
-}
+# The torch dtypes of the names in `CACHE_DTYPES`.
+STORED: Final = {**DTYPES, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 class KVStorage:

@@ -10,37 +10,14 @@ The same specs and slabs as the manager's, so that a plan and the engine that fo
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import lcm
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from quire.memory.slabs import SlabLayout, lay_out
 from quire.memory.specs import KVCacheSpec
 from quire.memory.states import DEFAULT_SNAPSHOT_INTERVAL
-
-
-class CacheDtype(NamedTuple):
-    """What a cached value costs.
-
-    Args:
-        element_bytes: bytes of one value.
-        scale_bytes: bytes of the scale beside each token's keys, and beside its values, of a head.
-    """
-
-    element_bytes: int
-    scale_bytes: int = 0
-
-
-# int8 has a float32 scale for each token and head: eight bits without an exponent need one that follows the values.
-# fp8 has none in its blocks: its exponent covers the range, and a scale of a whole layer belongs to the weights.
-CACHE_DTYPES: Final[Mapping[str, CacheDtype]] = {
-    "bfloat16": CacheDtype(2),
-    "float16": CacheDtype(2),
-    "float32": CacheDtype(4),
-    "fp8": CacheDtype(1),
-    "int8": CacheDtype(1, 4),
-}
 
 
 class Shortage(NamedTuple):

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeVar
 
+from quire.config import CacheDtype
 from quire.errors import UnsupportedModel, shown
-from quire.memory.sizing import CacheDtype
 from quire.memory.specs import ChunkedLocal, FullAttention, KVCacheSpec, RecurrentState, SlidingWindow
 from quire.models.families.gemma4 import DEFAULTS as GEMMA4
 from quire.models.families.hf_config import NEUTRAL, HFConfig

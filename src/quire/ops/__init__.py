@@ -7,8 +7,7 @@ import torch
 from quire.config import Quantization
 from quire.errors import ConfigError
 from quire.ops.interface import Ops
-from quire.ops.lossless import LosslessPacking
-from quire.ops.native_library import LosslessCalls, NativeLibrary, find_library
+from quire.ops.native_library import NativeLibrary, find_library
 from quire.ops.native_ops import NativeOps
 from quire.ops.torch_ops import TorchOps
 from quire.ops.torch_quantised import TorchQuantisedLinear
@@ -59,9 +58,8 @@ def make_ops(
         found = f"those of level {found.level} give other products of rounded weights than stock operators"
     if not isinstance(found, str):
         wants_lossless = weight_packing != "plain" and quantization is None
-        if wants_lossless and found.lossless is not None and _agrees(found, found.lossless):
-            packing = LosslessPacking(found.lossless)
-            return NativeOps(found, packing=packing, deterministic=deterministic)
+        if wants_lossless and found.lossless is not None and _agrees(found):
+            return NativeOps(found, is_lossless=True, deterministic=deterministic)
         return _plain(NativeOps(found, quantization, deterministic=deterministic), weight_packing)
     if kernels == "native":
         raise ConfigError(f"native kernels were asked for, but {found}; use 'torch' or 'auto'", field="kernels")
@@ -83,11 +81,10 @@ def _rounds_alike(library: NativeLibrary) -> bool:
     return True
 
 
-def _agrees(library: NativeLibrary, calls: LosslessCalls) -> bool:
-    """Return whether a small product has the plain one's bits: tests may not have met this processor's level."""
+def _agrees(library: NativeLibrary) -> bool:
+    """Return whether a small lossless product has the plain one's bits: tests may not have run on this level."""
     weight = torch.linspace(-1, 1, 64 * 66).view(64, 66).bfloat16()
-    packings = (None, LosslessPacking(calls))
-    plain, lossless = (NativeOps(library, packing=packing).pack_linear(weight) for packing in packings)
+    plain, lossless = (NativeOps(library, is_lossless=flag).pack_linear(weight) for flag in (False, True))
     return all(torch.equal(plain(x), lossless(x)) for x in (weight[:1], weight[:2], weight[:5]))
 
 

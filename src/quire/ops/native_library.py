@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
+from torch import Tensor
 
 from quire.errors import ConfigError
 from quire.ops.interface import Activation
 from quire.ops.weight_formats import UNITS, WeightFormat
+from quire.ops.weight_memory import WeightMemory
 
 FOLDER: Final = Path(__file__).parent / "native"
 # The number that `quire_interface_version` must return.
@@ -30,6 +32,8 @@ MAX_HEAD_DIM: Final = 256
 # Types and activations as the libraries number them.
 TYPES: Final = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 ACTIVATIONS: Final[dict[Activation | None, int]] = {None: 0, "silu": 1, "gelu_tanh": 2}
+# Lossless weights: columns of a panel, values of a column in a block, bytes of a block's table.
+PANEL_COLUMNS, BLOCK_WIDTH, TABLE_BYTES = 64, 32, 16
 
 _POINTER, _INT, _FLOAT, _BOOL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_bool
 
@@ -64,29 +68,48 @@ class Cache(ctypes.Structure):
 
 
 class WeightKernels(NamedTuple):
-    """The functions of one format of rounded weights, without their names' last part.
+    """The kernels of one format of weights that is one range of bytes: plain weights, or rounded ones.
 
     Args:
-        num_bytes: `quire_bytes`, of a packed weight.
-        pack: `quire_pack`, which rounds too.
-        multiply: `quire_linear`.
+        num_bytes: number of bytes of a weight [out, in] in this format.
+        pack: `quire_pack` or `quire_pack_*` of the sources.
+        multiply: `quire_linear` or `quire_linear_*`.
+        rows: `quire_rows`; None where the format rounds.
     """
 
-    num_bytes: Callable[..., Any]
+    num_bytes: Callable[[Tensor], int]
     pack: Callable[..., Any]
     multiply: Callable[..., Any]
+    rows: Callable[..., Any] | None = None
+
+    def pack_weight(self, memory: WeightMemory, weight: Tensor, is_gated: bool) -> tuple[Tensor, ...]:
+        """Pack a contiguous weight; return the tensors whose pointers `multiply` and `rows` take, in this order."""
+        packed = memory.take(self.num_bytes(weight))
+        self.pack(TYPES[weight.dtype], weight.data_ptr(), *weight.shape, is_gated, packed.data_ptr())
+        return (packed,)
+
+    def leading_arguments(self, dtype: torch.dtype) -> tuple[int, ...]:
+        """Return the first arguments of `multiply` and `rows`: the dtype of activations and of plain weights."""
+        return (TYPES[dtype],)
 
 
-class LosslessCalls(NamedTuple):
-    """The functions `quire_lossless_*` of the sources."""
+class LosslessKernels(NamedTuple):
+    """The kernels of bfloat16 weights that are packed to three quarters of their bytes and keep every bit.
+
+    Args:
+        tables: `quire_lossless_tables` of the sources: the tables and the number of bytes of each panel.
+        pack: `quire_lossless_pack`.
+        multiply: `quire_lossless_linear`; its results have the bits of plain weights.
+        rows: `quire_lossless_rows`.
+    """
 
     tables: Callable[..., Any]
     pack: Callable[..., Any]
-    linear: Callable[..., Any]
+    multiply: Callable[..., Any]
     rows: Callable[..., Any]
 
     @classmethod
-    def of(cls, library: ctypes.CDLL) -> LosslessCalls:
+    def of(cls, library: ctypes.CDLL) -> LosslessKernels:
         """Find them in a library."""
         weight = (_POINTER, _INT, _INT)
         return cls(
@@ -98,6 +121,24 @@ class LosslessCalls(NamedTuple):
             ),
             _typed(library.quire_lossless_rows, *(_POINTER,) * 3, _INT, _INT, _POINTER, _INT, _POINTER, returns=_BOOL),
         )
+
+    def pack_weight(self, memory: WeightMemory, weight: Tensor, is_gated: bool) -> tuple[Tensor, ...]:
+        """Pack as `WeightKernels.pack_weight` does, to tables, places of panels, and data."""
+        num_columns, width = weight.shape
+        num_panels, num_blocks = -(-num_columns // PANEL_COLUMNS), -(-width // BLOCK_WIDTH)
+        tables = torch.empty(num_panels, num_blocks, TABLE_BYTES, dtype=torch.uint8)
+        starts = torch.zeros(num_panels + 1, dtype=torch.int64)
+        arguments = (weight.data_ptr(), num_columns, width, is_gated)
+        self.tables(*arguments, tables.data_ptr(), starts[1:].data_ptr())
+        starts.cumsum_(0)
+        data = memory.take(int(starts[-1]))
+        self.pack(*arguments, tables.data_ptr(), starts.data_ptr(), data.data_ptr())
+        return tables, starts, data
+
+    def leading_arguments(self, dtype: torch.dtype) -> tuple[int, ...]:
+        """Return no arguments: all values are bfloat16."""
+        assert dtype == torch.bfloat16
+        return ()
 
 
 class CaptureCalls(NamedTuple):
@@ -136,11 +177,11 @@ class NativeLibrary:
         packed_types: the types of weights that it packs and multiplies faster than torch does.
         panel_columns: columns of a panel, of weights that are rounded (True) and of those that are not.
         attend, plan_attention, replan_attention, free_attention_plan, tokens_read, gate, prepare, rms_norm,
-            keep_tokens, pack, linear, rows, packed_columns: the functions of the same names, with `quire_` before, of
-            the sources.
+            keep_tokens: the functions of the same names, with `quire_` before, of the sources.
         captures: those that note calls and make them again.
-        weight_kernels: for each format of rounded weights, what packs and multiplies them.
-        lossless: those of weights packed to three quarters, on AVX2 and better.
+        plain: the kernels of weights that are not rounded.
+        weight_kernels: the kernels of each format of rounded weights.
+        lossless: the kernels of weights packed to three quarters, on AVX2 and better.
 
     Raises:
         OSError: it cannot be loaded, or was built from other sources than these.
@@ -174,19 +215,14 @@ class NativeLibrary:
             library.quire_rms_norm, _INT, _POINTER, _INT, _INT, _POINTER, _FLOAT, _INT, _INT, _POINTER
         )
         self.keep_tokens = _typed(library.quire_keep_tokens, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER)
-        self.pack = _typed(library.quire_pack, _INT, _POINTER, _INT, _INT, _BOOL, _POINTER)
-        self.linear = _typed(
-            library.quire_linear, _INT, _POINTER, _INT, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _POINTER
-        )
         panel_columns = _typed(library.quire_panel_columns, _BOOL, returns=_INT)
         self.panel_columns = {is_rounded: panel_columns(is_rounded) for is_rounded in (False, True)}
-        self.rows = _typed(library.quire_rows, _INT, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER, returns=_BOOL)
-        self.packed_columns = _typed(library.quire_packed_columns, _INT, returns=_INT)
-        self.weight_kernels = {name: _weight_kernels(library, name) for name in UNITS}
+        self.plain = _plain_kernels(library)
+        self.weight_kernels = {name: _rounded_kernels(library, name) for name in UNITS}
         packs = _typed(library.quire_packs, _INT, returns=_BOOL)
         self.packed_types = frozenset(dtype for dtype, number in TYPES.items() if packs(number))
         self.captures = CaptureCalls.of(library)
-        self.lossless = LosslessCalls.of(library) if hasattr(library, "quire_lossless_linear") else None
+        self.lossless = LosslessKernels.of(library) if hasattr(library, "quire_lossless_linear") else None
 
 
 def find_library(folder: Path = FOLDER) -> NativeLibrary | str:
@@ -220,15 +256,27 @@ def runnable_libraries(folder: Path = FOLDER) -> dict[str, Path]:
     return {level: path for level, path in list(paths.items())[: best + 1] if path.exists()}
 
 
-def _weight_kernels(library: Any, name: WeightFormat) -> WeightKernels:
-    num_bytes, pack, linear = (getattr(library, f"quire_{part}_{name}") for part in ("bytes", "pack", "linear"))
+def _plain_kernels(library: Any) -> WeightKernels:
+    packed_columns = _typed(library.quire_packed_columns, _INT, returns=_INT)
+    pack, multiply = _pack_and_multiply(library.quire_pack, library.quire_linear)
     return WeightKernels(
-        num_bytes=_typed(num_bytes, _INT, _INT, returns=_INT),
-        pack=_typed(pack, _INT, _POINTER, _INT, _INT, _BOOL, _POINTER),
-        multiply=_typed(
-            linear, *(_INT, _POINTER, _INT, _INT, _POINTER, _INT, _INT), *(_POINTER, _POINTER, _INT, _POINTER)
-        ),
+        num_bytes=lambda weight: packed_columns(weight.shape[0]) * weight.shape[1] * weight.itemsize,
+        pack=pack,
+        multiply=multiply,
+        rows=_typed(library.quire_rows, _INT, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER, returns=_BOOL),
     )
+
+
+def _rounded_kernels(library: Any, name: WeightFormat) -> WeightKernels:
+    num_bytes, *functions = (getattr(library, f"quire_{part}_{name}") for part in ("bytes", "pack", "linear"))
+    num_bytes = _typed(num_bytes, _INT, _INT, returns=_INT)
+    pack, multiply = _pack_and_multiply(*functions)
+    return WeightKernels(lambda weight: num_bytes(*weight.shape), pack, multiply)
+
+
+def _pack_and_multiply(pack: Any, multiply: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    product = (_INT, _POINTER, _INT, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _POINTER)
+    return _typed(pack, _INT, _POINTER, _INT, _INT, _BOOL, _POINTER), _typed(multiply, *product)
 
 
 def _typed(function: Any, *types: Any, returns: Any = None) -> Callable[..., Any]:

@@ -29,9 +29,8 @@ from quire.ops.interface import (
     StepAttention,
     StepStates,
 )
-from quire.ops.lossless import LosslessPacking
 from quire.ops.native_library import ACTIVATIONS, MAX_HEAD_DIM, TYPES, Cache, NativeLibrary, StepRows
-from quire.ops.native_quantised import NativeQuantisedLinear
+from quire.ops.native_linear import ExactNativeLinear, NativeLinear
 from quire.ops.torch_ops import TorchOps
 from quire.ops.weight_formats import weight_format
 from quire.ops.weight_memory import WeightMemory
@@ -43,7 +42,8 @@ class NativeOps:
     Args:
         library: that this processor runs.
         quantization: what the weights of linear layers are rounded to.
-        packing: of the weights that are not rounded, if another than `NativeLinear`'s.
+        is_lossless: whether bfloat16 weights that are not rounded are packed to three quarters, where the library has
+            kernels for that.
         deterministic: a row gets the same bits whatever rows it comes with. Linear layers, norms and gates compute so
             anyway; attention takes the path of many rows for all, and shares whole parts only.
     """
@@ -52,12 +52,13 @@ class NativeOps:
         self,
         library: NativeLibrary,
         quantization: Quantization | None = None,
-        packing: LosslessPacking | None = None,
+        is_lossless: bool = False,
         deterministic: bool = False,
     ) -> None:
         self._library = library
         self._quantization = quantization
-        self._packing = packing
+        self._lossless = library.lossless if is_lossless else None
+        self._plain_bytes = self._lossless_bytes = 0
         self._is_deterministic = deterministic
         self._memory = WeightMemory()
         self._torch = TorchOps(torch.device("cpu"))
@@ -66,8 +67,13 @@ class NativeOps:
     @property
     def name(self) -> str:
         """What computes, for people."""
-        packed = f", {self._packing}" if self._packing is not None and self._packing.plain_bytes else ""
+        packed = f", weights packed lossless to {self.lossless_share:.1%}" if self._plain_bytes else ""
         return f"native ({self._library.level}){packed}" + (", deterministic" if self._is_deterministic else "")
+
+    @property
+    def lossless_share(self) -> float:
+        """Bytes of all lossless weights so far, tables included, divided by their bytes before; 1 without any."""
+        return self._lossless_bytes / self._plain_bytes if self._plain_bytes else 1.0
 
     def pack_linear(
         self, weight: Tensor, bias: Tensor | None = None, min_bits: int = 4, gate: Activation | None = None
@@ -83,11 +89,14 @@ class NativeOps:
             # A panel would not have as many gates as other columns.
             return GatedLinear(self.pack_linear(weight, bias, min_bits), self.gate, gate)
         if chosen is not None:
-            return NativeQuantisedLinear(self._library.weight_kernels[chosen], self._memory, weight, bias, gate)
+            return NativeLinear(self._library.weight_kernels[chosen], self._memory, weight, bias, gate)
         if weight.dtype in self._library.packed_types and weight.shape[1] % 2 == 0:
-            if self._packing is not None and weight.dtype == torch.bfloat16:
-                return self._packing.pack(self._memory, weight, bias, gate)
-            return NativeLinear(self._library, self._memory, weight, bias, gate)
+            if self._lossless is None or weight.dtype != torch.bfloat16:
+                return ExactNativeLinear(self._library.plain, self._memory, weight, bias, gate)
+            lossless = ExactNativeLinear(self._lossless, self._memory, weight, bias, gate)
+            self._plain_bytes += weight.nbytes
+            self._lossless_bytes += lossless.num_bytes
+            return lossless
         if self._is_deterministic:
             dtypes = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in self._library.packed_types))
             raise ConfigError(
@@ -174,64 +183,6 @@ class NativeOps:
             yield noted
         finally:
             self._noted = None
-
-
-class NativeLinear:
-    """A product on panels of 64 columns; bias and residual are added before the one rounding.
-
-    A row gets the same bits whatever rows are beside it.
-
-    Args:
-        gate: see `Ops.pack_linear`.
-    """
-
-    __slots__ = ("_bias", "_dtype", "_gate", "_library", "_num_columns", "_num_outputs", "_packed", "_width")
-
-    def __init__(
-        self,
-        library: NativeLibrary,
-        memory: WeightMemory,
-        weight: Tensor,
-        bias: Tensor | None,
-        gate: Activation | None = None,
-    ) -> None:
-        weight = weight.contiguous()
-        self._num_columns, self._width = weight.shape
-        self._dtype = weight.dtype
-        self._library = library
-        self._packed = memory.take(library.packed_columns(self._num_columns) * self._width * weight.itemsize)
-        self._bias = None if bias is None else bias.contiguous()
-        self._gate, self._num_outputs = ACTIVATIONS[gate], self._num_columns // (1 if gate is None else 2)
-        shape = (self._num_columns, self._width)
-        library.pack(TYPES[weight.dtype], weight.data_ptr(), *shape, gate is not None, self._packed.data_ptr())
-
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Multiply and add in one call."""
-        num_rows = x.shape[0]
-        output = x.new_empty(num_rows, self._num_outputs)
-        self._library.linear(
-            TYPES[self._dtype],
-            x.data_ptr(),
-            x.stride(0),
-            num_rows,
-            self._packed.data_ptr(),
-            self._num_columns,
-            self._width,
-            None if self._bias is None else self._bias.data_ptr(),
-            None if residual is None else residual.data_ptr(),
-            self._gate,
-            output.data_ptr(),
-        )
-        return output
-
-    def rows(self, ids: Tensor) -> Tensor:
-        """Look up rows of the weight: ids [T] to [T, in]; an IndexError for one that there is not."""
-        output = torch.empty(len(ids), self._width, dtype=self._dtype)
-        ids = ids.contiguous()
-        weight = (TYPES[self._dtype], self._packed.data_ptr(), self._num_columns, self._width)
-        if not self._library.rows(*weight, ids.data_ptr(), len(ids), output.data_ptr()):
-            raise IndexError(f"rows are from 0 to {self._num_columns - 1}, got ids from {ids.min()} to {ids.max()}")
-        return output
 
 
 class AttentionPlan:

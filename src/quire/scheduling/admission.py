@@ -13,7 +13,8 @@ from quire.scheduling.policies import Order
 from quire.scheduling.preemption import Preemption
 from quire.scheduling.queues import Queues
 from quire.scheduling.stats import SchedulerStats
-from quire.sequences.sequence import Sequence, SequenceStatus
+from quire.sequences.sequence import Sequence
+from quire.sequences.status import SequenceStatus
 
 
 @dataclass(slots=True)

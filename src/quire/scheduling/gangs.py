@@ -12,8 +12,8 @@ from quire.memory.manager import KVCacheManager
 from quire.scheduling.plan import BeamGroup, Candidate
 from quire.scheduling.roster import Roster
 from quire.sequences.edits import Append, Drop, Finish, Fork
-from quire.sequences.request import Request
-from quire.sequences.sequence import FinishReason, Sequence
+from quire.sequences.sequence import Request, Sequence
+from quire.sequences.status import FinishReason
 
 
 def gang_at(queue: list[Sequence], position: int) -> list[Sequence]:

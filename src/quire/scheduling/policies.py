@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Candidates
 
-from quire.sequences.request import Request
-from quire.sequences.sequence import Sequence
+from quire.sequences.sequence import Request, Sequence
 
 # A later request of the same flow counts as if it had come so many requests after the one before, for each sample.
 FLOW_STRIDE = 16

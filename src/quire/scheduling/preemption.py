@@ -22,7 +22,8 @@ from quire.scheduling.policies import PREEMPTION_POLICIES
 from quire.scheduling.queues import Queues
 from quire.scheduling.roster import Roster
 from quire.scheduling.stats import SchedulerStats
-from quire.sequences.sequence import Sequence, SequenceStatus
+from quire.sequences.sequence import Sequence
+from quire.sequences.status import SequenceStatus
 
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from bisect import insort
 from operator import attrgetter
 
-from quire.sequences.sequence import Sequence, SequenceStatus
+from quire.sequences.sequence import Sequence
+from quire.sequences.status import SequenceStatus
 
 _KEY = attrgetter("key")
 

@@ -7,8 +7,8 @@ from quire.memory.manager import KVCacheManager
 from quire.scheduling.policies import Order
 from quire.scheduling.queues import Queues
 from quire.sequences.beams import BeamSearch
-from quire.sequences.request import Request
-from quire.sequences.sequence import FinishReason, Sequence, SequenceStatus
+from quire.sequences.sequence import Request, Sequence
+from quire.sequences.status import FinishReason, SequenceStatus
 
 # The ends of sequences whose last block nobody will ask for.
 _WITHOUT_TAIL = frozenset({FinishReason.ERROR, FinishReason.DROPPED})

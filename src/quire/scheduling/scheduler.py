@@ -29,8 +29,8 @@ from quire.scheduling.queues import Queues
 from quire.scheduling.roster import Roster
 from quire.scheduling.stats import SchedulerStats
 from quire.sequences.edits import Append, Fail, Finish, Fork, Truncate
-from quire.sequences.request import Request
-from quire.sequences.sequence import FinishReason, Sequence, SequenceStatus
+from quire.sequences.sequence import Request, Sequence
+from quire.sequences.status import FinishReason, SequenceStatus
 
 # Looking a member up in its enumeration takes as long as a call.
 _RUNNING = SequenceStatus.RUNNING

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from quire.sequences.logprobs import TokenLogprobs
-from quire.sequences.sequence import FinishReason
+from quire.sequences.status import FinishReason
 
 
 class Candidate(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from quire.sequences.sequence import FinishReason
+from quire.sequences.status import FinishReason
 
 
 class Fork(NamedTuple):

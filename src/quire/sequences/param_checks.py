@@ -82,14 +82,14 @@ def processors(value: object) -> tuple[Callable[..., Any], ...]:
     return tuple(value)
 
 
-def strategy(value: Any) -> Strategy | None:
+def strategy(value: Any) -> Strategy[Any] | None:
     """Return an object with the methods of a strategy, or None."""
     if value is not None and not all(callable(getattr(value, name, None)) for name in ("num_draws", "advance")):
         raise InvalidParameter("strategy", value, "an object with the methods num_draws and advance, or None")
     return value  # type: ignore[no-any-return]
 
 
-def speculative(value: object, strategy: Strategy | None) -> bool | None:
+def speculative(value: object, strategy: Strategy[Any] | None) -> bool | None:
     """Return whether drafts are wanted, None for as the engine does; a strategy of the request's own gets none."""
     if value is not None and not isinstance(value, bool):
         raise InvalidParameter("speculative", value, "true, false or None")

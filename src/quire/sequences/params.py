@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.errors import InvalidParameter
-from quire.sequences.beam_params import check_beams
 from quire.sequences.param_checks import (
     integer,
     logit_bias,
@@ -28,6 +27,11 @@ MAX_STOP_IDS = 64
 MAX_ALLOWED_IDS = 2**20
 MAX_BAD_WORDS = 1024
 MAX_SEED = 2**63 - 1
+MAX_BEAM_WIDTH = 128
+MAX_LENGTH_PENALTY = 10.0
+# Parameters that shape a random choice, and their neutral values. A model may recommend other values for samples.
+CHOICE_FIELDS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "top_n_sigma": 0.0}
+NO_CHOICE = {"temperature": 1.0, **CHOICE_FIELDS}
 # Logits are divided by it, and must stay finite in float32; as far below 1 as the largest one is above.
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 
@@ -129,7 +133,7 @@ class SamplingParams:
     structured_outputs: StructuredOutputs | None = field(default=None, metadata={"has_flag": False})
     logits_processors: tuple[Callable[..., Any], ...] = field(default=(), metadata={"has_flag": False})
     speculative: bool | None = None
-    strategy: Strategy | None = field(default=None, metadata={"has_flag": False})
+    strategy: Strategy[Any] | None = field(default=None, metadata={"has_flag": False})
     penalizes_tokens: bool = field(init=False, default=False, repr=False)
     needs_history: bool = field(init=False, default=False, repr=False)
 
@@ -193,7 +197,7 @@ class SamplingParams:
         put(self, "penalizes_tokens", penalties != (1.0, 0.0, 0.0))
         needs_history = self.penalizes_tokens or self.dry_multiplier or self.bad_words or self.logits_processors
         put(self, "needs_history", bool(needs_history))
-        put(self, "length_penalty", check_beams(self))
+        put(self, "length_penalty", _check_beams(self))
 
     @property
     def num_sequences(self) -> int:
@@ -242,3 +246,40 @@ class SamplingParams:
             count = getattr(self, name)
             if count is not None and count > vocab_size:
                 raise InvalidParameter(name, count, f"at most the vocabulary size ({vocab_size})")
+
+
+def _check_beams(params: SamplingParams) -> float:
+    """Check the parameters of a beam search, and those beside it that it would ignore, since it draws nothing.
+
+    Args:
+        params: parameters of which all others are checked.
+
+    Returns:
+        The length penalty, as a float.
+    """
+    length_penalty = number("length_penalty", params.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
+    if params.early_stopping != "never" and not isinstance(params.early_stopping, bool):
+        raise InvalidParameter("early_stopping", params.early_stopping, 'true, false or "never"')
+    if params.beam_width is None:
+        for name, value, default in (
+            ("length_penalty", length_penalty, 1.0),
+            ("early_stopping", params.early_stopping, False),
+        ):
+            if value != default:
+                raise InvalidParameter(name, value, f"{default} without beam_width: it belongs to beam search")
+        return length_penalty
+    integer("beam_width", params.beam_width, 2, MAX_BEAM_WIDTH)
+    if params.best_of is not None:
+        raise InvalidParameter("best_of", params.best_of, "absent beside beam_width, which says how many to compare")
+    if params.strategy is not None:
+        raise InvalidParameter("strategy", params.strategy, "absent beside beam_width: beam search is a strategy")
+    if params.speculative:
+        raise InvalidParameter("speculative", True, "false or absent beside beam_width: beams have no drafts")
+    if params.n > params.beam_width:
+        raise InvalidParameter("n", params.n, f"at most beam_width ({params.beam_width})")
+    if params.temperature not in (0.0, 1.0):
+        raise InvalidParameter("temperature", params.temperature, "0 or 1 beside beam_width: nothing is drawn")
+    for name, default in CHOICE_FIELDS.items():
+        if getattr(params, name) != default:
+            raise InvalidParameter(name, getattr(params, name), f"{default:g} beside beam_width: nothing is drawn")
+    return length_penalty

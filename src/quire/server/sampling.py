@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.errors import InvalidParameter
-from quire.sequences.beam_params import NO_CHOICE
-from quire.sequences.params import SamplingParams
+from quire.sequences.params import NO_CHOICE, SamplingParams
 from quire.server import structured
 from quire.server.fields import Fields, Refusal
 

@@ -1,0 +1,84 @@
+"""Linear layers of compiled kernels: one class for every format of weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.ops.interface import Activation
+from quire.ops.native_library import ACTIVATIONS, LosslessKernels, WeightKernels
+from quire.ops.weight_memory import WeightMemory
+
+
+class NativeLinear:
+    """A product of rows and a packed weight; bias and residual are added before the one rounding.
+
+    A row gets the same bits in every batch.
+
+    Args:
+        kernels: kernels of the weight's format.
+        memory: memory of packed weights.
+        weight: [out, in], of the dtype of the rows that the layer will be given.
+        bias: [out], of the same dtype.
+        gate: see `Ops.pack_linear`.
+
+    Attributes:
+        num_bytes: number of bytes of the packed weight.
+    """
+
+    __slots__ = ("_bias", "_dtype", "_gate", "_kernels", "_leading", "_num_outputs", "_tensors", "_weight", "num_bytes")
+
+    def __init__(
+        self,
+        kernels: WeightKernels | LosslessKernels,
+        memory: WeightMemory,
+        weight: Tensor,
+        bias: Tensor | None,
+        gate: Activation | None = None,
+    ) -> None:
+        weight = weight.contiguous()
+        self._kernels, self._dtype = kernels, weight.dtype
+        self._tensors = kernels.pack_weight(memory, weight, gate is not None)
+        # The arguments in which kernels take the weight; formats differ in their number.
+        self._leading = kernels.leading_arguments(weight.dtype)
+        self._weight = (*(tensor.data_ptr() for tensor in self._tensors), *weight.shape)
+        self._bias = None if bias is None else bias.contiguous()
+        self._gate, self._num_outputs = ACTIVATIONS[gate], weight.shape[0] // (1 if gate is None else 2)
+        self.num_bytes = sum(tensor.nbytes for tensor in self._tensors)
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Multiply, add and gate in one call."""
+        num_rows = x.shape[0]
+        output = x.new_empty(num_rows, self._num_outputs)
+        self._kernels.multiply(
+            *self._leading,
+            x.data_ptr(),
+            x.stride(0),
+            num_rows,
+            *self._weight,
+            None if self._bias is None else self._bias.data_ptr(),
+            None if residual is None else residual.data_ptr(),
+            self._gate,
+            output.data_ptr(),
+        )
+        return output
+
+
+class ExactNativeLinear(NativeLinear):
+    """A native linear layer whose format keeps every bit of the weight, so that its rows can be looked up."""
+
+    __slots__ = ()
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Look up rows of the weight: ids [T] to [T, in].
+
+        Raises:
+            IndexError: an id is not that of a row.
+        """
+        num_columns, width = self._weight[-2:]
+        output, ids = torch.empty(len(ids), width, dtype=self._dtype), ids.contiguous()
+        look_up = self._kernels.rows
+        assert look_up is not None
+        if not look_up(*self._leading, *self._weight, ids.data_ptr(), len(ids), output.data_ptr()):
+            raise IndexError(f"rows are from 0 to {num_columns - 1}, got ids from {ids.min()} to {ids.max()}")
+        return output

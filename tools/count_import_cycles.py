@@ -1,0 +1,103 @@
+"""Count the import cycles between the modules of the package: `python -m tools.count_import_cycles`.
+
+An edge is an import outside of functions, also one under `if TYPE_CHECKING`: modules that name the types of each other
+have to be read together. A cycle is a strongly connected component of more than one module, or a module that
+imports itself. Importing `a.b` is no edge to the package `a`, though Python runs it first.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+SOURCE = Path(__file__).resolve().parent.parent / "src"
+
+Graph = Mapping[str, set[str]]
+
+
+def import_graph(source: Path, package: str) -> Graph:
+    """Return the modules that each module of a package imports.
+
+    Args:
+        source: folder that contains the package.
+        package: name of the package.
+    """
+    paths = {_module_name(path, source): path for path in sorted((source / package).rglob("*.py"))}
+    return {name: set(_imports(name, path, paths)) for name, path in paths.items()}
+
+
+def _module_name(path: Path, source: Path) -> str:
+    return ".".join(path.relative_to(source).with_suffix("").parts).removesuffix(".__init__")
+
+
+def _imports(module: str, path: Path, paths: Mapping[str, Path]) -> Iterator[str]:
+    for node in _outside_functions(ast.parse(path.read_text(encoding="utf-8"), filename=str(path))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in paths)
+        elif isinstance(node, ast.ImportFrom):
+            origin = _origin(node, module, is_package=path.name == "__init__.py")
+            for alias in node.names:
+                submodule = f"{origin}.{alias.name}"
+                if submodule in paths:
+                    yield submodule
+                elif origin in paths:
+                    yield origin
+
+
+def _outside_functions(node: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield child
+            yield from _outside_functions(child)
+
+
+def _origin(node: ast.ImportFrom, module: str, *, is_package: bool) -> str:
+    """Return the absolute name of the module after `from`."""
+    if not node.level:
+        return node.module or ""
+    parts = module.split(".")
+    parents = parts[: len(parts) - node.level + is_package]
+    return ".".join([*parents, *([node.module] if node.module else [])])
+
+
+def import_cycles(graph: Graph) -> list[list[str]]:
+    """Return the cycles of a graph, each as the sorted names of its modules, in the order of their first names."""
+    reached = {name: _reached_from(name, graph) for name in graph}
+    components = {
+        frozenset(other for other in reached[name] if name in reached[other]) for name in graph if name in reached[name]
+    }
+    return sorted(sorted(component) for component in components)
+
+
+def _reached_from(start: str, graph: Graph) -> set[str]:
+    """Return the modules that `start` imports, directly or through others; itself only where it is on a cycle."""
+    reached: set[str] = set()
+    waiting = [start]
+    while waiting:
+        new = graph[waiting.pop()] - reached
+        reached |= new
+        waiting += new
+    return reached
+
+
+def report(cycles: Sequence[Sequence[str]], graph: Graph) -> str:
+    """Return the cycles as text, with each module's imports within its cycle."""
+    lines = []
+    for cycle in cycles:
+        lines.append(f"import cycle of {len(cycle)} modules:")
+        lines += [f"  {name} imports {', '.join(sorted(graph[name].intersection(cycle)))}" for name in cycle]
+    return "\n".join([*lines, f"import cycles: {len(graph)} modules, {len(cycles)} cycles"])
+
+
+def main() -> int:
+    """Print the cycles of the package; 1 when there are any."""
+    graph = import_graph(SOURCE, "quire")
+    cycles = import_cycles(graph)
+    print(report(cycles, graph))
+    return 1 if cycles else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
