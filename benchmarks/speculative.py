@@ -15,6 +15,15 @@ chance to be right; the processor's own time (0.1 to 0.2 ms a row) is paid on bo
   Another model than the others', so it is asked for alone; with the method "draft" a small one of its kind guesses.
 
 Texts are words of this project's documentation, each word and sign a token.
+
+Four cases are requests one after the other to one engine, where later outputs repeat pieces of earlier requests'
+outputs. They show what drafts from earlier outputs ("suffix") gain over drafts from the sequence itself ("ngram"):
+
+- **agents**: traces of coding agents (`benchmarks.agents`), dictated; prompts have no earlier output in them.
+- **sessions**: the same outputs, dictated; prompts have the agent's session so far in them.
+- **sources**: the first lines of modules of this package, dictated: what they repeat of each other is what code shares.
+- **stories**: the greedy choice of the bundled model for up to 40 different openings of stories. Asked
+  for alone.
 """
 
 from __future__ import annotations
@@ -27,29 +36,47 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks import machine, make_copier, make_model
+from benchmarks import agents, machine, make_copier, make_model
 from quire import LLM, SamplingParams
+from quire.text.tokenizer import Tokenizer
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 RESULTS = machine.RESULTS / "speculative.json"
 CASES = ("edit", "extract", "prose", "random", "loop")
 COPY = "copy"
+# Cases of requests one after the other.
+STORIES, SOURCES = "stories", "sources"
+# Whether the prompts of traces hold the session so far.
+TRACES = {"agents": False, "sessions": True}
+# For which another model than the others' is needed.
+ALONE = (COPY, STORIES)
 METHODS = ("off", "ngram", "suffix")
 # Of a text, to begin a copy with.
 NUM_FIRST = 4
 FIRST_ID, VOCAB_SIZE = 1000, 151_000
+# Tokens that the longest prompt of a trace and its output have at most.
+TRACE_LEN = 4096
+NUM_STORIES, STORY_LEN = 40, 160
+NAMES = ("Lily", "Tom", "Anna", "Ben", "Mia", "Max", "Sara", "Leo", "Emma", "Sam")
+PLACES = ("park", "lake", "forest", "garden", "beach", "farm", "river", "market")
+OPENINGS = ("Once upon a time, {} went to the {}", "One day, {} walked to the {}", "{} lived near a {}")
 
 
 class Task(NamedTuple):
-    """A prompt, and the text that comes behind it; None for what the model says itself."""
+    """A prompt, and the text that comes behind it; None for what the model says itself.
+
+    With `ends`, a text of the model's own ends where the model ends it.
+    """
 
     prompt: list[int]
     text: list[int] | None
+    ends: bool = False
 
 
 def words_of(name: str) -> list[int]:
@@ -89,6 +116,24 @@ def task(case: str, num_prompt: int, num_new: int, seed: int) -> Task:
             return Task(prompt, None)
 
 
+def requests(case: str, seed: int, num_sessions: int) -> list[Task]:
+    """Return the requests of a case in which they come one after the other."""
+    if case != STORIES:
+        turns = agents.sources(seed, num_sessions)
+        if case in TRACES:
+            turns = agents.trace(seed, num_sessions, has_history=TRACES[case])
+        return [Task(_tokens_of(turn.prompt), _tokens_of(turn.output)) for turn in turns]
+    rng = random.Random(f"{case} {seed}")
+    with closing(Tokenizer.from_folder(agents.PACKAGE / "bundled")) as tokenizer:
+        texts = [rng.choice(OPENINGS).format(rng.choice(NAMES), rng.choice(PLACES)) for _ in range(NUM_STORIES)]
+        return [Task(tokenizer.encode(text), None, ends=True) for text in dict.fromkeys(texts)]
+
+
+def _tokens_of(text: str) -> list[int]:
+    """Return code and JSON as token ids: one for each part of an identifier, sign, or new line with its indentation."""
+    return [FIRST_ID + _hash(part) for part in re.findall(r"\n *|[A-Za-z0-9]+|\S", text)]
+
+
 def edited(text: Sequence[int], rng: random.Random) -> list[int]:
     """Return a text with a word in 25 replaced, left out, or with one behind it that is new."""
     new: list[int] = []
@@ -123,15 +168,26 @@ def dictated(text: Sequence[int]) -> Callable[[list[int], list[int], torch.Tenso
 
 def serve(llm: LLM, tasks: Sequence[Task], num_new: int) -> dict[str, Any]:
     """Serve requests together; return the seconds from the first token on, steps, and what became of drafts."""
-    engine = llm.engine
     llm.reset_prefix_cache()
+    return _serve(llm, tasks, num_new)
+
+
+def serve_in_turn(llm: LLM, tasks: Sequence[Task], batch: int) -> dict[str, Any]:
+    """Serve requests one batch after the other; return the sums of what `serve` returns."""
+    llm.reset_prefix_cache()
+    parts = [_serve(llm, tasks[start : start + batch], STORY_LEN) for start in range(0, len(tasks), batch)]
+    return {name: sum(part[name] for part in parts) for name in parts[0]}
+
+
+def _serve(llm: LLM, tasks: Sequence[Task], num_new: int) -> dict[str, Any]:
+    engine = llm.engine
     before = llm.stats
-    for idx, (prompt, text) in enumerate(tasks):
+    for idx, (prompt, text, ends) in enumerate(tasks):
         count = num_new if text is None else len(text)
         params = SamplingParams(
             temperature=0.0,
             max_tokens=count,
-            ignore_eos=True,
+            ignore_eos=not ends,
             detokenize=False,
             logits_processors=() if text is None else (dictated(text),),
         )
@@ -154,13 +210,17 @@ def serve(llm: LLM, tasks: Sequence[Task], num_new: int) -> dict[str, Any]:
 
 def load(method: str, model: str, options: argparse.Namespace) -> LLM:
     """Load the model with a method."""
+    cases = set(options.cases.split(","))
+    max_model_len = 2 * (options.prompt + options.new)
+    if cases & {STORIES, SOURCES, *TRACES}:
+        max_model_len = 2 * STORY_LEN if STORIES in cases else TRACE_LEN
     return LLM(
         model,
         speculative_method=method,
         skip_tokenizer_init=True,
         num_threads=options.threads,
         max_num_seqs=max(options.batch, 1),
-        max_model_len=2 * (options.prompt + options.new),
+        max_model_len=max_model_len,
         kv_cache_memory_bytes=1 << 30,
         quantization=options.quantization,
         draft_model=str(make_copier.ensure("qwen3-0.6b-copier-draft")) if method == "draft" else None,
@@ -176,30 +236,42 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--new", type=int, default=192)
+    parser.add_argument("--sessions", type=int, default=8, help="sessions of a trace of agents, or modules")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--quantization", choices=("int8", "int4"), default=None)
     parser.add_argument("--save", action="store_true", help=f"add the rows to {RESULTS.name}")
     options = parser.parse_args()
     methods, cases = options.methods.split(","), options.cases.split(",")
-    if COPY in cases and len(cases) > 1:
-        parser.error(f"--cases: {COPY!r} is for another model than the others, and is asked for alone")
-    own_model = make_copier.ensure("qwen3-0.6b-copier") if COPY in cases else make_model.ensure()
-    model = str(options.model or own_model)
+    for alone in set(cases) & set(ALONE):
+        if len(cases) > 1:
+            parser.error(f"--cases: {alone!r} is for another model than the others, and is asked for alone")
+    model = str(options.model or _own_model(cases[0]))
     llms = {method: load(method, model, options) for method in methods}
     rows: list[dict[str, Any]] = []
     for case in cases:
         for run, method in itertools.product(range(options.runs), methods):
             # Every run has texts of its own: suffixes of earlier runs are no help, as they would not be elsewhere.
-            tasks = [task(case, options.prompt, options.new, run * options.batch + i) for i in range(options.batch)]
-            figures = serve(llms[method], tasks, options.new)
+            if case in (*TRACES, SOURCES, STORIES):
+                figures = serve_in_turn(llms[method], requests(case, run, options.sessions), options.batch)
+            else:
+                seeds = range(run * options.batch, (run + 1) * options.batch)
+                tasks = [task(case, options.prompt, options.new, seed) for seed in seeds]
+                figures = serve(llms[method], tasks, options.new)
             rows.append({"case": case, "method": method, "batch": options.batch, "run": run, **figures})
         report(case, methods, rows, options.batch)
     if options.save:
         known = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else []
-        settings = {"prompt": options.prompt, "new": options.new, "threads": options.threads}
+        settings = {name: vars(options)[name] for name in ("prompt", "new", "sessions", "threads")}
         known.append({**machine.facts(), **settings, "quantization": options.quantization, "rows": rows})
         RESULTS.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+
+
+def _own_model(case: str) -> Path | str:
+    """Return the model of a case."""
+    if case == STORIES:
+        return "bundled"
+    return make_copier.ensure("qwen3-0.6b-copier") if case == COPY else make_model.ensure()
 
 
 def report(case: str, methods: Sequence[str], rows: Sequence[dict[str, Any]], batch: int) -> None:

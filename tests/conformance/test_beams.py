@@ -188,7 +188,7 @@ def test_beside_drafts(reference: Reference, expected: list[list[Found]], method
     options: dict[str, Any] = {"draft_model": str(reference.folder)} if method == "draft" else {}
     llm = load(reference, num_kv_blocks=900, max_num_seqs=64, speculative_method=method, **options)
     # A draft is worth trying, whatever this machine's clock says.
-    llm.engine._draft_pacer = None
+    llm.engine.step_recorder.speculation = None
     speculation: Any = llm.engine.scheduler.drafter
     speculation.step_costs = [1.0] * (speculation.num_tokens + 1)
     greedy = SamplingParams(temperature=0.0, max_tokens=GREEDY_TOKENS)

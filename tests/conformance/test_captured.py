@@ -172,14 +172,14 @@ def test_drafts(folder: Path, net: Net) -> None:
     """Steps of now several rows a sequence, now one."""
     pattern = ragged_prompts()[1][:4] * 8
     llm = load(folder, speculative_method="ngram", num_speculative_tokens=3)
-    llm.engine.times.draft_pacer = None
+    llm.engine.step_recorder.speculation = None
     net.run(llm, [pattern, pattern[:-1], pattern[2:]])
     assert llm.stats.num_draft_tokens > 0
 
 
 def test_a_draft_model_has_captures_of_its_own(folder: Path, net: Net) -> None:
     llm = load(folder, speculative_method="draft", draft_model=str(folder), num_speculative_tokens=3)
-    llm.engine.times.draft_pacer = None
+    llm.engine.step_recorder.speculation = None
     speculation: Any = llm.engine.scheduler.drafter
     speculation.step_costs = [1.0] * 4
     net.run(llm, ragged_prompts()[:3])

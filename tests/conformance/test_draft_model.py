@@ -41,7 +41,7 @@ def with_model(reference: Reference, draft: Path, **options: Any) -> LLM:
     options.setdefault("num_kv_blocks", 200)
     # How often drafts are right is to change nothing of how many there are.
     llm = load(reference, speculative_method="draft", draft_model=str(draft), num_speculative_tokens=4, **options)
-    llm.engine.times.draft_pacer = None
+    llm.engine.step_recorder.speculation = None
     speculation: Any = llm.engine.scheduler.drafter
     speculation.step_costs = [1.0] * 5
     return llm

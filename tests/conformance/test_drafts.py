@@ -119,7 +119,7 @@ def test_forked_and_sampled(reference: Reference) -> None:
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_as_it_is_served(reference: Reference, method: str) -> None:
     llm = load(reference, speculative_method=method)
-    llm.engine.times.draft_pacer = None  # how fast this machine is does not matter
+    llm.engine.step_recorder.speculation = None  # how fast this machine is does not matter
     for _ in range(3):
         assert outputs_of(llm, reference.prompts) == reference.outputs
     # Few of these outputs repeat themselves; all of them are repeated.

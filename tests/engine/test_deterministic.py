@@ -92,7 +92,7 @@ def test_every_history_gives_the_same_bits(folder: Path, stored: str, params: Sa
 def test_drafts_give_the_same_bits(folder: Path, params: SamplingParams) -> None:
     expected = results(load(folder), PROMPTS, params)
     llm = load(folder, speculative_method="suffix")
-    llm.engine.times.draft_pacer = None  # how fast this machine is does not matter
+    llm.engine.step_recorder.speculation = None  # how fast this machine is does not matter
     for _ in range(2):
         assert results(llm, PROMPTS, params) == expected
         assert [results(llm, [prompt], params)[0] for prompt in PROMPTS] == expected

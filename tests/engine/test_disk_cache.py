@@ -246,7 +246,7 @@ def test_what_is_slower_to_load_is_computed_but_for_a_try_now_and_then(tmp_path:
     run(llm)
     num_hits = disk_stats(llm).num_hits
     # As fast a processor as there never was: loading cannot win, and is tried once in so many times.
-    llm.engine.times.calibration.note_step(10**15, 1, 1e-6)
+    llm.engine.step_recorder.record_prefill(10**15, 1, 1e-6)
     assert num_hits > 0
     llm.engine.scheduler.memory.reset_prefix_cache()
     for number in range(1, 2 * REFUSALS + 1):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from quire.engine.draft_costs import PATIENCE, DraftCosts
+from quire.engine.draft_costs import MAX_STEPS_WITH_DRAFTS, DraftCosts
 
 
 def flat(num_rows: int) -> float:
@@ -21,8 +21,8 @@ def stepped(num_rows: int) -> float:
 def noted(cost: Callable[[int], float], num_seqs: int, depths: list[int], num_steps: int, noise: float) -> DraftCosts:
     costs, rng = DraftCosts(8), random.Random(0)
     for step in range(num_steps):
-        depth = 0 if costs.wants_rest else depths[step % len(depths)]
-        costs.note_step(num_seqs, num_seqs * depth, cost(num_seqs * (1 + depth)) * (1 + noise * rng.random()))
+        depth = 0 if costs.needs_baseline else depths[step % len(depths)]
+        costs.record_step(num_seqs, num_seqs * depth, cost(num_seqs * (1 + depth)) * (1 + noise * rng.random()))
     return costs
 
 
@@ -45,22 +45,22 @@ def test_beyond_what_was_tried_rows_cost_as_much_as_before() -> None:
 def test_a_step_that_was_held_up_does_not_count_for_much() -> None:
     costs = noted(flat, 1, [0, 4], 100, 0.0)
     before = costs.by_depth(1)[4]
-    costs.note_step(1, 4, 5.0)
+    costs.record_step(1, 4, 5.0)
     assert costs.by_depth(1)[4] < before + 0.25
-    costs.note_step(1, 0, 5.0)
+    costs.record_step(1, 0, 5.0)
     assert costs.by_depth(1)[4] < before + 0.25
 
 
 def test_steps_without_drafts_are_measured_first_and_now_and_then() -> None:
     costs = DraftCosts(8)
-    costs.note_step(2, 4, 0.01)
-    assert costs.wants_rest, "nothing is known of two sequences without drafts"
-    costs.note_step(2, 0, 0.01)
-    assert not costs.wants_rest
-    for _ in range(PATIENCE):
-        assert not costs.wants_rest
-        costs.note_step(2, 4, 0.01)
-    assert costs.wants_rest
+    costs.record_step(2, 4, 0.01)
+    assert costs.needs_baseline, "nothing is known of two sequences without drafts"
+    costs.record_step(2, 0, 0.01)
+    assert not costs.needs_baseline
+    for _ in range(MAX_STEPS_WITH_DRAFTS):
+        assert not costs.needs_baseline
+        costs.record_step(2, 4, 0.01)
+    assert costs.needs_baseline
 
 
 def test_what_is_known_of_a_few_sequences_holds_for_about_as_many() -> None:

@@ -26,7 +26,7 @@ OPTIONS: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "device": "cpu"
 def load(method: str, **options: Any) -> LLM:
     """Load a model that believes in drafts, whatever this machine's clock says of their costs."""
     llm = LLM("bundled", speculative_method=method, **OPTIONS, **options)
-    llm.engine.times.draft_pacer = None
+    llm.engine.step_recorder.speculation = None
     speculation = llm.engine.scheduler.drafter
     assert isinstance(speculation, Speculation)
     speculation.step_costs = [1.0 + 0.02 * k for k in range(speculation.num_tokens + 1)]

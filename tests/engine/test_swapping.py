@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.engine.calibration import Calibration
 from quire.errors import ConfigError
 from quire.scheduling import SwapCosts
 
@@ -50,17 +49,3 @@ def test_a_swap_space_that_holds_no_block_is_refused_with_the_least_that_would_d
     assert LLM("bundled", **OPTIONS, swap_space=least).usage().host is not None
     with pytest.raises(ConfigError):
         LLM("bundled", **OPTIONS, swap_space=least - 1)
-
-
-def test_rates_come_from_steps_with_many_tokens() -> None:
-    calibration = Calibration(5e9)
-    assert calibration.costs == SwapCosts(copy_bytes_per_s=5e9)
-    assert calibration.tokens_per_s is None
-    calibration.note_step(10, 9, 1.0)
-    calibration.note_step(100, 1, 0.0)
-    assert calibration.costs == SwapCosts(copy_bytes_per_s=5e9), "decodes, and clocks that stand still, say nothing"
-    calibration.note_step(500, 1, 0.25)
-    assert calibration.tokens_per_s == calibration.costs.prefill_tokens_per_s == 2000.0
-    for _ in range(500):
-        calibration.note_step(1000, 10, 1.0)
-    assert calibration.costs.prefill_tokens_per_s == pytest.approx(1000.0, rel=1e-3)

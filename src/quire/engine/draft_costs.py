@@ -1,4 +1,4 @@
-"""What rows of drafts cost a step, beside one without drafts: measured as steps go by."""
+"""Measures how much longer a decode step takes with drafts than without, by drafts per sequence."""
 
 from __future__ import annotations
 
@@ -6,90 +6,91 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 from quire.decoding.speculation import FIRST_ROW_COST
+from quire.engine.chunk_size import moving_average
 
-# How far one step moves what is believed: further if it took less time, for what else a machine does only adds to it.
-DOWN_WEIGHT = 0.5
-UP_WEIGHT = 0.1
-# A step that something else held up is believed to have taken no more than so many times what was expected.
-MOST_OFF = 2.0
-# After so many steps with drafts in a row one without them is measured: contexts grow.
-PATIENCE = 64
-# Depths, the drafts of a step for each of its sequences, are told apart by so much.
-GRAIN = 0.25
+# Weights of a new measurement that is shorter or longer than the average: other load of the machine only adds time.
+FASTER_WEIGHT = 0.5
+SLOWER_WEIGHT = 0.1
+# Outliers are clipped to this multiple of the expected duration.
+MAX_RATIO = 2.0
+# Consecutive steps with drafts before one without them is measured again: contexts grow.
+MAX_STEPS_WITH_DRAFTS = 64
+# Resolution of depths. A depth is the mean number of drafts per sequence of a step.
+DEPTH_RESOLUTION = 0.25
 
 
 class DraftCosts:
-    """Measures what steps take without drafts and with some, and says what a depth would cost.
+    """Measures decode steps with and without drafts, and predicts the relative duration for any depth.
 
-    A step of `S` sequences is compared with the last ones of `S` sequences without drafts; only steps that decode and
-    do nothing else count. What a depth costs is known where one was tried, by the size of `S`; between those a straight
-    line is drawn, and beyond them the line from 0.
+    A step of `S` sequences is compared with recent steps of `S` sequences without drafts (the baseline). The added cost
+    is stored for each measured depth, by the bit length of `S`; between measured depths it is interpolated linearly,
+    beyond the largest extrapolated in proportion to the depth.
 
     Args:
-        num_tokens: drafts of a sequence in a step at most.
+        num_tokens: largest number of drafts of a sequence in a step.
 
     Attributes:
-        wants_rest: True where the next step should have no drafts, so that it can be measured.
+        needs_baseline: True where the next step should have no drafts, so that the baseline is measured.
     """
 
     def __init__(self, num_tokens: int) -> None:
-        self.wants_rest = False
+        self.needs_baseline = False
         self._num_tokens = num_tokens
-        self._plain_s: dict[int, float] = {}
-        # By the bits of S: the depths that were tried, in order, and what each adds, as a share of a plain step.
+        self._baseline_s: dict[int, float] = {}
+        # By the bit length of S: the measured depths in ascending order, and the added cost of each, relative to the
+        # baseline.
         self._depths: dict[int, list[float]] = {}
         self._added: dict[int, dict[float, float]] = {}
         self._num_drafting = 0
 
-    def note_step(self, num_seqs: int, num_drafts: int, elapsed_s: float) -> None:
-        """Take in how long a step took that only decoded.
+    def record_step(self, num_seqs: int, num_drafts: int, elapsed_s: float) -> None:
+        """Record the duration of a step that only decoded.
 
         Args:
             num_seqs: sequences of the step.
-            num_drafts: drafts of all of them.
-            elapsed_s: how long the data plane took.
+            num_drafts: drafts of all sequences together.
+            elapsed_s: duration in seconds.
         """
-        plain_s = self._plain_s.get(num_seqs)
+        baseline_s = self._baseline_s.get(num_seqs)
         if num_drafts:
             self._num_drafting += 1
-            if plain_s:
-                self._note_added(num_seqs, num_drafts / num_seqs, elapsed_s / plain_s - 1.0)
+            if baseline_s:
+                self._record_added(num_seqs, num_drafts / num_seqs, elapsed_s / baseline_s - 1.0)
         else:
             self._num_drafting = 0
-            expected_s = elapsed_s if plain_s is None else min(elapsed_s, MOST_OFF * plain_s)
-            self._plain_s[num_seqs] = _moved(plain_s, expected_s)
-        self.wants_rest = self._num_drafting >= PATIENCE or num_seqs not in self._plain_s
+            clipped_s = elapsed_s if baseline_s is None else min(elapsed_s, MAX_RATIO * baseline_s)
+            self._baseline_s[num_seqs] = _average(baseline_s, clipped_s)
+        self.needs_baseline = self._num_drafting >= MAX_STEPS_WITH_DRAFTS or num_seqs not in self._baseline_s
 
     def by_depth(self, num_seqs: int) -> Sequence[float]:
-        """Return what a step takes in which each of some sequences has 0, 1, 2, ... drafts, beside the first."""
-        return [1.0 + self._line(num_seqs.bit_length(), float(depth)) for depth in range(self._num_tokens + 1)]
+        """Return the predicted duration with 0, 1, 2, ... drafts for each sequence, relative to that with none."""
+        return [1.0 + self._added_at(num_seqs.bit_length(), float(depth)) for depth in range(self._num_tokens + 1)]
 
-    def _note_added(self, num_seqs: int, depth: float, added: float) -> None:
-        """Take in what drafts added to a step, as a share of one without them."""
-        size, place = num_seqs.bit_length(), max(1, round(depth / GRAIN)) * GRAIN
-        known = self._added.setdefault(size, {})
-        believed = known.get(place)
-        expected = self._line(size, depth) if believed is None else believed
-        measured = min(max(added, 0.0), MOST_OFF * (1.0 + expected) - 1.0) * place / depth
-        known[place] = _moved(believed, measured)
-        if believed is None:
-            insort(self._depths.setdefault(size, []), place)
+    def _record_added(self, num_seqs: int, depth: float, added: float) -> None:
+        """Record the added cost of drafts, relative to the baseline."""
+        size, rounded = num_seqs.bit_length(), max(1, round(depth / DEPTH_RESOLUTION)) * DEPTH_RESOLUTION
+        costs = self._added.setdefault(size, {})
+        known = costs.get(rounded)
+        expected = self._added_at(size, depth) if known is None else known
+        clipped = min(max(added, 0.0), MAX_RATIO * (1.0 + expected) - 1.0) * rounded / depth
+        costs[rounded] = _average(known, clipped)
+        if known is None:
+            insort(self._depths.setdefault(size, []), rounded)
 
-    def _line(self, size: int, depth: float) -> float:
-        """Return what a depth adds to steps of a size."""
+    def _added_at(self, size: int, depth: float) -> float:
+        """Return the added cost at a depth for a size class."""
         depths, added = self._depths.get(size, ()), self._added.get(size, {})
         if not depths:
             return FIRST_ROW_COST * depth
-        place = bisect_left(depths, depth)
-        if place == len(depths):
+        idx = bisect_left(depths, depth)
+        if idx == len(depths):
             return added[depths[-1]] * depth / depths[-1]
-        high, low = depths[place], depths[place - 1] if place else 0.0
-        below = added[low] if place else 0.0
+        high, low = depths[idx], depths[idx - 1] if idx else 0.0
+        below = added[low] if idx else 0.0
         return below + (added[high] - below) * (depth - low) / (high - low)
 
 
-def _moved(believed: float | None, measured: float) -> float:
-    """Return the new belief; the first measure is believed as it is."""
-    if believed is None:
-        return measured
-    return believed + (DOWN_WEIGHT if measured < believed else UP_WEIGHT) * (measured - believed)
+def _average(average: float | None, sample: float) -> float:
+    """Return the moving average after a sample; faster samples weigh more."""
+    is_faster = average is not None and sample < average
+    return moving_average(average, sample, FASTER_WEIGHT if is_faster else SLOWER_WEIGHT)

@@ -1,21 +1,17 @@
-"""From the options of speculative decoding to a drafter, and what the engine tells it of each step."""
+"""Builds the drafter that the options of speculative decoding select."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 from quire.config import EngineConfig, SpeculativeConfig
 from quire.decoding.drafting import Drafter, ModelDrafter
 from quire.decoding.lookup import PromptLookup
 from quire.decoding.speculation import Speculation
 from quire.decoding.suffixes import SuffixDrafter
-from quire.engine.draft_costs import DraftCosts
 from quire.engine.draft_fit import ModelLimits, check_draft
 from quire.errors import ConfigError
 from quire.models.checkpoint import Checkpoint
 from quire.models.decoder import Decoder
 from quire.models.families import build
-from quire.scheduling.plan import PlanItem
 from quire.text.tokenizer import Tokenizer
 
 
@@ -61,28 +57,3 @@ def open_draft(config: EngineConfig, decoder: Decoder, tokenizer: Tokenizer | No
                 field="draft_model",
             )
     return checkpoint
-
-
-class DraftPacer:
-    """Tells a speculation what drafts cost, as steps go by.
-
-    Args:
-        speculation: decides how many drafts there are.
-    """
-
-    def __init__(self, speculation: Speculation) -> None:
-        self._speculation = speculation
-        self._costs = DraftCosts(speculation.num_tokens)
-        self._num_seqs = 0
-
-    def note_step(self, items: Sequence[PlanItem], elapsed_s: float) -> None:
-        """Take in how long a step took; one that computes prompts says nothing about drafts."""
-        num_drafts = sum(item.num_draft for item in items)
-        if sum(len(item.token_ids) for item in items) - num_drafts == len(items):
-            num_seqs = len(items)
-            self._costs.note_step(num_seqs, num_drafts, elapsed_s)
-            self._speculation.is_resting = self._costs.wants_rest
-            # Steps without drafts change nothing of what drafts cost.
-            if num_drafts or num_seqs != self._num_seqs:
-                self._num_seqs = num_seqs
-                self._speculation.step_costs = self._costs.by_depth(num_seqs)

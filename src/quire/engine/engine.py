@@ -8,9 +8,9 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 
 from quire.config import ResolvedConfig
+from quire.decoding.speculation import Speculation
 from quire.distributed.executor import Executor
 from quire.engine.candidates import take_candidates
-from quire.engine.drafting import DraftPacer
 from quire.engine.grammars import Grammars
 from quire.engine.media import MediaReader
 from quire.engine.meter import Meter
@@ -21,7 +21,7 @@ from quire.engine.request_reader import Prepared, RequestReader
 from quire.engine.residency import Residency
 from quire.engine.staging import Staging
 from quire.engine.stats import EngineStats, StepStats
-from quire.engine.step_times import StepTimes
+from quire.engine.step_recorder import StepRecorder
 from quire.engine.transcript import RequestTranscript
 from quire.errors import InvalidParameter, RequestFailed, WorkerError
 from quire.execution.row_draws import NO_TOKEN
@@ -52,14 +52,14 @@ class Engine:
         clock: seconds, monotonic.
         staging: brings up what is on disk; None without a prefix cache there. Closed with the engine.
         media_reader: reads what comes with prompts; None where the data plane computes no embeddings.
-        draft_pacer: is told of each step; None where nobody guesses tokens.
+        speculation: chooser of the number of drafts, adjusted after each step; None without speculative decoding.
         grammars: of outputs that must have a form; None where there can be none. Closed with the engine.
 
     Attributes:
         last_step: the numbers of the last step, None where it did nothing.
         pins: the prefixes that are held by name.
         requests: reads requests; its `prepare` may be called from any thread.
-        times: is told how long steps take.
+        step_recorder: receives the duration of each step.
         residency: how long blocks live; None where no share of them is measured.
     """
 
@@ -75,7 +75,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         staging: Staging | None = None,
         media_reader: MediaReader | None = None,
-        draft_pacer: DraftPacer | None = None,
+        speculation: Speculation | None = None,
         grammars: Grammars | None = None,
     ) -> None:
         self.config = config
@@ -98,7 +98,8 @@ class Engine:
         self._num_requests = 0
         self._num_failures = 0
         self._meter = Meter(scheduler)
-        self.times = StepTimes(scheduler, executor.measure_copies(), config.max_inter_token_ms, draft_pacer)
+        copy_bytes_per_s = executor.measure_copies()
+        self.step_recorder = StepRecorder(scheduler, copy_bytes_per_s, config.max_inter_token_ms, speculation)
 
     # ---- requests ----
 
@@ -181,7 +182,7 @@ class Engine:
         """
         self.last_step = None
         if self._staging is not None:
-            self._staging.begin_step(self.times.tokens_per_s)
+            self._staging.begin_step(self.step_recorder.tokens_per_s)
         plan = self.scheduler.plan(self.num_steps)
         self.num_steps += 1
         if not plan.items:
@@ -193,7 +194,7 @@ class Engine:
         except WorkerError as error:
             return self._fail_step(plan, error)
         self._num_failures = 0
-        step_tokens = self.times.note_step(plan.items, self._clock() - started_s)
+        step_tokens = self.step_recorder.record_step(plan.items, self._clock() - started_s)
         failed: list[RequestOutput] = []
         for item, outcome in zip(plan.items, result.items, strict=True):
             if outcome.error is not None:

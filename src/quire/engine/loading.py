@@ -26,7 +26,7 @@ from quire.config import (
 from quire.decoding.drafting import Drafter
 from quire.distributed.executor import InProcessExecutor
 from quire.engine.disk_cache import make_staging, open_disk
-from quire.engine.drafting import DraftPacer, make_speculation, open_draft
+from quire.engine.drafting import make_speculation, open_draft
 from quire.engine.engine import Engine
 from quire.engine.grammars import Grammars
 from quire.engine.media import MediaReader
@@ -151,7 +151,7 @@ def load(config: EngineConfig, instruments: Instruments | None = None) -> Loaded
             staging=staging,
             # The memory's secret, which outlives a restart where what it names does.
             media_reader=MediaReader(decoder.spec.width, dtype, memory.chain([], Namespace("media")).root[0]),
-            draft_pacer=None if speculation is None else DraftPacer(speculation),
+            speculation=speculation,
             grammars=grammars,
         )
         # From here on the engine closes it.

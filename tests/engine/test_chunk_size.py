@@ -1,4 +1,4 @@
-"""Chunks of prompts that leave streams their pace."""
+"""The chunk size that keeps a limit of inter-token latency, on a machine whose costs are known."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from quire.engine.pace import FIRST_TOKENS, LEAST_TOKENS, Pace
+from quire.engine.chunk_size import INITIAL_CHUNK_TOKENS, MIN_CHUNK_TOKENS, ChunkSizeController
 from quire.scheduling import StepPlan
 from tests.scheduling.rig import Job, Rig, Setting
 
@@ -24,7 +24,9 @@ def counts_of(plan: StepPlan) -> tuple[int, int]:
     return num_decoding, sum(lengths) - num_decoding
 
 
-def longest_steps(pace: Pace | None, cost_of: Callable[[int, int], float], num_streams: int) -> tuple[float, int]:
+def longest_steps(
+    controller: ChunkSizeController | None, cost_of: Callable[[int, int], float], num_streams: int
+) -> tuple[float, int]:
     """Serve long prompts one after the other beside streams.
 
     Returns:
@@ -37,46 +39,46 @@ def longest_steps(pace: Pace | None, cost_of: Callable[[int, int], float], num_s
     prompts = [rig.add(Job(prompt=(idx % 11, 5) * 1500, max_tokens=1), seed=100 + idx) for idx in range(4)]
     longest, num_steps = 0.0, 0
     while not all(request.is_finished for request in prompts):
-        if pace is not None:
-            rig.scheduler.chunk_tokens = pace.chunk_tokens
+        if controller is not None:
+            rig.scheduler.chunk_tokens = controller.chunk_tokens
         counts = counts_of(rig.step())
         num_steps += 1
         assert counts[0] >= num_streams, "no stream waits for a step"
         longest = max(longest, cost_of(*counts))
-        if pace is not None:
-            pace.note_step(*counts, cost_of(*counts))
+        if controller is not None:
+            controller.record_step(*counts, cost_of(*counts))
     return longest, num_steps
 
 
 def test_a_step_takes_what_is_allowed_and_makes_use_of_it() -> None:
     free, _ = longest_steps(None, cost, 8)
     assert free > 5 * LIMIT_S, "else there is nothing to keep"
-    paced, num_steps = longest_steps(Pace(LIMIT_S), cost, 8)
+    paced, num_steps = longest_steps(ChunkSizeController(LIMIT_S), cost, 8)
     assert paced <= 1.05 * LIMIT_S
     # 144 tokens fit a step at this cost; 12,000 take 84 such steps, and a few more until that is known.
     assert num_steps <= 100
 
 
-def test_a_pace_that_cannot_be_kept_leaves_prompts_the_least() -> None:
-    pace = Pace(0.001)
-    _, num_steps = longest_steps(pace, cost, 8)
-    assert pace.chunk_tokens == LEAST_TOKENS
-    assert num_steps <= FIRST_TOKENS + 12_000 // LEAST_TOKENS
+def test_a_limit_that_cannot_be_kept_leaves_prompts_the_least() -> None:
+    controller = ChunkSizeController(0.001)
+    _, num_steps = longest_steps(controller, cost, 8)
+    assert controller.chunk_tokens == MIN_CHUNK_TOKENS
+    assert num_steps <= INITIAL_CHUNK_TOKENS + 12_000 // MIN_CHUNK_TOKENS
 
 
 def test_a_machine_that_slows_down_is_followed() -> None:
-    pace = Pace(LIMIT_S)
-    longest_steps(pace, cost, 8)
-    before = pace.chunk_tokens
-    longest_steps(pace, lambda *counts: 2 * cost(*counts), 8)
-    assert LEAST_TOKENS < pace.chunk_tokens < 0.6 * before
-    longest_steps(pace, cost, 8)
-    assert pace.chunk_tokens == pytest.approx(before, rel=0.1)
+    controller = ChunkSizeController(LIMIT_S)
+    longest_steps(controller, cost, 8)
+    before = controller.chunk_tokens
+    longest_steps(controller, lambda *counts: 2 * cost(*counts), 8)
+    assert MIN_CHUNK_TOKENS < controller.chunk_tokens < 0.6 * before
+    longest_steps(controller, cost, 8)
+    assert controller.chunk_tokens == pytest.approx(before, rel=0.1)
 
 
 def test_prompts_alone_say_what_a_token_costs() -> None:
-    pace = Pace(LIMIT_S)
-    pace.note_step(0, 512, 0.512)
-    assert pace.chunk_tokens == 50
-    pace.note_step(3, 0, 0.010)
-    assert pace.chunk_tokens == 40
+    controller = ChunkSizeController(LIMIT_S)
+    controller.record_step(0, 512, 0.512)
+    assert controller.chunk_tokens == 50
+    controller.record_step(3, 0, 0.010)
+    assert controller.chunk_tokens == 40
