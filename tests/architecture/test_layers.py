@@ -21,6 +21,7 @@ def heavy_modules_after(statement: str) -> list[str]:
     "module",
     [
         "quire",
+        "quire.capacity.planner",
         "quire.config",
         "quire.decoding",
         "quire.errors",

@@ -14,7 +14,7 @@ import pytest
 
 from quire.cli.main import main
 from quire.engine.llm import LLM
-from quire.errors import ConfigError
+from quire.errors import ConfigError, UnsupportedModel
 from tests.conformance.checkpoints import save_checkpoint
 from tests.models.published import CONFIGS
 
@@ -153,23 +153,10 @@ def test_the_weights_of_both_models_come_off_the_memory(tmp_path: Path, capsys: 
     assert (given["weights_bytes"], given["is_weights_estimate"]) == (20 * 10**9, False)
 
 
-def test_a_draft_model_that_no_family_reads_is_planned_and_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "draft").mkdir()
-    model = written(tmp_path, "Llama 3.1 8B")
-    draft = written(tmp_path / "draft", "Llama 3.1 8B", architectures=["OddForCausalLM"], num_hidden_layers=2)
-    plan = planned(capsys, model, "--speculative-method", "draft", "--draft-model", draft)
-    assert (plan["origin"], plan["draft_origin"]) == ("family", "generic fields")
-    (note,) = plan["notes"]
-    assert note.startswith("Draft model: The engine does not run this model (no family implements OddForCausalLM)")
-
-
 @pytest.mark.parametrize(
     ("changes", "flags", "words"),
     [
         ({"vocab_size": 32000}, [], "has a vocabulary of 32000 tokens, and"),
-        ({"architectures": ["OddForCausalLM"], "vocab_size": 32000}, [], "has a vocabulary of 32000 tokens, and"),
         ({"max_position_embeddings": 4096}, [], "was made for contexts of 4096 tokens, and max_model_len is 131072"),
         ({}, ["--speculative-method", "ngram"], "needs speculative_method 'draft', got 'ngram'"),
     ],
@@ -200,7 +187,6 @@ def test_too_small_a_budget_is_what_the_engine_refuses(capsys: pytest.CaptureFix
 def test_the_weights_come_off_the_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = written(tmp_path, "Llama 3.1 8B")
     plan = planned(capsys, model, "--memory", "80G", "--max-model-len", "8192")
-    assert plan["origin"] == "family"
     assert plan["is_weights_estimate"] is True
     assert plan["weights_bytes"] == pytest.approx(16.06e9, rel=0.01)
     # Half of the rest, in blocks of 2 MiB, one of which is the null block.
@@ -211,43 +197,14 @@ def test_the_weights_come_off_the_memory(tmp_path: Path, capsys: pytest.CaptureF
     assert (given["is_weights_estimate"], given["arena_bytes"]) == (False, 64 * 10**9 // (2 * MIB) * 2 * MIB)
 
 
-def test_what_each_option_would_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = written(tmp_path, "Llama 3.1 8B")
-    plan = planned(capsys, model, "--memory", "64G", "--max-model-len", "32768")
-    others = {other["option"]: other for other in plan["alternatives"]}
-    assert list(others) == [
-        "--block-size 8",
-        "--block-size 32",
-        "--kv-cache-dtype fp8",
-        "--kv-cache-dtype int8",
-        "--max-model-len 16384",
-        "--kv-cache-memory-fraction 0.9",
-    ]
-    assert plan["lengths"][-1]["concurrency"] == 5
-    assert others["--kv-cache-dtype fp8"]["bytes_per_token"] * 2 == plan["bytes_per_token"] == 128 << 10
-    for option, other in others.items():
-        again = planned(capsys, model, "--memory", "64G", "--max-model-len", "32768", *option.split())
-        assert again["bytes_per_token"] == other["bytes_per_token"]
-        assert again["lengths"][-1] == other["sequence"]
-        assert again["longest"] == other["longest"]
-
-
-def test_windows_and_slabs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = written(tmp_path, "gpt-oss 20B")
-    plan = planned(capsys, model, "--memory", "48G", "--kv-cache-memory-fraction", "0.9")
-    assert any("GptOssForCausalLM" in note for note in plan["notes"])
-    assert any("quantised" in note for note in plan["notes"])
-    plan = planned(capsys, model, "--kv-cache-memory-bytes", "8G")
-    assert plan["origin"] == "generic fields"
-    assert [group["kind"] for group in plan["groups"]] == ["window of 128 tokens", "all tokens"]
-    # 127 tokens before a query and its own touch nine blocks; both groups' blocks have 384 KiB.
-    assert plan["sequence_bytes"] == (8192 + 9) * 384 << 10
-    assert plan["full_bytes"] == 2 * 8192 * 384 << 10
-    assert plan["paged_bytes"] == plan["sequence_bytes"]
-    assert plan["alignment_loss"] == 0.0
-    assert main(["plan", model, "--kv-cache-memory-bytes", "8G"]) == 0
-    shown = capsys.readouterr().out
-    assert "3.00 GiB instead of 6.00 GiB for 131,072 tokens, 49.9% less" in shown
+def test_windows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = written(tmp_path, "Gemma 3 27B")
+    plan = planned(capsys, model, "--kv-cache-memory-bytes", "16G")
+    assert [group["kind"] for group in plan["groups"]] == ["window of 1024 tokens", "all tokens"]
+    # 1,023 tokens before a query and its own touch 65 blocks of 52 layers; a block of one layer has 128 KiB.
+    assert plan["sequence_bytes"] == (65 * 52 + 8192 * 10) * 128 << 10
+    assert main(["plan", model, "--kv-cache-memory-bytes", "16G"]) == 0
+    assert "A token takes 496.00 KiB in all groups together." in capsys.readouterr().out
 
 
 def test_states_have_a_row_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -264,15 +221,8 @@ def test_states_have_a_row_of_their_own(tmp_path: Path, capsys: pytest.CaptureFi
     assert "Weights: 2.18 GiB (an estimate: parameters x dtype)" in shown
 
 
-@pytest.mark.parametrize(
-    ("origin", "changes"),
-    [("family", {}), ("generic fields", {"mamba_rms_norm": True, "mamba_norm_before_gate": True})],
-)
-def test_every_layer_may_be_in_both_groups(
-    origin: str, changes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plan = planned(capsys, written(tmp_path, "Falcon-H1 0.5B", **changes), "--kv-cache-memory-bytes", "1G")
-    assert plan["origin"] == origin
+def test_every_layer_may_be_in_both_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = planned(capsys, written(tmp_path, "Falcon-H1 0.5B"), "--kv-cache-memory-bytes", "1G")
     assert [(group["kind"], group["num_layers"]) for group in plan["groups"]] == [
         ("all tokens", 36),
         ("recurrent state", 36),
@@ -285,7 +235,7 @@ def test_a_state_that_does_not_fit_is_named(tmp_path: Path, capsys: pytest.Captu
     """Null blocks take a slab of 21.3 MiB, a state another: what is left is for blocks."""
     model = written(tmp_path, "Granite 4.0 H-350M")
     plan = planned(capsys, model, "--kv-cache-memory-bytes", "60M", code=1)
-    assert (plan["origin"], plan["longest"]) == ("family", 0)
+    assert plan["longest"] == 0
     assert "most of them for 'recurrent state'" in plan["never"]
 
 
@@ -341,8 +291,8 @@ def test_a_mistake_is_one_line_and_code_2(flags: list[str], words: str, capsys: 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"architectures": ["OddForCausalLM"], "num_key_value_heads": None}, "lacks num_key_value_heads"),
-        ({"kv_lora_rank": 512, "architectures": ["OddForCausalLM"]}, "kv_lora_rank"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads must be an integer from 1"),
+        ({"hidden_size": None}, "lacks the field hidden_size"),
         ({"torch_dtype": "float8_e4m3fn"}, "'float8_e4m3fn'"),
         ({"num_hidden_layers": "many"}, "num_hidden_layers must be an integer from 1 to 1024"),
     ],
@@ -354,14 +304,29 @@ def test_a_configuration_that_cannot_be_read_names_the_field(
     assert words in capsys.readouterr().err
 
 
-def test_an_option_that_the_family_refuses_is_planned_all_the_same(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["OddForCausalLM"]}, "the architecture 'OddForCausalLM' is not implemented"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is {'quant_method': 'gptq'}"),
+    ],
+)
+def test_a_model_that_the_engine_does_not_run_is_refused_as_by_the_engine(
+    changes: dict[str, Any], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = written(tmp_path, "Llama 3.1 8B", quantization_config={"quant_method": "gptq"})
-    plan = planned(capsys, model)
-    assert plan["origin"] == "generic fields"
-    assert "quantization_config" in plan["notes"][0]
-    assert plan["bytes_per_token"] == 128 << 10
+    folder = save_checkpoint("llama3", tmp_path / "llama3")
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | changes))
+    with pytest.raises(UnsupportedModel) as refused:
+        LLM(str(folder), num_threads=1, skip_tokenizer_init=True)
+    assert words in str(refused.value)
+    capsys.readouterr()
+    drafts = ("--speculative-method", "draft", "--draft-model")
+    for arguments in ([str(folder)], ["bundled", *drafts, str(folder)]):
+        assert main(["plan", *arguments]) == 2
+        shown = capsys.readouterr()
+        assert (shown.out, shown.err) == ("", f"quire: error: {refused.value}\n")
 
 
 def test_a_revision_is_for_the_hub_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -386,8 +351,8 @@ def test_the_transcript_of_the_documents_is_what_the_command_says(
     page = (Path(__file__).resolve().parents[2] / "docs" / "memory.md").read_text(encoding="utf-8")
     transcript = next(block for block in page.split("```") if block.startswith("\n$ quire plan "))
     command, _, shown = transcript.removeprefix("\n$ ").partition("\n")
-    (tmp_path / "gpt-oss-20b").mkdir()
-    written(tmp_path / "gpt-oss-20b", "gpt-oss 20B")
+    (tmp_path / "gemma-3-27b").mkdir()
+    written(tmp_path / "gemma-3-27b", "Gemma 3 27B")
     monkeypatch.chdir(tmp_path)
     main(command.split()[1:])
     assert capsys.readouterr().out == shown

@@ -14,14 +14,17 @@ from typing import Any
 import pytest
 
 from quire import LLM
-from quire.config import EngineConfig, Machine, ModelFacts, resolve
+from quire.capacity.planner import plan_memory
+from quire.capacity.pool_sizing import memory_concurrency, size_pool
+from quire.capacity.report import PlanRequest
+from quire.config import CACHE_DTYPES, EngineConfig, Machine, ModelFacts, resolve
 from quire.engine import loading
-from quire.engine.memory_plan import PlanRequest
-from quire.engine.planning import _Model, _read_config, _specs, plan_memory
-from quire.engine.pool_sizing import memory_concurrency, size_pool
 from quire.errors import InvariantViolation
 from quire.memory import KVCacheSpec
 from quire.memory.sizing import ArenaSizing, most_bytes, sequence_bytes, tokens_bytes
+from quire.models.cache_layout import cache_specs
+from quire.models.checkpoint import read_config
+from quire.models.families import build
 from quire.scheduling.plan import ItemResult, StepPlan, StepResult
 from quire.scheduling.scheduler import Scheduler
 from quire.sequences.params import SamplingParams
@@ -59,9 +62,9 @@ def most_running(scheduler: Scheduler, num_tokens: int, num_requests: int) -> in
 
 
 def specs_of(config: EngineConfig) -> tuple[KVCacheSpec, ...]:
-    """Return the cache groups that a plan has for a model."""
-    layout = _read_config(config.model.model, None, []).layout
-    return _specs(PlanRequest(config=config), _Model((layout,), "bfloat16", None))
+    """Return the cache groups that the loader has for a model in bfloat16."""
+    spec, _ = build(read_config(config.model.model))
+    return cache_specs(spec, config.cache.block_size, CACHE_DTYPES["bfloat16"], 2)
 
 
 def facts_of(config: EngineConfig, specs: tuple[KVCacheSpec, ...], max_model_len: int) -> ModelFacts:

@@ -13,7 +13,7 @@ from quire.execution.host_blocks import TieredBlocks
 from quire.execution.storage import STORED, KVStorage, StateStorage, make_storages
 from quire.memory import FullAttention
 from quire.memory.ops import BlockCopy
-from quire.models.cache_layout import layer_of
+from quire.models.cache_layout import state_bytes
 from quire.models.spec import CacheGroup, KeptState, KeptTokens
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -79,7 +79,7 @@ def test_groups_share_bytes_and_their_copies_keep_one_order() -> None:
 @pytest.mark.parametrize("kept", [KeptState(2, 5), KeptState(3, 7, (2, 3, 5)), KeptState(1, 1, (1, 1, 1))], ids=str)
 def test_a_state_is_one_range_of_bytes(kept: KeptState, dtype: torch.dtype) -> None:
     """Views of all layers and parts fill a block without overlap, and sums lie where float32 can be read."""
-    layer_bytes = layer_of(kept).num_bytes(dtype.itemsize)
+    layer_bytes = state_bytes(kept, dtype.itemsize)
     assert 0 <= layer_bytes - kept.num_inputs * dtype.itemsize - kept.sum_bytes < 4
     storage = StateStorage(4, 3, kept, dtype, "cpu")
     storage.data.zero_()

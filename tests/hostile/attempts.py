@@ -23,9 +23,9 @@ TEXTS = ("Hello, world! It's 2024; 12345 <|end|> \u4f60\u597d e\u0301 \U0001f600
 
 def plan(folder: str) -> None:
     """Plan the memory of a checkpoint's model, from its configuration alone."""
+    from quire.capacity.planner import plan_memory
+    from quire.capacity.report import PlanRequest
     from quire.config import EngineConfig
-    from quire.engine.memory_plan import PlanRequest
-    from quire.engine.planning import plan_memory
     from quire.errors import QuireError
 
     config = EngineConfig.from_options(model=folder)
@@ -89,8 +89,8 @@ def in_a_process(folder: str) -> dict[str, object]:
 
 def main() -> None:
     """Serve attempts until there are no more."""
+    import quire.capacity.planner
     import quire.engine.llm
-    import quire.engine.planning
     import quire.ops.native_ops  # noqa: F401
     from quire.text.rendering import Renderer
 

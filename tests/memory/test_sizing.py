@@ -16,7 +16,7 @@ from quire.memory import (
     RecurrentState,
     SlidingWindow,
 )
-from quire.memory.sizing import ArenaSizing, arena_bytes, most_bytes, paged_bytes, sequence_bytes
+from quire.memory.sizing import ArenaSizing, arena_bytes, most_bytes, sequence_bytes
 
 KIB, MIB = 1 << 10, 1 << 20
 # Layers, KV heads, head dim -> bytes of a token in 16 bits, worked out by hand.
@@ -68,7 +68,6 @@ def test_one_group_is_blocks_and_the_null_block() -> None:
     sizing = ArenaSizing.of([spec], arena_bytes([spec], 100))
     assert sizing.num_bytes == 101 * 2 * MIB
     assert sizing.num_blocks == (100,)
-    assert sizing.alignment_loss == 0.0
     assert sizing.longest(10_000) == 1600
     assert [sizing.concurrency(length) for length in (16, 17, 800, 801, 1600, 1601)] == [100, 50, 2, 1, 1, 0]
     assert sizing.shortage(1600) is None
@@ -92,10 +91,7 @@ def test_a_window_holds_no_more_than_itself() -> None:
     # 1,023 tokens before it and its own touch at most 65 blocks of 6.5 MiB; 8,192 blocks of 1.25 MiB.
     held = 65 * 6656 * KIB + 8192 * 1280 * KIB
     assert sequence_bytes([window, full], 131_072) == held
-    # A page holds one block of the windows, or five of the others.
-    assert paged_bytes([window, full], 131_072) == (65 + 1639) * 6656 * KIB
     sizing = ArenaSizing.of([window, full], 64 * held)
-    assert sizing.alignment_loss <= 0.01
     assert 61 <= sizing.concurrency(131_072) <= 64
 
 
@@ -104,8 +100,6 @@ def test_a_state_is_one_block_of_its_group() -> None:
     state = RecurrentState(block_size=16, num_layers=3, layer_bytes=full.bytes_per_block)
     assert state.bytes_per_block == 3 * 16 * KIB
     assert sequence_bytes([full, state], 33) == (3 + 3) * 16 * KIB
-    # A page has room for a state, or for three blocks.
-    assert paged_bytes([full, state], 49) == (1 + 2) * 48 * KIB
     # Slabs of three blocks or one state: 10 states and their 10 blocks in 4 slabs.
     sizing = ArenaSizing.of([full, state], 48 * KIB * (1 + 14))
     assert sizing.layout.blocks_per_slab == (3, 1)

@@ -55,10 +55,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Mistral 7B v0.1": llama(
         4096, 32, 32, 8, 14336, 32000, architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=4096
     ),
-    "Gemma 2 9B": llama(
-        3584, 42, 16, 8, 14336, 256000, architectures=["Gemma2ForCausalLM"], model_type="gemma2", head_dim=256,
-        sliding_window=4096,
-    ),
     "Gemma 3 4B": {
         "architectures": ["Gemma3ForConditionalGeneration"],
         "model_type": "gemma3",
@@ -86,24 +82,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "sliding_window": 1024,
         },
     },
-    "Gemma 3n E2B": {
-        "architectures": ["Gemma3nForConditionalGeneration"],
-        "model_type": "gemma3n",
-        "torch_dtype": "bfloat16",
-        "text_config": {
-            "model_type": "gemma3n_text",
-            "num_hidden_layers": 30,
-            "intermediate_size": [8192] * 30,
-            "num_kv_shared_layers": 10,
-        },
-    },
-    # All of its text configuration is the default.
-    "Gemma 3n E4B": {
-        "architectures": ["Gemma3nForConditionalGeneration"],
-        "model_type": "gemma3n",
-        "torch_dtype": "bfloat16",
-        "text_config": {"model_type": "gemma3n_text", "intermediate_size": 16384},
-    },
     "Gemma 4 E2B": gemma4(
         hidden_size=1536, num_hidden_layers=35, num_key_value_heads=1, intermediate_size=6144, num_kv_shared_layers=20,
         use_double_wide_mlp=True, layer_types=(["sliding_attention"] * 4 + ["full_attention"]) * 7,
@@ -116,11 +94,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         hidden_size=5376, num_hidden_layers=60, num_attention_heads=32, num_key_value_heads=16,
         num_global_key_value_heads=4, attention_k_eq_v=True, intermediate_size=21504, sliding_window=1024,
         hidden_size_per_layer_input=0, layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 10,
-    ),
-    "gpt-oss 20B": llama(
-        2880, 24, 64, 8, 2880, 201088, architectures=["GptOssForCausalLM"], model_type="gpt_oss", head_dim=64,
-        sliding_window=128, layer_types=["sliding_attention", "full_attention"] * 12, num_local_experts=32,
-        quantization_config={"quant_method": "mxfp4"}, max_position_embeddings=131072,
     ),
     "Llama 4 Scout": {
         "architectures": ["Llama4ForConditionalGeneration"],
@@ -142,27 +115,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         2048, 16, 32, 8, 0, 65536, architectures=["Lfm2ForCausalLM"], model_type="lfm2", conv_L_cache=3,
         full_attn_idxs=[2, 5, 8, 10, 12, 14], block_ff_dim=12288, block_auto_adjust_ff_dim=True, block_multiple_of=256,
     ),
-    "Granite 4.0 H-Tiny": llama(
-        1536, 40, 12, 4, 512, 100352, architectures=["GraniteMoeHybridForCausalLM"], model_type="granitemoehybrid",
-        layer_types=["attention" if idx % 10 == 5 else "mamba" for idx in range(40)], num_local_experts=64,
-        shared_intermediate_size=1024, tie_word_embeddings=True, mamba_n_heads=48, mamba_n_groups=1, mamba_d_state=128,
-        mamba_d_conv=4, mamba_expand=2,
-    ),
     "Granite 4.0 H-350M": llama(
         768, 32, 12, 4, 2048, 100352, architectures=["GraniteMoeHybridForCausalLM"], model_type="granitemoehybrid",
         layer_types=["attention" if idx in (10, 13, 17, 27) else "mamba" for idx in range(32)], num_local_experts=0,
         shared_intermediate_size=2048, tie_word_embeddings=True, mamba_n_heads=48, mamba_n_groups=1, mamba_d_state=128,
         mamba_d_conv=4, mamba_expand=2,
-    ),
-    "Bamba 9B": llama(
-        4096, 32, 32, 8, 14336, 128256, architectures=["BambaForCausalLM"], model_type="bamba",
-        attn_layer_indices=[9, 18, 27], mamba_n_heads=128, mamba_n_groups=1, mamba_d_state=128, mamba_d_conv=4,
-        mamba_expand=2,
-    ),
-    "Jamba 52B": llama(
-        4096, 32, 32, 8, 14336, 65536, architectures=["JambaForCausalLM"], model_type="jamba", attn_layer_period=8,
-        attn_layer_offset=4, expert_layer_period=2, expert_layer_offset=1, num_experts=16, mamba_d_state=16,
-        mamba_d_conv=4, mamba_expand=2, mamba_dt_rank=256,
     ),
     "Falcon-H1 0.5B": llama(
         1024, 36, 8, 2, 2048, 32784, architectures=["FalconH1ForCausalLM"], model_type="falcon_h1", head_dim=64,
@@ -172,11 +129,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         embedding_multiplier=5.656854249492381, lm_head_multiplier=0.0390625, attn_layer_indices=None, mamba_expand=2,
         mamba_d_ssm=1536, mamba_n_heads=24, mamba_d_head=64, mamba_n_groups=1, mamba_d_state=128, mamba_d_conv=4,
         mamba_norm_before_gate=False, max_position_embeddings=16384,
-    ),
-    "Qwen3-Next 80B": llama(
-        2048, 48, 16, 2, 5120, 151936, architectures=["Qwen3NextForCausalLM"], model_type="qwen3_next", head_dim=256,
-        full_attention_interval=4, **DELTA_NET, linear_num_key_heads=16, linear_num_value_heads=32, num_experts=512,
-        moe_intermediate_size=512, shared_expert_intermediate_size=512, decoder_sparse_step=1, mlp_only_layers=[],
     ),
     "Qwen3.5 of 24 layers": {
         "architectures": ["Qwen3_5ForConditionalGeneration"],

@@ -8,8 +8,9 @@ import pytest
 from transformers import FalconH1Config, Lfm2Config
 from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
 
+from quire.config import CACHE_DTYPES
 from quire.errors import CheckpointError, UnsupportedModel
-from quire.models.cache_layout import layout_of
+from quire.models.cache_layout import cache_specs
 from quire.models.families import build
 from quire.models.rotations import Rope
 from quire.models.spec import Attention, Mamba2, ModelSpec, ShortConv
@@ -172,4 +173,4 @@ def test_a_wrong_field_is_named(field: str, config: dict[str, Any], changes: dic
 @pytest.mark.parametrize(("config", "changes"), [(LFM2, {"full_attn_idxs": []}), (GRANITE, {"layer_types": ...})])
 def test_a_pool_needs_tokens_to_be_sized_by(config: dict[str, Any], changes: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedModel, match="no attention"):
-        layout_of(read(config, **changes))
+        cache_specs(read(config, **changes), 16, CACHE_DTYPES["bfloat16"], 2)

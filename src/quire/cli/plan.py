@@ -13,8 +13,8 @@ from quire.cli.options import add_engine_options, engine_options, integers, pars
 from quire.config import GIB, EngineConfig
 
 if TYPE_CHECKING:
+    from quire.capacity.report import GroupPlan, MemoryPlan
     from quire.cli.options import Subparsers
-    from quire.engine.memory_plan import Alternative, GroupPlan, MemoryPlan
 
 EXIT_DOES_NOT_FIT = 1
 # The engine's options that change a size.
@@ -63,8 +63,8 @@ def register(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
-    from quire.engine.memory_plan import PlanRequest
-    from quire.engine.planning import plan_memory
+    from quire.capacity.planner import plan_memory
+    from quire.capacity.report import PlanRequest
 
     plan = plan_memory(
         PlanRequest(
@@ -91,8 +91,8 @@ def _lines(plan: MemoryPlan) -> Iterator[str]:
     yield from _table(("group", "layers", "a token", "a block", "a sequence", "blocks"), map(_group_row, plan.groups))
     if plan.arena_bytes is not None and len(plan.groups) > 1:
         yield "The groups share one arena; the blocks of each are what it could have by itself."
-    if plan.full_bytes > plan.sequence_bytes:
-        yield f"A token takes {_size(plan.bytes_per_token)}, until it has left windows and chunks."
+    if sum(group.bytes_per_token is not None for group in plan.groups) > 1:
+        yield f"A token takes {_size(plan.bytes_per_token)} in all groups together."
     if plan.weights_bytes is not None:
         said = "an estimate: parameters x dtype" if plan.is_weights_estimate else "as given"
         yield f"Weights: {_size(plan.weights_bytes)} ({said})."
@@ -105,24 +105,6 @@ def _lines(plan: MemoryPlan) -> Iterator[str]:
     yield from _table(("tokens", "a sequence", "at once"), rows)
     if plan.never is not None:
         yield plan.never
-    yield from _savings(plan)
-    yield ""
-    title = ("with", "a token", "tokens", "a sequence", "at once", "longest")
-    yield from _table(title, map(_alternative_row, plan.alternatives))
-
-
-def _savings(plan: MemoryPlan) -> Iterator[str]:
-    held = plan.sequence_bytes
-    if plan.full_bytes > held:
-        yield (
-            f"Windows and chunks: {_size(held)} instead of {_size(plan.full_bytes)} for {plan.max_model_len:,} tokens, "
-            f"{1 - held / plan.full_bytes:.1%} less."
-        )
-    if len(plan.groups) > 1:
-        yield (
-            f"Slabs: blocks leave at most {plan.alignment_loss:.2%} of one over; in pages of one size for all groups "
-            f"that sequence would take {_size(plan.paged_bytes)}, {plan.paged_bytes / held - 1:.1%} more."
-        )
 
 
 def _group_row(group: GroupPlan) -> tuple[str, ...]:
@@ -133,18 +115,6 @@ def _group_row(group: GroupPlan) -> tuple[str, ...]:
         str(group.num_layers),
         *shown,
         _count(group.num_blocks),
-    )
-
-
-def _alternative_row(other: Alternative) -> tuple[str, ...]:
-    sequence = other.sequence
-    return (
-        other.option,
-        _size(other.bytes_per_token),
-        f"{sequence.num_tokens:,}",
-        _size(sequence.sequence_bytes),
-        _count(sequence.concurrency),
-        _count(other.longest),
     )
 
 

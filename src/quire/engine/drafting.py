@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from quire.capacity.draft_compat import check_draft
 from quire.config import EngineConfig, SpeculativeConfig
 from quire.decoding.drafting import Drafter, ModelDrafter
 from quire.decoding.lookup import PromptLookup
 from quire.decoding.speculation import Speculation
 from quire.decoding.suffixes import SuffixDrafter
-from quire.engine.draft_fit import ModelLimits, check_draft
 from quire.errors import ConfigError
 from quire.models.checkpoint import Checkpoint
 from quire.models.decoder import Decoder
@@ -46,8 +46,7 @@ def open_draft(config: EngineConfig, decoder: Decoder, tokenizer: Tokenizer | No
         return None
     checkpoint = Checkpoint.open(name)
     spec, _ = build(checkpoint.config)
-    limits = [ModelLimits(each.vocab_size, each.max_position) for each in (decoder.spec, spec)]
-    check_draft(config, *limits)
+    check_draft(config, decoder.spec, spec)
     if tokenizer is not None and (checkpoint.folder / "tokenizer.json").is_file():
         different = tokenizer.differs_at(Tokenizer.from_folder(checkpoint.folder))
         if different is not None:

@@ -12,6 +12,7 @@ from typing import Any, TextIO
 
 import torch
 
+from quire.capacity.pool_sizing import check_pin_limit, memory_concurrency, num_slabs, size_pool
 from quire.config import (
     CACHE_DTYPES,
     EngineConfig,
@@ -30,7 +31,6 @@ from quire.engine.drafting import make_speculation, open_draft
 from quire.engine.engine import Engine
 from quire.engine.grammars import Grammars
 from quire.engine.media import MediaReader
-from quire.engine.pool_sizing import check_pin_limit, memory_concurrency, num_slabs, size_pool
 from quire.engine.staging import Staging
 from quire.errors import ConfigError, InvalidParameter
 from quire.execution.disk_blocks import DiskBlocks
@@ -45,7 +45,7 @@ from quire.memory.recorder import MemoryRecorder
 from quire.memory.settings import MemorySettings
 from quire.memory.sizing import ArenaSizing, arena_bytes, most_bytes, tokens_bytes
 from quire.memory.specs import KVCacheSpec
-from quire.models.cache_layout import layout_of
+from quire.models.cache_layout import cache_specs
 from quire.models.checkpoint import Checkpoint, locate
 from quire.models.decoder import Decoder
 from quire.models.loading import Instruments, load_decoder
@@ -180,8 +180,7 @@ def _load_decoder(
 
 def _groups(config: EngineConfig, decoder: Decoder, stored: str) -> tuple[KVCacheSpec, ...]:
     """Return the cache groups of a model, in the order of its storages."""
-    sizes = config.cache.block_size, CACHE_DTYPES[stored], decoder.dtype.itemsize
-    return layout_of(decoder.spec).specs(*sizes)
+    return cache_specs(decoder.spec, config.cache.block_size, CACHE_DTYPES[stored], decoder.dtype.itemsize)
 
 
 def _facts(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.config import CACHE_DTYPES, CacheDtype
-from quire.models.cache_layout import layer_of
+from quire.models.cache_layout import state_bytes
 from quire.models.spec import CacheGroup, KeptState, KeptTokens
 from quire.models.weights import DTYPES
 
@@ -101,7 +101,7 @@ class StateStorage:
         device: torch.device | str,
         memory: Tensor | None = None,
     ) -> None:
-        layer_bytes = layer_of(kept).num_bytes(dtype.itemsize)
+        layer_bytes = state_bytes(kept, dtype.itemsize)
         num_bytes = num_blocks * num_layers * layer_bytes
         if memory is None:
             memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
@@ -159,4 +159,4 @@ def _block_bytes(group: CacheGroup, block_size: int, stored: CacheDtype, dtype: 
             slot_bytes = kept.head_dim * stored.element_bytes + stored.scale_bytes
             return num_layers * 2 * kept.num_kv_heads * block_size * slot_bytes
         case KeptState():
-            return num_layers * layer_of(kept).num_bytes(dtype.itemsize)
+            return num_layers * state_bytes(kept, dtype.itemsize)

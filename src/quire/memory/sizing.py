@@ -120,16 +120,6 @@ def most_bytes(specs: Sequence[KVCacheSpec], num_tokens: int, num_seqs: int, int
     return layout._replace(num_slabs=layout.num_filled(needs)).num_bytes
 
 
-def paged_bytes(specs: Sequence[KVCacheSpec], num_tokens: int) -> int:
-    """Return what a sequence would hold if all groups shared pages of one size instead of slabs.
-
-    The page is the largest block or state. The other groups put as many whole blocks into a page as go in, and what is
-    left of it is padding; a sequence has whole pages.
-    """
-    page = max(spec.bytes_per_block for spec in specs)
-    return page * sum(-(-spec.peak_blocks(num_tokens, 1) // (page // spec.bytes_per_block)) for spec in specs)
-
-
 @dataclass(frozen=True, slots=True)
 class ArenaSizing:
     """The cache groups of a model in an arena of a given size.
@@ -162,11 +152,6 @@ class ArenaSizing:
     def num_blocks(self) -> tuple[int, ...]:
         """Blocks of each group, if it had every slab to itself."""
         return tuple(count * self.layout.num_slabs for count in self.layout.blocks_per_slab)
-
-    @property
-    def alignment_loss(self) -> float:
-        """Share of a slab that the blocks of the group that fits worst leave over."""
-        return max(map(self.layout.alignment_loss, range(len(self.layout.block_bytes))))
 
     def concurrency(self, num_tokens: int, *, step_tokens: int = 1, num_kept_free: int = 0) -> int:
         """Return how many sequences of `num_tokens` tokens an admission lets run at once, none of them sharing a block.

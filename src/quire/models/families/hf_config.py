@@ -136,15 +136,6 @@ class HFConfig:
             raise self._wrong(name, value, "a list of strings")
         return tuple(value)
 
-    def integer_of(self, name: str, idx: int) -> int:
-        """Read a positive integer, or where there is one for each layer that of the layer `idx`."""
-        value = self._fields.get(name)
-        if not isinstance(value, list):
-            return self.integer(name)
-        if idx >= len(value):
-            raise self._wrong(name, value, "an integer or one for each layer")
-        return self.changed({name: value[idx]}).integer(name)
-
     def count(self, name: str, default: int) -> int:
         """Read an integer of at least 0; null counts as missing."""
         return self.integer(name, default, least=0)

@@ -43,7 +43,7 @@ def lfm2(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
         CheckpointError: a field of the configuration is of the wrong type.
         UnsupportedModel: the configuration asks for something that is not implemented.
     """
-    mlp_width = read_mlp_width(config)
+    mlp_width = _read_mlp_width(config)
     config = config.filled(DEFAULTS)
     width = config.integer("hidden_size")
     norm = RMSNorm(config.number("norm_eps", 1e-5))
@@ -72,7 +72,7 @@ def lfm2(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
     return spec, names
 
 
-def read_mlp_width(config: HFConfig) -> int:
+def _read_mlp_width(config: HFConfig) -> int:
     """Read the columns of a gate: what is stated is for an MLP without one, of which two thirds cost the same."""
     field = "block_ff_dim" if config.has("block_ff_dim") else "intermediate_size"
     width = config.integer(field, DEFAULTS["intermediate_size"])

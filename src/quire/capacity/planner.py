@@ -1,0 +1,264 @@
+"""The KV memory that an engine would have, from `config.json` and options alone.
+
+One path, with the engine's own functions at each step; only the memory of the machine is stated instead of probed:
+
+```
+config.json  ->  family  ->  ModelSpec  ->  cache specs  ->  ArenaSizing  ->  MemoryPlan
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quire.capacity.draft_compat import check_draft
+from quire.capacity.pool_sizing import memory_concurrency, size_pool
+from quire.capacity.report import GroupPlan, LengthPlan, MemoryPlan, PlanRequest
+from quire.config import CACHE_DTYPES, DTYPES, Machine, context_length, pool_blocks
+from quire.errors import CheckpointError, ConfigError, shown
+from quire.memory.sizing import ArenaSizing, most_bytes, sequence_bytes, tokens_bytes
+from quire.memory.specs import KVCacheSpec
+from quire.models.cache_layout import cache_specs
+from quire.models.checkpoint import read_config
+from quire.models.families import build
+from quire.models.parameter_estimate import estimate_parameters
+from quire.models.spec import KeptState, KeptTokens, ModelSpec
+
+# Sequence lengths of a plan that asks for none: those below `max_model_len`, and `max_model_len` itself.
+LENGTHS = (512, 2048, 8192, 32768, 131072)
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """A model as its `config.json` describes it.
+
+    Args:
+        architecture: name of the architecture.
+        raw: content of `config.json`.
+        spec: the model, as its family reads it.
+    """
+
+    architecture: str
+    raw: Mapping[str, Any]
+    spec: ModelSpec
+
+    @classmethod
+    def read(cls, name: str, revision: str | None) -> _Model:
+        """Read a model's configuration as the engine does.
+
+        Raises:
+            UnsupportedModel: the engine does not run this model.
+            CheckpointError: a field is missing or of the wrong type.
+        """
+        raw = read_config(name, revision)
+        spec, _ = build(raw)
+        return cls(str(raw["architectures"][0]), raw, spec)
+
+
+@dataclass(frozen=True, slots=True)
+class _Dtypes:
+    """Names of the dtypes of the weights, and of keys and values."""
+
+    weights: str
+    cache: str
+
+
+def plan_memory(request: PlanRequest) -> MemoryPlan:
+    """Size the KV memory of a model from its `config.json`.
+
+    Raises:
+        UnsupportedModel: the engine does not run this model.
+        ConfigError: an option that cannot be honoured, or a configuration that cannot be read; the message says which
+            field, and what is allowed.
+    """
+    options = request.config.model
+    notes: list[str] = []
+    target = _Model.read(options.model, options.revision)
+    draft = _read_draft(request, target)
+    models = (target,) if draft is None else (target, draft)
+    weights_dtype = _weights_dtype(options.dtype, target.raw, notes)
+    cache_dtype = request.config.cache.kv_cache_dtype
+    dtypes = _Dtypes(weights_dtype, weights_dtype if cache_dtype == "auto" else cache_dtype)
+    weights_bytes = _weights_bytes(request, models, weights_dtype)
+    max_model_len = context_length(options.max_model_len, target.spec.max_position)
+    specs = _specs(request, models, dtypes)
+    sizing = _size_arena(request, specs, max_model_len, weights_bytes)
+    groups = tuple(_group_plans(request, models, sizing))
+    longest = sizing.longest(max_model_len) if request.has_budget else None
+    lengths = tuple(_length_plan(request, sizing, length) for length in _lengths(request.lengths, max_model_len))
+    max_num_seqs = request.config.scheduler.max_num_seqs
+    if any(each.concurrency == max_num_seqs for each in lengths):
+        notes.append(
+            f"No more than max_num_seqs={max_num_seqs} sequences run at once, whatever the memory has room for."
+        )
+    return MemoryPlan(
+        model=options.model,
+        architecture=target.architecture,
+        draft_model=request.config.speculative.draft_model,
+        draft_architecture=None if draft is None else draft.architecture,
+        dtype=dtypes.weights,
+        kv_cache_dtype=dtypes.cache,
+        block_size=request.config.cache.block_size,
+        max_model_len=max_model_len,
+        groups=groups,
+        bytes_per_token=tokens_bytes(specs) // specs[0].block_size,
+        weights_bytes=weights_bytes,
+        is_weights_estimate=weights_bytes is not None and request.weights_bytes is None,
+        arena_bytes=sizing.num_bytes if request.has_budget else None,
+        longest=longest,
+        never=None if longest is None else _never(sizing, groups, longest, max_model_len),
+        lengths=lengths,
+        sequence_bytes=sequence_bytes(specs, max_model_len),
+        notes=tuple(notes),
+    )
+
+
+# ---- what the configuration says ----
+
+
+def _read_draft(request: PlanRequest, target: _Model) -> _Model | None:
+    """Read the draft model, if there is one, and check that it can make drafts for the target."""
+    name = request.config.speculative.draft_model
+    if name is None:
+        return None
+    draft = _Model.read(name, None)
+    check_draft(request.config, target.spec, draft.spec)
+    return draft
+
+
+def _weights_dtype(option: str, raw: Mapping[str, Any], notes: list[str]) -> str:
+    """Return the dtype of the weights, as the engine chooses it as far as that is possible without them."""
+    if option != "auto":
+        return option
+    part = raw.get("text_config")
+    homes = [raw, part] if isinstance(part, Mapping) else [raw]
+    stated = next((home[name] for home in homes for name in ("dtype", "torch_dtype") if home.get(name)), None)
+    if stated is None:
+        notes.append("config.json states no dtype: bfloat16 is assumed; set --dtype where it is another.")
+        return "bfloat16"
+    if stated not in DTYPES[1:]:
+        raise CheckpointError(
+            f"config.json states the dtype {shown(stated)}, and auto keeps it: set dtype to one of "
+            f"{', '.join(DTYPES[1:])}",
+            field="dtype",
+        )
+    return str(stated)
+
+
+def _weights_bytes(request: PlanRequest, models: Sequence[_Model], dtype: str) -> int | None:
+    """Return the bytes of the weights of all models; None where the plan is given no memory to take them off."""
+    if request.memory_bytes is None:
+        return None
+    weights_bytes = request.weights_bytes
+    if weights_bytes is None:
+        # A draft model is loaded in the dtype of its target.
+        options = CACHE_DTYPES[dtype].element_bytes, request.config.model.quantization
+        weights_bytes = sum(estimate_parameters(each.spec).num_bytes(*options) for each in models)
+    if weights_bytes >= request.memory_bytes:
+        raise ConfigError(
+            f"memory ({request.memory_bytes:,} bytes) does not hold the weights ({weights_bytes:,} bytes): give more, "
+            "or state with weights_bytes what they really take",
+            field="memory",
+        )
+    return weights_bytes
+
+
+# ---- how large everything is ----
+
+
+def _specs(request: PlanRequest, models: Sequence[_Model], dtypes: _Dtypes) -> tuple[KVCacheSpec, ...]:
+    """Return the cache specs of all models, those of the target first."""
+    input_bytes = CACHE_DTYPES[dtypes.weights].element_bytes
+    sizes = request.config.cache.block_size, CACHE_DTYPES[dtypes.cache], input_bytes
+    return tuple(spec for model in models for spec in cache_specs(model.spec, *sizes))
+
+
+def _size_arena(
+    request: PlanRequest, specs: Sequence[KVCacheSpec], max_model_len: int, weights_bytes: int | None
+) -> ArenaSizing:
+    """Return the arena that an engine with these options would have; of no bytes without a budget."""
+    if not request.has_budget:
+        return ArenaSizing.of(specs, 0)
+    cache, max_num_seqs = request.config.cache, request.config.scheduler.max_num_seqs
+    if request.memory_bytes is None:
+        available_bytes = cache.kv_cache_memory_bytes or 0
+    else:
+        available_bytes = request.memory_bytes - (weights_bytes or 0)
+    num_blocks, _ = pool_blocks(
+        cache,
+        Machine(device="cpu", available_bytes=available_bytes, num_threads=1),
+        tokens_bytes(specs),
+        max_model_len,
+        max_num_seqs,
+        most_bytes(specs, max_model_len, max_num_seqs, cache.state_snapshot_interval),
+    )
+    return size_pool(specs, num_blocks)
+
+
+def _group_plans(request: PlanRequest, models: Sequence[_Model], sizing: ArenaSizing) -> Iterator[GroupPlan]:
+    groups = [(group, model is not models[0]) for model in models for group in model.spec.cache_groups]
+    for (group, is_draft), spec, count in zip(groups, sizing.specs, sizing.num_blocks, strict=True):
+        size = spec.bytes_per_block
+        yield GroupPlan(
+            kind=_kind(group.kept),
+            is_draft=is_draft,
+            num_layers=group.num_layers,
+            bytes_per_token=None if spec.carries else size // spec.block_size,
+            bytes_per_block=None if spec.carries else size,
+            bytes_per_sequence=size if spec.carries else None,
+            num_blocks=count if request.has_budget else None,
+        )
+
+
+def _kind(kept: KeptTokens | KeptState) -> str:
+    if isinstance(kept, KeptState):
+        return "recurrent state"
+    if kept.window is not None:
+        return f"window of {kept.window} tokens"
+    return "all tokens" if kept.chunk is None else f"chunks of {kept.chunk} tokens"
+
+
+def _lengths(asked: tuple[int, ...], max_model_len: int) -> Iterator[int]:
+    for length in asked:
+        if not 0 < length <= max_model_len:
+            raise ConfigError(
+                f"lengths must be from 1 to max_model_len ({max_model_len}), got {length}", field="lengths"
+            )
+    yield from asked or (*(length for length in LENGTHS if length < max_model_len), max_model_len)
+
+
+def _length_plan(request: PlanRequest, sizing: ArenaSizing, num_tokens: int) -> LengthPlan:
+    concurrency = None
+    if request.has_budget:
+        # The default of tokens per step depends on the device: the CPU unless a GPU is asked for.
+        device = "cuda" if request.config.model.device == "cuda" else "cpu"
+        fit = memory_concurrency(request.config, sizing, num_tokens, device)
+        concurrency = min(fit, request.config.scheduler.max_num_seqs)
+    return LengthPlan(
+        num_tokens=num_tokens,
+        sequence_bytes=sequence_bytes(sizing.specs, num_tokens),
+        concurrency=concurrency,
+    )
+
+
+def _never(sizing: ArenaSizing, groups: Sequence[GroupPlan], longest: int, max_model_len: int) -> str:
+    """Return a sentence that says which prompts never fit, and why."""
+    if longest == max_model_len:
+        return f"Prompts of {max_model_len:,} tokens and more never fit: max_model_len leaves no room for a new token."
+    shortage = sizing.shortage(longest + 1)
+    assert shortage is not None
+    block_of_all = tokens_bytes(sizing.specs)
+    # The engine gives the cache whole blocks of every group.
+    least = -(-sizing.bytes_for(max_model_len) // block_of_all) * block_of_all
+    is_alone = len(groups) == 1
+    largest = groups[shortage.group_idx]
+    whose = " of the draft model" if largest.is_draft else ""
+    most = "" if is_alone else f", most of them for {largest.kind!r}{whose}"
+    text = (
+        f"Sequences of more than {longest:,} tokens, prompt and output together, never fit: {longest + 1:,} would need "
+        f"{shortage.needed:,} {'blocks' if is_alone else 'slabs'} of {sizing.layout.slab_bytes:,} bytes{most}; there "
+        f"are {shortage.available:,}. max_model_len={max_model_len} needs kv_cache_memory_bytes of at least {least}"
+    )
+    return text + (f", or lower max_model_len to {longest}." if longest else ".")

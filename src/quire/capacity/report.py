@@ -1,0 +1,125 @@
+"""The request and the result of capacity planning, as values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.config import EngineConfig
+from quire.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """The options that a plan is made for.
+
+    Args:
+        config: engine options.
+        memory_bytes: memory of the whole machine, or of its GPU; None where only the size of the cache counts.
+        weights_bytes: bytes of the weights, a draft model's included; None for an estimate.
+        lengths: sequence lengths in tokens; empty for the planner's `LENGTHS`.
+    """
+
+    config: EngineConfig
+    memory_bytes: int | None = None
+    weights_bytes: int | None = None
+    lengths: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("memory_bytes", "weights_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}", field=name)
+        if self.weights_bytes is not None and self.memory_bytes is None:
+            raise ConfigError(
+                "weights_bytes is taken off memory, which is not given: add --memory", field="weights_bytes"
+            )
+
+    @property
+    def has_budget(self) -> bool:
+        """True when an option sets the bytes of the cache."""
+        cache = self.config.cache
+        return any(each is not None for each in (self.memory_bytes, cache.kv_cache_memory_bytes, cache.num_kv_blocks))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPlan:
+    """One cache group.
+
+    Args:
+        kind: description of the tokens or states that its layers keep.
+        is_draft: whether the layers are the draft model's.
+        num_layers: number of layers.
+        bytes_per_token, bytes_per_block: bytes of all layers together; None for a group of states.
+        bytes_per_sequence: bytes of a state; None for a group of blocks.
+        num_blocks: number of blocks, or states, if the group had the whole arena; None without a budget.
+    """
+
+    kind: str
+    is_draft: bool
+    num_layers: int
+    bytes_per_token: int | None
+    bytes_per_block: int | None
+    bytes_per_sequence: int | None
+    num_blocks: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthPlan:
+    """Sequences of one length.
+
+    Args:
+        num_tokens: length of each sequence.
+        sequence_bytes: most bytes that one sequence holds while it grows to that length.
+        concurrency: number of sequences that run at once, at most `max_num_seqs`; None without a budget.
+    """
+
+    num_tokens: int
+    sequence_bytes: int
+    concurrency: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """The KV memory of a model, and of its draft model where there is one. All sizes are in bytes.
+
+    Args:
+        model, architecture: name of the model and of its architecture.
+        draft_model, draft_architecture: the same of the draft model; None without one.
+        dtype, kv_cache_dtype: dtype of the weights, and of keys and values.
+        block_size: tokens per block.
+        max_model_len: longest sequence that the engine accepts, in tokens.
+        groups: cache groups, those of blocks before those of states; then those of the draft model.
+        bytes_per_token: bytes of one token in all groups.
+        weights_bytes: bytes of the weights of both models; None where the plan is given no memory.
+        is_weights_estimate: whether `weights_bytes` was estimated.
+        arena_bytes: bytes of the cache, null blocks included; None without a budget.
+        longest: longest sequence that fits, prompt and output together, at most `max_model_len`; None without a budget.
+        never: sentence that says which prompts never fit, and why; None without a budget.
+        lengths: plans for single sequence lengths.
+        sequence_bytes: most bytes that a sequence holds while it grows to `max_model_len` tokens.
+        notes: assumptions behind the numbers.
+    """
+
+    model: str
+    architecture: str
+    draft_model: str | None
+    draft_architecture: str | None
+    dtype: str
+    kv_cache_dtype: str
+    block_size: int
+    max_model_len: int
+    groups: tuple[GroupPlan, ...]
+    bytes_per_token: int
+    weights_bytes: int | None
+    is_weights_estimate: bool
+    arena_bytes: int | None
+    longest: int | None
+    never: str | None
+    lengths: tuple[LengthPlan, ...]
+    sequence_bytes: int
+    notes: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        """True unless a sequence of `max_model_len` tokens is too much for the budget."""
+        return self.longest is None or self.longest == self.max_model_len
