@@ -40,7 +40,7 @@ def test_the_saved_run_keeps_the_marks() -> None:
     verdict = judge(figures["runs"], Work(**figures["work"]))
     assert verdict["times_transformers"] == figures["times_transformers"] >= beams.AT_LEAST
     assert verdict["times_greedy"] == figures["times_greedy"] <= beams.AT_MOST
-    text = (DOCS / "performance.md").read_text(encoding="utf-8").partition("### Beam search")[2]
+    text = (DOCS / "lab" / "beam-search.md").read_text(encoding="utf-8")
     shown = re.search(r"saved\].*\| ([\d.]+) s \| ([\d.]+) s \| ([\d.]+) s \| ([\d.]+) times, ([\d.]+) times", text)
     assert shown is not None
     wall_s = figures["wall_s"]
