@@ -105,7 +105,7 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
     assert missing == []
 
 
-@pytest.mark.parametrize("folder", ["lab"])
+@pytest.mark.parametrize("folder", ["decisions", "lab"])
 def test_an_index_lists_every_page_of_its_folder(folder: str) -> None:
     index = ROOT / "docs" / folder / "README.md"
     listed = set(re.findall(r"\]\(([\w-]+\.md)\)", index.read_text(encoding="utf-8")))
