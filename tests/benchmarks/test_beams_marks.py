@@ -17,7 +17,7 @@ DOCS = machine.HERE.parent / "docs"
 def test_the_saved_savings_are_of_all_runs_and_are_what_the_table_shows() -> None:
     figures = json.loads((machine.RESULTS / "efficiency_beams.json").read_text(encoding="utf-8"))
     assert [Run(*(row[name] for name in Run._fields)) for row in figures["rows"]] == runs()
-    text = (DOCS / "memory.md").read_text(encoding="utf-8").partition("Beams share more")[2]
+    text = (DOCS / "memory" / "sizing.md").read_text(encoding="utf-8").partition("Beams share more")[2]
     for engine in ("simulated", "bundled"):
         for dataset in ("ShareGPT", "Alpaca"):
             rows = [row for row in figures["rows"] if (row["engine"], row["dataset"]) == (engine, dataset)]
