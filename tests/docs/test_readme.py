@@ -37,11 +37,13 @@ def server_address() -> Iterator[str]:
         process.send_signal(signal.SIGINT)
 
 
-def test_the_offline_example_runs() -> None:
-    code = next(block for block in blocks(README, "python") if "LLM(" in block)
+@pytest.mark.parametrize("code", [block for block in blocks(README, "python") if "LLM(" in block])
+def test_the_offline_examples_run(code: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stdout.startswith("Once upon a time ->")
-    assert "A small fox ->" in done.stdout
+    assert done.stdout.strip()
+    if "A small fox" in code:
+        assert done.stdout.startswith("Once upon a time ->")
+        assert "A small fox ->" in done.stdout
 
 
 @pytest.mark.parametrize("code", blocks(ROOT / "docs" / "decoding.md", "python"))
