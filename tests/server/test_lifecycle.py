@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -200,8 +201,19 @@ def test_a_server_whose_engine_has_died_says_so_and_ends_with_an_error(
         assert "injected" in server.log.read_text()
 
 
+@contextmanager
+def hangups(handler: signal.Handlers) -> Iterator[None]:
+    """Let processes that are started meanwhile inherit what a hangup does to them, whatever the tests inherited."""
+    before = signal.signal(signal.SIGHUP, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_terminal_that_closes_stops_the_server_as_a_signal_to_stop_does(folder: Path, tmp_path: Path) -> None:
     with (
+        hangups(signal.SIG_DFL),
         running(folder, tmp_path / "log", *FLAGS, "--drain-timeout", "600") as server,
         server.http.stream("POST", "/v1/completions", json={**LONG, "max_tokens": 1000}) as response,
     ):
@@ -215,15 +227,11 @@ def test_a_terminal_that_closes_stops_the_server_as_a_signal_to_stop_does(folder
 
 
 def test_a_server_that_was_started_to_outlive_its_terminal_does(folder: Path, tmp_path: Path) -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with running(folder, tmp_path / "log", *FLAGS) as server:
-            os.kill(server.process.pid, signal.SIGHUP)
-            assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
-            assert server.http.get("/health").json()["status"] == "ok"
-            assert server.stop() == 0
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    with hangups(signal.SIG_IGN), running(folder, tmp_path / "log", *FLAGS) as server:
+        os.kill(server.process.pid, signal.SIGHUP)
+        assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
+        assert server.http.get("/health").json()["status"] == "ok"
+        assert server.stop() == 0
 
 
 def test_a_signal_is_not_lost_while_the_event_loop_is_behind() -> None:

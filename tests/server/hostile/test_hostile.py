@@ -13,7 +13,9 @@ from tests.server.hostile.bodies import KINDS, cases, made_apart, make_case
 from tests.server.hostile.runner import FLAGS, Attack
 from tests.server.process import ServerProcess, running
 
-MOST_GROWTH = 64 << 20
+# What the heap keeps of bodies that were parsed differs from run to run, by up to 91 MiB, and does not grow with their
+# number: 43 MiB after 20,000 of them. Were bodies kept, 4,000 of them would be some 730 MiB.
+MOST_GROWTH = 128 << 20
 # They hold others up until the machine is done with them, and take most of the time.
 LONG = {"long"}
 
