@@ -1,6 +1,6 @@
 # make run    a demonstration: conversations with the bundled model, served at once; offline, on any CPU
 # make test   the test suite
-# make lint   formatting, types, layers, sizes        make ci     everything that CI runs
+# make lint   formatting, types, layers, sizes, docs  make ci     everything that CI runs
 # make bench  the benchmarks of docs/performance.md   make clean  remove what the above created
 #
 # The environment is made in .venv at the first command and again when pyproject.toml changes; the native kernels are
@@ -31,6 +31,7 @@ lint: $(VENV)/.quire-test $(VENV)/.quire-lint
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m tools.check_sizes
+	$(BIN)/python -m tools.check_docs
 
 bench: $(VENV)/.quire-bench
 	$(BIN)/python -m benchmarks.throughput

@@ -105,7 +105,7 @@ def task(case: str, num_prompt: int, num_new: int, seed: int) -> Task:
         case "extract":
             return Task(prompt, extracted(prompt, rng, num_new))
         case "prose":
-            other = words_of("memory.md")
+            other = words_of("memory/prefix-cache.md")
             start = rng.randrange(len(other) - num_new)
             return Task(prompt, other[start : start + num_new])
         case "random":

@@ -17,7 +17,7 @@ DOCS = machine.HERE.parent / "docs"
 def test_the_saved_savings_are_of_all_runs_and_are_what_the_table_shows() -> None:
     figures = json.loads((machine.RESULTS / "efficiency_beams.json").read_text(encoding="utf-8"))
     assert [Run(*(row[name] for name in Run._fields)) for row in figures["rows"]] == runs()
-    text = (DOCS / "memory.md").read_text(encoding="utf-8").partition("Beams share more")[2]
+    text = (DOCS / "memory" / "sizing.md").read_text(encoding="utf-8").partition("Beams share more")[2]
     for engine in ("simulated", "bundled"):
         for dataset in ("ShareGPT", "Alpaca"):
             rows = [row for row in figures["rows"] if (row["engine"], row["dataset"]) == (engine, dataset)]
@@ -40,7 +40,7 @@ def test_the_saved_run_keeps_the_marks() -> None:
     verdict = judge(figures["runs"], Work(**figures["work"]))
     assert verdict["times_transformers"] == figures["times_transformers"] >= beams.AT_LEAST
     assert verdict["times_greedy"] == figures["times_greedy"] <= beams.AT_MOST
-    text = (DOCS / "performance.md").read_text(encoding="utf-8").partition("### Beam search")[2]
+    text = (DOCS / "lab" / "beam-search.md").read_text(encoding="utf-8")
     shown = re.search(r"saved\].*\| ([\d.]+) s \| ([\d.]+) s \| ([\d.]+) s \| ([\d.]+) times, ([\d.]+) times", text)
     assert shown is not None
     wall_s = figures["wall_s"]

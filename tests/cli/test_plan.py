@@ -348,7 +348,7 @@ def test_a_plan_takes_no_tensors() -> None:
 def test_the_transcript_of_the_documents_is_what_the_command_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "memory.md").read_text(encoding="utf-8")
+    page = (Path(__file__).resolve().parents[2] / "docs" / "memory" / "sizing.md").read_text(encoding="utf-8")
     transcript = next(block for block in page.split("```") if block.startswith("\n$ quire plan "))
     command, _, shown = transcript.removeprefix("\n$ ").partition("\n")
     (tmp_path / "gemma-3-27b").mkdir()

@@ -1,8 +1,8 @@
 """Pages of the cache, had from the system before a step writes to them, in time that nobody uses.
 
 The system clears a page when it is used for the first time: of a cache that fills, that took 3 to 4 % of a step
-(docs/performance.md). Where the engine rests, a thread asks for the pages that come next: as many bytes as are in use,
-64 MiB at least and 1 GiB at most. So a process that uses little stays small.
+(docs/lab/pages-of-the-cache.md). Where the engine rests, a thread asks for the pages that come next: as many bytes as
+are in use, 64 MiB at least and 1 GiB at most. So a process that uses little stays small.
 """
 
 from __future__ import annotations
