@@ -13,7 +13,7 @@ import random
 from typing import Any, NamedTuple
 
 from quire import LLM, SamplingParams
-from quire.engine.outputs import CompletionOutput
+from quire.engine.outputs.outputs import CompletionOutput
 
 NUM_TOP = 20  # tokens to find the other's choice among
 

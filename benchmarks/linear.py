@@ -16,10 +16,10 @@ from torch import Tensor
 
 from benchmarks import machine
 from quire.config import Quantization
-from quire.execution.heap import keep_freed_memory, use_huge_pages
 from quire.ops.interface import Linear
 from quire.ops.native_library import NativeLibrary, runnable_libraries
 from quire.ops.native_ops import NativeOps
+from quire.platform.malloc import keep_freed_memory, use_huge_pages
 
 # In and out: what the layers of Qwen3-0.6B multiply by, and its head.
 SHAPES = "1024x4096,2048x1024,1024x6144,3072x1024,1024x151936"

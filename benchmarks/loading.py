@@ -25,9 +25,9 @@ import torch
 
 from benchmarks import machine, make_model
 from benchmarks.throughput import ROOT
-from quire.execution.heap import keep_freed_memory, use_huge_pages
 from quire.models.checkpoint import Checkpoint
 from quire.models.loading import load_decoder
+from quire.platform.malloc import keep_freed_memory, use_huge_pages
 
 MIB = 1 << 20
 

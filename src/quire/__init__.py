@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from quire.engine.async_llm import AsyncLLM
     from quire.engine.llm import LLM
-    from quire.engine.logprobs import Logprob
-    from quire.engine.outputs import CompletionOutput, RequestOutput
+    from quire.engine.outputs.logprobs import Logprob
+    from quire.engine.outputs.outputs import CompletionOutput, RequestOutput
     from quire.sequences.params import SamplingParams
     from quire.text.tool_calls import ToolCall
 
@@ -37,9 +37,9 @@ __all__ = [
 _HOMES = {
     "LLM": "quire.engine.llm",
     "AsyncLLM": "quire.engine.async_llm",
-    "CompletionOutput": "quire.engine.outputs",
-    "Logprob": "quire.engine.logprobs",
-    "RequestOutput": "quire.engine.outputs",
+    "CompletionOutput": "quire.engine.outputs.outputs",
+    "Logprob": "quire.engine.outputs.logprobs",
+    "RequestOutput": "quire.engine.outputs.outputs",
     "SamplingParams": "quire.sequences.params",
     "ToolCall": "quire.text.tool_calls",
 }

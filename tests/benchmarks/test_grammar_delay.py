@@ -8,7 +8,7 @@ pytest.importorskip("llguidance", reason="the extra structured is not installed"
 
 from benchmarks.grammar_delay import AMBIGUOUS, beside
 from quire import LLM
-from quire.execution.constraints import TOO_SLOW
+from quire.structured.grammar_state import TOO_SLOW
 
 
 def test_a_row_says_how_others_fared_until_the_grammar_was_ended() -> None:

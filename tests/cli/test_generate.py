@@ -13,7 +13,7 @@ from rich.console import Console
 from quire.cli.board import Board, MemoryWatch, printable
 from quire.cli.main import main
 from quire.engine.llm import LLM
-from quire.engine.outputs import CompletionOutput, RequestOutput
+from quire.engine.outputs.outputs import CompletionOutput, RequestOutput
 from quire.sequences.params import SamplingParams
 
 PROMPTS = ["Once upon a time", "The little fox"]

@@ -11,8 +11,8 @@ import transformers
 from torch import Tensor
 
 from quire import LLM, SamplingParams
-from quire.engine.outputs import RequestOutput
-from quire.engine.prompts import Prompt
+from quire.engine.inputs.prompts import Prompt
+from quire.engine.outputs.outputs import RequestOutput
 from quire.memory import check
 from tests.conformance.checkpoints import (
     FAMILIES,

@@ -6,9 +6,9 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from quire.distributed.executor import Executor
 from quire.errors import WorkerError
-from quire.execution.host_blocks import TieredBlocks
+from quire.execution.block_copies import TieredBlocks
+from quire.execution.executor import Executor
 from quire.memory.ops import MemoryOps
 from quire.scheduling.plan import StepPlan, StepResult
 from quire.simulation.executor import SimulatedExecutor

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from quire.decoding import Edit, Sampling
-from quire.engine.outputs import RequestOutput
+from quire.engine.outputs.outputs import RequestOutput
 from quire.errors import InvalidParameter
 from quire.sequences import SamplingParams
 from quire.sequences.sequence import Sequence as TokenSequence

@@ -8,7 +8,7 @@ pytest.importorskip("llguidance", reason="the extra structured is not installed"
 
 from benchmarks.grammar_delay import AMBIGUOUS
 from quire import LLM, SamplingParams
-from quire.execution.constraints import TOO_SLOW
+from quire.structured.grammar_state import TOO_SLOW
 
 END_IDS = (1, 5)  # of the bundled model
 

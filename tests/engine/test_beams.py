@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
-from quire.engine.outputs import CompletionOutput, RequestOutput
+from quire.engine.outputs.outputs import CompletionOutput, RequestOutput
 from quire.errors import PromptTooLong, UnsupportedFeature
 from quire.memory import check
 

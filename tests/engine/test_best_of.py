@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.engine.outputs import CompletionOutput
-from quire.engine.ranking import Ranking
+from quire.engine.outputs.best_of import Ranking
+from quire.engine.outputs.outputs import CompletionOutput
 from quire.errors import InvalidParameter
 
 STORY = "Once upon a time, a small fox"

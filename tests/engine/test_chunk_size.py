@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from quire.engine.chunk_size import INITIAL_CHUNK_TOKENS, MIN_CHUNK_TOKENS, ChunkSizeController
+from quire.engine.control.chunk_size import INITIAL_CHUNK_TOKENS, MIN_CHUNK_TOKENS, ChunkSizeController
 from quire.scheduling import StepPlan
 from tests.scheduling.rig import Job, Rig, Setting
 

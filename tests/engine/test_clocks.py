@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.engine.residency import PoolClock
+from quire.engine.metrics.block_lifetimes import PoolClock
 
 PROMPTS = [f"{name} said: the fox, the fox, the" for name in ("Tom", "Anna", "A cow", "The old sailor", "A bee", "He")]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)

@@ -18,7 +18,7 @@ from quire.capacity.planner import plan_memory
 from quire.capacity.pool_sizing import memory_concurrency, size_pool
 from quire.capacity.report import PlanRequest
 from quire.config import CACHE_DTYPES, EngineConfig, Machine, ModelFacts, resolve
-from quire.engine import loading
+from quire.engine.startup import loading
 from quire.errors import InvariantViolation
 from quire.memory import KVCacheSpec
 from quire.memory.sizing import ArenaSizing, most_bytes, sequence_bytes, tokens_bytes

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from quire import AsyncLLM, SamplingParams
-from quire.engine.outputs import RequestOutput
+from quire.engine.outputs.outputs import RequestOutput
 from quire.memory.replay import replay
 from tests.engine.test_llm import STORIES
 

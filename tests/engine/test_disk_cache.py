@@ -15,10 +15,10 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.engine.async_llm import AsyncLLM
-from quire.engine.outputs import RequestOutput
-from quire.engine.staging import REFUSALS, SAVE_S
+from quire.engine.kv.disk_prefetch import REFUSALS, SAVE_S
+from quire.engine.outputs.outputs import RequestOutput
 from quire.errors import ConfigError
-from quire.execution.prefix_store import StoreStats
+from quire.kvstore.prefix_store import StoreStats
 from quire.memory import check
 from tests.engine.test_record_memory import replayed
 
@@ -88,7 +88,7 @@ def test_a_restart_finds_what_was_computed_before(tmp_path: Path, expected: list
 
 
 def test_saving_at_the_end_takes_no_longer_than_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.engine.staging.PART_BYTES", 1)
+    monkeypatch.setattr("quire.engine.kv.disk_prefetch.PART_BYTES", 1)
     llm = start(tmp_path / "cache")
     run(llm)
     assert disk_stats(llm).num_saved == 0

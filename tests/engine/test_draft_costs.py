@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from quire.engine.draft_costs import MAX_STEPS_WITH_DRAFTS, DraftCosts
+from quire.engine.control.draft_costs import MAX_STEPS_WITH_DRAFTS, DraftCosts
 
 
 def flat(num_rows: int) -> float:

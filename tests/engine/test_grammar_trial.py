@@ -13,11 +13,11 @@ import pytest
 
 pytest.importorskip("llguidance", reason="the extra structured is not installed")
 
-from quire.engine.grammar_trial import Trial
-from quire.engine.grammars import MAX_TRIALS, Grammars
 from quire.errors import InvalidParameter, UnsupportedFeature, WorkerError
-from quire.execution.grammars import GrammarShelf
 from quire.sequences.structured import GrammarSource, StructuredOutputs
+from quire.structured.compile_sandbox import Trial
+from quire.structured.grammar_cache import GrammarShelf
+from quire.structured.grammar_compiler import MAX_TRIALS, Grammars
 from tests.execution.grammar_world import NUM_IDS, tokenizer
 
 TEXT = str(tokenizer().to_str())

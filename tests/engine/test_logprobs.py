@@ -8,7 +8,7 @@ from array import array
 
 import pytest
 
-from quire.engine.logprobs import FlatLogprobs, Logprob, PromptLogprobs
+from quire.engine.outputs.logprobs import FlatLogprobs, Logprob, PromptLogprobs
 from quire.sequences.logprobs import TokenLogprobs
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from quire import LLM, SamplingParams
-from quire.engine.media import MediaReader
-from quire.engine.prompts import PromptReader
+from quire.engine.inputs.embeddings import MediaReader
+from quire.engine.inputs.prompts import PromptReader
 from quire.errors import InvalidParameter, UnsupportedFeature
 from quire.memory import check
 from tests.engine.test_async_llm import load as load_async

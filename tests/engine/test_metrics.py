@@ -6,10 +6,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.config import ResolvedConfig
-from quire.engine.meter import COUNTERS
-from quire.engine.metrics import Metrics
-from quire.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from quire.engine.stats import StepStats
+from quire.engine.exporters.prometheus import Metrics
+from quire.engine.metrics.stats import StepStats
+from quire.engine.metrics.stats_collector import COUNTERS
+from quire.engine.outputs.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.memory.status import NO_TOKENS
 from quire.scheduling.stats import metrics_of
 from tests.engine.test_llm import greedy, load

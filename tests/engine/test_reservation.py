@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.engine.reservation import LONGEST_RETRY_S, Departures, Places
+from quire.engine.queue_slots import LONGEST_RETRY_S, Departures, Places
 from quire.errors import InvalidParameter, QueueFull
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from quire.engine.kv_metrics import KvMetrics
-from quire.engine.metrics import Metrics
-from quire.engine.residency import BOUNDS_S, LEAST_SAMPLED, Residency, Spans
+from quire.engine.exporters.kv_collector import KvMetrics
+from quire.engine.exporters.prometheus import Metrics
+from quire.engine.metrics.block_lifetimes import BOUNDS_S, LEAST_SAMPLED, Residency, Spans
 from quire.memory import FullAttention, KVCacheManager, Namespace, SlidingWindow
 from tests.engine.test_llm import greedy, load
 from tests.engine.test_metrics import Clock, samples

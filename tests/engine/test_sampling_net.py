@@ -17,9 +17,10 @@ import torch
 pytest.importorskip("llguidance", reason="the extra structured is not installed")
 
 from quire import LLM, SamplingParams
-from quire.engine.outputs import RequestOutput
+from quire.engine.outputs.outputs import RequestOutput
 from quire.errors import RequestError
-from quire.execution import draws, sampler
+from quire.execution.sampling import sampler
+from quire.execution.sampling import sampling as draws
 from tests.engine.sampling_world import PROMPTS, VALUES, Asked, asked, each_value, told
 from tests.ops.backends import LIBRARIES
 

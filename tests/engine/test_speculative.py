@@ -9,8 +9,8 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.decoding.speculation import Speculation
 from quire.decoding.strategies import SAMPLING
-from quire.engine.metrics import Metrics
-from quire.engine.outputs import RequestOutput
+from quire.engine.exporters.prometheus import Metrics
+from quire.engine.outputs.outputs import RequestOutput
 from quire.errors import InvalidParameter, UnsupportedFeature
 from tests.engine.test_metrics import samples
 

@@ -6,8 +6,8 @@ import pytest
 
 from quire.decoding.lookup import PromptLookup
 from quire.decoding.speculation import Speculation
-from quire.engine.chunk_size import INITIAL_CHUNK_TOKENS
-from quire.engine.step_recorder import StepRecorder
+from quire.engine.control.chunk_size import INITIAL_CHUNK_TOKENS
+from quire.engine.control.step_recorder import StepRecorder
 from quire.scheduling import PlanItem, SwapCosts
 from tests.scheduling.rig import Rig, Setting
 

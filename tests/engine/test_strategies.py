@@ -9,9 +9,9 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.decoding import Append, Drop, Edit, Fail, Finish, Fork, Sampling, Truncate
-from quire.distributed.executor import Executor
-from quire.engine.outputs import RequestOutput
+from quire.engine.outputs.outputs import RequestOutput
 from quire.errors import InvalidParameter
+from quire.execution.executor import Executor
 from quire.scheduling.plan import StepPlan, StepResult
 from quire.sequences import FinishReason
 from quire.sequences.sequence import Sequence as TokenSequence

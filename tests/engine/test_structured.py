@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("llguidance", reason="the extra structured is not installed")
 
 from quire import LLM, AsyncLLM, SamplingParams
-from quire.engine.outputs import CompletionOutput, RequestOutput
+from quire.engine.outputs.outputs import CompletionOutput, RequestOutput
 from quire.errors import InvalidParameter, UnsupportedFeature
 from tests.engine.test_grammar_trial import TIME_BOMB
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from quire import AsyncLLM, SamplingParams
-from quire.engine.request_reader import Prepared, RequestReader
-from quire.engine.texts import FEW_CHARS, MANY_CHARS, SHORT_THREADS, Texts
+from quire.engine.inputs.request_builder import Prepared, RequestReader
+from quire.engine.inputs.tokenizer_pool import FEW_CHARS, MANY_CHARS, SHORT_THREADS, Texts
 from quire.errors import InvalidParameter, PromptTooLong, QueueFull, UnsupportedFeature, WorkerError
 from tests.engine.test_async_llm import load, scenario, text_of
 from tests.engine.test_llm import greedy
@@ -68,7 +68,7 @@ async def test_long_texts_go_one_after_the_other(texts: Texts) -> None:
 
 @scenario
 async def test_texts_that_wait_are_bounded_together(texts: Texts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.engine.texts.MAX_WAITING_CHARS", 3 * (MANY_CHARS + 1))
+    monkeypatch.setattr("quire.engine.inputs.tokenizer_pool.MAX_WAITING_CHARS", 3 * (MANY_CHARS + 1))
     may_end = threading.Event()
     waiting = [asyncio.create_task(texts.run(MANY_CHARS + 1, may_end.wait)) for _ in range(3)]
     await asyncio.sleep(0)
@@ -162,8 +162,8 @@ async def test_who_waits_for_a_thread_is_told_of_the_end(llm: AsyncLLM) -> None:
 
 GIVES_BACK = """
 import threading
-from quire.engine.freed_memory import return_freed_memory
-from quire.execution.heap import keep_freed_memory
+from quire.platform.malloc import return_freed_memory
+from quire.platform.malloc import keep_freed_memory
 
 def resident_mib():
     return int(open("/proc/self/statm").read().split()[1]) >> 8

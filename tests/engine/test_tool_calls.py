@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams, ToolCall
-from quire.engine.outputs import CompletionOutput
+from quire.engine.outputs.outputs import CompletionOutput
 from quire.errors import InvalidParameter, RequestError, UnsupportedFeature
 from quire.text.tool_calls import FORMATS
 from tests.server.tool_checkpoint import save

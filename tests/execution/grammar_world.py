@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from quire.execution.constraints import Constraint
-from quire.execution.grammars import GrammarShelf
 from quire.scheduling.plan import Opening
 from quire.sequences.params import SamplingParams
 from quire.sequences.structured import StructuredOutputs
+from quire.structured.grammar_cache import GrammarShelf
+from quire.structured.grammar_state import Constraint
 
 MERGES = [
     *(("a", "b"), ("n", "a"), ("na", "m"), ("nam", "e"), ('"', "name")),

@@ -10,7 +10,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from quire.execution.draws import Filter
+from quire.execution.sampling.sampling import Filter
 from quire.scheduling.plan import Opening
 from quire.sequences.params import SamplingParams
 

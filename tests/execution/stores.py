@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quire.execution.prefix_store import PrefixStore
-from quire.execution.store_folder import StoreFolder
+from quire.kvstore.folder import StoreFolder
+from quire.kvstore.prefix_store import PrefixStore
 from quire.memory.ops import StoredBlock
 
 PAYLOAD_BYTES = 20_000

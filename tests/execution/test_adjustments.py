@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.execution.adjustments import Adjustments, adjust
-from quire.execution.penalties import MAX_REPEATED
-from quire.execution.truncation import keep_near_best, keep_typical
+from quire.execution.sampling.filters import keep_near_best, keep_typical
+from quire.execution.sampling.logits_processing import Adjustments, adjust
+from quire.execution.sampling.penalties import MAX_REPEATED
 from quire.scheduling.plan import Opening
 from quire.sequences.params import SamplingParams
 from tests.execution.sampler_twin import VOCAB, adjusted, near_best, openings, repeats, typical

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.execution.sampler import Sampler
+from quire.execution.sampling.sampler import Sampler
 from quire.memory.ops import NO_OPS
 from quire.scheduling.plan import BeamGroup, Candidate, ItemResult, Opening, PlanItem, StepPlan
 from quire.sequences.params import SamplingParams
@@ -182,5 +182,5 @@ def test_rows_beyond_a_tile_are_searched_too(monkeypatch: pytest.MonkeyPatch) ->
     plan = plan_of([[opening(SamplingParams(beam_width=5, logprobs=1))] * 5], [], [[0.0] * 5], 10)
     logits = random_logits(5)
     whole = search(plan, logits)
-    monkeypatch.setattr("quire.execution.beams.rows_per_tile", lambda _: 2)
+    monkeypatch.setattr("quire.execution.sampling.beam_candidates.rows_per_tile", lambda _: 2)
     assert search(plan, logits) == whole

@@ -9,11 +9,11 @@ import torch
 
 pytest.importorskip("llguidance", reason="the extra structured is not installed")
 
-from quire.execution import constraint_masks
-from quire.execution.constraint_masks import Constraints
-from quire.execution.sampler import Sampler
+from quire.execution.sampling.sampler import Sampler
 from quire.memory.ops import NO_OPS
 from quire.scheduling.plan import PlanItem, StepPlan
+from quire.structured import mask_filler as constraint_masks
+from quire.structured.mask_filler import Constraints
 from tests.execution.grammar_world import NUM_IDS, WANTED, fresh, opening, shelf
 
 NAMES = sorted(set(WANTED) - {"dead"})

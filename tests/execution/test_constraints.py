@@ -11,8 +11,8 @@ import torch
 
 pytest.importorskip("llguidance", reason="the extra structured is not installed")
 
-from quire.execution.constraints import DEAD_END, MAX_RUN, Constraint
-from quire.execution.grammars import (
+from quire.sequences.structured import GrammarSource, StructuredOutputs
+from quire.structured.grammar_cache import (
     KEPT_BYTES,
     MAX_FORCED_BYTES,
     NUM_KEPT,
@@ -20,7 +20,7 @@ from quire.execution.grammars import (
     compile_grammar,
     import_llguidance,
 )
-from quire.sequences.structured import GrammarSource, StructuredOutputs
+from quire.structured.grammar_state import DEAD_END, MAX_RUN, Constraint
 from tests.execution.grammar_world import (
     END,
     NUM_IDS,

@@ -10,14 +10,14 @@ import torch
 
 pytest.importorskip("llguidance", reason="the extra structured is not installed")
 
-from quire.execution import grammar_budget
-from quire.execution.constraint_masks import Constraints
-from quire.execution.constraints import RUN_PART, TOO_SLOW
-from quire.execution.grammar_budget import LIMIT_S, STEP_S, GrammarAccount, GrammarBudget
-from quire.execution.grammars import GrammarShelf
-from quire.execution.sampler import Sampler
+from quire.execution.sampling.sampler import Sampler
 from quire.memory.ops import NO_OPS
 from quire.scheduling.plan import ItemResult, Opening, PlanItem, StepPlan
+from quire.structured import grammar_budget
+from quire.structured.grammar_budget import LIMIT_S, STEP_S, GrammarAccount, GrammarBudget
+from quire.structured.grammar_cache import GrammarShelf
+from quire.structured.grammar_state import RUN_PART, TOO_SLOW
+from quire.structured.mask_filler import Constraints
 from tests.execution.grammar_world import NUM_IDS, opening, tokenizer
 
 CPU = torch.device("cpu")

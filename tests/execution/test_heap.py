@@ -8,14 +8,14 @@ import sys
 
 import pytest
 
-from quire.execution.heap import keep_freed_memory
+from quire.platform.malloc import keep_freed_memory
 
 # In a process of its own: page faults of many short-lived tensors of 8 MiB, with and without the setting. The allocator
 # keeps the threshold that it starts with: when it would learn from what is freed depends on the heap's layout.
 UNLEARNED = {"MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
 MEASURE = """
 import resource, sys, torch
-from quire.execution.heap import keep_freed_memory
+from quire.platform.malloc import keep_freed_memory
 torch.set_num_threads(1)
 if sys.argv[1] == "kept":
     assert keep_freed_memory()

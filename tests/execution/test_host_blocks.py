@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.execution.host_blocks import TieredBlocks
-from quire.execution.storage import KVStorage
+from quire.execution.block_copies import TieredBlocks
+from quire.execution.kv_storage import KVStorage
 from quire.memory.ops import BlockCopy, Tier
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

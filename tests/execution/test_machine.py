@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quire.errors import ConfigError
-from quire.execution.machine import pick_device, probe
+from quire.platform.host_probe import pick_device, probe
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 CORES = len(os.sched_getaffinity(0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quire.execution.media import OpenMedia
+from quire.execution.embeddings import OpenMedia
 from quire.memory.media import MediaSpan
 from quire.memory.ops import NO_OPS
 from quire.scheduling.plan import Opening, PlanItem, StepPlan

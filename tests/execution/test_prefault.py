@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
-from quire.execution.prefault import LEAST_AHEAD, PIECE_BYTES, Prefaulter
 from quire.memory.ops import TableDelta
+from quire.platform.prefault import LEAST_AHEAD, PIECE_BYTES, Prefaulter
 from quire.scheduling.plan import PlanItem
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages are asked for on Linux")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from quire.errors import ConfigError
-from quire.execution.store_folder import StoreFolder
+from quire.kvstore.folder import StoreFolder
 from tests.execution.stores import MAX_BYTES, PAYLOAD_BYTES, fetch, fill, found, make_block, open_store, payload_of
 
 

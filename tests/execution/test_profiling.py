@@ -9,7 +9,7 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.config import StepCost
-from quire.execution.profiling import (
+from quire.execution.gpu_memory_profile import (
     CONTEXTS,
     Items,
     StepLimits,

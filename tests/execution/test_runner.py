@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from quire.distributed.executor import InProcessExecutor
 from quire.errors import WorkerError
-from quire.execution.logprobs import TILE_BYTES, rows_per_tile
+from quire.execution.executor import InProcessExecutor
 from quire.execution.runner import ModelRunner
+from quire.execution.sampling.logprobs import TILE_BYTES, rows_per_tile
 from quire.memory.ops import NO_OPS, BlockCopy, MemoryOps
 from quire.models.checkpoint import Checkpoint
 from quire.models.loading import load_decoder

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.execution.history import TokenHistory
-from quire.execution.logprobs import LOWEST
-from quire.execution.sampler import Sampler
+from quire.execution.sampling.logprobs import LOWEST
+from quire.execution.sampling.sampler import Sampler
+from quire.execution.sampling.token_history import TokenHistory
 from quire.memory.ops import NO_OPS
 from quire.scheduling.plan import ItemResult, Opening, PlanItem, StepPlan
 from quire.sequences.params import SamplingParams

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.execution.draws import Filter, draw, uniform
-from quire.execution.sampler import Sampler
+from quire.execution.sampling.sampler import Sampler
+from quire.execution.sampling.sampling import Filter, draw, uniform
 from quire.memory.ops import NO_OPS
 from quire.scheduling.plan import ItemResult, Opening, PlanItem, StepPlan
 from quire.sequences.params import SamplingParams

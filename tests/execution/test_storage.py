@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from quire.config import CACHE_DTYPES
-from quire.execution.host_blocks import TieredBlocks
-from quire.execution.storage import STORED, KVStorage, StateStorage, make_storages
+from quire.execution.block_copies import TieredBlocks
+from quire.execution.kv_storage import STORED, KVStorage, StateStorage, make_storages
 from quire.memory import FullAttention
 from quire.memory.ops import BlockCopy
 from quire.models.cache_layout import state_bytes

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from quire.execution.logprobs import measure
-from quire.execution.sums import chunk_sums, row_sums
+from quire.execution.sampling.batch_invariant_sums import chunk_sums, row_sums
+from quire.execution.sampling.logprobs import measure
 
 
 @pytest.fixture(autouse=True)

@@ -13,11 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.execution import row_draws
-from quire.execution import sampler as sampler_module
-from quire.execution.draws import uniform
-from quire.execution.row_draws import BAD_LOGITS
-from quire.execution.sampler import Sampler
+from quire.execution.sampling import row_sampling as row_draws
+from quire.execution.sampling import sampler as sampler_module
+from quire.execution.sampling.row_sampling import BAD_LOGITS
+from quire.execution.sampling.sampler import Sampler
+from quire.execution.sampling.sampling import uniform
 from quire.memory.ops import NO_OPS
 from quire.scheduling.plan import ItemResult, Opening, PlanItem, StepPlan
 from quire.sequences.params import SamplingParams

@@ -29,7 +29,7 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 
 from quire.execution.batch import BatchBuilder
-from quire.execution.storage import make_storages
+from quire.execution.kv_storage import make_storages
 from quire.memory.ops import NO_OPS
 from quire.models.decoder import Decoder
 from quire.models.families import build

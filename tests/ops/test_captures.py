@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.execution.storage import KVStorage
+from quire.execution.kv_storage import KVStorage
 from quire.ops import make_ops
 from quire.ops.captures import MAX_ROWS, Buffers, CapturedLayers
 from quire.ops.interface import AttentionBatch, Captures, Linear, Ops, Rotation

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from quire.execution.storage import StateStorage
+from quire.execution.kv_storage import StateStorage
 from quire.models.spec import KeptState
 from quire.ops.interface import Ops, ScanHeads, StateBatch
 from quire.ops.torch_ops import TorchOps

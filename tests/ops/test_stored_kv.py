@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from quire.execution.storage import STORED
+from quire.execution.kv_storage import STORED
 from quire.ops.interface import LEAST_SCALED, HeadNorms, Ops, Rotation
 from quire.ops.reference import restored, stored
 from quire.ops.torch_widened import narrowed, widened

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import torch
 
-from quire.execution.storage import KVStorage
+from quire.execution.kv_storage import KVStorage
 from quire.ops.interface import AttentionBatch, HeadNorms, Ops, Rotation
 from quire.ops.reference import ReferenceOps
 from quire.ops.torch_widened import WIDENED, narrowed

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from quire.engine.outputs import CompletionOutput, RequestOutput
+from quire.engine.outputs.outputs import CompletionOutput, RequestOutput
 from quire.server.errors import ApiError, stopping
 from quire.server.feed import ClientGone, Feed, News
 

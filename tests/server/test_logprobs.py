@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.engine.logprobs import FlatLogprobs, PromptLogprobs
+from quire.engine.outputs.logprobs import FlatLogprobs, PromptLogprobs
 from quire.sequences.logprobs import TokenLogprobs
 from quire.server.json_stream import JsonWriter
 from quire.server.logprobs import (

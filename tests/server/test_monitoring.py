@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from quire.engine.stats import Health
+from quire.engine.metrics.stats import Health
 from quire.memory.usage import GroupUsage, HostUsage
 from quire.server.monitoring import health, host_to_json
 from tests.server.process import ServerProcess

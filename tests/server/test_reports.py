@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.engine.stats import EngineStats
+from quire.engine.metrics.stats import EngineStats
 from quire.server.reports import Sample, report
 
 NOTHING = EngineStats(*(0 for _ in EngineStats._fields))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quire.engine.outputs import CompletionOutput, RequestOutput
+from quire.engine.outputs.outputs import CompletionOutput, RequestOutput
 from quire.memory import HitEnd, PrefixHit
 from quire.server.usage import TokenCount
 

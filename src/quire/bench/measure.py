@@ -16,7 +16,7 @@ from quire.bench.stopwatch import LAYERS, LINEAR, OUTPUT, PHASES, Observer, Stop
 from quire.bench.workloads import Request, Workload
 from quire.config import CACHE_DTYPES, EngineConfig, ResolvedConfig
 from quire.engine.engine import Engine
-from quire.engine.loading import load
+from quire.engine.startup.loading import load
 from quire.errors import WorkerError
 from quire.ops.interface import Ops
 from quire.sequences.params import SamplingParams

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 
 from quire.bench.roofline import Rates
-from quire.execution.machine import probe
 from quire.ops.interface import Ops
+from quire.platform.host_probe import probe
 
 # Far past any cache, where there is so much memory.
 READ_BYTES = 256 << 20

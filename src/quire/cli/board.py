@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from quire.engine.outputs import RequestOutput
+from quire.engine.outputs.outputs import RequestOutput
 
 if TYPE_CHECKING:
     from quire.engine.llm import LLM

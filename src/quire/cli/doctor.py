@@ -159,7 +159,7 @@ def look_at_device() -> Iterator[Finding]:
 
 def look_at_machine() -> Iterator[Finding]:
     """Look at memory and cores, limits of control groups included."""
-    from quire.execution.machine import probe
+    from quire.platform.host_probe import probe
 
     machine = probe("cpu")
     yield Finding("threads", OK, f"{machine.num_threads} cores for this process")

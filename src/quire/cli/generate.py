@@ -21,8 +21,8 @@ from quire.sequences.params import NO_CHOICE, SamplingParams
 if TYPE_CHECKING:
     from quire.cli.options import Subparsers
     from quire.engine.llm import LLM
-    from quire.engine.logprobs import PositionLogprobs
-    from quire.engine.outputs import RequestOutput
+    from quire.engine.outputs.logprobs import PositionLogprobs
+    from quire.engine.outputs.outputs import RequestOutput
 
 DEFAULT_MAX_TOKENS = 128
 EXIT_FAILED = 1

@@ -11,19 +11,19 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from quire.config import EngineConfig, ResolvedConfig
-from quire.engine.commands import Abort, Call, Stream
+from quire.engine.async_commands import Abort, Call, Stream
 from quire.engine.engine import Engine
 from quire.engine.engine_thread import EngineThread
-from quire.engine.kv_report import KvReport
-from quire.engine.loading import LoadedModel, load
-from quire.engine.metrics import Metrics
-from quire.engine.outputs import RequestOutput
-from quire.engine.pinning import ONE_TOKEN
-from quire.engine.prompts import Prompt
-from quire.engine.request_reader import Prepared
-from quire.engine.reservation import Places, Reservation
-from quire.engine.stats import EngineStats, Health
-from quire.engine.texts import Texts
+from quire.engine.exporters.kv_report import KvReport
+from quire.engine.exporters.prometheus import Metrics
+from quire.engine.inputs.prompts import Prompt
+from quire.engine.inputs.request_builder import Prepared
+from quire.engine.inputs.tokenizer_pool import Texts
+from quire.engine.kv.pinning import ONE_TOKEN
+from quire.engine.metrics.stats import EngineStats, Health
+from quire.engine.outputs.outputs import RequestOutput
+from quire.engine.queue_slots import Places, Reservation
+from quire.engine.startup.loading import LoadedModel, load
 from quire.errors import RequestError, WorkerError
 from quire.memory.usage import Usage
 from quire.sequences.params import SamplingParams

@@ -9,22 +9,21 @@ from collections.abc import Sequence as Items
 
 from quire.config import ResolvedConfig
 from quire.decoding.speculation import Speculation
-from quire.distributed.executor import Executor
-from quire.engine.candidates import take_candidates
-from quire.engine.grammars import Grammars
-from quire.engine.media import MediaReader
-from quire.engine.meter import Meter
-from quire.engine.outputs import RequestMetrics, RequestOutput
-from quire.engine.pinning import PrefixPins
-from quire.engine.prompts import Prompt, PromptReader
-from quire.engine.request_reader import Prepared, RequestReader
-from quire.engine.residency import Residency
-from quire.engine.staging import Staging
-from quire.engine.stats import EngineStats, StepStats
-from quire.engine.step_recorder import StepRecorder
-from quire.engine.transcript import RequestTranscript
+from quire.engine.control.step_recorder import StepRecorder
+from quire.engine.inputs.embeddings import MediaReader
+from quire.engine.inputs.prompts import Prompt, PromptReader
+from quire.engine.inputs.request_builder import Prepared, RequestReader
+from quire.engine.kv.disk_prefetch import Staging
+from quire.engine.kv.pinning import PrefixPins
+from quire.engine.metrics.block_lifetimes import Residency
+from quire.engine.metrics.stats import EngineStats, StepStats
+from quire.engine.metrics.stats_collector import Meter
+from quire.engine.outputs.beam_candidates import take_candidates
+from quire.engine.outputs.output_processor import RequestTranscript
+from quire.engine.outputs.outputs import RequestMetrics, RequestOutput
 from quire.errors import InvalidParameter, RequestFailed, WorkerError
-from quire.execution.row_draws import NO_TOKEN
+from quire.execution.executor import Executor
+from quire.execution.sampling.row_sampling import NO_TOKEN
 from quire.memory.usage import Usage
 from quire.scheduling.plan import ItemResult, PlanItem, StepPlan, TokenLogprobs
 from quire.scheduling.scheduler import Scheduler
@@ -32,6 +31,7 @@ from quire.sequences.edits import Fail, Finish
 from quire.sequences.params import SamplingParams
 from quire.sequences.sequence import Sequence
 from quire.sequences.status import FinishReason
+from quire.structured.grammar_compiler import Grammars
 from quire.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

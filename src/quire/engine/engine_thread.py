@@ -8,11 +8,11 @@ import threading
 import time
 from collections.abc import Iterable
 
-from quire.engine.commands import Abort, Call, Item, Stream, hand_over
+from quire.engine.async_commands import Abort, Call, Item, Stream, hand_over
 from quire.engine.engine import Engine
-from quire.engine.metrics import Metrics
-from quire.engine.outputs import RequestOutput
-from quire.engine.reservation import Places
+from quire.engine.exporters.prometheus import Metrics
+from quire.engine.outputs.outputs import RequestOutput
+from quire.engine.queue_slots import Places
 from quire.errors import RequestError, WorkerError
 
 logger = logging.getLogger(__name__)

@@ -8,13 +8,13 @@ from typing import Any
 
 from quire.config import EngineConfig, ResolvedConfig
 from quire.engine.engine import Engine
-from quire.engine.kv_report import KvReport
-from quire.engine.loading import load
-from quire.engine.outputs import RequestOutput
-from quire.engine.pinning import ONE_TOKEN
-from quire.engine.prompts import Prompt
-from quire.engine.stats import EngineStats
-from quire.engine.tool_calls import blame_tools, tell_calls, with_calls
+from quire.engine.exporters.kv_report import KvReport
+from quire.engine.inputs.prompts import Prompt
+from quire.engine.kv.pinning import ONE_TOKEN
+from quire.engine.metrics.stats import EngineStats
+from quire.engine.outputs.outputs import RequestOutput
+from quire.engine.outputs.tool_calls import blame_tools, tell_calls, with_calls
+from quire.engine.startup.loading import load
 from quire.errors import InvalidParameter, UnsupportedFeature, WorkerError
 from quire.memory.usage import Usage
 from quire.sequences.params import SamplingParams

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.decoding.drafting import UNKNOWN
 from quire.execution.batch import BatchBuilder
-from quire.execution.storage import Storage
+from quire.execution.kv_storage import Storage
 from quire.models.decoder import Decoder
 from quire.scheduling.plan import ItemResult, PlanItem
 

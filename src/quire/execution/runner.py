@@ -8,21 +8,21 @@ from collections.abc import Sequence
 import torch
 
 from quire.execution.batch import BatchBuilder, end_rows
-from quire.execution.constraint_masks import Constraints
-from quire.execution.disk_blocks import DiskBlocks
+from quire.execution.block_copies import TieredBlocks
 from quire.execution.draft_model import DraftModel, with_drafts
-from quire.execution.grammars import GrammarShelf
-from quire.execution.host_blocks import TieredBlocks
-from quire.execution.logprobs import measure, rows_per_tile
-from quire.execution.machine import num_cores
-from quire.execution.media import OpenMedia
-from quire.execution.prefault import Prefaulter
-from quire.execution.row_draws import BAD_LOGITS
-from quire.execution.sampler import Sampler
-from quire.execution.storage import Storage, make_storages
+from quire.execution.embeddings import OpenMedia
+from quire.execution.kv_storage import Storage, make_storages
+from quire.execution.sampling.logprobs import measure, rows_per_tile
+from quire.execution.sampling.row_sampling import BAD_LOGITS
+from quire.execution.sampling.sampler import Sampler
+from quire.kvstore.disk_blocks import DiskBlocks
 from quire.memory.ops import MemoryOps
 from quire.models.decoder import Decoder
+from quire.platform.host_probe import num_cores
+from quire.platform.prefault import Prefaulter
 from quire.scheduling.plan import BeamGroup, Candidate, ItemResult, PlanItem, StepPlan, StepResult, TokenLogprobs
+from quire.structured.grammar_cache import GrammarShelf
+from quire.structured.mask_filler import Constraints
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class ModelRunner:
             block_size: N.
             device: the decoder's.
             dtype: the decoder's.
-            stored: see `quire.execution.storage.KVStorage`.
+            stored: see `quire.execution.kv_storage.KVStorage`.
             host_bytes: of the host tier; 0 for none.
             disk: the tier below that, if there is one.
             draft: a second model that makes drafts, of the same dtype; its cache groups come last in `num_blocks`.

@@ -8,7 +8,7 @@ from typing import Any
 from starlette.requests import Request
 
 from quire.bounded.json_text import FEW_BYTES, MAX_PROCESSES, BadJSON, JSONReader, may_have_many_values, parse
-from quire.engine.threads import Threads
+from quire.platform.threads import Threads
 from quire.server.errors import ApiError, unavailable
 
 # Bodies of the longest kind that may be on their way at a time, and so many that may wait to be parsed.

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from quire.engine.logprobs import FlatLogprobs
-from quire.engine.outputs import CompletionOutput, RequestOutput
+from quire.engine.outputs.logprobs import FlatLogprobs
+from quire.engine.outputs.outputs import CompletionOutput, RequestOutput
 from quire.errors import InvalidParameter, UnsupportedFeature
 from quire.sequences.params import MAX_LOGPROBS, SamplingParams
 from quire.server import sampling, structured
@@ -26,7 +26,7 @@ from quire.server.tool_use import TOOL_FIELDS, read_tool_use
 from quire.text.tool_calls import SampleCalls, ToolUse
 
 if TYPE_CHECKING:  # the server starts before the engine is imported
-    from quire.engine.request_reader import Prepared
+    from quire.engine.inputs.request_builder import Prepared
 
 USE_TOOLS = "it is the older form of tools; send tools and tool_choice"
 OWN_FIELDS = (

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from quire.engine.logprobs import FlatLogprobs, PromptLogprobs
-from quire.engine.outputs import CompletionOutput, RequestOutput
+from quire.engine.outputs.logprobs import FlatLogprobs, PromptLogprobs
+from quire.engine.outputs.outputs import CompletionOutput, RequestOutput
 from quire.errors import InvalidParameter, UnsupportedFeature
 from quire.sequences.params import MAX_LOGPROBS
 from quire.server import sampling, structured

@@ -9,7 +9,7 @@ from typing import cast
 
 from starlette.types import Receive
 
-from quire.engine.outputs import RequestOutput
+from quire.engine.outputs.outputs import RequestOutput
 
 # Which prompt, and what is new of it.
 News = tuple[int, RequestOutput]

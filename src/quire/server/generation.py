@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from quire.engine.outputs import RequestOutput
+from quire.engine.outputs.outputs import RequestOutput
 from quire.errors import InvalidParameter, RequestError, RequestFailed
 from quire.sequences.params import SamplingParams
 from quire.server import sse
@@ -26,7 +26,7 @@ from quire.server.tenants import read_tenant
 from quire.server.usage import TokenCount
 
 if TYPE_CHECKING:  # the server starts before the engine is imported
-    from quire.engine.request_reader import Prepared
+    from quire.engine.inputs.request_builder import Prepared
 
 
 class Reply(Protocol):

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, TypedDict
 
-from quire.engine.logprobs import FlatLogprobs, PromptLogprobs
+from quire.engine.outputs.logprobs import FlatLogprobs, PromptLogprobs
 from quire.sequences.logprobs import TokenLogprobs
 from quire.server.json_stream import JsonArray
 from quire.text.tokenizer import Tokenizer

@@ -9,7 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.engine.stats import EngineStats
+from quire.engine.metrics.stats import EngineStats
 from quire.memory.status import TokenAccount
 from quire.memory.usage import HostUsage, Usage
 from quire.scheduling.stats import metrics_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.engine.prompts import Prompt
+from quire.engine.inputs.prompts import Prompt
 from quire.errors import InvalidParameter
 from quire.server.chat import render_chat
 from quire.server.errors import stopping

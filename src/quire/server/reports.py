@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from quire.engine.async_llm import AsyncLLM
-    from quire.engine.stats import EngineStats
+    from quire.engine.metrics.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 

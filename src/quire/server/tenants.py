@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.requests import Request
 
-from quire.engine.namespaces import MAX_TENANT_BYTES
+from quire.engine.inputs.request_builder import MAX_TENANT_BYTES
 from quire.server.errors import ApiError
 from quire.server.settings import ServerConfig
 

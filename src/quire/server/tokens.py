@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from quire.engine.prompts import check_token_ids
+from quire.engine.inputs.prompts import check_token_ids
 from quire.errors import InvalidParameter, UnsupportedFeature
 from quire.server.chat import render_chat
 from quire.server.fields import Fields, Refusal

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import reduce
 from typing import Any
 
-from quire.engine.outputs import RequestOutput
+from quire.engine.outputs.outputs import RequestOutput
 from quire.memory.status import NO_TOKENS, TokenAccount
 
 

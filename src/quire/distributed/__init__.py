@@ -1,1 +1,0 @@
-"""Distributed execution: who carries plans to workers."""

@@ -1,0 +1,104 @@
+"""Records the duration of each step for everything that adapts to it: swapping, chunk sizes, speculation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from quire.decoding.speculation import Speculation
+from quire.engine.control.chunk_size import ChunkSizeController
+from quire.engine.control.draft_costs import DraftCosts
+from quire.scheduling.plan import PlanItem
+from quire.scheduling.scheduler import Scheduler
+
+# Time constant of the prefill rate: a step's weight decays to about 1/e over this number of later prefill tokens.
+RATE_MEMORY_TOKENS = 20_000
+
+
+class StepRecorder:
+    """Is called once per step with the scheduled sequences and the duration, and updates the scheduler's settings.
+
+    It maintains `scheduler.preemption.costs` (recompute or swap), `scheduler.chunk_tokens` (inter-token latency) and
+    the draft costs of `speculation`.
+
+    Args:
+        scheduler: scheduler to adjust.
+        copy_bytes_per_s: measured copy rate between the memory tiers, None without a host tier.
+        max_inter_token_ms: limit of the inter-token latency of running sequences, None for no limit.
+        speculation: chooser of the number of drafts, None without speculative decoding.
+
+    Attributes:
+        tokens_per_s: prefill rate; None before the first step with many tokens.
+        speculation: as given; None stops the adjustment of draft costs.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        copy_bytes_per_s: float | None,
+        max_inter_token_ms: float | None,
+        speculation: Speculation | None,
+    ) -> None:
+        self.tokens_per_s: float | None = None
+        self.speculation = speculation
+        self._scheduler = scheduler
+        self._prefill_tokens = 0.0
+        self._prefill_s = 0.0
+        self._draft_costs = None if speculation is None else DraftCosts(speculation.num_tokens)
+        self._num_decoding = 0
+        self._chunk_size = None if max_inter_token_ms is None else ChunkSizeController(max_inter_token_ms / 1000)
+        if self._chunk_size is not None:
+            scheduler.chunk_tokens = self._chunk_size.chunk_tokens
+        if copy_bytes_per_s is not None:
+            scheduler.preemption.costs = replace(scheduler.preemption.costs, copy_bytes_per_s=copy_bytes_per_s)
+
+    def record_step(self, items: Sequence[PlanItem], elapsed_s: float) -> int:
+        """Record a step.
+
+        Args:
+            items: scheduled sequences.
+            elapsed_s: duration of the data plane's work, in seconds.
+
+        Returns:
+            The number of tokens that the step computed, drafts included.
+        """
+        num_drafts = sum(item.num_draft for item in items)
+        # Drafts are not tokens of a prompt.
+        counts = [len(item.token_ids) - item.num_draft for item in items]
+        num_tokens = sum(counts)
+        if num_tokens == len(items):
+            self._record_decode(len(items), num_drafts, elapsed_s)
+        self.record_prefill(num_tokens, len(items), elapsed_s)
+        if self._chunk_size is not None:
+            num_decoding = counts.count(1)
+            self._chunk_size.record_step(num_decoding, num_tokens - num_decoding, elapsed_s)
+            self._scheduler.chunk_tokens = self._chunk_size.chunk_tokens
+        return num_tokens + num_drafts
+
+    def record_prefill(self, num_tokens: int, num_seqs: int, elapsed_s: float) -> None:
+        """Update the prefill rate, unless the step mostly decoded: such a step does not show it.
+
+        Args:
+            num_tokens: tokens that the step computed, without drafts.
+            num_seqs: scheduled sequences.
+            elapsed_s: duration in seconds.
+        """
+        if num_tokens < 2 * num_seqs or elapsed_s <= 0:
+            return
+        decay = RATE_MEMORY_TOKENS / (RATE_MEMORY_TOKENS + num_tokens)
+        self._prefill_tokens = self._prefill_tokens * decay + num_tokens
+        self._prefill_s = self._prefill_s * decay + elapsed_s
+        self.tokens_per_s = self._prefill_tokens / self._prefill_s
+        preemption = self._scheduler.preemption
+        preemption.costs = replace(preemption.costs, prefill_tokens_per_s=self.tokens_per_s)
+
+    def _record_decode(self, num_seqs: int, num_drafts: int, elapsed_s: float) -> None:
+        """Update the draft costs after a step that only decoded."""
+        if self.speculation is None or self._draft_costs is None:
+            return
+        self._draft_costs.record_step(num_seqs, num_drafts, elapsed_s)
+        self.speculation.is_resting = self._draft_costs.needs_baseline
+        # Without drafts and with the same number of sequences, the costs by depth are unchanged.
+        if num_drafts or num_seqs != self._num_decoding:
+            self._num_decoding = num_seqs
+            self.speculation.step_costs = self._draft_costs.by_depth(num_seqs)

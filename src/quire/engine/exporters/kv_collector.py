@@ -1,0 +1,85 @@
+"""Prometheus metrics of the KV memory, read from its own counts whenever they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from quire.engine.engine import Engine
+from quire.engine.metrics.block_lifetimes import BOUNDS_S, Spans
+from quire.engine.metrics.stats import EngineStats, StepStats
+from quire.kvstore.prefix_store import StoreStats
+from quire.scheduling.stats import Metric as Declaration
+from quire.scheduling.stats import metrics_of
+
+# `Metrics` counts the fields of `StepStats` step by step.
+NOT_IN_STEPS = {name: metric for name, metric in metrics_of(EngineStats).items() if name not in metrics_of(StepStats)}
+
+
+class KvMetrics(Collector):
+    """Shows an engine's blocks, its prefix cache on disk, and the counters that its steps do not report.
+
+    Args:
+        engine: looked at from any thread.
+        model_name: value of the label `model_name`.
+        prefix: what stands before the colon of each name.
+    """
+
+    def __init__(self, engine: Engine, model_name: str, prefix: str) -> None:
+        self._engine = engine
+        self._model_name = model_name
+        self._prefix = prefix
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics as they are now."""
+        usage, stats = self._engine.usage(), self._engine.stats
+        blocks = GaugeMetricFamily(
+            f"{self._prefix}:kv_blocks",
+            "Blocks by cache group, tier and state: used, idle (free to reuse and to evict) or free.",
+            labels=["model_name", "group", "tier", "state"],
+        )
+        for tier, groups in (("device", usage.groups), ("host", usage.host.groups if usage.host else ())):
+            for idx, group in enumerate(groups):
+                for state in ("used", "idle", "free"):
+                    blocks.add_metric([self._model_name, str(idx), tier, state], getattr(group, state))
+        yield blocks
+        yield from self._declared(stats, NOT_IN_STEPS)
+        yield self._gauge("kv_saved_bytes", "Bytes that sharing saves among what is held.", usage.saved_bytes)
+        retention = self._engine.scheduler.memory.arena.retention
+        yield self._gauge("kv_pinned_blocks", "Blocks, or slabs, that pins fill.", self._engine.pins.report().filled)
+        yield self._gauge("kv_retained_bytes", "Bytes of blocks that are to be evicted last.", retention.num_bytes)
+        residency = self._engine.residency
+        if residency is not None:
+            yield self._histogram("kv_block_lifetime_seconds", "Taken to evicted, sampled.", residency.lifetime)
+            yield self._histogram("kv_block_idle_before_evict_seconds", "Idle to evicted, sampled.", residency.idle)
+            yield self._histogram("kv_block_reuse_gap_seconds", "Idle to hit again, sampled.", residency.reuse_gap)
+        if stats.disk is not None:
+            yield from self._declared(stats.disk, metrics_of(StoreStats))
+
+    def _declared(self, stats: EngineStats | StoreStats, declared: Mapping[str, Declaration]) -> Iterator[Metric]:
+        for field_name, metric in declared.items():
+            if metric.name is not None:
+                show = self._gauge if metric.kind == "gauge" else self._counter
+                yield show(metric.name, metric.help, getattr(stats, field_name))
+
+    def _gauge(self, name: str, meaning: str, value: float) -> Metric:
+        family = GaugeMetricFamily(f"{self._prefix}:{name}", meaning, labels=["model_name"])
+        family.add_metric([self._model_name], value)
+        return family
+
+    def _counter(self, name: str, meaning: str, value: float) -> Metric:
+        family = CounterMetricFamily(f"{self._prefix}:{name}", meaning, labels=["model_name"])
+        family.add_metric([self._model_name], value)
+        return family
+
+    def _histogram(self, name: str, meaning: str, spans: Spans) -> Metric:
+        family = HistogramMetricFamily(f"{self._prefix}:{name}", meaning, labels=["model_name"])
+        buckets, total = [], 0
+        for bound, count in zip((*map(str, BOUNDS_S), "+Inf"), tuple(spans.counts), strict=True):
+            total += count
+            buckets.append((bound, total))
+        family.add_metric([self._model_name], buckets, spans.sum_s)
+        return family

@@ -1,0 +1,32 @@
+"""What is known of the blocks of a running engine beside their counts."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from quire.engine.engine import Engine
+from quire.engine.kv.pinning import PinReport
+from quire.engine.metrics.block_lifetimes import SpanSummary
+
+
+class KvReport(NamedTuple):
+    """Which blocks are kept, and how long blocks live.
+
+    Args:
+        pins: what is held by name.
+        retained_bytes: bytes of the blocks that are to be evicted last.
+        retention_limit_bytes: the most that they may be.
+        residency: times of a sample of the blocks, by name; None where none is measured.
+    """
+
+    pins: PinReport
+    retained_bytes: int
+    retention_limit_bytes: int
+    residency: dict[str, SpanSummary] | None
+
+    @classmethod
+    def of(cls, engine: Engine) -> KvReport:
+        """Look at an engine now, from any thread."""
+        retention = engine.scheduler.memory.arena.retention
+        residency = None if engine.residency is None else engine.residency.summary()
+        return cls(engine.pins.report(), retention.num_bytes, retention.limit_bytes, residency)

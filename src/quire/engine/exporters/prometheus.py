@@ -1,0 +1,241 @@
+"""Prometheus metrics, with the names and meanings that dashboards for LLM servers know."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from quire.config import ResolvedConfig
+from quire.engine.engine import Engine
+from quire.engine.exporters.kv_collector import KvMetrics
+from quire.engine.metrics.stats import StepStats
+from quire.engine.outputs.outputs import RequestMetrics, RequestOutput
+from quire.memory.status import NO_TOKENS, HitEnd, TokenAccount, TokenSources
+from quire.scheduling.stats import metrics_of
+
+# A request whose sequences ended for several reasons counts once, under the first of these.
+FINISH_REASONS = ("error", "abort", "length", "stop")
+# Name, meaning, and the two stamps of `RequestMetrics` between which the time of a finished request is taken.
+REQUEST_TIMES = (
+    ("e2e_request_latency_seconds", "Arrival to end.", "arrival_s", "finished_s"),
+    ("request_queue_time_seconds", "Arrival to first step.", "arrival_s", "first_scheduled_s"),
+    ("request_prefill_time_seconds", "First step to first token.", "first_scheduled_s", "first_token_s"),
+    ("request_decode_time_seconds", "First token to end.", "first_token_s", "finished_s"),
+    ("request_inference_time_seconds", "First step to end.", "first_scheduled_s", "finished_s"),
+)
+
+
+class Metrics:
+    """Counts what the engine does, for one model.
+
+    Each object has a registry of its own, so that two engines of a process never mix. Labels hold the model's name,
+    a finish reason, a preemption's mode, a draft's place, a source of tokens or why they were computed, and the
+    engine's configuration; nothing that a client wrote.
+
+    Args:
+        model_name: value of the label `model_name`, as the server shows it.
+        prefix: what stands before the colon of each name.
+        registry: where to register; None makes a new one.
+        clock: the one that the engine stamps requests with; seconds, monotonic.
+
+    Attributes:
+        tells_namespaces: count prompts that are cached in another namespace only under a reason of their own, and not
+            under that for prompts that nobody has seen.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        prefix: str = "vllm",
+        registry: CollectorRegistry | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.registry = CollectorRegistry() if registry is None else registry
+        self._model_name = model_name
+        self._prefix = prefix
+        self._clock = clock
+        self.tells_namespaces = True
+        self._live: dict[str, _Live] = {}
+        self._make_step_metrics()
+        self._make_request_metrics()
+
+    def set_config(self, config: ResolvedConfig) -> None:
+        """Show the engine's configuration as `cache_config_info`; once."""
+        shown = {
+            "model_name": self._model_name,
+            "device": config.device,
+            "block_size": str(config.block_size),
+            "num_blocks": str(config.num_blocks),
+            "bytes_per_block": str(config.bytes_per_block),
+            "max_model_len": str(config.max_model_len),
+            "enable_prefix_caching": str(config.enable_prefix_caching),
+            "swap_space_bytes": str(config.swap_space),
+        }
+        name = f"{self._prefix}:cache_config_info"
+        Gauge(name, "The KV cache, in labels.", list(shown), registry=self.registry).labels(**shown).set(1)
+
+    def set_engine(self, engine: Engine) -> None:
+        """Show an engine's memory, and its prefix cache on disk, as they are when the metrics are rendered; once."""
+        self.registry.register(KvMetrics(engine, self._model_name, self._prefix))
+
+    def on_step(self, stats: StepStats) -> None:
+        """Take in the numbers of one step."""
+        for read, set_level in self._gauges:
+            set_level(read(stats))
+        for read, add in self._counters:
+            value = read(stats)
+            if value:
+                add(value)
+        self._count_tokens("first", stats.first_time)
+        self._count_tokens("resumed", stats.resumed)
+        if stats.num_preemptions:
+            self._preemptions_by_mode.labels(self._model_name, "swap").inc(stats.num_swaps)
+            self._preemptions_by_mode.labels(self._model_name, "recompute").inc(stats.num_preemptions - stats.num_swaps)
+        if stats.num_drafts:
+            for position, count in enumerate(stats.accepted_by_position):
+                if count:
+                    self._accepted_by_position.labels(self._model_name, str(position)).inc(count)
+
+    def on_output(self, delta: RequestOutput) -> None:
+        """Take in the news of one request, when it comes: every delta, in order, up to the finished one."""
+        now_s = self._clock()
+        live = self._live.setdefault(delta.request_id, _Live())
+        for output in delta.outputs:
+            if output.token_ids:
+                self._note_tokens(live, output.index, len(output.token_ids), delta.metrics, now_s)
+            if output.finish_reason is not None:
+                live.reasons.add(output.finish_reason)
+        if delta.finished:
+            del self._live[delta.request_id]
+            self._note_finish(live, delta)
+
+    def render(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def _count_tokens(self, admission: str, account: TokenAccount) -> None:
+        if account is NO_TOKENS:
+            return
+        for source, count in account.sources._asdict().items():
+            if count:
+                self._tokens_by_source.labels(self._model_name, admission, source).inc(count)
+        for reason, count in (account if self.tells_namespaces else account.told()).by_reason().items():
+            if count:
+                self._tokens_by_reason.labels(self._model_name, admission, reason).inc(count)
+
+    def _note_tokens(self, live: _Live, idx: int, num_tokens: int, times: RequestMetrics, now_s: float) -> None:
+        if live.num_generated == 0:
+            first_s = now_s if times.first_token_s is None else times.first_token_s
+            self._first_token_time.observe(max(0.0, first_s - times.arrival_s))
+        last_s = live.last_token_s.get(idx)
+        if last_s is not None:
+            # Tokens that came together share the wait, so that the sum is the time and the count the tokens.
+            for _ in range(num_tokens):
+                self._inter_token_time.observe(max(0.0, now_s - last_s) / num_tokens)
+        live.last_token_s[idx] = now_s
+        live.num_generated += num_tokens
+
+    def _note_finish(self, live: _Live, delta: RequestOutput) -> None:
+        reason = next((known for known in FINISH_REASONS if known in live.reasons), "abort")
+        self._success.labels(self._model_name, reason).inc()
+        self._request_prompt_tokens.observe(len(delta.prompt_token_ids))
+        self._request_generation_tokens.observe(live.num_generated)
+        for read_stamps, histogram in self._request_times:
+            start_s, end_s = read_stamps(delta.metrics)
+            # A request that ended early never reached the later stages.
+            if start_s is not None and end_s is not None:
+                histogram.observe(max(0.0, end_s - start_s))
+
+    def _make_step_metrics(self) -> None:
+        """Make a metric for each field of `StepStats` that names one, and those that have more labels."""
+        self._gauges: list[_Exporter] = []
+        self._counters: list[_Exporter] = []
+        for field_name, metric in metrics_of(StepStats).items():
+            if metric.name is not None:
+                read = attrgetter(field_name)
+                if metric.kind == "gauge":
+                    gauge = Gauge(self._full(metric.name), metric.help, ["model_name"], registry=self.registry)
+                    self._gauges.append((read, gauge.labels(self._model_name).set))
+                elif metric.kind == "counter":
+                    counter = self._counter(metric.name, metric.help)
+                    self._counters.append((read, counter.labels(self._model_name).inc))
+                else:
+                    self._counters.append((read, self._histogram(metric.name, metric.help, metric.unit).observe))
+        self._preemptions_by_mode = self._counter(
+            "preemptions_by_mode", "Times that a running sequence lost its memory, by how it is given back.", "mode"
+        )
+        for mode in ("recompute", "swap"):
+            self._preemptions_by_mode.labels(self._model_name, mode)
+        meaning = metrics_of(StepStats)["accepted_by_position"].help
+        self._accepted_by_position = self._counter("spec_decode_num_accepted_tokens_per_pos", meaning, "position")
+        meaning = "Tokens of the sequences that were let in, by where their KV came from."
+        self._tokens_by_source = self._counter("prompt_tokens_by_source", meaning, "admission", "source")
+        meaning = "Of those, tokens that were computed, by why the prefix cache did not have them."
+        self._tokens_by_reason = self._counter("prompt_tokens_computed_by_reason", meaning, "admission", "reason")
+        for admission in ("first", "resumed"):
+            for source in TokenSources._fields:
+                self._tokens_by_source.labels(self._model_name, admission, source)
+            for end in HitEnd:
+                self._tokens_by_reason.labels(self._model_name, admission, end.label)
+
+    def _make_request_metrics(self) -> None:
+        self._success = self._counter("request_success", "Requests that ended, by reason.", "finished_reason")
+        for reason in FINISH_REASONS:
+            self._success.labels(self._model_name, reason)
+        self._first_token_time = self._histogram("time_to_first_token_seconds", "Arrival to first token.", "seconds")
+        self._inter_token_time = self._histogram("inter_token_latency_seconds", "One token to the next.", "seconds")
+        self._request_times = [
+            (attrgetter(*stamps), self._histogram(name, meaning, "seconds")) for name, meaning, *stamps in REQUEST_TIMES
+        ]
+        self._request_prompt_tokens = self._histogram(
+            "request_prompt_tokens", "Tokens of a request's prompt.", "tokens"
+        )
+        self._request_generation_tokens = self._histogram(
+            "request_generation_tokens", "Tokens generated for a request, all its sequences together.", "tokens"
+        )
+
+    def _full(self, name: str) -> str:
+        return f"{self._prefix}:{name}"
+
+    def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
+        return Counter(self._full(name), meaning, ["model_name", *labels], registry=self.registry)
+
+    def _histogram(self, name: str, meaning: str, unit: str) -> Histogram:
+        buckets = BUCKETS[unit]
+        histogram = Histogram(self._full(name), meaning, ["model_name"], registry=self.registry, buckets=buckets)
+        return histogram.labels(self._model_name)
+
+
+# Reads a field of `StepStats`, and passes its value on to a metric.
+_Exporter = tuple[Callable[[StepStats], float], Callable[[float], None]]
+
+
+@dataclass(slots=True)
+class _Live:
+    """What is remembered of a request until it ends.
+
+    Args:
+        last_token_s: when each sequence, by index, had its last token.
+        num_generated: tokens so far, all sequences together.
+        reasons: why the sequences that have ended did.
+    """
+
+    last_token_s: dict[int, float] = field(default_factory=dict)
+    num_generated: int = 0
+    reasons: set[str] = field(default_factory=set)
+
+
+def _one_two_five(exponent: int, last: float) -> tuple[float, ...]:
+    """Return 1, 2, 5, 10, 20, ... times `10 ** exponent`, up to and including the first that reaches `last`."""
+    bounds: list[float] = []
+    while not bounds or bounds[-1] < last:
+        bounds.append(float(f"{(1, 2, 5)[len(bounds) % 3]}e{exponent + len(bounds) // 3}"))
+    return tuple(bounds)
+
+
+BUCKETS = {"seconds": _one_two_five(-3, 1_000), "tokens": _one_two_five(0, 100_000)}

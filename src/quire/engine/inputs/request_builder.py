@@ -1,0 +1,180 @@
+"""Requests as clients make them, checked and made into what the scheduler queues."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import NamedTuple
+
+from quire.config import ResolvedConfig
+from quire.engine.inputs.prompts import Prompt, PromptReader, TokenPrompt
+from quire.engine.inputs.tokenized_params import Words, read_words
+from quire.errors import InvalidParameter, UnsupportedFeature
+from quire.memory.chain import Namespace
+from quire.sequences.params import SamplingParams
+from quire.sequences.sequence import Request
+from quire.structured.grammar_compiler import Grammars
+
+# In UTF-8.
+MAX_SALT_BYTES = 1024
+MAX_TENANT_BYTES = 256
+
+
+def read_namespace(cache_name: str, cache_salt: object, tenant: object) -> Namespace:
+    """Return the namespace of a request.
+
+    Of a salt it has a digest: memory, drafts and the disk keep namespaces for long, and need to tell them apart only.
+
+    Args:
+        cache_name: what, of the model, the prefix cache depends on.
+        cache_salt: the client's own secret, None for none.
+        tenant: who the client is, as the operator has it; None where all are one.
+
+    Raises:
+        InvalidParameter: one of the last two is neither None nor a non-empty string, or is too long.
+    """
+    salt, owner = _bytes("cache_salt", cache_salt, MAX_SALT_BYTES), _bytes("tenant", tenant, MAX_TENANT_BYTES)
+    digest = None if salt is None else blake2b(salt, digest_size=32).hexdigest()
+    return Namespace(cache_name, None, digest, None if owner is None else owner.decode("utf-8", "surrogatepass"))
+
+
+def _bytes(field: str, value: object, limit: int) -> bytes | None:
+    if value is None:
+        return None
+    # A character has a byte at least: what is far too long is not encoded first.
+    if type(value) is str and 0 < len(value) <= limit:
+        data = value.encode("utf-8", "surrogatepass")
+        if len(data) <= limit:
+            return data
+    raise InvalidParameter(field, value, f"a non-empty string of at most {limit} bytes")
+
+
+MAX_PRIORITY = 2**31 - 1
+
+
+class Prepared(NamedTuple):
+    """A prompt, and the strings of its request's parameters, as tokens.
+
+    Args:
+        prompt: the prompt.
+        words: the strings.
+    """
+
+    prompt: TokenPrompt
+    words: Words
+
+
+class RequestReader:
+    """Checks what only an engine knows of a request: vocabulary, context length, seats and features.
+
+    Args:
+        config: the resolved configuration.
+        prompts: makes prompts into token ids.
+        grammars: of outputs that must have a form; None where there can be none.
+        end_token_ids: the model's own end-of-sequence tokens.
+        cache_name: what, of the model, the prefix cache depends on.
+    """
+
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        prompts: PromptReader,
+        grammars: Grammars | None,
+        end_token_ids: frozenset[int],
+        cache_name: str,
+    ) -> None:
+        self.end_token_ids = end_token_ids
+        self._config = config
+        self._prompts = prompts
+        self._grammars = grammars
+        self._cache_name = cache_name
+        # Requests of one batch share their parameters.
+        self._last_words: tuple[SamplingParams | None, Words] = (None, Words())
+
+    def prepare(self, prompt: Prompt, params: SamplingParams, *, add_special_tokens: bool) -> Prepared:
+        """Make the texts of a request into tokens, which may take long; any thread may.
+
+        Raises:
+            RequestError: naming the field, the value and what is allowed.
+        """
+        if type(params) is not SamplingParams:
+            raise InvalidParameter("sampling_params", params, "SamplingParams")
+        config, tokenizer = self._config, self._prompts.tokenizer
+        params.check_for_model(vocab_size=config.vocab_size, max_num_seqs=config.max_num_seqs)
+        if params.stop and tokenizer is None:
+            raise UnsupportedFeature("stop", "this engine runs without a tokenizer; use stop_token_ids")
+        read_params, words = self._last_words
+        if read_params is not params:
+            words = read_words(params, tokenizer, config.vocab_size)
+            self._last_words = params, words
+        return Prepared(self._prompts.read(prompt, add_special_tokens=add_special_tokens), words)
+
+    def read(
+        self,
+        request_id: str,
+        prompt: Prompt | Prepared,
+        params: SamplingParams,
+        *,
+        arrival: int,
+        can_guess: bool,
+        priority: int,
+        flow: str | None,
+        cache_salt: str | None,
+        tenant: str | None,
+        retain_cache: bool,
+        add_special_tokens: bool,
+    ) -> tuple[Request, str | None]:
+        """Check a request and make it.
+
+        Args:
+            arrival: how many requests came before it.
+            can_guess: whether somebody guesses tokens.
+
+        The others are those of `Engine.add_request`.
+
+        Returns:
+            The request, and its prompt's text where it came as text.
+
+        Raises:
+            RequestError: naming the field, the value and what is allowed.
+        """
+        if type(priority) is not int or abs(priority) > MAX_PRIORITY:
+            raise InvalidParameter("priority", priority, f"an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}")
+        namespace = read_namespace(self._cache_name, cache_salt, tenant)
+        if type(retain_cache) is not bool:
+            raise InvalidParameter("retain_cache", retain_cache, "true or false")
+        if not isinstance(prompt, Prepared):
+            prompt = self.prepare(prompt, params, add_special_tokens=add_special_tokens)
+        tokens, words = prompt
+        if params.speculative and not can_guess:
+            raise UnsupportedFeature("speculative", "this engine guesses no tokens; see speculative_method")
+        num_prompt, limit = len(tokens.token_ids), self._config.max_model_len
+        grammar = None
+        if params.structured_outputs is not None:
+            if self._grammars is None:
+                raise UnsupportedFeature("structured_outputs", "this engine runs without a tokenizer or an end token")
+            grammar = self._grammars.open(params.structured_outputs)
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=tokens.token_ids,
+            params=params,
+            max_total_tokens=limit if params.max_tokens is None else min(limit, num_prompt + params.max_tokens),
+            end_token_ids=frozenset() if params.ignore_eos else self.end_token_ids,
+            arrival=arrival,
+            seed=self._seed(arrival) if params.seed is None else params.seed,
+            priority=priority,
+            flow=flow,
+            namespace=namespace,
+            media=tokens.media,
+            retain_cache=retain_cache,
+            bad_words=words.bad_words,
+            dry_breakers=words.dry_breakers,
+            grammar=grammar,
+        )
+        if params.allowed_token_ids is not None and set(params.allowed_token_ids) <= set(request.suppressed_ids):
+            raise InvalidParameter("min_tokens", params.min_tokens, "0 where all allowed_token_ids end the output")
+        return request, tokens.text
+
+    def _seed(self, number: int) -> int:
+        """Return the seed of a request that came without one: of the engine's seed and the request's number."""
+        data = self._config.seed.to_bytes(16, "little") + number.to_bytes(16, "little")
+        return int.from_bytes(blake2b(data, digest_size=8).digest(), "little") >> 1

@@ -1,0 +1,171 @@
+"""Texts on their way to tokens, in threads in which they hold up nobody but each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from typing import Any, TypeVar
+
+from quire.engine.inputs.prompts import Prompt, too_long
+from quire.engine.inputs.request_builder import Prepared, RequestReader
+from quire.errors import InvalidParameter, TextsFull, UnsupportedFeature
+from quire.platform.threads import Threads
+from quire.sequences.params import SamplingParams
+from quire.text.chat import require_chat_template
+from quire.text.long_texts import TooManyTokens
+from quire.text.rendering import MAX_PROCESSES
+from quire.text.tokenizer import Tokenizer
+
+# Characters (or tokens) that take less time than handing them to a thread and back, and those that take long.
+FEW_CHARS = 1 << 10
+MANY_CHARS = 1 << 16
+SHORT_THREADS = 2
+# Characters of long texts, and of chats, that may wait: those of 32 of the longest bodies, unless those are set longer.
+MAX_WAITING_CHARS = 1 << 28
+
+R = TypeVar("R")
+
+
+class Texts:
+    """Makes texts into tokens for event loops, and does what else takes long with either.
+
+    Texts up to `MANY_CHARS` go through threads of their own, and longer ones one after the other through another:
+    however long they are, one core and one such text's memory are what they take.
+
+    Args:
+        reader: of the engine.
+        tokenizer: None when the engine works on token ids only.
+        max_model_len: tokens of the longest text that tokens are asked for.
+    """
+
+    def __init__(self, reader: RequestReader, tokenizer: Tokenizer | None, max_model_len: int) -> None:
+        self._reader = reader
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+        if tokenizer is not None:
+            # A vocabulary is read at a stretch; now nobody waits for it.
+            tokenizer.prepare_long_texts()
+        self._short = Threads(SHORT_THREADS, "quire-texts")
+        self._long = Threads(1, "quire-long-texts")
+        # These only wait for the processes that render.
+        self._chats = Threads(MAX_PROCESSES, "quire-chats")
+        self._num_waiting = 0
+
+    async def prepare(
+        self, prompts: Sequence[Prompt], params: SamplingParams, *, add_special_tokens: bool = True
+    ) -> list[Prepared]:
+        """Make the prompts of a request into tokens, and the strings of its parameters.
+
+        Args:
+            prompts: see `PromptReader.read`.
+            params: the same for all of them.
+            add_special_tokens: for text prompts.
+
+        Raises:
+            RequestError: a prompt, or a parameter, that is refused.
+        """
+        if not isinstance(params, SamplingParams):
+            raise InvalidParameter("sampling_params", params, "SamplingParams")
+        length = sum(map(len, params.bad_words)) + sum(map(_length, prompts))
+
+        def prepare() -> list[Prepared]:
+            return [self._reader.prepare(prompt, params, add_special_tokens=add_special_tokens) for prompt in prompts]
+
+        return await self.run(length, prepare)
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text.
+
+        Raises:
+            PromptTooLong: there are more than `max_model_len`.
+            RequestError: see `Tokenizer.encode`; or there is no tokenizer.
+        """
+        encode = partial(self._known_tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        try:
+            return await self.run(len(text), partial(encode, max_tokens=self._max_model_len))
+        except TooManyTokens as error:
+            raise too_long(error, self._max_model_len, self._max_model_len) from error
+
+    async def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Write a conversation as a prompt; see `ChatTemplate.render`.
+
+        Raises:
+            QueueFull: too many texts wait.
+            RequestError: there is no tokenizer, no template, or the template refuses the conversation.
+        """
+        template = require_chat_template(self._known_tokenizer.chat_template)
+        render = partial(template.render, messages, add_generation_prompt=add_generation_prompt)
+        with self._waiting(_chat_length(messages)):
+            text = await self._chats.run(partial(render, tools=tools, variables=variables))
+        if len(text) > MANY_CHARS:
+            self._chats.give_back_soon()
+        return text
+
+    async def run(self, length: int, work: Callable[[], R]) -> R:
+        """Do something with texts in the thread that their length is for.
+
+        Args:
+            length: characters or tokens.
+            work: what to do.
+
+        Raises:
+            QueueFull: too many texts wait.
+        """
+        if length <= FEW_CHARS:
+            return work()
+        if length <= MANY_CHARS:
+            return await self._short.run(work)
+        try:
+            with self._waiting(length):
+                return await self._long.run(work)
+        finally:
+            self._long.give_back_soon()
+
+    @contextmanager
+    def _waiting(self, length: int) -> Iterator[None]:
+        if self._num_waiting + length > MAX_WAITING_CHARS:
+            raise TextsFull(MAX_WAITING_CHARS)
+        self._num_waiting += length
+        try:
+            yield
+        finally:
+            self._num_waiting -= length
+
+    def close(self) -> None:
+        """End the threads; what has not begun never will."""
+        for threads in (self._short, self._long, self._chats):
+            threads.close()
+
+    @property
+    def _known_tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise UnsupportedFeature("prompt", "this engine runs without a tokenizer; give token ids")
+        return self._tokenizer
+
+
+def _chat_length(messages: object) -> int:
+    """Return the characters of what may be messages: of their contents, which are texts or parts with texts."""
+    contents = [each.get("content") for each in _as_list(messages) if isinstance(each, Mapping)]
+    parts = chain.from_iterable(_as_list(content) or [content] for content in contents)
+    texts = (part.get("text") if isinstance(part, Mapping) else part for part in parts)
+    return sum(len(text) for text in texts if isinstance(text, str))
+
+
+def _as_list(value: object) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else []
+
+
+def _length(prompt: object) -> int:
+    """Return the characters of a prompt; token ids take no time to speak of."""
+    if isinstance(prompt, Mapping):
+        prompt = prompt.get("prompt")
+    return len(prompt) if isinstance(prompt, str) else 0

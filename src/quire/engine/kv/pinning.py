@@ -1,0 +1,128 @@
+"""Pins by name: prompts whose blocks stay until they are let go."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+from urllib.parse import quote
+
+from quire.config import ResolvedConfig
+from quire.engine.inputs.prompts import Prompt, PromptReader, TokenPrompt
+from quire.engine.inputs.request_builder import read_namespace
+from quire.errors import InvalidParameter, PinLimitReached, UnsupportedFeature
+from quire.memory.manager import KVCacheManager
+from quire.sequences.params import SamplingParams
+
+MAX_NAME_LEN = 256
+# A request that computes a prompt and leaves it in the prefix cache.
+ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+
+
+class PinReport(NamedTuple):
+    """What is pinned.
+
+    Args:
+        limit: slabs (with one cache group: blocks) that pins may fill.
+        filled: slabs that they fill.
+        tokens: of each pin, by name; one of a tenant is listed as `tenant/name`.
+    """
+
+    limit: int
+    filled: int
+    tokens: dict[str, int]
+
+    def of_tenant(self, tenant: str) -> PinReport:
+        """Return the same with the pins of one tenant only."""
+        own = _key("", tenant)
+        return self._replace(tokens={name: count for name, count in self.tokens.items() if name.startswith(own)})
+
+
+class PrefixPins:
+    """Pins prompts of one model.
+
+    Args:
+        config: the engine's.
+        memory: the engine's.
+        prompts: reads what is to be pinned.
+        cache_name: what, of the model, the prefix cache depends on.
+    """
+
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        memory: KVCacheManager,
+        prompts: PromptReader,
+        cache_name: str,
+    ) -> None:
+        self._config = config
+        self._memory = memory
+        self._prompts = prompts
+        self._cache_name = cache_name
+
+    def pin(
+        self, name: str, prompt: Prompt | TokenPrompt, *, cache_salt: str | None = None, tenant: str | None = None
+    ) -> int:
+        """Pin a prompt's whole blocks, if all of them are in the prefix cache.
+
+        Args:
+            name: not in use by this tenant; at most `MAX_NAME_LEN` characters.
+            prompt: text, token ids, or a mapping with one of them; at least a block long.
+            cache_salt, tenant: of the requests that shall hit it.
+
+        Returns:
+            The tokens that are pinned; 0 when some must be computed first, and nothing is pinned.
+
+        Raises:
+            InvalidParameter: a name that is in use; a prompt shorter than a block.
+            PinLimitReached: with the pins that there are it would be more than the limit.
+            UnsupportedFeature: nothing may be pinned, or there is no prefix cache.
+        """
+        self._check_name(name)
+        namespace = read_namespace(self._cache_name, cache_salt, tenant)
+        key = _key(name, tenant)
+        if key in self._memory.pins:
+            raise InvalidParameter("name", name, "a name that is not in use; unpin that prefix first")
+        block_size = self._config.block_size
+        tokens, _, media = self._prompts.read(prompt)
+        whole, spans = tokens[: len(tokens) // block_size * block_size], [each.span for each in media]
+        if not whole:
+            raise InvalidParameter("prompt", f"{len(tokens)} tokens", f"at least a block of {block_size} tokens long")
+        # A hit leaves a token to compute; here it is one that nobody asked for.
+        hit = self._memory.match_prefix(self._memory.chain([*whole, 0], namespace, spans))
+        if hit.num_tokens < len(whole):
+            return 0
+        if not self._memory.pins.can_add(hit.block_ids):
+            raise PinLimitReached(self._memory.pins.num_filled(hit.block_ids), self._memory.pins.limit)
+        return self._memory.pin(key, self._memory.chain(whole, namespace, spans))
+
+    def unpin(self, name: str, tenant: str | None = None) -> None:
+        """Let go of a pinned prefix.
+
+        Raises:
+            InvalidParameter: there is none of that name, or another tenant has it.
+        """
+        self._check_name(name)
+        key = _key(name, read_namespace(self._cache_name, None, tenant).tenant)
+        if key not in self._memory.pins:
+            raise InvalidParameter("name", name, "the name of a pinned prefix")
+        self._memory.unpin(key)
+
+    def report(self) -> PinReport:
+        """Return what is pinned; any thread may ask."""
+        pins = self._memory.pins
+        return PinReport(pins.limit, pins.num_filled(), pins.tokens())
+
+    def _check_name(self, name: str) -> None:
+        if not self._config.enable_prefix_caching:
+            raise UnsupportedFeature("pin_prefix", "prefix caching is off, so there is nothing to pin")
+        if not self._memory.pins.limit:
+            raise UnsupportedFeature("pin_prefix", "no memory is set aside for pins; start with a pin_limit above 0")
+        if type(name) is not str or not 0 < len(name) <= MAX_NAME_LEN:
+            raise InvalidParameter("name", name, f"a string of 1 to {MAX_NAME_LEN} characters")
+
+
+def _key(name: str, tenant: str | None) -> str:
+    """Return what memory calls a pin: each tenant has names of its own, and no two pins the same key."""
+    if tenant is not None:
+        # Quoted it has no slash: the first one ends it.
+        return f"{quote(tenant, safe='', errors='surrogatepass')}/{name}"
+    return f"/{name}" if "/" in name else name

@@ -1,0 +1,81 @@
+"""Numbers of an engine: what it counted, and its state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, NamedTuple, Self
+
+from quire.kvstore.prefix_store import StoreStats
+from quire.scheduling.stats import Metric, SchedulerStats
+
+
+@dataclass(slots=True)
+class EngineCounters(SchedulerStats):
+    """Counters of an engine, those of its scheduler included."""
+
+    # `_fields`, `_replace` and `_asdict` are those of a named tuple.
+    _fields: ClassVar[tuple[str, ...]]
+
+    prompt_tokens: Annotated[int, Metric("Prompt tokens of the requests that ran.", "prompt_tokens")] = 0
+    generation_tokens: Annotated[int, Metric("Tokens generated.", "generation_tokens")] = 0
+    swap_out_blocks: Annotated[int, Metric("Blocks copied to the host for preempted sequences.", "swap_out_blocks")] = 0
+    swap_in_blocks: Annotated[int, Metric("Blocks copied back when they came in again.", "swap_in_blocks")] = 0
+
+    def _replace(self, **changes: Any) -> Self:
+        return replace(self, **changes)
+
+    def _asdict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._fields}
+
+
+@dataclass(slots=True)
+class StepStats(EngineCounters):
+    """Numbers of one step: what it added to the counters, and the engine's state at its end."""
+
+    now_s: Annotated[float, Metric("End of the step, in seconds of a monotonic clock.")] = 0.0
+    num_running: Annotated[int, Metric("Sequences that run.", "num_requests_running", "gauge")] = 0
+    num_waiting: Annotated[int, Metric("Requests that wait.", "num_requests_waiting", "gauge")] = 0
+    num_swapped: Annotated[int, Metric("Sequences whose blocks are on the host.", "num_requests_swapped", "gauge")] = 0
+    kv_usage: Annotated[
+        float, Metric("Share of the KV blocks in use; 1 is all of them.", "kv_cache_usage_perc", "gauge")
+    ] = 0.0
+    host_usage: Annotated[
+        float, Metric("Share of the swap space in use; 1 is all of it.", "cpu_cache_usage_perc", "gauge")
+    ] = 0.0
+    step_tokens: Annotated[int, Metric("Tokens computed in a step.", "iteration_tokens_total", "histogram")] = 0
+
+
+@dataclass(slots=True)
+class EngineStats(EngineCounters):
+    """Counters since the start of an engine."""
+
+    num_steps: Annotated[int, Metric("Steps of the engine.")] = 0
+    computed_tokens: Annotated[int, Metric("Tokens that went through the model.")] = 0
+    num_evictions: Annotated[
+        int, Metric("Published blocks taken back for reuse.", "kv_block_evictions", kv_key="evictions")
+    ] = 0
+    num_copies: Annotated[int, Metric("Blocks copied on write.", "kv_block_copies", kv_key="copies")] = 0
+    num_merges: Annotated[
+        int, Metric("Duplicate blocks given back when they filled.", "kv_block_merges", kv_key="merges")
+    ] = 0
+    disk: Annotated[StoreStats | None, Metric("Counters of the prefix cache on disk; None without one.")] = None
+
+
+StepStats._fields, EngineStats._fields = StepStats.__match_args__, EngineStats.__match_args__
+
+
+class Health(NamedTuple):
+    """Whether the engine makes progress.
+
+    Args:
+        is_alive: its thread runs.
+        is_stuck: it has work, but has completed no step for a minute.
+        seconds_since_progress: since the last step or idle moment.
+    """
+
+    is_alive: bool
+    is_stuck: bool
+    seconds_since_progress: float
+    num_running: int
+    num_waiting: int
+    num_steps: int

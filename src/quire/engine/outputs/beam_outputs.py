@@ -1,0 +1,100 @@
+"""The texts of a beam search: where a stop string ends a candidate, and what the best hypotheses say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.decoding.stop import end_of_tokens
+from quire.engine.outputs.logprobs import FlatLogprobs
+from quire.engine.outputs.outputs import CompletionOutput
+from quire.engine.outputs.text import SampleText
+from quire.scheduling.plan import Candidate
+from quire.sequences.beams import Hypothesis
+from quire.sequences.sequence import Request
+from quire.sequences.sequence import Sequence as Beam
+from quire.sequences.status import FinishReason
+from quire.text.tokenizer import Tokenizer
+
+
+class BeamTexts:
+    """What the beams of a request say; nothing of it is shown before the search is over.
+
+    Args:
+        request: with a search.
+        tokenizer: None gives token ids only.
+    """
+
+    __slots__ = ("_candidates", "_request", "_texts", "_tokenizer", "reason")
+
+    def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
+        self._request = request
+        self._tokenizer = tokenizer
+        # By place; and of the candidates of a step, by theirs. Both empty where no stop string is looked for.
+        self._texts: dict[int, SampleText] = {}
+        self._candidates: dict[int, SampleText] = {}
+        self.reason: FinishReason | None = None
+
+    def find_stops(self, beams: Sequence[Beam], candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+        """Return a step's candidates, those whose texts reach a stop string with that string.
+
+        Args:
+            beams: those that were advanced, by place.
+            candidates: of them.
+        """
+        if not self._request.params.stop:
+            return tuple(candidates)
+        self._candidates.clear()
+        found = []
+        for rank, candidate in enumerate(candidates):
+            beam = beams[candidate.parent_idx]
+            text = self._candidates[rank] = self._text_of(beam).fork()
+            end = end_of_tokens(beam, candidate.token_id)
+            is_end_token = end is not None and end[0] is FinishReason.STOP
+            _, stop = text.take(candidate.token_id, beam.num_output + 1, is_end_token=is_end_token)
+            found.append(candidate if stop is None else candidate._replace(stop=stop))
+        # Of all that was held, only what the step makes of it is needed.
+        self._texts.clear()
+        return tuple(found)
+
+    def follow(self, sample_idx: int, rank: int) -> None:
+        """Note that a candidate of the last step is what the beam at a place is now."""
+        if self._candidates:
+            self._texts[sample_idx] = self._candidates[rank]
+
+    def outputs(self) -> tuple[list[CompletionOutput], int]:
+        """Return the best hypotheses, best first, and the tokens that are in none of them.
+
+        Where the request was ended instead, each of its `n` outputs says so.
+        """
+        search, num_best = self._request.search, self._request.params.n
+        assert search is not None
+        if self.reason in (FinishReason.ABORT, FinishReason.ERROR):
+            ended = [CompletionOutput(index, finish_reason=self.reason.value) for index in range(num_best)]
+            return ended, search.num_tokens
+        best = search.finished[:num_best]
+        outputs = [self._output(index, hypothesis) for index, hypothesis in enumerate(best)]
+        return outputs, search.num_dropped(best)
+
+    def _text_of(self, beam: Beam) -> SampleText:
+        # A search that begins again has a prompt where a beam was.
+        return self._texts[beam.sample_idx] if beam.num_output else SampleText(self._request, self._tokenizer)
+
+    def _output(self, index: int, hypothesis: Hypothesis) -> CompletionOutput:
+        text, shown = SampleText(self._request, self._tokenizer), []
+        num_output = len(hypothesis.token_ids)
+        ends_by_token = hypothesis.reason is FinishReason.STOP and not isinstance(hypothesis.stop_reason, str)
+        for count, token_id in enumerate(hypothesis.token_ids, 1):
+            is_end_token = ends_by_token and count == num_output
+            part, _ = text.take(token_id, count, is_end_token=is_end_token)
+            shown.append(part)
+        if not isinstance(hypothesis.stop_reason, str):
+            shown.append(text.flush())
+        output = CompletionOutput(index, "".join(shown), list(hypothesis.token_ids), beam_score=hypothesis.score)
+        output.finish_reason, output.stop_reason = hypothesis.reason.value, hypothesis.stop_reason
+        if self._request.params.logprobs is not None:
+            measured = hypothesis.logprobs
+            output.logprobs = FlatLogprobs(self._tokenizer)
+            for position in measured:
+                output.logprobs.append(position)
+            output.cumulative_logprob = sum(position.logprob for position in measured)
+        return output

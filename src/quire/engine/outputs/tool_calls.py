@@ -1,0 +1,43 @@
+"""Calls of tools in the outputs of a chat: parameters that hold it to them, and outputs that tell them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from quire.engine.outputs.outputs import RequestOutput
+from quire.errors import InvalidParameter, UnsupportedFeature
+from quire.sequences.params import SamplingParams
+from quire.text.tool_calls import SampleCalls, ToolUse
+from quire.text.tool_calls.use import ONE_GRAMMAR
+
+
+def with_calls(params: SamplingParams, use: ToolUse) -> SamplingParams:
+    """Return parameters under which an output is text, calls, or both.
+
+    Raises:
+        UnsupportedFeature: it has a grammar of its own, or no text that calls could be read from.
+        InvalidParameter: no parameters; the tools are too large, or something contradicts their grammar.
+    """
+    if not isinstance(params, SamplingParams):
+        raise InvalidParameter("sampling_params", params, "SamplingParams")
+    if params.structured_outputs is not None:
+        raise UnsupportedFeature("structured_outputs", ONE_GRAMMAR)
+    if not params.detokenize:
+        raise UnsupportedFeature("detokenize", "calls are read from text; leave it true beside tools")
+    return replace(params, **use.sampling())
+
+
+def blame_tools(error: InvalidParameter) -> InvalidParameter:
+    """Return an error that names the tools where it is their grammar that does not compile."""
+    is_theirs = error.field == "structured_outputs.grammar"
+    return InvalidParameter("tools", error.value, error.allowed) if is_theirs else error
+
+
+def tell_calls(outputs: Iterable[RequestOutput], use: ToolUse) -> None:
+    """Write content, calls and finish reasons into whole outputs."""
+    for output in outputs:
+        for sample in output.outputs:
+            calls = SampleCalls(use)
+            sample.content, sample.tool_calls = calls.whole(sample.text)
+            sample.finish_reason = calls.finish_reason(sample.finish_reason)

@@ -1,0 +1,83 @@
+"""From a configuration to the prefix cache on disk, and to what brings it up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from quire.config import EngineConfig, ResolvedConfig
+from quire.engine.kv.disk_prefetch import Staging
+from quire.errors import ConfigError
+from quire.kvstore.disk_blocks import DiskBlocks
+from quire.kvstore.folder import StoreFolder
+from quire.kvstore.prefix_store import PrefixStore
+from quire.kvstore.record import IDENTITY_BYTES
+from quire.memory.manager import KVCacheManager
+from quire.memory.specs import KVCacheSpec
+from quire.models.checkpoint import Checkpoint
+from quire.models.fingerprint import fingerprint
+
+
+def open_disk(
+    config: EngineConfig,
+    checkpoints: Sequence[Checkpoint],
+    resolved: ResolvedConfig,
+    groups: Sequence[KVCacheSpec],
+    dtype: torch.dtype,
+) -> DiskBlocks:
+    """Open the prefix cache on disk.
+
+    Args:
+        config: with a `prefix_cache_dir`.
+        checkpoints: of the model, and of a draft model behind it.
+        resolved: the configuration.
+        groups: the cache groups.
+        dtype: of the weights.
+
+    Raises:
+        ConfigError: the folder cannot be used, its size is too small, or LMDB is not installed.
+    """
+    cache = config.cache
+    assert cache.prefix_cache_dir is not None
+    block_bytes = [group.bytes_per_block for group in groups]
+    folder = StoreFolder(Path(cache.prefix_cache_dir).expanduser())
+    try:
+        # Other kernels, or another device, round otherwise: what they computed is not what this engine would.
+        layout = [
+            str(dtype),
+            resolved.kv_cache_dtype,
+            resolved.device,
+            resolved.kernels,
+            str(resolved.block_size),
+            *map(repr, groups),
+        ]
+        layout += filter(None, [resolved.quantization])
+        model, *others = checkpoints
+        layout += [fingerprint(each, (), folder.path / "draft_weights.json").hex() for each in others]
+        identity = fingerprint(model, layout, folder.path / "weights.json", IDENTITY_BYTES)
+        store = PrefixStore(folder, identity, cache.prefix_cache_disk_bytes, max(block_bytes))
+    except OSError as error:
+        folder.close()
+        raise ConfigError(
+            f"prefix_cache_dir {cache.prefix_cache_dir} cannot be used: {error}", field="prefix_cache_dir"
+        ) from error
+    except ConfigError:
+        folder.close()
+        raise
+    return DiskBlocks(store, block_bytes)
+
+
+def make_staging(
+    memory: KVCacheManager, disk: DiskBlocks, resolved: ResolvedConfig, groups: Sequence[KVCacheSpec]
+) -> Staging:
+    """Return what brings blocks up from disk."""
+    assert memory.archive is not None, "the memory was made without a disk"
+    return Staging(
+        memory.archive,
+        disk,
+        block_size=resolved.block_size,
+        block_bytes=[group.bytes_per_block for group in groups],
+        step_tokens=resolved.max_num_batched_tokens,
+    )

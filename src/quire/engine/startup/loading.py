@@ -1,0 +1,367 @@
+"""From a configuration to a running engine: checkpoint, tokenizer, weights, then the KV memory that is left."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+import torch
+
+from quire.capacity.pool_sizing import check_pin_limit, memory_concurrency, num_slabs, size_pool
+from quire.config import (
+    CACHE_DTYPES,
+    EngineConfig,
+    ModelConfig,
+    ModelFacts,
+    ResolvedConfig,
+    StepCost,
+    context_length,
+    resolve,
+    step_tokens,
+)
+from quire.decoding.drafting import Drafter
+from quire.engine.engine import Engine
+from quire.engine.inputs.embeddings import MediaReader
+from quire.engine.kv.disk_prefetch import Staging
+from quire.engine.startup.disk_cache import make_staging, open_disk
+from quire.engine.startup.speculation import make_speculation, open_draft
+from quire.errors import ConfigError, InvalidParameter
+from quire.execution.executor import InProcessExecutor
+from quire.execution.gpu_memory_profile import StepLimits, measure_step_cost
+from quire.execution.runner import ModelRunner
+from quire.kvstore.disk_blocks import DiskBlocks
+from quire.memory.chain import Namespace
+from quire.memory.manager import KVCacheManager
+from quire.memory.recorder import MemoryRecorder
+from quire.memory.settings import MemorySettings
+from quire.memory.sizing import ArenaSizing, arena_bytes, most_bytes, tokens_bytes
+from quire.memory.specs import KVCacheSpec
+from quire.models.cache_layout import cache_specs
+from quire.models.checkpoint import Checkpoint, locate
+from quire.models.decoder import Decoder
+from quire.models.loading import Instruments, load_decoder
+from quire.models.weights import choose_dtype
+from quire.platform.host_probe import num_cores, pick_device, probe
+from quire.platform.malloc import keep_freed_memory, use_huge_pages
+from quire.scheduling.scheduler import Scheduler
+from quire.sequences.params import SamplingParams
+from quire.structured.grammar_cache import GrammarShelf
+from quire.structured.grammar_compiler import Grammars
+from quire.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+# Fields of generation_config.json that are sampling parameters, under our names.
+GENERATION_FIELDS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "typical_p": "typical_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model, ready to serve.
+
+    Args:
+        name: the name that it is served under.
+        engine: with memory of its own.
+        default_params: sampling parameters from the model's generation config.
+    """
+
+    name: str
+    engine: Engine
+    default_params: dict[str, Any]
+
+
+def load(config: EngineConfig, instruments: Instruments | None = None) -> LoadedModel:
+    """Load a model and build its engine; the KV memory is allocated last.
+
+    Args:
+        config: what was asked for.
+        instruments: put round the kernels and the decoder.
+
+    Raises:
+        ConfigError: an option or a checkpoint that cannot be honoured; the message says what to change.
+    """
+    options = config.model
+    device = pick_device(options.device)
+    checkpoint = Checkpoint.open(options.model, options.revision)
+    tokenizer = None
+    if not options.skip_tokenizer_init:
+        folder = checkpoint.folder if options.tokenizer is None else locate(options.tokenizer)
+        tokenizer = Tokenizer.from_folder(folder)
+    dtype = choose_dtype(options.dtype, checkpoint)
+    torch.set_num_threads(options.num_threads or num_cores())
+    use_huge_pages()
+    keep_freed_memory()
+    decoder = _load_decoder(options, checkpoint, device, dtype, instruments)
+    guide = open_draft(config, decoder, tokenizer)
+    draft = None if guide is None else _load_decoder(options, guide, device, dtype)
+    stored = _stored(config, dtype)
+    groups = [spec for each in (decoder, draft) if each for spec in _groups(config, each, stored)]
+    step = _step_cost(config, [each for each in (decoder, draft) if each], device, stored)
+    resolved = resolve(config, probe(device), _facts(config, decoder, groups, step, device))
+    torch.set_num_threads(resolved.num_threads)
+    for line in resolved.lines():
+        logger.info(line)
+    sizing = size_pool(groups, resolved.num_blocks)
+    check_pin_limit(resolved, sizing)
+    name = options.served_model_name or options.model
+    memory_log = _open_log(config.cache.record_memory)
+    ends = _end_token_ids(checkpoint, tokenizer)
+    grammars = _grammars(config, tokenizer, decoder.spec.vocab_size, ends)
+    disk = None
+    if config.cache.prefix_cache_dir is not None:
+        disk = open_disk(config, [each for each in (checkpoint, guide) if each], resolved, groups, dtype)
+    with ExitStack() as stack:
+        if disk is not None:
+            stack.callback(disk.close)
+        memory = _memory(resolved, sizing, memory_log, disk)
+        runner = ModelRunner.build(
+            decoder,
+            num_blocks=[len(group.pool.ref_counts) for group in memory.groups],
+            block_size=resolved.block_size,
+            device=device,
+            dtype=dtype,
+            stored=stored,
+            host_bytes=resolved.host_bytes,
+            disk=disk,
+            draft=draft,
+            grammars=None if grammars is None else grammars.shelf,
+        )
+        staging = None if disk is None else make_staging(memory, disk, resolved, groups)
+        speculation = make_speculation(config.speculative)
+        engine = Engine(
+            resolved,
+            _scheduler(resolved, memory, staging, speculation),
+            InProcessExecutor(runner),
+            tokenizer,
+            end_token_ids=ends,
+            cache_name=":".join((name, str(dtype), stored, *filter(None, [options.quantization]))),
+            staging=staging,
+            # The memory's secret, which outlives a restart where what it names does.
+            media_reader=MediaReader(decoder.spec.width, dtype, memory.chain([], Namespace("media")).root[0]),
+            speculation=speculation,
+            grammars=grammars,
+        )
+        # From here on the engine closes it.
+        stack.pop_all()
+    return LoadedModel(name, engine, _default_params(checkpoint))
+
+
+def _load_decoder(
+    options: ModelConfig,
+    checkpoint: Checkpoint,
+    device: str,
+    dtype: torch.dtype,
+    instruments: Instruments | None = None,
+) -> Decoder:
+    return load_decoder(
+        checkpoint,
+        device=device,
+        dtype=dtype,
+        kernels=options.kernels,
+        quantization=options.quantization,
+        weight_packing=options.weight_packing,
+        deterministic=options.deterministic,
+        instruments=instruments,
+    )
+
+
+def _groups(config: EngineConfig, decoder: Decoder, stored: str) -> tuple[KVCacheSpec, ...]:
+    """Return the cache groups of a model, in the order of its storages."""
+    return cache_specs(decoder.spec, config.cache.block_size, CACHE_DTYPES[stored], decoder.dtype.itemsize)
+
+
+def _facts(
+    config: EngineConfig, decoder: Decoder, groups: Sequence[KVCacheSpec], step: StepCost, device: str
+) -> ModelFacts:
+    """Return what the configuration is resolved by.
+
+    Args:
+        groups: the cache groups.
+        step: what the worst step takes.
+    """
+
+    def concurrency(num_blocks: int) -> int:
+        return memory_concurrency(config, size_pool(groups, num_blocks), max_model_len, device)
+
+    max_model_len = context_length(config.model.max_model_len, decoder.spec.max_position)
+    interval = config.cache.state_snapshot_interval
+    return ModelFacts(
+        max_position=decoder.spec.max_position,
+        bytes_per_token=tokens_bytes(groups) // config.cache.block_size,
+        vocab_size=decoder.spec.vocab_size,
+        num_parameters=sum(math.prod(shape) for shape in decoder.weight_shapes().values()),
+        dtype=_name(decoder.dtype),
+        kernels=decoder.kernels,
+        most_bytes=most_bytes(groups, max_model_len, config.scheduler.max_num_seqs, interval),
+        longest_bytes=_longest_bytes(groups, max_model_len),
+        concurrency=concurrency,
+        step=step,
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _stored(config: EngineConfig, dtype: torch.dtype) -> str:
+    """Return what keys and values are stored as.
+
+    Raises:
+        ConfigError: something that native kernels do not read, where results are to be deterministic.
+    """
+    stored, plain = config.cache.kv_cache_dtype, _name(dtype)
+    if stored == "auto":
+        return plain
+    if config.model.deterministic and stored not in (plain, "int8"):
+        raise ConfigError(
+            f"deterministic needs kv_cache_dtype 'auto', {plain!r} or 'int8', got {stored!r}", field="kv_cache_dtype"
+        )
+    return stored
+
+
+def _step_cost(config: EngineConfig, decoders: Sequence[Decoder], device: str, stored: str) -> StepCost:
+    """Return what a step takes of a GPU; on a CPU, where memory is shared with others anyway, it is not looked at.
+
+    Args:
+        decoders: the model, and a draft model, which run one after the other.
+    """
+    if device == "cpu":
+        return StepCost()
+    limits = StepLimits(
+        config.scheduler.max_num_seqs,
+        step_tokens(config.scheduler, device),
+        context_length(config.model.max_model_len, decoders[0].spec.max_position),
+        config.cache.block_size,
+        config.speculative.num_tokens,
+    )
+    costs = [measure_step_cost(decoder, limits, decoder.dtype, stored) for decoder in decoders]
+    return StepCost(
+        fixed_bytes=max(cost.fixed_bytes for cost in costs), bytes_per_token=max(cost.bytes_per_token for cost in costs)
+    )
+
+
+def _longest_bytes(groups: Sequence[KVCacheSpec], max_model_len: int) -> int:
+    """Return the bytes of the smallest pool that holds one sequence of `max_model_len` tokens."""
+    return ArenaSizing.of(groups, 0).bytes_for(max_model_len)
+
+
+def _open_log(path: str | None) -> TextIO | None:
+    """Open the file that memory commands are to be recorded in, if they are.
+
+    Raises:
+        ConfigError: it is there already, and may be what is left of a crash; or it cannot be written.
+    """
+    if path is None:
+        return None
+    try:
+        log = open(path, "x", encoding="utf-8", newline="\n")  # noqa: SIM115  the engine closes it
+    except OSError as error:
+        raise ConfigError(
+            f"record_memory must be a file that can be made anew: {path}: {error.strerror}", field="record_memory"
+        ) from error
+    logger.info("Memory commands are recorded in %s", path)
+    return log
+
+
+def _memory(
+    resolved: ResolvedConfig, sizing: ArenaSizing, log: TextIO | None, disk: DiskBlocks | None
+) -> KVCacheManager:
+    """Return the manager of as many bytes as `num_blocks` blocks of every group of tokens have, and the null blocks.
+
+    Raises:
+        ConfigError: the swap space holds no block.
+    """
+    least = 2 * sum(spec.bytes_per_block for spec in sizing.specs)
+    if 0 < resolved.swap_space < least:
+        raise ConfigError(
+            f"swap_space ({resolved.swap_space:,}) must be 0, or at least {least:,}: a block of every cache group",
+            field="swap_space",
+        )
+    settings = MemorySettings(
+        specs=sizing.specs,
+        num_bytes=arena_bytes(sizing.specs, resolved.num_blocks),
+        watermark=num_slabs(sizing, resolved.watermark),
+        enable_prefix_caching=resolved.enable_prefix_caching,
+        eviction=resolved.eviction_policy,
+        pin_limit=num_slabs(sizing, resolved.pin_limit),
+        retention_limit=num_slabs(sizing, resolved.retention_limit),
+        host_bytes=resolved.host_bytes,
+        has_disk=disk is not None,
+        snapshot_interval=resolved.state_snapshot_interval,
+    )
+    manager = settings.build(os.urandom(32) if disk is None else disk.key)
+    if log is not None:
+        MemoryRecorder(manager, settings, log)
+    return manager
+
+
+def _scheduler(
+    resolved: ResolvedConfig,
+    memory: KVCacheManager,
+    staging: Staging | None,
+    drafter: Drafter | None,
+) -> Scheduler:
+    return Scheduler(
+        memory,
+        max_num_seqs=resolved.max_num_seqs,
+        max_num_batched_tokens=resolved.max_num_batched_tokens,
+        policy=resolved.scheduling_policy,
+        priority_aging=resolved.priority_aging,
+        preemption_policy=resolved.preemption_policy,
+        # What is there for the disk alone is not for sequences.
+        preemption_mode=resolved.preemption_mode if resolved.swap_space else "recompute",
+        prepare=None if staging is None else staging.prepare,
+        drafter=drafter,
+    )
+
+
+def _end_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """Return the tokens that end a sequence: what the configs say, and the tokenizer's own end token."""
+    ids = set(checkpoint.eos_token_ids)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    return frozenset(ids)
+
+
+def _grammars(
+    config: EngineConfig, tokenizer: Tokenizer | None, vocab_size: int, end_token_ids: frozenset[int]
+) -> Grammars | None:
+    """Return what opens grammars; None where an output could not be written, or not be ended."""
+    ends = sorted(token_id for token_id in end_token_ids if token_id < vocab_size)
+    if tokenizer is None or not ends:
+        return None
+    limits = config.scheduler
+    shelf = GrammarShelf(tokenizer.to_json, vocab_size, ends)
+    return Grammars(shelf, timeout_s=limits.grammar_timeout_s, memory_bytes=limits.grammar_memory_bytes)
+
+
+def _default_params(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the generation config's sampling parameters; values that no request could have are left out."""
+    generation = checkpoint.generation_config
+    params: dict[str, Any] = {}
+    for theirs, ours in GENERATION_FIELDS.items():
+        value = generation.get(theirs)
+        if value is None:
+            continue
+        try:
+            SamplingParams(**{ours: value})
+        except InvalidParameter as error:
+            logger.warning("generation_config.json: %s; ignored", error)
+        else:
+            params[ours] = value
+    if generation.get("do_sample") is False:
+        params["temperature"] = 0.0
+    return params

@@ -1,0 +1,48 @@
+"""Filters that look at a whole distribution: typical sampling and top-n-sigma."""
+
+from __future__ import annotations
+
+import torch
+
+from quire.execution.sampling.batch_invariant_sums import row_sums
+
+
+def keep_near_best(logits: torch.Tensor, num_sigmas: torch.Tensor) -> None:
+    """Forbid tokens that are further below the best one than some standard deviations of the logits.
+
+    Temperature scales both alike, so it does not matter which is first. Tokens that are forbidden already count in
+    nothing.
+
+    Args:
+        logits: float32 [R, V], changed; every row has a finite maximum.
+        num_sigmas: float64 [R].
+
+    Source: top-n-sigma, arXiv 2411.07641.
+    """
+    is_open = logits.isfinite()
+    count = is_open.sum(-1, keepdim=True)
+    mean = row_sums(logits.where(is_open, 0.0)) / count
+    squares = (logits - mean).where(is_open, 0.0).square()
+    sigma = (row_sums(squares) / count).sqrt()
+    edge = logits.amax(-1, keepdim=True) - num_sigmas[:, None] * sigma
+    logits.masked_fill_(logits < edge, -torch.inf)
+
+
+def keep_typical(logits: torch.Tensor, typical_p: torch.Tensor) -> None:
+    """Forbid tokens whose surprise is far from the expected one, the entropy: kept is the smallest set of the least
+    far ones whose probability reaches `typical_p`. Of equally far ones the lower token id comes first.
+
+    Args:
+        logits: float32 [R, V], changed; every row has a finite maximum.
+        typical_p: in (0, 1], float64 [R].
+
+    Source: locally typical sampling, arXiv 2202.00666.
+    """
+    surprise = -logits.double().log_softmax(-1)
+    shares = (-surprise).exp()
+    entropy = row_sums((shares * surprise).where(shares > 0, 0.0))
+    order = (surprise - entropy).abs().argsort(dim=-1, stable=True)
+    reached = shares.gather(-1, order).cumsum(-1)
+    # One is kept while those before it fall short; so the least far always is.
+    is_kept = reached - shares.gather(-1, order) < typical_p[:, None]
+    logits.masked_fill_(~torch.zeros_like(is_kept).scatter_(-1, order, is_kept), -torch.inf)

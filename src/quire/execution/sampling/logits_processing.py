@@ -1,0 +1,154 @@
+"""What a request does to its logits before a token is chosen, and in which order.
+
+1. `structured_outputs`, `allowed_token_ids`, `logit_bias`, end tokens that `min_tokens` suppresses, `bad_words`;
+2. `repetition_penalty`, `frequency_penalty`, `presence_penalty`, DRY;
+3. `logits_processors`, in the order given; behind them the grammar again, as they may return logits of their own.
+
+Temperature and the filters come after (`quire.execution.sampling.sampling`). Requests without them skip this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from quire.errors import describe
+from quire.execution.sampling.penalties import penalize_repeats, penalize_tokens
+from quire.execution.sampling.token_history import TokenHistory
+from quire.execution.sampling.token_masks import BadWords, add_bias, forbid, keep_only
+from quire.ops.torch_rows import keep_tokens
+from quire.scheduling.plan import Opening
+from quire.structured.grammar_state import Constraint
+
+# `quire.ops.interface.Ops.keep_tokens`.
+KeepTokens = Callable[[torch.Tensor, Sequence[int], Sequence[torch.Tensor]], None]
+
+
+class Adjustments:
+    """One sequence's changes of its logits.
+
+    Args:
+        opening: what the plan says of the sequence.
+        device: of the logits.
+        constraint: what `structured_outputs` asks for.
+    """
+
+    def __init__(self, opening: Opening, device: torch.device, constraint: Constraint | None = None) -> None:
+        params = opening.params
+        bias = params.logit_bias or {}
+        self.params = params
+        self.constraint = constraint
+        self.num_prompt = opening.num_prompt
+        self.history = TokenHistory(opening.token_ids, opening.num_prompt) if params.needs_history else None
+        self.allowed_ids = None
+        if params.allowed_token_ids is not None:
+            self.allowed_ids = torch.tensor(params.allowed_token_ids, dtype=torch.int64, device=device)
+        self.bias_ids = torch.tensor(list(bias), dtype=torch.int64, device=device)
+        self.bias = torch.tensor(list(bias.values()), dtype=torch.float32, device=device)
+        suppressed_ids = opening.suppressed_ids if params.min_tokens else ()
+        self.suppressed_ids = torch.tensor(suppressed_ids, dtype=torch.int64, device=device)
+        self.bad_words = BadWords(opening.bad_words, device) if opening.bad_words else None
+        self.breakers = torch.tensor(opening.dry_breakers, dtype=torch.int32)
+
+    def is_none(self, position: int) -> bool:
+        """True when the logits of the token at `position` stay as they are."""
+        return (
+            self.history is None
+            and self.constraint is None
+            and self.allowed_ids is None
+            and len(self.bias_ids) == 0
+            and not self.is_suppressing(position)
+        )
+
+    @property
+    def shows_bad_logits(self) -> bool:
+        """True when logits that are not numbers are still none afterwards, because they are added to, and no more."""
+        return (
+            self.history is None
+            and self.constraint is None
+            and self.allowed_ids is None
+            and len(self.suppressed_ids) == 0
+        )
+
+    def is_suppressing(self, position: int) -> bool:
+        """True while fewer than `min_tokens` output tokens come before `position`."""
+        return len(self.suppressed_ids) > 0 and position - self.num_prompt < self.params.min_tokens
+
+
+def adjust(
+    logits: torch.Tensor, rows: Sequence[tuple[int, Adjustments, int]], keep: KeepTokens = keep_tokens
+) -> dict[int, str]:
+    """Apply what requests ask for to the named rows, in place.
+
+    Args:
+        logits: float32 [R, V].
+        rows: row, its sequence's adjustments, and the position of the token that the row's logits are for.
+        keep: applies masks of grammars.
+
+    Returns:
+        For each row whose own processor or grammar failed, why.
+    """
+    errors = _constrain(logits, rows, keep)
+    keep_only(logits, [(row, own.allowed_ids) for row, own, _ in rows if own.allowed_ids is not None])
+    add_bias(logits, [(row, own.bias_ids, own.bias) for row, own, _ in rows if len(own.bias_ids)])
+    forbid(logits, [(row, own.suppressed_ids) for row, own, position in rows if own.is_suppressing(position)])
+    known = [(row, own, own.history) for row, own, _ in rows if own.history is not None]
+    forbid(
+        logits,
+        [
+            (row, own.bad_words.next_ids(history.tokens()[own.num_prompt :]))
+            for row, own, history in known
+            if own.bad_words is not None
+        ],
+    )
+    penalized = [(row, own.params, history.counts()) for row, own, history in known if own.params.penalizes_tokens]
+    if penalized:
+        penalize_tokens(logits, penalized)
+    for row, own, history in known:
+        if own.params.dry_multiplier:
+            penalize_repeats(logits[row], history.tokens(), own.params, own.breakers)
+    processed = [(row, own, history) for row, own, history in known if own.params.logits_processors]
+    errors |= {row: error for row, own, history in processed if (error := _process(logits[row], own, history))}
+    # A processor may return logits of its own making; what a grammar forbids stays forbidden.
+    if any(own.constraint is not None for _, own, _ in processed):
+        own_rows = {row for row, _, _ in processed}
+        _constrain(logits, [entry for entry in rows if entry[0] in own_rows], keep)
+    return {row: error for row, error in errors.items() if error is not None}
+
+
+def _constrain(
+    logits: torch.Tensor, rows: Sequence[tuple[int, Adjustments, int]], keep: KeepTokens
+) -> dict[int, str | None]:
+    """Forbid what the rows' grammars do not have next; return for each row with a grammar why that failed, or None."""
+    constrained = [(row, own.constraint, position) for row, own, position in rows if own.constraint is not None]
+    masks = {row: mask for row, own, position in constrained if (mask := own.mask_at(position)) is not None}
+    if masks:
+        keep(logits, list(masks), list(masks.values()))
+    return {row: constraint.error for row, constraint, _ in constrained}
+
+
+def _process(row: torch.Tensor, own: Adjustments, history: TokenHistory) -> str | None:
+    """Apply a request's processors to its logits [V]; return why that failed, or None."""
+    prompt, output = history.prompt_and_output()
+    values = row.clone()
+    for processor in own.params.logits_processors:
+        name = type(processor).__qualname__
+        # Whatever it raises, or what it returned does, is its own request's affair.
+        try:
+            name = getattr(processor, "__qualname__", name)
+            values = processor(prompt.copy(), output.copy(), values)
+            if not _are_logits(values, row):
+                return f"the logits processor {name} must return {len(row)} floating-point logits, none NaN or infinity"
+            values = values.to(row)
+        except Exception as error:
+            return f"the logits processor {name} raised {describe(error)}"
+    row.copy_(values)
+    return None
+
+
+def _are_logits(values: object, row: torch.Tensor) -> bool:
+    """Say whether values can take the place of a row of logits [V], in whose dtype they must still be finite."""
+    if not isinstance(values, torch.Tensor) or values.shape != row.shape or not values.is_floating_point():
+        return False
+    return bool((values.to(row) < torch.inf).all())

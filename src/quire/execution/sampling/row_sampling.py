@@ -1,0 +1,154 @@
+"""Tokens from rows of logits, whoever they belong to; no row's tokens depend on the rows beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from math import inf, isfinite
+from typing import NamedTuple
+
+import torch
+
+from quire.execution.sampling.logits_processing import Adjustments, KeepTokens, adjust
+from quire.execution.sampling.logprobs import measure, rows_per_tile
+from quire.execution.sampling.sampling import Filter, draw, uniform
+from quire.scheduling.plan import ItemResult, Opening, PlanItem, TokenLogprobs
+from quire.structured.grammar_state import Constraint
+
+BAD_LOGITS = "the model gave logits that are not finite numbers"
+NO_TOKEN = (
+    "no token is left to sample after structured_outputs, allowed_token_ids, logit_bias, min_tokens, bad_words,"
+    " penalties and logits_processors"
+)
+
+
+class SamplingState:
+    """What the sampler keeps of one sequence from its opening until it is closed.
+
+    Args:
+        opening: what the plan says of the sequence.
+        device: of the logits.
+        constraint: what `structured_outputs` asks for.
+    """
+
+    def __init__(self, opening: Opening, device: torch.device, constraint: Constraint | None = None) -> None:
+        params = opening.params
+        self.params = params
+        self.seed = opening.seed
+        self.sample_idx = opening.sample_idx
+        self.prompt_ids = opening.token_ids[: opening.num_prompt] if params.prompt_logprobs is not None else ()
+        self.adjustments = Adjustments(opening, device, constraint)
+        self.filter = Filter(
+            params.temperature, params.top_k, params.top_p, params.min_p, params.typical_p, params.top_n_sigma
+        )
+
+    @property
+    def looks_back(self) -> bool:
+        """Say whether a row's logits are changed by the tokens before it, the drafts among them."""
+        return self.adjustments.history is not None
+
+    @property
+    def is_plain(self) -> bool:
+        """Say whether every token is the likeliest, and nothing else is asked of it."""
+        params = self.params
+        is_greedy = params.is_greedy and params.min_tokens == 0 and not params.measures_tokens
+        return is_greedy and self.adjustments.is_none(0)
+
+
+class Row(NamedTuple):
+    """A row of logits: whose it is, the position of the token that it is for, and how many to draw from it."""
+
+    state: SamplingState
+    position: int
+    num_samples: int
+
+
+class Drawn(NamedTuple):
+    """What a row gave: tokens, their log probabilities where they are measured; or an error, and nothing else."""
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    error: str | None = None
+
+    def result_of(self, item: PlanItem) -> ItemResult:
+        """Return it as the result of an item; only what the model computes is not the request's own fault."""
+        is_own_fault = self.error not in (None, BAD_LOGITS)
+        return ItemResult(item.seq_id, self.token_ids, self.logprobs, error=self.error, is_own_fault=is_own_fault)
+
+
+def draw_rows(logits: torch.Tensor, rows: Sequence[Row], keep: KeepTokens) -> list[Drawn]:
+    """Draw the tokens of each row of logits, float32 [R, V], overwritten; no row's depend on the others."""
+    adjusted = [place for place, row in enumerate(rows) if not row.state.adjustments.is_none(row.position)]
+    measured = [place for place, row in enumerate(rows) if row.state.params.measures_tokens]
+    errors: dict[int, str] = {}
+    if not all(rows[place].state.adjustments.shows_bad_logits for place in adjusted):
+        errors = refuse(logits, logits.amax(-1, keepdim=True), BAD_LOGITS)
+    raw = logits[measured] if measured else logits
+    if adjusted:
+        changes = [(place, rows[place].state.adjustments, rows[place].position) for place in adjusted]
+        errors = adjust(logits, changes, keep) | errors
+    nothing_left = NO_TOKEN if adjusted else BAD_LOGITS
+    if all(row.state.params.is_greedy for row in rows):
+        greatest, chosen = logits.max(-1, keepdim=True)
+        errors = refuse(logits, greatest, nothing_left) | errors
+    else:
+        errors = refuse(logits, logits.amax(-1, keepdim=True), nothing_left) | errors
+        chosen = _choose(logits, rows, is_sparse=bool(adjusted))
+    token_ids = [
+        tuple(ids * row.num_samples)[: row.num_samples] for row, ids in zip(rows, chosen.tolist(), strict=True)
+    ]
+    counts = [rows[place].state.params.logprobs or 0 for place in measured]
+    measures = _measure_drawn(raw, [token_ids[place] for place in measured], counts)
+    logprobs = dict(zip(measured, measures, strict=True))
+    return [
+        Drawn(error=errors[place]) if place in errors else Drawn(ids, logprobs.get(place, ()))
+        for place, ids in enumerate(token_ids)
+    ]
+
+
+def refuse(logits: torch.Tensor, greatest: torch.Tensor, error: str) -> dict[int, str]:
+    """Return an error for each row whose greatest logit [R, 1] is not finite, and make it harmless to the others.
+
+    Args:
+        logits: float32 [R, V], changed.
+        greatest: the greatest of each row.
+        error: of those in which all are minus infinity.
+    """
+    refused = {row: value for row, (value,) in enumerate(greatest.tolist()) if not isfinite(value)}
+    for row in refused:
+        logits[row].zero_()
+    return {row: error if value == -inf else BAD_LOGITS for row, value in refused.items()}
+
+
+def _choose(logits: torch.Tensor, rows: Sequence[Row], *, is_sparse: bool) -> torch.Tensor:
+    """Return `num_samples` tokens of each row, int64 [R, n], n that of the greediest row for samples."""
+    num_draws = max(row.num_samples for row in rows)
+    drawing = [place for place, row in enumerate(rows) if not row.state.params.is_greedy]
+    filters = [rows[place].state.filter for place in drawing]
+    points = torch.zeros((len(drawing), num_draws), dtype=torch.float64)
+    for idx, place in enumerate(drawing):
+        state, position, num_samples = rows[place]
+        numbers = [uniform(state.seed, state.sample_idx + draw_idx, position) for draw_idx in range(num_samples)]
+        points[idx, : len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
+    points = points.to(logits.device)
+    if len(drawing) == len(rows):
+        return draw(logits, filters, points, is_sparse=is_sparse)
+    chosen = logits.argmax(-1, keepdim=True).repeat(1, num_draws)
+    if drawing:
+        chosen[drawing] = draw(logits[drawing], filters, points, is_sparse=is_sparse)
+    return chosen
+
+
+def _measure_drawn(
+    raw: torch.Tensor, token_ids: Sequence[Sequence[int]], counts: Sequence[int]
+) -> list[tuple[TokenLogprobs, ...]]:
+    """Measure all tokens drawn from each row of `raw`, float32 [R, V], in tiles of bounded size."""
+    rows = [row for row, ids in enumerate(token_ids) for _ in ids]
+    flat = [token_id for ids in token_ids for token_id in ids]
+    measures: list[TokenLogprobs] = []
+    tile = rows_per_tile(raw.shape[1])
+    for start in range(0, len(rows), tile):
+        part = slice(start, start + tile)
+        measures += measure(raw[rows[part]], flat[part], [counts[row] for row in rows[part]])
+    remaining = iter(measures)
+    return [tuple(islice(remaining, len(ids))) for ids in token_ids]

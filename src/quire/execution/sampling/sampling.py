@@ -1,0 +1,240 @@
+"""Random choice of tokens: which may be drawn, and which one is.
+
+A draw is a function of the row's own logits, of the sequence's seed and sample index, and of the token's position.
+There is no generator whose state could depend on who else is in the batch, on the order of the batch, or on a
+preemption in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from quire.execution.sampling.batch_invariant_sums import CHUNK, chunk_sums, row_sums
+from quire.execution.sampling.filters import keep_near_best, keep_typical
+
+FIRST_WIDTH = 256
+WIDTH_FACTOR = 16
+_MASK = (1 << 64) - 1
+
+
+class Filter(NamedTuple):
+    """Which of a row's tokens may be drawn; named as in `SamplingParams`."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    typical_p: float = 1.0
+    top_n_sigma: float = 0.0
+
+    @property
+    def keeps_all(self) -> bool:
+        """True when every token that `typical_p` and `top_n_sigma` leave may be drawn."""
+        return self.top_k == 0 and self.top_p == 1.0 and self.min_p == 0.0
+
+
+def uniform(seed: int, sample_idx: int, position: int) -> float:
+    """Return the number in [0, 1) that decides one draw.
+
+    Args:
+        seed: the sequence's seed, any 64-bit integer.
+        sample_idx: which of the request's samples.
+        position: of the drawn token in its sequence.
+
+    Source: the finaliser of SplitMix64 (Steele, Lea and Flood, 2014), used as a hash of a counter.
+    """
+    value = _mixed(seed)
+    value = _mixed(value ^ sample_idx)
+    value = _mixed(value ^ position)
+    return (value >> 11) * 2.0**-53
+
+
+def _mixed(value: int) -> int:
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def draw(
+    logits: torch.Tensor, filters: Sequence[Filter], points: torch.Tensor, *, is_sparse: bool = False
+) -> torch.Tensor:
+    """Draw tokens from the filtered distributions of a batch's rows.
+
+    Filters apply in the order temperature, top_n_sigma, typical_p, min_p, top_k, top_p; each sees what the one before
+    it left.
+
+    Args:
+        logits: float32 [R, V], overwritten; every row has a finite maximum.
+        filters: one for each row.
+        points: numbers in [0, 1), float64 [R, n]: `n` draws from each row.
+        is_sparse: whether rows may have many tokens that are forbidden; it changes the time, not the result.
+
+    Returns:
+        Token ids, int64 [R, n].
+
+    Source: top_p is nucleus sampling, arXiv 1904.09751; min_p is of arXiv 2407.01082.
+    """
+    temperature = logits.new_tensor([f.temperature for f in filters]).clamp_(min=torch.finfo(torch.float32).tiny)
+    # The maximum goes first: it is 0 then at any temperature, and no quotient overflows.
+    logits.sub_(logits.amax(-1, keepdim=True)).div_(temperature[:, None])
+    _truncate(logits, filters)
+    whole = [row for row, f in enumerate(filters) if f.keeps_all]
+    if len(whole) == len(filters):
+        return invert_cdf(_weights(logits, is_sparse), points)
+    drawn = torch.empty(points.shape, dtype=torch.int64, device=logits.device)
+    if whole:
+        rows = torch.tensor(whole, device=logits.device)
+        drawn[rows] = invert_cdf(_weights(logits[rows], is_sparse), points[rows])
+    filtered = [row for row, f in enumerate(filters) if not f.keeps_all]
+    rows = torch.tensor(filtered, device=logits.device)
+    _draw_filtered(logits, rows, [filters[row] for row in filtered], points, drawn)
+    return drawn
+
+
+def _weights(logits: torch.Tensor, is_sparse: bool) -> torch.Tensor:
+    """Return the exponentials of logits whose maximum is 0, in place; those below 1e-37 may be 0."""
+    if not is_sparse:
+        return logits.exp_()
+    # Exponentials that vanish take the processor's libraries several times as long as others.
+    return torch.threshold_(logits.clamp_(min=-87.0).exp_(), 1.7e-38, 0.0)
+
+
+def _truncate(logits: torch.Tensor, filters: Sequence[Filter]) -> None:
+    """Forbid, in place, what filters drop that look at all tokens; the likeliest is 0 again afterwards."""
+    near = [row for row, f in enumerate(filters) if f.top_n_sigma]
+    if near:
+        kept = logits[near]
+        keep_near_best(kept, _float64([filters[row].top_n_sigma for row in near], logits.device))
+        logits[near] = kept
+    typical = [row for row, f in enumerate(filters) if f.typical_p < 1.0]
+    if typical:
+        kept = logits[typical]
+        keep_typical(kept, _float64([filters[row].typical_p for row in typical], logits.device))
+        logits[typical] = kept.sub_(kept.amax(-1, keepdim=True))
+
+
+def _float64(values: list[float], device: torch.device) -> torch.Tensor:
+    """Return parameters as Python has them: a share above 0 stays above 0, which float32 does not guarantee."""
+    return torch.tensor(values, dtype=torch.float64, device=device)
+
+
+def _draw_filtered(
+    logits: torch.Tensor, rows: torch.Tensor, filters: Sequence[Filter], points: torch.Tensor, drawn: torch.Tensor
+) -> None:
+    """Draw for `rows` of the batch, from as few of the likeliest tokens as settle what is kept.
+
+    Most nuclei close within the first few hundred tokens; only the rows whose nucleus does not are looked at again,
+    16 times wider, up to the whole vocabulary. What is kept, and its order, do not depend on the width.
+
+    Args:
+        logits: float32 [R, V], divided by temperature, the maximum at 0.
+        rows: the rows to draw for, int64.
+        filters: one for each of `rows`.
+        points: as for `draw`, for all R rows.
+        drawn: where the tokens are written, int64 [R, n].
+    """
+    vocab_size, device = logits.shape[1], logits.device
+    top_k = torch.tensor([min(f.top_k or vocab_size, vocab_size) for f in filters], device=device)
+    top_p = _float64([f.top_p for f in filters], device)
+    # Weights below the smallest float32 are 0 and are never drawn; so a min_p that rounds to 0 drops the same tokens.
+    min_p = torch.tensor([f.min_p for f in filters], dtype=torch.float32, device=device)
+    width = min(FIRST_WIDTH, vocab_size)
+    while len(rows):
+        values, ids = likeliest(logits[rows], width)
+        weights = values.exp_()
+        places = torch.arange(width, device=device)
+        kept = weights >= min_p[:, None]
+        # Settled by count: all that top_k and min_p keep is in sight.
+        is_settled = (top_k <= width) | ~kept[:, -1]
+        weights.masked_fill_(~kept | (places >= top_k[:, None]), 0.0)
+        reached = weights.cumsum(-1, dtype=torch.float64)
+        mass = reached[:, -1].clone()
+        by_mass = ~is_settled & (top_k == vocab_size)
+        if by_mass.any():
+            mass[by_mass] = _mass(logits[rows[by_mass]], min_p[by_mass])
+            is_settled |= by_mass & (reached[:, -1] >= top_p * mass)
+        # A token is kept while those before it fall short of top_p; so the likeliest always is.
+        last = torch.searchsorted(reached, (top_p * mass)[:, None])
+        weights.masked_fill_(places > last, 0.0)
+        chosen = ids.gather(1, invert_cdf(weights, points[rows]))
+        drawn[rows[is_settled]] = chosen[is_settled]
+        is_open = ~is_settled
+        rows, top_k, top_p, min_p = rows[is_open], top_k[is_open], top_p[is_open], min_p[is_open]
+        width = min(width * WIDTH_FACTOR, vocab_size)
+
+
+def _mass(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """Return what the tokens that min_p keeps weigh together, float64 [R]; `logits` [R, V] are overwritten."""
+    weights = logits.exp_()
+    if min_p.any():
+        weights.masked_fill_(weights < min_p[:, None], 0.0)
+    return row_sums(weights)[:, 0]
+
+
+def likeliest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the `count` greatest logits of each row; among finite equals the lower token id comes first.
+
+    Logits that were computed in 16 bits are full of ties, and `torch.topk` orders and cuts those as it likes.
+
+    Args:
+        logits: float32 [R, V].
+        count: at most V.
+
+    Returns:
+        Values and token ids, both [R, count], best first.
+    """
+    if count == logits.shape[1]:
+        values, ids = logits.sort(dim=-1, descending=True, stable=True)
+        return values, ids
+    values, ids = logits.topk(count + 1)
+    is_tied = (values[:, 1:] == values[:, :-1]) & values[:, 1:].isfinite()
+    if is_tied[:, -1].any():
+        for row in is_tied[:, -1].nonzero()[:, 0].tolist():
+            _cut_tie(logits[row], values[row], ids[row])
+    values, ids = values[:, :-1], ids[:, :-1]
+    if is_tied.any():
+        ids, order = ids.sort(dim=-1)
+        values, order = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
+        ids = ids.gather(1, order)
+    return values, ids
+
+
+def _cut_tie(logits: torch.Tensor, values: torch.Tensor, ids: torch.Tensor) -> None:
+    """Put the lowest ids of a tie that reaches past the cut in front of the cut; `ids` [count + 1] is changed."""
+    is_equal = values == values[-1]
+    first = int(is_equal.nonzero()[0, 0])
+    equal_ids = (logits == values[-1]).nonzero()[:, 0]
+    ids[first:] = equal_ids[: len(ids) - first]
+
+
+def invert_cdf(weights: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
+    """Return where the cumulative weights first exceed each point's share of the row's total.
+
+    Sums are taken in float64 and on two levels, chunks and then one chunk's own entries, so that no running sum over
+    a whole vocabulary is ever stored.
+
+    Args:
+        weights: not negative, float32 [R, W]; each row has one above 0.
+        points: in [0, 1), float64 [R, n].
+
+    Returns:
+        Column indices of weights above 0, int64 [R, n].
+    """
+    width = weights.shape[1]
+    sums = chunk_sums(weights)
+    reached = sums.cumsum(-1)
+    target = points * reached[:, -1:]
+    chunk = torch.searchsorted(reached, target, right=True)
+    target = (target - (reached.gather(1, chunk) - sums.gather(1, chunk))).clamp_(min=0.0)
+    columns = chunk[:, :, None] * CHUNK + torch.arange(CHUNK, device=weights.device)
+    rows = torch.arange(len(weights), device=weights.device)[:, None, None]
+    inner = weights[rows, columns.clamp(max=width - 1)].masked_fill_(columns >= width, 0.0)
+    reached = inner.cumsum(-1, dtype=torch.float64)
+    # The two levels round differently: keep the target within what this chunk really holds.
+    total = reached[:, :, -1]
+    target = torch.minimum(target, total.nextafter(torch.zeros_like(total)))
+    return chunk * CHUNK + torch.searchsorted(reached, target[:, :, None], right=True)[:, :, 0]

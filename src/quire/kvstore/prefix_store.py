@@ -1,0 +1,389 @@
+"""The durable prefix cache: published blocks on disk, found again after a restart.
+
+```
+ engine's thread    holds?  fetch ---------> StoreFile (mapping)
+                    save -> pending --.          ^
+ writer's thread                      '-> batch -' one transaction, the oldest records out
+```
+
+The engine's thread never waits for the disk to have written. What goes wrong on disk is a miss and a counter: a record
+is only used when its checksum holds and its tokens and parent are those that are wanted.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from time import perf_counter
+from typing import Annotated, NamedTuple
+
+from quire.errors import ConfigError
+from quire.kvstore.folder import StoreFolder
+from quire.kvstore.lmdb_file import StoreDamaged, StoreFile, StoreFull, Use, bytes_on_disk
+from quire.kvstore.record import IDENTITY_BYTES, pack, record_key, seal, unpack
+from quire.memory.ops import StoredBlock
+from quire.scheduling.stats import Metric
+
+logger = logging.getLogger(__name__)
+
+# Of the file's bytes: what records may take. The rest is for states that are being replaced, and for gaps.
+LIVE_SHARE = 0.75
+# A transaction needs as much room again as it writes, so it is a small part of the file.
+BATCH_SHARE = 1 / 16
+MOST_BATCH_BYTES = 16 << 20
+MOST_PENDING_BYTES = 64 << 20
+
+
+class StoreStats(NamedTuple):
+    """Counters of a store since its start, and its present size."""
+
+    num_blocks: Annotated[int, Metric("Blocks of this model on disk.", "prefix_cache_disk_blocks", "gauge")]
+    num_bytes: Annotated[
+        int,
+        Metric(
+            "Bytes of the disk that blocks take, those of other models included.", "prefix_cache_disk_bytes", "gauge"
+        ),
+    ]
+    num_foreign: Annotated[
+        int, Metric("Blocks of other models or layouts on disk.", "prefix_cache_disk_foreign_blocks", "gauge")
+    ]
+    num_hits: Annotated[int, Metric("Blocks loaded from disk.", "prefix_cache_disk_hits")]
+    num_misses: Annotated[int, Metric("Blocks that were asked for in vain.", "prefix_cache_disk_misses")]
+    loaded_bytes: Annotated[int, Metric("Bytes loaded from disk.", "prefix_cache_disk_loaded_bytes")]
+    load_s: Annotated[float, Metric("Time that loads took.", "prefix_cache_disk_load_seconds")]
+    num_saved: Annotated[int, Metric("Blocks written to disk.", "prefix_cache_disk_saved")]
+    num_deleted: Annotated[int, Metric("Blocks deleted to make room for others.", "prefix_cache_disk_deleted")]
+    num_dropped: Annotated[
+        int, Metric("Blocks that were not written: too many waited, or there was no room.", "prefix_cache_disk_dropped")
+    ]
+    num_damaged: Annotated[
+        int, Metric("Blocks and files that were not as they were written.", "prefix_cache_disk_damaged")
+    ]
+    num_full: Annotated[int, Metric("Writes for which there was no room.", "prefix_cache_disk_full")]
+
+
+class PrefixStore:
+    """Blocks on disk, under their identities.
+
+    One thread, the engine's, calls everything; a thread of its own writes.
+
+    Args:
+        folder: this process's; closed with the store.
+        identity: of the model, its weights, and all else that the bytes of a block depend on, `IDENTITY_BYTES` bytes.
+        max_bytes: of the file; the records used least recently make room.
+        block_bytes: of the largest block.
+        clock: seconds, to time loads.
+
+    Raises:
+        ConfigError: LMDB is not installed, the file cannot be made, or `max_bytes` is too few.
+    """
+
+    def __init__(
+        self,
+        folder: StoreFolder,
+        identity: bytes,
+        max_bytes: int,
+        block_bytes: int,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        assert len(identity) == IDENTITY_BYTES
+        least = int((2 * block_bytes + (64 << 10)) / BATCH_SHARE)
+        if max_bytes < least:
+            raise ConfigError(
+                f"prefix_cache_disk_bytes must be at least {least} for blocks of {block_bytes} bytes, got {max_bytes}",
+                field="prefix_cache_disk_bytes",
+            )
+        self._identity = identity
+        self._live_bytes = int(max_bytes * LIVE_SHARE)
+        self._batch_bytes = min(MOST_BATCH_BYTES, int(max_bytes * BATCH_SHARE))
+        self._clock = clock
+        self._folder = folder
+        self._file = StoreFile(folder.path / "blocks.mdb", max_bytes)
+        self._counts = dict.fromkeys(("hits", "misses", "saved", "deleted", "dropped", "damaged", "full", "bytes"), 0)
+        self._counts["damaged"] += self._file.was_damaged
+        self._load_s = 0.0
+        # Keys by last use, the oldest first; those of others are never used here, so their order stands.
+        self._own: OrderedDict[bytes, Use] = OrderedDict()
+        self._foreign: OrderedDict[bytes, Use] = OrderedDict()
+        for key, use in sorted(self._file.uses.items(), key=lambda item: item[1]):
+            (self._own if key.startswith(identity) else self._foreign)[key] = use
+        self._num_bytes = sum(use.num_bytes for use in self._file.uses.values())
+        self._moment = max((use.moment for use in self._file.uses.values()), default=0)
+        self._file.uses = {}
+        # What the writer is to do; all of it, and the keys above, under one lock.
+        self._pending: dict[bytes, bytearray] = {}
+        self._pending_bytes = 0
+        self._touched: dict[bytes, Use] = {}
+        self._doomed: list[Mapping[bytes, Use]] = []
+        self._being_written: dict[bytes, bytearray] = {}
+        self._num_resets = 0
+        self._is_broken = self._is_stuck = self._is_closing = self._is_writing = self._is_urgent = False
+        self._changed = threading.Condition()
+        self._writer = threading.Thread(target=self._write_on, name="prefix-store", daemon=True)
+        self._writer.start()
+
+    # ---- the engine's thread ----
+
+    def holds(self, block: StoredBlock) -> bool:
+        """Say whether a block is on disk, as far as is known without reading it."""
+        return self._is_usable() and record_key(self._identity, block) in self._own
+
+    def fetch(self, block: StoredBlock, out: memoryview) -> bool:
+        """Read a block's bytes, if they are there, whole, and those of the block that is wanted.
+
+        Args:
+            block: what is wanted.
+            out: where they go; worthless when the answer is False.
+        """
+        key, started = record_key(self._identity, block), self._clock()
+        if not self.holds(block):
+            self._counts["misses"] += 1
+            return False
+        try:
+            is_good = self._file.read(key, lambda record: unpack(key, block, record, out))
+        except StoreDamaged as error:
+            self._break(error)
+            return False
+        with self._changed:
+            use = self._own.pop(key, None)
+            if is_good and use is not None:
+                self._touch(key, use)
+            elif use is not None:
+                self._counts["damaged"] += 1
+                self._doom({key: use})
+        self._counts["hits" if is_good else "misses"] += 1
+        if is_good:
+            self._counts["bytes"] += len(out)
+            self._load_s += self._clock() - started
+        return is_good
+
+    def save(self, block: StoredBlock, payload: memoryview, *, wait: bool = False) -> None:
+        """Have a block written, unless it is on disk already; its bytes are copied before this returns.
+
+        Args:
+            block: what it is.
+            payload: its bytes.
+            wait: until those before it are written, where too many are; else it is dropped.
+        """
+        key = record_key(self._identity, block)
+        with self._changed:
+            if not self._is_usable() or any(key in known for known in (self._own, self._pending, self._being_written)):
+                return
+            if self._pending_bytes + len(payload) > MOST_PENDING_BYTES and self._pending:
+                if not wait:
+                    self._counts["dropped"] += 1
+                    return
+                self._changed.wait_for(lambda: not self._pending)
+                if not self._is_usable():
+                    return
+            record = self._pending[key] = pack(block, payload)
+            self._pending_bytes += len(record)
+            self._changed.notify_all()
+
+    @property
+    def key(self) -> bytes:
+        """The secret of the digests, which is the same after a restart."""
+        return self._folder.key
+
+    @property
+    def capacity(self) -> int:
+        """Bytes that records may take."""
+        return self._live_bytes
+
+    def touch(self, blocks: Iterable[StoredBlock]) -> None:
+        """Note that those blocks that are on disk were used, in this order, once all that waits is written."""
+        self.flush()
+        with self._changed:
+            for block in blocks:
+                key = record_key(self._identity, block)
+                use = self._own.pop(key, None)
+                if use is not None:
+                    self._touch(key, use)
+
+    def reset(self) -> None:
+        """Make nothing that was saved until now be hit again, in constant time; the writer then deletes it.
+
+        Where the process is killed before that is done, it is found again after a restart.
+        """
+        with self._changed:
+            self._num_resets += 1
+            self._pending, self._pending_bytes, self._touched = {}, 0, {}
+            self._doom(self._own)
+            self._own = OrderedDict()
+
+    def flush(self) -> None:
+        """Wait until what was saved is written, and what was reset is deleted."""
+        with self._changed:
+            self._changed.wait_for(lambda: not (self._pending or self._is_urgent or self._is_writing))
+
+    def close(self) -> None:
+        """Write what waits, and let go of the folder; once."""
+        with self._changed:
+            if self._is_closing:
+                return
+            self._is_closing = True
+            self._changed.notify_all()
+        self._writer.join()
+        self._file.close()
+        self._folder.close()
+
+    @property
+    def stats(self) -> StoreStats:
+        """Counters since the start, and what there is."""
+        counts = self._counts
+        return StoreStats(
+            num_blocks=len(self._own),
+            num_bytes=self._num_bytes,
+            num_foreign=len(self._foreign),
+            num_hits=counts["hits"],
+            num_misses=counts["misses"],
+            loaded_bytes=counts["bytes"],
+            load_s=self._load_s,
+            num_saved=counts["saved"],
+            num_deleted=counts["deleted"],
+            num_dropped=counts["dropped"],
+            num_damaged=counts["damaged"],
+            num_full=counts["full"],
+        )
+
+    # ---- the writer's thread ----
+
+    def _write_on(self) -> None:
+        while True:
+            with self._changed:
+                self._is_writing = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._pending or self._is_urgent or self._is_closing)
+                is_last = self._is_closing and not self._pending
+                job = self._take_job()
+                self._is_writing = True
+            if any((job.records, job.deleted, job.touched)) and not self._is_broken:
+                self._run(job)
+            if is_last:
+                with self._changed:
+                    self._is_writing = False
+                    self._changed.notify_all()
+                return
+
+    def _take_job(self) -> _Job:
+        """Take what the next transaction is to do; after one that found no room, nothing but to make room."""
+        records: dict[bytes, bytearray] = {}
+        added: dict[bytes, Use] = {}
+        num_bytes = 0
+        for key, record in () if self._is_stuck and self._doomed else self._pending.items():
+            num_bytes += bytes_on_disk(record)
+            if records and num_bytes > self._batch_bytes:
+                break
+            self._moment += 1
+            records[key], added[key] = record, Use(self._moment, bytes_on_disk(record))
+        for key, record in records.items():
+            del self._pending[key]
+            self._pending_bytes -= len(record)
+        deleted = {key: use for doomed in self._doomed for key, use in doomed.items()}
+        self._doomed, self._is_urgent = [], False
+        excess = self._num_bytes + _total(added) - _total(deleted) - self._live_bytes
+        victims = self._oldest(excess)
+        self._counts["deleted"] += len(victims)
+        touched = {key: use for key, use in self._touched.items() if key in self._own}
+        self._touched = {}
+        self._being_written = records
+        return _Job(records, added, deleted | victims, touched, self._num_resets)
+
+    def _oldest(self, num_bytes: int) -> dict[bytes, Use]:
+        """Take the records used least recently out of those that can be found, so many bytes of them."""
+        victims: dict[bytes, Use] = {}
+        while num_bytes > 0 and (self._own or self._foreign):
+            tables = [table for table in (self._own, self._foreign) if table]
+            oldest = min(tables, key=lambda table: next(iter(table.values())).moment)
+            key, use = oldest.popitem(last=False)
+            victims[key] = use
+            num_bytes -= use.num_bytes
+        return victims
+
+    def _run(self, job: _Job) -> None:
+        """Write one transaction; where there is no room, give up its records and make room for others."""
+        for key, record in job.records.items():
+            seal(key, record)
+        try:
+            self._file.write(job.deleted, job.records, job.touched | job.added)
+        except StoreFull as error:
+            self._give_up(job, error)
+        except (StoreDamaged, OSError) as error:
+            self._break(error)
+        else:
+            with self._changed:
+                self._num_bytes += _total(job.added) - _total(job.deleted)
+                self._counts["saved"] += len(job.added)
+                self._is_stuck = False
+                if job.num_resets == self._num_resets:
+                    self._own |= job.added
+                else:
+                    self._doom(job.added)
+        self._being_written = {}
+
+    def _give_up(self, job: _Job, error: StoreFull) -> None:
+        """Drop what found no room, and make some; where not even that goes, drop what waits as well."""
+        with self._changed:
+            if not self._counts["full"]:
+                logger.warning("the prefix cache on disk is full, the engine goes on without: %s", error)
+            self._counts["full"] += 1
+            self._counts["dropped"] += len(job.records)
+            if self._is_stuck:
+                self._counts["dropped"] += len(self._pending)
+                self._pending, self._pending_bytes = {}, 0
+                self._doomed.append(job.deleted)
+            else:
+                self._is_stuck = True
+                self._doom(job.deleted | self._oldest(self._live_bytes // 8))
+
+    # ---- either thread ----
+
+    def _break(self, error: Exception) -> None:
+        """Use the file no more; when it is opened next, it is set aside."""
+        with self._changed:
+            if not self._is_broken:
+                logger.warning("the prefix cache on disk is damaged, the engine goes on without: %s", error)
+                self._counts["damaged"] += 1
+            self._is_broken = True
+            self._pending, self._pending_bytes, self._is_urgent = {}, 0, False
+            self._changed.notify_all()
+
+    # ---- either thread, while it holds the lock ----
+
+    def _touch(self, key: bytes, use: Use) -> None:
+        """Put a record behind all others that are used less recently."""
+        self._moment += 1
+        self._own[key] = self._touched[key] = use._replace(moment=self._moment)
+
+    def _is_usable(self) -> bool:
+        return not (self._is_broken or self._is_closing)
+
+    def _doom(self, records: Mapping[bytes, Use]) -> None:
+        """Have the writer delete records that nothing finds any more."""
+        self._doomed.append(records)
+        self._is_urgent = True
+        self._changed.notify_all()
+
+
+class _Job(NamedTuple):
+    """One transaction.
+
+    Args:
+        records: to write.
+        added: their uses.
+        deleted: to delete before.
+        touched: uses to note.
+        num_resets: of the store when the job was taken.
+    """
+
+    records: dict[bytes, bytearray]
+    added: dict[bytes, Use]
+    deleted: dict[bytes, Use]
+    touched: dict[bytes, Use]
+    num_resets: int
+
+
+def _total(uses: Mapping[bytes, Use]) -> int:
+    return sum(use.num_bytes for use in uses.values())

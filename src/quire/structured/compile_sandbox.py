@@ -1,0 +1,117 @@
+"""A process in which grammars are tried out, because compiling one may take for ever, or all memory there is.
+
+`llguidance` bounds the work of each step, but a client's grammar may still be made to go wrong where nobody has thought
+of it. So a grammar that nobody asked for before is compiled here first. What a process compiled cannot be handed to
+another; the engine compiles again what was found harmless, which takes as long as it took here.
+
+The process knows neither torch nor the model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from quire.bounded.process import BoundedProcess, LimitExceeded, resident_bytes
+from quire.errors import UnsupportedFeature
+from quire.sequences.structured import GrammarSource
+from quire.structured.grammar_cache import compile_grammar, open_tokenizer
+
+# Tokens that may follow each other without a choice; what forces more would only fill the context.
+MAX_FORCED = 4096
+READ_TOKENIZER_S = 120.0
+
+
+class Trial:
+    """A process that waits for grammars.
+
+    Args:
+        tokenizer: the text of a `tokenizer.json`.
+        vocab_size: V of the logits.
+        end_token_ids: of the model.
+        memory_bytes: that compiling may add to what the process takes at rest.
+
+    Raises:
+        UnsupportedFeature: `llguidance` cannot read the tokenizer.
+        WorkerError: the process does not start.
+
+    Attributes:
+        num_bytes: of memory that the last grammar that compiled took.
+    """
+
+    def __init__(self, tokenizer: str, vocab_size: int, end_token_ids: tuple[int, ...], memory_bytes: int) -> None:
+        self._memory_bytes = memory_bytes
+        self.num_bytes = 0
+        setup = json.dumps([tokenizer, vocab_size, end_token_ids]).encode()
+        self._process = BoundedProcess("quire.structured.compile_sandbox:open_trial", setup, memory_bytes)
+        reason, _ = self._ask(None, READ_TOKENIZER_S)
+        if reason:
+            self.close()
+            raise UnsupportedFeature("structured_outputs", reason)
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """False once a grammar, or somebody else, has ended the process."""
+        return self._process.is_alive
+
+    def compile(self, source: GrammarSource, timeout_s: float) -> str | None:
+        """Return why a grammar does not compile, None where it does.
+
+        The process does not outlive a grammar that goes over a limit.
+        """
+        try:
+            reason, self.num_bytes = self._ask(source, timeout_s)
+        except LimitExceeded as error:
+            if error.limit == "time":
+                return f"it takes longer than {timeout_s:g} s (grammar_timeout_s)"
+            mib = self._memory_bytes / (1 << 20)
+            return f"it takes more than {mib:g} MiB (grammar_memory_bytes), or nests too deeply"
+        return reason or None
+
+    def stop(self) -> None:
+        """Have a grammar that another thread compiles fail at once."""
+        self._process.stop()
+
+    def close(self) -> None:
+        """End the process, in whatever state it is."""
+        self._process.close()
+
+    def _ask(self, source: GrammarSource | None, timeout_s: float) -> tuple[str, int]:
+        """Return what comes back, see `_try`; for None, why the tokenizer cannot be read, or nothing."""
+        reason, num_bytes = json.loads(self._process.ask(json.dumps(source).encode(), timeout_s))
+        return str(reason), int(num_bytes)
+
+
+def open_trial(setup: bytes) -> Callable[[bytes], bytes]:
+    """Return what tries grammars out, within the process."""
+    error, tokenizer = "", None
+    try:
+        tokenizer = open_tokenizer(*json.loads(setup))
+    except UnsupportedFeature as failure:
+        error = str(failure)
+
+    def answer(question: bytes) -> bytes:
+        source = json.loads(question)
+        return json.dumps((error, 0) if source is None else _try(tokenizer, GrammarSource(*source))).encode()
+
+    return answer
+
+
+def _try(tokenizer: Any, source: GrammarSource) -> tuple[str, int]:
+    """Return why a grammar does not compile, nothing where it does; and the bytes of memory that it took."""
+    num_before = resident_bytes()
+    try:
+        matcher = compile_grammar(tokenizer, source)
+    except ValueError as error:
+        return str(error) or "no reason is known", 0
+    num_bytes = max(0, resident_bytes() - num_before)
+    num_forced = len(matcher.compute_ff_tokens())
+    if num_forced > MAX_FORCED:
+        return f"it forces {num_forced} tokens in a row, and {MAX_FORCED} is the most", 0
+    return "", num_bytes

@@ -1,0 +1,90 @@
+"""The grammars of requests: tried out in a process of their own, then compiled for the engine and held while in use."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from quire.bounded.process import ProcessPool
+from quire.errors import InvalidParameter
+from quire.platform.threads import Threads
+from quire.sequences.structured import StructuredOutputs
+from quire.structured.compile_sandbox import Trial
+from quire.structured.grammar_cache import Grammar, GrammarShelf, import_llguidance
+
+# So that a grammar that takes long does not hold up all others. Each process holds the vocabulary.
+MAX_TRIALS = 2
+WANTED = {"json": "a JSON schema", "regex": "a regular expression", "choice": "choices", "grammar": "a Lark grammar"}
+
+
+class Grammars:
+    """Opens grammars; may be asked by several threads.
+
+    Args:
+        shelf: where compiled ones are looked for, by the data plane too.
+        timeout_s: that compiling one may take.
+        memory_bytes: that it may take.
+
+    Attributes:
+        trials: the processes in which grammars are tried out.
+    """
+
+    def __init__(self, shelf: GrammarShelf, *, timeout_s: float, memory_bytes: int) -> None:
+        self.shelf = shelf
+        self._timeout_s = timeout_s
+        self._memory_bytes = memory_bytes
+        self.trials = ProcessPool(self._start_trial, MAX_TRIALS)
+        self._threads = Threads(MAX_TRIALS, "quire-grammars")
+
+    def find(self, wanted: StructuredOutputs) -> Grammar | None:
+        """Return a grammar that is compiled already."""
+        return self.shelf.find(wanted.source)
+
+    def open(self, wanted: StructuredOutputs) -> Grammar:
+        """Return a grammar; one that is not known is tried out first, which may take `timeout_s` and longer.
+
+        The grammar stays compiled as long as the caller holds it.
+
+        Raises:
+            InvalidParameter: it does not compile, or not within the limits; the field is that of `wanted`.
+            UnsupportedFeature: the package `llguidance` is missing, or the tokenizer is one that it cannot read.
+            WorkerError: the process for trials does not start.
+        """
+        known = self.find(wanted)
+        if known is not None:
+            return known
+        import_llguidance()
+        source = wanted.source
+        allowed = f"{WANTED[source.kind]} that compiles"
+        error, num_bytes = self._try(wanted)
+        if error is None:
+            try:
+                return self.shelf.compile(source, num_bytes)
+            except ValueError as failure:
+                error = str(failure)
+        raise InvalidParameter(wanted.field, source.text, f"{allowed}: {error}")
+
+    async def wait_for(self, wanted: StructuredOutputs | None) -> Grammar | None:
+        """Do the same from an event loop, which goes on meanwhile; None where nothing is wanted.
+
+        Raises:
+            WorkerError: the engine was shut down.
+        """
+        if wanted is None:
+            return None
+        known = self.find(wanted)
+        return known if known is not None else await self._threads.run(partial(self.open, wanted))
+
+    def close(self) -> None:
+        """End all trials."""
+        self._threads.close()
+        self.trials.close()
+
+    def _start_trial(self) -> Trial:
+        # Only now: the tokenizer's text is long, and most engines are asked for no grammar.
+        shelf = self.shelf
+        return Trial(shelf.read_tokenizer(), shelf.vocab_size, shelf.end_token_ids, self._memory_bytes)
+
+    def _try(self, wanted: StructuredOutputs) -> tuple[str | None, int]:
+        """Return why a grammar does not compile, None where it does; and the bytes of memory that it takes."""
+        with self.trials.process() as trial:
+            return trial.compile(wanted.source, self._timeout_s), trial.num_bytes

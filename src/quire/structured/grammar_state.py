@@ -1,0 +1,244 @@
+"""One sequence's way through its grammar: which tokens it may be given, and which it must be.
+
+Where the grammar leaves no choice of text, the only token is the one that the tokenizer would write the text with, but
+that special tokens are no text. So what is forced is the same whether it is drawn row by row, verified as drafts, or
+appended without a step. Where it leaves none for very long, the tokens are those that the grammar allows, until the
+rest of the text is shorter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from quire.scheduling.plan import Opening
+from quire.structured.grammar_budget import GrammarAccount, GrammarBudget
+from quire.structured.grammar_cache import NO_EXTENSION, Grammar, why
+
+# Forced tokens that one step appends at most; more wait for the next one.
+MAX_RUN = 256
+DEAD_END = "the output has come to a dead end of its grammar (structured_outputs)"
+TOO_SLOW = (
+    "the grammar of the output takes too long, as where a text can be read in many ways, and others would wait for it "
+    "(structured_outputs)"
+)
+# Of forced tokens, so many are taken in before the time is looked at.
+RUN_PART = 8
+# What is forced from a position on, and how much of it lies before the position.
+Forced = tuple[tuple[int, ...], int]
+NOT_FORCED: Forced = ((), 0)
+
+
+class Constraint:
+    """Follows the output of one sequence through a grammar, forwards and backwards.
+
+    Args:
+        grammar: None where there is none, for the reason in `error`.
+        opening: what the plan says of the sequence.
+        end_token_ids: what ends an output; the matcher never sees them.
+        error: why the sequence cannot be sampled.
+
+    Attributes:
+        error: why it cannot go on; it ends its request.
+        family: what sequences that were forked from each other have in common.
+        num_prompt: tokens before the output.
+        token_ids: of the output, as far as the matcher knows it.
+    """
+
+    def __init__(
+        self, grammar: Grammar | None, opening: Opening, end_token_ids: tuple[int, ...], error: str | None = None
+    ) -> None:
+        params = opening.params
+        self.error = error
+        self.family = (params.structured_outputs, opening.seed, opening.num_prompt)
+        self._grammar = grammar
+        self._matcher: Any = None if grammar is None else grammar.open()
+        self._account = GrammarAccount(GrammarBudget(0) if grammar is None else grammar.budget)
+        self.num_prompt = opening.num_prompt
+        self._end_token_ids = end_token_ids
+        self._first_end = opening.num_prompt + params.min_tokens
+        # Where something else may forbid a forced token, it is drawn, and having none left is an error.
+        may_be_forbidden = (
+            params.allowed_token_ids is not None
+            or params.bad_words
+            or params.logits_processors
+            or (params.min_tokens and params.stop_token_ids)
+        )
+        self._appends = not (may_be_forbidden or params.measures_tokens or params.strategy is not None)
+        self.token_ids: list[int] = []
+        self._forced: list[Forced] = [self._ask()]
+        self._job: Future[None] | None = None
+        self._masks = torch.empty(0)
+        self._num_masks = 0
+
+    def fork(self, opening: Opening) -> Constraint:
+        """Return a constraint of another sequence of the request, which has got as far as this one."""
+        child = object.__new__(Constraint)
+        for name, value in self.__dict__.items():
+            setattr(child, name, value)
+        child._matcher = None if self._matcher is None else self._matcher.deep_copy()
+        child.token_ids = self.token_ids.copy()
+        child._forced = self._forced.copy()
+        child.num_prompt = opening.num_prompt
+        return child
+
+    def leads_to(self, token_ids: list[int]) -> bool:
+        """Say whether an output begins with all the tokens of this one."""
+        known = self.token_ids
+        num_known = len(known)
+        # The last token is looked at first: of many beams, most differ there.
+        return (
+            num_known <= len(token_ids) and known[-1:] == token_ids[:num_known][-1:] and known == token_ids[:num_known]
+        )
+
+    # ---- tokens ----
+
+    def follow(self, start: int, token_ids: Sequence[int]) -> None:
+        """Make the output's tokens from `start` on those given, and none behind them."""
+        if self.error is not None:
+            return
+        same = start + next(
+            (
+                place
+                for place, token_id in enumerate(token_ids)
+                if start + place >= len(self.token_ids) or self.token_ids[start + place] != token_id
+            ),
+            len(token_ids),
+        )
+        rest = token_ids[same - start :]
+        if not self._retreat(len(self.token_ids) - same) or not rest:
+            return
+        self._account.start()
+        for place in range(0, len(rest), RUN_PART):
+            part = rest[place : place + RUN_PART]
+            if self._advance(part) < len(part):
+                self.error = DEAD_END
+            if not self._charge(len(part)):
+                return
+
+    def append(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Take in the tokens that were drawn, and return them with those that must follow."""
+        self._account.start()
+        num_taken = self._advance(token_ids)
+        if not self._charge(num_taken) or num_taken < len(token_ids) or not self._appends:
+            return token_ids  # they end the sequence, or what follows is drawn in turn
+        run = list(token_ids)
+        limit = len(run) + MAX_RUN
+        while len(run) < limit:
+            forced, place = self._forced[-1]
+            rest = forced[place : place + min(limit - len(run), RUN_PART)]
+            num_taken = self._advance(rest)
+            run += rest[:num_taken]
+            if num_taken < len(rest):
+                if rest[num_taken] in self._end_token_ids and self._position >= self._first_end:
+                    run.append(rest[num_taken])
+                break
+            if not rest or not self._charge(num_taken):
+                break
+        return tuple(run)
+
+    def _charge(self, count: int) -> bool:
+        """Charge the time of so many masks and tokens; False where there is an error, such as that none is left."""
+        if not self._account.charge(count) and self.error is None:
+            self.error = TOO_SLOW
+        return self.error is None
+
+    @property
+    def _position(self) -> int:
+        """Of the next token, in prompt and output."""
+        return self.num_prompt + len(self.token_ids)
+
+    def _advance(self, token_ids: Sequence[int]) -> int:
+        """Take in tokens, up to one that ends the output or that the grammar does not have; return how many."""
+        for num_taken, token_id in enumerate(token_ids):
+            if token_id in self._end_token_ids or self._matcher.try_consume_tokens([token_id]) != 1:
+                return num_taken
+            forced, place = self._forced[-1]
+            is_on_course = place + 1 < len(forced) and forced[place] == token_id
+            self.token_ids.append(token_id)
+            self._forced.append((forced, place + 1) if is_on_course else self._ask())
+        return len(token_ids)
+
+    def _retreat(self, num_tokens: int) -> bool:
+        """Take back the last tokens; False where the matcher cannot."""
+        if not num_tokens:
+            return True
+        del self.token_ids[-num_tokens:], self._forced[-num_tokens:]
+        if not self._matcher.rollback(num_tokens):
+            self.error = f"the grammar of the output cannot go back: {why(self._matcher)}"
+        return self.error is None
+
+    def _ask(self) -> Forced:
+        """Return what the grammar forces here, where nothing that it forced before still holds."""
+        if self.error is not None or self._grammar is None:
+            return NOT_FORCED
+        if self._matcher.is_stopped():
+            is_only = len(self._end_token_ids) == 1 and not self._matcher.is_error()
+            return (self._end_token_ids, 0) if is_only else NOT_FORCED
+        return self._grammar.forced(self._matcher), 0
+
+    # ---- masks ----
+
+    def begin_step(self, step: int) -> None:
+        """Note that a step begins, in which the grammar has time to take."""
+        self._account.budget.begin_step(step)
+
+    def begin(self, masks: torch.Tensor, job: Future[None] | None) -> None:
+        """Note what will fill the masks of the next rows.
+
+        Args:
+            masks: int32 [n, ceil(V / 32)], n rows at most, of which the first is for the next token.
+            job: has filled them when it is done; None where the caller fills them.
+        """
+        self._masks, self._num_masks, self._job = masks, 0, job
+
+    def mask_at(self, position: int) -> torch.Tensor | None:
+        """Return which tokens may stand at a position of the prompt and output, a bit each, int32 [ceil(V / 32)].
+
+        Returns:
+            None behind a draft that the grammar does not have, or that ends the output: no run gets so far.
+        """
+        if self._job is not None:
+            self._job.result()
+        place = position - self._position
+        return self._masks[place] if 0 <= place < self._num_masks else None
+
+    def fill(self, draft: Sequence[int]) -> None:
+        """Fill the masks of the next row, and of those behind the drafts that the grammar has."""
+        if self.error is None and self._account.is_overdrawn:
+            self.error = TOO_SLOW
+        if self.error is not None:
+            return
+        self._account.start()
+        if self._fill_row(self._masks[0]):
+            self._num_masks = 1
+            if draft:
+                self._fill_behind(draft)
+        self._charge(2 * self._num_masks)  # with the drafts between them
+
+    def _fill_behind(self, draft: Sequence[int]) -> None:
+        """Fill the masks behind drafts: what comes of those is nobody's error until they are accepted."""
+        # A matcher with an error is lost.
+        before, num_before = self._matcher.deep_copy(), len(self.token_ids)
+        for place, token_id in enumerate(draft, 1):
+            if not self._advance((token_id,)) or not self._fill_row(self._masks[place]):
+                break
+            self._num_masks += 1
+        self._matcher, self.error = before, None
+        del self.token_ids[num_before:], self._forced[num_before + 1 :]
+
+    def _fill_row(self, row: torch.Tensor) -> bool:
+        forced, place = self._forced[-1]
+        if forced:
+            row.zero_()
+            row.view(torch.uint8)[forced[place] >> 3] = 1 << (forced[place] & 7)
+            return True
+        self._matcher.unsafe_compute_mask_ptr(row.data_ptr(), row.numel() * row.element_size())
+        if self._matcher.is_error():
+            reason = why(self._matcher)
+            self.error = DEAD_END if reason == NO_EXTENSION else f"the grammar of the output failed: {reason}"
+            return False
+        return True

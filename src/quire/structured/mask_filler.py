@@ -1,0 +1,184 @@
+"""The constraints of all open sequences; their masks are computed while the model runs, or before it.
+
+```
+ this thread     follow: who is open, what is known |  layers ...  | adjust: take the masks | append: what must follow
+ mask thread                                        '-> fill ... ->'
+```
+
+Where the model's threads have all cores, another thread would take one of them, and the others would wait for that one
+at the end of each kernel: then this thread fills the masks, before the layers. To share the work between threads gains
+nothing anyway: those who follow one grammar wait for each other's look at its lexer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
+
+from quire.errors import RequestError, describe
+from quire.scheduling.plan import ItemResult, Opening, PlanItem
+from quire.structured.grammar_cache import GrammarShelf
+from quire.structured.grammar_state import Constraint
+
+
+class Work(NamedTuple):
+    """What is to be done for one constraint in a step.
+
+    Args:
+        constraint: whose.
+        start: of the tokens, counted from the first of the output.
+        token_ids: what is known of the output from there on.
+        draft: what may come behind them.
+        is_sampled: whether a token is drawn in this step.
+    """
+
+    constraint: Constraint
+    start: int
+    token_ids: Sequence[int]
+    draft: Sequence[int]
+    is_sampled: bool
+
+
+class Constraints:
+    """Opens and closes constraints, and fills their masks.
+
+    Args:
+        shelf: the model's grammars.
+        is_beside: whether there is a core for masks beside those that the model's threads have.
+    """
+
+    def __init__(self, shelf: GrammarShelf, *, is_beside: bool = True) -> None:
+        self._shelf = shelf
+        self._is_beside = is_beside
+        self._num_words = -(-shelf.vocab_size // 32)
+        self._open: dict[int, Constraint] = {}
+        # Closed by the plan at hand, and maybe what its openings were forked from.
+        self._leaving: list[Constraint] = []
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-masks")
+        self._job: Future[None] | None = None
+        self._num_steps = 0
+
+    @property
+    def num_open(self) -> int:
+        """Sequences with a constraint."""
+        return len(self._open)
+
+    def close(self, seq_id: int) -> None:
+        """Forget a sequence, once the plan that closes it was followed."""
+        known = self._open.pop(seq_id, None)
+        if known is not None:
+            self._leaving.append(known)
+
+    def open(self, seq_id: int, opening: Opening) -> Constraint | None:
+        """Return the constraint of a sequence that was not known; None where it has none."""
+        wanted = opening.params.structured_outputs
+        if wanted is None:
+            return None
+        self._wait()
+        ends = self._shelf.end_token_ids
+        family = (wanted, opening.seed, opening.num_prompt)
+        output = list(opening.token_ids[opening.num_prompt :])
+        known = (*self._open.values(), *self._leaving) if output else ()
+        # What another sequence of the request went through need not be gone through again.
+        siblings = [one for one in known if one.family == family and one.error is None and one.leads_to(output)]
+        nearest = max(siblings, key=lambda one: len(one.token_ids), default=None)
+        if nearest is not None:
+            constraint = nearest.fork(opening)
+        else:
+            try:
+                constraint = Constraint(self._shelf.compile(wanted.source), opening, ends)
+            except (RequestError, ValueError) as error:
+                constraint = Constraint(None, opening, ends, f"the grammar of the output does not compile: {error}")
+        self._open[seq_id] = constraint
+        return constraint
+
+    def begin(self, items: Sequence[PlanItem]) -> None:
+        """Fill the masks of a step, or have another thread fill them."""
+        self._wait()
+        self._num_steps += 1
+        self._leaving.clear()
+        if not self._open:
+            return
+        works = [work for item in items if (work := self._work(item)) is not None]
+        if not works:
+            return
+        num_rows = [1 + len(work.draft) if work.is_sampled else 0 for work in works]
+        masks = torch.split(torch.empty((sum(num_rows), self._num_words), dtype=torch.int32), num_rows)
+        for work in works:
+            work.constraint.begin_step(self._num_steps)
+        # The constraints must have their masks before the thread looks for them.
+        begun: Future[None] = Future()
+        if self._is_beside:
+            self._job = self._thread.submit(_fill, works, begun)
+        for work, part in zip(works, masks, strict=True):
+            work.constraint.begin(part, self._job)
+        begun.set_result(None)
+        if not self._is_beside:
+            _fill(works, begun)
+
+    def append(self, items: Sequence[PlanItem], results: Sequence[ItemResult]) -> list[ItemResult]:
+        """Take in what was drawn, and append what must follow.
+
+        Args:
+            items: those that were sampled.
+            results: one for each.
+        """
+        if not self._open:
+            return list(results)
+        extended = list(results)
+        for place, (item, result) in enumerate(zip(items, results, strict=True)):
+            constraint = self._open.get(item.seq_id)
+            # Each of several samples will be a sequence of its own.
+            if constraint is not None and result.error is None and item.num_samples == 1:
+                try:
+                    token_ids = constraint.append(result.token_ids)
+                except Exception as error:
+                    extended[place] = ItemResult(item.seq_id, (), error=_failure(error), is_own_fault=True)
+                    continue
+                if len(token_ids) > len(result.token_ids):
+                    extended[place] = result._replace(token_ids=token_ids)
+        return extended
+
+    def _work(self, item: PlanItem) -> Work | None:
+        constraint = self._open.get(item.seq_id)
+        if constraint is None:
+            return None
+        is_sampled = item.num_samples > 0
+        num_certain = len(item.token_ids) - item.num_draft
+        certain, draft = item.token_ids[:num_certain], item.token_ids[num_certain:]
+        if item.opening is not None:
+            return Work(constraint, 0, item.opening.token_ids[item.opening.num_prompt :], draft, is_sampled)
+        if not is_sampled:
+            return None
+        num_prompt = constraint.num_prompt
+        start = max(item.start, num_prompt)
+        return Work(constraint, start - num_prompt, certain[start - item.start :], draft, True)
+
+    def _wait(self) -> None:
+        """Wait for the thread, which may still be at the masks of a step that failed."""
+        if self._job is not None:
+            self._job.result()
+            self._job = None
+
+
+def _failure(error: Exception) -> str:
+    """Return what the request of a grammar that raised is told."""
+    return f"the grammar of the output failed: {describe(error)}"
+
+
+def _fill(works: Sequence[Work], begun: Future[None]) -> None:
+    """Bring constraints up to what is known, and fill their masks."""
+    begun.result()
+    with torch.inference_mode():
+        for work in works:
+            constraint = work.constraint
+            # Whatever goes wrong is that sequence's affair.
+            try:
+                constraint.follow(work.start, work.token_ids)
+                if work.is_sampled:
+                    constraint.fill(work.draft)
+            except Exception as error:
+                constraint.error = _failure(error)
