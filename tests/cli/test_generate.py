@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from quire.cli.board import Board, MemoryWatch, printable
+from quire.cli.live_table import LiveTable, MemoryWatch, printable
 from quire.cli.main import main
 from quire.engine.llm import LLM
 from quire.engine.outputs.outputs import CompletionOutput, RequestOutput
@@ -123,7 +123,7 @@ def test_the_demonstration_in_little_memory_preempts_and_ends(capsys: pytest.Cap
 def test_a_terminal_gets_a_table_that_ends_whole(llm: LLM) -> None:
     texts = expected(llm, PROMPTS)
     screen = io.StringIO()
-    board = Board(PROMPTS, Console(file=screen, force_terminal=True, width=200, color_system=None))
+    board = LiveTable(PROMPTS, Console(file=screen, force_terminal=True, width=200, color_system=None))
     watch = MemoryWatch(llm)
     board.follow(watch.over(llm.stream(PROMPTS, SamplingParams(temperature=0.0, max_tokens=12))))
     final = screen.getvalue().rpartition("cached")[2]
@@ -137,7 +137,7 @@ def test_a_terminal_gets_a_table_that_ends_whole(llm: LLM) -> None:
 
 
 def test_samples_have_a_row_each() -> None:
-    board = Board(["a", "b"], Console(file=io.StringIO()), num_samples=2)
+    board = LiveTable(["a", "b"], Console(file=io.StringIO()), num_samples=2)
     board.add(RequestOutput("1", "b", [1, 2], [CompletionOutput(1, "x", [7])], num_cached_tokens=1))
     (row,) = board.add(RequestOutput("1", "b", [1, 2], [CompletionOutput(1, "y", [8], finish_reason="stop")]))
     assert row is board.rows[3]

@@ -15,7 +15,7 @@ from quire.cli.options import (
     parse_size,
     sampling_options,
 )
-from quire.config import EngineConfig, option_homes
+from quire.config import EngineConfig, option_sections
 from quire.sequences.params import SamplingParams
 
 
@@ -36,7 +36,7 @@ def test_nothing_given_leaves_all_defaults(parser: argparse.ArgumentParser) -> N
 
 def test_every_field_has_a_flag_with_its_meaning(parser: argparse.ArgumentParser) -> None:
     helps = {action.dest: action.help for action in parser._actions}
-    for name in option_homes():
+    for name in option_sections():
         assert helps[name], name
     for field in fields(SamplingParams):
         if field.init and field.name not in ("logits_processors", "strategy", "structured_outputs"):
@@ -63,7 +63,7 @@ def test_engine_flags_become_options(
     assert options == {"model": "bundled", **expected}
     config = EngineConfig.from_options(**options)
     for name, value in expected.items():
-        assert getattr(getattr(config, option_homes()[name]), name) == value
+        assert getattr(getattr(config, option_sections()[name]), name) == value
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from quire.config import (
     ResolvedConfig,
     SchedulerConfig,
     StepCost,
-    option_homes,
+    option_sections,
     resolve,
 )
 from quire.errors import ConfigError
@@ -120,7 +120,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     ],
 )
 def test_an_option_is_taken_or_refused_by_name_and_value(name: str, good: list[Any], bad: list[Any]) -> None:
-    home = option_homes()[name]
+    home = option_sections()[name]
     for value in good:
         config = EngineConfig.from_options(**{name: value}, **NEEDED.get(name, {}))
         assert getattr(getattr(config, home), name) == value
@@ -141,13 +141,13 @@ def test_every_option_is_tried_above() -> None:
     (mark,) = [
         mark for mark in test_an_option_is_taken_or_refused_by_name_and_value.pytestmark if mark.name == "parametrize"
     ]
-    assert {row[0] for row in mark.args[1]} == option_homes().keys()
+    assert {row[0] for row in mark.args[1]} == option_sections().keys()
 
 
 def test_an_unknown_option_lists_the_known_ones() -> None:
     error = refused(max_model_length=5)
     assert error.field == "max_model_length"
-    for name in option_homes():
+    for name in option_sections():
         assert name in str(error)
 
 
@@ -173,7 +173,7 @@ def test_options_go_round() -> None:
     config = EngineConfig.from_options(seed=5, watermark=0.25, scheduling_policy="priority")
     parts = (config.model, config.cache, config.scheduler, config.speculative)
     flat = {name: value for part in parts for name, value in dataclasses.asdict(part).items()}
-    assert flat.keys() == option_homes().keys()
+    assert flat.keys() == option_sections().keys()
     assert EngineConfig.from_options(**flat) == config
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from quire.errors import WorkerError
-from quire.execution.block_copies import TieredBlocks
+from quire.execution.block_copies import BlockCopier
 from quire.execution.executor import Executor
 from quire.memory.ops import MemoryOps
 from quire.scheduling.plan import StepPlan, StepResult
@@ -87,7 +87,7 @@ class FailingExecutor:
         failures: says when.
     """
 
-    def __init__(self, executor: Executor, blocks: TieredBlocks, failures: Failures) -> None:
+    def __init__(self, executor: Executor, blocks: BlockCopier, failures: Failures) -> None:
         self.executor = executor
         self.failures = failures
         self._blocks = blocks

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.engine.outputs.best_of import Ranking
+from quire.engine.outputs.best_of import BestOf
 from quire.engine.outputs.outputs import CompletionOutput
 from quire.errors import InvalidParameter
 
@@ -68,7 +68,7 @@ def test_more_than_can_run_is_refused(llm: LLM) -> None:
 
 
 def test_a_sample_without_a_token_is_the_last() -> None:
-    ranking = Ranking(2)
+    ranking = BestOf(2)
     ranking.add([CompletionOutput(0, finish_reason="abort")])
     ranking.add([CompletionOutput(1, token_ids=[5, 5], cumulative_logprob=-9.0)])
     ranking.add([CompletionOutput(2, token_ids=[5], cumulative_logprob=-4.0)])

@@ -15,9 +15,9 @@ pytest.importorskip("llguidance", reason="the extra structured is not installed"
 
 from quire.errors import InvalidParameter, UnsupportedFeature, WorkerError
 from quire.sequences.structured import GrammarSource, StructuredOutputs
-from quire.structured.compile_sandbox import Trial
-from quire.structured.grammar_cache import GrammarShelf
-from quire.structured.grammar_compiler import MAX_TRIALS, Grammars
+from quire.structured.compile_sandbox import CompileSandbox
+from quire.structured.grammar_cache import GrammarCache
+from quire.structured.grammar_compiler import MAX_TRIALS, GrammarCompiler
 from tests.execution.grammar_world import NUM_IDS, tokenizer
 
 TEXT = str(tokenizer().to_str())
@@ -36,13 +36,13 @@ SOUND = StructuredOutputs(regex="[ab]+")
 RECURSIVE = StructuredOutputs(json={"properties": {"a": {"$ref": "#"}}, "additionalProperties": False})
 
 
-def grammars(timeout_s: float = 30.0, memory_bytes: int = 1 << 29) -> Grammars:
-    return Grammars(GrammarShelf(lambda: TEXT, NUM_IDS, (0,)), timeout_s=timeout_s, memory_bytes=memory_bytes)
+def grammars(timeout_s: float = 30.0, memory_bytes: int = 1 << 29) -> GrammarCompiler:
+    return GrammarCompiler(GrammarCache(lambda: TEXT, NUM_IDS, (0,)), timeout_s=timeout_s, memory_bytes=memory_bytes)
 
 
 @pytest.fixture(scope="module")
-def trial() -> Iterator[Trial]:
-    trial = Trial(TEXT, NUM_IDS, (0,), 1 << 29)
+def trial() -> Iterator[CompileSandbox]:
+    trial = CompileSandbox(TEXT, NUM_IDS, (0,), 1 << 29)
     yield trial
     trial.close()
     assert not trial.is_alive
@@ -96,7 +96,7 @@ def test_what_does_not_compile_is_refused_with_the_reason(wanted: dict, field: s
     opened.close()
 
 
-def test_schemas_that_name_themselves_and_large_ones_compile(trial: Trial) -> None:
+def test_schemas_that_name_themselves_and_large_ones_compile(trial: CompileSandbox) -> None:
     assert trial.compile(RECURSIVE.source, 30.0) is None
     names = [f"name{idx}" for idx in range(300)]
     large = StructuredOutputs(json={"properties": {name: {"type": "string"} for name in names}, "required": names})
@@ -146,7 +146,7 @@ def test_nothing_is_left_behind() -> None:
     assert not trial.is_alive
 
 
-def test_the_process_loads_no_torch(trial: Trial) -> None:
+def test_the_process_loads_no_torch(trial: CompileSandbox) -> None:
     assert trial.compile(SOUND.source, 30.0) is None
     maps = f"/proc/{trial.pid}/maps"
     with open(maps, encoding="utf-8") as file:
@@ -157,14 +157,14 @@ def test_the_process_loads_no_torch(trial: Trial) -> None:
 
 def test_a_tokenizer_that_cannot_be_used_is_refused() -> None:
     with pytest.raises(UnsupportedFeature, match="tokenizer cannot be used") as caught:
-        Trial('{"model": {}}', NUM_IDS, (0,), 1 << 29)
+        CompileSandbox('{"model": {}}', NUM_IDS, (0,), 1 << 29)
     assert caught.value.field == "structured_outputs"
 
 
 def test_a_process_that_does_not_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(WorkerError, match="does not start"):
-        Trial(TEXT, NUM_IDS, (0,), 1 << 29)
+        CompileSandbox(TEXT, NUM_IDS, (0,), 1 << 29)
 
 
 def test_without_the_package_the_extra_is_named() -> None:
@@ -186,12 +186,12 @@ def test_without_the_package_the_extra_is_named() -> None:
     assert second == "2"
 
 
-def test_a_source_is_what_the_process_gets(trial: Trial) -> None:
+def test_a_source_is_what_the_process_gets(trial: CompileSandbox) -> None:
     assert trial.compile(GrammarSource("json", '{"type": "object"}', False), 30.0) is None
     assert trial.compile(GrammarSource("json", "not json"), 30.0)
 
 
-def test_what_compiling_took_is_known_whatever_came_before(trial: Trial) -> None:
+def test_what_compiling_took_is_known_whatever_came_before(trial: CompileSandbox) -> None:
     names = [f"name {idx} {idx * 7919 % 1000}" for idx in range(4000)]
     small, large = StructuredOutputs(regex="[ab]+c"), StructuredOutputs(choice=names)
     taken = []

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire import LLM, SamplingParams
-from quire.engine.inputs.embeddings import MediaReader
+from quire.engine.inputs.embeddings import EmbeddingsReader
 from quire.engine.inputs.prompts import PromptReader
 from quire.errors import InvalidParameter, UnsupportedFeature
 from quire.memory import check
@@ -143,7 +143,7 @@ def test_what_was_given_may_change_afterwards(llm: LLM, width: int) -> None:
 
 def test_a_digest_depends_on_all_that_embeddings_are_and_on_the_key() -> None:
     def digest(embeddings: Tensor, key: bytes = b"key") -> bytes:
-        reader = MediaReader(embeddings.shape[1], embeddings.dtype, key)
+        reader = EmbeddingsReader(embeddings.shape[1], embeddings.dtype, key)
         (media,) = reader.read([{"offset": 0, "embeddings": embeddings}], 100)
         return media.span.digest
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.engine.queue_slots import LONGEST_RETRY_S, Departures, Places
+from quire.engine.queue_slots import LONGEST_RETRY_S, DepartureRate, QueueSlots
 from quire.errors import InvalidParameter, QueueFull
 
 
@@ -18,10 +18,10 @@ class Clock:
         return self.now_s
 
 
-def measured(interval_s: float, num: int = 100) -> tuple[Departures, Clock]:
+def measured(interval_s: float, num: int = 100) -> tuple[DepartureRate, Clock]:
     """Return the measure of a server from which a request leaves every so many seconds."""
     clock = Clock()
-    departures = Departures(clock)
+    departures = DepartureRate(clock)
     for _ in range(num):
         departures.note(num_waiting=5)
         clock.now_s += interval_s
@@ -39,7 +39,7 @@ def test_the_wait_is_what_the_queue_takes_to_empty(interval_s: float, num_waitin
 
 
 def test_nothing_is_told_before_anything_was_measured() -> None:
-    departures = Departures(Clock())
+    departures = DepartureRate(Clock())
     assert departures.wait_s(1000) == 1
     departures.note(0)
     assert departures.wait_s(1000) == 1
@@ -69,7 +69,7 @@ def test_it_follows_a_change_of_pace() -> None:
 
 def test_a_full_queue_says_when_to_come_back() -> None:
     clock, num_queued = Clock(), 4
-    places = Places(5, lambda: num_queued, clock)
+    places = QueueSlots(5, lambda: num_queued, clock)
     for _ in range(50):
         places.end()
         clock.now_s += 2
@@ -89,11 +89,11 @@ def test_a_full_queue_says_when_to_come_back() -> None:
 
 
 def test_what_could_never_be_let_in_is_no_matter_of_waiting() -> None:
-    places = Places(5, lambda: 0)
+    places = QueueSlots(5, lambda: 0)
     with pytest.raises(
         InvalidParameter, match="prompt must be at most 5 prompts, as many as may wait, got '6 prompts'"
     ):
         places.reserve(6)
     with places.reserve(5), pytest.raises(QueueFull):
         places.check()
-    Places(None, lambda: 10**6).reserve(10**6)
+    QueueSlots(None, lambda: 10**6).reserve(10**6)

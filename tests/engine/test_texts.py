@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from quire import AsyncLLM, SamplingParams
-from quire.engine.inputs.request_builder import Prepared, RequestReader
-from quire.engine.inputs.tokenizer_pool import FEW_CHARS, MANY_CHARS, SHORT_THREADS, Texts
+from quire.engine.inputs.request_builder import PreparedRequest, RequestBuilder
+from quire.engine.inputs.tokenizer_pool import FEW_CHARS, MANY_CHARS, SHORT_THREADS, TokenizerPool
 from quire.errors import InvalidParameter, PromptTooLong, QueueFull, UnsupportedFeature, WorkerError
 from tests.engine.test_async_llm import load, scenario, text_of
 from tests.engine.test_llm import greedy
@@ -31,15 +31,15 @@ def llm() -> Iterator[AsyncLLM]:
 
 
 @pytest.fixture
-def texts(llm: AsyncLLM) -> Iterator[Texts]:
+def texts(llm: AsyncLLM) -> Iterator[TokenizerPool]:
     """Threads whose work waits for nobody else's."""
-    texts = Texts(llm._engine.requests, llm.tokenizer, 10**6)
+    texts = TokenizerPool(llm._engine.requests, llm.tokenizer, 10**6)
     yield texts
     texts.close()
 
 
 @scenario
-async def test_short_texts_do_not_wait_for_long_ones(texts: Texts) -> None:
+async def test_short_texts_do_not_wait_for_long_ones(texts: TokenizerPool) -> None:
     may_end = threading.Event()
     long = [asyncio.create_task(texts.run(MANY_CHARS + 1, may_end.wait)) for _ in range(20)]
     blocked = [asyncio.create_task(texts.run(MANY_CHARS, may_end.wait)) for _ in range(SHORT_THREADS - 1)]
@@ -52,7 +52,7 @@ async def test_short_texts_do_not_wait_for_long_ones(texts: Texts) -> None:
 
 
 @scenario
-async def test_long_texts_go_one_after_the_other(texts: Texts) -> None:
+async def test_long_texts_go_one_after_the_other(texts: TokenizerPool) -> None:
     num_running, most = 0, 0
 
     def work() -> None:
@@ -67,7 +67,7 @@ async def test_long_texts_go_one_after_the_other(texts: Texts) -> None:
 
 
 @scenario
-async def test_texts_that_wait_are_bounded_together(texts: Texts, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_texts_that_wait_are_bounded_together(texts: TokenizerPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.engine.inputs.tokenizer_pool.MAX_WAITING_CHARS", 3 * (MANY_CHARS + 1))
     may_end = threading.Event()
     waiting = [asyncio.create_task(texts.run(MANY_CHARS + 1, may_end.wait)) for _ in range(3)]
@@ -83,7 +83,7 @@ async def test_texts_that_wait_are_bounded_together(texts: Texts, monkeypatch: p
 
 
 @scenario
-async def test_the_event_loop_and_the_engine_go_on_beside_a_long_text(llm: AsyncLLM, texts: Texts) -> None:
+async def test_the_event_loop_and_the_engine_go_on_beside_a_long_text(llm: AsyncLLM, texts: TokenizerPool) -> None:
     long = asyncio.create_task(texts.encode("word, " * 400_000))
     alone = await text_of(llm, "Once upon a time", greedy())
     assert not long.done()
@@ -98,7 +98,7 @@ async def test_what_a_door_prepares_is_what_the_engine_would_have_read(llm: Asyn
     prepared = await llm.texts.prepare(prompts, params)
     assert [each.prompt.text for each in prepared] == ["Once upon a time", None, "a b", None]
     for prompt, each in zip(prompts, prepared, strict=True):
-        assert isinstance(each, Prepared)
+        assert isinstance(each, PreparedRequest)
         assert await text_of(llm, each, params) == await text_of(llm, prompt, params)
     assert len({id(each.words) for each in prepared}) == 1, "parameters of one request are read once"
 
@@ -106,13 +106,13 @@ async def test_what_a_door_prepares_is_what_the_engine_would_have_read(llm: Asyn
 @scenario
 async def test_the_engine_s_thread_reads_no_texts(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     readers: set[str] = set()
-    prepare = RequestReader.prepare
+    prepare = RequestBuilder.prepare
 
-    def noted(self: RequestReader, *args: Any, **kwargs: Any) -> Prepared:
+    def noted(self: RequestBuilder, *args: Any, **kwargs: Any) -> PreparedRequest:
         readers.add(threading.current_thread().name)
         return prepare(self, *args, **kwargs)
 
-    monkeypatch.setattr(RequestReader, "prepare", noted)
+    monkeypatch.setattr(RequestBuilder, "prepare", noted)
     params = SamplingParams(max_tokens=1, bad_words=["word " * 200] * 10)
     await text_of(llm, MIDDLE[: FEW_CHARS // 2], params)
     with pytest.raises(PromptTooLong):
@@ -147,7 +147,7 @@ async def test_a_text_is_refused_at_the_context_length(llm: AsyncLLM) -> None:
 
 @scenario
 async def test_who_waits_for_a_thread_is_told_of_the_end(llm: AsyncLLM) -> None:
-    texts = Texts(llm._engine.requests, llm.tokenizer, 10**6)
+    texts = TokenizerPool(llm._engine.requests, llm.tokenizer, 10**6)
     may_end = threading.Event()
     running = asyncio.create_task(texts.run(MANY_CHARS + 1, may_end.wait))
     waiting = asyncio.create_task(texts.run(MANY_CHARS + 1, may_end.wait))

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from quire.scheduling.plan import Opening
 from quire.sequences.params import SamplingParams
 from quire.sequences.structured import StructuredOutputs
-from quire.structured.grammar_cache import GrammarShelf
-from quire.structured.grammar_state import Constraint
+from quire.structured.grammar_cache import GrammarCache
+from quire.structured.grammar_state import GrammarState
 
 MERGES = [
     *(("a", "b"), ("n", "a"), ("na", "m"), ("nam", "e"), ('"', "name")),
@@ -65,8 +65,8 @@ def tokenizer() -> Tokenizer:
 
 
 @cache
-def shelf(end_token_ids: tuple[int, ...] = (END,)) -> GrammarShelf:
-    return GrammarShelf(lambda: str(tokenizer().to_str()), NUM_IDS, end_token_ids)
+def shelf(end_token_ids: tuple[int, ...] = (END,)) -> GrammarCache:
+    return GrammarCache(lambda: str(tokenizer().to_str()), NUM_IDS, end_token_ids)
 
 
 def opening(name: str, output: tuple[int, ...] = (), *, prompt: tuple[int, ...] = (3, 4), **params: Any) -> Opening:
@@ -74,14 +74,14 @@ def opening(name: str, output: tuple[int, ...] = (), *, prompt: tuple[int, ...] 
     return Opening(SamplingParams(structured_outputs=wanted, **params), 7, 0, len(prompt), prompt + output, (END,))
 
 
-def constraint(name: str, **params: Any) -> Constraint:
+def constraint(name: str, **params: Any) -> GrammarState:
     first = opening(name, **params)
     assert first.params.structured_outputs is not None
     ends = shelf().end_token_ids
-    return Constraint(shelf().compile(first.params.structured_outputs.source), first, ends)
+    return GrammarState(shelf().compile(first.params.structured_outputs.source), first, ends)
 
 
-def filled(known: Constraint, draft: tuple[int, ...] = ()) -> list[set[int]]:
+def filled(known: GrammarState, draft: tuple[int, ...] = ()) -> list[set[int]]:
     """Return the tokens that are allowed at the next position, and behind each draft that the grammar has."""
     masks = torch.full((1 + len(draft), NUM_WORDS), -1, dtype=torch.int32)
     known.begin_step(next(STEPS))
@@ -98,7 +98,7 @@ def allowed(mask: torch.Tensor) -> set[int]:
     return {idx for idx in range(len(words) * 32) if words[idx // 32] >> (idx % 32) & 1}
 
 
-def fresh(name: str, output: list[int], **params: Any) -> Constraint:
+def fresh(name: str, output: list[int], **params: Any) -> GrammarState:
     """Return a constraint that has seen nothing but an output, token by token."""
     known = constraint(name, **params)
     for place, token_id in enumerate(output):

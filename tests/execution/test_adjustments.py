@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.execution.sampling.filters import keep_near_best, keep_typical
-from quire.execution.sampling.logits_processing import Adjustments, adjust
+from quire.execution.sampling.filters import apply_top_n_sigma, apply_typical_p
+from quire.execution.sampling.logits_processing import LogitsProcessing, adjust
 from quire.execution.sampling.penalties import MAX_REPEATED
 from quire.scheduling.plan import Opening
 from quire.sequences.params import SamplingParams
@@ -27,7 +27,7 @@ def logits_of(num_rows: int, seed: int) -> torch.Tensor:
 def adjust_one(opening: Opening, logits: torch.Tensor) -> tuple[list[float], dict[int, str]]:
     """Return a row after the adjustments, and what failed."""
     row = logits.clone()
-    errors = adjust(row, [(0, Adjustments(opening, CPU), len(opening.token_ids))])
+    errors = adjust(row, [(0, LogitsProcessing(opening, CPU), len(opening.token_ids))])
     return row[0].tolist(), errors
 
 
@@ -40,7 +40,7 @@ def close(values: list[float]) -> Any:
 def test_every_adjustment_and_mixture_equals_the_twin(batch: list[Opening], seed: int) -> None:
     logits = logits_of(len(batch), seed)
     expected = [adjusted(row, opening) for row, opening in zip(logits.tolist(), batch, strict=True)]
-    rows = [(row, Adjustments(opening, CPU), len(opening.token_ids)) for row, opening in enumerate(batch)]
+    rows = [(row, LogitsProcessing(opening, CPU), len(opening.token_ids)) for row, opening in enumerate(batch)]
     assert adjust(logits, [entry for entry in rows if not entry[1].is_none(entry[2])]) == {}
     assert logits.tolist() == [close(row) for row in expected]
 
@@ -94,7 +94,7 @@ def test_what_is_typical_equals_the_twin(spread: float, typical_p: float) -> Non
     logits = spread * torch.randn(6, 700, generator=torch.Generator().manual_seed(3), dtype=torch.float64).float()
     logits[:, 100:300] = -torch.inf
     expected = [typical({i: value.exp().item() for i, value in enumerate(row)}, typical_p) for row in logits.double()]
-    keep_typical(logits, torch.full((6,), typical_p, dtype=torch.float64))
+    apply_typical_p(logits, torch.full((6,), typical_p, dtype=torch.float64))
     for row, left in zip(logits, expected, strict=True):
         assert set(row.isfinite().nonzero()[:, 0].tolist()) == set(left)
 
@@ -104,7 +104,7 @@ def test_what_is_near_the_best_equals_the_twin(num_sigmas: float) -> None:
     logits = torch.randn(6, 700, generator=torch.Generator().manual_seed(4))
     logits[:, 100:300] = -torch.inf
     expected = [near_best(dict(enumerate(row)), row, num_sigmas) for row in logits.tolist()]
-    keep_near_best(logits, torch.full((6,), num_sigmas, dtype=torch.float64))
+    apply_top_n_sigma(logits, torch.full((6,), num_sigmas, dtype=torch.float64))
     for row, left in zip(logits, expected, strict=True):
         assert set(row.isfinite().nonzero()[:, 0].tolist()) == set(left) - set(range(100, 300))
 
@@ -168,7 +168,7 @@ def test_a_processor_that_fails_is_its_own_rows_error(processor: Callable[..., A
     own = SamplingParams(logits_processors=[processor])  # type: ignore[arg-type]
     rows = [Opening(params, 0, 0, 1, (1,), ()) for params in (own, SamplingParams(logit_bias={2: 1.0}))]
     logits = torch.zeros(2, VOCAB)
-    errors = adjust(logits, [(row, Adjustments(opening, CPU), 1) for row, opening in enumerate(rows)])
+    errors = adjust(logits, [(row, LogitsProcessing(opening, CPU), 1) for row, opening in enumerate(rows)])
     assert set(errors) == {0}
     assert why in errors[0]
     assert logits[0].tolist() == [0.0] * VOCAB

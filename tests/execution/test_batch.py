@@ -10,13 +10,13 @@ import torch
 
 from quire.execution.batch import BatchBuilder, end_rows
 from quire.memory.ops import NO_OPS
-from quire.models.spec import KeptState, KeptTokens
+from quire.models.spec import StateCacheShape, TokenCacheShape
 from quire.ops.interface import AttentionBatch, StateBatch
 from quire.scheduling.plan import Opening, PlanItem, StepPlan, TableDelta
 from quire.sequences.params import SamplingParams
 
-KEPT = (KeptTokens(2, 8), KeptTokens(2, 8, window=7), KeptState(2, 8))
-CHUNKED = KeptTokens(2, 8, chunk=6)
+KEPT = (TokenCacheShape(2, 8), TokenCacheShape(2, 8, window=7), StateCacheShape(2, 8))
+CHUNKED = TokenCacheShape(2, 8, chunk=6)
 ALL = KEPT[:1]
 OPENING = Opening(SamplingParams(), 0, 0, 1, (1,), ())
 

@@ -13,7 +13,7 @@ from quire.execution.sampling.sampler import Sampler
 from quire.memory.ops import NO_OPS
 from quire.scheduling.plan import PlanItem, StepPlan
 from quire.structured import mask_filler as constraint_masks
-from quire.structured.mask_filler import Constraints
+from quire.structured.mask_filler import GrammarStates
 from tests.execution.grammar_world import NUM_IDS, WANTED, fresh, opening, shelf
 
 NAMES = sorted(set(WANTED) - {"dead"})
@@ -21,7 +21,7 @@ NAMES = sorted(set(WANTED) - {"dead"})
 
 def decode(*, is_beside: bool) -> list[list[int]]:
     """Return the outputs of all grammars together, each token the likeliest of logits that depend on the step."""
-    sampler = Sampler(torch.device("cpu"), Constraints(shelf(), is_beside=is_beside))
+    sampler = Sampler(torch.device("cpu"), GrammarStates(shelf(), is_beside=is_beside))
     outputs: dict[int, list[int]] = {seq_id: [] for seq_id in range(len(NAMES))}
     openings = [opening(name, temperature=0.0) for name in NAMES]
     items = [PlanItem(seq_id, 0, new.token_ids, (), 1, new) for seq_id, new in enumerate(openings)]

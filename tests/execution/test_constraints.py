@@ -16,11 +16,11 @@ from quire.structured.grammar_cache import (
     KEPT_BYTES,
     MAX_FORCED_BYTES,
     NUM_KEPT,
-    GrammarShelf,
+    GrammarCache,
     compile_grammar,
     import_llguidance,
 )
-from quire.structured.grammar_state import DEAD_END, MAX_RUN, Constraint
+from quire.structured.grammar_state import DEAD_END, MAX_RUN, GrammarState
 from tests.execution.grammar_world import (
     END,
     NUM_IDS,
@@ -88,10 +88,10 @@ def test_every_way_to_a_position_gives_the_same_masks(name: str) -> None:
         start = min(common, rng.randrange(len(wanted) + 1))
         known.follow(start, wanted[start:])
         if rng.random() < 0.3:
-            assert known.leads_to([*wanted, 1])
-            assert known.leads_to(wanted)
-            assert not known.leads_to(wanted[:-1])
-            assert not known.leads_to([*wanted[:-1], wanted[-1] + 1])
+            assert known.is_prefix_of([*wanted, 1])
+            assert known.is_prefix_of(wanted)
+            assert not known.is_prefix_of(wanted[:-1])
+            assert not known.is_prefix_of([*wanted[:-1], wanted[-1] + 1])
             known = known.fork(opening(name))
         twin = fresh(name, wanted)
         assert known.token_ids == wanted == twin.token_ids
@@ -194,7 +194,7 @@ def test_the_end_is_forced_where_there_is_one_end_and_it_may_come() -> None:
     first = opening("choice")
     assert first.params.structured_outputs is not None
     source = first.params.structured_outputs.source
-    either = Constraint(shelf(ends).compile(source), first, ends)
+    either = GrammarState(shelf(ends).compile(source), first, ends)
     assert either.append(output) == output
     assert filled(either) == [{0, 1}]
 
@@ -236,7 +236,7 @@ def test_grammars_that_nobody_holds_make_room_for_others() -> None:
 
 
 def test_kept_grammars_are_bounded_by_what_compiling_took() -> None:
-    small = GrammarShelf(lambda: str(tokenizer().to_str()), NUM_IDS, (END,))
+    small = GrammarCache(lambda: str(tokenizer().to_str()), NUM_IDS, (END,))
     sources = [GrammarSource("regex", f"b{{{count}}}") for count in range(1, 5)]
     for source in sources[:3]:
         small.compile(source, KEPT_BYTES // 3)
@@ -254,7 +254,7 @@ def test_kept_grammars_are_bounded_by_what_compiling_took() -> None:
 def test_long_forced_text_is_drawn_until_the_rest_is_short() -> None:
     num_pairs = MAX_FORCED_BYTES // 2 + 4
     grammar = shelf().compile(GrammarSource("regex", f"b|(ab){{{num_pairs}}}"))
-    known = Constraint(grammar, opening("regex"), (END,))
+    known = GrammarState(grammar, opening("regex"), (END,))
     pair = VOCAB.index("ab")
     num_drawn = 0
     while len(run := known.append((pair,))) == 1:

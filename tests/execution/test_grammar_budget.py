@@ -15,9 +15,9 @@ from quire.memory.ops import NO_OPS
 from quire.scheduling.plan import ItemResult, Opening, PlanItem, StepPlan
 from quire.structured import grammar_budget
 from quire.structured.grammar_budget import LIMIT_S, STEP_S, GrammarAccount, GrammarBudget
-from quire.structured.grammar_cache import GrammarShelf
+from quire.structured.grammar_cache import GrammarCache
 from quire.structured.grammar_state import RUN_PART, TOO_SLOW
-from quire.structured.mask_filler import Constraints
+from quire.structured.mask_filler import GrammarStates
 from tests.execution.grammar_world import NUM_IDS, opening, tokenizer
 
 CPU = torch.device("cpu")
@@ -71,13 +71,13 @@ class World:
         self.clocks = {name: Clock(seconds) for name, seconds in seconds_of.items()}
         total = SimpleNamespace(thread_time=lambda: sum(clock.now_s for clock in self.clocks.values()))
         patch.setattr(grammar_budget, "time", total)
-        self.shelf = GrammarShelf(lambda: str(tokenizer().to_str()), NUM_IDS, (0,))
+        self.shelf = GrammarCache(lambda: str(tokenizer().to_str()), NUM_IDS, (0,))
         self.held = []
         for name, clock in self.clocks.items():
             grammar = self.shelf.compile(self.opening(name).params.structured_outputs.source)  # type: ignore[union-attr]
             grammar._matcher = Matcher(grammar._matcher, clock)
             self.held.append(grammar)
-        self.sampler = Sampler(CPU, Constraints(self.shelf, is_beside=False))
+        self.sampler = Sampler(CPU, GrammarStates(self.shelf, is_beside=False))
         self.items: list[PlanItem] = []
         self.errors: dict[int, str] = {}
         self.outputs: dict[int, list[int]] = {}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.execution.block_copies import TieredBlocks
+from quire.execution.block_copies import BlockCopier
 from quire.execution.kv_storage import KVStorage
 from quire.memory.ops import BlockCopy, Tier
 
@@ -39,7 +39,7 @@ def test_a_host_block_is_reused_within_one_list(device: str) -> None:
     group, _ = both = storages(device)
     for block_id in range(6):
         stamp(group, block_id, float(block_id))
-    blocks = TieredBlocks(both, host_bytes=3 * BLOCK_BYTES[0])
+    blocks = BlockCopier(both, host_bytes=3 * BLOCK_BYTES[0])
     # Out, moved within the host, back in; and the host block of the first is taken by the next one out.
     blocks.apply(
         [
@@ -66,7 +66,7 @@ def test_any_list_of_copies_does_what_a_table_of_contents_says(device: str) -> N
         for block_id in range(6):
             contents[group_idx, D, block_id] = float(10 * group_idx + block_id)
             stamp(storage, block_id, contents[group_idx, D, block_id])
-    blocks = TieredBlocks(both, host_bytes)
+    blocks = BlockCopier(both, host_bytes)
     blocks.apply([BlockCopy(group_idx, 0, block_id, D, H) for group_idx in (0, 1) for block_id in ids[group_idx, H]])
     for group_idx in (0, 1):
         contents |= {(group_idx, H, block_id): contents[group_idx, D, 0] for block_id in ids[group_idx, H]}
@@ -87,11 +87,11 @@ def test_the_rate_is_measured_and_moves_nothing_that_stays(device: str) -> None:
     both = storages(device)
     for block_id in range(6):
         stamp(both[0], block_id, float(block_id))
-    rate = TieredBlocks(both, host_bytes=4 * BLOCK_BYTES[0]).measure_copies()
+    rate = BlockCopier(both, host_bytes=4 * BLOCK_BYTES[0]).measure_copies()
     assert rate is not None
     assert rate > 0
     assert stamps(both[0]) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-    assert TieredBlocks(both).measure_copies() is None
+    assert BlockCopier(both).measure_copies() is None
 
 
 def test_host_memory_is_taken_when_a_block_moves_there() -> None:
@@ -100,6 +100,6 @@ def test_host_memory_is_taken_when_a_block_moves_there() -> None:
 
     both = storages("cpu")
     before = resident_bytes()
-    blocks = TieredBlocks(both, host_bytes=1 << 30)
+    blocks = BlockCopier(both, host_bytes=1 << 30)
     blocks.apply([BlockCopy(0, 1, 1000, D, H)])
     assert resident_bytes() - before < 64 << 20

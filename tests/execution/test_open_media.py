@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quire.execution.embeddings import OpenMedia
+from quire.execution.embeddings import MultimodalEmbeddings
 from quire.memory.media import MediaSpan
 from quire.memory.ops import NO_OPS
 from quire.scheduling.plan import Opening, PlanItem, StepPlan
@@ -20,7 +20,9 @@ def item(seq_id: int, start: int, count: int, media: tuple[Media, ...] | None = 
     return PlanItem(seq_id, start, (5,) * count, (), 0, opening)
 
 
-def rows(open_media: OpenMedia, *items: PlanItem, closed: tuple[int, ...] = ()) -> dict[int, list[float]] | None:
+def rows(
+    open_media: MultimodalEmbeddings, *items: PlanItem, closed: tuple[int, ...] = ()
+) -> dict[int, list[float]] | None:
     """Return the embeddings of a step by row."""
     open_media.follow(StepPlan(0, items, NO_OPS, closed))
     starts = [sum(len(one.token_ids) for one in items[:idx]) for idx in range(len(items) + 1)]
@@ -33,7 +35,7 @@ def rows(open_media: OpenMedia, *items: PlanItem, closed: tuple[int, ...] = ()) 
 
 def test_a_step_has_the_rows_of_its_tokens_whatever_is_beside_them() -> None:
     for cut in range(1, 12):
-        open_media = OpenMedia(torch.device("cpu"))
+        open_media = MultimodalEmbeddings(torch.device("cpu"))
         first = rows(open_media, item(0, 0, 3, ()), item(1, 0, cut, MEDIA)) or {}
         second = rows(open_media, item(1, cut, 12 - cut), item(0, 3, 1)) or {}
         by_place = {row - 3: row_of for row, row_of in first.items()} | {row + cut: at for row, at in second.items()}
@@ -42,7 +44,7 @@ def test_a_step_has_the_rows_of_its_tokens_whatever_is_beside_them() -> None:
 
 
 def test_what_is_closed_is_forgotten_and_may_be_opened_again() -> None:
-    open_media = OpenMedia(torch.device("cpu"))
+    open_media = MultimodalEmbeddings(torch.device("cpu"))
     assert rows(open_media, item(0, 0, 1, ())) is None
     assert rows(open_media, item(1, 0, 3, MEDIA)) == {2: [0.0, 1.0]}
     assert rows(open_media, item(1, 0, 3, ()), closed=(1,)) is None

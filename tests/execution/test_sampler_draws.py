@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.execution.sampling.batch_invariant_sums import CHUNK
-from quire.execution.sampling.sampling import Filter, draw, invert_cdf, likeliest, uniform
+from quire.execution.sampling.sampling import Filter, draw, invert_cdf, stable_topk, uniform
 
 # The 99.9999% quantile of chi-square is about k + 4.75 sqrt(2 k) + 15 for k degrees of freedom, and a little less.
 NUM_BINS = 64
@@ -114,7 +114,7 @@ def test_points_on_the_seams_of_chunks_find_columns_above_zero() -> None:
     count=st.integers(1, 30),
 )
 def test_likeliest_breaks_ties_by_token_id(rows: list[list[int]], count: int) -> None:
-    values, ids = likeliest(torch.tensor(rows, dtype=torch.float32), count)
+    values, ids = stable_topk(torch.tensor(rows, dtype=torch.float32), count)
     for row, row_values, row_ids in zip(rows, values.tolist(), ids.tolist(), strict=True):
         assert row_ids == sorted(range(30), key=lambda i: (-row[i], i))[:count]
         assert row_values == [row[i] for i in row_ids]

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from quire.config import CACHE_DTYPES
-from quire.execution.block_copies import TieredBlocks
+from quire.execution.block_copies import BlockCopier
 from quire.execution.kv_storage import STORED, KVStorage, StateStorage, make_storages
 from quire.memory import FullAttention
 from quire.memory.ops import BlockCopy
 from quire.models.cache_layout import state_bytes
-from quire.models.spec import CacheGroup, KeptState, KeptTokens
+from quire.models.spec import CacheGroup, StateCacheShape, TokenCacheShape
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -50,7 +50,7 @@ def test_a_block_has_the_bytes_that_memory_counts(name: str) -> None:
 def test_copies_are_made_in_order(device: str) -> None:
     """A chain of copies hands the first block down; a swap through a third block swaps."""
     storage = numbered(device)
-    before, blocks = storage.data.clone(), TieredBlocks([storage])
+    before, blocks = storage.data.clone(), BlockCopier([storage])
     blocks.apply([BlockCopy(0, 1, 2), BlockCopy(0, 2, 3), BlockCopy(0, 4, 2)])
     assert torch.equal(storage.data, before[[0, 1, 4, 1, 4]])
     blocks.apply([BlockCopy(0, 1, 3), BlockCopy(0, 2, 1), BlockCopy(0, 3, 2)])
@@ -69,15 +69,17 @@ def test_groups_share_bytes_and_their_copies_keep_one_order() -> None:
     small.data[4].fill_(2.0)
     large.data[0].fill_(3.0)
     # The small group moves block 4 away; the large one then takes bytes 256 to 384, which were blocks 4 and 5.
-    TieredBlocks([large, small]).apply([BlockCopy(1, 4, 3), BlockCopy(0, 0, 2)])
+    BlockCopier([large, small]).apply([BlockCopy(1, 4, 3), BlockCopy(0, 0, 2)])
     assert small.data[3].eq(2.0).all()
     assert large.data[2].eq(3.0).all()
     assert small.data[2].eq(1.0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kept", [KeptState(2, 5), KeptState(3, 7, (2, 3, 5)), KeptState(1, 1, (1, 1, 1))], ids=str)
-def test_a_state_is_one_range_of_bytes(kept: KeptState, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "kept", [StateCacheShape(2, 5), StateCacheShape(3, 7, (2, 3, 5)), StateCacheShape(1, 1, (1, 1, 1))], ids=str
+)
+def test_a_state_is_one_range_of_bytes(kept: StateCacheShape, dtype: torch.dtype) -> None:
     """Views of all layers and parts fill a block without overlap, and sums lie where float32 can be read."""
     layer_bytes = state_bytes(kept, dtype.itemsize)
     assert 0 <= layer_bytes - kept.num_inputs * dtype.itemsize - kept.sum_bytes < 4
@@ -94,13 +96,13 @@ def test_a_state_is_one_range_of_bytes(kept: KeptState, dtype: torch.dtype) -> N
         assert storage.inputs[layer_idx][2].eq(1.0 + layer_idx).all()
         assert storage.sums[layer_idx][2].eq(-1.0 - layer_idx).all()
     assert not storage.data[[0, 1, 3]].any()
-    TieredBlocks([storage]).apply([BlockCopy(0, 2, 3), BlockCopy(0, 0, 2)])
+    BlockCopier([storage]).apply([BlockCopy(0, 2, 3), BlockCopy(0, 0, 2)])
     assert storage.inputs[1][3].eq(2.0).all()
     assert not storage.data[[0, 1, 2]].any()
 
 
 def test_groups_of_a_model_share_their_bytes() -> None:
-    groups = [CacheGroup(2, KeptTokens(1, 4)), CacheGroup(3, KeptState(2, 5, (1, 2, 2)))]
+    groups = [CacheGroup(2, TokenCacheShape(1, 4)), CacheGroup(3, StateCacheShape(2, 5, (1, 2, 2)))]
     tokens, states = make_storages(groups, (5, 3), 4, torch.float32, "cpu")
     assert tokens.data.shape == (5, 2, 2, 1, 4, 4)
     assert states.data.shape == (3, 3 * 56)

@@ -130,7 +130,7 @@ def test_layers_side_by_side_of_which_one_keeps_nothing() -> None:
     torch.manual_seed(0)
     for name, shape in decoder.weight_shapes().items():
         decoder.load_weight(name, torch.randn(shape) * 0.2)
-    assert spec.last_keeping_idx == 1
+    assert spec.last_cached_layer == 1
     for found, expected in run_both(decoder):
         assert found.isfinite().all()
         if len(found):

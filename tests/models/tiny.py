@@ -33,7 +33,7 @@ from quire.execution.kv_storage import make_storages
 from quire.memory.ops import NO_OPS
 from quire.models.decoder import Decoder
 from quire.models.families import build
-from quire.models.spec import KeptState, KeptTokens, WeightMap
+from quire.models.spec import StateCacheShape, TokenCacheShape, WeightMap
 from quire.ops import make_ops
 from quire.scheduling.plan import Opening, PlanItem, StepPlan, TableDelta
 from quire.sequences.params import SamplingParams
@@ -345,17 +345,17 @@ class PagedRun:
         for group_idx, table in enumerate(tables):
             before = table.copy()
             match self._kept[group_idx]:
-                case KeptTokens() as kept:
+                case TokenCacheShape() as kept:
                     self._drop_what_is_out_of_sight(group_idx, table, start, kept)
                     table += [self._free.pop() for _ in range(needed - len(table))]
-                case KeptState():
+                case StateCacheShape():
                     self._carry_state(group_idx, table, -(-(start + len(token_ids)) // self._block_size))
             if table != before:
                 first = next((idx for idx, old in enumerate(before) if table[idx] != old), len(before))
                 deltas.append(TableDelta(group_idx, first, tuple(table[first:])))
         return PlanItem(seq_id, start, token_ids, tuple(deltas), 1, opening)
 
-    def _drop_what_is_out_of_sight(self, group_idx: int, table: list[int], start: int, kept: KeptTokens) -> None:
+    def _drop_what_is_out_of_sight(self, group_idx: int, table: list[int], start: int, kept: TokenCacheShape) -> None:
         """Null and poison the blocks of which no row from position `start` on sees a token."""
         first = 0 if kept.window is None else max(0, start + 1 - kept.window)
         if kept.chunk is not None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire.execution.kv_storage import KVStorage
 from quire.ops import make_ops
-from quire.ops.captures import MAX_ROWS, Buffers, CapturedLayers
+from quire.ops.captures import MAX_ROWS, BufferPool, CapturedLayers
 from quire.ops.interface import AttentionBatch, Captures, Linear, Ops, Rotation
 from quire.ops.native_library import LEVELS, NativeLibrary
 from quire.ops.native_ops import NativeOps
@@ -270,7 +270,7 @@ def test_memory_is_what_the_largest_step_holds_at_a_time() -> None:
 
 
 def test_memory_is_lent_again_when_nobody_holds_it() -> None:
-    buffers = Buffers()
+    buffers = BufferPool()
     first, second = (buffers.take((2, 8), torch.float32, 2) for _ in range(2))
     assert first.data_ptr() != second.data_ptr()
     place, total = first.data_ptr(), buffers.num_bytes
@@ -327,7 +327,7 @@ def test_kernels_that_cannot_be_noted_are_not_captured() -> None:
     logits, mask = randn(1, 64), torch.full((2,), -1, dtype=torch.int32)
 
     def between(x: Tensor) -> Tensor:
-        ops.keep_tokens(logits, [0], [mask])
+        ops.apply_token_bitmask(logits, [0], [mask])
         return x
 
     model = Model(ops, between)

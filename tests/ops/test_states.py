@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from quire.execution.kv_storage import StateStorage
-from quire.models.spec import KeptState
+from quire.models.spec import StateCacheShape
 from quire.ops.interface import Ops, ScanHeads, StateBatch
 from quire.ops.torch_ops import TorchOps
 from quire.ops.torch_states import CHUNK_ROWS
@@ -56,7 +56,7 @@ class World:
         random.Random(5).shuffle(ids)
         ids = ids[: len(spans)]
         num_channels = num_heads * head_dim + 2 * num_groups * state_dim
-        kept = KeptState(kernel - 1, num_channels, (num_heads, head_dim, state_dim))
+        kept = StateCacheShape(kernel - 1, num_channels, (num_heads, head_dim, state_dim))
         self.states = StateStorage(len(spans) + 3, 3, kept, dtype, device)
         self.states.data.fill_(0xFF)
         for block_id, (_, has_state) in zip(ids, spans, strict=True):

@@ -27,8 +27,8 @@ def test_tokens_without_a_bit_are_forbidden(backend: Backend, num_tokens: int, n
     rows = torch.randperm(num_rows + 2, generator=generator)[:num_rows].tolist()
     masks = random_masks(num_rows, num_tokens, generator)
     expected, given = logits.clone(), logits.to(backend.device)
-    ReferenceOps().keep_tokens(expected, rows, masks)
-    backend.make().keep_tokens(given, rows, masks)
+    ReferenceOps().apply_token_bitmask(expected, rows, masks)
+    backend.make().apply_token_bitmask(given, rows, masks)
     assert torch.equal(given.cpu(), expected)
 
 
@@ -48,7 +48,7 @@ def test_many_rows_at_once(backend: Backend, num_threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        backend.make().keep_tokens(given, rows, masks)
+        backend.make().apply_token_bitmask(given, rows, masks)
     finally:
         torch.set_num_threads(before)
     assert torch.equal(given.cpu(), expected)
@@ -60,12 +60,12 @@ def test_rows_that_lie_apart_and_none(backend: Backend) -> None:
     whole = torch.randn(4, 200, generator=generator)
     masks = random_masks(2, 100, generator)
     expected = whole.clone()
-    ReferenceOps().keep_tokens(expected[:, :100], [3, 1], masks)
-    ReferenceOps().keep_tokens(expected.T[100:].T, [], [])
+    ReferenceOps().apply_token_bitmask(expected[:, :100], [3, 1], masks)
+    ReferenceOps().apply_token_bitmask(expected.T[100:].T, [], [])
     for view in (lambda given: given[:, :100], lambda given: given[:, :100].t().contiguous().t()):
         given = whole.to(backend.device)
         part = view(given)
-        backend.make().keep_tokens(part, [3, 1], masks)
-        backend.make().keep_tokens(part, [], [])
+        backend.make().apply_token_bitmask(part, [3, 1], masks)
+        backend.make().apply_token_bitmask(part, [], [])
         assert torch.equal(part.cpu(), expected[:, :100])
         assert torch.equal(given.cpu()[:, 100:], whole[:, 100:])

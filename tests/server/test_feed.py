@@ -11,7 +11,7 @@ import pytest
 
 from quire.engine.outputs.outputs import CompletionOutput, RequestOutput
 from quire.server.errors import ApiError, stopping
-from quire.server.feed import ClientGone, Feed, News
+from quire.server.stream_merge import ClientGone, Delta, StreamMerger
 
 Receive = Callable[[], Awaitable[Any]]
 
@@ -46,7 +46,11 @@ async def never() -> Any:
 
 
 async def read(
-    feed: Feed, sources: list[Source], receive: Receive, got: list[News], then: Callable[[], None] = lambda: None
+    feed: StreamMerger,
+    sources: list[Source],
+    receive: Receive,
+    got: list[Delta],
+    then: Callable[[], None] = lambda: None,
 ) -> None:
     """Read a feed to its end, and do something after each batch of news."""
     async with aclosing(feed.follow([source.stream() for source in sources], receive)) as batches:
@@ -61,7 +65,7 @@ def test_outputs_of_all_prompts_come_as_they_are_there() -> None:
         one.items.put_nowait(output("a"))
         two.items.put_nowait(output("b"))
         got: list[tuple[int, str]] = []
-        async with aclosing(Feed(60).follow([one.stream(), two.stream()], never)) as batches:
+        async with aclosing(StreamMerger(60).follow([one.stream(), two.stream()], never)) as batches:
             async for news in batches:
                 got += [(idx, item.request_id) for idx, item in news]
                 if len(got) == 2:
@@ -78,8 +82,8 @@ def test_outputs_of_all_prompts_come_as_they_are_there() -> None:
 def test_what_a_slow_reader_has_not_taken_is_merged() -> None:
     async def scenario() -> None:
         source, num_news = Source(), 50
-        got: list[News] = []
-        async with aclosing(Feed(60).follow([source.stream()], never)) as batches:
+        got: list[Delta] = []
+        async with aclosing(StreamMerger(60).follow([source.stream()], never)) as batches:
             source.items.put_nowait(delta(0))
             async for news in batches:
                 got += news
@@ -101,7 +105,7 @@ def test_23_silence_is_noticed_and_loses_nothing() -> None:
         source = Source()
         silences = 0
         got = []
-        async with aclosing(Feed(0.001).follow([source.stream()], never)) as batches:
+        async with aclosing(StreamMerger(0.001).follow([source.stream()], never)) as batches:
             async for news in batches:
                 if not news:
                     silences += 1
@@ -124,7 +128,7 @@ def test_24_a_client_that_leaves_closes_every_stream() -> None:
             return next(messages)
 
         with pytest.raises(ClientGone):
-            await read(Feed(60), sources, receive, [])
+            await read(StreamMerger(60), sources, receive, [])
         assert all(source.is_closed for source in sources)
 
     asyncio.run(scenario())
@@ -135,8 +139,8 @@ def test_22_an_error_comes_behind_the_news_that_were_there(is_from_outside: bool
     async def scenario() -> None:
         sources = [Source(), Source()]
         sources[0].items.put_nowait(output("a"))
-        feed = Feed(60)
-        got: list[News] = []
+        feed = StreamMerger(60)
+        got: list[Delta] = []
 
         def go_wrong() -> None:
             if is_from_outside:
@@ -158,7 +162,7 @@ def test_24_cancelling_the_reader_closes_every_stream() -> None:
         source.items.put_nowait(output("a"))
         has_begun = asyncio.Event()
 
-        task = asyncio.create_task(read(Feed(60), [source], never, [], has_begun.set))
+        task = asyncio.create_task(read(StreamMerger(60), [source], never, [], has_begun.set))
         await has_begun.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -10,7 +10,7 @@ import pytest
 from starlette.responses import Response
 
 from quire.errors import ConfigError
-from quire.server.guard import Guard, is_own_name
+from quire.server.auth import Guard, is_own_name
 from quire.server.settings import ServerConfig, is_loopback
 
 

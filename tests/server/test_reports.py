@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.engine.metrics.stats import EngineStats
-from quire.server.reports import Sample, report
+from quire.server.throughput_log import Sample, report
 
 NOTHING = EngineStats(*(0 for _ in EngineStats._fields))
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
 from quire.config import Quantization
-from quire.models.spec import Attention, Experts, GatedMLP, KeptState, LayerSpec, Mixer, ModelSpec
+from quire.models.spec import Attention, Experts, GatedMLP, LayerSpec, Mixer, ModelSpec, StateCacheShape
 
 # Tables of which a step reads a row for each token, and no more.
 TABLES = ("embedding.weight", "per_layer_inputs.embedding.weight")
@@ -90,8 +90,8 @@ class ModelShape(NamedTuple):
             quantization: of its linear layers.
             cached_bytes: of a cached key's or value's number; None for `element_bytes`.
         """
-        last = spec.last_keeping_idx
-        states = [part.kept for layer in spec.layers for part in layer.parts if isinstance(part.kept, KeptState)]
+        last = spec.last_cached_layer
+        states = [part.kept for layer in spec.layers for part in layer.parts if isinstance(part.kept, StateCacheShape)]
         sizes = {name: math.prod(shape) for name, shape in weights.items() if name not in (*TABLES, HEAD)}
         num_idle = [_num_idle(layer.ffn, spec.width) for layer in spec.layers]
         num_tail = sum(size for name, size in sizes.items() if _is_late(name, last)) - sum(num_idle[last:])

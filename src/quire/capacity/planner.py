@@ -24,7 +24,7 @@ from quire.models.cache_layout import cache_specs
 from quire.models.checkpoint import read_config
 from quire.models.families import build
 from quire.models.parameter_estimate import estimate_parameters
-from quire.models.spec import KeptState, KeptTokens, ModelSpec
+from quire.models.spec import ModelSpec, StateCacheShape, TokenCacheShape
 
 # Sequence lengths of a plan that asks for none: those below `max_model_len`, and `max_model_len` itself.
 LENGTHS = (512, 2048, 8192, 32768, 131072)
@@ -212,8 +212,8 @@ def _group_plans(request: PlanRequest, models: Sequence[_Model], sizing: ArenaSi
         )
 
 
-def _kind(kept: KeptTokens | KeptState) -> str:
-    if isinstance(kept, KeptState):
+def _kind(kept: TokenCacheShape | StateCacheShape) -> str:
+    if isinstance(kept, StateCacheShape):
         return "recurrent state"
     if kept.window is not None:
         return f"window of {kept.window} tokens"

@@ -120,7 +120,7 @@ class Conversation:
         self.messages = [*asked, {"role": "assistant", "content": answer}]
 
     def _answer(self, prompt: list[int]) -> str:
-        from quire.cli.board import printable
+        from quire.cli.live_table import printable
 
         is_terminal = sys.stdout.isatty()
         text = ""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from quire.cli.board import Board, MemoryWatch
+from quire.cli.live_table import LiveTable, MemoryWatch
 from quire.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -54,13 +54,13 @@ def run(llm: LLM, given: dict[str, Any]) -> int:
         for history, question in zip(histories, questions, strict=True):
             history.append({"role": "user", "content": question})
         _title(console, f"{len(questions)} conversations at once, turn {turn + 1}{words}")
-        board = Board(questions, console)
+        board = LiveTable(questions, console)
         board.follow(watch.over(llm.stream([llm.render_chat(history) for history in histories], params)))
         for history, row in zip(histories, board.rows, strict=True):
             history.append({"role": "assistant", "content": row.text})
     _title(console, f"One beginning, {NUM_SAMPLES} samples; they share its blocks until they differ")
     short = replace(params, n=NUM_SAMPLES, max_tokens=given.get("max_tokens", SHORT_MAX_TOKENS))
-    Board([BEGINNING], console, num_samples=NUM_SAMPLES).follow(watch.over(llm.stream(BEGINNING, short)))
+    LiveTable([BEGINNING], console, num_samples=NUM_SAMPLES).follow(watch.over(llm.stream(BEGINNING, short)))
     console.print()
     for line in watch.lines():
         console.print(Text(line), soft_wrap=True)

@@ -1,7 +1,6 @@
 """Configuration: what was asked for, what was found, and what follows from the two."""
 
 from quire.config.cache_dtypes import CACHE_DTYPES, CacheDtype
-from quire.config.facts import Machine, ModelFacts, StepCost
 from quire.config.options import (
     DTYPES,
     EVICTION_POLICIES,
@@ -13,8 +12,9 @@ from quire.config.options import (
     ModelConfig,
     Quantization,
     SchedulerConfig,
-    option_homes,
+    option_sections,
 )
+from quire.config.probed import Machine, ModelFacts, StepCost
 from quire.config.resolved import (
     GIB,
     ResolvedConfig,
@@ -45,7 +45,7 @@ __all__ = [
     "SpeculativeConfig",
     "StepCost",
     "context_length",
-    "option_homes",
+    "option_sections",
     "pool_blocks",
     "resolve",
     "step_tokens",

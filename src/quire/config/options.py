@@ -267,7 +267,7 @@ class EngineConfig:
         Raises:
             ConfigError: an unknown option (the message lists the known ones), or a value that is not allowed.
         """
-        homes = option_homes()
+        homes = option_sections()
         parts: dict[str, dict[str, Any]] = {part: {} for part in PARTS}
         for name, value in spread(options).items():
             if name not in homes:
@@ -278,6 +278,6 @@ class EngineConfig:
         return cls(**{part: PARTS[part](**given) for part, given in parts.items()})
 
 
-def option_homes() -> dict[str, str]:
+def option_sections() -> dict[str, str]:
     """Map each flat option's name to the part of `EngineConfig` that holds it."""
     return {item.name: part for part, cls in PARTS.items() for item in fields(cls)}

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire.config.facts import Machine, ModelFacts, StepCost
 from quire.config.options import CacheConfig, EngineConfig, Quantization, SchedulerConfig
+from quire.config.probed import Machine, ModelFacts, StepCost
 from quire.errors import ConfigError
 
 GIB = 1 << 30

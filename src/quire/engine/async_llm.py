@@ -17,12 +17,12 @@ from quire.engine.engine_thread import EngineThread
 from quire.engine.exporters.kv_report import KvReport
 from quire.engine.exporters.prometheus import Metrics
 from quire.engine.inputs.prompts import Prompt
-from quire.engine.inputs.request_builder import Prepared
-from quire.engine.inputs.tokenizer_pool import Texts
+from quire.engine.inputs.request_builder import PreparedRequest
+from quire.engine.inputs.tokenizer_pool import TokenizerPool
 from quire.engine.kv.pinning import ONE_TOKEN
 from quire.engine.metrics.stats import EngineStats, Health
 from quire.engine.outputs.outputs import RequestOutput
-from quire.engine.queue_slots import Places, Reservation
+from quire.engine.queue_slots import QueueSlots, SlotReservation
 from quire.engine.startup.loading import LoadedModel, load
 from quire.errors import RequestError, WorkerError
 from quire.memory.usage import Usage
@@ -51,14 +51,14 @@ class AsyncLLM:
         self.metrics = metrics or Metrics(model.name)
         self.metrics.set_config(self.resolved)
         self.metrics.set_engine(model.engine)
-        self.texts = Texts(model.engine.requests, self.tokenizer, self.resolved.max_model_len)
+        self.texts = TokenizerPool(model.engine.requests, self.tokenizer, self.resolved.max_model_len)
         self._defaults = model.default_params
         self._engine = model.engine
         # In the names that requests get here, so that no caller's own name is one of them.
         self._name = secrets.token_hex(4)
         self._lock = threading.Lock()
         waiting = self._engine.scheduler.waiting
-        self._places = Places(self.resolved.max_queue_len, lambda: len(waiting))
+        self._places = QueueSlots(self.resolved.max_queue_len, lambda: len(waiting))
         self._num_requests = 0
         self._is_draining = False
         self._thread = EngineThread(self._engine, self.metrics, self._places)
@@ -79,7 +79,7 @@ class AsyncLLM:
 
     # ---- requests ----
 
-    def reserve(self, count: int) -> Reservation:
+    def reserve(self, count: int) -> SlotReservation:
         """Hold places in the waiting queue, before any other work is done for a request.
 
         Args:
@@ -104,13 +104,13 @@ class AsyncLLM:
 
     def generate(
         self,
-        prompt: Prompt | Prepared,
+        prompt: Prompt | PreparedRequest,
         sampling_params: SamplingParams,
         *,
         request_id: str | None = None,
         priority: int = 0,
         flow: str | None = None,
-        place: Reservation | None = None,
+        place: SlotReservation | None = None,
         add_special_tokens: bool = True,
         cache_salt: str | None = None,
         tenant: str | None = None,
@@ -148,10 +148,10 @@ class AsyncLLM:
 
     async def _follow(
         self,
-        prompt: Prompt | Prepared,
+        prompt: Prompt | PreparedRequest,
         params: SamplingParams,
         options: Mapping[str, Any],
-        place: Reservation | None = None,
+        place: SlotReservation | None = None,
         request_id: str | None = None,
         then: Callable[[Engine], None] | None = None,
     ) -> AsyncIterator[RequestOutput]:
@@ -162,7 +162,7 @@ class AsyncLLM:
             engine.add_request(name, prompt, params, arrival_s=arrival_s, **options)
 
         with self.reserve(1) if place is None else contextlib.nullcontext(place) as held:
-            if not isinstance(prompt, Prepared):
+            if not isinstance(prompt, PreparedRequest):
                 (prompt,) = await self.texts.prepare([prompt], params, add_special_tokens=options["add_special_tokens"])
             grammars = self._engine.grammars
             grammar = None if grammars is None else await grammars.wait_for(params.structured_outputs)

@@ -10,16 +10,16 @@ from collections.abc import Sequence as Items
 from quire.config import ResolvedConfig
 from quire.decoding.speculation import Speculation
 from quire.engine.control.step_recorder import StepRecorder
-from quire.engine.inputs.embeddings import MediaReader
+from quire.engine.inputs.embeddings import EmbeddingsReader
 from quire.engine.inputs.prompts import Prompt, PromptReader
-from quire.engine.inputs.request_builder import Prepared, RequestReader
-from quire.engine.kv.disk_prefetch import Staging
+from quire.engine.inputs.request_builder import PreparedRequest, RequestBuilder
+from quire.engine.kv.disk_prefetch import DiskPrefetcher
 from quire.engine.kv.pinning import PrefixPins
 from quire.engine.metrics.block_lifetimes import Residency
 from quire.engine.metrics.stats import EngineStats, StepStats
-from quire.engine.metrics.stats_collector import Meter
-from quire.engine.outputs.beam_candidates import take_candidates
-from quire.engine.outputs.output_processor import RequestTranscript
+from quire.engine.metrics.stats_collector import StatsCollector
+from quire.engine.outputs.beam_steps import take_candidates
+from quire.engine.outputs.output_processor import RequestState
 from quire.engine.outputs.outputs import RequestMetrics, RequestOutput
 from quire.errors import InvalidParameter, RequestFailed, WorkerError
 from quire.execution.executor import Executor
@@ -31,7 +31,7 @@ from quire.sequences.edits import Fail, Finish
 from quire.sequences.params import SamplingParams
 from quire.sequences.sequence import Sequence
 from quire.sequences.status import FinishReason
-from quire.structured.grammar_compiler import Grammars
+from quire.structured.grammar_compiler import GrammarCompiler
 from quire.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -73,10 +73,10 @@ class Engine:
         end_token_ids: frozenset[int],
         cache_name: str,
         clock: Callable[[], float] = time.monotonic,
-        staging: Staging | None = None,
-        media_reader: MediaReader | None = None,
+        staging: DiskPrefetcher | None = None,
+        media_reader: EmbeddingsReader | None = None,
         speculation: Speculation | None = None,
-        grammars: Grammars | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.config = config
         self.scheduler = scheduler
@@ -89,15 +89,15 @@ class Engine:
         share = config.kv_cache_metrics_sample
         pools = [group.pool for group in scheduler.memory.groups]
         self.residency = Residency(pools, share, clock) if share else None
-        self.requests = RequestReader(config, prompts, grammars, end_token_ids, cache_name)
+        self.requests = RequestBuilder(config, prompts, grammars, end_token_ids, cache_name)
         self._clock = clock
         self._staging = staging
         self.grammars = grammars
-        self._transcripts: dict[str, RequestTranscript] = {}
-        self._news: dict[str, RequestTranscript] = {}
+        self._transcripts: dict[str, RequestState] = {}
+        self._news: dict[str, RequestState] = {}
         self._num_requests = 0
         self._num_failures = 0
-        self._meter = Meter(scheduler)
+        self._meter = StatsCollector(scheduler)
         copy_bytes_per_s = executor.measure_copies()
         self.step_recorder = StepRecorder(scheduler, copy_bytes_per_s, config.max_inter_token_ms, speculation)
 
@@ -106,7 +106,7 @@ class Engine:
     def add_request(
         self,
         request_id: str,
-        prompt: Prompt | Prepared,
+        prompt: Prompt | PreparedRequest,
         params: SamplingParams,
         *,
         priority: int = 0,
@@ -121,8 +121,8 @@ class Engine:
 
         Args:
             request_id: unique among the requests that are not finished.
-            prompt: text, token ids, or a mapping with one of them; token ids with `media`, see `MediaReader`. Or what
-                `requests.prepare` made of it and of `params`.
+            prompt: text, token ids, or a mapping with one of them; token ids with `media`, see `EmbeddingsReader`. Or the result
+                of `requests.prepare` for it and `params`.
             params: valid sampling parameters.
             priority: lower runs first, under the priority policy.
             flow: requests of one flow take turns with others, however many they are; None for one by itself.
@@ -155,7 +155,7 @@ class Engine:
         self.scheduler.add(request)
         self._num_requests += 1
         metrics = RequestMetrics(arrival_s=self._clock() if arrival_s is None else arrival_s)
-        self._transcripts[request_id] = RequestTranscript(request, text, self.tokenizer, metrics)
+        self._transcripts[request_id] = RequestState(request, text, self.tokenizer, metrics)
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request in whatever state it is, and free its memory.
@@ -263,9 +263,9 @@ class Engine:
 
     def _take_prompt_logprobs(self, item: PlanItem, logprobs: tuple[TokenLogprobs, ...]) -> None:
         sequence = self.scheduler.sequences.get(item.seq_id)
-        transcript = None if sequence is None else self._transcripts[sequence.request.request_id]
-        if transcript is not None and transcript.wants_prompt_logprobs:
-            transcript.add_prompt_logprobs(item.start, logprobs)
+        request_state = None if sequence is None else self._transcripts[sequence.request.request_id]
+        if request_state is not None and request_state.wants_prompt_logprobs:
+            request_state.add_prompt_logprobs(item.start, logprobs)
 
     def _take_tokens(self, items: Items[PlanItem], outcomes: Items[ItemResult]) -> tuple[int, list[RequestOutput]]:
         """Take in what a step drew, of all items that did not fail.
@@ -275,7 +275,7 @@ class Engine:
         """
         num_generated = 0
         failed: list[RequestOutput] = []
-        transcripts, news = self._transcripts, self._news
+        request_states, news = self._transcripts, self._news
         stopped: set[Sequence] = set()
         for idx, sequence, edit, num_tokens in self.scheduler.advance(items, outcomes):
             request_id = sequence.request.request_id
@@ -283,56 +283,56 @@ class Engine:
                 output = self._end_request(request_id, FinishReason.ERROR, edit.error, RequestFailed.code)
                 failed += [] if output is None else [output]
                 continue
-            transcript = transcripts.get(request_id)
-            if transcript is None:
+            request_state = request_states.get(request_id)
+            if request_state is None:
                 continue  # another sample of the request has failed
-            news[request_id] = transcript
+            news[request_id] = request_state
             if isinstance(edit, Finish):
-                transcript.add_finish(sequence)
+                request_state.add_finish(sequence)
             elif sequence not in stopped:
                 num_generated += 1
                 outcome, draw_idx = outcomes[idx], edit.draw_idx
                 logprobs = outcome.logprobs[draw_idx] if outcome.logprobs else None
-                stop = transcript.add_token(sequence, num_tokens, outcome.token_ids[draw_idx], logprobs)
+                stop = request_state.add_token(sequence, num_tokens, outcome.token_ids[draw_idx], logprobs)
                 if stop is not None:
                     # What a run has behind it is not the output's.
                     stopped.add(sequence)
-                    self._stop_at_string(sequence, stop, transcript)
+                    self._stop_at_string(sequence, stop, request_state)
         return num_generated, failed
 
-    def _end_searches(self, over: Items[RequestTranscript]) -> list[RequestOutput]:
+    def _end_searches(self, over: Items[RequestState]) -> list[RequestOutput]:
         """Note which searches are over; return the last outputs of those for which no token was left."""
         failed: list[RequestOutput] = []
-        for transcript in over:
-            request_id = transcript.request.request_id
-            if transcript.beams is not None and transcript.beams.reason is FinishReason.ERROR:
+        for request_state in over:
+            request_id = request_state.request.request_id
+            if request_state.beams is not None and request_state.beams.reason is FinishReason.ERROR:
                 output = self._end_request(request_id, FinishReason.ERROR, NO_TOKEN)
                 failed += [] if output is None else [output]
             else:
-                self._news[request_id] = transcript
+                self._news[request_id] = request_state
         return failed
 
-    def _stop_at_string(self, sequence: Sequence, stop: str, transcript: RequestTranscript) -> None:
+    def _stop_at_string(self, sequence: Sequence, stop: str, request_state: RequestState) -> None:
         """End a sequence whose text has reached a stop string; that wins over its length or a stop token."""
         if sequence.is_finished:
             sequence.finish_reason, sequence.stop_reason = FinishReason.STOP, stop
         else:
             self.scheduler.finish(sequence, FinishReason.STOP, stop)
-        transcript.add_finish(sequence)
+        request_state.add_finish(sequence)
 
     def _drain(self) -> list[RequestOutput]:
         """Return the outputs of all requests with news, and forget those that are finished."""
         news, self._news = self._news, {}
         outputs: list[RequestOutput] = []
         now = self._clock()
-        for request_id, transcript in news.items():
-            is_finished = transcript.request.is_finished
-            if transcript.metrics.first_token_s is None:
-                transcript.metrics.first_token_s = now
+        for request_id, request_state in news.items():
+            is_finished = request_state.request.is_finished
+            if request_state.metrics.first_token_s is None:
+                request_state.metrics.first_token_s = now
             if is_finished:
-                transcript.metrics.finished_s = now
+                request_state.metrics.finished_s = now
                 del self._transcripts[request_id]
-            outputs.append(transcript.take_news(is_finished=is_finished))
+            outputs.append(request_state.take_news(is_finished=is_finished))
         return outputs
 
     def _note_scheduled(self, plan: StepPlan) -> None:
@@ -373,11 +373,11 @@ class Engine:
         self, request_id: str, reason: FinishReason, error: str | None, error_code: str | None = None
     ) -> RequestOutput | None:
         """End a request early and return its last output."""
-        transcript = self._transcripts.pop(request_id, None)
-        if transcript is None:
+        request_state = self._transcripts.pop(request_id, None)
+        if request_state is None:
             return None
         self._news.pop(request_id, None)
         for sequence in self.scheduler.abort(request_id, reason):
-            transcript.add_finish(sequence)
-        transcript.metrics.finished_s = self._clock()
-        return transcript.take_news(is_finished=True, error=error, error_code=error_code)
+            request_state.add_finish(sequence)
+        request_state.metrics.finished_s = self._clock()
+        return request_state.take_news(is_finished=True, error=error, error_code=error_code)

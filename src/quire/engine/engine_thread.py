@@ -12,7 +12,7 @@ from quire.engine.async_commands import Abort, Call, Item, Stream, hand_over
 from quire.engine.engine import Engine
 from quire.engine.exporters.prometheus import Metrics
 from quire.engine.outputs.outputs import RequestOutput
-from quire.engine.queue_slots import Places
+from quire.engine.queue_slots import QueueSlots
 from quire.errors import RequestError, WorkerError
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class EngineThread:
         failure: what it died of, None while it lives and when it was told to end.
     """
 
-    def __init__(self, engine: Engine, metrics: Metrics, places: Places) -> None:
+    def __init__(self, engine: Engine, metrics: Metrics, places: QueueSlots) -> None:
         self.streams: dict[str, Stream] = {}
         self.progress_s = time.monotonic()
         self.has_ended = False

@@ -16,7 +16,7 @@ LONGEST_RETRY_S = 60
 WEIGHT = 1 / 16
 
 
-class Reservation:
+class SlotReservation:
     """Places in the waiting queue, held before any work is done for a request; unused ones return on exit.
 
     Args:
@@ -49,7 +49,7 @@ class Reservation:
         self._count = 0
 
 
-class Departures:
+class DepartureRate:
     """Measures how often a request ends while others wait: so often one of those gets its turn.
 
     Args:
@@ -79,7 +79,7 @@ class Departures:
         return max(1, min(LONGEST_RETRY_S, math.ceil(interval_s * num_waiting)))
 
 
-class Places:
+class QueueSlots:
     """Counts the places of the waiting queue, from any thread.
 
     Args:
@@ -97,7 +97,7 @@ class Places:
         self.num_unstarted = 0
         self._limit = limit
         self._num_queued = num_queued
-        self._departures = Departures(clock)
+        self._departures = DepartureRate(clock)
         self._num_reserved = 0
         self._lock = threading.Lock()
 
@@ -106,7 +106,7 @@ class Places:
         """Requests that wait, those on their way to the scheduler among them."""
         return self._num_queued() + self.num_unstarted
 
-    def reserve(self, count: int) -> Reservation:
+    def reserve(self, count: int) -> SlotReservation:
         """Hold places.
 
         Raises:
@@ -118,7 +118,7 @@ class Places:
         with self._lock:
             self._check(count)
             self._num_reserved += count
-        return Reservation(self._give_back, count)
+        return SlotReservation(self._give_back, count)
 
     def check(self) -> None:
         """See that a place is left.

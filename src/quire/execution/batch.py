@@ -11,8 +11,8 @@ from operator import add
 import torch
 from torch import Tensor
 
-from quire.models.decoder import ReadRows
-from quire.models.spec import KeptState, KeptTokens
+from quire.models.decoder import OutputRows
+from quire.models.spec import StateCacheShape, TokenCacheShape
 from quire.ops.interface import AttentionBatch, StateBatch
 from quire.scheduling.plan import PlanItem, StepPlan, TableDelta
 
@@ -67,7 +67,9 @@ class BatchBuilder:
             the last entry is read.
     """
 
-    def __init__(self, block_size: int, device: torch.device | str, kept: Sequence[KeptTokens | KeptState]) -> None:
+    def __init__(
+        self, block_size: int, device: torch.device | str, kept: Sequence[TokenCacheShape | StateCacheShape]
+    ) -> None:
         self._block_size = block_size
         self._device = torch.device(device)
         self._is_cpu = self._device.type == "cpu"
@@ -107,15 +109,15 @@ class BatchBuilder:
             kept = self._kept[group_idx]
             tables = [self._tables[item.seq_id][group_idx] for item in items]
             match kept:
-                case KeptTokens():
+                case TokenCacheShape():
                     groups.append(self._attention(kept, tables, row_starts, starts, context_lens))
-                case KeptState():
+                case StateCacheShape():
                     groups.append(self._states(tables, items, row_starts))
         return Batch(input_ids, self._placed(positions), tuple(groups), row_starts)
 
     def lay_out_ends(
         self, items: Sequence[PlanItem], counts: Sequence[int], groups_of: range | None = None
-    ) -> ReadRows | None:
+    ) -> OutputRows | None:
         """Lay the last tokens of items out by themselves, as rows of the items' batch.
 
         Args:
@@ -135,7 +137,7 @@ class BatchBuilder:
             if count
         ]
         batch = self.lay_out(ends, groups_of)
-        return ReadRows(self._placed(rows), batch.positions, batch.groups)
+        return OutputRows(self._placed(rows), batch.positions, batch.groups)
 
     def _change_tables(self, item: PlanItem) -> None:
         if item.opening is not None:
@@ -147,7 +149,7 @@ class BatchBuilder:
 
     def _attention(
         self,
-        kept: KeptTokens,
+        kept: TokenCacheShape,
         tables: list[BlockTable],
         row_starts: list[int],
         starts: list[int],

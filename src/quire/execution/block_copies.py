@@ -16,7 +16,7 @@ from quire.memory.ops import BlockCopy, StoredBlock, Tier
 CALIBRATION_BYTES = 32 << 20
 
 
-class TieredBlocks:
+class BlockCopier:
     """Every block of every tier as a row of bytes, so that one form of copy serves all pairs of tiers.
 
     Host memory has no shapes: a block is the bytes `[id * b, (id + 1) * b)` of its group there as it is on the

@@ -12,7 +12,7 @@ from quire.scheduling.plan import PlanItem, StepPlan
 from quire.sequences.media import Media
 
 
-class OpenMedia:
+class MultimodalEmbeddings:
     """Keeps the media of each sequence from its opening until it is closed.
 
     Args:

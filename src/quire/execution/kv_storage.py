@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.config import CACHE_DTYPES, CacheDtype
 from quire.models.cache_layout import state_bytes
-from quire.models.spec import CacheGroup, KeptState, KeptTokens
+from quire.models.spec import CacheGroup, StateCacheShape, TokenCacheShape
 from quire.models.weights import DTYPES
 
 # The torch dtypes of the names in `CACHE_DTYPES`.
@@ -96,7 +96,7 @@ class StateStorage:
         self,
         num_blocks: int,
         num_layers: int,
-        kept: KeptState,
+        kept: StateCacheShape,
         dtype: torch.dtype,
         device: torch.device | str,
         memory: Tensor | None = None,
@@ -144,10 +144,10 @@ def make_storages(
     storages: list[Storage] = []
     for (num_layers, kept), count in zip(groups, num_blocks, strict=True):
         match kept:
-            case KeptTokens():
+            case TokenCacheShape():
                 shape = (count, num_layers, block_size, kept.num_kv_heads, kept.head_dim)
                 storages.append(KVStorage(*shape, dtype, device, memory, stored))
-            case KeptState():
+            case StateCacheShape():
                 storages.append(StateStorage(count, num_layers, kept, dtype, device, memory))
     return tuple(storages)
 
@@ -155,8 +155,8 @@ def make_storages(
 def _block_bytes(group: CacheGroup, block_size: int, stored: CacheDtype, dtype: torch.dtype) -> int:
     num_layers, kept = group
     match kept:
-        case KeptTokens():
+        case TokenCacheShape():
             slot_bytes = kept.head_dim * stored.element_bytes + stored.scale_bytes
             return num_layers * 2 * kept.num_kv_heads * block_size * slot_bytes
-        case KeptState():
+        case StateCacheShape():
             return num_layers * state_bytes(kept, dtype.itemsize)

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from quire.execution.batch import BatchBuilder, end_rows
-from quire.execution.block_copies import TieredBlocks
+from quire.execution.block_copies import BlockCopier
 from quire.execution.draft_model import DraftModel, with_drafts
-from quire.execution.embeddings import OpenMedia
+from quire.execution.embeddings import MultimodalEmbeddings
 from quire.execution.kv_storage import Storage, make_storages
 from quire.execution.sampling.logprobs import measure, rows_per_tile
 from quire.execution.sampling.row_sampling import BAD_LOGITS
@@ -21,8 +21,8 @@ from quire.models.decoder import Decoder
 from quire.platform.host_probe import num_cores
 from quire.platform.prefault import Prefaulter
 from quire.scheduling.plan import BeamGroup, Candidate, ItemResult, PlanItem, StepPlan, StepResult, TokenLogprobs
-from quire.structured.grammar_cache import GrammarShelf
-from quire.structured.mask_filler import Constraints
+from quire.structured.grammar_cache import GrammarCache
+from quire.structured.mask_filler import GrammarStates
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class ModelRunner:
         storages: Sequence[Storage],
         builder: BatchBuilder,
         sampler: Sampler,
-        media: OpenMedia,
+        media: MultimodalEmbeddings,
         host_bytes: int = 0,
         disk: DiskBlocks | None = None,
         draft: Decoder | None = None,
@@ -60,7 +60,7 @@ class ModelRunner:
         self._decoder = decoder
         self._groups = range(num_own)
         self._storages = tuple(storages[:num_own])
-        self._blocks = TieredBlocks(storages, host_bytes, disk)
+        self._blocks = BlockCopier(storages, host_bytes, disk)
         self._draft: DraftModel | None = None
         if draft is not None:
             self._draft = DraftModel(draft, builder, storages[num_own:], range(num_own, len(storages)))
@@ -82,7 +82,7 @@ class ModelRunner:
         host_bytes: int = 0,
         disk: DiskBlocks | None = None,
         draft: Decoder | None = None,
-        grammars: GrammarShelf | None = None,
+        grammars: GrammarCache | None = None,
     ) -> ModelRunner:
         """Give a loaded decoder its KV memory, and all else that a step takes.
 
@@ -105,10 +105,12 @@ class ModelRunner:
         constraints = None
         if grammars is not None:
             is_beside = place.type != "cpu" or torch.get_num_threads() < num_cores()
-            constraints = Constraints(grammars, is_beside=is_beside)
-        sampler = Sampler(place, constraints, decoder.ops.keep_tokens)
+            constraints = GrammarStates(grammars, is_beside=is_beside)
+        sampler = Sampler(place, constraints, decoder.ops.apply_token_bitmask)
         prefaulter = Prefaulter.of([storage.data for storage in storages])
-        return cls(decoder, storages, builder, sampler, OpenMedia(place), host_bytes, disk, draft, prefaulter)
+        return cls(
+            decoder, storages, builder, sampler, MultimodalEmbeddings(place), host_bytes, disk, draft, prefaulter
+        )
 
     def measure_copies(self) -> float | None:
         """Return the bytes that move between the tiers in a second, None without a host tier; before the first plan."""

@@ -109,7 +109,7 @@ def scale_slot(norm: spec.RMSNorm, scale: Tensor, shape: tuple[int, ...], order:
     return WeightSlot(shape, fill)
 
 
-class Addition(NamedTuple):
+class ResidualAdd(NamedTuple):
     """How what a mixer or an FFN gives is added to the residual.
 
     Args:
@@ -130,7 +130,7 @@ class ResidualProjection:
 
     __slots__ = ("_norm", "_projection", "_scale", "slots")
 
-    def __init__(self, in_width: int, out_width: int, has_bias: bool, addition: Addition, ops: Ops) -> None:
+    def __init__(self, in_width: int, out_width: int, has_bias: bool, addition: ResidualAdd, ops: Ops) -> None:
         self._projection = Projection(in_width, out_width, has_bias, ops)
         self._norm, self._scale = addition
         self.slots: WeightSlots = self._projection.slots
@@ -145,7 +145,7 @@ class ResidualProjection:
         return torch.add(residual, y if self._norm is None else self._norm(y), alpha=self._scale)
 
 
-class Picked(NamedTuple):
+class SelectedRows(NamedTuple):
     """Rows of a step, where a mixer is to give what comes of these alone; it keeps what it keeps of all.
 
     Args:
@@ -212,7 +212,7 @@ class AttentionBlock:
         attention: spec.Attention,
         width: int,
         layer_idx: int,
-        addition: Addition,
+        addition: ResidualAdd,
         ops: Ops,
         dtype: torch.dtype,
         device: torch.device,
@@ -238,7 +238,9 @@ class AttentionBlock:
                 self.slots["q_norm.weight"] = scale_slot(norm, q_scales, (head_dim,), order)
                 self.slots["k_norm.weight"] = scale_slot(norm, k_scales, (head_dim,), order)
 
-    def __call__(self, x: Tensor, residual: Tensor, inputs: AttentionInputs, picked: Picked | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, residual: Tensor, inputs: AttentionInputs, picked: SelectedRows | None = None
+    ) -> Tensor:
         """Add to `residual` what each row of `x` gathers from its sequence; its keys and values are stored.
 
         Args:
@@ -279,7 +281,7 @@ class SharedAttentionBlock:
         attention: spec.Attention,
         width: int,
         layer_idx: int,
-        addition: Addition,
+        addition: ResidualAdd,
         ops: Ops,
         dtype: torch.dtype,
         device: torch.device,
@@ -300,7 +302,9 @@ class SharedAttentionBlock:
             self._norms = HeadNorms(scales, attention.qk_norm.eps)
             self.slots["q_norm.weight"] = scale_slot(attention.qk_norm, scales, (head_dim,))
 
-    def __call__(self, x: Tensor, residual: Tensor, inputs: AttentionInputs, picked: Picked | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, residual: Tensor, inputs: AttentionInputs, picked: SelectedRows | None = None
+    ) -> Tensor:
         """Add to `residual` [T, E] what each row of `x` [T, E] gathers from its sequence."""
         if picked is not None:
             if not len(residual):
@@ -347,7 +351,7 @@ class GatedMLPBlock:
         slots: "gate_up" and "down".
     """
 
-    def __init__(self, mlp: spec.GatedMLP, width: int, addition: Addition, ops: Ops) -> None:
+    def __init__(self, mlp: spec.GatedMLP, width: int, addition: ResidualAdd, ops: Ops) -> None:
         # Where the gate is scaled, that comes between the product and the gate.
         is_scaled = mlp.gate_scale != 1.0
         self._gate_up = Projection(width, 2 * mlp.width, mlp.bias, ops, gate=None if is_scaled else mlp.activation)

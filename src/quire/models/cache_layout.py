@@ -5,7 +5,7 @@ from __future__ import annotations
 from quire.config import CacheDtype
 from quire.errors import UnsupportedModel
 from quire.memory.specs import ChunkedLocal, FullAttention, KVCacheSpec, RecurrentState, SlidingWindow
-from quire.models.spec import CacheGroup, KeptState, ModelSpec
+from quire.models.spec import CacheGroup, ModelSpec, StateCacheShape
 
 
 def cache_specs(spec: ModelSpec, block_size: int, cache_dtype: CacheDtype, input_bytes: int) -> tuple[KVCacheSpec, ...]:
@@ -28,7 +28,7 @@ def cache_specs(spec: ModelSpec, block_size: int, cache_dtype: CacheDtype, input
     return specs
 
 
-def state_bytes(kept: KeptState, input_bytes: int) -> int:
+def state_bytes(kept: StateCacheShape, input_bytes: int) -> int:
     """Return the bytes of one recurrent layer's state, with convolution inputs of `input_bytes` each.
 
     A state has a multiple of four bytes, so that the float32 sums of the layers and blocks behind it are aligned.
@@ -38,7 +38,7 @@ def state_bytes(kept: KeptState, input_bytes: int) -> int:
 
 def _cache_spec(group: CacheGroup, block_size: int, cache_dtype: CacheDtype, input_bytes: int) -> KVCacheSpec:
     num_layers, kept = group
-    if isinstance(kept, KeptState):
+    if isinstance(kept, StateCacheShape):
         return RecurrentState(block_size=block_size, num_layers=num_layers, layer_bytes=state_bytes(kept, input_bytes))
     shape = {
         "block_size": block_size,

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from quire.errors import CheckpointError
 from quire.models.blocks import (
-    Addition,
     AttentionBlock,
     AttentionInputs,
     GatedMLPBlock,
     LearnedScale,
     Norm,
-    Picked,
     Projection,
+    ResidualAdd,
+    SelectedRows,
     SharedAttentionBlock,
     WeightSlot,
     WeightSlots,
@@ -64,7 +64,7 @@ class MixerBlock(Protocol):
 
     slots: WeightSlots
 
-    def __call__(self, x: Tensor, residual: Tensor, inputs: Any, picked: Picked | None = None, /) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor, inputs: Any, picked: SelectedRows | None = None, /) -> Tensor:
         """Add to `residual` [T, E] what the mixer makes of `x` [T, E] and of what the step gives to its kind.
 
         Where rows are picked, `residual` and result are [R, E].
@@ -72,7 +72,7 @@ class MixerBlock(Protocol):
         ...
 
 
-class ReadRows(NamedTuple):
+class OutputRows(NamedTuple):
     """Those of a step's rows whose hidden states are read, where these are not all: the last ones of some sequences.
 
     Args:
@@ -114,7 +114,7 @@ class Decoder:
         mixers_of_all = (mixer for layer in spec.layers for mixer in layer.parts)
         self._inputs = list(dict.fromkeys(map(_input_kind, mixers_of_all, chain.from_iterable(spec.cache_places))))
         # From the last layer on that keeps something, only rows that are read go on: their attention is another step's.
-        last = self._last_keeping_idx = spec.last_keeping_idx
+        last = self._last_keeping_idx = spec.last_cached_layer
         late = {
             _input_kind(*part)
             for layer, places in zip(spec.layers[last:], spec.cache_places[last:], strict=True)
@@ -134,7 +134,7 @@ class Decoder:
         for idx, (layer, places) in enumerate(zip(spec.layers, spec.cache_places, strict=True)):
             mixer_norm, ffn_norm = new_norm(layer.norm), new_norm(layer.norm)
             additions = [
-                Addition(None if layer.post_norm is None else new_norm(layer.post_norm), scale)
+                ResidualAdd(None if layer.post_norm is None else new_norm(layer.post_norm), scale)
                 for scale in (layer.mixer_scale, layer.ffn_scale)
             ]
             mixers = self._make_mixers(layer, places, additions[0])
@@ -160,18 +160,18 @@ class Decoder:
         self._missing = dict.fromkeys(slots)
 
     def _make_mixers(
-        self, layer: LayerSpec, places: Sequence[tuple[int, int]], addition: Addition
+        self, layer: LayerSpec, places: Sequence[tuple[int, int]], addition: ResidualAdd
     ) -> dict[str, MixerBlock]:
         """Make each part of a layer's mixer, under the name that its weights have."""
         if not isinstance(layer.mixer, Parallel):
             return {"mixer": self._make_mixer(layer.mixer, places[0][1], addition)}
         assert addition.norm is None, "mixers side by side are added as they are"
         return {
-            f"mixer.{idx}": self._make_mixer(part, place[1], Addition(scale=addition.scale * scale))
+            f"mixer.{idx}": self._make_mixer(part, place[1], ResidualAdd(scale=addition.scale * scale))
             for idx, (part, scale, place) in enumerate(zip(layer.parts, layer.mixer.scales, places, strict=True))
         }
 
-    def _make_mixer(self, mixer: Mixer, layer_idx: int, addition: Addition) -> MixerBlock:
+    def _make_mixer(self, mixer: Mixer, layer_idx: int, addition: ResidualAdd) -> MixerBlock:
         place = (self.spec.width, layer_idx, addition, self.ops)
         match mixer:
             case Attention():
@@ -184,12 +184,12 @@ class Decoder:
             case GatedDeltaNet():
                 return GatedDeltaNetBlock(mixer, *place, self._device)
 
-    def _make_ffn(self, ffn: GatedMLP | Experts, addition: Addition) -> GatedMLPBlock | ExpertsBlock:
+    def _make_ffn(self, ffn: GatedMLP | Experts, addition: ResidualAdd) -> GatedMLPBlock | ExpertsBlock:
         match ffn:
             case GatedMLP():
                 return GatedMLPBlock(ffn, self.spec.width, addition, self.ops)
             case Experts():
-                assert addition == Addition(), "what experts give is added as it is"
+                assert addition == ResidualAdd(), "what experts give is added as it is"
                 return ExpertsBlock(ffn, self.spec.width, self.ops)
 
     @property
@@ -241,7 +241,7 @@ class Decoder:
         groups: Sequence[AttentionBatch | StateBatch],
         storages: Sequence[PagedKV | PagedStates],
         given: tuple[Tensor, Tensor] | None = None,
-        read: ReadRows | None = None,
+        read: OutputRows | None = None,
     ) -> Tensor:
         """Run the layers over a step's rows; what they keep of the rows is stored on the way.
 
@@ -276,7 +276,7 @@ class Decoder:
         tensors: Sequence[Tensor],
         groups: Sequence[AttentionBatch | StateBatch],
         storages: Sequence[PagedKV | PagedStates],
-        read: ReadRows | None = None,
+        read: OutputRows | None = None,
     ) -> Tensor:
         """Run the layers over embeddings, the first of a step's tensors; the others are in the order of `__call__`."""
         x, *others = tensors
@@ -294,7 +294,7 @@ class Decoder:
             else:
                 x, told, late = self._pick(read, x, told, storages)
                 for mixer, input_idx in mixers:
-                    x = mixer(normed, x, inputs[input_idx], Picked(read.rows, late[input_idx]))
+                    x = mixer(normed, x, inputs[input_idx], SelectedRows(read.rows, late[input_idx]))
                 if not len(x):
                     return x
                 inputs = late
@@ -306,7 +306,7 @@ class Decoder:
         return x
 
     def _pick(
-        self, read: ReadRows, x: Tensor, told: Tensor | None, storages: Sequence[PagedKV | PagedStates]
+        self, read: OutputRows, x: Tensor, told: Tensor | None, storages: Sequence[PagedKV | PagedStates]
     ) -> tuple[Tensor, Tensor | None, list[Any]]:
         """Return the read rows of `x` [T, E] and `told` [T, L, P], and what mixers are given if these are all."""
         x = x.index_select(0, read.rows)

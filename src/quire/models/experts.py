@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.models import spec
-from quire.models.blocks import Addition, GatedMLPBlock, Projection, WeightSlot, WeightSlots, nested
+from quire.models.blocks import GatedMLPBlock, Projection, ResidualAdd, WeightSlot, WeightSlots, nested
 from quire.ops.interface import Activation, Linear, Ops
 
 
@@ -35,7 +35,7 @@ class ExpertsBlock:
         self._shared: GatedMLPBlock | None = None
         if experts.shared_width:
             shared = spec.GatedMLP(experts.shared_width, activation=experts.activation)
-            self._shared = GatedMLPBlock(shared, width, Addition(), ops)
+            self._shared = GatedMLPBlock(shared, width, ResidualAdd(), ops)
             self.slots |= nested(shared=self._shared.slots)
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:

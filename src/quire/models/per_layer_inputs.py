@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.models import spec
-from quire.models.blocks import Addition, Norm, Projection, ResidualProjection, WeightSlot, WeightSlots, nested
+from quire.models.blocks import Norm, Projection, ResidualAdd, ResidualProjection, WeightSlot, WeightSlots, nested
 from quire.ops.interface import Ops
 
 
@@ -73,7 +73,7 @@ class PerLayerGate:
 
     def __init__(self, inputs: spec.PerLayerInputs, width: int, norm: Norm, ops: Ops) -> None:
         self._gates = Projection(width, inputs.width, False, ops)
-        self._output = ResidualProjection(inputs.width, width, False, Addition(norm), ops)
+        self._output = ResidualProjection(inputs.width, width, False, ResidualAdd(norm), ops)
         self._gate = ops.gate
         self._activation = inputs.activation
         self.slots: WeightSlots = nested(gate=self._gates.slots, output=self._output.slots)

@@ -8,10 +8,10 @@ from torch.nn import functional
 
 from quire.models import spec
 from quire.models.blocks import (
-    Addition,
-    Picked,
     Projection,
+    ResidualAdd,
     ResidualProjection,
+    SelectedRows,
     WeightSlot,
     WeightSlots,
     nested,
@@ -67,7 +67,7 @@ class ShortConvBlock:
     """
 
     def __init__(
-        self, conv: spec.ShortConv, width: int, layer_idx: int, addition: Addition, ops: Ops, device: torch.device
+        self, conv: spec.ShortConv, width: int, layer_idx: int, addition: ResidualAdd, ops: Ops, device: torch.device
     ) -> None:
         self._layer_idx = layer_idx
         self._input = Projection(width, 3 * conv.num_channels, conv.bias, ops)
@@ -75,7 +75,7 @@ class ShortConvBlock:
         self._output = ResidualProjection(conv.num_channels, width, conv.bias, addition, ops)
         self.slots = nested(input=self._input.slots, conv=self._conv.slots, output=self._output.slots)
 
-    def __call__(self, x: Tensor, residual: Tensor, step: StepStates, picked: Picked | None = None) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor, step: StepStates, picked: SelectedRows | None = None) -> Tensor:
         """Add to `residual` [T, E] what the block makes of `x` [T, E]; the states of the rows' sequences go on."""
         b, c, values = self._input.run(x).chunk(3, -1)
         y = self._conv(b * values, step, self._layer_idx)
@@ -106,7 +106,7 @@ class Mamba2Block:
     """
 
     def __init__(
-        self, mamba: spec.Mamba2, width: int, layer_idx: int, addition: Addition, ops: Ops, device: torch.device
+        self, mamba: spec.Mamba2, width: int, layer_idx: int, addition: ResidualAdd, ops: Ops, device: torch.device
     ) -> None:
         num_heads, inner, written = mamba.num_heads, mamba.inner, mamba.num_groups * mamba.state_dim
         self._layer_idx = layer_idx
@@ -128,7 +128,7 @@ class Mamba2Block:
             scale = self._scale = torch.empty(mamba.num_groups, inner // mamba.num_groups, device=device)
             self.slots["norm.weight"] = WeightSlot((inner,), lambda weight: scale.copy_(weight.view_as(scale)))
 
-    def __call__(self, x: Tensor, residual: Tensor, step: StepStates, picked: Picked | None = None) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor, step: StepStates, picked: SelectedRows | None = None) -> Tensor:
         """Add to `residual` [T, E] what the block makes of `x` [T, E]; the states of the rows' sequences go on."""
         gates, conv_inputs, steps = self._input.run(x).split_with_sizes(self._parts, 1)
         if self._step_scale != 1.0:
@@ -171,7 +171,7 @@ class GatedDeltaNetBlock:
     """
 
     def __init__(
-        self, net: spec.GatedDeltaNet, width: int, layer_idx: int, addition: Addition, ops: Ops, device: torch.device
+        self, net: spec.GatedDeltaNet, width: int, layer_idx: int, addition: ResidualAdd, ops: Ops, device: torch.device
     ) -> None:
         num_heads = net.num_value_heads
         self._layer_idx = layer_idx
@@ -191,7 +191,7 @@ class GatedDeltaNetBlock:
         self.slots["step_biases"] = WeightSlot((num_heads,), step_biases.copy_)
         self.slots["norm.weight"] = scale_slot(net.norm, self._scale, (net.value_dim,))
 
-    def __call__(self, x: Tensor, residual: Tensor, step: StepStates, picked: Picked | None = None) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor, step: StepStates, picked: SelectedRows | None = None) -> Tensor:
         """Add to `residual` [T, E] what the block makes of `x` [T, E]; the states of the rows' sequences go on."""
         num_rows, key_dim = len(x), self._net.key_dim
         conv_inputs, gates, rates, steps = self._input.run(x).split_with_sizes(self._parts, 1)
@@ -209,5 +209,5 @@ class GatedDeltaNetBlock:
         return self._output(functional.silu(gates.float()).mul_(normed).to(x.dtype), residual)
 
 
-def _rows_of(picked: Picked, *parts: Tensor) -> list[Tensor]:
+def _rows_of(picked: SelectedRows, *parts: Tensor) -> list[Tensor]:
     return [part.index_select(0, picked.rows) for part in parts]

@@ -30,7 +30,7 @@ class RMSNorm:
     learned: bool = True
 
 
-class KeptTokens(NamedTuple):
+class TokenCacheShape(NamedTuple):
     """What an attention layer keeps of each token; layers that keep the same are one cache group.
 
     Args:
@@ -45,7 +45,7 @@ class KeptTokens(NamedTuple):
     chunk: int | None = None
 
 
-class KeptState(NamedTuple):
+class StateCacheShape(NamedTuple):
     """What a recurrent layer keeps of a sequence; layers that keep the same are one cache group.
 
     Args:
@@ -101,9 +101,9 @@ class Attention:
     temperature: Temperature | None = None
 
     @property
-    def kept(self) -> KeptTokens | None:
+    def kept(self) -> TokenCacheShape | None:
         """What a layer keeps: keys and values of the tokens that it still sees; nothing where it reads another's."""
-        kept = KeptTokens(self.num_kv_heads, self.head_dim, self.window, self.chunk)
+        kept = TokenCacheShape(self.num_kv_heads, self.head_dim, self.window, self.chunk)
         return kept if self.source is None else None
 
 
@@ -124,9 +124,9 @@ class ShortConv:
     bias: bool = False
 
     @property
-    def kept(self) -> KeptState:
+    def kept(self) -> StateCacheShape:
         """What a layer keeps: the last inputs of its convolution."""
-        return KeptState(self.kernel - 1, self.num_channels)
+        return StateCacheShape(self.kernel - 1, self.num_channels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +169,9 @@ class Mamba2:
         return self.inner + 2 * self.num_groups * self.state_dim
 
     @property
-    def kept(self) -> KeptState:
+    def kept(self) -> StateCacheShape:
         """What a layer keeps: the last inputs of its convolution, and the matrices of its heads."""
-        return KeptState(self.kernel - 1, self.num_channels, (self.num_heads, self.head_dim, self.state_dim))
+        return StateCacheShape(self.kernel - 1, self.num_channels, (self.num_heads, self.head_dim, self.state_dim))
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,9 +208,9 @@ class GatedDeltaNet:
         return 2 * self.num_key_heads * self.key_dim + self.inner
 
     @property
-    def kept(self) -> KeptState:
+    def kept(self) -> StateCacheShape:
         """What a layer keeps: the last inputs of its convolution, and the matrices of its heads."""
-        return KeptState(self.kernel - 1, self.num_channels, (self.num_value_heads, self.key_dim, self.value_dim))
+        return StateCacheShape(self.kernel - 1, self.num_channels, (self.num_value_heads, self.key_dim, self.value_dim))
 
 
 Mixer = Attention | ShortConv | Mamba2 | GatedDeltaNet
@@ -333,7 +333,7 @@ class CacheGroup(NamedTuple):
     """
 
     num_layers: int
-    kept: KeptTokens | KeptState
+    kept: TokenCacheShape | StateCacheShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,7 +365,7 @@ class ModelSpec:
     per_layer_inputs: PerLayerInputs | None = None
 
     @property
-    def last_keeping_idx(self) -> int:
+    def last_cached_layer(self) -> int:
         """The last layer that keeps something, -1 for none; from its mixer's result on, rows are for who reads them."""
         keeping = (any(part.kept is not None for part in layer.parts) for layer in self.layers)
         return max((idx for idx, is_keeping in enumerate(keeping) if is_keeping), default=-1)
@@ -374,7 +374,7 @@ class ModelSpec:
     def cache_groups(self) -> tuple[CacheGroup, ...]:
         """The cache groups in the order of their first layers, those that keep tokens before those that keep states."""
         kept = [mixer.kept for layer in self.layers for mixer in layer.parts if mixer.kept is not None]
-        kinds = sorted(dict.fromkeys(kept), key=lambda each: isinstance(each, KeptState))
+        kinds = sorted(dict.fromkeys(kept), key=lambda each: isinstance(each, StateCacheShape))
         return tuple(CacheGroup(kept.count(each), each) for each in kinds)
 
     @property
@@ -383,7 +383,7 @@ class ModelSpec:
 
         Of a part that reads another layer's cache, those of that layer's part which keeps the same.
         """
-        kinds: list[KeptTokens | KeptState | None] = [group.kept for group in self.cache_groups]
+        kinds: list[TokenCacheShape | StateCacheShape | None] = [group.kept for group in self.cache_groups]
         filled = [0] * len(kinds)
         places: list[tuple[tuple[int, int], ...]] = []
         for layer in self.layers:

@@ -33,10 +33,10 @@ class TurnableStep(Protocol):
 
     batch: AttentionBatch
 
-    def turn_to(self, batch: AttentionBatch) -> None: ...
+    def rebind(self, batch: AttentionBatch) -> None: ...
 
 
-class Buffers:
+class BufferPool:
     """Memory for tensors, lent again as soon as nobody holds them.
 
     Replays let go of tensors in the order in which they did when their calls were noted, and no two run at once. So all
@@ -67,7 +67,7 @@ class Buffers:
         return tensor
 
 
-class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees all that torch is asked for in this thread.
 
     Tensors without content are lent; anything else may have computed something, and then what was noted is not the
@@ -77,11 +77,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         stranger: the first other operation; None as long as there was none.
     """
 
-    def __init__(self, buffers: Buffers, num_rows: int) -> None:
+    def __init__(self, buffers: BufferPool, num_rows: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._buffers = buffers
         self._num_rows = num_rows
-        self.stranger: str | None = None
+        self.unsupported_op: str | None = None
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -93,10 +93,14 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Lend, or note a stranger and let it compute. From then on nothing is lent: it may have made a view."""
         del types
-        if func is torch.ops.aten.new_empty.default and self.stranger is None and not any((kwargs or {}).values()):
+        if (
+            func is torch.ops.aten.new_empty.default
+            and self.unsupported_op is None
+            and not any((kwargs or {}).values())
+        ):
             like, shape = args
             return self._buffers.take(shape, like.dtype, self._num_rows)
-        self.stranger = self.stranger or str(func)
+        self.unsupported_op = self.unsupported_op or str(func)
         return func(*args, **(kwargs or {}))
 
 
@@ -153,7 +157,7 @@ class Capture:
         self._steps = tuple(steps)
         self._caches = [weakref.ref(storage.data) for storage in storages]
         for step in steps:
-            step.turn_to(step.batch)  # which has it drop the storage
+            step.rebind(step.batch)  # which has it drop the storage
 
     def is_for(
         self,
@@ -177,7 +181,7 @@ class Capture:
         for known, tensor in zip(self._tensors, tensors, strict=True):
             known.copy_(tensor)
         for step, batch in zip(self._steps, groups, strict=True):
-            step.turn_to(batch)
+            step.rebind(batch)
         self._recording.replay()
         return self._output.clone()
 
@@ -207,7 +211,7 @@ class CapturedLayers:
         self._last_num_rows = 0
         self.refusal: str | None = None
         self.captures: dict[int, Capture] = {}
-        self.buffers = Buffers()
+        self.buffers = BufferPool()
 
     def __call__(
         self,
@@ -238,16 +242,16 @@ class CapturedLayers:
         inputs = [self.buffers.take(tensor.shape, tensor.dtype, num_rows) for tensor in tensors]
         for known, tensor in zip(inputs, tensors, strict=True):
             known.copy_(tensor)
-        watch, recording = Watch(self.buffers, num_rows), Recording(self._calls)
+        watch, recording = OpRecorder(self.buffers, num_rows), Recording(self._calls)
         with self._noting() as steps, recording, watch:
             output = self._layers(inputs, groups, storages)
         are_all = len(steps) == len(groups) and all(
             step.batch is batch for step, batch in zip(steps, groups, strict=True)
         )
-        if watch.stranger is not None or recording.num_calls <= 0 or not are_all:
-            self.refusal = f"{watch.stranger or 'something'} is no native kernel that can be called again"
+        if watch.unsupported_op is not None or recording.num_calls <= 0 or not are_all:
+            self.refusal = f"{watch.unsupported_op or 'something'} is no native kernel that can be called again"
             self.captures.clear()
-            self.buffers = Buffers()
+            self.buffers = BufferPool()
         else:
             self.captures[num_rows] = Capture(recording, inputs, output, steps, storages)
         return output.clone()  # the memory is the next step's

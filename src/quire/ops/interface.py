@@ -318,7 +318,7 @@ class Captures(Protocol):
 
 class Ops(Protocol):
     """What a model needs computed. Nothing here changes its arguments, except the cache that `StepAttention` writes and
-    the logits of `keep_tokens`.
+    the logits of `apply_token_bitmask`.
 
     Attributes:
         name: what computes, for people.
@@ -373,7 +373,7 @@ class Ops(Protocol):
         """
         ...
 
-    def keep_tokens(self, logits: Tensor, rows: Sequence[int], masks: Sequence[Tensor]) -> None:
+    def apply_token_bitmask(self, logits: Tensor, rows: Sequence[int], masks: Sequence[Tensor]) -> None:
         """Set all tokens of some rows to minus infinity, in place, but those whose bits are set.
 
         Args:

@@ -214,7 +214,7 @@ class NativeLibrary:
         self.rms_norm = _typed(
             library.quire_rms_norm, _INT, _POINTER, _INT, _INT, _POINTER, _FLOAT, _INT, _INT, _POINTER
         )
-        self.keep_tokens = _typed(library.quire_keep_tokens, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER)
+        self.apply_token_bitmask = _typed(library.quire_keep_tokens, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER)
         panel_columns = _typed(library.quire_panel_columns, _BOOL, returns=_INT)
         self.panel_columns = {is_rounded: panel_columns(is_rounded) for is_rounded in (False, True)}
         self.plain = _plain_kernels(library)

@@ -141,13 +141,13 @@ class NativeOps:
         """Gate and normalise rows."""
         return self._torch.gated_norm(x, gates, weight, eps)
 
-    def keep_tokens(self, logits: Tensor, rows: Sequence[int], masks: Sequence[Tensor]) -> None:
+    def apply_token_bitmask(self, logits: Tensor, rows: Sequence[int], masks: Sequence[Tensor]) -> None:
         """Write minus infinities where they belong; with AVX-512, read no logits."""
         if logits.stride(1) != 1:
-            return self._torch.keep_tokens(logits, rows, masks)
+            return self._torch.apply_token_bitmask(logits, rows, masks)
         masks = [mask.contiguous() for mask in masks]
         places, pointers = array("q", rows), array("Q", [mask.data_ptr() for mask in masks])
-        self._library.keep_tokens(
+        self._library.apply_token_bitmask(
             logits.data_ptr(),
             logits.stride(0),
             logits.shape[1],
@@ -255,7 +255,7 @@ class NativeStepAttention:
         rows.row_starts, rows.context_lens, rows.block_starts = [part.buffer_info()[0] for part in numbers]
         rows.block_ids, rows.slot_mapping = batch.block_ids.data_ptr(), batch.slot_mapping.data_ptr()
 
-    def turn_to(self, batch: AttentionBatch) -> None:
+    def rebind(self, batch: AttentionBatch) -> None:
         """Become another step's, over the same cache and as far back; calls that were made before are then for it.
 
         From now on the cache is the caller's to keep.

@@ -73,7 +73,7 @@ class ReferenceOps:
             gates.dtype
         )
 
-    def keep_tokens(self, logits: Tensor, rows: Sequence[int], masks: Sequence[Tensor]) -> None:
+    def apply_token_bitmask(self, logits: Tensor, rows: Sequence[int], masks: Sequence[Tensor]) -> None:
         """Look at the bits one by one."""
         for row, mask in zip(rows, masks, strict=True):
             words = mask.tolist()

@@ -71,9 +71,9 @@ class TorchOps:
         """Gate and normalise rows."""
         return torch_rows.gated_norm(x, gates, weight, eps)
 
-    def keep_tokens(self, logits: Tensor, rows: Sequence[int], masks: Sequence[Tensor]) -> None:
+    def apply_token_bitmask(self, logits: Tensor, rows: Sequence[int], masks: Sequence[Tensor]) -> None:
         """Look up what eight tokens' bits add to their logits; a fill under a mask takes much longer."""
-        torch_rows.keep_tokens(logits, rows, masks)
+        torch_rows.apply_token_bitmask(logits, rows, masks)
 
     def step_attention(self, batch: AttentionBatch, kv: PagedKV) -> StepAttention:
         """Compute row ids and masks once for all layers."""

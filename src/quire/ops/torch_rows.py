@@ -41,8 +41,8 @@ def gated_norm(x: Tensor, gates: Tensor, weight: Tensor, eps: float) -> Tensor:
     return rms_norm(parts, weight, eps).flatten(1).to(gates.dtype)
 
 
-def keep_tokens(logits: Tensor, rows: Sequence[int], masks: Sequence[Tensor]) -> None:
-    """Forbid all tokens of the named rows of logits [R, V] but those whose bits are set; see `Ops.keep_tokens`."""
+def apply_token_bitmask(logits: Tensor, rows: Sequence[int], masks: Sequence[Tensor]) -> None:
+    """Forbid, in the named rows of logits [R, V], all tokens whose bits are not set; see `Ops.apply_token_bitmask`."""
     if not rows:
         return
     num_tokens, device = logits.shape[1], logits.device

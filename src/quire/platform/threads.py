@@ -16,7 +16,7 @@ GIVE_BACK_S = 1.0
 R = TypeVar("R")
 
 
-class Threads:
+class WorkerThreads:
     """So many threads that do one thing each at a time; who comes then waits.
 
     Args:

@@ -18,8 +18,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from quire.server import chat, completions, models, monitoring, pins, tokens
+from quire.server.auth import Guard, check_operator
 from quire.server.errors import handle_http_exception
-from quire.server.guard import Guard, check_operator
 from quire.server.intake import Intake
 from quire.server.state import ServerState
 

@@ -8,7 +8,7 @@ from typing import Any
 from starlette.requests import Request
 
 from quire.bounded.json_text import FEW_BYTES, MAX_PROCESSES, BadJSON, JSONReader, may_have_many_values, parse
-from quire.platform.threads import Threads
+from quire.platform.threads import WorkerThreads
 from quire.server.errors import ApiError, unavailable
 
 # Bodies of the longest kind that may be on their way at a time, and so many that may wait to be parsed.
@@ -26,9 +26,9 @@ class Bodies:
     def __init__(self, max_bytes: int, max_integers: int) -> None:
         self.max_bytes = max_bytes
         self._reader = JSONReader(max_bytes, max_integers)
-        self._threads = Threads(1, "quire-bodies")
+        self._threads = WorkerThreads(1, "quire-bodies")
         # These only wait for the processes that parse.
-        self._waiting = Threads(MAX_PROCESSES, "quire-large-bodies")
+        self._waiting = WorkerThreads(MAX_PROCESSES, "quire-large-bodies")
         # Of bodies that wait to be parsed, or are.
         self._num_bytes = 0
 

@@ -16,7 +16,7 @@ from quire.errors import InvalidParameter, UnsupportedFeature
 from quire.sequences.params import MAX_LOGPROBS, SamplingParams
 from quire.server import sampling, structured
 from quire.server.fields import Fields, Refusal
-from quire.server.generation import Job, answer, new_head
+from quire.server.generation import GenerationRequest, answer, response_header
 from quire.server.json_stream import JsonArray
 from quire.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs_json
 from quire.server.models import check_model
@@ -26,7 +26,7 @@ from quire.server.tool_use import TOOL_FIELDS, read_tool_use
 from quire.text.tool_calls import SampleCalls, ToolUse
 
 if TYPE_CHECKING:  # the server starts before the engine is imported
-    from quire.engine.inputs.request_builder import Prepared
+    from quire.engine.inputs.request_builder import PreparedRequest
 
 USE_TOOLS = "it is the older form of tools; send tools and tool_choice"
 OWN_FIELDS = (
@@ -91,12 +91,12 @@ async def chat_completions(state: ServerState, request: Request) -> ASGIApp:
     fields.note_unknown(KNOWN_FIELDS)
     check_model(state, fields)
     job, extras = read_chat(state, fields)
-    head = new_head(state, request, "chatcmpl", "chat.completion")
+    head = response_header(state, request, "chatcmpl", "chat.completion")
     names = TokenNames(state.llm.tokenizer, by_id=job.options.name_tokens_by_id)
     return await answer(state, request, job, ChatReply(head, extras, names), head["id"])
 
 
-def read_chat(state: ServerState, fields: Fields) -> tuple[Job, Extras]:
+def read_chat(state: ServerState, fields: Fields) -> tuple[GenerationRequest, Extras]:
     """Read a chat request.
 
     Raises:
@@ -115,10 +115,10 @@ def read_chat(state: ServerState, fields: Fields) -> tuple[Job, Extras]:
         token_ids=options.return_token_ids,
         tool_use=tool_use,
     )
-    spelled = {"max_tokens": length, "logprobs": "top_logprobs", "prompt": "messages"}
-    spelled |= sampling.width_spelling(fields)
+    field_aliases = {"max_tokens": length, "logprobs": "top_logprobs", "prompt": "messages"}
+    field_aliases |= sampling.width_spelling(fields)
     wanted, names = structured.read_structured(fields)
-    spelled |= names
+    field_aliases |= names
     own: dict[str, Any] = {
         "max_tokens": fields.get(length),
         "logprobs": extras.top_logprobs,
@@ -126,10 +126,10 @@ def read_chat(state: ServerState, fields: Fields) -> tuple[Job, Extras]:
     }
     if tool_use is not None:
         own |= tool_use.sampling()
-        spelled["structured_outputs.grammar"] = "tools"
-    params = sampling.read_sampling(fields, state.llm.default_sampling_params(), own, spelled)
+        field_aliases["structured_outputs.grammar"] = "tools"
+    params = sampling.read_sampling(fields, state.llm.default_sampling_params(), own, field_aliases)
     told = () if tool_use is None else tool_use.told
-    return Job(1, partial(_prompts, state, fields, told, params), params, options, spelled), extras
+    return GenerationRequest(1, partial(_prompts, state, fields, told, params), params, options, field_aliases), extras
 
 
 async def render_chat(
@@ -161,7 +161,7 @@ async def render_chat(
 
 async def _prompts(
     state: ServerState, fields: Fields, tools: Sequence[Mapping[str, Any]], params: SamplingParams
-) -> list[Prepared]:
+) -> list[PreparedRequest]:
     text = await render_chat(state, fields, tools)
     special = fields.flag("add_special_tokens", False)
     return await state.llm.texts.prepare([text], params, add_special_tokens=special)

@@ -17,7 +17,7 @@ from quire.errors import InvalidParameter, UnsupportedFeature
 from quire.sequences.params import MAX_LOGPROBS
 from quire.server import sampling, structured
 from quire.server.fields import Fields, Refusal
-from quire.server.generation import Job, answer, new_head
+from quire.server.generation import GenerationRequest, answer, response_header
 from quire.server.json_stream import JsonArray
 from quire.server.logprobs import (
     CompletionLogprobs,
@@ -80,13 +80,13 @@ async def completions(state: ServerState, request: Request) -> ASGIApp:
     fields.note_unknown(KNOWN_FIELDS)
     check_model(state, fields)
     job, extras, prompts = read_completion(state, fields)
-    head = new_head(state, request, "cmpl", "text_completion")
+    head = response_header(state, request, "cmpl", "text_completion")
     names = TokenNames(state.llm.tokenizer, by_id=job.options.name_tokens_by_id, bytes_prefix="bytes:")
     reply = CompletionReply(head, prompts, job.params.n, extras, names, state.llm.tokenizer)
     return await answer(state, request, job, reply, head["id"])
 
 
-def read_completion(state: ServerState, fields: Fields) -> tuple[Job, Extras, list[Prompt]]:
+def read_completion(state: ServerState, fields: Fields) -> tuple[GenerationRequest, Extras, list[Prompt]]:
     """Read a completion request.
 
     Raises:
@@ -111,7 +111,7 @@ def read_completion(state: ServerState, fields: Fields) -> tuple[Job, Extras, li
     )
     # The engine computes a prompt in order to sample; an answer without output drops the one token.
     wanted, names = structured.read_structured(fields)
-    spelled = {**SPELLED, **sampling.width_spelling(fields), **names}
+    field_aliases = {**SPELLED, **sampling.width_spelling(fields), **names}
     own: dict[str, Any] = {
         "max_tokens": max(max_tokens, 1),
         "logprobs": extras.logprobs,
@@ -120,18 +120,18 @@ def read_completion(state: ServerState, fields: Fields) -> tuple[Job, Extras, li
     if has_echo and extras.logprobs is not None:
         own["prompt_logprobs"] = max(extras.logprobs, extras.prompt_logprobs or 0)
         if extras.prompt_logprobs is None:
-            spelled["prompt_logprobs"] = "logprobs"
-    params = sampling.read_sampling(fields, state.llm.default_sampling_params(), own, spelled)
+            field_aliases["prompt_logprobs"] = "logprobs"
+    params = sampling.read_sampling(fields, state.llm.default_sampling_params(), own, field_aliases)
     if len(prompts) * params.num_sequences > MAX_SEQUENCES:
         name = "beam_width" if params.beam_width else "best_of" if params.best_of else "n"
         allowed = f"at most {MAX_SEQUENCES} divided by the number of prompts"
-        raise InvalidParameter(spelled.get(name, name), params.num_sequences, allowed)
+        raise InvalidParameter(field_aliases.get(name, name), params.num_sequences, allowed)
 
     special = fields.flag("add_special_tokens", True)
     prepare = partial(state.llm.texts.prepare, prompts, params, add_special_tokens=special)
     # Each choice repeats them: before its own, and as vLLM's `prompt_logprobs`.
     num_copies = params.n * (has_echo + (extras.prompt_logprobs is not None)) or 1
-    job = Job(len(prompts), prepare, params, options, spelled, extras.is_prompt_only, num_copies)
+    job = GenerationRequest(len(prompts), prepare, params, options, field_aliases, extras.is_prompt_only, num_copies)
     return job, extras, prompts
 
 

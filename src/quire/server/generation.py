@@ -18,18 +18,18 @@ from quire.errors import InvalidParameter, RequestError, RequestFailed
 from quire.sequences.params import SamplingParams
 from quire.server import sse
 from quire.server.errors import CLIENT_GONE, REQUEST_ID, api_error, stopping
-from quire.server.feed import ClientGone, Feed, News, merge
 from quire.server.json_stream import JsonAnswer, JsonWriter, paced
 from quire.server.sampling import Options
-from quire.server.state import Flight, ServerState
+from quire.server.state import InFlightRequest, ServerState
+from quire.server.stream_merge import ClientGone, Delta, StreamMerger, merge
 from quire.server.tenants import read_tenant
 from quire.server.usage import TokenCount
 
 if TYPE_CHECKING:  # the server starts before the engine is imported
-    from quire.engine.inputs.request_builder import Prepared
+    from quire.engine.inputs.request_builder import PreparedRequest
 
 
-class Reply(Protocol):
+class ResponseBuilder(Protocol):
     """Turns the engine's outputs into a route's JSON; `usage` is not its business."""
 
     def chunks(self, prompt_idx: int, delta: RequestOutput) -> Iterable[dict[str, Any]]:
@@ -50,7 +50,7 @@ class Reply(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class GenerationRequest:
     """A request that has been read and checked.
 
     Args:
@@ -64,10 +64,10 @@ class Job:
     """
 
     num_prompts: int
-    prompts: Callable[[], Awaitable[Sequence[Prepared]]]
+    prompts: Callable[[], Awaitable[Sequence[PreparedRequest]]]
     params: SamplingParams
     options: Options
-    spelled: Mapping[str, str]
+    field_aliases: Mapping[str, str]
     is_prompt_only: bool = False
     num_prompt_copies: int = 1
 
@@ -78,7 +78,7 @@ def json_response(body: Mapping[str, Any]) -> Response:
     return Response(text.encode(), media_type="application/json")
 
 
-def new_head(state: ServerState, request: Request, prefix: str, kind: str) -> dict[str, Any]:
+def response_header(state: ServerState, request: Request, prefix: str, kind: str) -> dict[str, Any]:
     """Return the fields that are the same in every chunk of an answer."""
     return {
         "id": f"{prefix}-{request.scope[REQUEST_ID]}",
@@ -89,7 +89,9 @@ def new_head(state: ServerState, request: Request, prefix: str, kind: str) -> di
     }
 
 
-async def answer(state: ServerState, request: Request, job: Job, reply: Reply, answer_id: str) -> ASGIApp:
+async def answer(
+    state: ServerState, request: Request, job: GenerationRequest, reply: ResponseBuilder, answer_id: str
+) -> ASGIApp:
     """Run a job and return its response.
 
     Raises:
@@ -100,7 +102,7 @@ async def answer(state: ServerState, request: Request, job: Job, reply: Reply, a
     if state.is_draining:
         raise stopping()
     count = TokenCount(is_prompt_only=job.is_prompt_only)
-    flight = Flight(answer_id, count, Feed(state.config.ping_interval_s), tenant)
+    flight = InFlightRequest(answer_id, count, StreamMerger(state.config.ping_interval_s), tenant)
     news = _follow(state, request, job, flight, tenant)
     try:
         with ExitStack() as at_error:
@@ -120,19 +122,19 @@ async def answer(state: ServerState, request: Request, job: Job, reply: Reply, a
     except RequestError as error:
         if state.is_draining:
             raise stopping() from error
-        spelled = job.spelled.get(error.field or "", error.field)
-        if isinstance(error, InvalidParameter) and spelled != error.field:
-            raise InvalidParameter(spelled or "", error.value, error.allowed) from error
-        error.field = spelled
+        field_aliases = job.field_aliases.get(error.field or "", error.field)
+        if isinstance(error, InvalidParameter) and field_aliases != error.field:
+            raise InvalidParameter(field_aliases or "", error.value, error.allowed) from error
+        error.field = field_aliases
         raise
 
 
 async def _follow(
-    state: ServerState, request: Request, job: Job, flight: Flight, tenant: str | None
-) -> AsyncGenerator[list[News], None]:
+    state: ServerState, request: Request, job: GenerationRequest, flight: InFlightRequest, tenant: str | None
+) -> AsyncGenerator[list[Delta], None]:
     """Yield the engine's news of a job; places in the queue come before any work."""
     llm, options = state.llm, job.options
-    with llm.reserve(job.num_prompts) as place, state.aloft(flight):
+    with llm.reserve(job.num_prompts) as place, state.track(flight):
         prompts = await job.prompts()
         lengths = [len(read.prompt.token_ids) for read in prompts]
         flight.logprobs = state.logprobs.reserve(job.params, lengths, llm.resolved.max_model_len, job.num_prompt_copies)
@@ -168,7 +170,9 @@ def _check(delta: RequestOutput) -> None:
         raise stopping()
 
 
-async def _whole(job: Job, reply: Reply, count: TokenCount, news: AsyncGenerator[list[News], None]) -> dict[str, Any]:
+async def _whole(
+    job: GenerationRequest, reply: ResponseBuilder, count: TokenCount, news: AsyncGenerator[list[Delta], None]
+) -> dict[str, Any]:
     outputs: dict[int, RequestOutput] = {}
     async with aclosing(news) as batches:
         async for batch in batches:
@@ -181,10 +185,10 @@ async def _whole(job: Job, reply: Reply, count: TokenCount, news: AsyncGenerator
 
 async def _events(
     state: ServerState,
-    job: Job,
-    reply: Reply,
-    flight: Flight,
-    news: AsyncGenerator[list[News], None],
+    job: GenerationRequest,
+    reply: ResponseBuilder,
+    flight: InFlightRequest,
+    news: AsyncGenerator[list[Delta], None],
     request_id: str,
 ) -> AsyncGenerator[bytes, None]:
     """Yield the events of a stream: what is there already goes out as one piece, unless it is long."""
@@ -192,7 +196,7 @@ async def _events(
     writer = JsonWriter(ascii_only=True)
     has_begun = False
 
-    def events(batch: list[News]) -> Iterator[str]:
+    def events(batch: list[Delta]) -> Iterator[str]:
         for idx, delta in batch:
             count.add(idx, delta)
             for chunk in reply.chunks(idx, delta):

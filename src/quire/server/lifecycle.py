@@ -21,9 +21,9 @@ from quire.server.body import Bodies
 from quire.server.connection import Connection, Connections
 from quire.server.errors import stopping
 from quire.server.listener import accept_for_ever, bind, read_max_connections
-from quire.server.reports import report_for_ever
 from quire.server.settings import ServerConfig
 from quire.server.state import ServerState
+from quire.server.throughput_log import report_for_ever
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_calls import ToolFormat, choose_format
 
@@ -199,12 +199,12 @@ class _Stop:
     async def _drain(self) -> None:
         """Let what runs finish, tell the rest, and end the server."""
         timeout_s = self._state.config.drain_timeout_s
-        logger.info("stopping: %d requests may run for %g s more", len(self._state.flights), timeout_s)
+        logger.info("stopping: %d requests may run for %g s more", len(self._state.in_flight), timeout_s)
         loop = asyncio.get_running_loop()
         drain_by_s = loop.time() + timeout_s
         try:
             if not await self._state.llm.drain(timeout_s):
-                for flight in self._state.flights.values():
+                for flight in self._state.in_flight.values():
                     flight.feed.fail(stopping())
             # The engine has finished; clients may still be reading long answers.
             if answering := set(self._server.server_state.tasks):

@@ -84,7 +84,7 @@ async def status(state: ServerState, request: Request) -> Response:
                     "prompt_tokens": flight.count.num_prompt,
                     "completion_tokens": flight.count.num_output,
                 }
-                for flight in state.flights.values()
+                for flight in state.in_flight.values()
                 if tenant is None or flight.tenant == tenant
             ],
         }

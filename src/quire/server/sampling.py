@@ -140,7 +140,7 @@ def read_options(fields: Fields, scheduling_policy: str) -> Options:
 
 
 def read_sampling(
-    fields: Fields, defaults: Mapping[str, Any], own: Mapping[str, Any], spelled: Mapping[str, str]
+    fields: Fields, defaults: Mapping[str, Any], own: Mapping[str, Any], field_aliases: Mapping[str, str]
 ) -> SamplingParams:
     """Build the sampling parameters of a request.
 
@@ -155,7 +155,7 @@ def read_sampling(
         InvalidParameter: in the client's spelling.
     """
     asked = {name: value for name in SAMPLING_FIELDS if (value := fields.get(name)) is not None}
-    if "beam_width" in spelled:
+    if "beam_width" in field_aliases:
         asked["beam_width"] = asked.pop("best_of", asked.get("n", 1))
     given: dict[str, Any] = {**defaults, **(NO_CHOICE if "beam_width" in asked else {}), **asked}
     if isinstance(given.get("logit_bias"), dict):
@@ -164,7 +164,9 @@ def read_sampling(
     try:
         params = SamplingParams(**given)
     except InvalidParameter as error:
-        raise InvalidParameter(spelled.get(error.field or "", error.field or ""), error.value, error.allowed) from error
+        raise InvalidParameter(
+            field_aliases.get(error.field or "", error.field or ""), error.value, error.allowed
+        ) from error
     if params.beam_width is not None and fields.flag("stream"):
         raise InvalidParameter("stream", True, "false beside a beam search: the best outputs are known last")
     if params.is_ranked and fields.flag("stream"):

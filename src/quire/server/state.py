@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from quire.server.body import Bodies
-from quire.server.feed import Feed
 from quire.server.logprob_budget import Held, LogprobBudget
 from quire.server.settings import ServerConfig
+from quire.server.stream_merge import StreamMerger
 from quire.server.usage import TokenCount
 from quire.text.tool_calls import ToolFormat
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Flight:
+class InFlightRequest:
     """One HTTP request that the engine works on, or will.
 
     Args:
@@ -35,7 +35,7 @@ class Flight:
 
     answer_id: str
     count: TokenCount
-    feed: Feed
+    feed: StreamMerger
     tenant: str | None = None
     started_s: float = field(default_factory=time.monotonic)
     logprobs: Held | None = None
@@ -70,7 +70,7 @@ class ServerState:
     created: int
     tool_format: ToolFormat | None = None
     is_draining: bool = False
-    flights: dict[str, Flight] = field(default_factory=dict)
+    in_flight: dict[str, InFlightRequest] = field(default_factory=dict)
     logprobs: LogprobBudget = field(init=False)
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -78,10 +78,10 @@ class ServerState:
         self.logprobs = LogprobBudget(self.config.max_request_logprobs)
 
     @contextmanager
-    def aloft(self, flight: Flight) -> Iterator[None]:
+    def track(self, flight: InFlightRequest) -> Iterator[None]:
         """List a flight for as long as it lasts."""
-        self.flights[flight.answer_id] = flight
+        self.in_flight[flight.answer_id] = flight
         try:
             yield
         finally:
-            del self.flights[flight.answer_id]
+            del self.in_flight[flight.answer_id]

@@ -45,12 +45,12 @@ def read_structured(fields: Fields) -> tuple[StructuredOutputs | None, dict[str,
         return None, {}
     if len(asked) > 1:
         raise InvalidParameter(asked[1][0], fields.get(asked[1][0]), f"absent beside {asked[0][0]}")
-    ((_, (wanted, spelled)),) = asked
+    ((_, (wanted, field_aliases)),) = asked
     try:
-        return StructuredOutputs(**wanted), spelled
+        return StructuredOutputs(**wanted), field_aliases
     except InvalidParameter as error:
         field = error.field or ""
-        raise InvalidParameter(spelled.get(field, field), error.value, error.allowed) from error
+        raise InvalidParameter(field_aliases.get(field, field), error.value, error.allowed) from error
 
 
 def _read(fields: Fields, name: str) -> tuple[dict[str, Any], dict[str, str]] | None:

@@ -23,7 +23,7 @@ MAX_FORCED = 4096
 READ_TOKENIZER_S = 120.0
 
 
-class Trial:
+class CompileSandbox:
     """A process that waits for grammars.
 
     Args:

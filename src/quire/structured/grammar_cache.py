@@ -78,7 +78,7 @@ class Grammar:
         return tuple(tokens)
 
 
-class GrammarShelf:
+class GrammarCache:
     """The compiled grammars of one model; may be asked by several threads.
 
     A grammar stays as long as somebody holds it, and the last few that were asked for stay longer: `NUM_KEPT` at most,

@@ -6,17 +6,17 @@ from functools import partial
 
 from quire.bounded.process import ProcessPool
 from quire.errors import InvalidParameter
-from quire.platform.threads import Threads
+from quire.platform.threads import WorkerThreads
 from quire.sequences.structured import StructuredOutputs
-from quire.structured.compile_sandbox import Trial
-from quire.structured.grammar_cache import Grammar, GrammarShelf, import_llguidance
+from quire.structured.compile_sandbox import CompileSandbox
+from quire.structured.grammar_cache import Grammar, GrammarCache, import_llguidance
 
 # So that a grammar that takes long does not hold up all others. Each process holds the vocabulary.
 MAX_TRIALS = 2
 WANTED = {"json": "a JSON schema", "regex": "a regular expression", "choice": "choices", "grammar": "a Lark grammar"}
 
 
-class Grammars:
+class GrammarCompiler:
     """Opens grammars; may be asked by several threads.
 
     Args:
@@ -28,12 +28,12 @@ class Grammars:
         trials: the processes in which grammars are tried out.
     """
 
-    def __init__(self, shelf: GrammarShelf, *, timeout_s: float, memory_bytes: int) -> None:
+    def __init__(self, shelf: GrammarCache, *, timeout_s: float, memory_bytes: int) -> None:
         self.shelf = shelf
         self._timeout_s = timeout_s
         self._memory_bytes = memory_bytes
         self.trials = ProcessPool(self._start_trial, MAX_TRIALS)
-        self._threads = Threads(MAX_TRIALS, "quire-grammars")
+        self._threads = WorkerThreads(MAX_TRIALS, "quire-grammars")
 
     def find(self, wanted: StructuredOutputs) -> Grammar | None:
         """Return a grammar that is compiled already."""
@@ -79,10 +79,10 @@ class Grammars:
         self._threads.close()
         self.trials.close()
 
-    def _start_trial(self) -> Trial:
+    def _start_trial(self) -> CompileSandbox:
         # Only now: the tokenizer's text is long, and most engines are asked for no grammar.
         shelf = self.shelf
-        return Trial(shelf.read_tokenizer(), shelf.vocab_size, shelf.end_token_ids, self._memory_bytes)
+        return CompileSandbox(shelf.read_tokenizer(), shelf.vocab_size, shelf.end_token_ids, self._memory_bytes)
 
     def _try(self, wanted: StructuredOutputs) -> tuple[str | None, int]:
         """Return why a grammar does not compile, None where it does; and the bytes of memory that it takes."""

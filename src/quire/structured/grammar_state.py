@@ -32,7 +32,7 @@ Forced = tuple[tuple[int, ...], int]
 NOT_FORCED: Forced = ((), 0)
 
 
-class Constraint:
+class GrammarState:
     """Follows the output of one sequence through a grammar, forwards and backwards.
 
     Args:
@@ -74,9 +74,9 @@ class Constraint:
         self._masks = torch.empty(0)
         self._num_masks = 0
 
-    def fork(self, opening: Opening) -> Constraint:
+    def fork(self, opening: Opening) -> GrammarState:
         """Return a constraint of another sequence of the request, which has got as far as this one."""
-        child = object.__new__(Constraint)
+        child = object.__new__(GrammarState)
         for name, value in self.__dict__.items():
             setattr(child, name, value)
         child._matcher = None if self._matcher is None else self._matcher.deep_copy()
@@ -85,7 +85,7 @@ class Constraint:
         child.num_prompt = opening.num_prompt
         return child
 
-    def leads_to(self, token_ids: list[int]) -> bool:
+    def is_prefix_of(self, token_ids: list[int]) -> bool:
         """Say whether an output begins with all the tokens of this one."""
         known = self.token_ids
         num_known = len(known)

@@ -20,11 +20,11 @@ import torch
 
 from quire.errors import RequestError, describe
 from quire.scheduling.plan import ItemResult, Opening, PlanItem
-from quire.structured.grammar_cache import GrammarShelf
-from quire.structured.grammar_state import Constraint
+from quire.structured.grammar_cache import GrammarCache
+from quire.structured.grammar_state import GrammarState
 
 
-class Work(NamedTuple):
+class MaskJob(NamedTuple):
     """What is to be done for one constraint in a step.
 
     Args:
@@ -35,14 +35,14 @@ class Work(NamedTuple):
         is_sampled: whether a token is drawn in this step.
     """
 
-    constraint: Constraint
+    constraint: GrammarState
     start: int
     token_ids: Sequence[int]
     draft: Sequence[int]
     is_sampled: bool
 
 
-class Constraints:
+class GrammarStates:
     """Opens and closes constraints, and fills their masks.
 
     Args:
@@ -50,13 +50,13 @@ class Constraints:
         is_beside: whether there is a core for masks beside those that the model's threads have.
     """
 
-    def __init__(self, shelf: GrammarShelf, *, is_beside: bool = True) -> None:
+    def __init__(self, shelf: GrammarCache, *, is_beside: bool = True) -> None:
         self._shelf = shelf
         self._is_beside = is_beside
         self._num_words = -(-shelf.vocab_size // 32)
-        self._open: dict[int, Constraint] = {}
+        self._open: dict[int, GrammarState] = {}
         # Closed by the plan at hand, and maybe what its openings were forked from.
-        self._leaving: list[Constraint] = []
+        self._leaving: list[GrammarState] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-masks")
         self._job: Future[None] | None = None
         self._num_steps = 0
@@ -72,7 +72,7 @@ class Constraints:
         if known is not None:
             self._leaving.append(known)
 
-    def open(self, seq_id: int, opening: Opening) -> Constraint | None:
+    def open(self, seq_id: int, opening: Opening) -> GrammarState | None:
         """Return the constraint of a sequence that was not known; None where it has none."""
         wanted = opening.params.structured_outputs
         if wanted is None:
@@ -83,15 +83,15 @@ class Constraints:
         output = list(opening.token_ids[opening.num_prompt :])
         known = (*self._open.values(), *self._leaving) if output else ()
         # What another sequence of the request went through need not be gone through again.
-        siblings = [one for one in known if one.family == family and one.error is None and one.leads_to(output)]
+        siblings = [one for one in known if one.family == family and one.error is None and one.is_prefix_of(output)]
         nearest = max(siblings, key=lambda one: len(one.token_ids), default=None)
         if nearest is not None:
             constraint = nearest.fork(opening)
         else:
             try:
-                constraint = Constraint(self._shelf.compile(wanted.source), opening, ends)
+                constraint = GrammarState(self._shelf.compile(wanted.source), opening, ends)
             except (RequestError, ValueError) as error:
-                constraint = Constraint(None, opening, ends, f"the grammar of the output does not compile: {error}")
+                constraint = GrammarState(None, opening, ends, f"the grammar of the output does not compile: {error}")
         self._open[seq_id] = constraint
         return constraint
 
@@ -142,7 +142,7 @@ class Constraints:
                     extended[place] = result._replace(token_ids=token_ids)
         return extended
 
-    def _work(self, item: PlanItem) -> Work | None:
+    def _work(self, item: PlanItem) -> MaskJob | None:
         constraint = self._open.get(item.seq_id)
         if constraint is None:
             return None
@@ -150,12 +150,12 @@ class Constraints:
         num_certain = len(item.token_ids) - item.num_draft
         certain, draft = item.token_ids[:num_certain], item.token_ids[num_certain:]
         if item.opening is not None:
-            return Work(constraint, 0, item.opening.token_ids[item.opening.num_prompt :], draft, is_sampled)
+            return MaskJob(constraint, 0, item.opening.token_ids[item.opening.num_prompt :], draft, is_sampled)
         if not is_sampled:
             return None
         num_prompt = constraint.num_prompt
         start = max(item.start, num_prompt)
-        return Work(constraint, start - num_prompt, certain[start - item.start :], draft, True)
+        return MaskJob(constraint, start - num_prompt, certain[start - item.start :], draft, True)
 
     def _wait(self) -> None:
         """Wait for the thread, which may still be at the masks of a step that failed."""
@@ -169,7 +169,7 @@ def _failure(error: Exception) -> str:
     return f"the grammar of the output failed: {describe(error)}"
 
 
-def _fill(works: Sequence[Work], begun: Future[None]) -> None:
+def _fill(works: Sequence[MaskJob], begun: Future[None]) -> None:
     """Bring constraints up to what is known, and fill their masks."""
     begun.result()
     with torch.inference_mode():

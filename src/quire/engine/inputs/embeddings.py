@@ -18,7 +18,7 @@ DIGEST_BYTES = 32
 _FIELDS = {"offset", "embeddings"}
 
 
-class MediaReader:
+class EmbeddingsReader:
     """Reads the media of prompts for one model.
 
     Args:

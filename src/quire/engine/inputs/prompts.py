@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from quire.engine.inputs.embeddings import MediaReader
+from quire.engine.inputs.embeddings import EmbeddingsReader
 from quire.errors import InvalidParameter, PromptTooLong, UnsupportedFeature
 from quire.sequences.media import Media
 from quire.text.long_texts import TooManyTokens
@@ -46,7 +46,7 @@ class PromptReader(NamedTuple):
     tokenizer: Tokenizer | None
     vocab_size: int
     max_model_len: int
-    media_reader: MediaReader | None = None
+    media_reader: EmbeddingsReader | None = None
 
     def read(self, prompt: object, *, add_special_tokens: bool = True) -> TokenPrompt:
         """Make a prompt into token ids.
@@ -58,7 +58,7 @@ class PromptReader(NamedTuple):
 
         Raises:
             InvalidParameter: another type, an empty prompt, a token id outside the vocabulary, text that is not
-                Unicode, or media that cannot be; see `MediaReader`.
+                Unicode, or media that cannot be; see `EmbeddingsReader`.
             PromptTooLong: more than `max_model_len - 1` tokens.
             UnsupportedFeature: text without a tokenizer, or media for a data plane that computes no embeddings.
         """

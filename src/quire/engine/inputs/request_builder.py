@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 from quire.config import ResolvedConfig
 from quire.engine.inputs.prompts import Prompt, PromptReader, TokenPrompt
-from quire.engine.inputs.tokenized_params import Words, read_words
+from quire.engine.inputs.tokenized_params import TokenizedParams, tokenize_params
 from quire.errors import InvalidParameter, UnsupportedFeature
 from quire.memory.chain import Namespace
 from quire.sequences.params import SamplingParams
 from quire.sequences.sequence import Request
-from quire.structured.grammar_compiler import Grammars
+from quire.structured.grammar_compiler import GrammarCompiler
 
 # In UTF-8.
 MAX_SALT_BYTES = 1024
@@ -51,7 +51,7 @@ def _bytes(field: str, value: object, limit: int) -> bytes | None:
 MAX_PRIORITY = 2**31 - 1
 
 
-class Prepared(NamedTuple):
+class PreparedRequest(NamedTuple):
     """A prompt, and the strings of its request's parameters, as tokens.
 
     Args:
@@ -60,10 +60,10 @@ class Prepared(NamedTuple):
     """
 
     prompt: TokenPrompt
-    words: Words
+    words: TokenizedParams
 
 
-class RequestReader:
+class RequestBuilder:
     """Checks what only an engine knows of a request: vocabulary, context length, seats and features.
 
     Args:
@@ -78,7 +78,7 @@ class RequestReader:
         self,
         config: ResolvedConfig,
         prompts: PromptReader,
-        grammars: Grammars | None,
+        grammars: GrammarCompiler | None,
         end_token_ids: frozenset[int],
         cache_name: str,
     ) -> None:
@@ -88,9 +88,9 @@ class RequestReader:
         self._grammars = grammars
         self._cache_name = cache_name
         # Requests of one batch share their parameters.
-        self._last_words: tuple[SamplingParams | None, Words] = (None, Words())
+        self._last_words: tuple[SamplingParams | None, TokenizedParams] = (None, TokenizedParams())
 
-    def prepare(self, prompt: Prompt, params: SamplingParams, *, add_special_tokens: bool) -> Prepared:
+    def prepare(self, prompt: Prompt, params: SamplingParams, *, add_special_tokens: bool) -> PreparedRequest:
         """Make the texts of a request into tokens, which may take long; any thread may.
 
         Raises:
@@ -104,14 +104,14 @@ class RequestReader:
             raise UnsupportedFeature("stop", "this engine runs without a tokenizer; use stop_token_ids")
         read_params, words = self._last_words
         if read_params is not params:
-            words = read_words(params, tokenizer, config.vocab_size)
+            words = tokenize_params(params, tokenizer, config.vocab_size)
             self._last_words = params, words
-        return Prepared(self._prompts.read(prompt, add_special_tokens=add_special_tokens), words)
+        return PreparedRequest(self._prompts.read(prompt, add_special_tokens=add_special_tokens), words)
 
     def read(
         self,
         request_id: str,
-        prompt: Prompt | Prepared,
+        prompt: Prompt | PreparedRequest,
         params: SamplingParams,
         *,
         arrival: int,
@@ -142,7 +142,7 @@ class RequestReader:
         namespace = read_namespace(self._cache_name, cache_salt, tenant)
         if type(retain_cache) is not bool:
             raise InvalidParameter("retain_cache", retain_cache, "true or false")
-        if not isinstance(prompt, Prepared):
+        if not isinstance(prompt, PreparedRequest):
             prompt = self.prepare(prompt, params, add_special_tokens=add_special_tokens)
         tokens, words = prompt
         if params.speculative and not can_guess:

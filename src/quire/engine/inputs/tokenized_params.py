@@ -9,14 +9,14 @@ from quire.sequences.params import SamplingParams
 from quire.text.tokenizer import Tokenizer
 
 
-class Words(NamedTuple):
+class TokenizedParams(NamedTuple):
     """The strings of one request, as tokens; named as in `Request`."""
 
     bad_words: tuple[tuple[int, ...], ...] = ()
     dry_breakers: tuple[int, ...] = ()
 
 
-def read_words(params: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int) -> Words:
+def tokenize_params(params: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int) -> TokenizedParams:
     """Make the strings of a request into tokens.
 
     A bad word is looked for as it is written within a text, and as it is written behind a space. Of a breaker the last
@@ -37,7 +37,7 @@ def read_words(params: SamplingParams, tokenizer: Tokenizer | None, vocab_size: 
             raise UnsupportedFeature("bad_words", "this engine runs without a tokenizer; use logit_bias")
         if breakers:
             raise UnsupportedFeature("dry_sequence_breakers", "this engine runs without a tokenizer; give none")
-        return Words()
+        return TokenizedParams()
     bad_words: dict[tuple[int, ...], None] = {}
     for word in params.bad_words:
         within = _encode(tokenizer, "bad_words", word)
@@ -49,7 +49,7 @@ def read_words(params: SamplingParams, tokenizer: Tokenizer | None, vocab_size: 
     if params.allowed_token_ids is not None and single.issuperset(params.allowed_token_ids):
         raise InvalidParameter("bad_words", params.bad_words, "such that one of allowed_token_ids is left")
     ends = {_encode(tokenizer, "dry_sequence_breakers", f"a{breaker}")[-1] for breaker in breakers}
-    return Words(tuple(bad_words), tuple(sorted(ends)))
+    return TokenizedParams(tuple(bad_words), tuple(sorted(ends)))
 
 
 def _encode(tokenizer: Tokenizer, name: str, text: str) -> tuple[int, ...]:

@@ -9,9 +9,9 @@ from itertools import chain
 from typing import Any, TypeVar
 
 from quire.engine.inputs.prompts import Prompt, too_long
-from quire.engine.inputs.request_builder import Prepared, RequestReader
+from quire.engine.inputs.request_builder import PreparedRequest, RequestBuilder
 from quire.errors import InvalidParameter, TextsFull, UnsupportedFeature
-from quire.platform.threads import Threads
+from quire.platform.threads import WorkerThreads
 from quire.sequences.params import SamplingParams
 from quire.text.chat import require_chat_template
 from quire.text.long_texts import TooManyTokens
@@ -28,7 +28,7 @@ MAX_WAITING_CHARS = 1 << 28
 R = TypeVar("R")
 
 
-class Texts:
+class TokenizerPool:
     """Makes texts into tokens for event loops, and does what else takes long with either.
 
     Texts up to `MANY_CHARS` go through threads of their own, and longer ones one after the other through another:
@@ -40,22 +40,22 @@ class Texts:
         max_model_len: tokens of the longest text that tokens are asked for.
     """
 
-    def __init__(self, reader: RequestReader, tokenizer: Tokenizer | None, max_model_len: int) -> None:
+    def __init__(self, reader: RequestBuilder, tokenizer: Tokenizer | None, max_model_len: int) -> None:
         self._reader = reader
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         if tokenizer is not None:
             # A vocabulary is read at a stretch; now nobody waits for it.
             tokenizer.prepare_long_texts()
-        self._short = Threads(SHORT_THREADS, "quire-texts")
-        self._long = Threads(1, "quire-long-texts")
+        self._short = WorkerThreads(SHORT_THREADS, "quire-texts")
+        self._long = WorkerThreads(1, "quire-long-texts")
         # These only wait for the processes that render.
-        self._chats = Threads(MAX_PROCESSES, "quire-chats")
+        self._chats = WorkerThreads(MAX_PROCESSES, "quire-chats")
         self._num_waiting = 0
 
     async def prepare(
         self, prompts: Sequence[Prompt], params: SamplingParams, *, add_special_tokens: bool = True
-    ) -> list[Prepared]:
+    ) -> list[PreparedRequest]:
         """Make the prompts of a request into tokens, and the strings of its parameters.
 
         Args:
@@ -70,7 +70,7 @@ class Texts:
             raise InvalidParameter("sampling_params", params, "SamplingParams")
         length = sum(map(len, params.bad_words)) + sum(map(_length, prompts))
 
-        def prepare() -> list[Prepared]:
+        def prepare() -> list[PreparedRequest]:
             return [self._reader.prepare(prompt, params, add_special_tokens=add_special_tokens) for prompt in prompts]
 
         return await self.run(length, prepare)

@@ -27,7 +27,7 @@ SAVE_S = 20.0
 PART_BYTES = 16 << 20
 
 
-class Staging:
+class DiskPrefetcher:
     """Loads stored blocks where that is faster than computing their tokens.
 
     Args:

@@ -21,7 +21,7 @@ COUNTERS = (*SCHEDULER_COUNTERS, "prompt_tokens", "generation_tokens", "swap_out
 read_scheduler_counters = attrgetter(*SCHEDULER_COUNTERS)
 
 
-class Meter:
+class StatsCollector:
     """Reads the counters of scheduler and memory, and keeps the engine's own.
 
     Args:

@@ -9,7 +9,7 @@ from math import inf
 from quire.engine.outputs.outputs import CompletionOutput
 
 
-class Ranking:
+class BestOf:
     """Keeps the samples of a request back until they can be compared.
 
     Args:

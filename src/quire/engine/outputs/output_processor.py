@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.engine.outputs.beam_outputs import BeamTexts
-from quire.engine.outputs.best_of import Ranking
+from quire.engine.outputs.best_of import BestOf
 from quire.engine.outputs.logprobs import FlatLogprobs, PromptLogprobs
 from quire.engine.outputs.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.engine.outputs.text import SampleText
@@ -13,7 +13,7 @@ from quire.sequences.status import FinishReason
 from quire.text.tokenizer import Tokenizer
 
 
-class RequestTranscript:
+class RequestState:
     """Collects the news of one request in a step.
 
     Args:
@@ -36,7 +36,7 @@ class RequestTranscript:
         self._samples: dict[int, SampleText] = {}
         self._cumulative: dict[int, float] = {}
         self._news: dict[int, CompletionOutput] = {}
-        self._ranking = Ranking(request.params.n) if request.params.is_ranked else None
+        self._ranking = BestOf(request.params.n) if request.params.is_ranked else None
         self.beams = None if request.params.beam_width is None else BeamTexts(request, tokenizer)
         self._prompt_logprobs: PromptLogprobs | None = None
         if request.params.prompt_logprobs is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from quire.config import EngineConfig, ResolvedConfig
-from quire.engine.kv.disk_prefetch import Staging
+from quire.engine.kv.disk_prefetch import DiskPrefetcher
 from quire.errors import ConfigError
 from quire.kvstore.disk_blocks import DiskBlocks
 from quire.kvstore.folder import StoreFolder
@@ -71,10 +71,10 @@ def open_disk(
 
 def make_staging(
     memory: KVCacheManager, disk: DiskBlocks, resolved: ResolvedConfig, groups: Sequence[KVCacheSpec]
-) -> Staging:
+) -> DiskPrefetcher:
     """Return what brings blocks up from disk."""
     assert memory.archive is not None, "the memory was made without a disk"
-    return Staging(
+    return DiskPrefetcher(
         memory.archive,
         disk,
         block_size=resolved.block_size,

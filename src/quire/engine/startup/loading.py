@@ -26,8 +26,8 @@ from quire.config import (
 )
 from quire.decoding.drafting import Drafter
 from quire.engine.engine import Engine
-from quire.engine.inputs.embeddings import MediaReader
-from quire.engine.kv.disk_prefetch import Staging
+from quire.engine.inputs.embeddings import EmbeddingsReader
+from quire.engine.kv.disk_prefetch import DiskPrefetcher
 from quire.engine.startup.disk_cache import make_staging, open_disk
 from quire.engine.startup.speculation import make_speculation, open_draft
 from quire.errors import ConfigError, InvalidParameter
@@ -50,8 +50,8 @@ from quire.platform.host_probe import num_cores, pick_device, probe
 from quire.platform.malloc import keep_freed_memory, use_huge_pages
 from quire.scheduling.scheduler import Scheduler
 from quire.sequences.params import SamplingParams
-from quire.structured.grammar_cache import GrammarShelf
-from quire.structured.grammar_compiler import Grammars
+from quire.structured.grammar_cache import GrammarCache
+from quire.structured.grammar_compiler import GrammarCompiler
 from quire.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ def load(config: EngineConfig, instruments: Instruments | None = None) -> Loaded
             cache_name=":".join((name, str(dtype), stored, *filter(None, [options.quantization]))),
             staging=staging,
             # The memory's secret, which outlives a restart where what it names does.
-            media_reader=MediaReader(decoder.spec.width, dtype, memory.chain([], Namespace("media")).root[0]),
+            media_reader=EmbeddingsReader(decoder.spec.width, dtype, memory.chain([], Namespace("media")).root[0]),
             speculation=speculation,
             grammars=grammars,
         )
@@ -311,7 +311,7 @@ def _memory(
 def _scheduler(
     resolved: ResolvedConfig,
     memory: KVCacheManager,
-    staging: Staging | None,
+    staging: DiskPrefetcher | None,
     drafter: Drafter | None,
 ) -> Scheduler:
     return Scheduler(
@@ -338,14 +338,14 @@ def _end_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> froze
 
 def _grammars(
     config: EngineConfig, tokenizer: Tokenizer | None, vocab_size: int, end_token_ids: frozenset[int]
-) -> Grammars | None:
+) -> GrammarCompiler | None:
     """Return what opens grammars; None where an output could not be written, or not be ended."""
     ends = sorted(token_id for token_id in end_token_ids if token_id < vocab_size)
     if tokenizer is None or not ends:
         return None
     limits = config.scheduler
-    shelf = GrammarShelf(tokenizer.to_json, vocab_size, ends)
-    return Grammars(shelf, timeout_s=limits.grammar_timeout_s, memory_bytes=limits.grammar_memory_bytes)
+    shelf = GrammarCache(tokenizer.to_json, vocab_size, ends)
+    return GrammarCompiler(shelf, timeout_s=limits.grammar_timeout_s, memory_bytes=limits.grammar_memory_bytes)
 
 
 def _default_params(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import torch
 
-from quire.execution.sampling.logits_processing import Adjustments, KeepTokens, adjust
+from quire.execution.sampling.logits_processing import KeepTokens, LogitsProcessing, adjust
 from quire.execution.sampling.logprobs import measure, rows_per_tile
-from quire.execution.sampling.sampling import likeliest
+from quire.execution.sampling.sampling import stable_topk
 from quire.scheduling.plan import BeamGroup, Candidate
 
 
@@ -30,7 +30,7 @@ class BeamRow(NamedTuple):
         num_logprobs: how many of the likeliest tokens to list; None where no log probabilities are wanted.
     """
 
-    adjustments: Adjustments
+    adjustments: LogitsProcessing
     position: int
     num_logprobs: int | None
 
@@ -97,7 +97,7 @@ def _best_of_rows(
         ]
         if changed:
             errors |= {start + row: error for row, error in adjust(part, changed, keep).items()}
-        best, best_ids = likeliest(part, width)
+        best, best_ids = stable_topk(part, width)
         values.append(best)
         ids.append(best_ids)
     return torch.cat(values), torch.cat(ids), errors

@@ -7,7 +7,7 @@ import torch
 from quire.execution.sampling.batch_invariant_sums import row_sums
 
 
-def keep_near_best(logits: torch.Tensor, num_sigmas: torch.Tensor) -> None:
+def apply_top_n_sigma(logits: torch.Tensor, num_sigmas: torch.Tensor) -> None:
     """Forbid tokens that are further below the best one than some standard deviations of the logits.
 
     Temperature scales both alike, so it does not matter which is first. Tokens that are forbidden already count in
@@ -28,7 +28,7 @@ def keep_near_best(logits: torch.Tensor, num_sigmas: torch.Tensor) -> None:
     logits.masked_fill_(logits < edge, -torch.inf)
 
 
-def keep_typical(logits: torch.Tensor, typical_p: torch.Tensor) -> None:
+def apply_typical_p(logits: torch.Tensor, typical_p: torch.Tensor) -> None:
     """Forbid tokens whose surprise is far from the expected one, the entropy: kept is the smallest set of the least
     far ones whose probability reaches `typical_p`. Of equally far ones the lower token id comes first.
 

@@ -17,15 +17,15 @@ from quire.errors import describe
 from quire.execution.sampling.penalties import penalize_repeats, penalize_tokens
 from quire.execution.sampling.token_history import TokenHistory
 from quire.execution.sampling.token_masks import BadWords, add_bias, forbid, keep_only
-from quire.ops.torch_rows import keep_tokens
+from quire.ops.torch_rows import apply_token_bitmask
 from quire.scheduling.plan import Opening
-from quire.structured.grammar_state import Constraint
+from quire.structured.grammar_state import GrammarState
 
-# `quire.ops.interface.Ops.keep_tokens`.
+# `quire.ops.interface.Ops.apply_token_bitmask`.
 KeepTokens = Callable[[torch.Tensor, Sequence[int], Sequence[torch.Tensor]], None]
 
 
-class Adjustments:
+class LogitsProcessing:
     """One sequence's changes of its logits.
 
     Args:
@@ -34,7 +34,7 @@ class Adjustments:
         constraint: what `structured_outputs` asks for.
     """
 
-    def __init__(self, opening: Opening, device: torch.device, constraint: Constraint | None = None) -> None:
+    def __init__(self, opening: Opening, device: torch.device, constraint: GrammarState | None = None) -> None:
         params = opening.params
         bias = params.logit_bias or {}
         self.params = params
@@ -77,7 +77,7 @@ class Adjustments:
 
 
 def adjust(
-    logits: torch.Tensor, rows: Sequence[tuple[int, Adjustments, int]], keep: KeepTokens = keep_tokens
+    logits: torch.Tensor, rows: Sequence[tuple[int, LogitsProcessing, int]], keep: KeepTokens = apply_token_bitmask
 ) -> dict[int, str]:
     """Apply what requests ask for to the named rows, in place.
 
@@ -118,7 +118,7 @@ def adjust(
 
 
 def _constrain(
-    logits: torch.Tensor, rows: Sequence[tuple[int, Adjustments, int]], keep: KeepTokens
+    logits: torch.Tensor, rows: Sequence[tuple[int, LogitsProcessing, int]], keep: KeepTokens
 ) -> dict[int, str | None]:
     """Forbid what the rows' grammars do not have next; return for each row with a grammar why that failed, or None."""
     constrained = [(row, own.constraint, position) for row, own, position in rows if own.constraint is not None]
@@ -128,7 +128,7 @@ def _constrain(
     return {row: constraint.error for row, constraint, _ in constrained}
 
 
-def _process(row: torch.Tensor, own: Adjustments, history: TokenHistory) -> str | None:
+def _process(row: torch.Tensor, own: LogitsProcessing, history: TokenHistory) -> str | None:
     """Apply a request's processors to its logits [V]; return why that failed, or None."""
     prompt, output = history.prompt_and_output()
     values = row.clone()

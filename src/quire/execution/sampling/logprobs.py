@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from quire.execution.sampling.sampling import likeliest
+from quire.execution.sampling.sampling import stable_topk
 from quire.scheduling.plan import TokenLogprobs
 
 # Results are written as JSON, which has no infinity.
@@ -36,7 +36,7 @@ def measure(logits: torch.Tensor, token_ids: Sequence[int], counts: Sequence[int
     logprobs = normed.gather(1, ids).clamp_(min=LOWEST)[:, 0].tolist()
     if not any(counts):
         return [TokenLogprobs(*measured) for measured in zip(token_ids, logprobs, ranks, strict=True)]
-    _, top_ids = likeliest(logits, max(counts))
+    _, top_ids = stable_topk(logits, max(counts))
     top_logprobs = normed.gather(1, top_ids).clamp_(min=LOWEST)
     rows = zip(token_ids, logprobs, ranks, top_ids.tolist(), top_logprobs.tolist(), counts, strict=True)
     return [

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import torch
 
-from quire.execution.sampling.logits_processing import Adjustments, KeepTokens, adjust
+from quire.execution.sampling.logits_processing import KeepTokens, LogitsProcessing, adjust
 from quire.execution.sampling.logprobs import measure, rows_per_tile
 from quire.execution.sampling.sampling import Filter, draw, uniform
 from quire.scheduling.plan import ItemResult, Opening, PlanItem, TokenLogprobs
-from quire.structured.grammar_state import Constraint
+from quire.structured.grammar_state import GrammarState
 
 BAD_LOGITS = "the model gave logits that are not finite numbers"
 NO_TOKEN = (
@@ -31,13 +31,13 @@ class SamplingState:
         constraint: what `structured_outputs` asks for.
     """
 
-    def __init__(self, opening: Opening, device: torch.device, constraint: Constraint | None = None) -> None:
+    def __init__(self, opening: Opening, device: torch.device, constraint: GrammarState | None = None) -> None:
         params = opening.params
         self.params = params
         self.seed = opening.seed
         self.sample_idx = opening.sample_idx
         self.prompt_ids = opening.token_ids[: opening.num_prompt] if params.prompt_logprobs is not None else ()
-        self.adjustments = Adjustments(opening, device, constraint)
+        self.adjustments = LogitsProcessing(opening, device, constraint)
         self.filter = Filter(
             params.temperature, params.top_k, params.top_p, params.min_p, params.typical_p, params.top_n_sigma
         )
@@ -63,7 +63,7 @@ class Row(NamedTuple):
     num_samples: int
 
 
-class Drawn(NamedTuple):
+class SampledRow(NamedTuple):
     """What a row gave: tokens, their log probabilities where they are measured; or an error, and nothing else."""
 
     token_ids: tuple[int, ...] = ()
@@ -76,7 +76,7 @@ class Drawn(NamedTuple):
         return ItemResult(item.seq_id, self.token_ids, self.logprobs, error=self.error, is_own_fault=is_own_fault)
 
 
-def draw_rows(logits: torch.Tensor, rows: Sequence[Row], keep: KeepTokens) -> list[Drawn]:
+def sample_rows(logits: torch.Tensor, rows: Sequence[Row], keep: KeepTokens) -> list[SampledRow]:
     """Draw the tokens of each row of logits, float32 [R, V], overwritten; no row's depend on the others."""
     adjusted = [place for place, row in enumerate(rows) if not row.state.adjustments.is_none(row.position)]
     measured = [place for place, row in enumerate(rows) if row.state.params.measures_tokens]
@@ -101,7 +101,7 @@ def draw_rows(logits: torch.Tensor, rows: Sequence[Row], keep: KeepTokens) -> li
     measures = _measure_drawn(raw, [token_ids[place] for place in measured], counts)
     logprobs = dict(zip(measured, measures, strict=True))
     return [
-        Drawn(error=errors[place]) if place in errors else Drawn(ids, logprobs.get(place, ()))
+        SampledRow(error=errors[place]) if place in errors else SampledRow(ids, logprobs.get(place, ()))
         for place, ids in enumerate(token_ids)
     ]
 

@@ -11,11 +11,11 @@ import torch
 from quire.errors import describe
 from quire.execution.sampling.beam_candidates import BeamRow, find_candidates
 from quire.execution.sampling.logits_processing import KeepTokens
-from quire.execution.sampling.row_sampling import BAD_LOGITS, Drawn, Row, SamplingState, draw_rows, refuse
+from quire.execution.sampling.row_sampling import BAD_LOGITS, Row, SampledRow, SamplingState, refuse, sample_rows
 from quire.execution.sampling.token_history import TokenHistory
-from quire.ops.torch_rows import keep_tokens
+from quire.ops.torch_rows import apply_token_bitmask
 from quire.scheduling.plan import BeamGroup, Candidate, ItemResult, Opening, PlanItem, StepPlan, plain_results
-from quire.structured.mask_filler import Constraints
+from quire.structured.mask_filler import GrammarStates
 
 
 class Sampler:
@@ -28,7 +28,7 @@ class Sampler:
     """
 
     def __init__(
-        self, device: torch.device, constraints: Constraints | None = None, keep: KeepTokens = keep_tokens
+        self, device: torch.device, constraints: GrammarStates | None = None, keep: KeepTokens = apply_token_bitmask
     ) -> None:
         self._device = device
         self._constraints = constraints
@@ -105,7 +105,7 @@ class Sampler:
                 Row(state, item.start + len(item.token_ids), item.num_samples)
                 for state, item in zip(states, items, strict=True)
             ]
-            drawn = draw_rows(logits, rows, self._keep)
+            drawn = sample_rows(logits, rows, self._keep)
             results = [one.result_of(item) for item, one in zip(items, drawn, strict=True)]
         return results if self._constraints is None else self._constraints.append(items, results)
 
@@ -141,7 +141,7 @@ class Sampler:
         found, failed = find_candidates(own, known, groups, self._keep)
         failures = {items[places[row]].seq_id: error for row, error in (failed | errors).items()}
         results = [
-            Drawn(error=failures.get(item.seq_id)).result_of(item) if place in searching else next(drawn)
+            SampledRow(error=failures.get(item.seq_id)).result_of(item) if place in searching else next(drawn)
             for place, item in enumerate(items)
         ]
         whole = [not any(seq_id in failures for seq_id in group.seq_ids) for group in groups]
@@ -246,7 +246,7 @@ def _verify(
     Source: speculative sampling, arXiv 2211.17192.
     """
     starts = list(accumulate((1 + item.num_draft for item in items), initial=0))
-    runs: list[list[Drawn]] = [[] for _ in items]
+    runs: list[list[SampledRow]] = [[] for _ in items]
     wave = [
         (idx, place)
         for idx, (item, state) in enumerate(zip(items, states, strict=True))
@@ -258,7 +258,7 @@ def _verify(
             item, state = items[idx], states[idx]
             rows.append(Row(state, item.start + len(item.token_ids) - item.num_draft + place, item.num_samples))
         part = logits if len(wave) == len(logits) else logits[[starts[idx] + place for idx, place in wave]]
-        for (idx, _), drawn in zip(wave, draw_rows(part, rows, keep), strict=True):
+        for (idx, _), drawn in zip(wave, sample_rows(part, rows, keep), strict=True):
             runs[idx].append(drawn)
         wave = [
             (idx, place)
@@ -268,7 +268,7 @@ def _verify(
     return [_run_result(item, run) for item, run in zip(items, runs, strict=True)]
 
 
-def _learn_draft(item: PlanItem, state: SamplingState, place: int, drawn: Drawn) -> bool:
+def _learn_draft(item: PlanItem, state: SamplingState, place: int, drawn: SampledRow) -> bool:
     """Say whether a draft, the item's `place`-th from 1 on, was drawn; if so, the sequence's history has it."""
     offset = len(item.token_ids) - item.num_draft + place - 1
     draft = item.token_ids[offset : offset + 1]
@@ -279,7 +279,7 @@ def _learn_draft(item: PlanItem, state: SamplingState, place: int, drawn: Drawn)
     return True
 
 
-def _run_result(item: PlanItem, rows: Sequence[Drawn]) -> ItemResult:
+def _run_result(item: PlanItem, rows: Sequence[SampledRow]) -> ItemResult:
     """Return what the rows of an item gave, up to the first error."""
     if rows[0].error is not None or not item.num_draft:
         return rows[0].result_of(item)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from quire.execution.sampling.batch_invariant_sums import CHUNK, chunk_sums, row_sums
-from quire.execution.sampling.filters import keep_near_best, keep_typical
+from quire.execution.sampling.filters import apply_top_n_sigma, apply_typical_p
 
 FIRST_WIDTH = 256
 WIDTH_FACTOR = 16
@@ -108,12 +108,12 @@ def _truncate(logits: torch.Tensor, filters: Sequence[Filter]) -> None:
     near = [row for row, f in enumerate(filters) if f.top_n_sigma]
     if near:
         kept = logits[near]
-        keep_near_best(kept, _float64([filters[row].top_n_sigma for row in near], logits.device))
+        apply_top_n_sigma(kept, _float64([filters[row].top_n_sigma for row in near], logits.device))
         logits[near] = kept
     typical = [row for row, f in enumerate(filters) if f.typical_p < 1.0]
     if typical:
         kept = logits[typical]
-        keep_typical(kept, _float64([filters[row].typical_p for row in typical], logits.device))
+        apply_typical_p(kept, _float64([filters[row].typical_p for row in typical], logits.device))
         logits[typical] = kept.sub_(kept.amax(-1, keepdim=True))
 
 
@@ -144,7 +144,7 @@ def _draw_filtered(
     min_p = torch.tensor([f.min_p for f in filters], dtype=torch.float32, device=device)
     width = min(FIRST_WIDTH, vocab_size)
     while len(rows):
-        values, ids = likeliest(logits[rows], width)
+        values, ids = stable_topk(logits[rows], width)
         weights = values.exp_()
         places = torch.arange(width, device=device)
         kept = weights >= min_p[:, None]
@@ -175,7 +175,7 @@ def _mass(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
     return row_sums(weights)[:, 0]
 
 
-def likeliest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def stable_topk(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the `count` greatest logits of each row; among finite equals the lower token id comes first.
 
     Logits that were computed in 16 bits are full of ties, and `torch.topk` orders and cuts those as it likes.

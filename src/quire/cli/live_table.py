@@ -55,7 +55,7 @@ class Row:
         return "runs" if self.num_tokens else "waits"
 
 
-class Board:
+class LiveTable:
     """Follows the sequences of one run.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from quire.engine.outputs.output_processor import RequestTranscript
+from quire.engine.outputs.output_processor import RequestState
 from quire.scheduling.plan import BeamGroup, Candidate
 from quire.scheduling.scheduler import Scheduler
 from quire.sequences.edits import Append
@@ -12,11 +12,11 @@ from quire.sequences.edits import Append
 
 def take_candidates(
     scheduler: Scheduler,
-    transcripts: Mapping[str, RequestTranscript],
+    request_states: Mapping[str, RequestState],
     groups: Sequence[BeamGroup],
     found: Sequence[tuple[Candidate, ...]],
     now_s: float,
-) -> tuple[int, list[RequestTranscript]]:
+) -> tuple[int, list[RequestState]]:
     """Take in the candidates of all searches, after all else of the step.
 
     Args:
@@ -30,32 +30,33 @@ def take_candidates(
         How many tokens beams were given, and the transcripts of the requests that are over.
     """
     num_chosen = 0
-    over: dict[str, RequestTranscript] = {}
+    over: dict[str, RequestState] = {}
     stopped = [
-        _find_stops(scheduler, transcripts, group, candidates) for group, candidates in zip(groups, found, strict=True)
+        _find_stops(scheduler, request_states, group, candidates)
+        for group, candidates in zip(groups, found, strict=True)
     ]
     for _, sequence, edit, _ in scheduler.advance_beams(groups, stopped):
         request_id = sequence.request.request_id
-        transcript = transcripts[request_id]
+        request_state = request_states[request_id]
         if not isinstance(edit, Append):
-            transcript.add_finish(sequence)
-            over[request_id] = transcript
+            request_state.add_finish(sequence)
+            over[request_id] = request_state
             continue
         num_chosen += 1
-        assert transcript.beams is not None, "a beam of a request without a search"
-        transcript.beams.follow(edit.sample_idx, edit.draw_idx)
-        if transcript.metrics.first_token_s is None:
-            transcript.metrics.first_token_s = now_s
+        assert request_state.beams is not None, "a beam of a request without a search"
+        request_state.beams.follow(edit.sample_idx, edit.draw_idx)
+        if request_state.metrics.first_token_s is None:
+            request_state.metrics.first_token_s = now_s
     return num_chosen, list(over.values())
 
 
 def _find_stops(
     scheduler: Scheduler,
-    transcripts: Mapping[str, RequestTranscript],
+    request_states: Mapping[str, RequestState],
     group: BeamGroup,
     candidates: tuple[Candidate, ...],
 ) -> tuple[Candidate, ...]:
     """Return candidates with the stop strings that they reach."""
     beams = [scheduler.sequences[seq_id] for seq_id in group.seq_ids if seq_id in scheduler.sequences]
-    texts = transcripts[beams[0].request.request_id].beams if beams else None
+    texts = request_states[beams[0].request.request_id].beams if beams else None
     return candidates if texts is None else texts.find_stops(beams, candidates)

@@ -12,7 +12,7 @@ from starlette.types import Receive
 from quire.engine.outputs.outputs import RequestOutput
 
 # Which prompt, and what is new of it.
-News = tuple[int, RequestOutput]
+Delta = tuple[int, RequestOutput]
 
 
 class ClientGone(Exception):
@@ -27,7 +27,7 @@ def merge(outputs: dict[int, RequestOutput], idx: int, delta: RequestOutput) -> 
         outputs[idx] = delta
 
 
-class Feed:
+class StreamMerger:
     """Merges the outputs of a request's prompts with the client's leaving and the server's stopping.
 
     What is not taken yet is merged for each prompt: a client that reads slowly holds one output of each at most.
@@ -50,7 +50,7 @@ class Feed:
 
     async def follow(
         self, streams: Sequence[AsyncIterator[RequestOutput]], receive: Receive
-    ) -> AsyncGenerator[list[News], None]:
+    ) -> AsyncGenerator[list[Delta], None]:
         """Yield all news that are there, as soon as there are any; an empty list after a silence.
 
         Whatever ends it (the last output, an error, the client, the caller), every stream has been closed, and with it
