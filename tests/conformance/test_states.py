@@ -149,7 +149,6 @@ def test_the_engine_allocates_what_was_planned(
     llm = load(folder, **options, kv_cache_memory_bytes=2_000_000)
     tokens, state = plan["groups"]
     kv, states = llm.engine.executor._runner._storages  # type: ignore[attr-defined]
-    assert plan["origin"] == "family"
     assert kv.data[0].nbytes == tokens["bytes_per_block"]
     assert states.data[0].nbytes == state["bytes_per_sequence"]
     for storage in (kv, states):
