@@ -71,6 +71,13 @@ def describe(error: BaseException) -> str:
         return type(error).__name__
 
 
+# The error of a row of logits of which every token is excluded, and of a beam search without candidates.
+NO_TOKEN = (
+    "no token is left to sample after structured_outputs, allowed_token_ids, logit_bias, min_tokens, bad_words,"
+    " penalties and logits_processors"
+)
+
+
 class QuireError(Exception):
     """The root of all errors that Quire raises on purpose."""
 

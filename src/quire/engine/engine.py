@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from collections.abc import Sequence as Items
 
 from quire.config import ResolvedConfig
 from quire.decoding.speculation import Speculation
@@ -18,18 +17,14 @@ from quire.engine.kv.pinning import PrefixPins
 from quire.engine.metrics.block_lifetimes import Residency
 from quire.engine.metrics.stats import EngineStats, StepStats
 from quire.engine.metrics.stats_collector import StatsCollector
-from quire.engine.outputs.beam_steps import take_candidates
-from quire.engine.outputs.output_processor import RequestState
-from quire.engine.outputs.outputs import RequestMetrics, RequestOutput
-from quire.errors import InvalidParameter, RequestFailed, WorkerError
+from quire.engine.outputs.output_processor import OutputProcessor
+from quire.engine.outputs.outputs import RequestOutput
+from quire.errors import NO_TOKEN, InvalidParameter, RequestFailed, WorkerError
 from quire.execution.executor import Executor
-from quire.execution.sampling.row_sampling import NO_TOKEN
 from quire.memory.usage import Usage
-from quire.scheduling.plan import ItemResult, PlanItem, StepPlan, TokenLogprobs
+from quire.scheduling.plan import PlanItem, StepPlan, StepResult
 from quire.scheduling.scheduler import Scheduler
-from quire.sequences.edits import Fail, Finish
 from quire.sequences.params import SamplingParams
-from quire.sequences.sequence import Sequence
 from quire.sequences.status import FinishReason
 from quire.structured.grammar_compiler import GrammarCompiler
 from quire.text.tokenizer import Tokenizer
@@ -93,8 +88,7 @@ class Engine:
         self._clock = clock
         self._staging = staging
         self.grammars = grammars
-        self._transcripts: dict[str, RequestState] = {}
-        self._news: dict[str, RequestState] = {}
+        self._outputs = OutputProcessor(tokenizer, clock)
         self._num_requests = 0
         self._num_failures = 0
         self._meter = StatsCollector(scheduler)
@@ -121,8 +115,8 @@ class Engine:
 
         Args:
             request_id: unique among the requests that are not finished.
-            prompt: text, token ids, or a mapping with one of them; token ids with `media`, see `EmbeddingsReader`. Or the result
-                of `requests.prepare` for it and `params`.
+            prompt: text, token ids, or a mapping with one of them; token ids with `media`, see `EmbeddingsReader`. Or
+                the result of `requests.prepare` for it and `params`.
             params: valid sampling parameters.
             priority: lower runs first, under the priority policy.
             flow: requests of one flow take turns with others, however many they are; None for one by itself.
@@ -137,7 +131,7 @@ class Engine:
         """
         if type(request_id) is not str or not request_id:
             raise InvalidParameter("request_id", request_id, "a non-empty string")
-        if request_id in self._transcripts:
+        if request_id in self._outputs:
             raise InvalidParameter("request_id", request_id, "unique among the requests in progress")
         request, text = self.requests.read(
             request_id,
@@ -154,8 +148,7 @@ class Engine:
         )
         self.scheduler.add(request)
         self._num_requests += 1
-        metrics = RequestMetrics(arrival_s=self._clock() if arrival_s is None else arrival_s)
-        self._transcripts[request_id] = RequestState(request, text, self.tokenizer, metrics)
+        self._outputs.add_request(request, text, self._clock() if arrival_s is None else arrival_s)
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request in whatever state it is, and free its memory.
@@ -168,7 +161,7 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """True while any request waits or runs."""
-        return bool(self._transcripts)
+        return bool(self._outputs.request_ids)
 
     # ---- steps ----
 
@@ -187,7 +180,7 @@ class Engine:
         self.num_steps += 1
         if not plan.items:
             return []
-        self._note_scheduled(plan)
+        self._mark_scheduled(plan)
         started_s = self._clock()
         try:
             result = self.executor.execute(plan)
@@ -195,21 +188,8 @@ class Engine:
             return self._fail_step(plan, error)
         self._num_failures = 0
         step_tokens = self.step_recorder.record_step(plan.items, self._clock() - started_s)
-        failed: list[RequestOutput] = []
-        for item, outcome in zip(plan.items, result.items, strict=True):
-            if outcome.error is not None:
-                failed += self._fail_item(item, outcome.error, is_own_fault=outcome.is_own_fault)
-            elif outcome.prompt_logprobs:
-                self._take_prompt_logprobs(item, outcome.prompt_logprobs)
-        num_generated, broken = self._take_tokens(plan.items, result.items)
-        failed += broken
-        if plan.beams:
-            num_chosen, over = take_candidates(
-                self.scheduler, self._transcripts, plan.beams, result.beams, self._clock()
-            )
-            num_generated += num_chosen
-            failed += self._end_searches(over)
-        outputs = self._drain()
+        failed = self._check_items(plan, result)
+        num_generated, outputs = self._update(plan, result)
         self.last_step = self.measure(num_generated=num_generated, step_tokens=step_tokens)
         return failed + outputs
 
@@ -243,7 +223,7 @@ class Engine:
     def close(self) -> None:
         """End what is unfinished, and release the data plane."""
         try:
-            for request_id in tuple(self._transcripts):
+            for request_id in self._outputs.request_ids:
                 self.abort_request(request_id)
             # After a failure of the worker, nobody knows what its blocks hold.
             if self._staging is not None and not self._num_failures:
@@ -261,91 +241,49 @@ class Engine:
 
     # ---- parts of a step ----
 
-    def _take_prompt_logprobs(self, item: PlanItem, logprobs: tuple[TokenLogprobs, ...]) -> None:
-        sequence = self.scheduler.sequences.get(item.seq_id)
-        request_state = None if sequence is None else self._transcripts[sequence.request.request_id]
-        if request_state is not None and request_state.wants_prompt_logprobs:
-            request_state.add_prompt_logprobs(item.start, logprobs)
-
-    def _take_tokens(self, items: Items[PlanItem], outcomes: Items[ItemResult]) -> tuple[int, list[RequestOutput]]:
-        """Take in what a step drew, of all items that did not fail.
-
-        Returns:
-            How many tokens it generated, and the last outputs of requests whose own strategy failed.
-        """
-        num_generated = 0
-        failed: list[RequestOutput] = []
-        request_states, news = self._transcripts, self._news
-        stopped: set[Sequence] = set()
-        for idx, sequence, edit, num_tokens in self.scheduler.advance(items, outcomes):
-            request_id = sequence.request.request_id
-            if isinstance(edit, Fail):
-                output = self._end_request(request_id, FinishReason.ERROR, edit.error, RequestFailed.code)
-                failed += [] if output is None else [output]
-                continue
-            request_state = request_states.get(request_id)
-            if request_state is None:
-                continue  # another sample of the request has failed
-            news[request_id] = request_state
-            if isinstance(edit, Finish):
-                request_state.add_finish(sequence)
-            elif sequence not in stopped:
-                num_generated += 1
-                outcome, draw_idx = outcomes[idx], edit.draw_idx
-                logprobs = outcome.logprobs[draw_idx] if outcome.logprobs else None
-                stop = request_state.add_token(sequence, num_tokens, outcome.token_ids[draw_idx], logprobs)
-                if stop is not None:
-                    # What a run has behind it is not the output's.
-                    stopped.add(sequence)
-                    self._stop_at_string(sequence, stop, request_state)
-        return num_generated, failed
-
-    def _end_searches(self, over: Items[RequestState]) -> list[RequestOutput]:
-        """Note which searches are over; return the last outputs of those for which no token was left."""
-        failed: list[RequestOutput] = []
-        for request_state in over:
-            request_id = request_state.request.request_id
-            if request_state.beams is not None and request_state.beams.reason is FinishReason.ERROR:
-                output = self._end_request(request_id, FinishReason.ERROR, NO_TOKEN)
-                failed += [] if output is None else [output]
-            else:
-                self._news[request_id] = request_state
-        return failed
-
-    def _stop_at_string(self, sequence: Sequence, stop: str, request_state: RequestState) -> None:
-        """End a sequence whose text has reached a stop string; that wins over its length or a stop token."""
-        if sequence.is_finished:
-            sequence.finish_reason, sequence.stop_reason = FinishReason.STOP, stop
-        else:
-            self.scheduler.finish(sequence, FinishReason.STOP, stop)
-        request_state.add_finish(sequence)
-
-    def _drain(self) -> list[RequestOutput]:
-        """Return the outputs of all requests with news, and forget those that are finished."""
-        news, self._news = self._news, {}
-        outputs: list[RequestOutput] = []
-        now = self._clock()
-        for request_id, request_state in news.items():
-            is_finished = request_state.request.is_finished
-            if request_state.metrics.first_token_s is None:
-                request_state.metrics.first_token_s = now
-            if is_finished:
-                request_state.metrics.finished_s = now
-                del self._transcripts[request_id]
-            outputs.append(request_state.take_news(is_finished=is_finished))
-        return outputs
-
-    def _note_scheduled(self, plan: StepPlan) -> None:
+    def _mark_scheduled(self, plan: StepPlan) -> None:
         """Stamp the requests that a plan opens for the first time."""
-        now = None
         for item in plan.items:
             if item.opening is not None:
                 request = self.scheduler.sequences[item.seq_id].request
-                metrics = self._transcripts[request.request_id].metrics
-                if metrics.first_scheduled_s is None:
-                    now = self._clock() if now is None else now
-                    metrics.first_scheduled_s = now
+                if self._outputs.mark_scheduled(request.request_id):
                     self._meter.prompt_tokens += request.num_prompt
+
+    def _check_items(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
+        """End the requests of items that failed, and take the log probabilities of prompts from the others.
+
+        Returns:
+            The last outputs of the requests that failed.
+        """
+        failed: list[RequestOutput] = []
+        for item, outcome in zip(plan.items, result.items, strict=True):
+            if outcome.error is not None:
+                failed += self._fail_item(item, outcome.error, is_own_fault=outcome.is_own_fault)
+            elif outcome.prompt_logprobs and item.seq_id in self.scheduler.sequences:
+                self._outputs.add_prompt_logprobs(self.scheduler.sequences[item.seq_id], item, outcome)
+        return failed
+
+    def _update(self, plan: StepPlan, result: StepResult) -> tuple[int, list[RequestOutput]]:
+        """Append a step's tokens to sequences and outputs, and end what is complete.
+
+        Returns:
+            Number of tokens that were generated, and the outputs, those of failed requests first.
+        """
+        scheduler, outputs = self.scheduler, self._outputs
+        num_generated, stopped, failures = outputs.add_tokens(scheduler.advance(plan.items, result.items), result.items)
+        for sequence, stop in stopped:
+            scheduler.finish_at_stop_string(sequence, stop)
+        failed = [
+            self._end_request(request_id, FinishReason.ERROR, error, RequestFailed.code)
+            for request_id, error in failures
+        ]
+        if plan.beams:
+            beams = [scheduler.beams_of(group) for group in plan.beams]
+            candidates = outputs.find_beam_stops(beams, result.beams)
+            num_chosen, exhausted = outputs.add_beam_tokens(scheduler.advance_beams(plan.beams, candidates))
+            num_generated += num_chosen
+            failed += [self._end_request(request_id, FinishReason.ERROR, NO_TOKEN) for request_id in exhausted]
+        return num_generated, [output for output in failed if output is not None] + outputs.take_outputs()
 
     def _fail_item(self, item: PlanItem, error: str, *, is_own_fault: bool = False) -> list[RequestOutput]:
         """End the request of one item with an error."""
@@ -373,11 +311,7 @@ class Engine:
         self, request_id: str, reason: FinishReason, error: str | None, error_code: str | None = None
     ) -> RequestOutput | None:
         """End a request early and return its last output."""
-        request_state = self._transcripts.pop(request_id, None)
-        if request_state is None:
+        if request_id not in self._outputs:
             return None
-        self._news.pop(request_id, None)
-        for sequence in self.scheduler.abort(request_id, reason):
-            request_state.add_finish(sequence)
-        request_state.metrics.finished_s = self._clock()
-        return request_state.take_news(is_finished=True, error=error, error_code=error_code)
+        ended = self.scheduler.abort(request_id, reason)
+        return self._outputs.end_request(request_id, ended, error, error_code)

@@ -271,6 +271,17 @@ class Scheduler:
         if sequence.request.is_finished:
             self._roster.remove(sequence.request)
 
+    def finish_at_stop_string(self, sequence: Sequence, stop: str) -> None:
+        """End a sequence whose text has reached a stop string, which wins over its length or a stop token."""
+        if sequence.is_finished:
+            sequence.finish_reason, sequence.stop_reason = FinishReason.STOP, stop
+        else:
+            self.finish(sequence, FinishReason.STOP, stop)
+
+    def beams_of(self, group: BeamGroup) -> list[Sequence]:
+        """Return the beams of a group; none where their request has ended."""
+        return [self.sequences[seq_id] for seq_id in group.seq_ids if seq_id in self.sequences]
+
     def _end(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
         self._roster.end(sequence, reason, stop_reason)
         if self.drafter is not None:

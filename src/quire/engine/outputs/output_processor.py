@@ -1,141 +1,190 @@
-"""From tokens to what a client reads: text, log probabilities and finish reasons of one request."""
+"""From the tokens of a step to the outputs of requests: texts, stop strings, beams, and the end of each request."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Items
+from typing import NamedTuple
+
 from quire.engine.outputs.beam_outputs import BeamTexts
-from quire.engine.outputs.best_of import BestOf
-from quire.engine.outputs.logprobs import FlatLogprobs, PromptLogprobs
-from quire.engine.outputs.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from quire.engine.outputs.text import SampleText
-from quire.scheduling.plan import TokenLogprobs
+from quire.engine.outputs.outputs import RequestMetrics, RequestOutput
+from quire.engine.outputs.request_state import RequestState
+from quire.scheduling.plan import Candidate, ItemResult, PlanItem
+from quire.scheduling.scheduler import News
+from quire.sequences.edits import Append, Fail, Finish
 from quire.sequences.sequence import Request, Sequence
 from quire.sequences.status import FinishReason
 from quire.text.tokenizer import Tokenizer
 
 
-class RequestState:
-    """Collects the news of one request in a step.
+class ProcessedTokens(NamedTuple):
+    """Result of the texts of a step's tokens.
 
     Args:
-        request: the request.
-        prompt: its text, None where it came as token ids.
-        tokenizer: None gives token ids only.
-        metrics: times of the request, shared with every output.
-
-    Attributes:
-        beams: what the beams of a search say; None for samples.
+        num_generated: number of tokens that were added to outputs.
+        stopped: sequences whose text reached a stop string, each with that string.
+        failed: ids of requests whose own strategy failed, each with its error.
     """
 
-    def __init__(
-        self, request: Request, prompt: str | None, tokenizer: Tokenizer | None, metrics: RequestMetrics
-    ) -> None:
-        self.request = request
-        self.metrics = metrics
-        self._prompt = prompt
+    num_generated: int
+    stopped: list[tuple[Sequence, str]]
+    failed: list[tuple[str, str]]
+
+
+class OutputProcessor:
+    """Keeps the texts and outputs of all unfinished requests.
+
+    Args:
+        tokenizer: None gives token ids only.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, clock: Callable[[], float]) -> None:
         self._tokenizer = tokenizer
-        self._samples: dict[int, SampleText] = {}
-        self._cumulative: dict[int, float] = {}
-        self._news: dict[int, CompletionOutput] = {}
-        self._ranking = BestOf(request.params.n) if request.params.is_ranked else None
-        self.beams = None if request.params.beam_width is None else BeamTexts(request, tokenizer)
-        self._prompt_logprobs: PromptLogprobs | None = None
-        if request.params.prompt_logprobs is not None:
-            self._prompt_logprobs = PromptLogprobs(FlatLogprobs(tokenizer))
+        self._clock = clock
+        self._states: dict[str, RequestState] = {}
+        # Requests with an output that has not been returned yet.
+        self._updated: dict[str, RequestState] = {}
 
-    def add_token(
-        self, sequence: Sequence, num_tokens: int, token_id: int, logprobs: TokenLogprobs | None
-    ) -> str | None:
-        """Take a token of one of the samples.
-
-        Args:
-            sequence: as it is after the step that gave the token, and maybe further ones.
-            num_tokens: prompt and output up to this token.
-            token_id: the token.
-            logprobs: of it, where they are measured.
-
-        Returns:
-            The stop string that its text completed, if any.
-        """
-        idx = sequence.sample_idx
-        sample = self._samples.get(idx)
-        if sample is None:
-            sample = self._samples[idx] = SampleText(self.request, self._tokenizer)
-        output = self._output(sequence)
-        output.token_ids.append(token_id)
-        if logprobs is not None:
-            if self.request.params.logprobs is not None:
-                if output.logprobs is None:
-                    output.logprobs = FlatLogprobs(self._tokenizer)
-                output.logprobs.append(logprobs)
-            output.cumulative_logprob = self._cumulative[idx] = self._cumulative.get(idx, 0.0) + logprobs.logprob
-        is_last = sequence.is_finished and num_tokens == len(sequence.tokens)
-        is_end_token = is_last and sequence.finish_reason is FinishReason.STOP
-        text, stop = sample.take(token_id, num_tokens - sequence.num_prompt, is_end_token=is_end_token)
-        output.text += text
-        if stop is None and is_last:
-            output.text += sample.flush()
-        return stop
-
-    def add_finish(self, sequence: Sequence) -> None:
-        """Note that a sample has ended."""
-        if self.beams is not None:
-            self.beams.reason = sequence.finish_reason
-            return
-        output = self._output(sequence)
-        if output.finish_reason is None and not output.token_ids and sequence.sample_idx in self._samples:
-            output.text += self._samples[sequence.sample_idx].flush()
-        assert sequence.finish_reason is not None
-        output.finish_reason = sequence.finish_reason.value
-        output.stop_reason = sequence.stop_reason
-
-    def add_prompt_logprobs(self, start: int, logprobs: tuple[TokenLogprobs, ...]) -> None:
-        """Take the log probabilities of prompt positions from `start + 1` on; known ones are skipped."""
-        assert self._prompt_logprobs is not None
-        self._prompt_logprobs.add(logprobs[len(self._prompt_logprobs) - start - 1 :])
-        self.request.num_known_prompt_logprobs = len(self._prompt_logprobs) - 1
-
-    def take_news(self, *, is_finished: bool, error: str | None = None, error_code: str | None = None) -> RequestOutput:
-        """Hand over what happened since the last call."""
-        news, self._news = self._news, {}
-        outputs, num_dropped, num_pruned = list(news.values()), 0, 0
-        if self._ranking is not None:
-            self._ranking.add(outputs)
-            outputs, num_dropped = self._ranking.best() if is_finished else ([], 0)
-        if self.beams is not None and is_finished:
-            outputs, num_pruned = self.beams.outputs()
-        prompt_logprobs, request = None, self.request
-        if self._prompt_logprobs is not None and len(self._prompt_logprobs) == request.num_prompt:
-            prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
-        self.metrics.num_preemptions = request.num_preemptions
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt=self._prompt,
-            prompt_token_ids=request.prompt_token_ids,
-            outputs=outputs,
-            finished=is_finished,
-            prompt_logprobs=prompt_logprobs,
-            num_cached_tokens=request.num_cached_tokens or 0,
-            num_disk_tokens=request.num_disk_tokens,
-            cache_hit_end=None if request.hit_end is None else request.hit_end.value,
-            cache_differs_at=request.differs_at,
-            prompt_account=request.account,
-            num_dropped_tokens=num_dropped,
-            num_pruned_tokens=num_pruned,
-            error=error,
-            error_code=error_code,
-            metrics=self.metrics,
-        )
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._states
 
     @property
-    def wants_prompt_logprobs(self) -> bool:
-        """True while log probabilities of the prompt are missing."""
-        return self._prompt_logprobs is not None
+    def request_ids(self) -> tuple[str, ...]:
+        """Ids of the unfinished requests."""
+        return tuple(self._states)
 
-    def _output(self, sequence: Sequence) -> CompletionOutput:
-        index = sequence.sample_idx
-        output = self._news.get(index)
-        if output is None:
-            output = self._news[index] = CompletionOutput(
-                index, num_draft_tokens=sequence.num_drafted, num_accepted_tokens=sequence.num_accepted
-            )
-        return output
+    def add_request(self, request: Request, prompt: str | None, arrival_s: float) -> None:
+        """Begin a request's outputs.
+
+        Args:
+            request: the request, with an id that no unfinished request has.
+            prompt: text of its prompt, None where it came as token ids.
+            arrival_s: time of its arrival, on the clock.
+        """
+        metrics = RequestMetrics(arrival_s=arrival_s)
+        self._states[request.request_id] = RequestState(request, prompt, self._tokenizer, metrics)
+
+    def mark_scheduled(self, request_id: str) -> bool:
+        """Stamp a request that is part of a step; return True the first time."""
+        metrics = self._states[request_id].metrics
+        if metrics.first_scheduled_s is not None:
+            return False
+        metrics.first_scheduled_s = self._clock()
+        return True
+
+    def add_prompt_logprobs(self, sequence: Sequence, item: PlanItem, result: ItemResult) -> None:
+        """Take the log probabilities of the part of a prompt that an item computed."""
+        state = self._states[sequence.request.request_id]
+        if result.prompt_logprobs and state.wants_prompt_logprobs:
+            state.add_prompt_logprobs(item.start, result.prompt_logprobs)
+
+    def add_tokens(self, events: Iterable[News], results: Items[ItemResult]) -> ProcessedTokens:
+        """Take the tokens of a step, which the scheduler has appended to their sequences.
+
+        Args:
+            events: what happened to sequences, in order, each with the index of the item's result.
+            results: one for each item of the step.
+        """
+        states, updated = self._states, self._updated
+        num_generated = 0
+        stopped: dict[Sequence, str] = {}
+        failed: dict[str, str] = {}
+        for idx, sequence, edit, num_tokens in events:
+            request_id = sequence.request.request_id
+            if isinstance(edit, Fail):
+                failed.setdefault(request_id, edit.error)
+                continue
+            if request_id in failed:
+                continue
+            state = updated[request_id] = states[request_id]
+            if isinstance(edit, Finish):
+                state.add_finish(sequence)
+            elif sequence not in stopped:
+                num_generated += 1
+                result, draw_idx = results[idx], edit.draw_idx
+                logprobs = result.logprobs[draw_idx] if result.logprobs else None
+                stop = state.add_token(sequence, num_tokens, result.token_ids[draw_idx], logprobs)
+                if stop is not None:
+                    # Tokens of the same step after the stop string are no part of the output.
+                    stopped[sequence] = stop
+        ended = [(sequence, stop) for sequence, stop in stopped.items() if sequence.request.request_id not in failed]
+        return ProcessedTokens(num_generated, ended, list(failed.items()))
+
+    def find_beam_stops(
+        self, groups: Iterable[Items[Sequence]], candidates: Iterable[tuple[Candidate, ...]]
+    ) -> list[tuple[Candidate, ...]]:
+        """Return the candidates of beam groups, each with the stop string that its text reaches, if any.
+
+        Args:
+            groups: the beams of each group; empty where the request has ended.
+            candidates: the candidates of each group.
+        """
+        return [
+            self._beam_texts(beams[0]).find_stops(beams, found) if beams else found
+            for beams, found in zip(groups, candidates, strict=True)
+        ]
+
+    def add_beam_tokens(self, events: Iterable[News]) -> tuple[int, list[str]]:
+        """Take the candidates that became beams.
+
+        Args:
+            events: what happened to the beams of a step, in order.
+
+        Returns:
+            Number of tokens that beams were given, and the ids of the requests whose search ended without a hypothesis.
+        """
+        num_chosen = 0
+        ended: dict[str, RequestState] = {}
+        for _, sequence, edit, _ in events:
+            request_id = sequence.request.request_id
+            state = self._states[request_id]
+            if isinstance(edit, Append):
+                num_chosen += 1
+                self._beam_texts(sequence).follow(edit.sample_idx, edit.draw_idx)
+                if state.metrics.first_token_s is None:
+                    state.metrics.first_token_s = self._clock()
+            else:
+                state.add_finish(sequence)
+                ended[request_id] = state
+        exhausted = [name for name, state in ended.items() if state.beams and state.beams.reason is FinishReason.ERROR]
+        self._updated |= {name: state for name, state in ended.items() if name not in exhausted}
+        return num_chosen, exhausted
+
+    def take_outputs(self) -> list[RequestOutput]:
+        """Return the outputs of all requests with new tokens or an end; finished requests are forgotten."""
+        updated, self._updated = self._updated, {}
+        outputs: list[RequestOutput] = []
+        now_s = self._clock()
+        for request_id, state in updated.items():
+            is_finished = state.request.is_finished
+            if state.metrics.first_token_s is None:
+                state.metrics.first_token_s = now_s
+            if is_finished:
+                state.metrics.finished_s = now_s
+                del self._states[request_id]
+            outputs.append(state.take_output(is_finished=is_finished))
+        return outputs
+
+    def end_request(
+        self, request_id: str, ended: Iterable[Sequence], error: str | None, error_code: str | None
+    ) -> RequestOutput:
+        """Return the last output of a request that ends early, and forget the request.
+
+        Args:
+            request_id: id of an unfinished request.
+            ended: its sequences that were unfinished.
+            error: error for the client, None for an abort.
+            error_code: code of that error.
+        """
+        state = self._states.pop(request_id)
+        self._updated.pop(request_id, None)
+        for sequence in ended:
+            state.add_finish(sequence)
+        state.metrics.finished_s = self._clock()
+        return state.take_output(is_finished=True, error=error, error_code=error_code)
+
+    def _beam_texts(self, beam: Sequence) -> BeamTexts:
+        texts = self._states[beam.request.request_id].beams
+        assert texts is not None, "a beam of a request without a search"
+        return texts

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from quire.errors import NO_TOKEN
 from quire.execution.sampling.logits_processing import KeepTokens, LogitsProcessing, adjust
 from quire.execution.sampling.logprobs import measure, rows_per_tile
 from quire.execution.sampling.sampling import Filter, draw, uniform
@@ -16,10 +17,6 @@ from quire.scheduling.plan import ItemResult, Opening, PlanItem, TokenLogprobs
 from quire.structured.grammar_state import GrammarState
 
 BAD_LOGITS = "the model gave logits that are not finite numbers"
-NO_TOKEN = (
-    "no token is left to sample after structured_outputs, allowed_token_ids, logit_bias, min_tokens, bad_words,"
-    " penalties and logits_processors"
-)
 
 
 class SamplingState:
