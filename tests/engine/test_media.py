@@ -124,7 +124,7 @@ def test_media_touch_nobody_else_and_are_not_kept(llm: LLM, width: int) -> None:
     assert [output.num_cached_tokens for output in both] == [69, 69, 69]
     runner = llm.engine.executor._runner  # type: ignore[attr-defined]
     ask(llm, IDS)
-    assert runner._media._media == {}, "closed sequences' media are let go of"
+    assert runner._embeddings.by_sequence == {}, "closed sequences' media are let go of"
 
 
 def test_what_was_given_may_change_afterwards(llm: LLM, width: int) -> None:

@@ -92,12 +92,11 @@ def test_what_steps_add_is_what_there_is_in_the_end(options: dict[str, object]) 
     first_time = resumed = NO_TOKENS
     while llm.engine.has_unfinished:
         llm.engine.step()
-        last = llm.engine.last_step
-        if last is not None:
-            added = {name: count + getattr(last, name) for name, count in added.items()}
-            first_time, resumed = first_time.plus(last.first_time), resumed.plus(last.resumed)
-            for position, count in enumerate(last.accepted_by_position):
-                by_position[position] += count
+        last = llm.engine.measure()
+        added = {name: count + getattr(last, name) for name, count in added.items()}
+        first_time, resumed = first_time.plus(last.first_time), resumed.plus(last.resumed)
+        for position, count in enumerate(last.accepted_by_position):
+            by_position[position] += count
     stats = llm.stats
     assert added == {name: getattr(stats, name) for name in COUNTERS}
     assert (first_time, resumed) == (stats.first_time, stats.resumed)

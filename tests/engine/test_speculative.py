@@ -144,8 +144,7 @@ def test_counts_add_up_in_outputs_stats_and_metrics() -> None:
         llm.engine.add_request(str(idx), PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=60))
         while llm.engine.has_unfinished:
             outputs = llm.engine.step()
-            if llm.engine.last_step is not None:
-                metrics.on_step(llm.engine.last_step)
+            metrics.on_step(llm.engine.measure())
         (sample,) = outputs[0].outputs
         num_drafted += sample.num_draft_tokens
         num_accepted += sample.num_accepted_tokens

@@ -24,8 +24,7 @@ def test_what_is_swapped_is_counted_and_changes_no_token() -> None:
             outputs.setdefault(output.request_id, []).extend(output.outputs[0].token_ids)
             if output.finished:
                 preemptions.append(output.metrics.num_preemptions)
-        if engine.last_step is not None:
-            steps.append(engine.last_step)
+        steps.append(engine.measure())
     expected = LLM("bundled", **(OPTIONS | {"num_kv_blocks": 100})).generate(PROMPTS, PARAMS, use_tqdm=False)
     assert [outputs[str(number)] for number in range(4)] == [output.outputs[0].token_ids for output in expected]
     stats, host = llm.stats, llm.usage().host

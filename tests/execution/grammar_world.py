@@ -102,7 +102,7 @@ def fresh(name: str, output: list[int], **params: Any) -> GrammarState:
     """Return a constraint that has seen nothing but an output, token by token."""
     known = constraint(name, **params)
     for place, token_id in enumerate(output):
-        known.follow(place, [token_id])
+        known.sync(place, [token_id])
     return known
 
 
@@ -117,7 +117,7 @@ def walk(name: str, rng: random.Random, length: int = 40, **params: Any) -> list
         token_id = rng.choice(sorted(rows[0]))
         if token_id == END:
             return output
-        known.follow(len(output), [token_id])
+        known.sync(len(output), [token_id])
         output.append(token_id)
     return output
 

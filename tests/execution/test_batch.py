@@ -181,7 +181,7 @@ def test_ends_are_laid_out_as_if_they_were_all() -> None:
     tables = [TableDelta(group_idx, 0, (9, 3, 8, 5)) for group_idx in range(3)]
     others = [TableDelta(group_idx, 0, (1, 2, 4)) for group_idx in range(3)]
     items = [item(7, 4, [1, 2, 3, 4, 5, 6], *tables, is_new=True), item(8, 0, [7, 8, 9], *others, is_new=True)]
-    builder.follow(plan(*items))
+    builder.apply_plan(plan(*items))
     for counts, rows, ends in [
         ([1, 2], [5, 7, 8], [item(7, 9, [6]), item(8, 1, [8, 9])]),
         ([0, 3], [6, 7, 8], [item(8, 0, [7, 8, 9])]),

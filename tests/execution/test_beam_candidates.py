@@ -39,7 +39,7 @@ def plan_of(groups: list[list[Opening]], others: list[Opening], scores: list[lis
 
 def search(plan: StepPlan, logits: torch.Tensor) -> tuple[list[ItemResult], tuple[tuple[Candidate, ...], ...]]:
     sampler = Sampler(CPU)
-    sampler.follow(plan)
+    sampler.begin_step(plan)
     return sampler.search(logits.clone(), plan.items, plan.beams)
 
 
@@ -93,7 +93,7 @@ def test_beams_and_samples_of_one_step_do_not_see_each_other() -> None:
     results, found = search(plan, logits)
     sampler = Sampler(CPU)
     alone = plan._replace(items=(plan.items[3], plan.items[5]), beams=())
-    sampler.follow(alone)
+    sampler.begin_step(alone)
     assert [results[3], results[5]] == sampler.sample(logits[[3, 5]].clone(), alone.items)
     for group, rows, own in zip(found, ([0, 1, 2], [4]), scores, strict=True):
         expected = slow_candidates(logits[rows], own, 8)

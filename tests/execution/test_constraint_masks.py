@@ -27,7 +27,7 @@ def decode(*, is_beside: bool) -> list[list[int]]:
     items = [PlanItem(seq_id, 0, new.token_ids, (), 1, new) for seq_id, new in enumerate(openings)]
     for step in range(30):
         logits = torch.randn(len(items), NUM_IDS, generator=torch.Generator().manual_seed(step))
-        sampler.follow(StepPlan(step, tuple(items), NO_OPS, ()))
+        sampler.begin_step(StepPlan(step, tuple(items), NO_OPS, ()))
         results = sampler.sample(logits, items)
         following = []
         for result in results:

@@ -86,7 +86,7 @@ def test_every_way_to_a_position_gives_the_same_masks(name: str) -> None:
         wanted = walk(name, rng, rng.randrange(1, 12))
         common = next((i for i, (a, b) in enumerate(zip(known.token_ids, wanted, strict=False)) if a != b), 0)
         start = min(common, rng.randrange(len(wanted) + 1))
-        known.follow(start, wanted[start:])
+        known.sync(start, wanted[start:])
         if rng.random() < 0.3:
             assert known.is_prefix_of([*wanted, 1])
             assert known.is_prefix_of(wanted)
@@ -117,7 +117,7 @@ def test_masks_behind_drafts_are_those_of_drafts_that_came_true(name: str) -> No
         expected = []
         for length in range(len(draft) + 1):
             twin = constraint(name)
-            twin.follow(0, whole[:cut] + draft[:length])
+            twin.sync(0, whole[:cut] + draft[:length])
             one = filled(twin) if twin.error is None else []
             if not one:
                 break
@@ -157,7 +157,7 @@ def test_what_is_appended_is_what_would_have_been_drawn(name: str) -> None:
             assert token_id in tokens
             assert place in drawn_at or tokens == {token_id}
             if token_id != END:
-                twin.follow(place, [token_id])
+                twin.sync(place, [token_id])
     if name in ("compact", "grammar", "choice"):
         assert num_free > 20
 
@@ -202,17 +202,17 @@ def test_the_end_is_forced_where_there_is_one_end_and_it_may_come() -> None:
 def test_a_dead_end_is_an_error_of_its_own_and_stays_one() -> None:
     known = constraint("dead")
     token = VOCAB.index("a")
-    known.follow(0, [token] * 6)
+    known.sync(0, [token] * 6)
     assert filled(known) == []
     assert known.error == DEAD_END
-    known.follow(0, [])
+    known.sync(0, [])
     assert filled(known) == []
     assert known.fork(opening("dead")).error == DEAD_END
 
 
 def test_tokens_that_the_grammar_does_not_have_are_an_error() -> None:
     known = constraint("choice")
-    known.follow(0, [VOCAB.index("{")])
+    known.sync(0, [VOCAB.index("{")])
     assert known.error == DEAD_END
 
 

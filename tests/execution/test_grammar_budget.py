@@ -92,7 +92,7 @@ class World:
         self.outputs[seq_id] = []
 
     def step(self) -> list[ItemResult]:
-        self.sampler.follow(StepPlan(self.step_idx, tuple(self.items), NO_OPS, ()))
+        self.sampler.begin_step(StepPlan(self.step_idx, tuple(self.items), NO_OPS, ()))
         generator = torch.Generator().manual_seed(self.step_idx)
         logits = torch.randn(NUM_IDS, generator=generator).repeat(len(self.items), 1)
         results = self.sampler.sample(logits, self.items)

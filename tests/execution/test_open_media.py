@@ -24,7 +24,7 @@ def rows(
     open_media: MultimodalEmbeddings, *items: PlanItem, closed: tuple[int, ...] = ()
 ) -> dict[int, list[float]] | None:
     """Return the embeddings of a step by row."""
-    open_media.follow(StepPlan(0, items, NO_OPS, closed))
+    open_media.apply_plan(StepPlan(0, items, NO_OPS, closed))
     starts = [sum(len(one.token_ids) for one in items[:idx]) for idx in range(len(items) + 1)]
     found = open_media.rows(items, starts)
     if found is None:

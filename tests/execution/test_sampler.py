@@ -32,7 +32,7 @@ def opened(*openings: Opening, num_samples: int = 1) -> StepPlan:
 
 
 def step(sampler: Sampler, plan: StepPlan, logits: torch.Tensor) -> list[ItemResult]:
-    sampler.follow(plan)
+    sampler.begin_step(plan)
     return sampler.sample(logits.clone(), plan.items)
 
 
@@ -85,7 +85,7 @@ def test_a_closed_sequence_leaves_nothing_to_the_next_of_its_name() -> None:
         typical_p=0.1,
     )
     step(sampler, opened(opening(biased, output=(5, 5))._replace(bad_words=((best,),))), random_logits(1))
-    sampler.follow(StepPlan(1, (), NO_OPS, (0, 99)))
+    sampler.begin_step(StepPlan(1, (), NO_OPS, (0, 99)))
     assert sampler.num_open == 0
     plain = step(sampler, opened(opening(SamplingParams(temperature=0.0))), random_logits(1))
     assert plain[0].token_ids == (best,)
@@ -209,7 +209,7 @@ def test_a_history_counts_what_it_was_told(
         end = start + len(given_ids)
         is_known = tokens[start:end] == given_ids
         tokens = tokens if is_known and not is_end else tokens[:start] + given_ids
-        history.follow(start, given_ids, is_end=is_end)
+        history.sync(start, given_ids, is_end=is_end)
         counts = history.counts()
         rows = list(zip(*(column.tolist() for column in counts), strict=True))
         assert {i: n for i, n, _ in rows if n} == Counter(tokens)

@@ -43,7 +43,7 @@ def sample(logits: torch.Tensor, openings: list[Opening], num_samples: list[int]
         for seq_id, (opening, count) in enumerate(zip(openings, num_samples, strict=True))
     ]
     sampler = Sampler(CPU)
-    sampler.follow(StepPlan(0, tuple(items), NO_OPS, ()))
+    sampler.begin_step(StepPlan(0, tuple(items), NO_OPS, ()))
     return sampler.sample(logits.clone(), items)
 
 

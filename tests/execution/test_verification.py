@@ -60,7 +60,7 @@ class Served:
         sampler = Sampler(CPU)
         while live := [i for i, end in enumerate(self.ends) if len(self.tokens[i]) < end and self.errors[i] is None]:
             items = [self.item(i, draft(i, self.tokens[i])) for i in live]
-            sampler.follow(StepPlan(self.num_steps, tuple(items), NO_OPS, ()))
+            sampler.begin_step(StepPlan(self.num_steps, tuple(items), NO_OPS, ()))
             rows = []
             for i, item in zip(live, items, strict=True):
                 whole = [*self.tokens[i], *item.token_ids[len(item.token_ids) - item.num_draft :]]
@@ -184,11 +184,11 @@ def pairs_drawn(draft: tuple[int, int]) -> Counter[tuple[int, int]]:
     params = SamplingParams(temperature=1.0)
     new = [Opening(params, seed, 0, 1, (0,), ()) for seed in range(NUM_SEQUENCES)]
     items = [PlanItem(i, 0, (0, *draft), (), 1, opening, 2) for i, opening in enumerate(new)]
-    sampler.follow(StepPlan(0, tuple(items), NO_OPS, ()))
+    sampler.begin_step(StepPlan(0, tuple(items), NO_OPS, ()))
     runs = [result.token_ids for result in sampler.sample(logits.repeat(3 * len(items), 1), items)]
     short = [i for i, run in enumerate(runs) if len(run) == 1]
     items = [PlanItem(i, 1, runs[i], (), 1, None) for i in short]
-    sampler.follow(StepPlan(1, tuple(items), NO_OPS, ()))
+    sampler.begin_step(StepPlan(1, tuple(items), NO_OPS, ()))
     for i, result in zip(short, sampler.sample(logits.repeat(len(items), 1), items), strict=True):
         runs[i] += result.token_ids
     return Counter((run[0], run[1]) for run in runs)

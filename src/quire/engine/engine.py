@@ -51,7 +51,6 @@ class Engine:
         grammars: of outputs that must have a form; None where there can be none. Closed with the engine.
 
     Attributes:
-        last_step: the numbers of the last step, None where it did nothing.
         pins: the prefixes that are held by name.
         requests: reads requests; its `prepare` may be called from any thread.
         step_recorder: receives the duration of each step.
@@ -78,7 +77,6 @@ class Engine:
         self.executor = executor
         self.tokenizer = tokenizer
         self.num_steps = 0
-        self.last_step: StepStats | None = None
         prompts = PromptReader(tokenizer, config.vocab_size, config.max_model_len, media_reader)
         self.pins = PrefixPins(config, scheduler.memory, prompts, cache_name)
         share = config.kv_cache_metrics_sample
@@ -91,7 +89,7 @@ class Engine:
         self._outputs = OutputProcessor(tokenizer, clock)
         self._num_requests = 0
         self._num_failures = 0
-        self._meter = StatsCollector(scheduler)
+        self._stats = StatsCollector(scheduler)
         copy_bytes_per_s = executor.measure_copies()
         self.step_recorder = StepRecorder(scheduler, copy_bytes_per_s, config.max_inter_token_ms, speculation)
 
@@ -173,7 +171,6 @@ class Engine:
         Raises:
             WorkerError: the data plane failed in several steps in a row.
         """
-        self.last_step = None
         if self._staging is not None:
             self._staging.begin_step(self.step_recorder.tokens_per_s)
         plan = self.scheduler.plan(self.num_steps)
@@ -187,11 +184,9 @@ class Engine:
         except WorkerError as error:
             return self._fail_step(plan, error)
         self._num_failures = 0
-        step_tokens = self.step_recorder.record_step(plan.items, self._clock() - started_s)
+        self._stats.computed_tokens += self.step_recorder.record_step(plan.items, self._clock() - started_s)
         failed = self._check_items(plan, result)
-        num_generated, outputs = self._update(plan, result)
-        self.last_step = self.measure(num_generated=num_generated, step_tokens=step_tokens)
-        return failed + outputs
+        return failed + self._update(plan, result)
 
     def usage(self) -> Usage:
         """Return the memory manager's counts."""
@@ -209,16 +204,11 @@ class Engine:
     def stats(self) -> EngineStats:
         """Totals since the start."""
         disk = None if self._staging is None else self._staging.stats
-        return self._meter.totals(self.num_steps, disk)
+        return self._stats.totals(self.num_steps, disk)
 
-    def measure(self, *, num_generated: int = 0, step_tokens: int = 0) -> StepStats:
-        """Return the levels as they are, and what was counted since the last call.
-
-        Args:
-            num_generated: tokens that the step sampled.
-            step_tokens: tokens that the step computed.
-        """
-        return self._meter.measure(self._clock(), num_generated, step_tokens)
+    def measure(self) -> StepStats:
+        """Return the state of the queues and the memory, and what was counted since the last call."""
+        return self._stats.measure(self._clock())
 
     def close(self) -> None:
         """End what is unfinished, and release the data plane."""
@@ -247,7 +237,7 @@ class Engine:
             if item.opening is not None:
                 request = self.scheduler.sequences[item.seq_id].request
                 if self._outputs.mark_scheduled(request.request_id):
-                    self._meter.prompt_tokens += request.num_prompt
+                    self._stats.prompt_tokens += request.num_prompt
 
     def _check_items(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
         """End the requests of items that failed, and take the log probabilities of prompts from the others.
@@ -263,14 +253,15 @@ class Engine:
                 self._outputs.add_prompt_logprobs(self.scheduler.sequences[item.seq_id], item, outcome)
         return failed
 
-    def _update(self, plan: StepPlan, result: StepResult) -> tuple[int, list[RequestOutput]]:
+    def _update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
         """Append a step's tokens to sequences and outputs, and end what is complete.
 
         Returns:
-            Number of tokens that were generated, and the outputs, those of failed requests first.
+            The outputs, those of failed requests first.
         """
         scheduler, outputs = self.scheduler, self._outputs
         num_generated, stopped, failures = outputs.add_tokens(scheduler.advance(plan.items, result.items), result.items)
+        self._stats.generation_tokens += num_generated
         for sequence, stop in stopped:
             scheduler.finish_at_stop_string(sequence, stop)
         failed = [
@@ -281,9 +272,9 @@ class Engine:
             beams = [scheduler.beams_of(group) for group in plan.beams]
             candidates = outputs.find_beam_stops(beams, result.beams)
             num_chosen, exhausted = outputs.add_beam_tokens(scheduler.advance_beams(plan.beams, candidates))
-            num_generated += num_chosen
+            self._stats.generation_tokens += num_chosen
             failed += [self._end_request(request_id, FinishReason.ERROR, NO_TOKEN) for request_id in exhausted]
-        return num_generated, [output for output in failed if output is not None] + outputs.take_outputs()
+        return [output for output in failed if output is not None] + outputs.take_outputs()
 
     def _fail_item(self, item: PlanItem, error: str, *, is_own_fault: bool = False) -> list[RequestOutput]:
         """End the request of one item with an error."""
@@ -304,7 +295,6 @@ class Engine:
             logger.warning("the pinned prefix %r is lost, since a step failed that was to move it", name)
         if self._staging is not None:
             self._staging.drop(plan.ops)
-        self.last_step = self.measure()
         return outputs
 
     def _end_request(

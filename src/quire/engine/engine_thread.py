@@ -137,8 +137,7 @@ class EngineThread:
 
     def _publish(self, outputs: list[RequestOutput]) -> None:
         """Count a step's outputs, then send them to their streams: who has an output finds it counted."""
-        if self._engine.last_step is not None:
-            self._metrics.on_step(self._engine.last_step)
+        self._metrics.on_step(self._engine.measure())
         for output in outputs:
             self._metrics.on_output(output)
         self._send((output.request_id, output) for output in outputs)

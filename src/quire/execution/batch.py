@@ -78,10 +78,10 @@ class BatchBuilder:
 
     def build(self, plan: StepPlan) -> Batch:
         """Follow a plan, and lay its items out as one batch."""
-        self.follow(plan)
+        self.apply_plan(plan)
         return self.lay_out(plan.items)
 
-    def follow(self, plan: StepPlan) -> None:
+    def apply_plan(self, plan: StepPlan) -> None:
         """Forget what the plan closes, and apply its table changes."""
         for seq_id in plan.closed:
             self._tables.pop(seq_id, None)

@@ -17,19 +17,22 @@ class MultimodalEmbeddings:
 
     Args:
         device: of the model; embeddings stay where they were given, but for the rows of a step.
+
+    Attributes:
+        by_sequence: embeddings of the open sequences that have some, by sequence id.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._media: dict[int, tuple[Media, ...]] = {}
+        self.by_sequence: dict[int, tuple[Media, ...]] = {}
 
-    def follow(self, plan: StepPlan) -> None:
+    def apply_plan(self, plan: StepPlan) -> None:
         """Forget the closed sequences, and meet those opened that have media."""
         for seq_id in plan.closed:
-            self._media.pop(seq_id, None)
+            self.by_sequence.pop(seq_id, None)
         for item in plan.items:
             if item.opening is not None and item.opening.media:
-                self._media[item.seq_id] = item.opening.media
+                self.by_sequence[item.seq_id] = item.opening.media
 
     def rows(self, items: Sequence[PlanItem], row_starts: Sequence[int]) -> tuple[Tensor, Tensor] | None:
         """Return which rows of a step have embeddings of their own, int64 [M], and those [M, E]; None without any.
@@ -38,13 +41,11 @@ class MultimodalEmbeddings:
             items: of the plan.
             row_starts: the first row of each.
         """
-        if not self._media:
-            return None
         rows: list[Tensor] = []
         parts: list[Tensor] = []
         for item, row_start in zip(items, row_starts, strict=False):
             end = item.start + len(item.token_ids)
-            for span, embeddings in self._media.get(item.seq_id, ()):
+            for span, embeddings in self.by_sequence.get(item.seq_id, ()):
                 first, last = max(span.start, item.start), min(span.end, end)
                 if first < last:
                     rows.append(torch.arange(first, last) + (row_start - item.start))

@@ -66,7 +66,7 @@ class ModelRunner:
             self._draft = DraftModel(draft, builder, storages[num_own:], range(num_own, len(storages)))
         self._builder = builder
         self._sampler = sampler
-        self._media = media
+        self._embeddings = media
         self._prefaulter = prefaulter
 
     @classmethod
@@ -140,13 +140,15 @@ class ModelRunner:
             self._prefaulter.end()
 
     def _run(self, plan: StepPlan) -> StepResult:
-        self._blocks.apply(plan.ops.copies, plan.ops.saves)
-        self._media.follow(plan)
-        self._builder.follow(plan)
+        if plan.ops.copies:
+            self._blocks.apply(plan.ops.copies, plan.ops.saves)
+        if plan.closed or any(item.opening is not None for item in plan.items):
+            self._embeddings.apply_plan(plan)
+        self._builder.apply_plan(plan)
         items: Sequence[PlanItem] = plan.items if self._draft is None else self._draft.guess(plan.items)
-        self._sampler.follow(plan._replace(items=tuple(items)))
+        self._sampler.begin_step(plan._replace(items=tuple(items)))
         batch = self._builder.lay_out(items, self._groups)
-        given = self._media.rows(plan.items, batch.row_starts)
+        given = self._embeddings.rows(plan.items, batch.row_starts) if self._embeddings.by_sequence else None
         counts = [item.num_draft + 1 if item.num_samples else 0 for item in items]
         is_measured = self._sampler.measures_prompts(items)  # then every row is read, else what is sampled
         read = None if is_measured else self._builder.lay_out_ends(items, counts, self._groups)

@@ -96,7 +96,7 @@ class GrammarState:
 
     # ---- tokens ----
 
-    def follow(self, start: int, token_ids: Sequence[int]) -> None:
+    def sync(self, start: int, token_ids: Sequence[int]) -> None:
         """Make the output's tokens from `start` on those given, and none behind them."""
         if self.error is not None:
             return

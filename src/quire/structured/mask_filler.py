@@ -177,7 +177,7 @@ def _fill(works: Sequence[MaskJob], begun: Future[None]) -> None:
             constraint = work.constraint
             # Whatever goes wrong is that sequence's affair.
             try:
-                constraint.follow(work.start, work.token_ids)
+                constraint.sync(work.start, work.token_ids)
                 if work.is_sampled:
                     constraint.fill(work.draft)
             except Exception as error:

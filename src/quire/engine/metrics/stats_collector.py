@@ -29,12 +29,15 @@ class StatsCollector:
 
     Attributes:
         prompt_tokens: number of prompt tokens of the requests that were admitted.
+        generation_tokens: number of tokens that were sampled.
+        computed_tokens: number of tokens that steps computed.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.prompt_tokens = 0
-        self._generation_tokens = 0
-        self._computed_tokens = 0
+        self.generation_tokens = 0
+        self.computed_tokens = 0
+        self._measured_tokens = 0
         self._scheduler = scheduler
         self._counted: tuple[int, ...] = (0,) * len(COUNTERS)
         self._accounts = (NO_TOKENS, NO_TOKENS)
@@ -55,27 +58,24 @@ class StatsCollector:
             resumed=stats.resumed,
             accepted_by_position=stats.accepted_by_position.copy(),
             num_steps=num_steps,
-            computed_tokens=self._computed_tokens,
+            computed_tokens=self.computed_tokens,
             num_evictions=usage.num_evictions,
             num_copies=usage.num_copies,
             num_merges=usage.num_merges,
             disk=disk,
         )
 
-    def measure(self, now_s: float, num_generated: int, step_tokens: int) -> StepStats:
+    def measure(self, now_s: float) -> StepStats:
         """Return the engine's state, and what was added to the counters since the last call.
 
         Args:
             now_s: seconds of the engine's clock.
-            num_generated: number of tokens that the step sampled.
-            step_tokens: number of tokens that the step computed.
         """
-        self._generation_tokens += num_generated
-        self._computed_tokens += step_tokens
         scheduler = self._scheduler
         stats, host = scheduler.stats, scheduler.memory.usage().host if self._has_host else None
         counted, self._counted = self._counted, self._count(host)
         accounts, self._accounts = self._accounts, (stats.first_time, stats.resumed)
+        step_tokens, self._measured_tokens = self.computed_tokens - self._measured_tokens, self.computed_tokens
         by_position, self._by_position = self._by_position, stats.accepted_by_position.copy()
         return StepStats(
             **_by_name(map(sub, self._counted, counted)),
@@ -94,7 +94,7 @@ class StatsCollector:
     def _count(self, host: HostUsage | None) -> tuple[int, ...]:
         """Return the values of `COUNTERS` since the start."""
         swaps = (host.num_swap_outs, host.num_swap_ins) if host else (0, 0)
-        return (*read_scheduler_counters(self._scheduler.stats), self.prompt_tokens, self._generation_tokens, *swaps)
+        return (*read_scheduler_counters(self._scheduler.stats), self.prompt_tokens, self.generation_tokens, *swaps)
 
 
 def _by_name(values: Iterable[int]) -> dict[str, Any]:

@@ -56,7 +56,7 @@ class BeamTexts:
         self._texts.clear()
         return tuple(found)
 
-    def follow(self, sample_idx: int, rank: int) -> None:
+    def choose(self, sample_idx: int, rank: int) -> None:
         """Note that a candidate of the last step is what the beam at a place is now."""
         if self._candidates:
             self._texts[sample_idx] = self._candidates[rank]

@@ -141,7 +141,7 @@ class OutputProcessor:
             state = self._states[request_id]
             if isinstance(edit, Append):
                 num_chosen += 1
-                self._beam_texts(sequence).follow(edit.sample_idx, edit.draw_idx)
+                self._beam_texts(sequence).choose(edit.sample_idx, edit.draw_idx)
                 if state.metrics.first_token_s is None:
                     state.metrics.first_token_s = self._clock()
             else:

@@ -38,13 +38,15 @@ class Sampler:
         self._special: dict[int, SamplingState] = {}
         self._with_history: dict[int, TokenHistory] = {}
         self._with_prompt: dict[int, SamplingState] = {}
+        # True while sequences with a grammar are open, and for one more step: the last ones have to be let go.
+        self._has_grammars = False
 
     @property
     def num_open(self) -> int:
         """Sequences that are open."""
         return len(self._states)
 
-    def follow(self, plan: StepPlan) -> None:
+    def begin_step(self, plan: StepPlan) -> None:
         """Forget the closed sequences, meet the opened ones, and learn the tokens of this step."""
         for seq_id in plan.closed:
             self._close(seq_id)
@@ -61,9 +63,10 @@ class Sampler:
                 if history is not None:
                     # Drafts are learnt one by one, as they turn out to be right.
                     certain = item.token_ids[: len(item.token_ids) - item.num_draft]
-                    history.follow(item.start, certain, is_end=item.num_samples > 0)
-        if self._constraints is not None:
+                    history.sync(item.start, certain, is_end=item.num_samples > 0)
+        if self._constraints is not None and self._has_grammars:
             self._constraints.begin(items)
+            self._has_grammars = self._constraints.num_open > 0
 
     def _close(self, seq_id: int) -> None:
         if self._constraints is not None:
@@ -74,6 +77,7 @@ class Sampler:
     def _open(self, seq_id: int, opening: Opening) -> None:
         self._close(seq_id)  # an opening replaces all that was known
         constraint = None if self._constraints is None else self._constraints.open(seq_id, opening)
+        self._has_grammars |= constraint is not None
         state = self._states[seq_id] = SamplingState(opening, self._device, constraint)
         history = state.adjustments.history
         if history is not None:
@@ -275,7 +279,7 @@ def _learn_draft(item: PlanItem, state: SamplingState, place: int, drawn: Sample
     if drawn.token_ids != tuple(draft):
         return False
     if state.adjustments.history is not None:
-        state.adjustments.history.follow(item.start + offset, draft, is_end=True)
+        state.adjustments.history.sync(item.start + offset, draft, is_end=True)
     return True
 
 

@@ -43,7 +43,7 @@ class TokenHistory:
         )
         self._slots = {token_id: slot for slot, token_id in enumerate(ids.tolist())}
 
-    def follow(self, start: int, token_ids: Sequence[int], *, is_end: bool) -> None:
+    def sync(self, start: int, token_ids: Sequence[int], *, is_end: bool) -> None:
         """Make the tokens at `[start, start + len)` those given, and drop what a roll back has made untrue.
 
         Args:
