@@ -16,6 +16,7 @@ from collections.abc import Sequence as Tokens
 
 from quire.decoding import beams as beam_search
 from quire.decoding.drafting import Drafter
+from quire.decoding.stop import end_of_tokens
 from quire.errors import InvalidParameter, InvariantViolation
 from quire.memory.manager import KVCacheManager
 from quire.memory.ops import NO_OPS
@@ -30,10 +31,7 @@ from quire.scheduling.roster import Roster
 from quire.scheduling.stats import SchedulerStats
 from quire.sequences.edits import Append, BeamEdit, Drop, Edit, Fail, Finish, Fork, Truncate
 from quire.sequences.sequence import Request, Sequence
-from quire.sequences.status import FinishReason, SequenceStatus
-
-# Looking a member up in its enumeration takes as long as a call.
-_RUNNING = SequenceStatus.RUNNING
+from quire.sequences.status import FinishReason
 
 # The place of the item in the step, the sequence, what happened to it, and the tokens that it had then.
 News = tuple[int, Sequence, Append | Finish | Fail, int]
@@ -176,37 +174,37 @@ class Scheduler:
         return StepPlan(tick, items, self.memory.take_ops(), closed, beams)
 
     def advance(self, items: Iterable[PlanItem], results: Iterable[ItemResult]) -> list[News]:
-        """Take in what a step gave, item by item: publish, fork, append, finish.
+        """Apply the results of a step, item by item: publish, fork, append, finish.
 
         Args:
-            items: of the plan that was executed.
-            results: one for each.
+            items: items of the executed plan.
+            results: result of each item.
 
         Returns:
-            What happened, in order; nothing of an item whose sequence ended while the step ran. A `Fail` is told, and
-            ends nothing yet.
+            What happened, in order; nothing for an item whose sequence ended while the step ran. A `Fail` is reported,
+            and ends nothing yet.
         """
         news: list[News] = []
         find, publish = self.sequences.get, self.memory.publish
         for idx, (item, result) in enumerate(zip(items, results, strict=True)):
-            sequence = find(item.seq_id)
-            if sequence is None or sequence.status is not _RUNNING:
+            seq_id, token_ids = item.seq_id, result.token_ids
+            sequence = find(seq_id)
+            if sequence is None:
                 continue
-            token_ids = result.token_ids
-            if item.num_draft:
+            if sequence.draft:
                 sequence.draft = result.draft or sequence.draft
             else:
-                sequence.num_computed = num_computed = item.start + len(item.token_ids)
-                publish(item.seq_id, num_computed)
-                if not token_ids:
-                    continue
+                sequence.num_computed = num_computed = sequence.num_computed + len(item.token_ids)
+                publish(seq_id, num_computed)
                 usual = sequence.usual
                 if usual is not None and len(token_ids) == 1:
-                    tokens, token_id = sequence.tokens, token_ids[0]
-                    if token_id not in sequence.end_ids and len(tokens) + 1 < sequence.max_tokens:
-                        tokens.append(token_id)
-                        news.append((idx, sequence, usual, len(tokens)))
+                    token_id = token_ids[0]
+                    if end_of_tokens(sequence, token_id) is None:
+                        sequence.tokens.append(token_id)
+                        news.append((idx, sequence, usual, len(sequence.tokens)))
                         continue
+                elif not token_ids:
+                    continue
             news += self._apply(idx, sequence, token_ids, sequence.strategy.advance(sequence, token_ids))
         return news
 
