@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from benchmarks.efficiency_traces import DATASETS, trace
 from quire.memory.manager import KVCacheManager
 from quire.memory.specs import FullAttention
-from quire.scheduling.preemption import SwapCosts
+from quire.scheduling.preemption import TransferRates
 from quire.scheduling.scheduler import Scheduler
 from quire.sequences.params import SamplingParams
 from quire.sequences.sequence import Request
@@ -27,7 +27,7 @@ from quire.simulation.executor import CountingExecutor
 SPEC = FullAttention(block_size=16, num_layers=32, num_kv_heads=8, head_dim=128)
 NUM_BLOCKS, MAX_MODEL_LEN, MAX_NUM_SEQS, BUDGET, VOCAB = 512, 2048, 256, 2048, 32000
 STEP_S, TOKEN_S, COPY_BYTES_PER_S = 10e-3, 50e-6, 20e9
-COSTS = SwapCosts(copy_bytes_per_s=COPY_BYTES_PER_S, prefill_tokens_per_s=1 / TOKEN_S)
+COSTS = TransferRates(copy_bytes_per_s=COPY_BYTES_PER_S, prefill_tokens_per_s=1 / TOKEN_S)
 RESULTS = Path(__file__).parent / "results" / "preemption.json"
 
 
@@ -82,7 +82,7 @@ def serve(case: Case, num_requests: int, seed: int) -> Figures:
         preemption_policy=case.policy,
         preemption_mode=case.mode,
     )
-    scheduler.preemption.costs = COSTS
+    scheduler.preemption.rates = COSTS
     works = trace(DATASETS["ShareGPT"], MAX_MODEL_LEN, num_requests, VOCAB, seed)
     for number, work in enumerate(works):
         params = SamplingParams(n=case.num_samples, max_tokens=work.num_new, ignore_eos=True, detokenize=False)

@@ -13,14 +13,21 @@ from quire.sequences import FinishReason, Request, SamplingParams, Sequence
 END = 9
 
 
-def sequence_with(num_output: int = 0, *, sample_idx: int = 0, max_total_tokens: int = 100, **params: Any) -> Sequence:
+def sequence_with(
+    num_output: int = 0,
+    *,
+    sample_idx: int = 0,
+    max_total_tokens: int = 100,
+    end_token_ids: frozenset[int] = frozenset({END}),
+    **params: Any,
+) -> Sequence:
     """Return a sequence of a three-token prompt and some output."""
     request = Request(
         request_id="r",
         prompt_token_ids=[1, 2, 3],
         params=SamplingParams(**{"max_tokens": None, **params}),
         max_total_tokens=max_total_tokens,
-        end_token_ids=frozenset({END}),
+        end_token_ids=end_token_ids,
         arrival=0,
         seed=0,
     )
@@ -57,9 +64,7 @@ def test_end_of_tokens(
 
 
 def test_without_end_tokens_only_the_length_ends() -> None:
-    sequence = sequence_with(max_total_tokens=5)
-    sequence.request.end_token_ids = frozenset()
-    assert end_of_tokens(sequence, END) is None
+    assert end_of_tokens(sequence_with(max_total_tokens=5, end_token_ids=frozenset()), END) is None
 
 
 def test_a_single_sample_appends() -> None:

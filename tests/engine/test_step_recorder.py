@@ -8,7 +8,7 @@ from quire.decoding.lookup import PromptLookup
 from quire.decoding.speculation import Speculation
 from quire.engine.control.chunk_size import INITIAL_CHUNK_TOKENS
 from quire.engine.control.step_recorder import StepRecorder
-from quire.scheduling import PlanItem, SwapCosts
+from quire.scheduling import PlanItem, TransferRates
 from tests.scheduling.rig import Rig, Setting
 
 
@@ -24,19 +24,19 @@ def rig() -> Rig:
 def test_rates_come_from_steps_with_many_tokens() -> None:
     preemption = (scheduler := rig().scheduler).preemption
     recorder = StepRecorder(scheduler, 5e9, None, None)
-    assert preemption.costs == SwapCosts(copy_bytes_per_s=5e9)
+    assert preemption.rates == TransferRates(copy_bytes_per_s=5e9)
     assert recorder.tokens_per_s is None
     recorder.record_step(items(1, 1, 1, 1, 1, 1, 1, 1, 2), 1.0)
     recorder.record_step(items(100), 0.0)
-    assert preemption.costs == SwapCosts(copy_bytes_per_s=5e9), "decodes, and clocks that stand still, say nothing"
+    assert preemption.rates == TransferRates(copy_bytes_per_s=5e9), "decodes, and clocks that stand still, say nothing"
     recorder.record_step(items(1, num_draft=500), 0.25)
     assert recorder.tokens_per_s is None, "drafts are no tokens of a prompt"
     recorder.record_step(items(500), 0.25)
-    assert recorder.tokens_per_s == preemption.costs.prefill_tokens_per_s == 2000.0
+    assert recorder.tokens_per_s == preemption.rates.prefill_tokens_per_s == 2000.0
     for _ in range(500):
         recorder.record_step(items(*[100] * 10), 1.0)
-    assert preemption.costs.prefill_tokens_per_s == pytest.approx(1000.0, rel=1e-3)
-    assert preemption.costs.copy_bytes_per_s == 5e9
+    assert preemption.rates.prefill_tokens_per_s == pytest.approx(1000.0, rel=1e-3)
+    assert preemption.rates.copy_bytes_per_s == 5e9
 
 
 def test_without_a_host_tier_and_a_limit_only_the_prefill_rate_is_measured() -> None:
@@ -44,7 +44,7 @@ def test_without_a_host_tier_and_a_limit_only_the_prefill_rate_is_measured() -> 
     recorder = StepRecorder(scheduler, None, None, None)
     assert recorder.record_step(items(8, 1), 0.01) == 9
     assert scheduler.chunk_tokens is None
-    assert scheduler.preemption.costs == SwapCosts(prefill_tokens_per_s=900.0)
+    assert scheduler.preemption.rates == TransferRates(prefill_tokens_per_s=900.0)
 
 
 def test_chunks_follow_the_limit_from_the_start() -> None:

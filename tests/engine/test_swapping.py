@@ -6,7 +6,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError
-from quire.scheduling import SwapCosts
+from quire.scheduling import TransferRates
 
 OPTIONS = {"skip_tokenizer_init": True, "num_threads": 1, "max_model_len": 96, "block_size": 8, "num_kv_blocks": 12}
 PROMPTS = [[token] * 30 for token in (5, 6, 7, 8)]
@@ -35,9 +35,9 @@ def test_what_is_swapped_is_counted_and_changes_no_token() -> None:
     assert steps[-1].host_usage == 0
     assert sum(step.swap_out_blocks for step in steps) == host.num_swap_outs > 0
     assert sum(step.swap_in_blocks for step in steps) == host.num_swap_ins > 0
-    costs = engine.scheduler.preemption.costs
-    assert costs.copy_bytes_per_s != SwapCosts().copy_bytes_per_s, "measured when the engine started"
-    assert costs.prefill_tokens_per_s != SwapCosts().prefill_tokens_per_s, "measured as it ran"
+    costs = engine.scheduler.preemption.rates
+    assert costs.copy_bytes_per_s != TransferRates().copy_bytes_per_s, "measured when the engine started"
+    assert costs.prefill_tokens_per_s != TransferRates().prefill_tokens_per_s, "measured as it ran"
 
 
 def test_a_swap_space_that_holds_no_block_is_refused_with_the_least_that_would_do() -> None:

@@ -11,8 +11,8 @@ from quire.errors import InvariantViolation
 from quire.memory import FullAttention, KVCacheManager, MemoryOps, RecurrentState, Tier
 from quire.memory.capacity import CapacityQueries
 from quire.memory.status import AllocStatus, Verdict
-from quire.scheduling import SwapCosts
-from quire.scheduling.preemption import Loss
+from quire.scheduling import TransferRates
+from quire.scheduling.preemption import PreemptionCost
 from quire.sequences import FinishReason, Request, SequenceStatus
 from tests.scheduling.rig import Job, Rig, Setting, finish_all, outputs_of, prompt
 
@@ -112,7 +112,7 @@ def test_recompute_mode_leaves_the_host_to_evicted_blocks() -> None:
 @pytest.mark.parametrize(("copy_bytes_per_s", "is_swap"), [(1e12, True), (1.0, False)])
 def test_auto_takes_what_costs_less(copy_bytes_per_s: float, is_swap: bool) -> None:
     rig, _, younger = two_that_collide(replace(TIGHT, preemption_mode="auto"))
-    rig.scheduler.preemption.costs = SwapCosts(copy_bytes_per_s, prefill_tokens_per_s=1000.0)
+    rig.scheduler.preemption.rates = TransferRates(copy_bytes_per_s, prefill_tokens_per_s=1000.0)
     while not younger.num_preemptions:
         rig.step()
     status = SequenceStatus.SWAPPED if is_swap else SequenceStatus.WAITING
@@ -195,8 +195,8 @@ def test_a_family_that_fits_no_more_loses_its_last_samples_to_recomputation(
 
 
 def test_a_loss_that_frees_nothing_is_the_worst() -> None:
-    assert Loss((), False, 1.0, 0).waste == float("inf")
-    assert Loss((), False, 3.0, 6).waste == 0.5
+    assert PreemptionCost((), False, 1.0, 0).waste == float("inf")
+    assert PreemptionCost((), False, 3.0, 6).waste == 0.5
 
 
 def test_least_waste_spares_who_would_lose_much_for_little() -> None:

@@ -13,8 +13,8 @@ from quire.decoding import beams as decoding
 from quire.errors import InvariantViolation
 from quire.memory import append as slots
 from quire.memory.append import count_growth
-from quire.scheduling import admission, gangs, scheduler
-from quire.scheduling.gangs import groups_of
+from quire.scheduling import admission, beam_groups, scheduler
+from quire.scheduling.beam_groups import beam_groups_of
 from quire.scheduling.preemption import Preemption
 from quire.scheduling.roster import Roster
 from quire.sequences import FinishReason, Sequence
@@ -51,14 +51,16 @@ NETS = (crowded_run, undisturbed_twin)
 
 
 def forget_the_scores(patch: Patch) -> None:
-    def without_scores(granted: Any, num_samples: Any) -> Any:
-        return tuple(group._replace(scores=(0.0,) * len(group.scores)) for group in groups_of(granted, num_samples))
+    def without_scores(scheduled: Any, num_samples: Any) -> Any:
+        return tuple(
+            group._replace(scores=(0.0,) * len(group.scores)) for group in beam_groups_of(scheduled, num_samples)
+        )
 
-    patch.setattr(scheduler, "groups_of", without_scores)
+    patch.setattr(scheduler, "beam_groups_of", without_scores)
 
 
 def ask_for_too_few_candidates(patch: Patch) -> None:
-    patch.setattr(gangs, "num_candidates", lambda request: request.params.num_sequences // 2)
+    patch.setattr(beam_groups, "num_candidates", lambda request: request.params.num_sequences // 2)
 
 
 def fork_from_another_beam(patch: Patch) -> None:
@@ -69,7 +71,7 @@ def fork_from_another_beam(patch: Patch) -> None:
         survivors = [edit.sample_idx for edit in edits if isinstance(edit, Append)]
         return [edit._replace(parent_idx=min(survivors)) if isinstance(edit, Fork) else edit for edit in edits]
 
-    patch.setattr(gangs, "advance_beams", advance_wrongly)
+    patch.setattr(decoding, "advance_beams", advance_wrongly)
 
 
 def keep_what_is_given_up(patch: Patch) -> None:
@@ -88,7 +90,7 @@ def keep_what_is_given_up(patch: Patch) -> None:
 
 
 def advance_beams_one_by_one(patch: Patch) -> None:
-    patch.setattr(scheduler, "gang_at", lambda queue, position: [queue[position]])
+    patch.setattr(beam_groups, "lockstep_group", lambda sequence: [sequence])
 
 
 def foretell_no_copies(patch: Patch) -> None:
@@ -110,18 +112,18 @@ def count_the_last_holder_too(patch: Patch) -> None:
 
 
 def give_no_seats_to_beams(patch: Patch) -> None:
-    patch.setattr(admission, "seats_of", lambda _: 1)
+    patch.setattr(admission, "slots_needed", lambda _: 1)
 
 
 def take_one_beam_alone(patch: Patch) -> None:
-    drop = Preemption.drop
+    preempt = Preemption.preempt_by_recompute
 
-    def drop_one(preemption: Preemption, sequence: Sequence) -> None:
+    def preempt_one(preemption: Preemption, sequence: Sequence) -> None:
         search, sequence.request.search = sequence.request.search, None
-        drop(preemption, sequence)
+        preempt(preemption, sequence)
         sequence.request.search = search
 
-    patch.setattr(Preemption, "drop", drop_one)
+    patch.setattr(Preemption, "preempt_by_recompute", preempt_one)
 
 
 def go_on_where_it_began_again(patch: Patch) -> None:

@@ -20,13 +20,11 @@ def end_of_tokens(sequence: Sequence, token_id: int, num_before: int = 0) -> tup
     Returns:
         The reason and, for one of the request's own stop tokens, that token; None when it goes on.
     """
-    request = sequence.request
-    params = request.params
+    # Called for every token: most of them need no attribute of the request.
     num_tokens = len(sequence.tokens) + num_before + 1
-    is_end, is_stop = token_id in request.end_token_ids, token_id in params.stop_token_ids
-    if (is_end or is_stop) and num_tokens - sequence.num_prompt > params.min_tokens:
-        return FinishReason.STOP, None if is_end else token_id
-    if num_tokens >= request.max_total_tokens:
+    if token_id in sequence.end_ids and num_tokens - sequence.num_prompt > sequence.request.params.min_tokens:
+        return FinishReason.STOP, None if token_id in sequence.request.end_token_ids else token_id
+    if num_tokens >= sequence.max_tokens:
         return FinishReason.LENGTH, None
     return None
 

@@ -1,7 +1,7 @@
 """Scheduling: one frozen plan for each step."""
 
 from quire.scheduling.plan import ItemResult, Opening, PlanItem, StepPlan, StepResult, TokenLogprobs
-from quire.scheduling.preemption import SwapCosts
+from quire.scheduling.preemption import TransferRates
 from quire.scheduling.scheduler import Scheduler
 from quire.scheduling.stats import SchedulerStats
 
@@ -13,6 +13,6 @@ __all__ = [
     "SchedulerStats",
     "StepPlan",
     "StepResult",
-    "SwapCosts",
     "TokenLogprobs",
+    "TransferRates",
 ]

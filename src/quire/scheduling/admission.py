@@ -2,36 +2,61 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quire.errors import InvariantViolation
+from quire.errors import InvariantViolation, PromptTooLong
 from quire.memory.manager import KVCacheManager
 from quire.memory.status import AllocStatus, HitEnd, PrefixHit, Verdict
-from quire.scheduling.gangs import seats_of
+from quire.scheduling.beam_groups import append_to_group, lockstep_groups, slots_needed
 from quire.scheduling.policies import Order
 from quire.scheduling.preemption import Preemption
 from quire.scheduling.queues import Queues
 from quire.scheduling.stats import SchedulerStats
-from quire.sequences.sequence import Sequence
+from quire.sequences.sequence import Request, Sequence
 from quire.sequences.status import SequenceStatus
 
 
 @dataclass(slots=True)
-class Room:
-    """What a step has left for those who come in.
+class StepBudget:
+    """Tokens, slots and blocks that a step has left for admissions.
 
     Args:
-        granted: who is part of the step, with how many tokens.
-        spare: tokens of the budget.
-        seats: places among the sequences that run at once.
-        reserved: blocks of each group that those who are in will still ask for.
+        scheduled: sequences of the step, with their numbers of tokens.
+        num_tokens: tokens that are left.
+        num_slots: slots that are left among `max_num_seqs`.
+        reserved: blocks of each group that running sequences will still ask for.
     """
 
-    granted: dict[Sequence, int]
-    spare: int
-    seats: int
+    scheduled: dict[Sequence, int]
+    num_tokens: int
+    num_slots: int
     reserved: list[int]
+
+
+def check_can_ever_fit(memory: KVCacheManager, request: Request) -> None:
+    """Refuse a request that memory could not hold by itself; a search with all its beams apart after the prompt.
+
+    Raises:
+        PromptTooLong: with the length of the longest prompt that would fit.
+    """
+    num_output = request.max_total_tokens - request.num_prompt
+    width = request.params.beam_width or 1
+
+    def is_too_long(num_prompt: int) -> bool:
+        return not memory.capacity.can_ever_hold(num_prompt + num_output, width=width, num_shared=num_prompt)
+
+    if not is_too_long(request.num_prompt):
+        return
+    # Of prompts that end just before a block does, those that fit come before those that do not. All that are shorter
+    # than the last one that fits do too.
+    size = memory.block_size
+    ends = range(size - 1, request.num_prompt + size, size)
+    limit = max(0, ends[0] + size * (bisect_left(ends, True, key=is_too_long) - 1))
+    limit = next(length for length in range(limit, request.num_prompt) if is_too_long(length + 1))
+    beams = "" if width == 1 else f", for each of {width} beams"
+    raise PromptTooLong(request.num_prompt, limit, f"the KV cache (with room for the output asked for{beams})")
 
 
 class Admission:
@@ -41,7 +66,7 @@ class Admission:
         memory: the manager.
         queues: of the scheduler.
         stats: counted in.
-        preemption: drops samples of a swapped family that no longer fits as one.
+        preemption: recomputes swapped samples of a request that no longer fit all at once.
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: tokens of a step.
         prepare: called for each sequence before its prefix is matched; it waits while that says False.
@@ -79,7 +104,7 @@ class Admission:
             lower = [s for s in self._queues.running if self._order.outranks(first.request, s.request)]
             if not lower or not self._is_prepared(first) or not self._lacks_what_they_have(first, lower):
                 return
-            self._preemption.take_from(lower)
+            self._preemption.preempt(lower)
 
     def _is_prepared(self, sequence: Sequence) -> bool:
         """Say whether the prefix of a sequence may be matched; one that is swapped out needs none."""
@@ -88,57 +113,55 @@ class Admission:
     def _lacks_what_they_have(self, first: Sequence, lower: list[Sequence]) -> bool:
         """Say whether a sequence that is out lacks room which others, if they all lost their memory, would give it."""
         memory, is_swapped = self._memory, first.status is SequenceStatus.SWAPPED
-        coming = self._family_of(first) if is_swapped else [first]
-        room, num_seats = self._room_beside({}, 1), sum(map(seats_of, coming))
-        if num_seats > room.seats + sum(map(seats_of, lower)):
+        coming = self._swapped_siblings(first) if is_swapped else [first]
+        budget, num_slots = self._budget_left({}, 1), sum(map(slots_needed, coming))
+        if num_slots > budget.num_slots + sum(map(slots_needed, lower)):
             return False
         if is_swapped:
-            status = self._swap_in_status(coming, room)
+            status = self._swap_in_status(coming, budget)
         else:
-            status = self._allocate_status(first, memory.match_prefix(first.chain, first.request.hit_limit), room)
+            status = self._allocate_status(first, memory.match_prefix(first.chain, first.request.hit_limit), budget)
         if status.verdict is Verdict.OK:
-            return num_seats > room.seats
+            return num_slots > budget.num_slots
         # In bytes of the group that lacks most: an estimate from above, since others may hold some of the blocks too.
         lacking_bytes = (status.needed - status.available) * memory.groups[status.group_idx].spec.bytes_per_block
         return memory.capacity.would_release([s.seq_id for s in lower]).freed_bytes >= lacking_bytes
 
-    def let_in(self, granted: dict[Sequence, int], spare: int) -> None:
-        """Let in who waits or is swapped out, in order, until tokens, seats or memory say stop.
+    def admit_waiting(self, scheduled: dict[Sequence, int], num_tokens: int) -> None:
+        """Admit waiting and swapped sequences, in order, until tokens, slots or memory run out.
 
         Args:
-            granted: who is part of the step already; those who come in are added.
-            spare: tokens of the budget that are left, at least one.
+            scheduled: sequences of the step, with their numbers of tokens; those admitted are added.
+            num_tokens: tokens of the budget that are left, at least one.
         """
-        room = self._room_beside(granted, spare)
-        while room.spare > 0:
+        budget = self._budget_left(scheduled, num_tokens)
+        while budget.num_tokens > 0:
             first = self._queues.first_out()
             if first is None:
                 break
             is_swapped = first.status is SequenceStatus.SWAPPED
-            if not (self._bring_back(first, room) if is_swapped else self._admit(first, room)):
+            if not (self._swap_in(first, budget) if is_swapped else self._admit(first, budget)):
                 break
 
-    def _room_beside(self, granted: dict[Sequence, int], spare: int) -> Room:
-        """Return what the running sequences leave to those who come in; see `let_in`."""
+    def _budget_left(self, scheduled: dict[Sequence, int], num_tokens: int) -> StepBudget:
+        """Return what the running sequences leave for admissions; see `admit_waiting`."""
         running = self._queues.running
-        seats = self._max_num_seqs - sum(map(seats_of, running))
-        room = Room(granted, spare, seats, [0] * len(self._memory.groups))
-        # Sequences already in will ask for the rest of their prompts.
+        num_slots = self._max_num_seqs - sum(map(slots_needed, running))
+        budget = StepBudget(scheduled, num_tokens, num_slots, [0] * len(self._memory.groups))
+        # Running sequences will ask for the rest of their prompts.
         for sequence in running:
             if sequence.num_pending > 1:
-                self._reserve(room, sequence)
-        return room
+                self._reserve(budget, sequence)
+        return budget
 
-    def _admit(self, sequence: Sequence, room: Room) -> bool:
+    def _admit(self, sequence: Sequence, budget: StepBudget) -> bool:
         """Open a waiting sequence on its longest hit and grant its first tokens, if there is room for all it has."""
         memory, num_tokens = self._memory, len(sequence.tokens)
-        if seats_of(sequence) > room.seats:
-            return False
-        if not self._is_prepared(sequence):
+        if slots_needed(sequence) > budget.num_slots or not self._is_prepared(sequence):
             return False
         hit = memory.match_prefix(sequence.chain, sequence.request.hit_limit)
         step = self._max_num_batched_tokens
-        status = self._allocate_status(sequence, hit, room)
+        status = self._allocate_status(sequence, hit, budget)
         if status.verdict is Verdict.LATER and not self._queues.running:
             # Alone, it need not wait for more room than its shortest steps take.
             step = 1
@@ -148,81 +171,76 @@ class Admission:
         if status.verdict is Verdict.NEVER:
             raise InvariantViolation("S3", f"sequence {sequence.seq_id} can never fit: {status}")
         memory.allocate(sequence.seq_id, sequence.chain, hit)
-        count = memory.step_limit(sequence.seq_id, min(num_tokens - hit.num_tokens, room.spare))
+        count = memory.step_limit(sequence.seq_id, min(num_tokens - hit.num_tokens, budget.num_tokens))
         while not memory.append_slots((sequence.seq_id,), count):
             if count <= step:
                 raise InvariantViolation("S2", f"sequence {sequence.seq_id} was promised memory: {status}")
             count //= 2
         self._count_hit(sequence, hit)
         sequence.num_computed = hit.num_tokens
-        self._enter(sequence, count, room)
+        self._enter(sequence, count, budget)
         return True
 
-    def _bring_back(self, first: Sequence, room: Room) -> bool:
-        """Swap a family in again, if there is room for all that its samples have; who gets slots is in the step.
+    def _swap_in(self, first: Sequence, budget: StepBudget) -> bool:
+        """Swap the samples of a request in, if there is room for all their tokens; those that get slots are scheduled.
 
-        Beams get them all together. While nobody runs, a family that does not fit as one loses its last samples to
-        recomputation: they shared more before they wrote tokens of their own. So some sample always comes back, or, of
-        beams, the prompt.
+        While no sequence runs, samples that do not fit all at once lose the last of them to recomputation: they shared
+        more before they wrote tokens of their own. So some sample, or the prompt of a search, always comes back.
         """
         memory, queues = self._memory, self._queues
-        family = self._family_of(first)
-        if sum(map(seats_of, family)) > room.seats:
+        siblings = self._swapped_siblings(first)
+        if sum(map(slots_needed, siblings)) > budget.num_slots:
             return False
-        while self._swap_in_status(family, room).verdict is not Verdict.OK:
+        while self._swap_in_status(siblings, budget).verdict is not Verdict.OK:
             if queues.running:
                 return False
-            self._preemption.drop(family[-1])
-            family = [sequence for sequence in family if sequence.status is SequenceStatus.SWAPPED]
-            if not family:
+            self._preemption.preempt_by_recompute(siblings[-1])
+            siblings = self._swapped_siblings(first)
+            if not siblings:
                 return True
-        seq_ids = [sequence.seq_id for sequence in family]
-        memory.swap_in(seq_ids)
-        if first.is_beam:
-            count = int(len(family) <= room.spare and memory.append_slots(seq_ids, atomic=True))
-            for sequence in family:
-                self._enter(sequence, count, room)
-            return True
-        for sequence in family:
-            count = memory.step_limit(sequence.seq_id, min(sequence.num_pending, room.spare))
-            if count > 0 and not memory.append_slots((sequence.seq_id,), count):
+        memory.swap_in([sequence.seq_id for sequence in siblings])
+        for _, group in lockstep_groups(siblings):
+            count = min(group[0].num_pending, budget.num_tokens // len(group))
+            count = memory.step_limit(group[0].seq_id, count)
+            if count and not append_to_group(memory, group, count):
                 count = 0
-            self._enter(sequence, count, room)
+            for sequence in group:
+                self._enter(sequence, count, budget)
         return True
 
-    def _family_of(self, first: Sequence) -> list[Sequence]:
-        """Return the samples that come back together with one that is swapped out."""
+    def _swapped_siblings(self, first: Sequence) -> list[Sequence]:
+        """Return the swapped samples of a sequence's request, which are swapped in together."""
         return [sequence for sequence in self._queues.swapped if sequence.request is first.request]
 
-    def _allocate_status(self, sequence: Sequence, hit: PrefixHit, room: Room) -> AllocStatus:
-        """Return whether a waiting sequence fits beside those that run."""
+    def _allocate_status(self, sequence: Sequence, hit: PrefixHit, budget: StepBudget) -> AllocStatus:
+        """Return whether a waiting sequence fits beside the running sequences."""
         # Beams that lack room as soon as they part would begin again.
         num_beams = sequence.request.params.beam_width or 0
-        reserved = [count + num_beams for count in room.reserved]
+        reserved = [count + num_beams for count in budget.reserved]
         return self._memory.capacity.can_allocate(len(sequence.tokens), hit, self._max_num_batched_tokens, reserved)
 
-    def _swap_in_status(self, family: list[Sequence], room: Room) -> AllocStatus:
-        """Return whether a family fits beside those that run; alone, its shortest steps count."""
-        seq_ids, lengths = [sequence.seq_id for sequence in family], [len(sequence.tokens) for sequence in family]
+    def _swap_in_status(self, siblings: list[Sequence], budget: StepBudget) -> AllocStatus:
+        """Return whether siblings fit beside the running sequences; alone, their shortest steps count."""
+        seq_ids, lengths = [sequence.seq_id for sequence in siblings], [len(sequence.tokens) for sequence in siblings]
         step = self._max_num_batched_tokens if self._queues.running else 1
-        return self._memory.capacity.can_swap_in(seq_ids, lengths, step, room.reserved)
+        return self._memory.capacity.can_swap_in(seq_ids, lengths, step, budget.reserved)
 
-    def _enter(self, sequence: Sequence, count: int, room: Room) -> None:
-        """Have a sequence run, with `count` tokens in this step; none are granted to one that lacked slots."""
-        room.seats -= seats_of(sequence)
-        room.spare -= count
-        self._reserve(room, sequence)
+    def _enter(self, sequence: Sequence, count: int, budget: StepBudget) -> None:
+        """Move a sequence to the running ones, with `count` tokens in this step; 0 for one that got no slots."""
+        budget.num_slots -= slots_needed(sequence)
+        budget.num_tokens -= count
+        self._reserve(budget, sequence)
         self._queues.move(sequence, SequenceStatus.RUNNING)
         if count:
-            room.granted[sequence] = count
+            budget.scheduled[sequence] = count
 
-    def _reserve(self, room: Room, sequence: Sequence) -> None:
+    def _reserve(self, budget: StepBudget, sequence: Sequence) -> None:
         """Add the blocks of each group that a sequence will still ask for to hold all the tokens it has."""
         missing = self._memory.capacity.blocks_missing(
             sequence.seq_id, len(sequence.tokens), self._max_num_batched_tokens
         )
         for idx, count in enumerate(missing):
-            room.reserved[idx] += count
+            budget.reserved[idx] += count
 
     def _count_hit(self, sequence: Sequence, hit: PrefixHit) -> None:
         """Count an admission's prefix hit: first-time and resumed apart, and only what was looked up."""

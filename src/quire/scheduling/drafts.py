@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from itertools import accumulate
 
 from quire.decoding.drafting import Drafter
 from quire.memory.manager import KVCacheManager
 from quire.scheduling.stats import SchedulerStats
 from quire.sequences.sequence import Sequence
-
-
-class Reserved(NamedTuple):
-    """Memory that sequences which are not served yet may ask for in the step.
-
-    Args:
-        num_blocks: blocks of each group of tokens.
-        num_states: blocks of each group of states: a forked sequence copies the state that it shares.
-    """
-
-    num_blocks: int
-    num_states: int
 
 
 class Drafts:
@@ -34,22 +23,39 @@ class Drafts:
         drafter: may be put in place of another between two steps.
     """
 
-    __slots__ = ("_memory", "_stats", "drafter")
+    __slots__ = ("_later_blocks", "_later_states", "_memory", "_stats", "drafter")
 
     def __init__(self, memory: KVCacheManager, drafter: Drafter | None, stats: SchedulerStats) -> None:
         self._memory = memory
         self.drafter = drafter
         self._stats = stats
+        # Blocks that the running sequences behind each position may ask for, in each group of tokens and of states.
+        self._later_blocks: list[int] = []
+        self._later_states: list[int] = []
 
-    def look_ahead(self, sequence: Sequence, spare: int, reserved: Reserved) -> bool:
+    def start_step(self, running: list[Sequence], spare: int) -> None:
+        """Note the memory that running sequences may ask for in a step, which drafts of those before leave to them.
+
+        Args:
+            running: all running sequences, in order.
+            spare: number of prompt tokens that the budget leaves.
+        """
+        if self.drafter is None:
+            return
+        size, chunk = self._memory.block_size, max(spare, 1)
+        self._later_blocks = _sums_behind([1 + min(sequence.num_pending, chunk) // size for sequence in running])
+        # A forked sequence copies the state that it shares.
+        self._later_states = _sums_behind([len(sequence.request.sequences) > 1 for sequence in running])
+
+    def look_ahead(self, sequence: Sequence, position: int, spare: int) -> bool:
         """Get slots for a sequence's next token and for drafts behind it; False, and no slots, where there are none.
 
         Nobody loses memory for the sake of drafts, and none are verified that the sequence could not use.
 
         Args:
-            sequence: with one token to compute.
+            sequence: sequence with one token to compute.
+            position: its position among the running sequences.
             spare: tokens of the budget that are left.
-            reserved: what is left to others.
         """
         drafter, memory = self.drafter, self._memory
         if drafter is None or sequence.request.params.strategy is not None or sequence.request.search is not None:
@@ -60,18 +66,18 @@ class Drafts:
             return False
         limit = memory.step_limit(sequence.seq_id, 1 + limit) - 1
         draft = tuple(drafter.propose(sequence, limit)) if limit > 0 else ()
-        if not draft or not memory.arena.can_hold(self._room(len(draft), reserved)):
+        if not draft or not memory.arena.can_hold(self._blocks_needed(len(draft), position)):
             return False
         if not memory.append_slots((sequence.seq_id,), 1, lookahead=len(draft)):
             return False
         sequence.draft = draft
         return True
 
-    def _room(self, num_drafted: int, reserved: Reserved) -> list[int]:
-        """Return the blocks of each group that must be there for drafts to take theirs."""
+    def _blocks_needed(self, num_drafted: int, position: int) -> list[int]:
+        """Return the blocks of each group that must be available before drafts at a position take theirs."""
         # A copy of the last block, and the blocks that the drafts fill; of a state a copy.
-        num_blocks = reserved.num_blocks + 2 + num_drafted // self._memory.block_size
-        num_states = reserved.num_states + 1
+        num_blocks = self._later_blocks[position] + 2 + num_drafted // self._memory.block_size
+        num_states = self._later_states[position] + 1
         return [num_states if group.carries else num_blocks for group in self._memory.groups]
 
     def keep(self, sequence: Sequence, num_tokens: int) -> None:
@@ -95,3 +101,8 @@ class Drafts:
             memory.truncate(seq_id, kept)
         memory.publish(seq_id, kept)
         sequence.num_computed = kept
+
+
+def _sums_behind(counts: Iterable[int]) -> list[int]:
+    """Return for each position the sum of the counts behind it."""
+    return list(accumulate(reversed([*counts]), initial=0))[-2::-1]

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from quire.memory.manager import KVCacheManager
 from quire.memory.ops import MemoryOps
 from quire.memory.status import Verdict
+from quire.scheduling.beam_groups import lockstep_group
 from quire.scheduling.policies import PREEMPTION_POLICIES
 from quire.scheduling.queues import Queues
 from quire.scheduling.roster import Roster
@@ -29,26 +30,26 @@ PREEMPTION_MODES = ("auto", "recompute", "swap")
 
 
 @dataclass(frozen=True, slots=True)
-class SwapCosts:
-    """How fast the two ways back are: guesses, until the engine has measured them.
+class TransferRates:
+    """Rates of swapping and of recomputing: guesses, until the engine has measured them.
 
     Args:
-        copy_bytes_per_s: bytes that move between the tiers in a second.
-        prefill_tokens_per_s: tokens that are computed in a second when many are at once.
+        copy_bytes_per_s: bytes copied between the tiers in a second.
+        prefill_tokens_per_s: tokens computed in a second when many are computed at once.
     """
 
     copy_bytes_per_s: float = 4e9
     prefill_tokens_per_s: float = 1e3
 
 
-class Loss(NamedTuple):
-    """What it would cost to take memory in one way.
+class PreemptionCost(NamedTuple):
+    """Cost of preempting sequences in one way.
 
     Args:
-        victims: who loses it.
-        is_swap: their blocks go to the host.
-        cost_s: seconds of computing again, or of moving there and back.
-        freed_bytes: what others can have then.
+        victims: sequences that lose their memory.
+        is_swap: True where their blocks move to the host.
+        cost_s: seconds of recomputing, or of moving there and back.
+        freed_bytes: bytes that become available to others.
     """
 
     victims: tuple[Sequence, ...]
@@ -63,19 +64,19 @@ class Loss(NamedTuple):
 
 
 class Preemption:
-    """Takes the memory of running sequences.
+    """Preempts running sequences.
 
     Args:
         memory: the manager.
-        queues: of the scheduler.
-        roster: has searches begin again.
-        stats: counted in.
+        queues: queues of the scheduler.
+        roster: restarts searches.
+        stats: counters of the scheduler.
         policy: a name in `PREEMPTION_POLICIES`.
-        mode: "recompute"; "swap", wherever a family and the host allow it; or "auto", what wastes less. Without a host
-            tier all are "recompute".
+        mode: "recompute"; "swap", wherever the siblings and the host allow it; or "auto", what wastes less. Without a
+            host tier all are "recompute".
 
     Attributes:
-        costs: what "auto" and policies reckon with.
+        rates: rates that "auto" and the policies estimate costs with.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Preemption:
         policy: str,
         mode: str,
     ) -> None:
-        self.costs = SwapCosts()
+        self.rates = TransferRates()
         self._memory = memory
         self._queues = queues
         self._roster = roster
@@ -96,32 +97,32 @@ class Preemption:
         self._choose = PREEMPTION_POLICIES[policy]
         self._mode = mode if memory.usage().host else "recompute"
 
-    def take_from(self, candidates: Candidates[Sequence]) -> None:
-        """Take the memory of one running sequence, or of its whole family.
+    def preempt(self, candidates: Candidates[Sequence]) -> None:
+        """Preempt one running sequence with its lockstep group, or swap it out with all its siblings.
 
         Args:
-            candidates: in order, none of them part of the step; all that come after the one that needs memory.
+            candidates: all sequences after the one that needs memory, in order; none of them is scheduled.
         """
-        victim = self._choose(candidates, lambda sequence: self._loss(sequence, candidates).waste)
-        loss = self._loss(victim, candidates)
-        self._stats.num_preemptions += len(loss.victims)
-        victim.request.num_preemptions += len(loss.victims)
-        if loss.is_swap:
-            self._memory.swap_out([sequence.seq_id for sequence in loss.victims])
-            self._stats.num_swaps += len(loss.victims)
-            for sequence in loss.victims:
+        victim = self._choose(candidates, lambda sequence: self._cost(sequence, candidates).waste)
+        cost = self._cost(victim, candidates)
+        self._stats.num_preemptions += len(cost.victims)
+        victim.request.num_preemptions += len(cost.victims)
+        if cost.is_swap:
+            self._memory.swap_out([sequence.seq_id for sequence in cost.victims])
+            self._stats.num_swaps += len(cost.victims)
+            for sequence in cost.victims:
                 self._queues.move(sequence, SequenceStatus.SWAPPED)
         else:
             self._stats.wasted_tokens += _num_computed(victim)
-            self.drop(victim)
+            self.preempt_by_recompute(victim)
 
-    def drop(self, sequence: Sequence, *, is_sound: bool = True) -> None:
-        """Free what a sequence holds, on either tier; it waits in its old place and computes its tokens again.
+    def preempt_by_recompute(self, sequence: Sequence, *, is_sound: bool = True) -> None:
+        """Free the blocks of a sequence on either tier; it waits in its old position and computes its tokens again.
 
-        A beam takes all of its search with it, which waits as the prompt that it began with.
+        With a beam, all beams of its search are freed, and the search waits to start again from its prompt.
 
         Args:
-            sequence: running or swapped out.
+            sequence: running or swapped sequence.
             is_sound: see `KVCacheManager.free`.
         """
         if sequence.is_beam:
@@ -148,37 +149,37 @@ class Preemption:
                 self._stats.num_preemptions += 1
                 self._stats.wasted_tokens += _num_computed(sequence)
                 sequence.request.num_preemptions += 1
-                self.drop(sequence, is_sound=False)
+                self.preempt_by_recompute(sequence, is_sound=False)
         for name in lost.pins:
             self._memory.unpin(name)
         self._memory.discard_copies(ops)
         return lost.pins
 
-    def _loss(self, victim: Sequence, candidates: Candidates[Sequence]) -> Loss:
-        """Return the better way, or the one that was asked for, to take a sequence's memory."""
-        victims = tuple(victim.request.unfinished) if victim.is_beam else (victim,)
+    def _cost(self, victim: Sequence, candidates: Candidates[Sequence]) -> PreemptionCost:
+        """Return the cost of the cheaper way, or of the configured one, to preempt a sequence."""
+        victims = tuple(lockstep_group(victim))
         release = self._memory.capacity.would_release([sequence.seq_id for sequence in victims])
         lost_tokens = _num_computed(victim) if victim.is_beam else release.lost_tokens
-        lost_s = lost_tokens / self.costs.prefill_tokens_per_s
-        recompute = Loss(victims, False, lost_s, release.freed_bytes)
-        swap = None if self._mode == "recompute" else self._swap_loss(victim, candidates)
+        lost_s = lost_tokens / self.rates.prefill_tokens_per_s
+        recompute = PreemptionCost(victims, False, lost_s, release.freed_bytes)
+        swap = None if self._mode == "recompute" else self._swap_cost(victim, candidates)
         if swap is None:
             return recompute
-        return swap if self._mode == "swap" else min(recompute, swap, key=lambda loss: loss.waste)
+        return swap if self._mode == "swap" else min(recompute, swap, key=lambda cost: cost.waste)
 
-    def _swap_loss(self, victim: Sequence, candidates: Candidates[Sequence]) -> Loss | None:
-        """Return what swapping the family of a sequence would cost; None where it cannot be swapped as one."""
+    def _swap_cost(self, victim: Sequence, candidates: Candidates[Sequence]) -> PreemptionCost | None:
+        """Return the cost of swapping all running samples of a request; None where they cannot be swapped together."""
         samples = victim.request.sequences
-        family = tuple(sequence for sequence in samples if sequence.status is SequenceStatus.RUNNING)
-        # Samples stand side by side in order: behind the first of them that is a candidate all are.
-        if min(family, key=lambda sequence: sequence.key).key < candidates[0].key:
+        siblings = tuple(sequence for sequence in samples if sequence.status is SequenceStatus.RUNNING)
+        # Samples are side by side in the queue: after the first of them that is a candidate all are.
+        if min(siblings, key=lambda sequence: sequence.key).key < candidates[0].key:
             return None
-        seq_ids = [sequence.seq_id for sequence in family]
+        seq_ids = [sequence.seq_id for sequence in siblings]
         if self._memory.capacity.can_swap_out(seq_ids).verdict is not Verdict.OK:
             return None
         moved_bytes = 2 * self._memory.capacity.swap_size(seq_ids).num_bytes
         freed_bytes = self._memory.capacity.would_release(seq_ids).freed_bytes
-        return Loss(family, True, moved_bytes / self.costs.copy_bytes_per_s, freed_bytes)
+        return PreemptionCost(siblings, True, moved_bytes / self.rates.copy_bytes_per_s, freed_bytes)
 
 
 def _num_computed(victim: Sequence) -> int:

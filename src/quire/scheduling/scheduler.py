@@ -13,27 +13,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Tokens
-from itertools import islice
 
+from quire.decoding import beams as beam_search
 from quire.decoding.drafting import Drafter
+from quire.decoding.stop import end_of_tokens
 from quire.errors import InvalidParameter, InvariantViolation
 from quire.memory.manager import KVCacheManager
 from quire.memory.ops import NO_OPS
-from quire.scheduling.admission import Admission
-from quire.scheduling.drafts import Drafts, Reserved
-from quire.scheduling.gangs import advance_gang, gang_at, groups_of, refuse_what_never_fits
+from quire.scheduling.admission import Admission, check_can_ever_fit
+from quire.scheduling.beam_groups import append_to_group, beam_groups_of, lockstep_groups
+from quire.scheduling.drafts import Drafts
 from quire.scheduling.plan import BeamGroup, Candidate, ItemResult, Opening, PlanItem, StepPlan
 from quire.scheduling.policies import Order
 from quire.scheduling.preemption import Preemption
 from quire.scheduling.queues import Queues
 from quire.scheduling.roster import Roster
 from quire.scheduling.stats import SchedulerStats
-from quire.sequences.edits import Append, Fail, Finish, Fork, Truncate
+from quire.sequences.edits import Append, BeamEdit, Drop, Edit, Fail, Finish, Fork, Truncate
 from quire.sequences.sequence import Request, Sequence
-from quire.sequences.status import FinishReason, SequenceStatus
-
-# Looking a member up in its enumeration takes as long as a call.
-_RUNNING = SequenceStatus.RUNNING
+from quire.sequences.status import FinishReason
 
 # The place of the item in the step, the sequence, what happened to it, and the tokens that it had then.
 News = tuple[int, Sequence, Append | Finish | Fail, int]
@@ -118,7 +116,7 @@ class Scheduler:
         if request.params.num_sequences > self.max_num_seqs:
             name = "n" if request.params.beam_width is None else "beam_width"
             raise InvalidParameter(name, request.params.num_sequences, f"at most max_num_seqs ({self.max_num_seqs})")
-        refuse_what_never_fits(self.memory, request)
+        check_can_ever_fit(self.memory, request)
         self._roster.add(request)
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> list[Sequence]:
@@ -157,58 +155,57 @@ class Scheduler:
         if self.waiting or self.swapped:
             self._admission.make_way()
         preemptions_before = self.stats.num_preemptions
-        granted, spare = self._serve()
+        scheduled, spare = self._schedule_running()
         if spare > 0 and self.stats.num_preemptions == preemptions_before and (self.waiting or self.swapped):
-            self._admission.let_in(granted, spare)
-        if not granted:
-            if self.running:
-                # A family is back from the host as it was, without a free block: its first takes from the others.
-                granted, _ = self._serve()
-            if not granted:
-                if self.running:
-                    raise InvariantViolation("S3", "no running sequence can grow")
-                # Nothing will be executed: closings and copies wait for a plan that is.
-                return StepPlan(tick, (), NO_OPS, ())
-        # Only now do all tables stand: what is granted later may move blocks of who was served before.
-        items = self._items(granted)
+            self._admission.admit_waiting(scheduled, spare)
+        if not scheduled and self.running:
+            # Siblings were swapped in and no block is left for a next token: the first of them preempts the others.
+            scheduled, _ = self._schedule_running()
+            if not scheduled:
+                raise InvariantViolation("S3", "no running sequence can grow")
+        if not scheduled:
+            # Nothing will be executed: closings and copies wait for a plan that is.
+            return StepPlan(tick, (), NO_OPS, ())
+        # Block tables are final only now: an append may have moved blocks of sequences scheduled before.
+        items = self._items(scheduled)
         closed = tuple(self._queues.closed)
         self._queues.closed.clear()
-        beams = groups_of(granted, [item.num_samples for item in items]) if self._roster.num_searches else ()
+        beams = beam_groups_of(scheduled, [item.num_samples for item in items]) if self._roster.num_searches else ()
         return StepPlan(tick, items, self.memory.take_ops(), closed, beams)
 
     def advance(self, items: Iterable[PlanItem], results: Iterable[ItemResult]) -> list[News]:
-        """Take in what a step gave, item by item: publish, fork, append, finish.
+        """Apply the results of a step, item by item: publish, fork, append, finish.
 
         Args:
-            items: of the plan that was executed.
-            results: one for each.
+            items: items of the executed plan.
+            results: result of each item.
 
         Returns:
-            What happened, in order; nothing of an item whose sequence ended while the step ran. A `Fail` is told, and
-            ends nothing yet.
+            What happened, in order; nothing for an item whose sequence ended while the step ran. A `Fail` is reported,
+            and ends nothing yet.
         """
         news: list[News] = []
         find, publish = self.sequences.get, self.memory.publish
         for idx, (item, result) in enumerate(zip(items, results, strict=True)):
-            sequence = find(item.seq_id)
-            if sequence is None or sequence.status is not _RUNNING:
+            seq_id, token_ids = item.seq_id, result.token_ids
+            sequence = find(seq_id)
+            if sequence is None:
                 continue
-            token_ids = result.token_ids
-            if item.num_draft:
+            if sequence.draft:
                 sequence.draft = result.draft or sequence.draft
             else:
-                sequence.num_computed = num_computed = item.start + len(item.token_ids)
-                publish(item.seq_id, num_computed)
-                if not token_ids:
-                    continue
+                sequence.num_computed = num_computed = sequence.num_computed + len(item.token_ids)
+                publish(seq_id, num_computed)
                 usual = sequence.usual
                 if usual is not None and len(token_ids) == 1:
-                    tokens, token_id = sequence.tokens, token_ids[0]
-                    if token_id not in sequence.end_ids and len(tokens) + 1 < sequence.max_tokens:
-                        tokens.append(token_id)
-                        news.append((idx, sequence, usual, len(tokens)))
+                    token_id = token_ids[0]
+                    if end_of_tokens(sequence, token_id) is None:
+                        sequence.tokens.append(token_id)
+                        news.append((idx, sequence, usual, len(sequence.tokens)))
                         continue
-            news += self._take_in(idx, sequence, token_ids)
+                elif not token_ids:
+                    continue
+            news += self._apply(idx, sequence, token_ids, sequence.strategy.advance(sequence, token_ids))
         return news
 
     def recover(self, plan: StepPlan) -> tuple[str, ...]:
@@ -238,17 +235,33 @@ class Scheduler:
         Returns:
             What happened, in order, with the place of the group; nothing of a request that ended while the step ran.
         """
-        return [
-            (idx, sequence, edit, len(sequence.tokens))
-            for idx, (group, candidates) in enumerate(zip(groups, found, strict=True))
-            for sequence, edit in advance_gang(self._roster, group, candidates)
-        ]
+        news: list[News] = []
+        for idx, (group, candidates) in enumerate(zip(groups, found, strict=True)):
+            beams = [self.sequences[seq_id] for seq_id in group.seq_ids if seq_id in self.sequences]
+            if len(beams) == len(group.seq_ids):
+                search = beams[0].request.search
+                assert search is not None
+                edits = beam_search.advance_beams(search, beams, candidates)
+                news += self._apply(idx, beams[0], [candidate.token_id for candidate in candidates], edits)
+        return news
 
-    def _take_in(self, idx: int, sequence: Sequence, token_ids: Tokens[int]) -> list[News]:
-        """Do what a sequence's strategy says of its tokens, the item `idx`'s; return what happened, in order."""
+    def _apply(
+        self, idx: int, sequence: Sequence, token_ids: Tokens[int], edits: Iterable[Edit | BeamEdit]
+    ) -> list[News]:
+        """Make edits of a request's sequences, each before the next is taken.
+
+        Args:
+            idx: place of the item, or of the beam group, in the step.
+            sequence: sequence of the item, or first beam of the group.
+            token_ids: tokens that the edits append.
+            edits: what the request's strategy says of these tokens.
+
+        Returns:
+            What happened, in order.
+        """
         news: list[News] = []
         samples = sequence.request.sequences
-        for edit in sequence.strategy.advance(sequence, token_ids):
+        for edit in edits:
             if isinstance(edit, Append):
                 target = samples[edit.sample_idx]
                 target.tokens.append(token_ids[edit.draw_idx])
@@ -257,6 +270,8 @@ class Scheduler:
                 self._roster.fork(samples[edit.parent_idx], edit.sample_idx)
             elif isinstance(edit, Truncate):
                 self.drafts.keep(samples[edit.sample_idx], edit.num_tokens)
+            elif isinstance(edit, Drop):
+                self._roster.end(samples[edit.sample_idx], FinishReason.DROPPED)
             elif isinstance(edit, Finish):
                 target = samples[edit.sample_idx]
                 self.finish(target, edit.reason, edit.stop_reason)
@@ -289,96 +304,76 @@ class Scheduler:
 
     # ---- parts of a plan ----
 
-    def _serve(self) -> tuple[dict[Sequence, int], int]:
-        """Grant slots to the running sequences, in order.
+    def _schedule_running(self) -> tuple[dict[Sequence, int], int]:
+        """Give slots to the running sequences, in order.
 
         Returns:
-            Who is served, with the number of tokens; and the tokens of the budget that are left.
+            The scheduled sequences with their numbers of tokens, and the tokens of the budget that are left.
         """
-        running, memory, drafter = self.running, self.memory, self.drafter
+        running, memory = self.running, self.memory
         pending_counts = [len(sequence.tokens) - sequence.num_computed for sequence in running]
         num_decoding = pending_counts.count(1)
         spare = self.max_num_batched_tokens - num_decoding
         if num_decoding and self.chunk_tokens is not None:
             spare = min(spare, self.chunk_tokens)
-        num_leading = num_decoding
-        if num_decoding < len(running):
-            num_leading = next(idx for idx, count in enumerate(pending_counts) if count != 1)
-        num_blocks = num_states = 0
-        if drafter is not None:
-            num_leading = 0
-            # What sequences that are not served yet may ask for.
-            num_blocks = sum(1 + min(count, max(spare, 1)) // memory.block_size for count in pending_counts)
-            num_states = sum(len(sequence.request.sequences) > 1 for sequence in running)
-        elif self._roster.num_searches:
-            num_leading = next((idx for idx in range(num_leading) if running[idx].is_beam), num_leading)
+        num_leading = self._num_leading_decodes(pending_counts, num_decoding)
         num_served = memory.append_slots([sequence.seq_id for sequence in running[:num_leading]])
-        granted = dict.fromkeys(running[:num_served], 1)
-        gang: list[Sequence] = []
-        # Whoever is preempted on the way stands behind the position.
-        for position, sequence in islice(enumerate(running), num_served, None):
-            pending = len(sequence.tokens) - sequence.num_computed
-            if drafter is not None:
-                num_blocks -= 1 + min(pending, max(spare, 1)) // memory.block_size
-                num_states -= len(sequence.request.sequences) > 1
-            if self._roster.num_searches and sequence.is_beam:
-                if sequence not in gang:
-                    gang = gang_at(running, position)
-                    granted |= dict.fromkeys(self._grow_together(gang, position), 1)
+        scheduled = dict.fromkeys(running[:num_served], 1)
+        self.drafts.start_step(running, spare)
+        # A preemption on the way removes only sequences behind the group.
+        for position, group in lockstep_groups(running, num_served):
+            first = group[0]
+            pending = first.num_pending
+            if pending == 1 and self.drafts.look_ahead(first, position, spare):
+                spare -= len(first.draft)
+                scheduled[first] = 1
                 continue
-            count = pending if pending == 1 else min(pending, spare)
-            if count > 1:
-                count = memory.step_limit(sequence.seq_id, count)
-            if pending == 1 and self.drafts.look_ahead(sequence, spare, Reserved(max(num_blocks, 0), num_states)):
-                spare -= len(sequence.draft)
-            elif count > 0 and not memory.append_slots((sequence.seq_id,), count):
-                count = self._grow(sequence, count, position)
-            if count > 0:
-                if pending > 1:
-                    spare -= count
-                granted[sequence] = count
-        return granted, spare
+            count = 1 if pending == 1 else memory.step_limit(first.seq_id, min(pending, spare))
+            count = self._append_or_preempt(group, count, position)
+            if pending > 1:
+                spare -= count
+            if count:
+                scheduled |= dict.fromkeys(group, count)
+        return scheduled, spare
 
-    def _grow(self, sequence: Sequence, count: int, position: int) -> int:
-        """Get slots for `count` tokens that were just refused, by taking memory from the unplanned tail.
+    def _num_leading_decodes(self, pending_counts: list[int], num_decoding: int) -> int:
+        """Return the number of running sequences, from the first on, to which one call appends a token each.
+
+        These are sequences that decode, advance by themselves and verify no drafts.
+        """
+        if self.drafter is not None:
+            return 0
+        num_leading = num_decoding
+        if num_decoding < len(pending_counts):
+            num_leading = next(idx for idx, count in enumerate(pending_counts) if count != 1)
+        if self._roster.num_searches:
+            leading = enumerate(self.running[:num_leading])
+            num_leading = next((idx for idx, sequence in leading if sequence.request.search is not None), num_leading)
+        return num_leading
+
+    def _append_or_preempt(self, group: list[Sequence], count: int, position: int) -> int:
+        """Get `count` slots for each sequence of a group, where needed by preempting sequences not scheduled yet.
 
         Returns:
-            The tokens that have slots: 0 when there is nobody left to take from, and the sequence keeps its blocks
+            The tokens of each that have slots: 0 when there is nobody left to preempt, and the group keeps its blocks
             and yields this step. The first in order never does: a chunk that is too long for a window's pool is cut
             until it fits. So some sequence always advances.
         """
-        while True:
-            unplanned = self.running[position + 1 :]
-            if unplanned:
-                self.preemption.take_from(unplanned)
-            elif position == 0 and count > 1:
-                count //= 2
+        while count and not append_to_group(self.memory, group, count):
+            unscheduled = self.running[position + len(group) :]
+            if unscheduled:
+                self.preemption.preempt(unscheduled)
             else:
-                return 0
-            if self.memory.append_slots((sequence.seq_id,), count):
-                return count
+                count = count // 2 if position == 0 else 0
+        return count
 
-    def _grow_together(self, gang: list[Sequence], position: int) -> list[Sequence]:
-        """Get a slot for each beam of a gang, if need be by taking memory from the unplanned tail.
-
-        Returns:
-            The gang; or nobody, when there is nobody left to take from: all keep their blocks and yield this step.
-        """
-        seq_ids = [beam.seq_id for beam in gang]
-        while not self.memory.append_slots(seq_ids, atomic=True):
-            unplanned = self.running[position + len(gang) :]
-            if not unplanned:
-                return []
-            self.preemption.take_from(unplanned)
-        return gang
-
-    def _items(self, granted: dict[Sequence, int]) -> tuple[PlanItem, ...]:
-        """Return each sequence's share of the step: so many of its next tokens."""
-        deltas = self.memory.take_table_deltas([sequence.seq_id for sequence in granted])
+    def _items(self, scheduled: dict[Sequence, int]) -> tuple[PlanItem, ...]:
+        """Return the item of each scheduled sequence, given with its number of tokens."""
+        deltas = self.memory.take_table_deltas([sequence.seq_id for sequence in scheduled])
         items: list[PlanItem] = []
         # As `PlanItem._make` does, without its call in Python.
         new = tuple.__new__
-        for (sequence, count), table_deltas in zip(granted.items(), deltas, strict=True):
+        for (sequence, count), table_deltas in zip(scheduled.items(), deltas, strict=True):
             tokens, start, draft = sequence.tokens, sequence.num_computed, sequence.draft
             token_ids = (tokens[start],) if count == 1 else tuple(tokens[start : start + count])
             if start + count < len(tokens):

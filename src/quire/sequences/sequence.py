@@ -41,8 +41,8 @@ class Sequence:
         is_staged: True once what is on disk of its prompt was brought up, or found not to be worth that.
         staged: places in its chain of the blocks that were.
         num_prompt: tokens of the prompt.
-        max_tokens: with so many it ends.
-        end_ids: with any of these it may end, by the request's rules.
+        max_tokens: number of tokens, prompt included, with which it ends.
+        end_ids: tokens that end it once it has `min_tokens` of output; see `Request.end_ids`.
         key: its place in every queue: the smaller, the earlier.
     """
 

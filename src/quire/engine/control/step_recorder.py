@@ -18,7 +18,7 @@ RATE_MEMORY_TOKENS = 20_000
 class StepRecorder:
     """Is called once per step with the scheduled sequences and the duration, and updates the scheduler's settings.
 
-    It maintains `scheduler.preemption.costs` (recompute or swap), `scheduler.chunk_tokens` (inter-token latency) and
+    It maintains `scheduler.preemption.rates` (recompute or swap), `scheduler.chunk_tokens` (inter-token latency) and
     the draft costs of `speculation`.
 
     Args:
@@ -50,7 +50,7 @@ class StepRecorder:
         if self._chunk_size is not None:
             scheduler.chunk_tokens = self._chunk_size.chunk_tokens
         if copy_bytes_per_s is not None:
-            scheduler.preemption.costs = replace(scheduler.preemption.costs, copy_bytes_per_s=copy_bytes_per_s)
+            scheduler.preemption.rates = replace(scheduler.preemption.rates, copy_bytes_per_s=copy_bytes_per_s)
 
     def record_step(self, items: Sequence[PlanItem], elapsed_s: float) -> int:
         """Record a step.
@@ -90,7 +90,7 @@ class StepRecorder:
         self._prefill_s = self._prefill_s * decay + elapsed_s
         self.tokens_per_s = self._prefill_tokens / self._prefill_s
         preemption = self._scheduler.preemption
-        preemption.costs = replace(preemption.costs, prefill_tokens_per_s=self.tokens_per_s)
+        preemption.rates = replace(preemption.rates, prefill_tokens_per_s=self.tokens_per_s)
 
     def _record_decode(self, num_seqs: int, num_drafts: int, elapsed_s: float) -> None:
         """Update the draft costs after a step that only decoded."""

@@ -1,0 +1,73 @@
+"""Groups of sequences that advance in lockstep: in a step all sequences of a group get their slots, or none does.
+
+The beams of one search are such a group. Any other sequence, the prompt of a search included, is a group by itself.
+The beams of a search are always in the same queue, side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Group
+
+from quire.decoding.beams import num_candidates
+from quire.memory.manager import KVCacheManager
+from quire.scheduling.plan import BeamGroup
+from quire.sequences.sequence import Sequence
+
+
+def lockstep_group(sequence: Sequence) -> list[Sequence]:
+    """Return the unfinished sequences that advance together with one, itself included, in the order of their queue."""
+    request = sequence.request
+    return [sequence] if request.search is None else request.unfinished
+
+
+def lockstep_groups(queue: list[Sequence], start: int = 0) -> Iterator[tuple[int, list[Sequence]]]:
+    """Yield the position of each group in a queue, and the group; sequences behind it may leave the queue meanwhile.
+
+    Args:
+        queue: sequences in order.
+        start: position of the first sequence of a group, or the end of the queue.
+    """
+    while start < len(queue):
+        group = lockstep_group(queue[start])
+        yield start, group
+        start += len(group)
+
+
+def append_to_group(memory: KVCacheManager, group: Group[Sequence], num_tokens: int) -> bool:
+    """Give each sequence of a group slots for its next tokens; False, and no slots at all, where blocks are lacking."""
+    seq_ids = [sequence.seq_id for sequence in group]
+    return memory.append_slots(seq_ids, num_tokens, atomic=len(group) > 1) > 0
+
+
+def slots_needed(sequence: Sequence) -> int:
+    """Return how many of the `max_num_seqs` slots a sequence occupies.
+
+    Samples and beams that are not forked yet count for the first unfinished sequence of their request.
+    """
+    request = sequence.request
+    if request.search is None:
+        return 1 if request.is_forked else request.params.num_sequences
+    beams = request.unfinished
+    return request.params.num_sequences - len(beams) + 1 if sequence is beams[0] else 1
+
+
+def beam_groups_of(scheduled: Iterable[Sequence], num_samples: Iterable[int]) -> tuple[BeamGroup, ...]:
+    """Return the beam groups of a step.
+
+    Args:
+        scheduled: sequences of the step, the beams of a search side by side.
+        num_samples: number of tokens to draw for each sequence; 0 for a prompt that does not end in the step.
+    """
+    groups: dict[str, list[Sequence]] = {}
+    for sequence, count in zip(scheduled, num_samples, strict=True):
+        if count and sequence.request.search is not None:
+            groups.setdefault(sequence.request.request_id, []).append(sequence)
+    return tuple(map(_beam_group, groups.values()))
+
+
+def _beam_group(beams: list[Sequence]) -> BeamGroup:
+    request = beams[0].request
+    assert request.search is not None
+    scores = tuple(request.search.scores[beam.sample_idx] for beam in beams)
+    return BeamGroup(tuple(beam.seq_id for beam in beams), scores, num_candidates(request))
