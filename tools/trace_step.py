@@ -89,7 +89,8 @@ def main() -> int:
     control = control_plane(calls)
     changes = sum(first.path != second.path for first, second in pairwise(control))
     print(f"step: {len(functions)} files, {sum(map(count_lines, functions))} lines, {len(calls)} calls")
-    print(f"control plane: {len({call.path for call in control})} files, {len(control)} calls, {changes} changes of file")
+    num_files = len({call.path for call in control})
+    print(f"control plane: {num_files} files, {len(control)} calls, {changes} changes of file")
     return 0
 
 
