@@ -177,4 +177,4 @@ def told(output: RequestOutput) -> Any:
         )
         for sample in output.outputs
     ]
-    return samples, output.prompt_logprobs, output.num_dropped_tokens, output.num_pruned_tokens
+    return samples, output.prompt_logprobs, output.num_pruned_tokens

@@ -99,7 +99,7 @@ async def answer(state: ServerState, request: Request, job: Job, reply: Reply, a
     tenant = read_tenant(state.config, request)
     if state.is_draining:
         raise stopping()
-    count = TokenCount(is_prompt_only=job.is_prompt_only)
+    count = TokenCount(is_prompt_only=job.is_prompt_only, is_ranked=job.params.is_ranked)
     flight = Flight(answer_id, count, Feed(state.config.ping_interval_s), tenant)
     news = _follow(state, request, job, flight, tenant)
     try:
