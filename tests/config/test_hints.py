@@ -61,10 +61,12 @@ def test_every_number_of_bytes_is_also_read_from_a_text(name: str) -> None:
     for text, size in (("4G", 4 * 10**9), ("1.5 GiB", 3 << 29), ("67108865", 67108865)):
         config = EngineConfig.from_options(**{name: text}, **options)
         assert getattr(getattr(config, option_homes()[name]), name) == size
-    for text in ("", "4X", "GiB", "-1G"):
+    for text in ("", "4X", "GiB", "-1G", "9" * 400 + ".0G"):
         with pytest.raises(ConfigError, match=f"{name}: .* is not a size") as caught:
             EngineConfig.from_options(**{name: text}, **options)
         assert caught.value.field == name
+    with pytest.raises(ConfigError, match=f'{name} must be whole bytes, or a text such as "4GiB", got 4.5'):
+        EngineConfig.from_options(**{name: 4.5}, **options)
 
 
 def test_every_option_in_bytes_is_tried_above() -> None:

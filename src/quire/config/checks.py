@@ -77,9 +77,9 @@ def parse_size(text: str) -> int:
     Raises:
         ValueError: the text is not a size.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)", text.strip())
     if match is None or match[2].upper() not in UNITS:
-        raise ValueError(f"{text!r} is not a size; write bytes, or a number with K, M, G, KiB, MiB, GiB")
+        raise ValueError(f"{shown(text)} is not a size; write bytes, or a number with K, M, G, KiB, MiB, GiB")
     number, unit = match[1], UNITS[match[2].upper()]
     return int(number) * unit if number.isdigit() else int(float(number) * unit)
 
@@ -100,4 +100,6 @@ def put_size(config: Any, name: str, low: int, *, optional: bool = False) -> Non
         except ValueError as error:
             raise ConfigError(f"{name}: {error}", field=name) from error
         object.__setattr__(config, name, value)
+    elif isinstance(value, float):
+        raise ConfigError(f'{name} must be whole bytes, or a text such as "4GiB", got {shown(value)}', field=name)
     check_whole(name, value, low, optional=optional)

@@ -70,7 +70,7 @@ class EngineThread:
         return WorkerError(f"the engine does not run: {self.failure}")
 
     def abort_request(self, request_id: str) -> bool:
-        """End a request from this thread, and send its last output to its stream.
+        """End a request, from this thread, and send its last output to its stream, if it still has one.
 
         Returns:
             False for an unknown or finished request.
@@ -142,14 +142,9 @@ class EngineThread:
 
     def _abort(self, stream: Stream) -> None:
         """End a stream's request, unless it has ended, or was refused because another has its id."""
-        if self.streams.get(stream.request_id) is not stream:
-            return
-        del self.streams[stream.request_id]
-        output = self._engine.abort_request(stream.request_id)
-        if output is not None:
-            self._places.end()
-            self._metrics.on_step(self._engine.measure())
-            self._metrics.on_output(output)
+        if self.streams.get(stream.request_id) is stream:
+            del self.streams[stream.request_id]
+            self.abort_request(stream.request_id)
 
     def _publish(self, outputs: list[RequestOutput]) -> None:
         """Count a step's outputs, then send them to their streams: who has an output finds it counted."""

@@ -218,8 +218,7 @@ class SamplingParams:
             raise InvalidParameter("stop", self.stop, "empty when detokenize is false (stop strings need text)")
         if self.structured_outputs is not None and self.ignore_eos:
             raise InvalidParameter("ignore_eos", True, "false with structured_outputs, which say where the output ends")
-        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
-        put(self, "penalizes_tokens", penalties != (1.0, 0.0, 0.0))
+        put(self, "penalizes_tokens", _penalties(self) != (1.0, 0.0, 0.0))
         needs_history = self.penalizes_tokens or self.dry_multiplier or self.bad_words or self.logits_processors
         put(self, "needs_history", bool(needs_history))
         put(self, "length_penalty", _check_beams(self))
@@ -274,6 +273,10 @@ class SamplingParams:
 
 
 _FIELD_NAMES: Final = frozenset(item.name for item in fields(SamplingParams) if item.init)
+
+
+def _penalties(params: SamplingParams) -> tuple[float, float, float]:
+    return params.repetition_penalty, params.presence_penalty, params.frequency_penalty
 
 
 def _check_kind(kind: object) -> None:
