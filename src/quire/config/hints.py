@@ -21,7 +21,7 @@ OPTION_HINTS: Final[Mapping[str, str]] = {
     "download_dir": "set HF_HOME in the environment",
     "load_format": "weights are read from safetensors files",
     "tokenizer_mode": "there is one kind of tokenizer, that of tokenizer.json",
-    "tokenizer_revision": "revision holds for the model and its tokenizer",
+    "tokenizer_revision": "revision is the model's; give a local folder for another version of a tokenizer",
     "code_revision": _NO_CODE,
     "runner": "an engine generates; there are no embeddings and no pooling",
     "task": "an engine generates; there are no embeddings and no pooling",
