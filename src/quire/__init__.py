@@ -15,34 +15,110 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from quire.config.options import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+    from quire.config.speculative import SpeculativeConfig
+    from quire.decoding.strategies import Sampling
     from quire.engine.async_llm import AsyncLLM
     from quire.engine.llm import LLM
     from quire.engine.outputs.logprobs import Logprob
     from quire.engine.outputs.outputs import CompletionOutput, RequestOutput
-    from quire.sequences.params import SamplingParams
+    from quire.errors import (
+        CheckpointError,
+        ConfigError,
+        EngineClosed,
+        InvalidParameter,
+        PinLimitReached,
+        PromptTooLong,
+        QueueFull,
+        QuireError,
+        RequestError,
+        RequestFailed,
+        UnknownParameter,
+        UnsupportedFeature,
+        UnsupportedModel,
+        WorkerError,
+    )
+    from quire.sequences.edits import Append, Fail, Finish, Fork, Truncate
+    from quire.sequences.params import RequestOutputKind, SamplingParams
+    from quire.sequences.status import FinishReason
+    from quire.sequences.strategy import Strategy
+    from quire.sequences.structured import StructuredOutputs
     from quire.text.tool_calls import ToolCall
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "Append",
     "AsyncLLM",
+    "CacheConfig",
+    "CheckpointError",
     "CompletionOutput",
+    "ConfigError",
+    "EngineClosed",
+    "EngineConfig",
+    "Fail",
+    "Finish",
+    "FinishReason",
+    "Fork",
+    "InvalidParameter",
     "Logprob",
+    "ModelConfig",
+    "PinLimitReached",
+    "PromptTooLong",
+    "QueueFull",
+    "QuireError",
+    "RequestError",
+    "RequestFailed",
     "RequestOutput",
+    "RequestOutputKind",
+    "Sampling",
     "SamplingParams",
+    "SchedulerConfig",
+    "SpeculativeConfig",
+    "Strategy",
+    "StructuredOutputs",
     "ToolCall",
+    "Truncate",
+    "UnknownParameter",
+    "UnsupportedFeature",
+    "UnsupportedModel",
+    "WorkerError",
     "__version__",
 ]
 
-_HOMES = {
-    "LLM": "quire.engine.llm",
-    "AsyncLLM": "quire.engine.async_llm",
-    "CompletionOutput": "quire.engine.outputs.outputs",
-    "Logprob": "quire.engine.outputs.logprobs",
-    "RequestOutput": "quire.engine.outputs.outputs",
-    "SamplingParams": "quire.sequences.params",
-    "ToolCall": "quire.text.tool_calls",
+# Module -> the names that `quire` exports from it; importing `quire` imports none of them.
+_EXPORTS = {
+    "config.options": ("CacheConfig", "EngineConfig", "ModelConfig", "SchedulerConfig"),
+    "config.speculative": ("SpeculativeConfig",),
+    "decoding.strategies": ("Sampling",),
+    "engine.async_llm": ("AsyncLLM",),
+    "engine.llm": ("LLM",),
+    "engine.outputs.logprobs": ("Logprob",),
+    "engine.outputs.outputs": ("CompletionOutput", "RequestOutput"),
+    "errors": (
+        "CheckpointError",
+        "ConfigError",
+        "EngineClosed",
+        "InvalidParameter",
+        "PinLimitReached",
+        "PromptTooLong",
+        "QueueFull",
+        "QuireError",
+        "RequestError",
+        "RequestFailed",
+        "UnknownParameter",
+        "UnsupportedFeature",
+        "UnsupportedModel",
+        "WorkerError",
+    ),
+    "sequences.edits": ("Append", "Fail", "Finish", "Fork", "Truncate"),
+    "sequences.params": ("RequestOutputKind", "SamplingParams"),
+    "sequences.status": ("FinishReason",),
+    "sequences.strategy": ("Strategy",),
+    "sequences.structured": ("StructuredOutputs",),
+    "text.tool_calls": ("ToolCall",),
 }
+_HOMES = {name: f"quire.{module}" for module, names in _EXPORTS.items() for name in names}
 
 # Nothing here needs numpy, so it is not installed; torch complains about that when it is imported.
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)

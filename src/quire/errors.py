@@ -175,6 +175,12 @@ class UnsupportedFeature(RequestError):
         super().__init__(f"{field} is not supported: {why}", field=field)
 
 
+class UnknownParameter(RequestError, TypeError):
+    """A sampling parameter that does not exist here; a `TypeError` too, as for any unknown argument."""
+
+    code = "unknown_parameter"
+
+
 class RequestFailed(RequestError):
     """A request that failed on what it asked for: a grammar that goes no further, say, or no token that is allowed."""
 
@@ -233,6 +239,10 @@ class OutOfMemory(QuireError):
 
 class WorkerError(QuireError):
     """The data plane failed while it executed a step."""
+
+
+class EngineClosed(WorkerError):
+    """An engine that was closed was asked for something; load another one."""
 
 
 class InvariantViolation(QuireError):

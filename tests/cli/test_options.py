@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 from dataclasses import fields
 from typing import Any
 
 import pytest
 
+from quire.cli.main import main, parse_args
 from quire.cli.options import (
     add_engine_options,
     add_sampling_options,
@@ -16,6 +19,8 @@ from quire.cli.options import (
     sampling_options,
 )
 from quire.config import EngineConfig, option_sections
+from quire.config.hints import OPTION_HINTS
+from quire.config.options import PARTS
 from quire.sequences.params import SamplingParams
 
 
@@ -39,7 +44,7 @@ def test_every_field_has_a_flag_with_its_meaning(parser: argparse.ArgumentParser
     for name in option_sections():
         assert helps[name], name
     for field in fields(SamplingParams):
-        if field.init and field.name not in ("logits_processors", "strategy", "structured_outputs"):
+        if field.init and field.name not in ("logits_processors", "output_kind", "strategy", "structured_outputs"):
             assert ("request_seed" if field.name == "seed" else field.name) in helps, field.name
 
 
@@ -125,3 +130,42 @@ def test_what_cannot_be_read_ends_with_code_2(
         parser.parse_args(flags)
     assert exit_.value.code == 2
     assert flags[0] in capsys.readouterr().err
+
+
+def test_the_help_of_an_option_with_fixed_values_shows_them(parser: argparse.ArgumentParser) -> None:
+    shown = {action.dest: action.metavar for action in parser._actions}
+    for part in PARTS.values():
+        for field in fields(part):
+            if "choices" in field.metadata:
+                words = [*field.metadata["choices"], *(["none"] if field.default is None else [])]
+                assert shown[field.name] == "{" + ",".join(words) + "}"
+    assert shown["preemption_mode"] == "{auto,recompute,swap}"
+    assert shown["quantization"] == "{int8,int4,none}"
+
+
+def test_the_help_is_there_without_docstrings() -> None:
+    command = [sys.executable, "-OO", "-m", "quire", "serve", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    words = " ".join(done.stdout.split())
+    for config in PARTS.values():
+        for field in fields(config):
+            if field.name != "model":
+                assert "--" + field.name.replace("_", "-") in words
+    assert "work on token ids only" in words
+    assert 'which idle block is taken back first: "lru"' in words
+
+
+@pytest.mark.parametrize("flags", [["--tensor-parallel-size", "2"], ["--tensor-parallel-size=2"]])
+def test_a_flag_that_only_vllm_has_is_refused_with_a_hint(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        parse_args(["serve", *flags, "--colour"])
+    assert exit_.value.code == 2
+    words = capsys.readouterr().err
+    assert "unrecognized arguments: --tensor-parallel-size" in words
+    assert f"; --tensor-parallel-size: {OPTION_HINTS['tensor_parallel_size']}" in words
+    assert words.count(";") == 1, "nothing is said about the flag that nobody knows"
+
+
+def test_a_swap_space_in_vllms_unit_is_refused_before_a_model_is_looked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "no/such/model", "--prompt", "Hello", "--swap-space", "4"]) == 2
+    assert "--swap-space 4GiB" in capsys.readouterr().err

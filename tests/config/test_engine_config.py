@@ -91,13 +91,13 @@ NEEDED: dict[str, dict[str, Any]] = {
         ("priority_aging", [1, 100_000], [0, -1, 2.5, None, True]),
         ("preemption_policy", ["last", "least_waste"], ["first", "", None]),
         ("preemption_mode", ["auto", "recompute"], ["swap", "copy", None]),
-        ("swap_space", [0, 1 << 40], [-1, None, 0.5, "4G", True]),
+        ("swap_space", [0, 4096, 1 << 40], [-1, None, 0.5, "4X", 4, 4095, True]),
         ("seed", [0, 2**63 - 1], [-1, None, 1.0, True]),
         ("max_model_len", [None, 1, 10**6], [0, -1, 1.5, "8", True]),
         ("num_threads", [None, 1], [0, "4", False]),
         ("block_size", [1, 16, 1024], [0, 1025, None, 16.0, True]),
         ("num_kv_blocks", [None, 1], [0, 1.0]),
-        ("kv_cache_memory_bytes", [None, 1, 1 << 60], [0, "1GiB", 1e9]),
+        ("kv_cache_memory_bytes", [None, 1, 1 << 60], [0, "1Gi", 1e9]),
         ("kv_cache_memory_fraction", [1, 1.0, 0.001], [0, 0.0, 1.001, -0.1, math.nan, math.inf, None, "0.5", True]),
         ("gpu_memory_utilization", [1, 0.9, 0.001], [0, 1.001, -0.1, math.nan, None, "0.9", True]),
         ("state_snapshot_interval", [None, 16, 1024], [0, -16, 24, 16.0, "16", True]),
@@ -113,7 +113,7 @@ NEEDED: dict[str, dict[str, Any]] = {
         ("num_speculative_tokens", [None, 1, 32], [0, 33, 1.5, "8", True]),
         ("prompt_lookup_min", [None, 1, 64], [0, 65, 1.5, "2", True]),
         ("prompt_lookup_max", [None, 2, 64], [0, 1, 65, 1.5, "2", True]),
-        ("suffix_cache_bytes", [None, 1 << 16, 1 << 40], [0, 65535, 1e9, "1GiB", True]),
+        ("suffix_cache_bytes", [None, 1 << 16, 1 << 40], [0, 65535, 1e9, "1Gi", True]),
         ("draft_model", ["some/folder"], [None, "", 3, True]),
         ("grammar_timeout_s", [5, 0.1], [0, -1.0, math.nan, math.inf, "5", True, None]),
         ("grammar_memory_bytes", [1 << 24, 10**12], [0, (1 << 24) - 1, -1, 1e9, True, None]),
@@ -279,7 +279,7 @@ def test_more_bytes_than_there_are_are_refused() -> None:
 def test_swapping_needs_somewhere_to_swap_to() -> None:
     error = refused(preemption_mode="swap")
     assert "swap_space, which is 0" in str(error)
-    assert EngineConfig.from_options(preemption_mode="swap", swap_space=1).cache.swap_space == 1
+    assert EngineConfig.from_options(preemption_mode="swap", swap_space=4096).cache.swap_space == 4096
 
 
 def test_swap_space_is_taken_off_the_memory_of_the_host() -> None:

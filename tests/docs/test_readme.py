@@ -46,11 +46,14 @@ def test_the_offline_examples_run(code: str) -> None:
         assert "A small fox ->" in done.stdout
 
 
-@pytest.mark.parametrize("code", blocks(ROOT / "docs" / "decoding.md", "python"))
-def test_the_examples_of_decoding_run(code: str) -> None:
+@pytest.mark.parametrize(
+    "code", [block for page in ("decoding.md", "python.md") for block in blocks(ROOT / "docs" / page, "python")]
+)
+def test_the_examples_of_decoding_and_of_the_interface_run(code: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip()
     assert "Majority" not in code or "the others agree" in done.stdout
+    assert "AsyncLLM" not in code or ("abort" in done.stdout and 'write swap_space="4GiB"' in done.stdout)
 
 
 def test_the_client_example_runs_against_a_server(server_address: str) -> None:

@@ -98,7 +98,9 @@ VALUES: dict[str, Sequence[Any]] = {
     "speculative": (None, None, False, True),
     "strategy": (None, Sampling(), FailsLate()),
 }
-assert set(VALUES) == {item.name for item in fields(SamplingParams) if item.init}, "a parameter is never drawn"
+# `output_kind` is about what streams show of an output, and nothing that the engine looks at.
+drawn = {*VALUES, "output_kind"}
+assert drawn == {item.name for item in fields(SamplingParams) if item.init}, "a parameter is never drawn"
 # Parameters that refuse most others beside them, or end most outputs.
 RARE = {"beam_width": 0.2, "structured_outputs": 0.15, "strategy": 0.15, "allowed_token_ids": 0.15, "best_of": 0.15}
 
@@ -177,4 +179,4 @@ def told(output: RequestOutput) -> Any:
         )
         for sample in output.outputs
     ]
-    return samples, output.prompt_logprobs, output.num_dropped_tokens, output.num_pruned_tokens
+    return samples, output.prompt_logprobs, output.num_pruned_tokens

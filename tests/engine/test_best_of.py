@@ -39,7 +39,7 @@ def test_the_best_are_those_of_all_samples_by_mean_log_probability(llm: LLM) -> 
     assert [output.index for output in best.outputs] == [0, 1]
     assert [mean_logprob(output) for output in best.outputs] == [mean_logprob(output) for output in ranked[:2]]
     assert all(output.logprobs is None for output in best.outputs), "nobody asked for them"
-    assert best.num_dropped_tokens == sum(len(output.token_ids) for output in ranked[2:])
+    assert best.num_pruned_tokens == sum(len(output.token_ids) for output in ranked[2:])
 
 
 def test_nothing_is_shown_before_the_samples_can_be_compared(llm: LLM) -> None:
@@ -58,7 +58,7 @@ def test_a_request_that_is_ended_early_shows_the_best_so_far(llm: LLM) -> None:
     output = llm.engine.abort_request("long")
     assert output is not None
     assert [(sample.index, sample.finish_reason) for sample in output.outputs] == [(0, "abort")]
-    assert output.num_dropped_tokens == 3 * len(output.outputs[0].token_ids) > 0
+    assert output.num_pruned_tokens == 3 * len(output.outputs[0].token_ids) > 0
 
 
 def test_more_than_can_run_is_refused(llm: LLM) -> None:

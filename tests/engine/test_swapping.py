@@ -41,8 +41,8 @@ def test_what_is_swapped_is_counted_and_changes_no_token() -> None:
 
 
 def test_a_swap_space_that_holds_no_block_is_refused_with_the_least_that_would_do() -> None:
-    with pytest.raises(ConfigError, match=r"swap_space \(1\) must be 0, or at least ([\d,]+)") as caught:
-        LLM("bundled", **OPTIONS, swap_space=1)
+    with pytest.raises(ConfigError, match=r"swap_space \(4,096\) must be 0, or at least ([\d,]+)") as caught:
+        LLM("bundled", **OPTIONS, swap_space=4096)
     assert caught.value.field == "swap_space"
     least = int(str(caught.value).split("at least ")[1].split(":")[0].replace(",", ""))
     assert LLM("bundled", **OPTIONS, swap_space=least).usage().host is not None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import math
 import os
 import stat
 import sys
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
     from quire.engine.llm import LLM
 
-    with closing(LLM(**engine_options(args))) as llm:
+    with LLM(**engine_options(args)) as llm:
         if not prompts:
             from quire.cli import demo
 
@@ -86,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
         params = replace(llm.default_sampling_params(), **{**defaults, **given})
         if args.stream:
             return _print_stream(llm, prompts, params, is_json=args.json)
+        logging.getLogger("quire.engine.llm").addHandler(logging.NullHandler())  # `_report_errors` names what failed
         outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty() and not args.json)
     for place, output in enumerate(outputs):
         if args.json:

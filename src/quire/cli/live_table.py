@@ -96,7 +96,7 @@ class LiveTable:
             row.num_cached = delta.num_cached_tokens
             row.num_tokens += len(output.token_ids)
             row.text += printable(output.text)
-            row.is_finished = output.is_finished
+            row.is_finished = output.finished
             changed.append(row)
         return changed
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from quire import __version__
 from quire.cli import bench, bench_serve, chat, doctor, generate, plan, replay, serve
+from quire.cli.options import refuse_unknown
 from quire.errors import QuireError
 
 EXIT_USER_ERROR = 2
@@ -31,7 +32,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     # A command of two words; a parser of its own under `bench` would take a model's name for a command.
     if " ".join(words[:2]) == bench_serve.NAME:
         words[:2] = [bench_serve.NAME]
-    return build_parser().parse_args(words)
+    parser = build_parser()
+    args, unknown = parser.parse_known_args(words)
+    if unknown:
+        refuse_unknown(parser, unknown)
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import inspect
 import re
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
+from functools import cache
+from typing import Any, Literal, NoReturn, TypeAlias, get_args, get_origin, get_type_hints
 
-from quire.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
+from quire.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculativeConfig, checks
+from quire.config.hints import OPTION_HINTS
 from quire.sequences.params import SamplingParams
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
-UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
-UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40, "B": 1, "KB": 1000, "MB": 1000**2}
-UNITS |= {"GB": 1000**3, "TB": 1000**4}
 # The engine's seed has taken the flag --seed.
 RENAMED = {("SamplingParams", "seed"): "request_seed"}
 # Numbers of bytes whose names do not say so.
@@ -34,6 +35,7 @@ class Flag:
         hint: the field's type, without None.
         is_optional: None is a value of its own.
         help: the field's line in the docstring.
+        choices: the values that the field may have, where they are fixed.
     """
 
     field: str
@@ -41,6 +43,7 @@ class Flag:
     hint: Any
     is_optional: bool
     help: str
+    choices: tuple[str, ...] = ()
 
 
 def add_engine_options(parser: argparse.ArgumentParser, names: Collection[str] | None = None) -> None:
@@ -78,13 +81,18 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse_size(text: str) -> int:
-    """Read a number of bytes: `4G` is 4,000,000,000 and `4GiB` is 4,294,967,296."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    if match is None or match[2].upper() not in UNITS:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a size; write bytes, or a number with K, M, G, KiB, MiB, GiB"
-        )
-    return int(float(match[1]) * UNITS[match[2].upper()])
+    """Read a number of bytes, as the configuration does."""
+    try:
+        return checks.parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def refuse_unknown(parser: argparse.ArgumentParser, unknown: list[str]) -> NoReturn:
+    """End the command for arguments that it does not have, with a hint for well-known ones of vLLM."""
+    names = [word.partition("=")[0].removeprefix("--").replace("-", "_") for word in unknown]
+    hints = [f"; --{name.replace('_', '-')}: {OPTION_HINTS[name]}" for name in names if name in OPTION_HINTS]
+    parser.error(f"unrecognized arguments: {' '.join(unknown)}{''.join(hints)}")
 
 
 def integers(text: str) -> tuple[int, ...]:
@@ -105,7 +113,8 @@ def _flags(cls: type) -> Iterator[Flag]:
             is_optional = type(None) in choices
             hint = choices[0] if is_optional else hints[field.name]
             dest = RENAMED.get((cls.__name__, field.name), field.name)
-            yield Flag(field.name, dest, hint, is_optional, helps.get(field.name, ""))
+            allowed = tuple(field.metadata.get("choices", ()))
+            yield Flag(field.name, dest, hint, is_optional, helps.get(field.name, ""), allowed)
 
 
 def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
@@ -131,7 +140,9 @@ def _reader(flag: Flag) -> tuple[Callable[[str], Any], str]:
     if flag.hint == bool | str:
         return _flag_or_name, "NAME"
     if flag.hint is str or get_origin(flag.hint) is Literal:
-        return str, "NAME"
+        # Shown only: the configuration checks the value, with the same message as in Python.
+        choices = flag.choices + (("none",) if flag.is_optional else ())
+        return str, "{" + ",".join(choices) + "}" if flag.choices else "NAME"
     if flag.hint == tuple[int, ...]:
         return integers, "ID,ID"
     if flag.hint == Mapping[int, float]:
@@ -166,11 +177,12 @@ def _bias(text: str) -> dict[int, float]:
     return {_integer(token_id): _number(amount) for token_id, _, amount in pairs}
 
 
+@cache
 def _help_of(cls: type) -> dict[str, str]:
     """Return the lines under `Args:` of a class' docstring, by field."""
     helps: dict[str, str] = {}
     name = ""
-    _, _, section = (inspect.getdoc(cls) or "").partition("Args:\n")
+    _, _, section = _docstring(cls).partition("Args:\n")
     for line in section.partition("\n\n")[0].splitlines():
         start = re.fullmatch(r"    (\w+): (.*)", line)
         if start is not None:
@@ -179,3 +191,12 @@ def _help_of(cls: type) -> dict[str, str]:
         elif name:
             helps[name] += " " + line.strip()
     return helps
+
+
+def _docstring(cls: type) -> str:
+    """Return a class' docstring, from its source where `python -OO` has removed it from the class."""
+    if sys.flags.optimize < 2:
+        return inspect.getdoc(cls) or ""
+    (definition,) = ast.parse(inspect.getsource(cls)).body
+    assert isinstance(definition, ast.ClassDef)
+    return ast.get_docstring(definition) or ""

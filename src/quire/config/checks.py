@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import fields
 from math import inf
+from typing import Any, Final
 
 from quire.errors import ConfigError, shown
+
+UNITS: Final = {"": 1, "B": 1} | {
+    unit: base**power
+    for power, letter in enumerate("KMGT", 1)
+    for unit, base in ((letter, 1000), (letter + "B", 1000), (letter + "IB", 1024))
+}
 
 
 def check_text(name: str, value: object, *, optional: bool = False) -> None:
@@ -49,8 +58,48 @@ def check_positive(name: str, value: object, *, optional: bool = False) -> None:
         raise ConfigError(f"{name} must be a number above 0, got {shown(value)}", field=name)
 
 
-def check_one_of(name: str, value: object, allowed: tuple[str, ...], *, optional: bool = False) -> None:
-    """Refuse a value that is not among those allowed."""
-    if value not in allowed and not (optional and value is None):
-        words = f"one of {', '.join(allowed)}" + (" or None" if optional else "")
-        raise ConfigError(f"{name} must be {words}, got {shown(value)}", field=name)
+def check_choices(config: Any) -> None:
+    """Refuse a value that is not among the choices of its field; None is one where it is the default.
+
+    Args:
+        config: dataclass instance; the metadata of some fields have "choices".
+    """
+    for item in fields(config):
+        allowed, value = item.metadata.get("choices"), getattr(config, item.name)
+        if allowed is not None and value not in allowed and not (value is None is item.default):
+            words = f"one of {', '.join(allowed)}" + (" or None" if item.default is None else "")
+            raise ConfigError(f"{item.name} must be {words}, got {shown(value)}", field=item.name)
+
+
+def parse_size(text: str) -> int:
+    """Read a number of bytes: `4G` is 4,000,000,000 and `4GiB` is 4,294,967,296.
+
+    Raises:
+        ValueError: the text is not a size.
+    """
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)", text.strip())
+    if match is None or match[2].upper() not in UNITS:
+        raise ValueError(f"{shown(text)} is not a size; write bytes, or a number with K, M, G, KiB, MiB, GiB")
+    number, unit = match[1], UNITS[match[2].upper()]
+    return int(number) * unit if number.isdigit() else int(float(number) * unit)
+
+
+def put_size(config: Any, name: str, low: int, *, optional: bool = False) -> None:
+    """Check a number of bytes, and put an integer in place of a text such as "4GiB".
+
+    Args:
+        config: frozen dataclass instance.
+        name: field of `config`.
+        low: least value, in bytes.
+        optional: None is allowed.
+    """
+    value = getattr(config, name)
+    if isinstance(value, str):
+        try:
+            value = parse_size(value)
+        except ValueError as error:
+            raise ConfigError(f"{name}: {error}", field=name) from error
+        object.__setattr__(config, name, value)
+    elif isinstance(value, float):
+        raise ConfigError(f'{name} must be whole bytes, or a text such as "4GiB", got {shown(value)}', field=name)
+    check_whole(name, value, low, optional=optional)

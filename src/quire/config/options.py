@@ -7,7 +7,16 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Final, Literal, get_args
 
 from quire.config.cache_dtypes import CACHE_DTYPES
-from quire.config.checks import check_flag, check_one_of, check_positive, check_share, check_text, check_whole
+from quire.config.checks import (
+    check_choices,
+    check_flag,
+    check_positive,
+    check_share,
+    check_text,
+    check_whole,
+    put_size,
+)
+from quire.config.hints import OPTION_HINTS, hint_for
 from quire.config.speculative import SpeculativeConfig, spread
 from quire.errors import ConfigError, shown
 
@@ -23,6 +32,13 @@ PREEMPTION_POLICIES = ("last", "least_waste")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 DEFAULT_MEMORY_FRACTION = 0.5
 DEFAULT_GPU_UTILIZATION = 0.9
+# Less than this is no swap space but a number of GiB, as vLLM counts it.
+LEAST_SWAP_SPACE = 4096
+
+
+def choice(default: str, allowed: tuple[str, ...]) -> Any:
+    """Return a field with a fixed set of values, which the check and the command's help read."""
+    return field(default=default, metadata={"choices": allowed})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,28 +73,24 @@ class ModelConfig:
     tokenizer: str | None = None
     skip_tokenizer_init: bool = False
     revision: str | None = None
-    dtype: str = "auto"
-    device: str = "auto"
+    dtype: str = choice("auto", DTYPES)
+    device: str = choice("auto", DEVICES)
     max_model_len: int | None = None
     served_model_name: str | None = None
     seed: int = 0
     num_threads: int | None = None
-    kernels: str = "auto"
-    quantization: Quantization | None = None
-    weight_packing: str = "auto"
+    kernels: str = choice("auto", KERNELS)
+    quantization: Quantization | None = field(default=None, metadata={"choices": get_args(Quantization)})
+    weight_packing: str = choice("auto", WEIGHT_PACKINGS)
     deterministic: bool = False
 
     def __post_init__(self) -> None:
+        check_choices(self)
         check_text("model", self.model)
         for name in ("tokenizer", "revision", "served_model_name"):
             check_text(name, getattr(self, name), optional=True)
         check_flag("skip_tokenizer_init", self.skip_tokenizer_init)
         check_flag("deterministic", self.deterministic)
-        check_one_of("dtype", self.dtype, DTYPES)
-        check_one_of("device", self.device, DEVICES)
-        check_one_of("kernels", self.kernels, KERNELS)
-        check_one_of("quantization", self.quantization, get_args(Quantization), optional=True)
-        check_one_of("weight_packing", self.weight_packing, WEIGHT_PACKINGS)
         check_whole("max_model_len", self.max_model_len, 1, optional=True)
         check_whole("num_threads", self.num_threads, 1, optional=True)
         check_whole("seed", self.seed, 0, 2**63 - 1)
@@ -91,6 +103,8 @@ STAGING_BYTES = 1 << 30
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
     """How much KV memory, and how it is cut.
+
+    Numbers of bytes, here and in the other parts, are integers or texts such as "4GiB", kept as integers.
 
     Args:
         block_size: tokens of a block.
@@ -111,7 +125,8 @@ class CacheConfig:
         retention_limit: share of the KV memory that the blocks of requests with `retain_cache` may fill and be evicted
             after all others; 0 ignores `retain_cache`.
         kv_cache_metrics_sample: share of the blocks whose lifetime, idle time and reuse are measured; 0 measures none.
-        swap_space: bytes of host memory for the blocks of sequences that lose theirs on the device; 0 for none.
+        swap_space: bytes of host memory for the blocks of sequences that lose theirs on the device; 0 for none. A
+            small number, which would be GiB in vLLM, is refused: write "4GiB".
         prefix_cache_dir: a folder for a prefix cache on disk, which outlives the engine; None for none. One engine
             at a time uses it.
         prefix_cache_disk_bytes: what that may take of the disk; blocks used least recently make room.
@@ -119,13 +134,13 @@ class CacheConfig:
     """
 
     block_size: int = 16
-    kv_cache_dtype: str = "auto"
+    kv_cache_dtype: str = choice("auto", KV_CACHE_DTYPES)
     num_kv_blocks: int | None = None
     kv_cache_memory_bytes: int | None = None
     kv_cache_memory_fraction: float = DEFAULT_MEMORY_FRACTION
     gpu_memory_utilization: float = DEFAULT_GPU_UTILIZATION
     enable_prefix_caching: bool = True
-    eviction_policy: str = "lru"
+    eviction_policy: str = choice("lru", EVICTION_POLICIES)
     state_snapshot_interval: int | None = None
     watermark: float = 0.01
     swap_space: int = 0
@@ -137,12 +152,11 @@ class CacheConfig:
     record_memory: str | None = None
 
     def __post_init__(self) -> None:
+        check_choices(self)
         check_whole("block_size", self.block_size, 1, 1024)
-        check_one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         check_whole("num_kv_blocks", self.num_kv_blocks, 1, optional=True)
-        check_whole("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, optional=True)
+        put_size(self, "kv_cache_memory_bytes", 1, optional=True)
         check_flag("enable_prefix_caching", self.enable_prefix_caching)
-        check_one_of("eviction_policy", self.eviction_policy, EVICTION_POLICIES)
         check_share("kv_cache_memory_fraction", self.kv_cache_memory_fraction, 1.0, positive=True)
         check_share("gpu_memory_utilization", self.gpu_memory_utilization, 1.0, positive=True)
         check_whole("state_snapshot_interval", self.state_snapshot_interval, 1, optional=True)
@@ -157,9 +171,15 @@ class CacheConfig:
         check_share("pin_limit", self.pin_limit, 0.9)
         check_share("retention_limit", self.retention_limit, 0.9)
         check_share("kv_cache_metrics_sample", self.kv_cache_metrics_sample, 1.0)
-        check_whole("swap_space", self.swap_space, 0)
+        put_size(self, "swap_space", 0)
+        if 0 < self.swap_space < LEAST_SWAP_SPACE:
+            raise ConfigError(
+                f"swap_space={self.swap_space} is {self.swap_space} bytes of host memory; for GiB, write "
+                f'swap_space="{self.swap_space}GiB" (on the command line: --swap-space {self.swap_space}GiB)',
+                field="swap_space",
+            )
         check_text("prefix_cache_dir", self.prefix_cache_dir, optional=True)
-        check_whole("prefix_cache_disk_bytes", self.prefix_cache_disk_bytes, 1)
+        put_size(self, "prefix_cache_disk_bytes", 1)
         if self.prefix_cache_dir is not None and not self.enable_prefix_caching:
             raise ConfigError(
                 f"prefix_cache_dir ({self.prefix_cache_dir}) needs enable_prefix_caching, which is off",
@@ -203,26 +223,24 @@ class SchedulerConfig:
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None
-    scheduling_policy: str = "fcfs"
+    scheduling_policy: str = choice("fcfs", POLICIES)
     priority_aging: int = 256
-    preemption_policy: str = "last"
-    preemption_mode: str = "auto"
+    preemption_policy: str = choice("last", PREEMPTION_POLICIES)
+    preemption_mode: str = choice("auto", PREEMPTION_MODES)
     max_queue_len: int | None = None
     max_inter_token_ms: float | None = None
     grammar_timeout_s: float = 5.0
     grammar_memory_bytes: int = 1 << 29
 
     def __post_init__(self) -> None:
+        check_choices(self)
         check_whole("max_num_seqs", self.max_num_seqs, 1)
         check_whole("max_num_batched_tokens", self.max_num_batched_tokens, 1, optional=True)
-        check_one_of("scheduling_policy", self.scheduling_policy, POLICIES)
-        check_one_of("preemption_policy", self.preemption_policy, PREEMPTION_POLICIES)
-        check_one_of("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
         check_whole("priority_aging", self.priority_aging, 1)
         check_whole("max_queue_len", self.max_queue_len, 1, optional=True)
         check_positive("max_inter_token_ms", self.max_inter_token_ms, optional=True)
         check_positive("grammar_timeout_s", self.grammar_timeout_s)
-        check_whole("grammar_memory_bytes", self.grammar_memory_bytes, 1 << 24)
+        put_size(self, "grammar_memory_bytes", 1 << 24)
         budget = self.max_num_batched_tokens
         if budget is not None and budget < self.max_num_seqs:
             raise ConfigError(
@@ -272,7 +290,9 @@ class EngineConfig:
         for name, value in spread(options).items():
             if name not in homes:
                 raise ConfigError(
-                    f"unknown option {shown(name)}; known options are {', '.join(sorted(homes))}", field=name
+                    f"unknown option {shown(name)}{hint_for(name, OPTION_HINTS, homes)}; known options are "
+                    f"{', '.join(sorted(homes))}",
+                    field=name,
                 )
             parts[homes[name]][name] = value
         return cls(**{part: PARTS[part](**given) for part, given in parts.items()})

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
-from quire.config.checks import check_one_of, check_text, check_whole
+from quire.config.checks import check_choices, check_text, check_whole, put_size
 from quire.errors import ConfigError, shown
 
 METHODS = ("off", "ngram", "suffix", "draft")
@@ -45,7 +45,7 @@ class SpeculativeConfig:
             too.
     """
 
-    speculative_method: str = "off"
+    speculative_method: str = field(default="off", metadata={"choices": METHODS})
     num_speculative_tokens: int | None = None
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
@@ -54,11 +54,11 @@ class SpeculativeConfig:
 
     def __post_init__(self) -> None:
         method = self.speculative_method
-        check_one_of("speculative_method", method, METHODS)
+        check_choices(self)
         check_whole("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_TOKENS, optional=True)
         check_whole("prompt_lookup_min", self.prompt_lookup_min, 1, MAX_LOOKUP, optional=True)
         check_whole("prompt_lookup_max", self.prompt_lookup_max, 1, MAX_LOOKUP, optional=True)
-        check_whole("suffix_cache_bytes", self.suffix_cache_bytes, 1 << 16, optional=True)
+        put_size(self, "suffix_cache_bytes", 1 << 16, optional=True)
         check_text("draft_model", self.draft_model, optional=True)
         for name, methods in METHODS_OF.items():
             if getattr(self, name) is not None and method not in methods:

@@ -21,7 +21,7 @@ from quire.engine.inputs.request_builder import PreparedRequest
 from quire.engine.inputs.tokenizer_pool import TokenizerPool
 from quire.engine.kv.pinning import ONE_TOKEN
 from quire.engine.metrics.stats import EngineStats, Health
-from quire.engine.outputs.outputs import RequestOutput
+from quire.engine.outputs.outputs import OutputCollector, RequestOutput
 from quire.engine.queue_slots import QueueSlots, SlotReservation
 from quire.engine.startup.loading import LoadedModel, load
 from quire.errors import RequestError, WorkerError
@@ -35,6 +35,9 @@ STUCK_AFTER_S = 60.0
 
 class AsyncLLM:
     """Serves requests concurrently; every public method is called from event loops, the engine from its own thread.
+
+    `async with AsyncLLM.from_options(...) as llm:` shuts it down at the end of the block. Once shut down, it raises
+    `EngineClosed`.
 
     Args:
         model: the loaded model and its engine, which this object owns from now on.
@@ -61,6 +64,7 @@ class AsyncLLM:
         self._places = QueueSlots(self.resolved.max_queue_len, lambda: len(waiting))
         self._num_requests = 0
         self._is_draining = False
+        self._is_closed = False
         self._thread = EngineThread(self._engine, self.metrics, self._places)
 
     @classmethod
@@ -77,6 +81,12 @@ class AsyncLLM:
         """Do the same from flat options, as `LLM(...)` takes them."""
         return cls.from_config(EngineConfig.from_options(model=model, **options))
 
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.shutdown)
+
     # ---- requests ----
 
     def reserve(self, count: int) -> SlotReservation:
@@ -88,9 +98,10 @@ class AsyncLLM:
         Raises:
             InvalidParameter: the queue never has so many.
             QueueFull: fewer places are left; nothing is held.
+            EngineClosed: the engine was shut down.
             WorkerError: the engine is dead.
         """
-        if self._thread.has_ended and not self._is_draining:
+        if self._is_closed or (self._thread.has_ended and not self._is_draining):
             raise self._thread.dead()
         return self._places.reserve(count)
 
@@ -116,7 +127,7 @@ class AsyncLLM:
         tenant: str | None = None,
         retain_cache: bool = False,
     ) -> AsyncIterator[RequestOutput]:
-        """Generate, as a stream of deltas.
+        """Generate, as a stream of outputs: deltas, unless `sampling_params.output_kind` is another kind.
 
         Leaving the iteration early (closing the iterator, cancelling the task) aborts the request, whatever state it
         is in, and frees its memory before the next step.
@@ -134,6 +145,7 @@ class AsyncLLM:
 
         Raises:
             RequestError: at the first item: the request was refused. `QueueFull` where no place is left.
+            EngineClosed: the engine was shut down.
             WorkerError: the engine is dead.
         """
         options = {
@@ -176,21 +188,40 @@ class AsyncLLM:
             self._places.put()
             self._thread.put(stream)
         is_finished = False
+        collector = OutputCollector(params.output_kind)
         try:
             # Put before the engine's last look at its commands, it is told; put later, it must see this.
             if self._thread.has_ended:
                 raise self._thread.dead()
             while not is_finished:
                 try:
-                    output = await stream.next()
+                    delta = await stream.next()
                 except Exception:
                     is_finished = True
                     raise
-                is_finished = output.finished
-                yield output
+                is_finished = delta.finished
+                output = collector.add(delta)
+                if output is not None:
+                    yield output
         finally:
             if not is_finished and not self._thread.has_ended:
                 self._thread.put(Abort(stream))
+
+    async def abort(self, request_id: str) -> bool:
+        """End a request, whatever state it is in; its iteration ends with an output of the finish reason "abort".
+
+        Args:
+            request_id: name given to `generate`, which must have handed the request to the engine: it does so at its
+                first item, once texts are tokens.
+
+        Returns:
+            False for a request that is unknown or has finished.
+
+        Raises:
+            EngineClosed: the engine was shut down.
+            WorkerError: the engine is dead.
+        """
+        return bool(await self._call(lambda _: self._thread.abort_request(request_id)))
 
     def reset_prefix_cache(self) -> None:
         """Let no request that is made after this call find what was computed before it; pins go too."""
@@ -297,6 +328,6 @@ class AsyncLLM:
 
     def shutdown(self) -> None:
         """End every request and the engine's thread, which gets 30 seconds to end its step; may be called twice."""
-        self._is_draining = True
+        self._is_draining = self._is_closed = True
         self._thread.shutdown(timeout_s=30)
         self.texts.close()

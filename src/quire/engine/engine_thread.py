@@ -13,7 +13,7 @@ from quire.engine.engine import Engine
 from quire.engine.exporters.prometheus import Metrics
 from quire.engine.outputs.outputs import RequestOutput
 from quire.engine.queue_slots import QueueSlots
-from quire.errors import RequestError, WorkerError
+from quire.errors import EngineClosed, RequestError, WorkerError
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,23 @@ class EngineThread:
 
     def dead(self) -> WorkerError:
         """Return the error for what comes too late."""
-        return WorkerError(f"the engine does not run: {self.failure or 'it was shut down'}")
+        if self.failure is None:
+            return EngineClosed("the engine was shut down; make another one")
+        return WorkerError(f"the engine does not run: {self.failure}")
+
+    def abort_request(self, request_id: str) -> bool:
+        """End a request, from this thread, and send its last output to its stream, if it still has one.
+
+        Returns:
+            False for an unknown or finished request.
+        """
+        output = self._engine.abort_request(request_id)
+        if output is None:
+            return False
+        self._metrics.on_step(self._engine.measure())
+        self._metrics.on_output(output)
+        self._send([(request_id, output)])
+        return True
 
     def _run(self) -> None:
         """Obey commands and step while there is work; sleep while there is none."""
@@ -126,14 +142,9 @@ class EngineThread:
 
     def _abort(self, stream: Stream) -> None:
         """End a stream's request, unless it has ended, or was refused because another has its id."""
-        if self.streams.get(stream.request_id) is not stream:
-            return
-        del self.streams[stream.request_id]
-        output = self._engine.abort_request(stream.request_id)
-        if output is not None:
-            self._places.end()
-            self._metrics.on_step(self._engine.measure())
-            self._metrics.on_output(output)
+        if self.streams.get(stream.request_id) is stream:
+            del self.streams[stream.request_id]
+            self.abort_request(stream.request_id)
 
     def _publish(self, outputs: list[RequestOutput]) -> None:
         """Count a step's outputs, then send them to their streams: who has an output finds it counted."""

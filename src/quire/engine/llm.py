@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 from quire.config import EngineConfig, ResolvedConfig
@@ -12,15 +14,17 @@ from quire.engine.exporters.kv_report import KvReport
 from quire.engine.inputs.prompts import Prompt
 from quire.engine.kv.pinning import ONE_TOKEN
 from quire.engine.metrics.stats import EngineStats
-from quire.engine.outputs.outputs import RequestOutput
+from quire.engine.outputs.outputs import OutputCollector, RequestOutput
 from quire.engine.outputs.tool_calls import blame_tools, tell_calls, with_calls
 from quire.engine.startup.loading import load
-from quire.errors import InvalidParameter, UnsupportedFeature, WorkerError
+from quire.errors import ConfigError, EngineClosed, InvalidParameter, UnsupportedFeature, WorkerError
 from quire.memory.usage import Usage
 from quire.sequences.params import SamplingParams
 from quire.text.chat import require_chat_template
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_calls import FORMATS, ToolModel, choose_format
+
+logger = logging.getLogger(__name__)
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 Messages = Sequence[Mapping[str, Any]]
@@ -28,6 +32,8 @@ Messages = Sequence[Mapping[str, Any]]
 
 class LLM:
     """A model and its engine, in this process; not for use by several threads at once.
+
+    `with LLM(...) as llm:` closes it at the end of the block. A closed one raises `EngineClosed`.
 
     Args:
         model: a local folder, a Hugging Face hub id, or "bundled".
@@ -44,11 +50,28 @@ class LLM:
         self.engine: Engine = loaded.engine
         self.model_name = loaded.name
         self._default_params = loaded.default_params
+        self._is_closed = False
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer; None with `skip_tokenizer_init`."""
         return self.engine.tokenizer
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Return the model's tokenizer.
+
+        Raises:
+            ConfigError: the engine has none, because of `skip_tokenizer_init`.
+        """
+        if self.tokenizer is None:
+            raise ConfigError("this engine has no tokenizer: skip_tokenizer_init is set", field="skip_tokenizer_init")
+        return self.tokenizer
 
     @property
     def resolved(self) -> ResolvedConfig:
@@ -70,6 +93,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Let no request find what was computed before this call; pins go too."""
+        self._check_open()
         self.engine.reset_prefix_cache()
 
     def pin_prefix(self, name: str, prompt: Prompt, cache_salt: str | None = None, *, tenant: str | None = None) -> int:
@@ -88,6 +112,7 @@ class LLM:
                 with both numbers), or an engine without a `pin_limit` or without prefix caching.
             WorkerError: the prompt could not be computed.
         """
+        self._check_open()
         num_tokens = self.engine.pins.pin(name, prompt, cache_salt=cache_salt, tenant=tenant)
         if not num_tokens:
             for _ in self._run(prompt, ONE_TOKEN, cache_salt=cache_salt, tenant=tenant):
@@ -103,6 +128,7 @@ class LLM:
         Raises:
             RequestError: the tenant has none of that name.
         """
+        self._check_open()
         self.engine.pins.unpin(name, tenant)
 
     def default_sampling_params(self) -> SamplingParams:
@@ -131,7 +157,8 @@ class LLM:
             retain_cache: have the blocks that they leave in the prefix cache evicted last, within `retention_limit`.
 
         Returns:
-            One output for each prompt, in their order.
+            One output for each prompt, in their order. A request that failed is logged at level ERROR; its outputs
+            have the finish reason "error", and its `error` and `error_code` say why.
 
         Raises:
             RequestError: a prompt or parameter that is refused; then nothing runs.
@@ -146,6 +173,9 @@ class LLM:
                 else:
                     known.add(output)
                 progress.advance(output)
+        for output in whole.values():
+            if output.error is not None:
+                logger.error("request %s failed (%s): %s", output.request_id, output.error_code, output.error)
         return [whole[request_id] for request_id in sorted(whole, key=int)]
 
     def chat(
@@ -210,6 +240,7 @@ class LLM:
             tools: functions that the model is told of.
             template_args: variables that the model's chat template knows.
         """
+        self._check_open()
         if self.tokenizer is None:
             raise UnsupportedFeature("messages", "this engine runs without a tokenizer")
         template = require_chat_template(self.tokenizer.chat_template)
@@ -227,20 +258,37 @@ class LLM:
         tenant: str | None = None,
         retain_cache: bool = False,
     ) -> Iterator[RequestOutput]:
-        """Generate for all prompts at once, yielding each step's news.
+        """Generate for all prompts at once, yielding each step's news, or what `output_kind` says.
 
-        Leaving the iteration early aborts what is unfinished. A delta's `request_id` is the prompt's place as a
+        Leaving the iteration early aborts what is unfinished. An output's `request_id` is the prompt's place as a
         decimal number. One iteration at a time: end or close one before the next call. The arguments are those of
         `generate`.
 
         Raises:
             RequestError: a prompt or parameter that is refused; then nothing runs.
         """
-        return self._run(prompts, sampling_params, cache_salt=cache_salt, tenant=tenant, retain_cache=retain_cache)
+        many = _as_prompts(prompts)
+        each = self._params_of(sampling_params, len(many))
+        collectors: dict[int, OutputCollector] = {}
+        options = {"cache_salt": cache_salt, "tenant": tenant, "retain_cache": retain_cache}
+        with closing(self._run(many, each, **options)) as deltas:
+            for delta in deltas:
+                place = int(delta.request_id)
+                if place not in collectors:
+                    collectors[place] = OutputCollector(each[place].output_kind)
+                output = collectors[place].add(delta)
+                if output is not None:
+                    yield output
 
     def close(self) -> None:
-        """Release weights and KV memory."""
-        self.engine.close()
+        """End what is unfinished, and release weights and KV memory; may be called twice."""
+        if not self._is_closed:
+            self._is_closed = True
+            self.engine.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise EngineClosed("this LLM was closed; make another one")
 
     def _run(
         self,
@@ -248,8 +296,9 @@ class LLM:
         params: Params,
         on_start: Any = None,
         **options: Any,
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput, None, None]:
         """Queue all prompts, or none, with options of `Engine.add_request`; then step until they are finished."""
+        self._check_open()
         many = _as_prompts(prompts)
         each = self._params_of(params, len(many))
         names = [str(place) for place in range(len(many))]
@@ -326,7 +375,7 @@ class _Progress:
         """Take in a step's news."""
         if self._bar is not None:
             self._num_tokens += sum(len(output.token_ids) for output in delta.outputs)
-            finished = sum(output.is_finished for output in delta.outputs)
+            finished = sum(output.finished for output in delta.outputs)
             self._bar.update(self._task, advance=finished, num_tokens=self._num_tokens)
 
 

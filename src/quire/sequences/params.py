@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import Any, Final
 
-from quire.errors import InvalidParameter
+from quire.config.hints import SAMPLING_HINTS, hint_for
+from quire.errors import InvalidParameter, UnknownParameter, shown
 from quire.sequences.param_checks import (
     integer,
     logit_bias,
@@ -34,6 +36,14 @@ CHOICE_FIELDS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "top_
 NO_CHOICE = {"temperature": 1.0, **CHOICE_FIELDS}
 # Logits are divided by it, and must stay finite in float32; as far below 1 as the largest one is above.
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
+
+
+class RequestOutputKind(Enum):
+    """What each output of a stream holds, by vLLM's names."""
+
+    CUMULATIVE = 0  # the whole output so far
+    DELTA = 1  # what is new since the output before it
+    FINAL_ONLY = 2  # the whole output, once, when the request has finished
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,9 +101,13 @@ class SamplingParams:
             ends its own request.
         speculative: False verifies no drafts for this request; True refuses it where the engine guesses none.
         strategy: what to do with the tokens of each step, from Python only; None samples.
+        output_kind: what the outputs of `AsyncLLM.generate` and `LLM.stream` hold, from Python only. The default,
+            `DELTA`, costs the same at every token; `CUMULATIVE`, vLLM's default, copies the whole output each time.
+            `LLM.generate` returns whole outputs whatever it is.
 
     Raises:
         InvalidParameter: naming the field, the value and what is allowed.
+        UnknownParameter: there is no such field; the message says what to use in place of well-known ones.
     """
 
     n: int = 1
@@ -134,8 +148,19 @@ class SamplingParams:
     logits_processors: tuple[Callable[..., Any], ...] = field(default=(), metadata={"has_flag": False})
     speculative: bool | None = None
     strategy: Strategy[Any] | None = field(default=None, metadata={"has_flag": False})
+    output_kind: RequestOutputKind = field(default=RequestOutputKind.DELTA, metadata={"has_flag": False})
     penalizes_tokens: bool = field(init=False, default=False, repr=False)
     needs_history: bool = field(init=False, default=False, repr=False)
+
+    def __new__(cls, *_: Any, **given: Any) -> SamplingParams:
+        """Refuse unknown fields with a typed error, where the generated `__init__` has a bare `TypeError`."""
+        for name in given:
+            if name not in _FIELD_NAMES:
+                raise UnknownParameter(
+                    f"unknown sampling parameter {shown(name)}{hint_for(name, SAMPLING_HINTS, _FIELD_NAMES)}",
+                    field=name,
+                )
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -145,8 +170,7 @@ class SamplingParams:
             if self.best_of < self.n:
                 raise InvalidParameter("best_of", self.best_of, f"at least n ({self.n})")
         put(self, "temperature", number("temperature", self.temperature, 0.0, 100.0))
-        top_k = integer("top_k", self.top_k, -1, 2**31 - 1)
-        put(self, "top_k", max(top_k, 0))
+        put(self, "top_k", max(integer("top_k", self.top_k, -1, 2**31 - 1), 0))
         put(self, "top_p", number("top_p", self.top_p, 0.0, 1.0, open_low=True))
         put(self, "min_p", number("min_p", self.min_p, 0.0, 1.0))
         put(self, "typical_p", number("typical_p", self.typical_p, 0.0, 1.0, open_low=True))
@@ -165,6 +189,7 @@ class SamplingParams:
         put(self, "bad_words", strings("bad_words", self.bad_words, MAX_BAD_WORDS))
         put(self, "logits_processors", processors(self.logits_processors))
         put(self, "strategy", strategy(self.strategy))
+        _check_kind(self.output_kind)
         put(self, "structured_outputs", structured_outputs(self.structured_outputs))
         put(self, "logit_bias", logit_bias(self.logit_bias))
         if self.allowed_token_ids is not None:
@@ -193,8 +218,7 @@ class SamplingParams:
             raise InvalidParameter("stop", self.stop, "empty when detokenize is false (stop strings need text)")
         if self.structured_outputs is not None and self.ignore_eos:
             raise InvalidParameter("ignore_eos", True, "false with structured_outputs, which say where the output ends")
-        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
-        put(self, "penalizes_tokens", penalties != (1.0, 0.0, 0.0))
+        put(self, "penalizes_tokens", _penalties(self) != (1.0, 0.0, 0.0))
         needs_history = self.penalizes_tokens or self.dry_multiplier or self.bad_words or self.logits_processors
         put(self, "needs_history", bool(needs_history))
         put(self, "length_penalty", _check_beams(self))
@@ -246,6 +270,19 @@ class SamplingParams:
             count = getattr(self, name)
             if count is not None and count > vocab_size:
                 raise InvalidParameter(name, count, f"at most the vocabulary size ({vocab_size})")
+
+
+_FIELD_NAMES: Final = frozenset(item.name for item in fields(SamplingParams) if item.init)
+
+
+def _penalties(params: SamplingParams) -> tuple[float, float, float]:
+    return params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+
+
+def _check_kind(kind: object) -> None:
+    if not isinstance(kind, RequestOutputKind):
+        allowed = ", ".join(f"RequestOutputKind.{name}" for name in RequestOutputKind.__members__)
+        raise InvalidParameter("output_kind", kind, f"one of {allowed}")
 
 
 def _check_beams(params: SamplingParams) -> float:

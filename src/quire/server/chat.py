@@ -196,13 +196,13 @@ class ChatReply:
             calls = self._calls_of(output.index)
             deltas = [{"content": output.text}] if output.text else []
             if calls is not None:
-                deltas = call_deltas(calls, output.text, is_finished=output.is_finished)
+                deltas = call_deltas(calls, output.text, is_finished=output.finished)
             if not deltas and (logprobs or ids):
                 deltas = [{"content": ""}]
             for idx, part in enumerate(deltas):
                 # What is said of the new tokens is said once.
                 yield self._chunk(output.index, part, None if idx else logprobs, None if idx else ids)
-            if output.is_finished:
+            if output.finished:
                 yield self._chunk(output.index, {}, None, _ending(output, calls))
 
     def last_chunk(self) -> dict[str, Any]:

@@ -217,7 +217,7 @@ class CompletionReply:
                 yield self._chunk(_choice(index, before.text, self._logprobs([before])) | self._ids([]) | ids)
                 ids = {}
             new = self._output_part(output, offsets)
-            if not (new.text or (new.token_ids and self._shows_tokens) or output.is_finished or ids):
+            if not (new.text or (new.token_ids and self._shows_tokens) or output.finished or ids):
                 continue
             choice = _choice(index, new.text, self._logprobs([new]), self._ending(output))
             yield self._chunk(choice | self._ids(new.token_ids) | ids)
@@ -279,7 +279,7 @@ class CompletionReply:
         return self._extras.token_ids or self._extras.logprobs is not None
 
     def _ending(self, output: CompletionOutput) -> dict[str, Any]:
-        if not output.is_finished:
+        if not output.finished:
             return {"finish_reason": None, "stop_reason": None}
         if self._extras.is_prompt_only:
             return {"finish_reason": "length", "stop_reason": None}

@@ -101,7 +101,7 @@ async def answer(
     tenant = read_tenant(state.config, request)
     if state.is_draining:
         raise stopping()
-    count = TokenCount(is_prompt_only=job.is_prompt_only)
+    count = TokenCount(is_prompt_only=job.is_prompt_only, is_ranked=job.params.is_ranked)
     flight = InFlightRequest(answer_id, count, StreamMerger(state.config.ping_interval_s), tenant)
     news = _follow(state, request, job, flight, tenant)
     try:

@@ -10,15 +10,17 @@ from quire.memory.status import NO_TOKENS, TokenAccount
 
 
 class TokenCount:
-    """Tokens of one HTTP request: each prompt once, whatever `n` is; every sample's output, also of
-    those that `best_of` leaves out. Of a beam search the outputs, and apart from them what the other beams were given.
+    """Tokens of one HTTP request: each prompt once, whatever `n` is, and the outputs of all samples.
 
     Args:
         is_prompt_only: the client asked for no output; the token that the engine needs to run is not counted.
+        is_ranked: tokens of pruned candidates count as output, since they are samples that `best_of` left out; those
+            of beams are counted apart.
     """
 
-    def __init__(self, *, is_prompt_only: bool = False) -> None:
+    def __init__(self, *, is_prompt_only: bool = False, is_ranked: bool = False) -> None:
         self._is_prompt_only = is_prompt_only
+        self._is_ranked = is_ranked
         self._prompts: dict[int, tuple[int, int]] = {}
         self._accounts: dict[int, TokenAccount] = {}
         # By prompt and sample: drafts that were verified, and those of them that were right.
@@ -42,9 +44,12 @@ class TokenCount:
         for output in delta.outputs:
             if output.num_draft_tokens:
                 self._drafts[prompt_idx, output.index] = output.num_draft_tokens, output.num_accepted_tokens
-        self.num_pruned += delta.num_pruned_tokens
         if not self._is_prompt_only:
-            self.num_output += sum(len(output.token_ids) for output in delta.outputs) + delta.num_dropped_tokens
+            self.num_output += sum(len(output.token_ids) for output in delta.outputs)
+        if not self._is_ranked:
+            self.num_pruned += delta.num_pruned_tokens
+        elif not self._is_prompt_only:
+            self.num_output += delta.num_pruned_tokens
 
     def as_json(self) -> dict[str, Any]:
         """Return the counts so far in OpenAI's form, and in more detail beside it."""

@@ -70,6 +70,12 @@ class FlatLogprobs(Sequence[PositionLogprobs]):
         self._ranks += other._ranks
         self._ends.extend(start + end for end in other._ends)
 
+    def copy(self) -> FlatLogprobs:
+        """Return a sequence with the same positions, to which others can be added."""
+        copied = FlatLogprobs(self._tokenizer)
+        copied.extend(self)
+        return copied
+
     def measured(self) -> Iterator[TokenLogprobs]:
         """Yield the positions as they were measured, without the texts of tokens."""
         start = 0

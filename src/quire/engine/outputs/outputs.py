@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from quire.engine.outputs.logprobs import FlatLogprobs, PromptLogprobs
 from quire.memory.status import TokenAccount
+from quire.sequences.params import RequestOutputKind
 from quire.text.tool_calls import ToolCall
 
 
@@ -45,9 +46,14 @@ class CompletionOutput:
     tool_calls: list[ToolCall] = field(default_factory=list)
 
     @property
-    def is_finished(self) -> bool:
+    def finished(self) -> bool:
         """True once no more tokens will come."""
         return self.finish_reason is not None
+
+    def copy(self) -> CompletionOutput:
+        """Return a copy that later deltas leave as it is."""
+        logprobs = None if self.logprobs is None else self.logprobs.copy()
+        return replace(self, token_ids=self.token_ids.copy(), logprobs=logprobs)
 
     def add(self, news: CompletionOutput) -> None:
         """Merge a later delta of the same sequence into this output."""
@@ -79,7 +85,7 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """The state of one request, whole (`LLM.generate`) or as the news of a step (`AsyncLLM.generate`).
+    """The state of one request, whole (`LLM.generate`) or as the news of a step (streams; see `RequestOutputKind`).
 
     Args:
         request_id: the caller's or the engine's name for the request.
@@ -95,9 +101,8 @@ class RequestOutput:
         cache_hit_end: why no more of them did, in words; None until the request was let in.
         cache_differs_at: the position of the first token that differs from what is cached, when that is why; else None.
         prompt_account: the prompt's tokens by source, and those that were computed by reason; None until it was let in.
-        num_dropped_tokens: tokens of the sequences that `best_of` left out; in the last output.
-        num_pruned_tokens: tokens that the beams of a search were given, and that are in none of its outputs; in the
-            last output.
+        num_pruned_tokens: tokens of candidates that are in none of the outputs: samples that `best_of` left out, or
+            beams that a search gave up; in the last output.
         error: why the request failed when a sequence's `finish_reason` is "error".
         error_code: then "request_failed" where what it asked for is to blame, and "engine_failed" elsewhere.
         metrics: times and preemptions.
@@ -114,7 +119,6 @@ class RequestOutput:
     cache_hit_end: str | None = None
     cache_differs_at: int | None = None
     prompt_account: TokenAccount | None = None
-    num_dropped_tokens: int = 0
     num_pruned_tokens: int = 0
     error: str | None = None
     error_code: str | None = None
@@ -137,8 +141,31 @@ class RequestOutput:
         self.cache_hit_end = delta.cache_hit_end
         self.cache_differs_at = delta.cache_differs_at
         self.prompt_account = delta.prompt_account
-        self.num_dropped_tokens = delta.num_dropped_tokens
         self.num_pruned_tokens = delta.num_pruned_tokens
         self.error = self.error or delta.error
         self.error_code = self.error_code or delta.error_code
         self.metrics = delta.metrics
+
+
+class OutputCollector:
+    """Makes the outputs that a caller wants from the deltas of one request.
+
+    Args:
+        kind: content of the outputs.
+    """
+
+    def __init__(self, kind: RequestOutputKind) -> None:
+        self._kind = kind
+        self._whole: RequestOutput | None = None
+
+    def add(self, delta: RequestOutput) -> RequestOutput | None:
+        """Take a delta; return the output to show for it, or None where there is none."""
+        if self._kind is RequestOutputKind.DELTA:
+            return delta
+        if self._whole is None:
+            self._whole = delta
+        else:
+            self._whole.add(delta)
+        if self._kind is RequestOutputKind.FINAL_ONLY:
+            return self._whole if delta.finished else None
+        return replace(self._whole, outputs=[output.copy() for output in self._whole.outputs])

@@ -101,10 +101,10 @@ class RequestState:
             sequence = self.request.sequences[index]
             if sequence.finish_reason is not None:
                 output.finish_reason, output.stop_reason = sequence.finish_reason.value, sequence.stop_reason
-        outputs, num_dropped, num_pruned = list(news.values()), 0, 0
+        outputs, num_pruned = list(news.values()), 0
         if self._ranking is not None:
             self._ranking.add(outputs)
-            outputs, num_dropped = self._ranking.best() if is_finished else ([], 0)
+            outputs, num_pruned = self._ranking.best() if is_finished else ([], 0)
         if self.beams is not None and is_finished:
             outputs, num_pruned = self.beams.outputs()
         prompt_logprobs, request = None, self.request
@@ -123,7 +123,6 @@ class RequestState:
             cache_hit_end=None if request.hit_end is None else request.hit_end.value,
             cache_differs_at=request.differs_at,
             prompt_account=request.account,
-            num_dropped_tokens=num_dropped,
             num_pruned_tokens=num_pruned,
             error=error,
             error_code=error_code,
