@@ -74,12 +74,10 @@ class Continuation(NamedTuple):
 
     Args:
         num_tokens: that are those wanted.
-        num_theirs: that it is published with.
         pages: of each group.
     """
 
     num_tokens: int
-    num_theirs: int
     pages: list[Page]
 
 

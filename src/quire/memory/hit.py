@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.memory.chain import TOKEN_BYTES, TokenChain
-from quire.memory.continuation import Continuation, longest_continuation
+from quire.memory.continuation import longest_continuation
 from quire.memory.groups import CacheGroup, PrefixRun, find_prefix
-from quire.memory.namespaces import Namespaces
 from quire.memory.pool import NULL_BLOCK
 from quire.memory.status import HitEnd, PrefixHit
 
@@ -17,7 +16,6 @@ def find_hit(
     chain: TokenChain,
     max_tokens: int | None,
     version: int,
-    namespaces: Namespaces,
     host_groups: Sequence[CacheGroup] = (),
     *,
     keeps_all: bool = False,
@@ -32,7 +30,6 @@ def find_hit(
         chain: of the tokens; one at least is left to compute.
         max_tokens: of the hit, None for all.
         version: see `PrefixHit`.
-        namespaces: in which there may be something.
         host_groups: see `find_prefix`.
         keeps_all: True where no block of a live sequence ever dies, and there are no states.
     """
@@ -60,17 +57,15 @@ def find_hit(
     if loads:
         # What the longer hit needs no more is not copied from the host for it.
         loads = tuple(load for load in loads if load.block_idx >= groups[load.group_idx].num_dead(end))
-    group_idx, differs_at = None, None
     if end == limit or (not is_divisible and run.num_blocks == limit // size):
         reason = HitEnd.LAST_TOKEN if limit == most else HitEnd.LIMIT
     else:
-        if run.group_idx is not None and groups[run.group_idx].spec.carries:
-            reason, group_idx = HitEnd.NO_SNAPSHOT, run.group_idx
-        else:
-            reason = _reason(groups, chain, run, next_one, namespaces)
-            group_idx = run.group_idx if reason is HitEnd.GROUP else None
-            if next_one is not None and reason is HitEnd.DIFFERENT:
-                differs_at = start + next_one.num_tokens
+        reason = _reason(groups, chain, run)
+    group_idx = run.group_idx if reason is HitEnd.GROUP else None
+    differs_at = None
+    if reason is HitEnd.NOT_CACHED and next_one is not None:
+        is_parting = next_one.num_tokens * TOKEN_BYTES < len(next_one.content)
+        differs_at = start + next_one.num_tokens if is_parting else None
     num_host_tokens = len({load.block_idx for load in loads}) * size if loads else 0
     parted_at = 0 if keeps_all else _parted_at(groups, chain, limit // size)
     return PrefixHit(
@@ -96,31 +91,18 @@ def _without_dead(block_ids: tuple[int, ...], num_dead: int) -> tuple[int, ...]:
     return (NULL_BLOCK,) * num_dead + block_ids[num_dead:]
 
 
-def _reason(
-    groups: Sequence[CacheGroup],
-    chain: TokenChain,
-    run: PrefixRun,
-    next_one: Continuation | None,
-    namespaces: Namespaces,
-) -> HitEnd:
-    """Say why more is not hit than nobody asked to leave out."""
+def _reason(groups: Sequence[CacheGroup], chain: TokenChain, run: PrefixRun) -> HitEnd:
+    """Return why a hit is shorter than its limit."""
+    if run.group_idx is not None and groups[run.group_idx].spec.carries:
+        return HitEnd.GROUP
     block_idx, size = run.num_blocks, groups[0].spec.block_size
-    indexes = [group.pool.index for group in groups]
-    tree = indexes[0].tree
-    is_whole = (block_idx + 1) * size <= len(chain.tokens)
-    trail = tree.walk(chain, block_idx + is_whole)
-    if is_whole and trail.num_known > block_idx:
+    if (block_idx + 1) * size > len(chain.tokens):
+        return HitEnd.NOT_CACHED
+    trail = groups[0].pool.index.tree.walk(chain, block_idx + 1)
+    if trail.num_known > block_idx:
         stem, position = place = trail.place(block_idx)
-        if any(index.at(place) for index in indexes):
+        if any(group.pool.index.at(place) for group in groups):
             return HitEnd.GROUP
         if position not in stem.unseen:
             return HitEnd.EVICTED
-    if next_one is not None:
-        is_parting = next_one.num_tokens * TOKEN_BYTES < len(next_one.content)
-        return HitEnd.DIFFERENT if is_parting else HitEnd.NEVER_SEEN
-    others = namespaces.others(chain.root) if is_whole and not block_idx else ()
-    for root in filter(None, map(tree.root, others)):
-        branch = root.branch(0, chain.content(0))
-        if branch is not None and any(index.at((branch, 0)) for index in indexes):
-            return HitEnd.NAMESPACE
-    return HitEnd.NEVER_SEEN
+    return HitEnd.NOT_CACHED

@@ -107,9 +107,8 @@ def snapshot(manager: KVCacheManager) -> tuple[object, ...]:
         )
         for arena in (manager.arena, *((manager.host.arena,) if manager.host else ()))
     )
-    roots = manager.namespaces.snapshot()
     pending = tuple(manager.tables.pending_copies)
-    return sequences, pools, slabs, manager.tree.snapshot(), manager.pins.snapshot(), pending, roots
+    return sequences, pools, slabs, manager.tree.snapshot(), manager.pins.snapshot(), pending
 
 
 def _lent_blocks(arena: Arena, group_idx: int) -> list[int]:

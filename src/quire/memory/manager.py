@@ -29,7 +29,6 @@ from quire.memory.hit import find_hit
 from quire.memory.host_tier import HostTier
 from quire.memory.lost_copies import Holders
 from quire.memory.media import MediaSpan
-from quire.memory.namespaces import Namespaces
 from quire.memory.ops import NO_OPS, MemoryOps, TableDelta, Tier
 from quire.memory.pins import Pins
 from quire.memory.prefix_tree import PrefixTree
@@ -112,7 +111,6 @@ class KVCacheManager:
         self._mortal = tuple(idx for idx, spec in enumerate(specs) if spec.death(0) < IMMORTAL)
         self.capacity = CapacityQueries(self.tables, watermark, self.arena.layout.num_slabs - pin_limit)
         self.rollback = Rollback(self.tables, self._mortal)
-        self.namespaces = Namespaces()
         self._num_merges = 0
 
     # ---- questions ----
@@ -129,12 +127,10 @@ class KVCacheManager:
             max_tokens: reuse at most so many tokens (prompt log probabilities need the logits of the rest).
         """
         if not self.enable_prefix_caching:
-            return PrefixHit(0, ((),) * len(self.groups), HitEnd.DISABLED, None, self.tables.version)
+            return PrefixHit(0, ((),) * len(self.groups), HitEnd.LIMIT, None, self.tables.version)
         host_groups = self.host.groups if self.host is not None else ()
         keeps_all = not (self._mortal or self.tables.carried)
-        return find_hit(
-            self.groups, chain, max_tokens, self.tables.version, self.namespaces, host_groups, keeps_all=keeps_all
-        )
+        return find_hit(self.groups, chain, max_tokens, self.tables.version, host_groups, keeps_all=keeps_all)
 
     def step_limit(self, seq_id: int, num_tokens: int) -> int:
         """Return how many of a live sequence's next tokens may be computed in one step.
@@ -186,8 +182,6 @@ class KVCacheManager:
         state.kept_places = ((len(chain.tokens) - 1) // self.block_size, hit.parted_at // self.block_size)
         state.opened_on = hit.num_tokens
         self.sequences[seq_id] = state
-        if self.enable_prefix_caching:
-            self.namespaces.add(chain.root)
         if hit.loads:
             swap.promote(self.tables, state, hit.loads)
         if self.tables.observer is not None:
