@@ -123,9 +123,9 @@ def test_blocks_of_media_go_to_the_host_and_to_disk() -> None:
 def test_the_check_reads_what_blocks_keep_of_media(memory: KVCacheManager, entries: bytes) -> None:
     (pool,) = (group.pool for group in memory.groups)
     (last,) = [block_id for block_id in pool.index.block_ids() if len(pool.index.content_of(block_id) or b"") == 8]
-    stem, position = pool.index.place_of(last) or pytest.fail("it is published")
-    stem.data = bytearray(4 * SIZE)
-    stem.entries[position] = entries
+    node, position = pool.index.position_of(last) or pytest.fail("it is published")
+    node.data = bytearray(4 * SIZE)
+    node.entries[position] = entries
     with pytest.raises(InvariantViolation, match="M4"):
         check(memory)
 

@@ -16,7 +16,7 @@ from quire.memory import (
     Verdict,
     check,
 )
-from quire.memory.continuation import MAX_CANDIDATES
+from quire.memory.partial_block import MAX_CANDIDATES
 from quire.memory.status import NO_TOKENS
 from tests.memory.twin_pages import Kind
 from tests.memory.world import NAMESPACES, World, WorldSize
@@ -241,7 +241,7 @@ def test_memory_of_what_has_gone_is_bounded() -> None:
     for number in range(50):
         world.enter(number, [number, number, number, number])
         world.free(number)
-        assert sum(stem.length for stem in world.manager.tree.stems()) <= 4 + 4
+        assert sum(node.length for node in world.manager.tree.nodes()) <= 4 + 4
         known = [n for n in range(number - 1) if ask(world, [n, n, n]).end is HitEnd.EVICTED]
         assert known == list(range(max(0, number - 3), number - 1))
     assert all(ask(world, [n, n, n]).end is HitEnd.NOT_CACHED for n in range(46))

@@ -46,13 +46,13 @@ def test_prompts_that_take_no_snapshot_leave_nothing_in_the_prefix_tree() -> Non
         manager.publish(seq_id, 5)
         manager.free(seq_id)
         manager.take_ops()
-    assert len(manager.tree.stems()) == 0
+    assert len(manager.tree.nodes()) == 0
     world = alone()
     for seq_id in range(300):
         world.enter(seq_id, [seq_id, 0, 0, 0, 0])
         world.free(seq_id)
-    stems = world.manager.tree.stems()
-    assert len(stems) <= 2 * 4 + 1, "no more than the snapshots that are there, those gone last, and the root"
+    nodes = world.manager.tree.nodes()
+    assert len(nodes) <= 2 * 4 + 1, "no more than the snapshots that are there, those gone last, and the root"
 
 
 # ---- growth ----

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from quire.memory import HitEnd, Namespace
 from tests.memory.media import Row
-from tests.memory.twin_pages import Continuation, Match, Pages, Prefix
+from tests.memory.twin_pages import Match, Pages, PartialMatch, Prefix
 
 if TYPE_CHECKING:
     from tests.memory.twin import Twin
@@ -21,7 +21,7 @@ def match(twin: Twin, namespace: Namespace, tokens: list[int], max_tokens: int |
     groups = range(len(twin.groups))
     pages = longest(twin, namespace, tokens, most, groups)
     start = num_tokens = len(pages[0]) * twin.page_size
-    last = longest_continuation(twin, namespace, tokens, start)
+    last = longest_partial_match(twin, namespace, tokens, start)
     if last and not twin.states:
         num_tokens = min(most, start + last.num_tokens)
     if last and num_tokens > start:
@@ -90,7 +90,7 @@ def _is_published(twin: Twin, namespace: Namespace, tokens: list[int], length: i
     return any(prefix in group.published for groups in tiers for group in groups)
 
 
-def longest_continuation(twin: Twin, namespace: Namespace, tokens: list[int], start: int) -> Continuation | None:
+def longest_partial_match(twin: Twin, namespace: Namespace, tokens: list[int], start: int) -> PartialMatch | None:
     """Return the pages, one in each group, that have most of the tokens after the first whole pages."""
     best = None
     if not twin.kept:
@@ -106,7 +106,7 @@ def longest_continuation(twin: Twin, namespace: Namespace, tokens: list[int], st
                     # A page with media is wanted as it is, or not at all.
                     count = len(theirs) if theirs == tuple(wanted) else 0
                 if best is None or count > best.num_tokens:
-                    best = Continuation(count, [page for page in pages if page])
+                    best = PartialMatch(count, [page for page in pages if page])
     return best
 
 

@@ -69,7 +69,7 @@ class Match(NamedTuple):
     ends: set[HitEnd]
 
 
-class Continuation(NamedTuple):
+class PartialMatch(NamedTuple):
     """A page of each group that goes on with some of the tokens wanted.
 
     Args:

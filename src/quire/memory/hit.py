@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.memory.chain import TOKEN_BYTES, TokenChain
-from quire.memory.continuation import longest_continuation
 from quire.memory.groups import CacheGroup, PrefixRun, find_prefix
+from quire.memory.partial_block import longest_partial_match
 from quire.memory.pool import NULL_BLOCK
 from quire.memory.status import HitEnd, PrefixHit
 
@@ -20,15 +20,15 @@ def find_hit(
     *,
     keeps_all: bool = False,
 ) -> PrefixHit:
-    """Find the longest hit of whole blocks, and go on into the published block that has most of what comes next.
+    """Find the longest hit of whole blocks, and continue it in the published block that has most of the next tokens.
 
-    A longer hit needs no more of the blocks before than the shorter one, so wherever whole blocks are hit, what
-    follows them may be too.
+    A longer hit never needs more of the earlier blocks than a shorter one, so every hit of whole blocks may be
+    continued.
 
     Args:
-        groups: with one block size.
-        chain: of the tokens; one at least is left to compute.
-        max_tokens: of the hit, None for all.
+        groups: cache groups, all with one block size.
+        chain: chain of the prompt; the hit leaves at least one of its tokens to compute.
+        max_tokens: largest number of tokens of the hit; None for no limit.
         version: see `PrefixHit`.
         host_groups: see `find_prefix`.
         keeps_all: True where no block of a live sequence ever dies, and there are no states.
@@ -38,12 +38,12 @@ def find_hit(
     limit = most if max_tokens is None else max(0, min(most, max_tokens))
     run = find_prefix(groups, chain, limit // size, host_groups)
     start = run.num_blocks * size
-    # A state sums up whole blocks only; what comes next the groups of tokens know.
+    # A state covers whole blocks only; with one, the groups of tokens still tell where the prompt differs.
     kept = [group for group in groups if not group.spec.carries]
     next_one = None
     if kept and start < limit:
         content = chain.part(start, min(start + size, num_tokens))
-        next_one = longest_continuation(kept, chain, run.num_blocks, content)
+        next_one = longest_partial_match(kept, chain, run.num_blocks, content)
     is_divisible = len(kept) == len(groups)
     num_copied, block_ids, loads = 0, run.block_ids, run.loads
     if next_one is not None and is_divisible:
@@ -75,15 +75,15 @@ def find_hit(
 
 def _parted_at(groups: Sequence[CacheGroup], chain: TokenChain, most_blocks: int) -> int:
     """Return the tokens of the first blocks that the tree knows, where it goes on otherwise behind them; else 0."""
-    trail = groups[0].pool.index.tree.walk(chain, most_blocks)
-    num_known = trail.num_known
+    cursor = groups[0].pool.index.tree.match(chain, most_blocks)
+    num_known = cursor.num_known
     if not 0 < num_known < most_blocks:
         return 0
-    stem, position = trail.place_after(num_known)
+    node, position = cursor.position_after(num_known)
     content = chain.content(num_known)
     # A tail that the prompt goes on from is no other way.
-    others = (branch for branch in stem.branches.get(position, {}).values() if not content.startswith(branch.data))
-    is_parting = position < stem.length or next(others, None) is not None
+    others = (branch for branch in node.branches.get(position, {}).values() if not content.startswith(branch.data))
+    is_parting = position < node.length or next(others, None) is not None
     return num_known * groups[0].spec.block_size if is_parting else 0
 
 
@@ -98,11 +98,11 @@ def _reason(groups: Sequence[CacheGroup], chain: TokenChain, run: PrefixRun) -> 
     block_idx, size = run.num_blocks, groups[0].spec.block_size
     if (block_idx + 1) * size > len(chain.tokens):
         return HitEnd.NOT_CACHED
-    trail = groups[0].pool.index.tree.walk(chain, block_idx + 1)
-    if trail.num_known > block_idx:
-        stem, position = place = trail.place(block_idx)
-        if any(group.pool.index.at(place) for group in groups):
+    cursor = groups[0].pool.index.tree.match(chain, block_idx + 1)
+    if cursor.num_known > block_idx:
+        node, position = found = cursor.position(block_idx)
+        if any(group.pool.index.at(found) for group in groups):
             return HitEnd.GROUP
-        if position not in stem.unseen:
+        if position not in node.never_published:
             return HitEnd.EVICTED
     return HitEnd.NOT_CACHED
