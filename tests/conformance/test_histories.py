@@ -231,7 +231,7 @@ def test_an_output_says_why_its_hit_ended(reference: Reference) -> None:
     first, again = (llm.generate([prompt], GREEDY, use_tqdm=False)[0] for _ in range(2))
     assert (first.num_cached_tokens, first.cache_hit_end) == (
         0,
-        "nothing that is known goes on like this",
+        "no cached prefix continues with the next tokens",
     )
     assert (again.num_cached_tokens, again.cache_hit_end) == (
         longest_hit(llm, len(prompt) - 1),
@@ -248,12 +248,15 @@ def test_an_output_says_why_its_hit_ended(reference: Reference) -> None:
     parting = [*prompt[:13], prompt[13] ^ 1, *prompt[14:]]
     (other,) = llm.generate([parting], GREEDY, use_tqdm=False)
     assert (other.num_cached_tokens, other.cache_hit_end, other.cache_differs_at) == (
-        (0, "a group of states has no snapshot where a longer hit would end", None)
+        (0, "a cache group lacks a block or a snapshot that a longer hit needs", None)
         if has_states(llm)
-        else (13, "what is known goes on with another token", 13)
+        else (13, "no cached prefix continues with the next tokens", 13)
     )
     (off,) = load(reference, enable_prefix_caching=False).generate([prompt], GREEDY, use_tqdm=False)
-    assert (off.num_cached_tokens, off.cache_hit_end) == (0, "prefix caching is off")
+    assert (off.num_cached_tokens, off.cache_hit_end) == (
+        0,
+        "prefix caching is off, or the request limits how much is reused",
+    )
 
 
 @pytest.mark.parametrize("eviction_policy", ["fifo", "lfu", "slru"])

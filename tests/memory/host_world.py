@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from quire.memory import Namespace, PrefixHit, Tier, Verdict
 from quire.memory.invariants import snapshot
-from quire.memory.stem import Place
+from quire.memory.radix_node import NodePosition
 from tests.memory.host_twin import HostTwin
 from tests.memory.media import words_of
 from tests.memory.twin_pages import Page
@@ -97,14 +97,14 @@ def _sharing(world: World, seq_ids: list[int]) -> list[list[int]]:
     ]
 
 
-def path_to(place: Place) -> tuple[bytes, list[bytes]]:
+def path_to(place: NodePosition) -> tuple[bytes, list[bytes]]:
     """Return a place's namespace, and what the blocks up to it hold."""
-    stem, position = place
+    node, position = place
     contents: list[bytes] = []
-    while stem.parent is not None:
-        contents[:0] = [stem.content(idx) for idx in range(position + 1)]
-        stem, position = stem.parent, stem.first - stem.parent.first - 1
-    return stem.name, contents
+    while node.parent is not None:
+        contents[:0] = [node.content(idx) for idx in range(position + 1)]
+        node, position = node.parent, node.first - node.parent.first - 1
+    return node.name, contents
 
 
 def verify_host_index(world: World, spoken: Iterable[Namespace]) -> None:
@@ -112,7 +112,7 @@ def verify_host_index(world: World, spoken: Iterable[Namespace]) -> None:
     namespaces = {namespace.serialise(): namespace for namespace in spoken}
     for group_idx, group in enumerate(world.manager.host.groups if world.manager.host else ()):
         for block_id in group.pool.index.block_ids():
-            place = group.pool.index.place_of(block_id)
+            place = group.pool.index.position_of(block_id)
             assert place is not None
             namespace, contents = path_to(place)
             words = [words_of(content, world.size.block_size) for content in contents]

@@ -42,7 +42,7 @@ def test_each_policy_has_its_order_and_tails_go_before_heads(eviction: str, orde
     world = lived_in(eviction)
     # A hit covers the first block only, so only heads were hit; the tails were stored anew and merged, as hits are.
     pool = world.manager.groups[0].pool
-    victims = [path_to(place)[1] for place in map(pool.index.place_of, pool.idle) if place is not None]
+    victims = [path_to(place)[1] for place in map(pool.index.position_of, pool.idle) if place is not None]
     assert [path[0][0] for path in victims if len(path) == 1] == order
     for token in order:
         tail, _ = [i for i, path in enumerate(victims) if path[-1][0] == token]

@@ -10,8 +10,8 @@ from quire.errors import InvariantViolation
 from quire.memory import KVCacheManager, check
 from quire.memory.idle_blocks import RetentionPriority
 from quire.memory.pool import BlockPool
-from quire.memory.prefix_tree import PrefixTree
-from quire.memory.stem import Place
+from quire.memory.radix_node import NodePosition
+from quire.memory.radix_tree import RadixTree
 from tests.memory.world import World
 from tests.memory.world_size import WorldSize
 
@@ -31,9 +31,9 @@ def pool_of(manager: KVCacheManager) -> BlockPool:
     return manager.groups[0].pool
 
 
-def place_of(manager: KVCacheManager, block_idx: int) -> Place:
+def position_of(manager: KVCacheManager, block_idx: int) -> NodePosition:
     """Return where a block of the first sequence is published; the second one parts behind the first of them."""
-    place = pool_of(manager).index.place_of(manager.block_table(1)[block_idx])
+    place = pool_of(manager).index.position_of(manager.block_table(1)[block_idx])
     assert place is not None
     return place
 
@@ -71,7 +71,7 @@ def publish_what_is_written_next(manager: KVCacheManager) -> None:
     sequence = manager.sequences[2]
     index = pool_of(manager).index
     index.remove(manager.block_table(2)[1:2])
-    index.put(manager.tree.walk(sequence.chain, 2).place(1), manager.block_table(2)[-1])
+    index.put(manager.tree.match(sequence.chain, 2).position(1), manager.block_table(2)[-1])
 
 
 def share_what_is_written_next(manager: KVCacheManager) -> None:
@@ -82,38 +82,38 @@ def share_what_is_written_next(manager: KVCacheManager) -> None:
 
 
 def change_a_published_block(manager: KVCacheManager) -> None:
-    stem, _ = place_of(manager, 0)
-    stem.data[0] ^= 1
+    node, _ = position_of(manager, 0)
+    node.data[0] ^= 1
 
 
 def publish_under_two_identities(manager: KVCacheManager) -> None:
-    first, (stem, position) = place_of(manager, 0), place_of(manager, 1)
-    stem.blocks[0][position] = pool_of(manager).index.at(first)
+    first, (node, position) = position_of(manager, 0), position_of(manager, 1)
+    node.blocks[0][position] = pool_of(manager).index.at(first)
 
 
 def forget_half_of_an_entry(manager: KVCacheManager) -> None:
-    stem, position = place_of(manager, 1)
-    stem.blocks[0][position] = 0
+    node, position = position_of(manager, 1)
+    node.blocks[0][position] = 0
 
 
 def take_a_stem_with_blocks_out(manager: KVCacheManager) -> None:
-    stem, _ = place_of(manager, 0)
-    manager.tree.take_out(stem)
+    node, _ = position_of(manager, 0)
+    manager.tree.remove(node)
 
 
 def forget_a_child(manager: KVCacheManager) -> None:
-    stem, position = place_of(manager, 1)
-    (child, *_) = stem.branches[position].values()
-    stem.drop_child(position, child)
+    node, position = position_of(manager, 1)
+    (child, *_) = node.branches[position].values()
+    node.drop_child(position, child)
 
 
 def count_a_block_less(manager: KVCacheManager) -> None:
-    stem, _ = place_of(manager, 0)
-    stem.num_published -= 1
+    node, _ = position_of(manager, 0)
+    node.num_published -= 1
 
 
 def publish_in_a_tree_of_its_own(manager: KVCacheManager) -> None:
-    pool_of(manager).index.tree = PrefixTree(4, 1, 0)
+    pool_of(manager).index.tree = RadixTree(4, 1, 0)
 
 
 def hold_other_tokens(manager: KVCacheManager) -> None:

@@ -34,11 +34,11 @@ def test_a_hit_leaves_at_least_one_token_to_compute_and_says_why_it_ends() -> No
     table = manager.block_table(1)
     assert ask(manager, published)[:3] == (11, (table,), HitEnd.LAST_TOKEN)
     assert ask(manager, [*published, 12])[:3] == (12, (table,), HitEnd.LAST_TOKEN)
-    assert ask(manager, [*published, 12, 13])[:3] == (12, (table,), HitEnd.NEVER_SEEN)
+    assert ask(manager, [*published, 12, 13])[:3] == (12, (table,), HitEnd.NOT_CACHED)
     assert ask(manager, published[:4])[:3] == (3, (table[:1],), HitEnd.LAST_TOKEN)
     assert ask(manager, published[:1])[:3] == (0, ((),), HitEnd.LAST_TOKEN)
     parting = [*published[:8], 99, 99, 99, 99, 99]
-    assert ask(manager, parting)[:3] == (8, (table[:2],), HitEnd.DIFFERENT)
+    assert ask(manager, parting)[:3] == (8, (table[:2],), HitEnd.NOT_CACHED)
 
 
 @pytest.mark.parametrize(
@@ -50,14 +50,14 @@ def test_the_caller_may_limit_a_hit(max_tokens: int | None, num_tokens: int) -> 
     hit = ask(world.manager, list(range(14)), max_tokens)
     assert hit.num_tokens == num_tokens
     assert hit.num_copied == num_tokens % 4
-    assert hit.end is (HitEnd.NEVER_SEEN if max_tokens in (None, 99) else HitEnd.LIMIT)
+    assert hit.end is (HitEnd.NOT_CACHED if max_tokens in (None, 99) else HitEnd.LIMIT)
 
 
 def test_without_caching_nothing_is_published_or_found() -> None:
     world = World(WorldSize(8, 4, caching=False, kinds=(Kind(), Kind())))
     world.enter(1, list(range(12)))
     hit = ask(world.manager, list(range(12)))
-    assert (hit.num_tokens, hit.block_ids, hit.end) == (0, ((), ()), HitEnd.DISABLED)
+    assert (hit.num_tokens, hit.block_ids, hit.end) == (0, ((), ()), HitEnd.LIMIT)
     world.free(1)
     assert world.manager.usage().idle == 0
 

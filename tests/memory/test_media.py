@@ -40,7 +40,7 @@ def memory() -> KVCacheManager:
 def test_the_same_media_in_the_same_place_are_hit_to_the_last_token(memory: KVCacheManager) -> None:
     hit = ask(memory, TOKENS, FOX)
     # The tail has no media of its own: it is used in part as any other.
-    assert (hit.num_tokens, hit.num_copied, hit.end) == (14, 2, HitEnd.NEVER_SEEN)
+    assert (hit.num_tokens, hit.num_copied, hit.end) == (14, 2, HitEnd.NOT_CACHED)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_other_media_end_a_hit_at_the_block_that_they_touch(
 ) -> None:
     hit = ask(memory, TOKENS, *media)
     assert (hit.num_tokens, hit.num_copied) == (num_tokens, 0)
-    assert hit.end is (HitEnd.DIFFERENT if num_tokens else HitEnd.NEVER_SEEN)
+    assert hit.end is HitEnd.NOT_CACHED
     assert hit.differs_at == (num_tokens or None)
     assert enter(memory, TOKENS, *media).num_tokens == num_tokens
     assert ask(memory, [*TOKENS, 0], *media).num_tokens == 16
@@ -85,16 +85,16 @@ def test_what_stands_for_media_is_no_tail(memory: KVCacheManager, num_tokens: in
     assert memory.usage().idle - before == num_new
     hit = ask(memory, tokens, media)
     assert hit.num_tokens == known
-    assert hit.end is (HitEnd.NEVER_SEEN if num_tokens == 15 else HitEnd.LAST_TOKEN)
+    assert hit.end is (HitEnd.NOT_CACHED if num_tokens == 15 else HitEnd.LAST_TOKEN)
     assert enter(memory, tokens, media).num_tokens == known
     assert memory.usage().idle - before == num_new
 
 
 def test_another_tenant_s_media_are_known_to_the_operator_only(memory: KVCacheManager) -> None:
     hit = enter(memory, TOKENS, FOX, tenant="acme")
-    assert (hit.num_tokens, hit.end, hit.end.told) == (0, HitEnd.NAMESPACE, HitEnd.NEVER_SEEN)
+    assert (hit.num_tokens, hit.end) == (0, HitEnd.NOT_CACHED)
     other = enter(memory, TOKENS, FOX._replace(digest=b"kite"), tenant="zeta")
-    assert other.end is HitEnd.NEVER_SEEN
+    assert other.end is HitEnd.NOT_CACHED
 
 
 def test_blocks_of_media_go_to_the_host_and_to_disk() -> None:
@@ -123,9 +123,9 @@ def test_blocks_of_media_go_to_the_host_and_to_disk() -> None:
 def test_the_check_reads_what_blocks_keep_of_media(memory: KVCacheManager, entries: bytes) -> None:
     (pool,) = (group.pool for group in memory.groups)
     (last,) = [block_id for block_id in pool.index.block_ids() if len(pool.index.content_of(block_id) or b"") == 8]
-    stem, position = pool.index.place_of(last) or pytest.fail("it is published")
-    stem.data = bytearray(4 * SIZE)
-    stem.entries[position] = entries
+    node, position = pool.index.position_of(last) or pytest.fail("it is published")
+    node.data = bytearray(4 * SIZE)
+    node.entries[position] = entries
     with pytest.raises(InvariantViolation, match="M4"):
         check(memory)
 
@@ -135,4 +135,4 @@ def test_a_first_block_that_media_begin_to_fill_has_no_token_in_common_with_othe
     memory = KVCacheManager([FullAttention(block_size=SIZE)], 4)
     enter(memory, [7, 7])
     hit = ask(memory, [7, 7, 7], MediaSpan(1, 2, b"fox"))
-    assert (hit.num_tokens, hit.end, hit.differs_at) == (0, HitEnd.NEVER_SEEN, None)
+    assert (hit.num_tokens, hit.end, hit.differs_at) == (0, HitEnd.NOT_CACHED, None)

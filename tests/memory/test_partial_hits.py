@@ -16,9 +16,7 @@ from quire.memory import (
     Verdict,
     check,
 )
-from quire.memory.chain import Root
-from quire.memory.continuation import MAX_CANDIDATES
-from quire.memory.namespaces import Namespaces
+from quire.memory.partial_block import MAX_CANDIDATES
 from quire.memory.status import NO_TOKENS
 from tests.memory.twin_pages import Kind
 from tests.memory.world import NAMESPACES, World, WorldSize
@@ -47,7 +45,7 @@ def test_a_hit_goes_on_into_a_block_as_far_as_tokens_agree(kinds: tuple[Kind, ..
         world = world_of(12, kinds=kinds)
         hit = ask(world, [*PUBLISHED[:num_common], *[99] * 9])
         assert (hit.num_tokens, hit.num_copied) == (num_common, num_common % 4)
-        assert (hit.end, hit.differs_at) == (HitEnd.DIFFERENT, num_common)
+        assert (hit.end, hit.differs_at) == (HitEnd.NOT_CACHED, num_common)
         assert world.enter(2, [*PUBLISHED[:num_common], *[99] * 9])
         assert world.manager.usage().num_copies == len(kinds) * (num_common % 4 > 0)
         assert ask(world, [*PUBLISHED, 99]).num_tokens == 12, "what was copied is still there"
@@ -131,7 +129,7 @@ def test_the_next_turn_continues_the_tail_in_place() -> None:
     world.free(1)
     assert world.manager.usage().idle == 2
     hit = ask(world, [0, 1, 2, 3, 4, 5, 6, 7, 8])
-    assert (hit.num_tokens, hit.block_ids, hit.end) == (6, (table,), HitEnd.NEVER_SEEN)
+    assert (hit.num_tokens, hit.block_ids, hit.end) == (6, (table,), HitEnd.NOT_CACHED)
     assert world.enter(2, [0, 1, 2, 3, 4, 5, 6, 7, 8])
     assert world.manager.block_table(2)[:2] == table
     assert world.manager.usage().num_copies == 0
@@ -197,32 +195,33 @@ def test_what_was_evicted_is_said_to_have_been() -> None:
     world.enter(2, [50] * 4)
     assert ask(world, [*PUBLISHED, 99]).end is HitEnd.EVICTED
     world.manager.reset_prefix_cache()
-    assert ask(world, [*PUBLISHED, 99]).end is HitEnd.NEVER_SEEN
+    assert ask(world, [*PUBLISHED, 99]).end is HitEnd.NOT_CACHED
 
 
 def test_nothing_in_common_is_no_difference() -> None:
     world = world_of(8)
-    assert ask(world, [77] * 9)[2:4] == (HitEnd.NEVER_SEEN, None)
-    assert ask(world, [*PUBLISHED, *[77] * 9]).end is HitEnd.NEVER_SEEN
+    assert ask(world, [77] * 9)[2:4] == (HitEnd.NOT_CACHED, None)
+    assert ask(world, [*PUBLISHED, *[77] * 9]).end is HitEnd.NOT_CACHED
 
 
-def test_another_namespace_is_named_to_the_operator_only() -> None:
+def test_a_prompt_of_another_namespace_looks_like_one_that_was_never_computed() -> None:
+    """A client must not learn from the reason, or from the place of a difference, what another tenant sent."""
     world = world_of(8)
-    hit = ask(world, [*PUBLISHED, 99], NAMESPACES[1])
-    assert (hit.num_tokens, hit.end) == (0, HitEnd.NAMESPACE)
-    assert hit.end.told is HitEnd.NEVER_SEEN
-    account = hit.account(13)
-    assert account.by_reason()["namespace"] == 12
-    assert account.told().by_reason() == ask(world, [77] * 13, NAMESPACES[1]).account(13).by_reason()
-    assert ask(world, [77] * 13, NAMESPACES[1]).end is HitEnd.NEVER_SEEN
-    assert ask(world, PUBLISHED[:3], NAMESPACES[1]).end is HitEnd.NEVER_SEEN, "only whole blocks are looked for"
+    known, unknown = (ask(world, prompt, NAMESPACES[1]) for prompt in ([*PUBLISHED, 99], [77] * 13))
+    assert known == unknown
+    assert (known.num_tokens, known.end, known.differs_at) == (0, HitEnd.NOT_CACHED, None)
+    assert known.account(13).by_reason()["not_cached"] == 12
+
+
+def test_there_are_five_reasons() -> None:
+    assert [end.label for end in HitEnd] == ["not_cached", "evicted", "group", "limit", "last_token"]
 
 
 def test_accounts_add_up() -> None:
     hits = [
-        (PrefixHit(0, (), HitEnd.NEVER_SEEN, None, 0), 9),
+        (PrefixHit(0, (), HitEnd.NOT_CACHED, None, 0), 9),
         (PrefixHit(6, (), HitEnd.LAST_TOKEN, None, 0, 2), 7),
-        (PrefixHit(0, (), HitEnd.DISABLED, None, 0), 1),
+        (PrefixHit(0, (), HitEnd.LIMIT, None, 0), 1),
     ]
     total = NO_TOKENS
     for hit, num_tokens in hits:
@@ -232,7 +231,7 @@ def test_accounts_add_up() -> None:
         assert total.plus(account).minus(total) == account
         total = total.plus(account)
     assert total.sources == TokenSources(device=4, copied=2, computed=11)
-    assert {name: num for name, num in total.by_reason().items() if num} == {"never_seen": 8, "last_token": 3}
+    assert {name: num for name, num in total.by_reason().items() if num} == {"not_cached": 8, "last_token": 3}
     assert total.minus(total) == NO_TOKENS == TokenAccount()
 
 
@@ -242,16 +241,7 @@ def test_memory_of_what_has_gone_is_bounded() -> None:
     for number in range(50):
         world.enter(number, [number, number, number, number])
         world.free(number)
-        assert sum(stem.length for stem in world.manager.tree.stems()) <= 4 + 4
+        assert sum(node.length for node in world.manager.tree.nodes()) <= 4 + 4
         known = [n for n in range(number - 1) if ask(world, [n, n, n]).end is HitEnd.EVICTED]
         assert known == list(range(max(0, number - 3), number - 1))
-    assert all(ask(world, [n, n, n]).end is HitEnd.NEVER_SEEN for n in range(46))
-
-
-def test_memory_of_namespaces_is_bounded() -> None:
-    namespaces = Namespaces()
-    roots = [Root(bytes([number]), b"") for number in range(Namespaces.LIMIT + 3)]
-    for root in roots:
-        namespaces.add(root)
-        namespaces.add(roots[0])
-    assert namespaces.others(roots[0]) == roots[-Namespaces.LIMIT + 1 :]
+    assert all(ask(world, [n, n, n]).end is HitEnd.NOT_CACHED for n in range(46))

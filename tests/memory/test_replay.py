@@ -150,11 +150,11 @@ def is_settled(state: SequenceMemory) -> bool:
 
 def ids_of(manager: KVCacheManager) -> object:
     """Return all block ids of the state, in their order: a snapshot without tokens, names and digests."""
-    sequences, pools, slabs, (_, stems, _), pins, copies, _ = snapshot(manager)  # type: ignore[misc]
+    sequences, pools, slabs, (_, nodes, _), pins, copies = snapshot(manager)  # type: ignore[misc]
     return (
         [(seq_id, *rest) for seq_id, _, *rest in sequences],  # type: ignore[attr-defined]
         pools,
-        [(parent, first, blocks) for parent, first, _, _, blocks, *_ in stems],
+        [(parent, first, blocks) for parent, first, _, _, blocks, *_ in nodes],
         slabs,
         sorted(tables for _, tables in pins),  # type: ignore[attr-defined]
         copies,

@@ -25,10 +25,10 @@ from quire.memory.arena import Arena
 from quire.memory.groups import CacheGroup
 from quire.memory.loan import Loan
 from quire.memory.pool import NULL_BLOCK, BlockPool
-from quire.memory.prefix_index import ChainView, PrefixIndex
+from quire.memory.published import ChainView, PublishedBlocks
+from quire.memory.radix_node import RadixNode
 from quire.memory.sequence_memory import SequenceMemory
 from quire.memory.slabs import SlabLayout
-from quire.memory.stem import Stem
 from quire.memory.tables import BlockTables
 from quire.scheduling import admission as seating
 from quire.scheduling.queues import Queues
@@ -73,11 +73,11 @@ def leak_a_reference_on_fork(patch: Patch) -> None:
 
 
 def keep_the_place_of_an_evicted_block(patch: Patch) -> None:
-    def remove(index: PrefixIndex, block_ids: Iterable[int]) -> None:
+    def remove(index: PublishedBlocks, block_ids: Iterable[int]) -> None:
         for block_id in block_ids:
-            index._stems[block_id] = None
+            index._nodes[block_id] = None
 
-    patch.setattr(PrefixIndex, "remove", remove)
+    patch.setattr(PublishedBlocks, "remove", remove)
 
 
 def free_twice(patch: Patch) -> None:
@@ -321,11 +321,13 @@ def trust_the_digest(patch: Patch) -> None:
     """A hit that compares no tokens; the digests are short enough to collide now and then."""
     shrink_digests(patch)
 
-    def branch(stem: Stem, position: int, content: bytes) -> Stem | None:
-        return stem.branches.get(position, {}).get(chain.block_digest(stem.digest_before(position), content))
+    def branch(node: RadixNode, position: int, content: bytes) -> RadixNode | None:
+        return node.branches.get(position, {}).get(chain.block_digest(node.digest_before(position), content))
 
-    patch.setattr(Stem, "branch", branch)
-    patch.setattr(Stem, "num_equal", lambda stem, _, start, end: min(end - start, stem.first + stem.length - start))
+    patch.setattr(RadixNode, "branch", branch)
+    patch.setattr(
+        RadixNode, "num_equal", lambda node, _, start, end: min(end - start, node.first + node.length - start)
+    )
 
 
 def keep_a_preempted_sequence_open(patch: Patch) -> None:

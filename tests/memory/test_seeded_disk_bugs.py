@@ -11,7 +11,7 @@ from quire.memory import BlockCopy, Tier, TokenChain, archive
 from quire.memory.archive import Archive, Shelf
 from quire.memory.manager import KVCacheManager
 from quire.memory.ops import FetchedBlock
-from quire.memory.stem import Place
+from quire.memory.radix_node import NodePosition
 from tests.memory.nets import disk_reading_back, disk_twin, each_net
 
 Patch = pytest.MonkeyPatch
@@ -22,7 +22,7 @@ def save_nothing(patch: Patch) -> None:
 
 
 def save_after_the_block_is_taken(patch: Patch) -> None:
-    def save(self: Archive, group_idx: int, block_id: int, place: Place) -> None:
+    def save(self: Archive, group_idx: int, block_id: int, place: NodePosition) -> None:
         self._late.append(BlockCopy(group_idx, block_id, len(self._saves), Tier.HOST, Tier.DISK))  # type: ignore[attr-defined]
         self._saves.append(archive.describe(group_idx, place))
         self.num_saves += 1

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from quire.memory import KVCacheManager, MediaSpan, Namespace, TokenChain, continuation
+from quire.memory import KVCacheManager, MediaSpan, Namespace, TokenChain, partial_block
+from quire.memory.radix_node import RadixNode
 from quire.memory.sequence_memory import SequenceMemory
-from quire.memory.stem import Stem
 from quire.scheduling import Opening, Scheduler
 from quire.sequences import Sequence as TokenStream
 from tests.memory.nets import MEDIA_NETS, TEARS, each_net, media_reading_back, media_run, media_twin, media_world
@@ -57,22 +57,22 @@ def take_part_of_a_block_for_media(patch: Patch) -> None:
 def take_part_of_a_block_of_media(patch: Patch) -> None:
     """A published block with media begins with a token like any other."""
 
-    def first_token(stem: Stem, position: int) -> bytes:
-        start = position * stem.tree.block_bytes
-        return bytes(stem.data[start : start + 4])
+    def first_token(node: RadixNode, position: int) -> bytes:
+        start = position * node.layout.block_bytes
+        return bytes(node.data[start : start + 4])
 
-    patch.setattr(Stem, "_first_token", first_token)
+    patch.setattr(RadixNode, "_first_token", first_token)
 
 
 def publish_tails_of_media(patch: Patch) -> None:
-    honest = continuation.tail_of
+    honest = partial_block.tail_of
 
-    def tail_of(groups: object, state: SequenceMemory) -> continuation.Continuation | None:
+    def tail_of(groups: object, state: SequenceMemory) -> partial_block.PartialMatch | None:
         with pytest.MonkeyPatch.context() as blind:
             blind.setattr(TokenChain, "has_media", lambda *_: False)
             return honest(groups, state)  # type: ignore[arg-type]
 
-    patch.setattr(continuation, "tail_of", tail_of)
+    patch.setattr(partial_block, "tail_of", tail_of)
 
 
 def forget_the_media_of_a_child(patch: Patch) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from quire.memory import KVCacheManager, PrefixHit, TokenChain, admission, capacity, chain, continuation, manager
-from quire.memory.stem import Stem
+from quire.memory import KVCacheManager, PrefixHit, TokenChain, admission, capacity, chain, manager, partial_block
+from quire.memory.radix_node import RadixNode
 from quire.memory.tables import BlockTables
 from tests.memory.nets import (
     NETS,
@@ -41,31 +41,31 @@ def use_one_token_too_many(patch: Patch) -> None:
     def num_common(one: bytes, other: bytes) -> int:
         return min(honest(one, other) + 1, len(one) // 4, len(other) // 4)
 
-    patch.setattr(continuation, "num_common", num_common)
+    patch.setattr(partial_block, "num_common", num_common)
 
 
 def compare_no_tokens_of_a_part(patch: Patch) -> None:
-    patch.setattr(continuation, "num_common", lambda one, other: min(len(one), len(other)) // 4)
+    patch.setattr(partial_block, "num_common", lambda one, other: min(len(one), len(other)) // 4)
 
 
 def publish_a_tail_as_a_whole_block(patch: Patch) -> None:
-    honest = continuation.tail_of
+    honest = partial_block.tail_of
 
     def tail_of(groups: Any, state: Any) -> Any:
         tail = honest(groups, state)
         size = 4 * groups[0].spec.block_size
         return None if tail is None else tail._replace(content=tail.content.ljust(size, b"\0"))
 
-    patch.setattr(continuation, "tail_of", tail_of)
+    patch.setattr(partial_block, "tail_of", tail_of)
 
 
 def hit_a_part_that_only_the_first_group_has(patch: Patch) -> None:
-    honest = continuation._in_every_group
+    honest = partial_block._in_every_group
 
     def in_every_group(groups: Any, *args: Any) -> tuple[int, ...]:
         return honest(groups[:1], *args) * len(groups)
 
-    patch.setattr(continuation, "_in_every_group", in_every_group)
+    patch.setattr(partial_block, "_in_every_group", in_every_group)
 
 
 def promise_without_the_copy(patch: Patch) -> None:
@@ -80,7 +80,7 @@ def promise_without_the_copy(patch: Patch) -> None:
 
 
 def keep_the_children_of_evicted_blocks(patch: Patch) -> None:
-    patch.setattr(Stem, "drop_child", lambda *_: None)
+    patch.setattr(RadixNode, "drop_child", lambda *_: None)
 
 
 def rewrite_what_could_be_kept(patch: Patch) -> None:
@@ -93,13 +93,13 @@ def publish_no_tails(patch: Patch) -> None:
 
 def publish_tails_again_and_again(patch: Patch) -> None:
     """A tail is published though a block has its tokens already."""
-    honest = continuation.longest_continuation
+    honest = partial_block.longest_partial_match
 
     def longest(groups: Any, tokens: TokenChain, num_blocks: int, content: bytes) -> Any:
         known = honest(groups, tokens, num_blocks, content)
-        return None if known is None else known._replace(num_tokens=0, place=None)
+        return None if known is None else known._replace(num_tokens=0, position=None)
 
-    patch.setattr(continuation, "longest_continuation", longest)
+    patch.setattr(partial_block, "longest_partial_match", longest)
 
 
 CAUGHT: list[tuple[Callable[[Patch], None], tuple[Callable[[], None], ...]]] = [

@@ -58,8 +58,8 @@ def publish_states_of_other_lengths(patch: Patch) -> None:
         num_merges = honest(groups, state, num_full)
         for idx, group in enumerate(groups):
             index = group.pool.index
-            if group.spec.carries and index.tree.grow(state.chain, num_full, 0) == num_full:
-                place = index.tree.walk(state.chain, num_full).place(num_full - 1)
+            if group.spec.carries and index.tree.insert(state.chain, num_full, 0) == num_full:
+                place = index.tree.match(state.chain, num_full).position(num_full - 1)
                 if not index.at(place):
                     index.put(place, state.tables[idx][-1])
         return num_merges

@@ -13,8 +13,8 @@ from quire.memory import FullAttention, KVCacheManager, SlidingWindow, Usage, Ve
 from quire.memory.arena import Arena
 from quire.memory.idle_blocks import IdleBlocks
 from quire.memory.pool import BlockPool
-from quire.memory.prefix_index import PrefixIndex
-from quire.memory.prefix_tree import PrefixTree
+from quire.memory.published import PublishedBlocks
+from quire.memory.radix_tree import RadixTree
 from quire.memory.rest_queue import Clock
 from quire.memory.retention import Retention
 from quire.memory.slabs import MOST_ALIGNMENT_LOSS, SlabLayout, lay_out
@@ -94,9 +94,9 @@ def test_an_arena_needs_a_size() -> None:
 
 
 def pools_of(layout: SlabLayout) -> list[BlockPool]:
-    tree, clock, retention = PrefixTree(1, 2, None), Clock(), Retention(layout, 0)
+    tree, clock, retention = RadixTree(1, 2, None), Clock(), Retention(layout, 0)
     return [
-        BlockPool(PrefixIndex(tree, idx, layout.num_ids(idx)), IdleBlocks(None, clock, retention, idx), (), clock)
+        BlockPool(PublishedBlocks(tree, idx, layout.num_ids(idx)), IdleBlocks(None, clock, retention, idx), (), clock)
         for idx in (0, 1)
     ]
 

@@ -78,7 +78,7 @@ def test_a_hit_says_which_group_ended_it() -> None:
     world = World(WorldSize(12, 2, kinds=(FULL, WINDOW)))
     world.enter(1, list(range(12)))
     hit = ask(world, [*range(10), 99, 99, 99])
-    assert (hit.num_tokens, hit.end, hit.group_idx, hit.differs_at) == (10, HitEnd.DIFFERENT, None, 10)
+    assert (hit.num_tokens, hit.end, hit.group_idx, hit.differs_at) == (10, HitEnd.NOT_CACHED, None, 10)
     world.manager.groups[1].pool.index.remove(hit.block_ids[1][-1:])
     hit = ask(world, [*range(10), 99, 99, 99])
     assert (hit.num_tokens, hit.end, hit.group_idx, hit.differs_at) == (8, HitEnd.GROUP, 1, None)
@@ -108,7 +108,7 @@ def test_a_prompt_needs_nothing_of_chunks_that_are_over() -> None:
 def test_a_prompt_that_nobody_has_computed_lacks_no_snapshot() -> None:
     world = World(WorldSize(12, 2, kinds=(CHUNK, Kind("state"))))
     hit = ask(world, list(range(21)))
-    assert (hit.num_tokens, hit.end) == (0, HitEnd.NEVER_SEEN)
+    assert (hit.num_tokens, hit.end) == (0, HitEnd.NOT_CACHED)
 
 
 def test_the_next_turn_reads_what_another_sequence_left_behind_its_window() -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from quire.memory import HitEnd, Namespace
 from tests.memory.media import Row
-from tests.memory.twin_pages import Continuation, Match, Pages, Prefix
+from tests.memory.twin_pages import Match, Pages, PartialMatch, Prefix
 
 if TYPE_CHECKING:
     from tests.memory.twin import Twin
@@ -17,11 +17,11 @@ def match(twin: Twin, namespace: Namespace, tokens: list[int], max_tokens: int |
     """Return the longest prefix of whole pages that leaves a token to compute, and what goes on inside a page."""
     most = len(tokens) - 1 if max_tokens is None else min(len(tokens) - 1, max_tokens)
     if not twin.caching:
-        return Match([[] for _ in twin.groups], 0, {HitEnd.DISABLED})
+        return Match([[] for _ in twin.groups], 0, {HitEnd.LIMIT})
     groups = range(len(twin.groups))
     pages = longest(twin, namespace, tokens, most, groups)
     start = num_tokens = len(pages[0]) * twin.page_size
-    last = longest_continuation(twin, namespace, tokens, start)
+    last = longest_partial_match(twin, namespace, tokens, start)
     if last and not twin.states:
         num_tokens = min(most, start + last.num_tokens)
     if last and num_tokens > start:
@@ -34,8 +34,8 @@ def match(twin: Twin, namespace: Namespace, tokens: list[int], max_tokens: int |
     if twin.states and len(longest(twin, namespace, tokens, most, twin.kept)[0] if twin.kept else [0] * most) > len(
         pages[0]
     ):
-        return Match(pages, num_tokens, {HitEnd.NO_SNAPSHOT, HitEnd.GROUP})
-    return Match(pages, num_tokens, _reasons(twin, namespace, tokens, start, last))
+        return Match(pages, num_tokens, {HitEnd.GROUP})
+    return Match(pages, num_tokens, _reasons(twin, namespace, tokens, start))
 
 
 def parted_at(twin: Twin, namespace: Namespace, tokens: list[int], max_tokens: int | None) -> set[int]:
@@ -90,7 +90,7 @@ def _is_published(twin: Twin, namespace: Namespace, tokens: list[int], length: i
     return any(prefix in group.published for groups in tiers for group in groups)
 
 
-def longest_continuation(twin: Twin, namespace: Namespace, tokens: list[int], start: int) -> Continuation | None:
+def longest_partial_match(twin: Twin, namespace: Namespace, tokens: list[int], start: int) -> PartialMatch | None:
     """Return the pages, one in each group, that have most of the tokens after the first whole pages."""
     best = None
     if not twin.kept:
@@ -106,23 +106,18 @@ def longest_continuation(twin: Twin, namespace: Namespace, tokens: list[int], st
                     # A page with media is wanted as it is, or not at all.
                     count = len(theirs) if theirs == tuple(wanted) else 0
                 if best is None or count > best.num_tokens:
-                    best = Continuation(count, len(theirs), [page for page in pages if page])
+                    best = PartialMatch(count, [page for page in pages if page])
     return best
 
 
-def _reasons(twin: Twin, namespace: Namespace, tokens: list[int], start: int, last: Continuation | None) -> set[HitEnd]:
-    """Return what may be said of a hit that ends early; what was evicted may be forgotten."""
+def _reasons(twin: Twin, namespace: Namespace, tokens: list[int], start: int) -> set[HitEnd]:
+    """Return the reasons that are true of a hit that ends early; the tree may have forgotten an evicted block."""
     words = tuple(tokens[: start + twin.page_size])
     is_whole = len(words) == start + twin.page_size
     if is_whole and any((namespace, words) in group.published for group in twin.groups):
         return {HitEnd.GROUP}
-    reason = HitEnd.NEVER_SEEN
-    if last and (start or last.num_tokens):
-        reason = HitEnd.DIFFERENT if last.num_tokens < last.num_theirs else HitEnd.NEVER_SEEN
-    elif is_whole and not start:
-        elsewhere = {known for group in twin.groups for known, theirs in group.published if theirs == words}
-        reason = HitEnd.NAMESPACE if elsewhere else HitEnd.NEVER_SEEN
-    return {reason, HitEnd.EVICTED} if is_whole and (namespace, words) in twin.departed else {reason}
+    is_departed = is_whole and (namespace, words) in twin.departed
+    return {HitEnd.NOT_CACHED, HitEnd.EVICTED} if is_departed else {HitEnd.NOT_CACHED}
 
 
 def _hit(twin: Twin, namespace: Namespace, tokens: list[int], idx: int, length: int) -> Pages | None:

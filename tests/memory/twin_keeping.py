@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tests.memory.media import Row
-from tests.memory.twin_hits import longest_continuation
+from tests.memory.twin_hits import longest_partial_match
 from tests.memory.twin_pages import Pages, TwinSequence
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def publish_tail(twin: Twin, sequence: TwinSequence) -> None:
     tokens = sequence.tokens[: sequence.num_computed]
     if any(isinstance(word, Row) for word in tokens[page_idx * twin.page_size :]):
         return
-    known = longest_continuation(twin, sequence.namespace, tokens, page_idx * twin.page_size)
+    known = longest_partial_match(twin, sequence.namespace, tokens, page_idx * twin.page_size)
     prefix = (sequence.namespace, tuple(tokens))
     if (known and known.num_tokens == num_tokens) or any(prefix in group.published for group in twin.groups):
         return

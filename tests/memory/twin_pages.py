@@ -69,17 +69,15 @@ class Match(NamedTuple):
     ends: set[HitEnd]
 
 
-class Continuation(NamedTuple):
+class PartialMatch(NamedTuple):
     """A page of each group that goes on with some of the tokens wanted.
 
     Args:
         num_tokens: that are those wanted.
-        num_theirs: that it is published with.
         pages: of each group.
     """
 
     num_tokens: int
-    num_theirs: int
     pages: list[Page]
 
 

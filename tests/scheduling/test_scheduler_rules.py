@@ -185,7 +185,7 @@ def test_the_second_of_two_equal_prompts_is_computed_from_its_hit_on() -> None:
     assert (stats.prefix_queries, stats.prefix_hits) == (24, 11)
     assert stats.first_time.sources == TokenSources(device=8, copied=3, computed=13)
     reasons = stats.first_time.by_reason()
-    assert {name: count for name, count in reasons.items() if count} == {"never_seen": 11, "last_token": 2}
+    assert {name: count for name, count in reasons.items() if count} == {"not_cached": 11, "last_token": 2}
     assert stats.resumed == TokenAccount()
 
 

@@ -65,7 +65,7 @@ def test_kv_explains_the_blocks_of_each_group(server: ServerProcess) -> None:
     reasons = {
         name: num - first_before["computed_by_reason"][name] for name, num in first["computed_by_reason"].items()
     }
-    assert {name: num for name, num in reasons.items() if num} == {"never_seen": len(prompt) - 1, "last_token": 2}
+    assert {name: num for name, num in reasons.items() if num} == {"not_cached": len(prompt) - 1, "last_token": 2}
     assert after["resumed"] == before["resumed"]
     assert after["host"] is None, "this server has no swap space"
     counters = ("evictions", "copies", "merges", "preemptions", "swaps", "wasted_tokens")

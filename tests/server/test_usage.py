@@ -34,14 +34,14 @@ def test_3_cached_tokens_are_always_there_and_fewer_than_the_prompts() -> None:
 def test_details_of_all_prompts_add_up() -> None:
     count = TokenCount()
     for prompt_idx, hit in enumerate(
-        (PrefixHit(13, (), HitEnd.DIFFERENT, None, 0, 5), PrefixHit(0, (), HitEnd.LIMIT, None, 0))
+        (PrefixHit(13, (), HitEnd.NOT_CACHED, None, 0, 5), PrefixHit(0, (), HitEnd.LIMIT, None, 0))
     ):
         for _ in range(2):
             count.add(prompt_idx, replace(delta(16, 1), prompt_account=hit.account(16)))
     details = count.as_json()["prompt_tokens_details"]
     assert details["by_source"] == {"device": 8, "host": 0, "disk": 0, "copied": 5, "computed": 19}
     assert {reason: num for reason, num in details["computed_by_reason"].items() if num} == {
-        "different": 2,
+        "not_cached": 2,
         "limit": 15,
         "last_token": 2,
     }

@@ -21,8 +21,8 @@ from quire.memory.chain import TokenChain
 from quire.memory.groups import longest_agreed
 from quire.memory.ops import BlockCopy, FetchedBlock, MemoryOps, StoredBlock, Tier
 from quire.memory.pool import NULL_BLOCK, BlockPool
-from quire.memory.prefix_index import PrefixIndex
-from quire.memory.stem import Place
+from quire.memory.published import PublishedBlocks
+from quire.memory.radix_node import NodePosition
 from quire.memory.tables import BlockTables
 
 
@@ -114,7 +114,7 @@ class Archive:
                 pool = group.pool
                 held = [block_id for block_id in pool.index.block_ids() if pool.ref_counts[block_id]]
                 for block_id in pool.idle.victims(len(pool.idle)) + held:
-                    place = pool.index.place_of(block_id)
+                    place = pool.index.position_of(block_id)
                     if place is not None and not place[0].is_tail:
                         copies.append(BlockCopy(idx, block_id, len(saves), tier, Tier.DISK))
                         saves.append(describe(idx, place))
@@ -150,11 +150,11 @@ class Archive:
                 break
             (block_id,) = tables.take(group_idx, 1, Tier.HOST)
             # After that, since what is evicted for it may take places with it.
-            if pool.index.tree.grow(chain, block_idx + 1, block_idx) <= block_idx:
+            if pool.index.tree.insert(chain, block_idx + 1, block_idx) <= block_idx:
                 pool.release((block_id,))
                 break
             tables.pending_copies.append(BlockCopy(group_idx, ticket, block_id, Tier.DISK, Tier.HOST))
-            pool.index.put(pool.index.tree.walk(chain, block_idx + 1).place(block_idx), block_id)
+            pool.index.put(pool.index.tree.match(chain, block_idx + 1).position(block_idx), block_id)
             held.append((block_idx, group_idx))
             adopted.append(ticket)
         # By place: to take one may have moved the others. The tail is evicted before the head.
@@ -178,7 +178,7 @@ class Archive:
 
     # ---- what the pools ask for ----
 
-    def save(self, group_idx: int, block_id: int, place: Place | None) -> None:
+    def save(self, group_idx: int, block_id: int, place: NodePosition | None) -> None:
         """Have a host block saved before anybody writes to it."""
         self._tables.arena.moves.append(BlockCopy(group_idx, block_id, len(self._saves), Tier.HOST, Tier.DISK))
         self._saves.append(describe(group_idx, place))
@@ -186,7 +186,7 @@ class Archive:
 
     # ---- parts ----
 
-    def _indexes(self) -> list[tuple[PrefixIndex, PrefixIndex]]:
+    def _indexes(self) -> list[tuple[PublishedBlocks, PublishedBlocks]]:
         """Return the indexes of each group, on the device and on the host."""
         tiers = zip(self._tables.groups, self._tables.groups_on(Tier.HOST), strict=True)
         return [(device.pool.index, host.pool.index) for device, host in tiers]
@@ -228,7 +228,7 @@ class Shelf:
     def keep(self, block_ids: Sequence[int]) -> None:
         """Have published blocks that are about to be evicted saved."""
         for block_id in block_ids:
-            self._archive.save(self._group_idx, block_id, self._pool.index.place_of(block_id))
+            self._archive.save(self._group_idx, block_id, self._pool.index.position_of(block_id))
 
 
 class _Reach:
@@ -237,7 +237,11 @@ class _Reach:
     __slots__ = ("_chain", "_group_idx", "_holds", "_indexes", "_known")
 
     def __init__(
-        self, indexes: Sequence[PrefixIndex], group_idx: int, chain: TokenChain, holds: Callable[[StoredBlock], bool]
+        self,
+        indexes: Sequence[PublishedBlocks],
+        group_idx: int,
+        chain: TokenChain,
+        holds: Callable[[StoredBlock], bool],
     ) -> None:
         self._indexes = indexes
         self._group_idx = group_idx
@@ -272,12 +276,12 @@ class _Reach:
         return StoredBlock(self._group_idx, digest, chain.content(block_idx), chain.digest_before(block_idx))
 
 
-def describe(group_idx: int, place: Place | None) -> StoredBlock:
+def describe(group_idx: int, place: NodePosition | None) -> StoredBlock:
     """Return what a published block is, for the disk."""
     assert place is not None, "only published blocks are saved"
-    stem, position = place
-    digest, parent = stem.digest(position), stem.digest_before(position)
-    return StoredBlock(group_idx, digest, stem.content(position), parent)
+    node, position = place
+    digest, parent = node.digest(position), node.digest_before(position)
+    return StoredBlock(group_idx, digest, node.content(position), parent)
 
 
 def _published(pool: BlockPool, chain: TokenChain, block_idx: int) -> list[int]:

@@ -18,8 +18,8 @@ from quire.memory.idle_blocks import Age, IdleBlocks, RetentionPriority
 from quire.memory.loan import Loan
 from quire.memory.ops import BlockCopy, Tier
 from quire.memory.pool import NULL_BLOCK, BlockPool
-from quire.memory.prefix_index import PrefixIndex
-from quire.memory.prefix_tree import PrefixTree
+from quire.memory.published import PublishedBlocks
+from quire.memory.radix_tree import RadixTree
 from quire.memory.rest_queue import Clock
 from quire.memory.retention import Retention
 from quire.memory.slabs import SlabLayout, lay_out
@@ -179,7 +179,7 @@ def build_arena(
     num_blocks: int | None,
     num_bytes: int | None,
     policy: PolicyMaker | None,
-    tree: PrefixTree,
+    tree: RadixTree,
     *,
     retention_limit: int = 0,
     tier: Tier = Tier.DEVICE,
@@ -208,5 +208,5 @@ def build_arena(
     for idx in range(len(block_bytes)):
         idle = IdleBlocks(policy, clock, retention, idx)
         slot = idx if tier is Tier.DEVICE else len(block_bytes) + idx
-        pools.append(BlockPool(PrefixIndex(tree, slot, layout.num_ids(idx)), idle, own, clock))
+        pools.append(BlockPool(PublishedBlocks(tree, slot, layout.num_ids(idx)), idle, own, clock))
     return Arena(layout, pools, retention, tier, clock)

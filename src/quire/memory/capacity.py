@@ -14,7 +14,7 @@ from quire.memory.tables import BlockTables
 
 
 class CapacityQueries:
-    """Answers questions about room; none of them changes anything that a command or another question sees.
+    """Answers questions about room; a question may cache, and changes no answer and no command.
 
     Args:
         tables: of all sequences.

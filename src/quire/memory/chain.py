@@ -4,7 +4,7 @@
  namespace <--root-- [block 0] <--digest 0-- [block 1] <--digest 1-- [block 2] ...
 ```
 
-Whether blocks are the same is decided by comparing all that: see `quire.memory.prefix_tree`. A *digest* is what a block
+Whether blocks are the same is decided by comparing all that: see `quire.memory.radix_tree`. A *digest* is what a block
 is called where its contents are not at hand, on disk and in logs, and what the tree's branches are looked up by. It is
 keyed, and covers the block's content and the digest before it. So equal digests mean equal prefixes, namespaces
 included, unless the hash collides; whoever finds something by its digest compares contents.
@@ -16,12 +16,9 @@ from array import array
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from hashlib import blake2b
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 from quire.memory.media import MediaSpan
-
-if TYPE_CHECKING:
-    from quire.memory.prefix_tree import Trail
 
 TOKEN_BYTES = 4
 DIGEST_BYTES = 16
@@ -81,6 +78,14 @@ def root_of(namespace: Namespace, key: bytes) -> Root:
     return Root(blake2b(content, digest_size=DIGEST_BYTES, key=key).digest(), content)
 
 
+class Cursor(Protocol):
+    """A position in a prefix tree: `quire.memory.radix_tree.PrefixCursor`, of which a chain needs one method."""
+
+    def copy(self) -> Cursor:
+        """Return an independent copy."""
+        ...
+
+
 class TokenChain:
     """The tokens of one sequence, and the contents and digests of its full blocks, each computed once, when asked for.
 
@@ -94,13 +99,13 @@ class TokenChain:
     Attributes:
         data: the tokens of the first blocks, those that were asked for, as bytes.
         entries: by block, what it keeps of media behind its tokens.
-        trail: where these blocks are in a prefix tree, as far as somebody looked; the tree's own.
+        cursor: positions of the blocks in a prefix tree, as far as they were matched; only the tree reads and sets it.
 
     Raises:
         ValueError: a span before the first token, or without any.
     """
 
-    __slots__ = ("_block_size", "_digests", "data", "entries", "media", "root", "tokens", "trail")
+    __slots__ = ("_block_size", "_digests", "cursor", "data", "entries", "media", "root", "tokens")
 
     def __init__(self, tokens: list[int], root: Root, block_size: int, media: Iterable[MediaSpan] = ()) -> None:
         self.tokens = tokens
@@ -111,7 +116,7 @@ class TokenChain:
         self.root = root
         self.data = bytearray()
         self.entries: dict[int, bytes] = {}
-        self.trail: Trail | None = None
+        self.cursor: Cursor | None = None
         self._block_size = block_size
         self._digests: list[bytes] = []
 
@@ -180,7 +185,7 @@ class TokenChain:
         if num_blocks * size < len(self.data):
             del self.data[num_blocks * size :]
             self.entries = {idx: entry for idx, entry in self.entries.items() if idx < num_blocks}
-            self.trail = None
+            self.cursor = None
         del self._digests[num_blocks:]
 
     def fork(self, tokens: list[int]) -> TokenChain:
@@ -191,7 +196,7 @@ class TokenChain:
         child.root = self.root
         child.data = self.data.copy()
         child.entries = self.entries.copy()
-        child.trail = None if self.trail is None else self.trail.copy()
+        child.cursor = None if self.cursor is None else self.cursor.copy()
         child._block_size = self._block_size
         child._digests = self._digests.copy()
         return child

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from quire.memory.chain import TokenChain
 from quire.memory.pool import NULL_BLOCK, BlockPool
-from quire.memory.prefix_index import ChainView
+from quire.memory.published import ChainView
 from quire.memory.specs import KVCacheSpec, PublishedRun
 from quire.memory.status import BlockLoad
 from quire.memory.tiered_view import TieredView

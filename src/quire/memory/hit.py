@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.memory.chain import TOKEN_BYTES, TokenChain
-from quire.memory.continuation import Continuation, longest_continuation
 from quire.memory.groups import CacheGroup, PrefixRun, find_prefix
-from quire.memory.namespaces import Namespaces
+from quire.memory.partial_block import longest_partial_match
 from quire.memory.pool import NULL_BLOCK
 from quire.memory.status import HitEnd, PrefixHit
 
@@ -17,22 +16,20 @@ def find_hit(
     chain: TokenChain,
     max_tokens: int | None,
     version: int,
-    namespaces: Namespaces,
     host_groups: Sequence[CacheGroup] = (),
     *,
     keeps_all: bool = False,
 ) -> PrefixHit:
-    """Find the longest hit of whole blocks, and go on into the published block that has most of what comes next.
+    """Find the longest hit of whole blocks, and continue it in the published block that has most of the next tokens.
 
-    A longer hit needs no more of the blocks before than the shorter one, so wherever whole blocks are hit, what
-    follows them may be too.
+    A longer hit never needs more of the earlier blocks than a shorter one, so every hit of whole blocks may be
+    continued.
 
     Args:
-        groups: with one block size.
-        chain: of the tokens; one at least is left to compute.
-        max_tokens: of the hit, None for all.
+        groups: cache groups, all with one block size.
+        chain: chain of the prompt; the hit leaves at least one of its tokens to compute.
+        max_tokens: largest number of tokens of the hit; None for no limit.
         version: see `PrefixHit`.
-        namespaces: in which there may be something.
         host_groups: see `find_prefix`.
         keeps_all: True where no block of a live sequence ever dies, and there are no states.
     """
@@ -41,12 +38,12 @@ def find_hit(
     limit = most if max_tokens is None else max(0, min(most, max_tokens))
     run = find_prefix(groups, chain, limit // size, host_groups)
     start = run.num_blocks * size
-    # A state sums up whole blocks only; what comes next the groups of tokens know.
+    # A state covers whole blocks only; with one, the groups of tokens still tell where the prompt differs.
     kept = [group for group in groups if not group.spec.carries]
     next_one = None
     if kept and start < limit:
         content = chain.part(start, min(start + size, num_tokens))
-        next_one = longest_continuation(kept, chain, run.num_blocks, content)
+        next_one = longest_partial_match(kept, chain, run.num_blocks, content)
     is_divisible = len(kept) == len(groups)
     num_copied, block_ids, loads = 0, run.block_ids, run.loads
     if next_one is not None and is_divisible:
@@ -60,17 +57,15 @@ def find_hit(
     if loads:
         # What the longer hit needs no more is not copied from the host for it.
         loads = tuple(load for load in loads if load.block_idx >= groups[load.group_idx].num_dead(end))
-    group_idx, differs_at = None, None
     if end == limit or (not is_divisible and run.num_blocks == limit // size):
         reason = HitEnd.LAST_TOKEN if limit == most else HitEnd.LIMIT
     else:
-        if run.group_idx is not None and groups[run.group_idx].spec.carries:
-            reason, group_idx = HitEnd.NO_SNAPSHOT, run.group_idx
-        else:
-            reason = _reason(groups, chain, run, next_one, namespaces)
-            group_idx = run.group_idx if reason is HitEnd.GROUP else None
-            if next_one is not None and reason is HitEnd.DIFFERENT:
-                differs_at = start + next_one.num_tokens
+        reason = _reason(groups, chain, run)
+    group_idx = run.group_idx if reason is HitEnd.GROUP else None
+    differs_at = None
+    if reason is HitEnd.NOT_CACHED and next_one is not None:
+        is_parting = next_one.num_tokens * TOKEN_BYTES < len(next_one.content)
+        differs_at = start + next_one.num_tokens if is_parting else None
     num_host_tokens = len({load.block_idx for load in loads}) * size if loads else 0
     parted_at = 0 if keeps_all else _parted_at(groups, chain, limit // size)
     return PrefixHit(
@@ -80,15 +75,15 @@ def find_hit(
 
 def _parted_at(groups: Sequence[CacheGroup], chain: TokenChain, most_blocks: int) -> int:
     """Return the tokens of the first blocks that the tree knows, where it goes on otherwise behind them; else 0."""
-    trail = groups[0].pool.index.tree.walk(chain, most_blocks)
-    num_known = trail.num_known
+    cursor = groups[0].pool.index.tree.match(chain, most_blocks)
+    num_known = cursor.num_known
     if not 0 < num_known < most_blocks:
         return 0
-    stem, position = trail.place_after(num_known)
+    node, position = cursor.position_after(num_known)
     content = chain.content(num_known)
     # A tail that the prompt goes on from is no other way.
-    others = (branch for branch in stem.branches.get(position, {}).values() if not content.startswith(branch.data))
-    is_parting = position < stem.length or next(others, None) is not None
+    others = (branch for branch in node.branches.get(position, {}).values() if not content.startswith(branch.data))
+    is_parting = position < node.length or next(others, None) is not None
     return num_known * groups[0].spec.block_size if is_parting else 0
 
 
@@ -96,31 +91,18 @@ def _without_dead(block_ids: tuple[int, ...], num_dead: int) -> tuple[int, ...]:
     return (NULL_BLOCK,) * num_dead + block_ids[num_dead:]
 
 
-def _reason(
-    groups: Sequence[CacheGroup],
-    chain: TokenChain,
-    run: PrefixRun,
-    next_one: Continuation | None,
-    namespaces: Namespaces,
-) -> HitEnd:
-    """Say why more is not hit than nobody asked to leave out."""
+def _reason(groups: Sequence[CacheGroup], chain: TokenChain, run: PrefixRun) -> HitEnd:
+    """Return why a hit is shorter than its limit."""
+    if run.group_idx is not None and groups[run.group_idx].spec.carries:
+        return HitEnd.GROUP
     block_idx, size = run.num_blocks, groups[0].spec.block_size
-    indexes = [group.pool.index for group in groups]
-    tree = indexes[0].tree
-    is_whole = (block_idx + 1) * size <= len(chain.tokens)
-    trail = tree.walk(chain, block_idx + is_whole)
-    if is_whole and trail.num_known > block_idx:
-        stem, position = place = trail.place(block_idx)
-        if any(index.at(place) for index in indexes):
+    if (block_idx + 1) * size > len(chain.tokens):
+        return HitEnd.NOT_CACHED
+    cursor = groups[0].pool.index.tree.match(chain, block_idx + 1)
+    if cursor.num_known > block_idx:
+        node, position = found = cursor.position(block_idx)
+        if any(group.pool.index.at(found) for group in groups):
             return HitEnd.GROUP
-        if position not in stem.unseen:
+        if position not in node.never_published:
             return HitEnd.EVICTED
-    if next_one is not None:
-        is_parting = next_one.num_tokens * TOKEN_BYTES < len(next_one.content)
-        return HitEnd.DIFFERENT if is_parting else HitEnd.NEVER_SEEN
-    others = namespaces.others(chain.root) if is_whole and not block_idx else ()
-    for root in filter(None, map(tree.root, others)):
-        branch = root.branch(0, chain.content(0))
-        if branch is not None and any(index.at((branch, 0)) for index in indexes):
-            return HitEnd.NAMESPACE
-    return HitEnd.NEVER_SEEN
+    return HitEnd.NOT_CACHED

@@ -16,7 +16,7 @@ from quire.memory.groups import CacheGroup
 from quire.memory.idle_blocks import RetentionPriority
 from quire.memory.ops import BlockCopy, Tier
 from quire.memory.pool import NULL_BLOCK
-from quire.memory.prefix_tree import PrefixTree
+from quire.memory.radix_tree import RadixTree
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ class HostTier:
         groups: Sequence[CacheGroup],
         num_bytes: int,
         policy: PolicyMaker | None,
-        tree: PrefixTree,
+        tree: RadixTree,
     ) -> None:
         self.arena = build_arena(device.layout.block_bytes, None, num_bytes, policy, tree, tier=Tier.HOST)
         self.arena.moves = device.moves
@@ -101,7 +101,7 @@ class Demotion:
         pool = arena.pools[idx]
         needs = [int(other == idx) for other in range(len(arena.pools))]
         for block_id in block_ids:
-            place = self._pool.index.place_of(block_id)
+            place = self._pool.index.position_of(block_id)
             assert place is not None, "only published blocks are evicted"
             if place[0].is_tail or block_id in not_kept:
                 continue

@@ -14,9 +14,10 @@ from quire.memory.manager import KVCacheManager
 from quire.memory.media import read_entries
 from quire.memory.ops import Tier
 from quire.memory.pool import NULL_BLOCK
-from quire.memory.prefix_index import PrefixIndex
+from quire.memory.published import PublishedBlocks
+from quire.memory.radix_node import RadixNode
+from quire.memory.radix_tree import RadixTree
 from quire.memory.sequence_memory import SequenceMemory
-from quire.memory.stem import Stem
 
 
 def check(manager: KVCacheManager) -> None:
@@ -107,9 +108,8 @@ def snapshot(manager: KVCacheManager) -> tuple[object, ...]:
         )
         for arena in (manager.arena, *((manager.host.arena,) if manager.host else ()))
     )
-    roots = manager.namespaces.snapshot()
     pending = tuple(manager.tables.pending_copies)
-    return sequences, pools, slabs, manager.tree.snapshot(), manager.pins.snapshot(), pending, roots
+    return sequences, pools, slabs, manager.tree.snapshot(), manager.pins.snapshot(), pending
 
 
 def _lent_blocks(arena: Arena, group_idx: int) -> list[int]:
@@ -197,26 +197,28 @@ def _check_partition(group: CacheGroup, holders: Counter[int], lent: list[int]) 
 def _check_index(group: CacheGroup) -> None:
     """M4: a place has one block and a block one place, in the tree, with a whole block's content or less."""
     index, size = group.pool.index, group.spec.block_size
-    places = {block_id: place for block_id in range(index.num_ids) if (place := index.place_of(block_id)) is not None}
-    for block_id, (stem, position) in places.items():
-        content = stem.content(position)
+    places = {
+        block_id: place for block_id in range(index.num_ids) if (place := index.position_of(block_id)) is not None
+    }
+    for block_id, (node, position) in places.items():
+        content = node.content(position)
         if len(content) < TOKEN_BYTES or not _is_media(content[TOKEN_BYTES * size :], size):
             raise InvariantViolation("M4", f"block {block_id} is published as {content!r}")
-        if index.at((stem, position)) != block_id:
+        if index.at((node, position)) != block_id:
             raise InvariantViolation("M4", f"block {block_id} is not the one at its place")
-        if not _is_in_tree(stem):
+        if not _is_in_tree(index.tree, node):
             raise InvariantViolation("M4", f"block {block_id} is published at a place that is not in the tree")
     if len(places) != len(index):
         raise InvariantViolation("M4", f"{len(places)} blocks have a place, {len(index)} count as published")
 
 
-def _is_in_tree(stem: Stem) -> bool:
-    """Say whether a stem is reached from its root."""
-    while stem.parent is not None:
-        if stem.parent.branches.get(stem.first - stem.parent.first, {}).get(stem.name) is not stem:
+def _is_in_tree(tree: RadixTree, node: RadixNode) -> bool:
+    """Say whether a node is reached from its root."""
+    while node.parent is not None:
+        if node.parent.branches.get(node.first - node.parent.first, {}).get(node.name) is not node:
             return False
-        stem = stem.parent
-    return stem.tree.roots.get(stem.name) is stem
+        node = node.parent
+    return tree.roots.get(node.name) is node
 
 
 def _check_tree(manager: KVCacheManager) -> None:
@@ -225,38 +227,41 @@ def _check_tree(manager: KVCacheManager) -> None:
     indexes = [group.pool.index for group in (*manager.groups, *(manager.host.groups if manager.host else ()))]
     if any(index.tree is not tree for index in indexes):
         raise InvariantViolation("M4", "pools publish in different trees")
-    for stem in tree.stems():
-        if stem.parent is not None:
-            base = stem.parent.digest_before(stem.first - stem.parent.first)
-            if block_digest(base, stem.content(0)) != stem.name:
-                raise InvariantViolation("M4", f"a stem is found as {stem.name!r}, which is another one's digest")
-        if stem.num_published != sum(block_id != NULL_BLOCK for blocks in stem.blocks for block_id in blocks):
-            raise InvariantViolation("M4", f"a stem counts {stem.num_published} published blocks, and has others")
-        if any(len(blocks) > stem.length for blocks in stem.blocks):
-            raise InvariantViolation("M4", f"a stem of {stem.length} positions has blocks behind them")
+    for node in tree.nodes():
+        if node.parent is not None:
+            base = node.parent.digest_before(node.first - node.parent.first)
+            if block_digest(base, node.content(0)) != node.name:
+                raise InvariantViolation("M4", f"a node is found as {node.name!r}, which is another one's digest")
+        if node.num_published != sum(block_id != NULL_BLOCK for blocks in node.blocks for block_id in blocks):
+            raise InvariantViolation("M4", f"a node counts {node.num_published} published blocks, and has others")
+        if any(len(blocks) > node.length for blocks in node.blocks):
+            raise InvariantViolation("M4", f"a node of {node.length} positions has blocks behind them")
         for index in indexes:
-            for position in range(stem.length):
-                block_id = index.at((stem, position))
-                if block_id != NULL_BLOCK and index.place_of(block_id) != (stem, position):
+            for position in range(node.length):
+                block_id = index.at((node, position))
+                if block_id != NULL_BLOCK and index.position_of(block_id) != (node, position):
                     raise InvariantViolation("M4", f"block {block_id} is at a place that it does not know of")
-        for position, branches in stem.branches.items():
+        for position, branches in node.branches.items():
             contents = [branch.content(0) for branch in branches.values()]
-            own = stem.content(position) if position < stem.length else None
-            if len({*contents, own}) != len(contents) + 1 or not 0 <= position <= stem.length:
-                raise InvariantViolation("M4", f"what comes at position {position} of a stem is there twice")
-            _check_children(stem, position, indexes)
+            own = node.content(position) if position < node.length else None
+            if len({*contents, own}) != len(contents) + 1 or not 0 <= position <= node.length:
+                raise InvariantViolation("M4", f"what comes at position {position} of a node is there twice")
+            _check_children(node, position, indexes)
 
 
-def _check_children(stem: Stem, position: int, indexes: Sequence[PrefixIndex]) -> None:
+def _check_children(node: RadixNode, position: int, indexes: Sequence[PublishedBlocks]) -> None:
     """M4: the children at a position are all that is published there."""
-    noted = stem.tree.noted
-    if noted is not None:
-        published = {branch for branch in stem.branches[position].values() if indexes[noted].at((branch, 0))}
-        if indexes[noted].at((stem, position)):
-            published.add(stem)
-        found = [child for child, _ in stem.children_at(position, len(published) + 1)]
+    pool_idx = node.layout.child_index_pool
+    if pool_idx is not None:
+        index = indexes[pool_idx]
+        published = {branch for branch in node.branches[position].values() if index.at((branch, 0))}
+        if index.at((node, position)):
+            published.add(node)
+        found = [child for child, _ in node.children_at(position, len(published) + 1)]
         if len(found) != len(published) or set(found) != published:
-            raise InvariantViolation("M4", f"{len(found)} children are noted at a position, {len(published)} are there")
+            raise InvariantViolation(
+                "M4", f"{len(found)} children are indexed at a position, {len(published)} are there"
+            )
 
 
 def _is_media(entries: bytes, block_size: int) -> bool:

@@ -1,7 +1,8 @@
 """The KV cache manager: block tables over shared, forked, published and evicted blocks.
 
-It knows ids, tokens and counts; it moves no bytes. Questions (`match_prefix`, `capacity`, `usage`) change nothing that
-anybody could ask for; commands happen wholly or not at all (M7), and the same commands always give the same ids (M10).
+It knows ids, tokens and counts; it moves no bytes. Questions (`match_prefix`, `capacity`, `usage`) may cache (a match
+keeps the encoded tokens and a cursor in the chain), but change no block and no later answer. Commands happen wholly or
+not at all (M7), and the same commands always give the same ids (M10).
 
 ```
  tokens   |<-- hit -->|<-- computed -->|<-- slots reserved, KV not written -->|
@@ -22,18 +23,17 @@ from quire.memory.archive import Archive
 from quire.memory.arena import build_arena
 from quire.memory.capacity import CapacityQueries
 from quire.memory.chain import Namespace, TokenChain, root_of
-from quire.memory.continuation import publish_tail
 from quire.memory.eviction import EVICTION_POLICIES
 from quire.memory.groups import CacheGroup
 from quire.memory.hit import find_hit
 from quire.memory.host_tier import HostTier
 from quire.memory.lost_copies import Holders
 from quire.memory.media import MediaSpan
-from quire.memory.namespaces import Namespaces
 from quire.memory.ops import NO_OPS, MemoryOps, TableDelta, Tier
+from quire.memory.partial_block import publish_tail
 from quire.memory.pins import Pins
-from quire.memory.prefix_tree import PrefixTree
 from quire.memory.progress import bury, keep_for_next_turn, next_event, publish_blocks
+from quire.memory.radix_tree import RadixTree
 from quire.memory.rollback import Rollback
 from quire.memory.sequence_memory import SequenceMemory
 from quire.memory.specs import IMMORTAL, KVCacheSpec
@@ -95,10 +95,10 @@ class KVCacheManager:
         policy = EVICTION_POLICIES[eviction]
         num_slots = len(specs) * (2 if host_bytes else 1)
         # All groups of tokens publish the same blocks: one of them notes what comes after a block.
-        noted = next((idx for idx, spec in enumerate(specs) if not spec.carries), None)
-        self.tree = PrefixTree(self.block_size, num_slots, noted)
+        child_index_pool = next((idx for idx, spec in enumerate(specs) if not spec.carries), None)
+        self.tree = RadixTree(self.block_size, num_slots, child_index_pool)
         self.arena = build_arena(block_bytes, num_blocks, num_bytes, policy, self.tree, retention_limit=retention_limit)
-        self.tree.num_remembered = max(pool.index.num_ids for pool in self.arena.pools) - 1
+        self.tree.max_tombstones = max(pool.index.num_ids for pool in self.arena.pools) - 1
         self.pins = Pins(self.arena, pin_limit)
         self.groups = tuple(CacheGroup(spec, pool) for spec, pool in zip(specs, self.arena.pools, strict=True))
         self.host = HostTier(self.arena, self.groups, host_bytes, policy, self.tree) if host_bytes else None
@@ -112,7 +112,6 @@ class KVCacheManager:
         self._mortal = tuple(idx for idx, spec in enumerate(specs) if spec.death(0) < IMMORTAL)
         self.capacity = CapacityQueries(self.tables, watermark, self.arena.layout.num_slabs - pin_limit)
         self.rollback = Rollback(self.tables, self._mortal)
-        self.namespaces = Namespaces()
         self._num_merges = 0
 
     # ---- questions ----
@@ -129,12 +128,10 @@ class KVCacheManager:
             max_tokens: reuse at most so many tokens (prompt log probabilities need the logits of the rest).
         """
         if not self.enable_prefix_caching:
-            return PrefixHit(0, ((),) * len(self.groups), HitEnd.DISABLED, None, self.tables.version)
+            return PrefixHit(0, ((),) * len(self.groups), HitEnd.LIMIT, None, self.tables.version)
         host_groups = self.host.groups if self.host is not None else ()
         keeps_all = not (self._mortal or self.tables.carried)
-        return find_hit(
-            self.groups, chain, max_tokens, self.tables.version, self.namespaces, host_groups, keeps_all=keeps_all
-        )
+        return find_hit(self.groups, chain, max_tokens, self.tables.version, host_groups, keeps_all=keeps_all)
 
     def step_limit(self, seq_id: int, num_tokens: int) -> int:
         """Return how many of a live sequence's next tokens may be computed in one step.
@@ -186,8 +183,6 @@ class KVCacheManager:
         state.kept_places = ((len(chain.tokens) - 1) // self.block_size, hit.parted_at // self.block_size)
         state.opened_on = hit.num_tokens
         self.sequences[seq_id] = state
-        if self.enable_prefix_caching:
-            self.namespaces.add(chain.root)
         if hit.loads:
             swap.promote(self.tables, state, hit.loads)
         if self.tables.observer is not None:
@@ -242,7 +237,7 @@ class KVCacheManager:
             raise ValueError(f"sequence {parent_id} has {parent.num_slots - parent.num_computed} unwritten slots")
         self.tables.version += 1
         child = parent.fork(parent.chain.fork(child_tokens))
-        # The parent's links may reach past what is computed; the child's tokens part from there.
+        # The parent's chain may be encoded past its computed tokens; the child's tokens part from there.
         child.chain.truncate(parent.num_computed)
         for group, table, num_dead in zip(self.groups, parent.tables, parent.num_dead, strict=True):
             group.pool.retain(table[num_dead:])

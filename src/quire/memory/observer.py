@@ -7,9 +7,9 @@ from typing import Protocol
 
 from quire.memory.chain import TokenChain
 from quire.memory.ops import FetchedBlock, MemoryOps, TableDelta
+from quire.memory.radix_node import NodePosition
 from quire.memory.sequence_memory import SequenceMemory
 from quire.memory.status import PrefixHit
-from quire.memory.stem import Place
 
 
 class CommandObserver(Protocol):
@@ -34,7 +34,7 @@ class CommandObserver(Protocol):
         """The sequence had `num_before` published blocks before, and has `state.num_published` now."""
         ...
 
-    def freed(self, seq_id: int, state: SequenceMemory, *, retain: bool, tail: Place | None) -> None:
+    def freed(self, seq_id: int, state: SequenceMemory, *, retain: bool, tail: NodePosition | None) -> None:
         """`tail` is where the tokens of the last, partly filled block are published; None where they are not."""
         ...
 

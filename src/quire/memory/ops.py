@@ -20,7 +20,7 @@ class StoredBlock(NamedTuple):
     Args:
         group_idx: the cache group.
         digest: its identity.
-        tokens: its own, and what it keeps of media, as the link has them.
+        tokens: the content of the block: its token ids, and its media entry behind them.
         parent: the identity of the block before it, or of the namespace.
     """
 

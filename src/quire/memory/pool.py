@@ -8,7 +8,8 @@ from typing import Protocol
 
 from quire.errors import InvariantViolation
 from quire.memory.idle_blocks import IdleBlocks, Part, RetentionPriority
-from quire.memory.prefix_index import NULL_BLOCK, PrefixIndex
+from quire.memory.published import PublishedBlocks
+from quire.memory.radix_node import NULL_BLOCK
 from quire.memory.residency import BlockWatcher
 from quire.memory.rest_queue import Clock
 
@@ -89,7 +90,7 @@ class BlockPool:
         "watcher",
     )
 
-    def __init__(self, index: PrefixIndex, idle: IdleBlocks, free: Iterable[int], clock: Clock) -> None:
+    def __init__(self, index: PublishedBlocks, idle: IdleBlocks, free: Iterable[int], clock: Clock) -> None:
         self._clock = clock
         self.idle = idle
         self.index = index

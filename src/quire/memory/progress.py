@@ -30,9 +30,9 @@ def next_event(groups: Sequence[CacheGroup], mortal: Sequence[int], state: Seque
 def publish_blocks(groups: Sequence[CacheGroup], state: SequenceMemory, num_full: int) -> int:
     """Publish the blocks `[num_published, num_full)` of a sequence, or merge them with their equals.
 
-    It is so in every group but those of states, which publish snapshots only. Where all groups are states, the tree
-    gets no place here: a place at which no block is ever published is never trimmed. After a collision nothing is
-    published any more: what comes behind it would have no place.
+    Groups of states publish snapshots only, and are left out. Where all groups are states, the tree gets no positions
+    here: a position where no block is ever published is never trimmed. After a digest collision the sequence publishes
+    no more: its later blocks would have no positions.
 
     Returns:
         The duplicates that were given back.
@@ -41,17 +41,17 @@ def publish_blocks(groups: Sequence[CacheGroup], state: SequenceMemory, num_full
     if all(group.carries for group in groups):
         state.num_published = num_full
         return 0
-    known = tree.walk(chain, num_full).num_known
-    state.num_published = end = tree.grow(chain, num_full, start)
+    known = tree.match(chain, num_full).num_known
+    state.num_published = end = tree.insert(chain, num_full, start)
     state.is_publishing = end == num_full
     num_merges, first = 0, max(start, known)
-    parts = list(tree.walk(chain, end).parts(first, end))
+    ranges = list(tree.match(chain, end).ranges(first, end))
     for idx, group in enumerate(groups):
         if not group.carries:
             if start < known:
                 num_merges += _publish_or_merge(group, state, idx, start, min(known, end))
-            if parts:
-                group.pool.index.put_parts(parts, state.tables[idx][first:end])
+            if ranges:
+                group.pool.index.put_ranges(ranges, state.tables[idx][first:end])
     return num_merges
 
 
@@ -65,7 +65,7 @@ def _publish_or_merge(group: CacheGroup, state: SequenceMemory, group_idx: int, 
     num_merges = 0
     for block_idx, known in enumerate(index.published(state.chain, start, end), start):
         if known == NULL_BLOCK:
-            index.put(index.tree.walk(state.chain, end).place(block_idx), table[block_idx])
+            index.put(index.tree.match(state.chain, end).position(block_idx), table[block_idx])
         else:
             merge(group, state, group_idx, block_idx, known)
             num_merges += 1

@@ -48,10 +48,10 @@ from typing import TextIO
 from quire.memory.chain import DIGEST_BYTES, TokenChain
 from quire.memory.manager import KVCacheManager
 from quire.memory.ops import BlockCopy, FetchedBlock, MemoryOps, TableDelta, Tier
+from quire.memory.radix_node import NodePosition
 from quire.memory.sequence_memory import SequenceMemory
 from quire.memory.settings import MemorySettings
 from quire.memory.status import PrefixHit
-from quire.memory.stem import Place
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class MemoryRecorder:
     def allocated(self, seq_id: int, chain: TokenChain, hit: PrefixHit) -> None:
         names = self._last_name(chain, hit.num_tokens)
         if hit.num_copied:
-            place = self.manager.groups[0].pool.index.place_of(hit.block_ids[0][-1])
+            place = self.manager.groups[0].pool.index.position_of(hit.block_ids[0][-1])
             assert place is not None
             names += self._name_at(place)
         self._write(f"a {seq_id} {len(chain.tokens)} {hit.parted_at} {hit.num_tokens}{names}")
@@ -129,7 +129,7 @@ class MemoryRecorder:
         names = self._names(state.chain, num_before, state.num_published) if state.num_published > num_before else ()
         self._write(_joined("p", seq_id, state.num_computed, *names))
 
-    def freed(self, seq_id: int, state: SequenceMemory, *, retain: bool, tail: Place | None) -> None:
+    def freed(self, seq_id: int, state: SequenceMemory, *, retain: bool, tail: NodePosition | None) -> None:
         name = "" if tail is None else self._name_at(tail)
         self._write(f"f {seq_id} {state.num_slots} {state.num_computed} {int(retain)}{name}")
         if not self.manager.sequences:
@@ -185,9 +185,9 @@ class MemoryRecorder:
         num_blocks = num_tokens // self.manager.block_size
         return "".join(f" {name}" for name in self._names(chain, max(0, num_blocks - 1), num_blocks))
 
-    def _name_at(self, place: Place) -> str:
-        stem, position = place
-        return f" {self._name(stem.digest(position), stem.content(position))}"
+    def _name_at(self, place: NodePosition) -> str:
+        node, position = place
+        return f" {self._name(node.digest(position), node.content(position))}"
 
     def _write(self, line: str) -> None:
         self._put(line)

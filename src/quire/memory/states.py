@@ -83,16 +83,16 @@ class Snapshots(NamedTuple):
         chain = state.chain
         block_idx = state.num_computed // groups[0].spec.block_size - 1
         tree = groups[0].pool.index.tree
-        if tree.grow(chain, block_idx + 1, block_idx) <= block_idx:
+        if tree.insert(chain, block_idx + 1, block_idx) <= block_idx:
             state.is_publishing = False
             return 0
-        place = tree.walk(chain, block_idx + 1).place(block_idx)
+        position = tree.match(chain, block_idx + 1).position(block_idx)
         num_merges = 0
         for idx in self.carried:
             table, pool = state.tables[idx], groups[idx].pool
-            known = pool.index.at(place)
+            known = pool.index.at(position)
             if known == NULL_BLOCK:
-                pool.index.put(place, table[block_idx])
+                pool.index.put(position, table[block_idx])
             else:
                 merge(groups[idx], state, idx, block_idx, known)
                 num_merges += 1

@@ -33,25 +33,16 @@ class AllocStatus(NamedTuple):
 class HitEnd(Enum):
     """Why a prefix hit ended where it did."""
 
-    DISABLED = "prefix caching is off"
-    NEVER_SEEN = "nothing that is known goes on like this"
-    EVICTED = "the next block was known, and has been evicted since"
-    DIFFERENT = "what is known goes on with another token"
-    NAMESPACE = "the first block is known in another namespace only"
-    GROUP = "a cache group lacks a block that others have"
+    NOT_CACHED = "no cached prefix continues with the next tokens"
+    EVICTED = "the next block was cached and has been evicted"
+    GROUP = "a cache group lacks a block or a snapshot that a longer hit needs"
+    LIMIT = "prefix caching is off, or the request limits how much is reused"
     LAST_TOKEN = "at least one token must be computed"
-    LIMIT = "the caller asked for no more"
-    NO_SNAPSHOT = "a group of states has no snapshot where a longer hit would end"
 
     @property
     def label(self) -> str:
         """The reason in one word, for counters."""
         return self.name.lower()
-
-    @property
-    def told(self) -> HitEnd:
-        """What the request itself may be told: not that another namespace has its prompt."""
-        return HitEnd.NEVER_SEEN if self is HitEnd.NAMESPACE else self
 
 
 class BlockLoad(NamedTuple):
@@ -87,11 +78,11 @@ class TokenSources(NamedTuple):
 
 
 class TokenAccount(NamedTuple):
-    """Tokens by where their KV came from, and those that were computed by why they had to be.
+    """Token counts by source of their KV, and counts of computed tokens by reason.
 
     Args:
-        sources: all tokens.
-        reasons: `sources.computed` of them, for each `HitEnd` in its order.
+        sources: counts by source; they sum to all tokens.
+        reasons: counts by `HitEnd`, in its order; they sum to `sources.computed`.
     """
 
     sources: TokenSources = TokenSources()
@@ -113,13 +104,6 @@ class TokenAccount(NamedTuple):
         """Return the computed tokens by the label of their reason."""
         return {end.label: count for end, count in zip(HitEnd, self.reasons, strict=True)}
 
-    def told(self) -> TokenAccount:
-        """Return the account that the request itself may see; see `HitEnd.told`."""
-        reasons = dict.fromkeys(HitEnd, 0)
-        for end, count in zip(HitEnd, self.reasons, strict=True):
-            reasons[end.told] += count
-        return TokenAccount(self.sources, tuple(reasons.values()))
-
 
 NO_TOKENS = TokenAccount()
 
@@ -134,11 +118,12 @@ class PrefixHit(NamedTuple):
         block_ids: for each cache group, the blocks that hold them; null where the group needs them no more, and where
             they are only on the host.
         end: why the hit is not longer.
-        group_idx: the cache group that lacks a block, when that is why; else None.
+        group_idx: the cache group that lacks a block or a snapshot, where `end` is `GROUP`; else None.
         version: the manager's count of changes when the question was asked.
         num_copied: of the tokens, those in a last block of which only they are used; who writes behind them gets
             a copy of it.
-        differs_at: the position of the first token that differs from what is published, when that is why; else None.
+        differs_at: position of the first token that differs from the published block that continues the hit, where
+            `end` is `NOT_CACHED` and there is such a block; else None.
         loads: the blocks that are on the host, group by group; each needs a block of the device to be copied to.
         num_host_tokens: tokens of the hit for which some group has a block on the host only.
         parted_at: tokens of whole blocks after which the prompt parts from what the prefix tree has, which goes on

@@ -216,7 +216,7 @@ def carry(tables: BlockTables, states: Sequence[SequenceMemory], src: Tier, grou
         else:
             carried[src_id] = next(new_ids)
             tables.pending_copies.append(BlockCopy(group_idx, src_id, carried[src_id], src, dst))
-            place = here.index.place_of(src_id)
+            place = here.index.position_of(src_id)
             if place is not None and there.index.at(place) == NULL_BLOCK:
                 there.index.put(place, carried[src_id])
         state.tables_on(dst)[group_idx][block_idx] = carried[src_id]
@@ -315,5 +315,5 @@ def _distinct_blocks(states: Sequence[SequenceMemory], tier: Tier, group_idx: in
 
 def _find_equal(here: BlockPool, there: BlockPool, block_id: int) -> int | None:
     """Return the block of another pool that is published at the same place."""
-    place = here.index.place_of(block_id)
+    place = here.index.position_of(block_id)
     return None if place is None else there.index.at(place) or None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quire.memory.chain import TokenChain
 from quire.memory.pool import NULL_BLOCK
-from quire.memory.prefix_index import PrefixIndex
+from quire.memory.published import PublishedBlocks
 
 
 class TieredView:
@@ -19,7 +19,7 @@ class TieredView:
 
     __slots__ = ("_chain", "_device", "_host", "_leading", "_num_blocks")
 
-    def __init__(self, device: PrefixIndex, host: PrefixIndex, chain: TokenChain, num_blocks: int) -> None:
+    def __init__(self, device: PublishedBlocks, host: PublishedBlocks, chain: TokenChain, num_blocks: int) -> None:
         self._device = device
         self._host = host
         self._chain = chain

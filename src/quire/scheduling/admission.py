@@ -246,7 +246,7 @@ class Admission:
         """Count an admission's prefix hit: first-time and resumed apart, and only what was looked up."""
         request, stats = sequence.request, self._stats
         num_queried = len(sequence.tokens)
-        if hit.end in (HitEnd.DISABLED, HitEnd.LIMIT):
+        if hit.end is HitEnd.LIMIT:
             num_queried = hit.num_tokens
         num_staged = len({load.block_idx for load in hit.loads} & sequence.staged)
         account = hit.account(len(sequence.tokens), num_staged * self._memory.block_size)

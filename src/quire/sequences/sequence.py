@@ -166,7 +166,7 @@ class Request:
         account: where the KV of the prompt came from at the first admission, and why the rest was computed, as far as
             the client may know; None before it.
         hit_end: why no more of the prompt was found; None before.
-        differs_at: the position of the first token that differs from what is published, when that is why.
+        differs_at: see `PrefixHit.differs_at`.
         place: among all requests, the smaller the earlier; the scheduler's.
     """
 
@@ -210,9 +210,9 @@ class Request:
         return 0 if self.account is None else self.account.sources.disk
 
     def note_hit(self, hit: PrefixHit, account: TokenAccount) -> None:
-        """Note on what the prompt is opened, without what only the operator may know."""
-        self.account = account.told()
-        self.hit_end = hit.end.told
+        """Note the prefix hit on which the prompt was opened."""
+        self.account = account
+        self.hit_end = hit.end
         self.differs_at = hit.differs_at
 
     @property

@@ -52,7 +52,6 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
         from quire.engine.async_llm import AsyncLLM
 
         llm = AsyncLLM.from_config(engine_config)
-        llm.metrics.tells_namespaces = config.operator_key is not None
         # All this stays: a full collection that went through it too would hold every stream up for some 30 ms.
         gc.collect()
         gc.freeze()

@@ -94,13 +94,12 @@ async def status(state: ServerState, request: Request) -> Response:
 async def kv(state: ServerState, request: Request) -> Response:
     """Answer `GET /kv`: the blocks of each cache group by state, and what happened to them since the start.
 
-    Which prompts are cached for others only an operator is told; of pins, a client sees its tenant's.
+    A client sees the pins of its tenant only.
     """
     usage, stats, report = state.llm.usage(), state.llm.stats(), state.llm.kv_report()
-    first_time, resumed, pins = stats.first_time, stats.resumed, report.pins
+    pins = report.pins
     if not request.scope[IS_OPERATOR]:
         tenant = read_tenant(state.config, request)
-        first_time, resumed = first_time.told(), resumed.told()
         pins = pins if tenant is None else pins.of_tenant(tenant)
     return json_response(
         {
@@ -115,9 +114,13 @@ async def kv(state: ServerState, request: Request) -> Response:
             "first_time": {
                 "queried_tokens": stats.prefix_queries,
                 "hit_tokens": stats.prefix_hits,
-                **_account(first_time),
+                **_account(stats.first_time),
             },
-            "resumed": {"queried_tokens": stats.resumed_queries, "hit_tokens": stats.resumed_hits, **_account(resumed)},
+            "resumed": {
+                "queried_tokens": stats.resumed_queries,
+                "hit_tokens": stats.resumed_hits,
+                **_account(stats.resumed),
+            },
             **{
                 metric.kv_key: getattr(stats, name)
                 for name, metric in metrics_of(EngineStats).items()

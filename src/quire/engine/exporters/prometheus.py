@@ -41,10 +41,6 @@ class Metrics:
         prefix: what stands before the colon of each name.
         registry: where to register; None makes a new one.
         clock: the one that the engine stamps requests with; seconds, monotonic.
-
-    Attributes:
-        tells_namespaces: count prompts that are cached in another namespace only under a reason of their own, and not
-            under that for prompts that nobody has seen.
     """
 
     def __init__(
@@ -59,7 +55,6 @@ class Metrics:
         self._model_name = model_name
         self._prefix = prefix
         self._clock = clock
-        self.tells_namespaces = True
         self._live: dict[str, _Live] = {}
         self._make_step_metrics()
         self._make_request_metrics()
@@ -124,7 +119,7 @@ class Metrics:
         for source, count in account.sources._asdict().items():
             if count:
                 self._tokens_by_source.labels(self._model_name, admission, source).inc(count)
-        for reason, count in (account if self.tells_namespaces else account.told()).by_reason().items():
+        for reason, count in account.by_reason().items():
             if count:
                 self._tokens_by_reason.labels(self._model_name, admission, reason).inc(count)
 

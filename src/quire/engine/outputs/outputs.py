@@ -99,7 +99,8 @@ class RequestOutput:
         num_cached_tokens: tokens of the prompt that came from the prefix cache (first admission).
         num_disk_tokens: of those, tokens for which blocks were loaded from disk.
         cache_hit_end: why no more of them did, in words; None until the request was let in.
-        cache_differs_at: the position of the first token that differs from what is cached, when that is why; else None.
+        cache_differs_at: position of the first token that differs from the cached block that continues the hit, where
+            the hit ended because no cached prefix continues with the prompt's tokens and there is such a block.
         prompt_account: the prompt's tokens by source, and those that were computed by reason; None until it was let in.
         num_pruned_tokens: tokens of candidates that are in none of the outputs: samples that `best_of` left out, or
             beams that a search gave up; in the last output.

@@ -8,8 +8,8 @@ import pytest
 
 from quire.memory import MediaSpan, Namespace, TokenChain
 from quire.memory.chain import root_of
-from quire.memory.prefix_index import PrefixIndex
-from quire.memory.prefix_tree import PrefixTree
+from quire.memory.published import PublishedBlocks
+from quire.memory.radix_tree import RadixTree
 
 SIZE = 2
 ROOTS = [root_of(Namespace(cache_salt=salt), b"key") for salt in (None, "salt")]
@@ -25,11 +25,11 @@ def prefix_of(chain: TokenChain, num_blocks: int) -> Prefix:
 class Forest:
     """A tree with two slots and its twin: a dictionary for each slot."""
 
-    def __init__(self, seed: int, num_remembered: int) -> None:
+    def __init__(self, seed: int, max_tombstones: int) -> None:
         self.rng = random.Random(seed)
-        self.tree = PrefixTree(SIZE, 2, 0)
-        self.tree.num_remembered = num_remembered
-        self.indexes = [PrefixIndex(self.tree, slot, 1000) for slot in (0, 1)]
+        self.tree = RadixTree(SIZE, 2, 0)
+        self.tree.max_tombstones = max_tombstones
+        self.indexes = [PublishedBlocks(self.tree, slot, 1000) for slot in (0, 1)]
         self.twins: list[dict[Prefix, int]] = [{}, {}]
         self.ever: set[Prefix] = set()
         self.chains = [self.new_chain() for _ in range(12)]
@@ -45,10 +45,10 @@ class Forest:
         end = self.rng.randrange(start, num_full + 1)
         if start == end:
             return
-        assert self.tree.grow(chain, end, start) == end
+        assert self.tree.insert(chain, end, start) == end
         for index, twin in zip(self.indexes, self.twins, strict=True):
             for block_idx in range(start, end):
-                prefix, place = prefix_of(chain, block_idx + 1), self.tree.walk(chain, end).place(block_idx)
+                prefix, place = prefix_of(chain, block_idx + 1), self.tree.match(chain, end).position(block_idx)
                 if prefix not in twin and (index is self.indexes[0] or self.rng.random() < 0.5):
                     block_id = self.rng.choice([idx for idx in range(1, 1000) if idx not in twin.values()])
                     index.put(place, block_id)
@@ -92,95 +92,95 @@ class Forest:
             self.verify_memory(chain)
         leading = {prefix[1][:length] for twin in self.twins for prefix in twin for length in range(len(prefix[1]) + 1)}
         # Behind what is published, as many places as are remembered; before it, those that lead there.
-        num_places = sum(stem.length for stem in self.tree.stems())
-        assert num_places <= 2 * len(leading) + self.tree.num_remembered + 14 * len(self.chains)
+        num_places = sum(node.length for node in self.tree.nodes())
+        assert num_places <= 2 * len(leading) + self.tree.max_tombstones + 14 * len(self.chains)
 
     def verify_children(self, chain: TokenChain) -> None:
         num_blocks = self.rng.randrange(len(chain.tokens) // SIZE + 1)
-        trail = self.tree.walk(chain, num_blocks)
+        cursor = self.tree.match(chain, num_blocks)
         namespace, contents = prefix_of(chain, num_blocks)
         behind = [
             block_id
             for (known, theirs), block_id in self.twins[0].items()
             if known == namespace and len(theirs) == num_blocks + 1 and theirs[:-1] == contents
         ]
-        if trail.num_known < num_blocks or not trail.stems:
+        if cursor.num_known < num_blocks or not cursor.nodes:
             assert not behind
             return
-        stem, position = trail.place_after(num_blocks)
-        places = stem.children_at(position, 99)
+        node, position = cursor.position_after(num_blocks)
+        places = node.children_at(position, 99)
         assert sorted(self.indexes[0].at(place) for place in places) == sorted(behind)
         for first in (b"\0\0\0\0", b"\1\0\0\0"):
             alike = [place for place in places if place[0].content(place[1])[: 4 * SIZE + 1].startswith(first)]
             plain = [place for place in alike if len(place[0].content(place[1])) == 4 * SIZE]
-            assert stem.children_at(position, 99, first) == plain
+            assert node.children_at(position, 99, first) == plain
 
     def verify_memory(self, chain: TokenChain) -> None:
         num_full = len(chain.tokens) // SIZE
-        for block_idx in range(min(num_full, self.tree.walk(chain, num_full).num_known)):
-            stem, position = self.tree.walk(chain, num_full).place(block_idx)
-            assert stem.content(position) == chain.content(block_idx)
-            assert stem.digest(position) == chain.fresh().digests(block_idx + 1)[block_idx]
-            if position not in stem.unseen:
+        for block_idx in range(min(num_full, self.tree.match(chain, num_full).num_known)):
+            node, position = self.tree.match(chain, num_full).position(block_idx)
+            assert node.content(position) == chain.content(block_idx)
+            assert node.digest(position) == chain.fresh().digests(block_idx + 1)[block_idx]
+            if position not in node.never_published:
                 assert prefix_of(chain, block_idx + 1) in self.ever, "said to have been published"
 
 
-@pytest.mark.parametrize("num_remembered", [0, 3, 50])
+@pytest.mark.parametrize("max_tombstones", [0, 3, 50])
 @pytest.mark.parametrize("seed", range(6))
-def test_blocks_are_found_by_all_that_comes_before_them(seed: int, num_remembered: int) -> None:
-    forest = Forest(seed, num_remembered)
+def test_blocks_are_found_by_all_that_comes_before_them(seed: int, max_tombstones: int) -> None:
+    forest = Forest(seed, max_tombstones)
     for _ in range(100):
         forest.step()
         forest.verify()
 
 
 def test_a_long_prompt_is_one_stem_and_others_branch_off() -> None:
-    tree = PrefixTree(SIZE, 1, 0)
-    tree.num_remembered = 9
+    tree = RadixTree(SIZE, 1, 0)
+    tree.max_tombstones = 9
     tokens = list(range(100))
-    index = PrefixIndex(tree, 0, 200)
+    index = PublishedBlocks(tree, 0, 200)
     for which, prompt in enumerate((tokens, [*tokens[:50], *range(500, 550)], [*tokens, 7, 7])):
         chain = TokenChain(prompt, ROOTS[0], SIZE)
-        num_full, known = len(prompt) // SIZE, tree.walk(chain, len(prompt) // SIZE).num_known
-        assert tree.grow(chain, num_full, known) == num_full
-        parts = list(tree.walk(chain, num_full).parts(known, num_full))
-        index.put_parts(parts, range(1 + 60 * which, 1 + 60 * which + num_full - known))
-    root, first, branch = tree.stems()
-    assert [stem.length for stem in (root, first, branch)] == [0, 51, 25]
+        num_full, known = len(prompt) // SIZE, tree.match(chain, len(prompt) // SIZE).num_known
+        assert tree.insert(chain, num_full, known) == num_full
+        parts = list(tree.match(chain, num_full).ranges(known, num_full))
+        index.put_ranges(parts, range(1 + 60 * which, 1 + 60 * which + num_full - known))
+    root, first, branch = tree.nodes()
+    assert [node.length for node in (root, first, branch)] == [0, 51, 25]
     assert (branch.parent, branch.first) == (first, 25)
     assert [place[0] for place in first.children_at(25, 9)] == [branch, first]
     index.remove(range(61, 86))
     assert [place[0] for place in first.children_at(25, 9)] == [first]
     index.remove(range(1, 51))
     index.remove([121])
-    assert sum(stem.length for stem in tree.stems()) <= 51 + tree.num_remembered
+    assert sum(node.length for node in tree.nodes()) <= 51 + tree.max_tombstones
 
 
 def test_nothing_is_left_of_a_namespace_that_is_forgotten() -> None:
-    tree = PrefixTree(SIZE, 1, 0)
-    index = PrefixIndex(tree, 0, 9)
+    tree = RadixTree(SIZE, 1, 0)
+    index = PublishedBlocks(tree, 0, 9)
     for root in ROOTS:
         chain = TokenChain([1, 2, 3, 4], root, SIZE)
-        tree.grow(chain, 2, 0)
-        index.put_parts(tree.walk(chain, 2).parts(0, 2), [1, 2])
+        tree.insert(chain, 2, 0)
+        index.put_ranges(tree.match(chain, 2).ranges(0, 2), [1, 2])
         index.remove([2, 1])
-        assert (tree.stems(), tree.roots) == ([], {})
+        assert (tree.nodes(), tree.roots) == ([], {})
         assert index.published(chain, 0, 2) == [0, 0]
 
 
 def test_stems_that_branch_off_each_other_are_taken_out_together() -> None:
     """As many as a long prompt has blocks: each prompt parts from the one before in its last block."""
-    tree = PrefixTree(SIZE, 1, 0)
-    index = PrefixIndex(tree, 0, 2000)
+    tree = RadixTree(SIZE, 1, 0)
+    index = PublishedBlocks(tree, 0, 2000)
     tokens = [0, 0, 1, 1]
     for block_idx in range(700):
         chain = TokenChain(tokens.copy(), ROOTS[0], SIZE)
-        num_known = tree.walk(chain, block_idx + 2).num_known
-        tree.grow(chain, block_idx + 2, block_idx)
-        parts = list(tree.walk(chain, block_idx + 2).parts(num_known, block_idx + 2))
-        index.put_parts(parts, range(2 * block_idx + 1, 2 * block_idx + 3)[: block_idx + 2 - num_known])
+        num_known = tree.match(chain, block_idx + 2).num_known
+        tree.insert(chain, block_idx + 2, block_idx)
+        parts = list(tree.match(chain, block_idx + 2).ranges(num_known, block_idx + 2))
+        index.put_ranges(parts, range(2 * block_idx + 1, 2 * block_idx + 3)[: block_idx + 2 - num_known])
         tokens[-2:] = [2, 2, 1, 1]
-    assert len(tree.stems()) > 650
+    assert len(tree.nodes()) > 650
     published = [block_id for block_id in range(1, 2000) if block_id in index]
     index.remove(published)
-    assert tree.stems() == []
+    assert tree.nodes() == []
