@@ -10,7 +10,7 @@ from tools.count_import_cycles import SOURCE, import_cycles, import_graph, main,
 
 # Cycles that are left. A cycle that is broken must leave this list; a new one must not come in.
 KNOWN = [
-    ["quire.memory.arena", "quire.memory.loan"],
+    ["quire.memory.pool.arena", "quire.memory.pool.group_slabs"],
 ]
 
 

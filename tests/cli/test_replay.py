@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from quire.cli.main import main
-from quire.memory.recorder import VERSION
+from quire.memory.recording.recorder import VERSION
 
 STORY = "Once upon a time, a small fox found a red kite in the forest. "
 

@@ -26,7 +26,7 @@ from quire.config import (
     resolve,
 )
 from quire.errors import ConfigError
-from quire.memory import eviction as memory_eviction
+from quire.memory.pool import eviction as memory_eviction
 from quire.scheduling import policies, preemption
 
 CPU = Machine(device="cpu", available_bytes=1 << 30, num_threads=4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from quire.decoding.strategies import SAMPLING
-from quire.memory.chain import Namespace, TokenChain
+from quire.memory.prefix.token_chain import Namespace, TokenChain
 from quire.sequences.params import SamplingParams
 from quire.sequences.sequence import Request, Sequence
 

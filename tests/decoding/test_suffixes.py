@@ -6,7 +6,7 @@ import random
 
 from quire.decoding.automaton import ROOT
 from quire.decoding.suffixes import REACH, OutputArchive, SuffixDrafter
-from quire.memory.chain import Namespace
+from quire.memory.prefix.token_chain import Namespace
 from tests.decoding.sequences import sequence_of
 
 SAID = [5, 9, 2, 7, 1, 8, 3, 6, 4]

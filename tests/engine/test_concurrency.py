@@ -21,7 +21,7 @@ from quire.config import CACHE_DTYPES, EngineConfig, Machine, ModelFacts, resolv
 from quire.engine.startup import loading
 from quire.errors import InvariantViolation
 from quire.memory import KVCacheSpec
-from quire.memory.sizing import ArenaSizing, most_bytes, sequence_bytes, tokens_bytes
+from quire.memory.capacity.sizing import ArenaSizing, most_bytes, sequence_bytes, tokens_bytes
 from quire.models.cache_layout import cache_specs
 from quire.models.checkpoint import read_config
 from quire.models.families import build

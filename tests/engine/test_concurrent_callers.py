@@ -10,7 +10,7 @@ from pathlib import Path
 
 from quire import AsyncLLM, SamplingParams
 from quire.engine.outputs.outputs import RequestOutput
-from quire.memory.replay import replay
+from quire.memory.recording.replay import replay
 from tests.engine.test_llm import STORIES
 
 NUM_CALLERS = 6

@@ -22,7 +22,7 @@ from quire.memory import (
     SlidingWindow,
     check,
 )
-from quire.memory.replay import replay
+from quire.memory.recording.replay import replay
 from quire.scheduling.plan import StepPlan
 from quire.scheduling.scheduler import Scheduler
 from tests.engine.failing import FailingExecutor, FailingSimulation, Failures

@@ -10,7 +10,7 @@ from quire.engine.exporters.prometheus import Metrics
 from quire.engine.metrics.stats import StepStats
 from quire.engine.metrics.stats_collector import COUNTERS
 from quire.engine.outputs.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from quire.memory.status import NO_TOKENS
+from quire.memory.results import NO_TOKENS
 from quire.scheduling.stats import metrics_of
 from tests.engine.test_llm import greedy, load
 

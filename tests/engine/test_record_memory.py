@@ -13,8 +13,8 @@ from quire import LLM, AsyncLLM, SamplingParams
 from quire.errors import ConfigError
 from quire.memory.invariants import check
 from quire.memory.manager import KVCacheManager
-from quire.memory.recorder import MemoryRecorder
-from quire.memory.replay import Report, replay
+from quire.memory.recording.recorder import MemoryRecorder
+from quire.memory.recording.replay import Report, replay
 from tests.conformance.checkpoints import ragged_prompts, save_checkpoint
 
 STORY = "Once upon a time, a small fox found a red kite in the forest. The fox was happy, and wanted to fly it. "

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quire.memory import BlockCopy, MemoryOps, Namespace, Tier
-from quire.memory.archive import Archive
 from quire.memory.invariants import snapshot
 from quire.memory.ops import FetchedBlock, StoredBlock
+from quire.memory.tiers.disk_tier import Archive
 from tests.memory.media import spans_of
 
 if TYPE_CHECKING:

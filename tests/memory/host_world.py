@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from quire.memory import Namespace, PrefixHit, Tier, Verdict
 from quire.memory.invariants import snapshot
-from quire.memory.radix_node import NodePosition
+from quire.memory.prefix.radix_node import NodePosition
 from tests.memory.host_twin import HostTwin
 from tests.memory.media import words_of
 from tests.memory.twin_pages import Page

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, product
 
 from quire.memory import MediaSpan
-from quire.memory.media import read_entries
+from quire.memory.prefix.prompt_embeddings import read_entries
 
 # Digests of the media that there are; of different lengths, as nobody promises that they have one.
 MEDIA = (b"fox", b"kite")

@@ -13,7 +13,7 @@ import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 
-from quire.memory.eviction import EVICTION_POLICIES
+from quire.memory.pool.eviction import EVICTION_POLICIES
 from tests.memory.twin_pages import Kind
 from tests.memory.walk import random_walk
 from tests.memory.world import World

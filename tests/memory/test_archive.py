@@ -7,8 +7,8 @@ import random
 import pytest
 
 from quire.memory import FullAttention, KVCacheManager, Namespace, SlidingWindow, Tier, TokenChain, check
-from quire.memory.archive import Archive
 from quire.memory.ops import BlockCopy, FetchedBlock, StoredBlock
+from quire.memory.tiers.disk_tier import Archive
 from tests.memory.nets import disk_reading_back, disk_twin
 from tests.memory.search import Searched, search
 from tests.memory.twin_pages import Kind

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.memory import MediaSpan, Namespace, TokenChain
-from quire.memory.chain import block_digest, block_digests, num_common, root_of
-from quire.memory.media import read_entries
+from quire.memory.prefix.prompt_embeddings import read_entries
+from quire.memory.prefix.token_chain import block_digest, block_digests, num_common, root_of
 
 BLOCK_SIZE = 3
 PLAIN = Namespace()

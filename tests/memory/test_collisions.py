@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from quire.memory import chain
-from quire.memory.tables import BlockTables
+from quire.memory.prefix import token_chain as chain
+from quire.memory.tables.tables import BlockTables
 from tests.memory.media import laid_out, spans_of
 from tests.memory.twin_pages import Kind
 from tests.memory.world import NAMESPACES, World

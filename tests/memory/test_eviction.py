@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from quire.memory.eviction import EVICTION_POLICIES, SegmentedLru
-from quire.memory.idle_blocks import IdleBlocks, RetentionPriority
-from quire.memory.rest_queue import Clock
-from quire.memory.retention import Retention
-from quire.memory.slabs import lay_out
+from quire.memory.pool.eviction import EVICTION_POLICIES, SegmentedLru
+from quire.memory.pool.idle_blocks import IdleBlocks, RetentionPriority
+from quire.memory.pool.idle_queue import Clock
+from quire.memory.pool.retention import Retention
+from quire.memory.pool.slab_layout import lay_out
 from tests.memory.host_world import path_to
 from tests.memory.twin_pages import Kind
 from tests.memory.walk import random_walk

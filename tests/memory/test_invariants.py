@@ -8,10 +8,10 @@ import pytest
 
 from quire.errors import InvariantViolation
 from quire.memory import KVCacheManager, check
-from quire.memory.idle_blocks import RetentionPriority
-from quire.memory.pool import BlockPool
-from quire.memory.radix_node import NodePosition
-from quire.memory.radix_tree import RadixTree
+from quire.memory.pool.idle_blocks import RetentionPriority
+from quire.memory.pool.pool import BlockPool
+from quire.memory.prefix.radix_node import NodePosition
+from quire.memory.prefix.radix_tree import RadixTree
 from tests.memory.world import World
 from tests.memory.world_size import WorldSize
 

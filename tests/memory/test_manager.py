@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from quire.memory import FullAttention, HitEnd, KVCacheManager, Namespace, PrefixHit, Verdict, check
 from quire.memory.invariants import snapshot
-from quire.memory.pool import NULL_BLOCK
+from quire.memory.pool.pool import NULL_BLOCK
 from tests.memory.twin_pages import Kind
 from tests.memory.walk import random_walk
 from tests.memory.world import NAMESPACES, World

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from quire.memory import Tier
-from quire.memory.tables import BlockTables
+from quire.memory.tables.tables import BlockTables
 from tests.memory.million import walk
 from tests.memory.twin_pages import Kind
 from tests.memory.walk import random_walk

@@ -12,7 +12,7 @@ import pytest
 from quire.errors import InvariantViolation
 from quire.memory import FullAttention, KVCacheManager, Namespace, SlidingWindow, check
 from quire.memory.invariants import snapshot
-from quire.memory.pool import BlockPool
+from quire.memory.pool.pool import BlockPool
 
 SPECS = [
     [FullAttention(block_size=2)],

@@ -16,8 +16,8 @@ from quire.memory import (
     Verdict,
     check,
 )
-from quire.memory.partial_block import MAX_CANDIDATES
-from quire.memory.status import NO_TOKENS
+from quire.memory.groups.partial_block import MAX_CANDIDATES
+from quire.memory.results import NO_TOKENS
 from tests.memory.twin_pages import Kind
 from tests.memory.world import NAMESPACES, World, WorldSize
 

@@ -7,9 +7,9 @@ import random
 import pytest
 
 from quire.memory import MediaSpan, Namespace, TokenChain
-from quire.memory.chain import root_of
-from quire.memory.published import PublishedBlocks
-from quire.memory.radix_tree import RadixTree
+from quire.memory.prefix.published import PublishedBlocks
+from quire.memory.prefix.radix_tree import RadixTree
+from quire.memory.prefix.token_chain import root_of
 
 SIZE = 2
 ROOTS = [root_of(Namespace(cache_salt=salt), b"key") for salt in (None, "salt")]

@@ -22,10 +22,10 @@ from quire.memory import (
 )
 from quire.memory.invariants import snapshot
 from quire.memory.ops import FetchedBlock
-from quire.memory.recorder import COUNT_EVERY, TITLE, VERSION, MemoryRecorder
-from quire.memory.replay import Report, replay
-from quire.memory.sequence_memory import SequenceMemory
-from quire.memory.settings import MemorySettings
+from quire.memory.recording.recorder import COUNT_EVERY, TITLE, VERSION, MemoryRecorder
+from quire.memory.recording.replay import Report, replay
+from quire.memory.recording.settings import MemorySettings
+from quire.memory.sequence_blocks import SequenceMemory
 from quire.scheduling import Scheduler
 from quire.sequences import Request, SamplingParams
 from quire.simulation.executor import SimulatedExecutor

@@ -7,8 +7,8 @@ from collections import OrderedDict
 
 import pytest
 
-from quire.memory import rest_queue
-from quire.memory.rest_queue import Clock, RestQueue
+from quire.memory.pool import idle_queue as rest_queue
+from quire.memory.pool.idle_queue import Clock, RestQueue
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -8,8 +8,8 @@ import pytest
 
 from quire.errors import InvariantViolation
 from quire.memory import check
-from quire.memory.eviction import EVICTION_POLICIES
-from quire.memory.retention import Retention
+from quire.memory.pool.eviction import EVICTION_POLICIES
+from quire.memory.pool.retention import Retention
 from tests.memory.test_eviction import hit_length
 from tests.memory.twin_pages import Kind
 from tests.memory.walk import random_walk

@@ -21,15 +21,15 @@ from quire.memory import (
     manager,
     progress,
 )
-from quire.memory.arena import Arena
-from quire.memory.groups import CacheGroup
-from quire.memory.loan import Loan
-from quire.memory.pool import NULL_BLOCK, BlockPool
-from quire.memory.published import ChainView, PublishedBlocks
-from quire.memory.radix_node import RadixNode
-from quire.memory.sequence_memory import SequenceMemory
-from quire.memory.slabs import SlabLayout
-from quire.memory.tables import BlockTables
+from quire.memory.groups.cache_group import CacheGroup
+from quire.memory.pool.arena import Arena
+from quire.memory.pool.group_slabs import Loan
+from quire.memory.pool.pool import NULL_BLOCK, BlockPool
+from quire.memory.pool.slab_layout import SlabLayout
+from quire.memory.prefix.published import ChainView, PublishedBlocks
+from quire.memory.prefix.radix_node import RadixNode
+from quire.memory.sequence_blocks import SequenceMemory
+from quire.memory.tables.tables import BlockTables
 from quire.scheduling import admission as seating
 from quire.scheduling.queues import Queues
 from tests.memory.nets import (

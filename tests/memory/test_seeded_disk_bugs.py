@@ -8,10 +8,10 @@ import pytest
 
 from quire.errors import InvariantViolation
 from quire.memory import BlockCopy, Tier, TokenChain, archive
-from quire.memory.archive import Archive, Shelf
 from quire.memory.manager import KVCacheManager
 from quire.memory.ops import FetchedBlock
-from quire.memory.radix_node import NodePosition
+from quire.memory.prefix.radix_node import NodePosition
+from quire.memory.tiers.disk_tier import Archive, Shelf
 from tests.memory.nets import disk_reading_back, disk_twin, each_net
 
 Patch = pytest.MonkeyPatch

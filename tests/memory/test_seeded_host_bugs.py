@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from quire.memory import BlockCopy, Tier, admission, manager, swap
-from quire.memory.host_tier import Demotion
-from quire.memory.idle_blocks import RetentionPriority
-from quire.memory.pool import BlockPool
-from quire.memory.rest_queue import RestQueue
-from quire.memory.sequence_memory import SequenceMemory
-from quire.memory.tables import BlockTables
+from quire.memory.groups.host_tier import Demotion
+from quire.memory.pool.idle_blocks import RetentionPriority
+from quire.memory.pool.idle_queue import RestQueue
+from quire.memory.pool.pool import BlockPool
+from quire.memory.sequence_blocks import SequenceMemory
+from quire.memory.tables.tables import BlockTables
 from tests.memory.nets import TEARS, each_net, host_reading_back, host_twin, host_world
 
 Patch = pytest.MonkeyPatch

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
-from quire.memory import hit, manager
-from quire.memory.idle_blocks import IdleBlocks, Part, RetentionPriority
+from quire.memory import manager
+from quire.memory.groups import match as hit
 from quire.memory.ops import Tier
 from quire.memory.pins import Pins
-from quire.memory.pool import BlockPool
-from quire.memory.retention import Retention
-from quire.memory.sequence_memory import SequenceMemory
-from quire.memory.tables import BlockTables
+from quire.memory.pool.idle_blocks import IdleBlocks, Part, RetentionPriority
+from quire.memory.pool.pool import BlockPool
+from quire.memory.pool.retention import Retention
+from quire.memory.sequence_blocks import SequenceMemory
+from quire.memory.tables.tables import BlockTables
 from tests.memory.nets import TEARS, each_net, hinted_world, invariants_and_reading_back, slow_twin
 
 Patch = pytest.MonkeyPatch

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from quire.memory import KVCacheManager, MediaSpan, Namespace, TokenChain, partial_block
-from quire.memory.radix_node import RadixNode
-from quire.memory.sequence_memory import SequenceMemory
+from quire.memory.prefix.radix_node import RadixNode
+from quire.memory.sequence_blocks import SequenceMemory
 from quire.scheduling import Opening, Scheduler
 from quire.sequences import Sequence as TokenStream
 from tests.memory.nets import MEDIA_NETS, TEARS, each_net, media_reading_back, media_run, media_twin, media_world

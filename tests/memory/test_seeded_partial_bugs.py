@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from quire.memory import KVCacheManager, PrefixHit, TokenChain, admission, capacity, chain, manager, partial_block
-from quire.memory.radix_node import RadixNode
-from quire.memory.tables import BlockTables
+from quire.memory.prefix.radix_node import RadixNode
+from quire.memory.tables.tables import BlockTables
 from tests.memory.nets import (
     NETS,
     TEARS,

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from quire.memory import KVCacheManager, RecurrentState, manager
-from quire.memory.pool import NULL_BLOCK
-from quire.memory.sequence_memory import SequenceMemory
-from quire.memory.states import Snapshots
-from quire.memory.tables import BlockTables
+from quire.memory.pool.pool import NULL_BLOCK
+from quire.memory.sequence_blocks import SequenceMemory
+from quire.memory.tables.snapshots import Snapshots
+from quire.memory.tables.tables import BlockTables
 from tests.memory.nets import (
     TEARS,
     audited_run,

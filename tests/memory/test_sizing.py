@@ -16,7 +16,7 @@ from quire.memory import (
     RecurrentState,
     SlidingWindow,
 )
-from quire.memory.sizing import ArenaSizing, arena_bytes, most_bytes, sequence_bytes
+from quire.memory.capacity.sizing import ArenaSizing, arena_bytes, most_bytes, sequence_bytes
 
 KIB, MIB = 1 << 10, 1 << 20
 # Layers, KV heads, head dim -> bytes of a token in 16 bits, worked out by hand.

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.memory import FullAttention, KVCacheManager, SlidingWindow, Usage, Verdict
-from quire.memory.arena import Arena
-from quire.memory.idle_blocks import IdleBlocks
-from quire.memory.pool import BlockPool
-from quire.memory.published import PublishedBlocks
-from quire.memory.radix_tree import RadixTree
-from quire.memory.rest_queue import Clock
-from quire.memory.retention import Retention
-from quire.memory.slabs import MOST_ALIGNMENT_LOSS, SlabLayout, lay_out
+from quire.memory.pool.arena import Arena
+from quire.memory.pool.idle_blocks import IdleBlocks
+from quire.memory.pool.idle_queue import Clock
+from quire.memory.pool.pool import BlockPool
+from quire.memory.pool.retention import Retention
+from quire.memory.pool.slab_layout import MOST_ALIGNMENT_LOSS, SlabLayout, lay_out
+from quire.memory.prefix.published import PublishedBlocks
+from quire.memory.prefix.radix_tree import RadixTree
 from quire.memory.usage import used_fraction
 from tests.memory.twin_pages import Kind
 from tests.memory.walk import random_walk

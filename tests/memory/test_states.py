@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.memory import FullAttention, HitEnd, KVCacheManager, PrefixHit, RecurrentState, Verdict
-from quire.memory.settings import MemorySettings
+from quire.memory.recording.settings import MemorySettings
 from tests.memory.twin_pages import Kind
 from tests.memory.world import NAMESPACES, World
 from tests.memory.world_size import WorldSize

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.memory import HitEnd, PrefixHit, Verdict
-from quire.memory.idle_blocks import RetentionPriority
+from quire.memory.pool.idle_blocks import RetentionPriority
 from tests.memory.twin_pages import Kind
 from tests.memory.world import NAMESPACES, World
 from tests.memory.world_size import WorldSize

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quire.memory import AllocStatus, Verdict
-from quire.memory.idle_blocks import RetentionPriority
+from quire.memory.pool.idle_blocks import RetentionPriority
 from tests.memory.host_world import compare_hosts
 from tests.memory.twin_pages import Match, Page
 

@@ -9,8 +9,8 @@ import pytest
 
 from quire.errors import InvariantViolation
 from quire.memory import FullAttention, KVCacheManager, MemoryOps, RecurrentState, Tier
-from quire.memory.capacity import CapacityQueries
-from quire.memory.status import AllocStatus, Verdict
+from quire.memory.capacity_queries import CapacityQueries
+from quire.memory.results import AllocStatus, Verdict
 from quire.scheduling import TransferRates
 from quire.scheduling.preemption import PreemptionCost
 from quire.sequences import FinishReason, Request, SequenceStatus

@@ -11,12 +11,12 @@ import pytest
 from quire.decoding import Append, Fork
 from quire.decoding import beams as decoding
 from quire.errors import InvariantViolation
-from quire.memory import append as slots
-from quire.memory.append import count_growth
+from quire.memory.tables import append as slots
+from quire.memory.tables.append import count_growth
 from quire.scheduling import admission, beam_groups, scheduler
 from quire.scheduling.beam_groups import beam_groups_of
 from quire.scheduling.preemption import Preemption
-from quire.scheduling.roster import Roster
+from quire.scheduling.registry import Roster
 from quire.sequences import FinishReason, Sequence
 from tests.scheduling.rig import Rig, Setting, outputs_of, run
 from tests.scheduling.test_random_runs import crowd, found_slowly

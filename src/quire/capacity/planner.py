@@ -18,7 +18,7 @@ from quire.capacity.pool_sizing import memory_concurrency, size_pool
 from quire.capacity.report import GroupPlan, LengthPlan, MemoryPlan, PlanRequest
 from quire.config import CACHE_DTYPES, DTYPES, Machine, context_length, pool_blocks
 from quire.errors import CheckpointError, ConfigError, shown
-from quire.memory.sizing import ArenaSizing, most_bytes, sequence_bytes, tokens_bytes
+from quire.memory.capacity.sizing import ArenaSizing, most_bytes, sequence_bytes, tokens_bytes
 from quire.memory.specs import KVCacheSpec
 from quire.models.cache_layout import cache_specs
 from quire.models.checkpoint import read_config

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from quire.config import EngineConfig, ResolvedConfig, step_tokens
 from quire.errors import ConfigError
-from quire.memory.sizing import ArenaSizing, arena_bytes
+from quire.memory.capacity.sizing import ArenaSizing, arena_bytes
 from quire.memory.specs import KVCacheSpec
 
 

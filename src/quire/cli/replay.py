@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from quire.cli.options import Subparsers
 from quire.errors import LogError
-from quire.memory.replay import Report, replay
+from quire.memory.recording.replay import Report, replay
 
 EXIT_FAULT = 1
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Tokens
 
 from quire.decoding.automaton import ROOT, SuffixAutomaton
 from quire.decoding.lookup import NgramIndex
-from quire.memory.chain import Namespace
+from quire.memory.prefix.token_chain import Namespace
 from quire.sequences.sequence import Sequence
 
 # Tokens at a sequence's end in which a match is looked for.

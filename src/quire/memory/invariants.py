@@ -6,18 +6,18 @@ from collections import Counter
 from collections.abc import Sequence
 
 from quire.errors import InvariantViolation
-from quire.memory.arena import Arena
-from quire.memory.chain import TOKEN_BYTES, block_digest
-from quire.memory.groups import CacheGroup
-from quire.memory.idle_blocks import RetentionPriority
+from quire.memory.groups.cache_group import CacheGroup
 from quire.memory.manager import KVCacheManager
-from quire.memory.media import read_entries
 from quire.memory.ops import Tier
-from quire.memory.pool import NULL_BLOCK
-from quire.memory.published import PublishedBlocks
-from quire.memory.radix_node import RadixNode
-from quire.memory.radix_tree import RadixTree
-from quire.memory.sequence_memory import SequenceMemory
+from quire.memory.pool.arena import Arena
+from quire.memory.pool.idle_blocks import RetentionPriority
+from quire.memory.pool.pool import NULL_BLOCK
+from quire.memory.prefix.prompt_embeddings import read_entries
+from quire.memory.prefix.published import PublishedBlocks
+from quire.memory.prefix.radix_node import RadixNode
+from quire.memory.prefix.radix_tree import RadixTree
+from quire.memory.prefix.token_chain import TOKEN_BYTES, block_digest
+from quire.memory.sequence_blocks import SequenceMemory
 
 
 def check(manager: KVCacheManager) -> None:

@@ -17,29 +17,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from quire.memory import append, lost_copies, swap
-from quire.memory.admission import count_loads, count_woken
-from quire.memory.archive import Archive
-from quire.memory.arena import build_arena
-from quire.memory.capacity import CapacityQueries
-from quire.memory.chain import Namespace, TokenChain, root_of
-from quire.memory.eviction import EVICTION_POLICIES
-from quire.memory.groups import CacheGroup
-from quire.memory.hit import find_hit
-from quire.memory.host_tier import HostTier
-from quire.memory.lost_copies import Holders
-from quire.memory.media import MediaSpan
+from quire.memory.capacity.admission import count_loads, count_woken
+from quire.memory.capacity_queries import CapacityQueries
+from quire.memory.groups.cache_group import CacheGroup
+from quire.memory.groups.host_tier import HostTier
+from quire.memory.groups.match import find_hit
+from quire.memory.groups.partial_block import publish_tail
 from quire.memory.ops import NO_OPS, MemoryOps, TableDelta, Tier
-from quire.memory.partial_block import publish_tail
 from quire.memory.pins import Pins
-from quire.memory.progress import bury, keep_for_next_turn, next_event, publish_blocks
-from quire.memory.radix_tree import RadixTree
-from quire.memory.rollback import Rollback
-from quire.memory.sequence_memory import SequenceMemory
+from quire.memory.pool.arena import build_arena
+from quire.memory.pool.eviction import EVICTION_POLICIES
+from quire.memory.prefix.prompt_embeddings import MediaSpan
+from quire.memory.prefix.radix_tree import RadixTree
+from quire.memory.prefix.token_chain import Namespace, TokenChain, root_of
+from quire.memory.results import HitEnd, PrefixHit
+from quire.memory.sequence_blocks import SequenceMemory
 from quire.memory.specs import IMMORTAL, KVCacheSpec
-from quire.memory.states import Snapshots
-from quire.memory.status import HitEnd, PrefixHit
-from quire.memory.tables import BlockTables
+from quire.memory.tables import append
+from quire.memory.tables.publish import bury, keep_for_next_turn, next_event, publish_blocks
+from quire.memory.tables.rollback import Rollback
+from quire.memory.tables.snapshots import Snapshots
+from quire.memory.tables.tables import BlockTables
+from quire.memory.tiers import lost_copies, swap
+from quire.memory.tiers.disk_tier import Archive
+from quire.memory.tiers.lost_copies import Holders
 from quire.memory.usage import Usage, measure
 
 

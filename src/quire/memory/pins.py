@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from quire.memory.arena import Arena
-from quire.memory.chain import TokenChain
-from quire.memory.groups import CacheGroup, find_prefix
+from quire.memory.groups.cache_group import CacheGroup, find_prefix
 from quire.memory.ops import BlockCopy
-from quire.memory.pool import NULL_BLOCK
+from quire.memory.pool.arena import Arena
+from quire.memory.pool.pool import NULL_BLOCK
+from quire.memory.prefix.token_chain import TokenChain
 
 
 class Pins:

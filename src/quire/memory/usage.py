@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from quire.memory.arena import Arena
-from quire.memory.host_tier import HostTier
-from quire.memory.sequence_memory import SequenceMemory
-from quire.memory.tables import BlockTables
+from quire.memory.groups.host_tier import HostTier
+from quire.memory.pool.arena import Arena
+from quire.memory.sequence_blocks import SequenceMemory
+from quire.memory.tables.tables import BlockTables
 
 
 class GroupUsage(NamedTuple):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from quire.errors import InvariantViolation, PromptTooLong
 from quire.memory.manager import KVCacheManager
-from quire.memory.status import AllocStatus, HitEnd, PrefixHit, Verdict
+from quire.memory.results import AllocStatus, HitEnd, PrefixHit, Verdict
 from quire.scheduling.beam_groups import append_to_group, lockstep_groups, slots_needed
 from quire.scheduling.policies import Order
 from quire.scheduling.preemption import Preemption

@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 from quire.memory.manager import KVCacheManager
 from quire.memory.ops import MemoryOps
-from quire.memory.status import Verdict
+from quire.memory.results import Verdict
 from quire.scheduling.beam_groups import lockstep_group
 from quire.scheduling.policies import PREEMPTION_POLICIES
 from quire.scheduling.queues import Queues
-from quire.scheduling.roster import Roster
+from quire.scheduling.registry import Roster
 from quire.scheduling.stats import SchedulerStats
 from quire.sequences.sequence import Sequence
 from quire.sequences.status import SequenceStatus

@@ -27,7 +27,7 @@ from quire.scheduling.plan import BeamGroup, Candidate, ItemResult, Opening, Pla
 from quire.scheduling.policies import Order
 from quire.scheduling.preemption import Preemption
 from quire.scheduling.queues import Queues
-from quire.scheduling.roster import Roster
+from quire.scheduling.registry import Roster
 from quire.scheduling.stats import SchedulerStats
 from quire.sequences.edits import Append, BeamEdit, Drop, Edit, Fail, Finish, Fork, Truncate
 from quire.sequences.sequence import Request, Sequence

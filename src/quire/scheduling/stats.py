@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Annotated, Literal, NamedTuple, get_type_hints
 
-from quire.memory.status import NO_TOKENS, TokenAccount
+from quire.memory.results import NO_TOKENS, TokenAccount
 
 
 class Metric(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from quire.memory.media import MediaSpan
+from quire.memory.prefix.prompt_embeddings import MediaSpan
 
 
 class Media(NamedTuple):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from quire.errors import InvariantViolation
-from quire.memory.chain import Namespace, TokenChain
-from quire.memory.status import HitEnd, PrefixHit, TokenAccount
+from quire.memory.prefix.token_chain import Namespace, TokenChain
+from quire.memory.results import HitEnd, PrefixHit, TokenAccount
 from quire.sequences.beams import BeamSearch
 from quire.sequences.edits import Append
 from quire.sequences.media import Media

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.engine.metrics.stats import EngineStats
-from quire.memory.status import TokenAccount
+from quire.memory.results import TokenAccount
 from quire.memory.usage import HostUsage, Usage
 from quire.scheduling.stats import metrics_of
 from quire.server.body import check_json

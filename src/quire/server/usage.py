@@ -6,7 +6,7 @@ from functools import reduce
 from typing import Any
 
 from quire.engine.outputs.outputs import RequestOutput
-from quire.memory.status import NO_TOKENS, TokenAccount
+from quire.memory.results import NO_TOKENS, TokenAccount
 
 
 class TokenCount:

@@ -14,7 +14,7 @@ from quire.engine.engine import Engine
 from quire.engine.exporters.kv_collector import KvMetrics
 from quire.engine.metrics.stats import StepStats
 from quire.engine.outputs.outputs import RequestMetrics, RequestOutput
-from quire.memory.status import NO_TOKENS, HitEnd, TokenAccount, TokenSources
+from quire.memory.results import NO_TOKENS, HitEnd, TokenAccount, TokenSources
 from quire.scheduling.stats import metrics_of
 
 # A request whose sequences ended for several reasons counts once, under the first of these.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import InvalidParameter
-from quire.memory.media import MediaSpan
+from quire.memory.prefix.prompt_embeddings import MediaSpan
 from quire.sequences.media import Media
 
 DIGEST_BYTES = 32

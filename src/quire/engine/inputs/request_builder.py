@@ -9,7 +9,7 @@ from quire.config import ResolvedConfig
 from quire.engine.inputs.prompts import Prompt, PromptReader, TokenPrompt
 from quire.engine.inputs.tokenized_params import TokenizedParams, tokenize_params
 from quire.errors import InvalidParameter, UnsupportedFeature
-from quire.memory.chain import Namespace
+from quire.memory.prefix.token_chain import Namespace
 from quire.sequences.params import SamplingParams
 from quire.sequences.sequence import Request
 from quire.structured.grammar_compiler import GrammarCompiler

@@ -14,8 +14,8 @@ from quire.errors import WorkerError
 from quire.execution.executor import Executor
 from quire.kvstore.disk_blocks import DiskBlocks
 from quire.kvstore.prefix_store import StoreStats
-from quire.memory.archive import Archive, DiskLoad
 from quire.memory.ops import BlockCopy, FetchedBlock, MemoryOps, Tier
+from quire.memory.tiers.disk_tier import Archive, DiskLoad
 from quire.sequences.sequence import Sequence
 
 logger = logging.getLogger(__name__)

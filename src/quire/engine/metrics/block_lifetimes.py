@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from quire.memory.pool import BlockPool
+from quire.memory.pool.pool import BlockPool
 
 # Seconds. A block may be hit again within a step, and rest for days.
 BOUNDS_S = (

@@ -10,7 +10,7 @@ from typing import Any
 
 from quire.engine.metrics.stats import EngineStats, StepStats
 from quire.kvstore.prefix_store import StoreStats
-from quire.memory.status import NO_TOKENS
+from quire.memory.results import NO_TOKENS
 from quire.memory.usage import HostUsage, used_fraction
 from quire.scheduling.scheduler import Scheduler
 from quire.scheduling.stats import SchedulerStats

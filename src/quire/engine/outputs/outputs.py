@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from quire.engine.outputs.logprobs import FlatLogprobs, PromptLogprobs
-from quire.memory.status import TokenAccount
+from quire.memory.results import TokenAccount
 from quire.sequences.params import RequestOutputKind
 from quire.text.tool_calls import ToolCall
 

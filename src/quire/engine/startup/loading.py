@@ -35,11 +35,11 @@ from quire.execution.executor import InProcessExecutor
 from quire.execution.gpu_memory_profile import StepLimits, measure_step_cost
 from quire.execution.runner import ModelRunner
 from quire.kvstore.disk_blocks import DiskBlocks
-from quire.memory.chain import Namespace
+from quire.memory.capacity.sizing import ArenaSizing, arena_bytes, most_bytes, tokens_bytes
 from quire.memory.manager import KVCacheManager
-from quire.memory.recorder import MemoryRecorder
-from quire.memory.settings import MemorySettings
-from quire.memory.sizing import ArenaSizing, arena_bytes, most_bytes, tokens_bytes
+from quire.memory.prefix.token_chain import Namespace
+from quire.memory.recording.recorder import MemoryRecorder
+from quire.memory.recording.settings import MemorySettings
 from quire.memory.specs import KVCacheSpec
 from quire.models.cache_layout import cache_specs
 from quire.models.checkpoint import Checkpoint, locate

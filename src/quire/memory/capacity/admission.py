@@ -1,0 +1,108 @@
+"""Whether a new sequence can be let in: what it needs of every group at the worst moment, against what there is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.memory.capacity.sizing import worst_moment
+from quire.memory.groups.cache_group import CacheGroup
+from quire.memory.pool.arena import Arena
+from quire.memory.pool.pool import NULL_BLOCK
+from quire.memory.results import AllocStatus, PrefixHit, Verdict
+
+
+def judge(
+    arena: Arena,
+    groups: Sequence[CacheGroup],
+    num_tokens: int,
+    hit: PrefixHit,
+    step_tokens: int,
+    reserved: Sequence[int],
+    num_kept_free: int,
+) -> AllocStatus:
+    """Say whether a new sequence, for which memory is not too small, can be opened on a hit and grow to a length.
+
+    Args:
+        arena: with what is held now.
+        groups: the cache groups.
+        num_tokens: tokens to hold, those of the hit included.
+        hit: the prefix to open on.
+        step_tokens: the most tokens that will be appended at once.
+        reserved: blocks of each group that others will ask for.
+        num_kept_free: slabs that must stay free.
+    """
+    # Idle blocks of the hit count twice: they are not available any more, and nothing new is needed for them.
+    woken, loads = count_woken(groups, hit), count_loads(groups, hit)
+    needs = []
+    for group, shared, num_woken, num_loads, count in zip(groups, hit.block_ids, woken, loads, reserved, strict=True):
+        peak = group.spec.peak_blocks(num_tokens, step_tokens)
+        # Of a block that is used in part, who writes behind that part needs a copy, unless it is woken: then it can be
+        # written in place.
+        is_copied = hit.num_copied > 0 and group.pool.ref_counts[shared[-1]] > 0
+        missing = group.spec.num_blocks(num_tokens) - len(shared) + num_loads + is_copied
+        needs.append(num_woken + min(peak - num_woken, missing) + count)
+    return weigh(arena, needs, woken, num_kept_free)
+
+
+def count_woken(groups: Sequence[CacheGroup], hit: PrefixHit) -> list[int]:
+    """Return for each group the blocks of a hit that are idle."""
+    if not hit.num_tokens:
+        return [0] * len(groups)
+    return [
+        [group.pool.ref_counts[block_id] for block_id in shared].count(0) - shared.count(NULL_BLOCK)
+        for group, shared in zip(groups, hit.block_ids, strict=True)
+    ]
+
+
+def count_loads(groups: Sequence[CacheGroup], hit: PrefixHit) -> list[int]:
+    """Return for each group the blocks of a hit that must be copied from the host."""
+    counts = [0] * len(groups)
+    for load in hit.loads:
+        counts[load.group_idx] += 1
+    return counts
+
+
+def weigh(arena: Arena, needs: Sequence[int], woken: Sequence[int], num_kept_free: int = 0) -> AllocStatus:
+    """Say OK or LATER, with the numbers of the group that has least to spare.
+
+    Args:
+        arena: with what is held now.
+        needs: blocks of each group that are to have holders beyond those that have some now.
+        woken: those of them that are idle now, which neither number counts.
+        num_kept_free: slabs that must stay free, which no number counts.
+    """
+    rooms = arena.rooms(needs, num_kept_free)
+    left = [room - need for room, need in zip(rooms, needs, strict=True)]
+    idx = left.index(min(left))
+    verdict = Verdict.OK if needs[idx] <= rooms[idx] else Verdict.LATER
+    return AllocStatus(verdict, idx, needs[idx] - woken[idx], rooms[idx] - woken[idx])
+
+
+def refuse_for_ever(
+    arena: Arena,
+    groups: Sequence[CacheGroup],
+    num_tokens: int,
+    num_slabs: int,
+    *,
+    width: int = 1,
+    num_shared: int = 0,
+) -> AllocStatus | None:
+    """Return NEVER with its numbers when sequences alone, in steps of one token, could not reach a length.
+
+    Args:
+        arena: has the layout.
+        groups, num_tokens, num_slabs, width, num_shared: see `worst_moment`.
+    """
+    specs = [group.spec for group in groups]
+    worst = worst_moment(specs, num_tokens, arena.layout, num_slabs, width=width, num_shared=num_shared)
+    return None if worst is None else refuse_blocks(arena, worst, num_slabs)
+
+
+def refuse_blocks(arena: Arena, blocks: Sequence[int], num_slabs: int) -> AllocStatus | None:
+    """Return NEVER with its numbers when so many blocks of each group fill more than some slabs."""
+    filled = arena.layout.filled(blocks)
+    if sum(filled) <= num_slabs:
+        return None
+    idx = filled.index(max(filled))
+    could_have = max(0, filled[idx] - (sum(filled) - num_slabs))
+    return AllocStatus(Verdict.NEVER, idx, blocks[idx], could_have * arena.layout.blocks_per_slab[idx])

@@ -1,0 +1,206 @@
+"""How many sequences of which lengths a byte range holds, before there is an engine: arithmetic, nothing else.
+
+The same specs and slabs as the manager's, so that a plan and the engine that follows it agree to the byte:
+
+```
+ budget  ->  arena_bytes  ->  SlabLayout  ->  blocks of each group  ->  sequences at once, the longest sequence
+```
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import lcm
+from typing import NamedTuple
+
+from quire.memory.pool.slab_layout import SlabLayout, lay_out
+from quire.memory.specs import KVCacheSpec
+from quire.memory.tables.snapshots import DEFAULT_SNAPSHOT_INTERVAL
+
+
+class Shortage(NamedTuple):
+    """Why a sequence never fits.
+
+    Args:
+        group_idx: the cache group that takes most of the memory.
+        needed: slabs that all groups together need at the worst moment.
+        available: slabs that there are.
+    """
+
+    group_idx: int
+    needed: int
+    available: int
+
+
+def arena_bytes(specs: Sequence[KVCacheSpec], num_blocks: int) -> int:
+    """Return the bytes that all groups share: `num_blocks` blocks of each that keeps tokens, the null blocks besides.
+
+    States lie in the same bytes.
+    """
+    return (num_blocks + 1) * tokens_bytes(specs)
+
+
+def tokens_bytes(specs: Sequence[KVCacheSpec]) -> int:
+    """Return the bytes of one block of every group that keeps tokens."""
+    return sum(spec.bytes_per_block for spec in specs if not spec.carries)
+
+
+def worst_moment(
+    specs: Sequence[KVCacheSpec],
+    num_tokens: int,
+    layout: SlabLayout,
+    num_slabs: int,
+    *,
+    width: int = 1,
+    num_shared: int = 0,
+) -> list[int] | None:
+    """Return the blocks of each group at the worst moment of a sequence alone, in steps of one token; None if it fits.
+
+    Groups need most when a block has just begun. What is full only grows, what slides repeats: so the last moments of
+    that kind, one period of them, are all that need be looked at, and none when the peaks together fit. Of several
+    sequences that began alike, what slides leaves the blocks that they share: the last moments are the worst there too,
+    or that in which they part.
+
+    Args:
+        specs: of the groups, with one block size.
+        num_tokens: the length that the sequence would reach.
+        layout: of their blocks.
+        num_slabs: slabs that there are for it.
+        width: so many such sequences, side by side.
+        num_shared: tokens that all of those began with, and hold once where they fill blocks.
+    """
+    if layout.num_filled([width * spec.peak_blocks(num_tokens, 1) for spec in specs]) <= num_slabs:
+        return None
+    size = specs[0].block_size
+    last = (num_tokens - 1) // size
+    period = lcm(*(spec.period for spec in specs))
+    moments = [block_idx * size for block_idx in range(max(0, last - period + 1), last + 1)]
+    if width > 1:
+        moments.append(num_shared)
+    held = [[_held_at(spec, moment, width, num_shared) for spec in specs] for moment in moments]
+    worst = max(held, key=layout.num_filled)
+    return worst if layout.num_filled(worst) > num_slabs else None
+
+
+def _held_at(spec: KVCacheSpec, num_computed: int, width: int, num_shared: int) -> int:
+    """Return the blocks of a group that hold so many tokens and one more, of sequences that began alike."""
+    size = spec.block_size
+    last = num_computed // size
+    # What is carried along has left the last block when a new one begins.
+    first = spec.first_live_token(num_computed + spec.carries) // size
+    if num_computed < num_shared:
+        return last + 1 - first
+    shared = 0 if spec.carries else max(0, num_shared // size - first)
+    return shared + width * (last + 1 - first - shared)
+
+
+def sequence_bytes(specs: Sequence[KVCacheSpec], num_tokens: int) -> int:
+    """Return the most bytes that a sequence holds on its way to `num_tokens` tokens, one token a step."""
+    return sum(spec.peak_blocks(num_tokens, 1) * spec.bytes_per_block for spec in specs)
+
+
+def most_bytes(specs: Sequence[KVCacheSpec], num_tokens: int, num_seqs: int, interval: int | None = None) -> int | None:
+    """Return the bytes of an arena of which so many sequences of so many tokens leave nothing to others.
+
+    Of states, each leaves its own, the snapshot close to the end of its prompt, and one every so often.
+
+    Args:
+        interval: tokens between regular snapshots; None for the default.
+
+    Returns:
+        None without groups of states: then the blocks of all tokens say it.
+    """
+    if not any(spec.carries for spec in specs):
+        return None
+    layout = lay_out([spec.bytes_per_block for spec in specs], num_slabs=1)
+    num_states = 2 + num_tokens // (interval or DEFAULT_SNAPSHOT_INTERVAL)
+    needs = [num_seqs * (num_states if spec.carries else spec.num_blocks(num_tokens)) for spec in specs]
+    return layout._replace(num_slabs=layout.num_filled(needs)).num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaSizing:
+    """The cache groups of a model in an arena of a given size.
+
+    Args:
+        specs: of the groups, with one block size.
+        layout: of the arena; of no slab where the bytes hold none.
+    """
+
+    specs: tuple[KVCacheSpec, ...]
+    layout: SlabLayout
+
+    @classmethod
+    def of(cls, specs: Sequence[KVCacheSpec], num_bytes: int) -> ArenaSizing:
+        """Lay out an arena of `num_bytes` bytes, null blocks included."""
+        units = [spec.bytes_per_block for spec in specs]
+        layout = lay_out(units, num_slabs=1)
+        if num_bytes < layout.num_bytes:
+            layout = layout._replace(num_slabs=0)
+        else:
+            layout = lay_out(units, num_bytes=num_bytes)
+        return cls(tuple(specs), layout)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the null blocks and all slabs; 0 without a slab."""
+        return self.layout.num_bytes if self.layout.num_slabs else 0
+
+    @property
+    def num_blocks(self) -> tuple[int, ...]:
+        """Blocks of each group, if it had every slab to itself."""
+        return tuple(count * self.layout.num_slabs for count in self.layout.blocks_per_slab)
+
+    def concurrency(self, num_tokens: int, *, step_tokens: int = 1, num_kept_free: int = 0) -> int:
+        """Return how many sequences of `num_tokens` tokens an admission lets run at once, none of them sharing a block.
+
+        The last one's prompt is computed in steps of `step_tokens`, in which a group of windows holds more, beside the
+        others, which decode a token a step. One alone may take everything, in shorter steps. Where a window or chunk
+        begins with a block, sequences hold less, and more of them may run for a while.
+
+        Args:
+            num_tokens: the length that each reaches.
+            step_tokens: the most tokens of a step.
+            num_kept_free: slabs that an admission leaves free while other sequences live.
+        """
+        if self.shortage(num_tokens) is not None:
+            return 0
+        held = [spec.peak_blocks(num_tokens, 1) for spec in self.specs]
+        peaks = [spec.peak_blocks(num_tokens, step_tokens) for spec in self.specs]
+        num_slabs = self.layout.num_slabs - num_kept_free
+        most = max(1, *self.num_blocks)
+        # Beside so many others there is no room for one more.
+        num_others = bisect_left(
+            range(1, most + 1),
+            True,
+            key=lambda count: self._num_filled_beside(count, held, peaks) > num_slabs,
+        )
+        return 1 + num_others
+
+    def _num_filled_beside(self, num_others: int, held: Sequence[int], peaks: Sequence[int]) -> int:
+        """Return the slabs that a sequence at its peak fills together with others that hold what they hold."""
+        return self.layout.num_filled([num_others * each + peak for each, peak in zip(held, peaks, strict=True)])
+
+    def shortage(self, num_tokens: int) -> Shortage | None:
+        """Say why a sequence alone, in steps of one token, could not reach a length; None where it can."""
+        worst = worst_moment(self.specs, num_tokens, self.layout, self.layout.num_slabs)
+        if worst is None:
+            return None
+        held = [count * spec.bytes_per_block for count, spec in zip(worst, self.specs, strict=True)]
+        return Shortage(held.index(max(held)), self.layout.num_filled(worst), self.layout.num_slabs)
+
+    def longest(self, limit: int) -> int:
+        """Return the longest sequence, of at most `limit` tokens, that fits alone; 0 when none does."""
+        return bisect_left(range(1, limit + 1), True, key=lambda length: self.shortage(length) is not None)
+
+    def bytes_for(self, num_tokens: int) -> int:
+        """Return the bytes of the smallest arena that holds a sequence of `num_tokens` tokens."""
+        most = self.layout.num_filled([spec.peak_blocks(num_tokens, 1) for spec in self.specs])
+        num_slabs = 1 + bisect_left(
+            range(1, most),
+            True,
+            key=lambda count: replace(self, layout=self.layout._replace(num_slabs=count)).shortage(num_tokens) is None,
+        )
+        return self.layout._replace(num_slabs=num_slabs).num_bytes

@@ -1,0 +1,148 @@
+"""Questions about room: whether something would fit, what it would take, what it would release."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.memory.capacity.admission import judge, refuse_for_ever
+from quire.memory.capacity.release import Release, measure_release
+from quire.memory.ops import Tier
+from quire.memory.results import AllocStatus, PrefixHit
+from quire.memory.tables.tables import BlockTables
+from quire.memory.tiers import swap
+from quire.memory.tiers.swap import SwapSize
+
+
+class CapacityQueries:
+    """Answers questions about room; a question may cache, and changes no answer and no command.
+
+    Args:
+        tables: of all sequences.
+        watermark: slabs (with one group: blocks) that an admission leaves free while other sequences live.
+        num_slabs: slabs that a sequence alone can count on.
+    """
+
+    __slots__ = ("_known_to_fit", "_num_slabs", "_tables", "_watermark")
+
+    def __init__(self, tables: BlockTables, watermark: int, num_slabs: int) -> None:
+        self._tables = tables
+        self._watermark = watermark
+        self._num_slabs = num_slabs
+        # Tokens that a sequence alone was found to have room for: fewer have it too.
+        self._known_to_fit = 0
+
+    def can_allocate(
+        self, num_tokens: int, hit: PrefixHit, step_tokens: int | None = None, reserved: Sequence[int] = ()
+    ) -> AllocStatus:
+        """Say whether a new sequence of `num_tokens` tokens can be opened on a hit and grow to that length.
+
+        While other sequences live, `watermark` slabs and the `reserved` blocks must stay free for their growth;
+        alone, a sequence may take everything, so that nothing that fits waits for ever.
+
+        Args:
+            num_tokens: tokens to hold, those of the hit included.
+            hit: the prefix to open on.
+            step_tokens: the most tokens that will be appended at once, None for all: what dies between the steps of
+                a prompt makes room for the next.
+            reserved: blocks of each group that sequences already let in will still ask for.
+        """
+        refusal = self._refuse_for_ever(num_tokens)
+        if refusal is not None:
+            return refusal
+        arena, groups = self._tables.arena, self._tables.groups
+        return judge(arena, groups, num_tokens, hit, step_tokens or num_tokens, *self._kept_for_others(reserved))
+
+    def can_ever_hold(self, num_tokens: int, *, width: int = 1, num_shared: int = 0) -> bool:
+        """Say whether sequences of `num_tokens` tokens could be held at all, by themselves and in the shortest steps.
+
+        Args:
+            num_tokens: that each reaches.
+            width: how many of them, side by side.
+            num_shared: tokens that all of those began with, and hold once.
+        """
+        if width == 1:
+            return self._refuse_for_ever(num_tokens) is None
+        arena, groups = self._tables.arena, self._tables.groups
+        refusal = refuse_for_ever(arena, groups, num_tokens, self._num_slabs, width=width, num_shared=num_shared)
+        return refusal is None
+
+    def blocks_missing(self, seq_id: int, num_tokens: int, step_tokens: int | None = None) -> tuple[int, ...]:
+        """Return the blocks of each group that a live sequence will still ask for on its way to `num_tokens` tokens.
+
+        Args:
+            seq_id: a live sequence that is not swapped out.
+            num_tokens: where it goes.
+            step_tokens: see `can_allocate`.
+        """
+        state = self._tables.resident(seq_id)
+        missing = []
+        for group, table, num_dead in zip(self._tables.groups, state.tables, state.num_dead, strict=True):
+            if group.spec.carries:
+                # A state that somebody else holds too is copied by the next step.
+                missing.append(int(not table or group.pool.ref_counts[table[-1]] > 1))
+                continue
+            more = group.spec.peak_blocks(num_tokens, step_tokens or num_tokens) - (len(table) - num_dead)
+            missing.append(max(0, min(more, group.spec.num_blocks(num_tokens) - len(table))))
+        return tuple(missing)
+
+    def can_swap_out(self, seq_ids: Sequence[int]) -> AllocStatus:
+        """Say whether the host has room for a family: LATER when others' blocks take it, NEVER when it is too small.
+
+        Raises:
+            ValueError: see `swap_out`.
+        """
+        return swap.judge_swap_out(self._tables, self._tables.family(seq_ids, Tier.DEVICE))
+
+    def can_swap_in(
+        self,
+        seq_ids: Sequence[int],
+        num_tokens: Sequence[int],
+        step_tokens: int | None = None,
+        reserved: Sequence[int] = (),
+    ) -> AllocStatus:
+        """Say whether a family that is swapped out can come back and grow to some lengths.
+
+        NEVER means: not in these steps, even alone.
+
+        Args:
+            seq_ids: the sequences.
+            num_tokens: tokens that each is to hold.
+            step_tokens, reserved: see `can_allocate`.
+
+        Raises:
+            ValueError: see `swap_in`.
+        """
+        states = self._tables.family(seq_ids, Tier.HOST)
+        kept = self._kept_for_others(reserved)
+        return swap.judge_swap_in(self._tables, states, num_tokens, step_tokens, *kept, self._num_slabs)
+
+    def swap_size(self, seq_ids: Sequence[int]) -> SwapSize:
+        """Return what would be copied to swap a family, out or in, as things are now.
+
+        Raises:
+            ValueError: see `swap_out` and `swap_in`.
+        """
+        tier = Tier.HOST if any(self._tables.sequences[seq_id].is_swapped for seq_id in seq_ids) else Tier.DEVICE
+        return swap.measure_swap(self._tables, self._tables.family(seq_ids, tier), tier)
+
+    def would_release(self, seq_ids: Sequence[int]) -> Release:
+        """Say what live sequences hold for themselves, and what would be lost if they were released."""
+        return measure_release(self._tables.groups, [self._tables.sequences[seq_id] for seq_id in seq_ids])
+
+    def _refuse_for_ever(self, num_tokens: int) -> AllocStatus | None:
+        if num_tokens <= self._known_to_fit:
+            return None
+        refusal = refuse_for_ever(self._tables.arena, self._tables.groups, num_tokens, self._num_slabs)
+        if refusal is None:
+            self._known_to_fit = num_tokens
+        return refusal
+
+    def _kept_for_others(self, reserved: Sequence[int]) -> tuple[Sequence[int], int]:
+        """Return the blocks of each group, and the slabs, that stay free for sequences that hold blocks of the device.
+
+        The watermark is in slabs, so that it is a share of the bytes: a state has the bytes of hundreds of blocks.
+        """
+        none = [0] * len(self._tables.groups)
+        if len(self._tables.sequences) == (self._tables.host.num_sequences if self._tables.host else 0):
+            return none, 0
+        return reserved or none, self._watermark

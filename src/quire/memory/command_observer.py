@@ -1,0 +1,61 @@
+"""The interface of what is told of every command that a memory manager is given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from quire.memory.ops import FetchedBlock, MemoryOps, TableDelta
+from quire.memory.prefix.radix_node import NodePosition
+from quire.memory.prefix.token_chain import TokenChain
+from quire.memory.results import PrefixHit
+from quire.memory.sequence_blocks import SequenceMemory
+
+
+class CommandObserver(Protocol):
+    """Receives each command after it took effect; arguments are those of `KVCacheManager`'s method.
+
+    A command that raised changed nothing, and is not reported. An observer changes nothing either.
+    """
+
+    def allocated(self, seq_id: int, chain: TokenChain, hit: PrefixHit) -> None: ...
+
+    def appended(
+        self, seq_ids: Sequence[int], num_tokens: int, lookahead: int, num_granted: int, *, atomic: bool
+    ) -> None:
+        """`num_granted` sequences, the first ones, have their slots."""
+        ...
+
+    def forked(self, parent_id: int, child_id: int, num_slots: int) -> None: ...
+
+    def truncated(self, seq_id: int, num_tokens: int) -> None: ...
+
+    def published(self, seq_id: int, state: SequenceMemory, num_before: int) -> None:
+        """The sequence had `num_before` published blocks before, and has `state.num_published` now."""
+        ...
+
+    def freed(self, seq_id: int, state: SequenceMemory, *, retain: bool, tail: NodePosition | None) -> None:
+        """`tail` is where the tokens of the last, partly filled block are published; None where they are not."""
+        ...
+
+    def swapped_out(self, seq_ids: Sequence[int]) -> None: ...
+
+    def swapped_in(self, seq_ids: Sequence[int]) -> None: ...
+
+    def was_reset(self) -> None: ...
+
+    def pinned(self, name: str, chain: TokenChain, num_tokens: int) -> None: ...
+
+    def unpinned(self, name: str) -> None: ...
+
+    def copies_discarded(self, ops: MemoryOps) -> None: ...
+
+    def ops_taken(self, ops: MemoryOps) -> None: ...
+
+    def deltas_taken(self, seq_ids: Sequence[int], deltas: Sequence[tuple[TableDelta, ...]]) -> None: ...
+
+    def close(self) -> None:
+        """Release what the observer holds; memory may go on, unobserved."""
+        ...
+
+    def loads_published(self, chain: TokenChain, num_blocks: int, fetched: Sequence[FetchedBlock]) -> None: ...

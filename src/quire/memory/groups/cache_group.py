@@ -1,0 +1,110 @@
+"""Cache groups, and the longest published prefix that all of them can serve."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from quire.memory.groups.tiered_view import TieredView
+from quire.memory.pool.pool import NULL_BLOCK, BlockPool
+from quire.memory.prefix.published import ChainView
+from quire.memory.prefix.token_chain import TokenChain
+from quire.memory.results import BlockLoad
+from quire.memory.specs import KVCacheSpec, PublishedRun
+
+
+class CacheGroup:
+    """The layers that share one `KVCacheSpec`, and the pool of their blocks.
+
+    Attributes:
+        carries: what the spec says.
+    """
+
+    __slots__ = ("carries", "pool", "spec")
+
+    def __init__(self, spec: KVCacheSpec, pool: BlockPool) -> None:
+        self.spec = spec
+        self.pool = pool
+        self.carries = spec.carries
+
+    def num_dead(self, num_tokens: int) -> int:
+        """Return the leading blocks of a table that are dead when so many tokens are computed."""
+        return self.spec.first_live_token(num_tokens) // self.spec.block_size
+
+
+class PrefixRun(NamedTuple):
+    """Whole blocks from a chain's start whose live ones are published.
+
+    Args:
+        num_blocks: of the prefix.
+        block_ids: for each cache group; null where the group needs them no more, and where they are only on the host.
+        group_idx: the cache group that keeps it from being longer, None when nothing but the limit does.
+        loads: the blocks that are only on the host.
+    """
+
+    num_blocks: int
+    block_ids: tuple[tuple[int, ...], ...]
+    group_idx: int | None
+    loads: tuple[BlockLoad, ...] = ()
+
+
+def find_prefix(
+    groups: Sequence[CacheGroup], chain: TokenChain, limit: int, host_groups: Sequence[CacheGroup] = ()
+) -> PrefixRun:
+    """Find the longest prefix of whole blocks whose live blocks are published in every group, on either tier.
+
+    Each group in turn shortens the prefix to the longest that it can serve, until all agree: a shorter prefix may
+    need blocks of a window that a longer one does not. Groups of states come last, so that the hit can tell where
+    they alone end it. Where no group needs any block, at the end of a chunk, somebody must have published the last.
+
+    Args:
+        groups: with one block size.
+        chain: of the tokens.
+        limit: the most blocks.
+        host_groups: the same groups with their blocks on the host; none to look at the device only.
+    """
+    size = groups[0].spec.block_size
+    tiers = zip(groups, host_groups, strict=True) if host_groups else ()
+    tiered = [TieredView(group.pool.index, host.pool.index, chain, limit) for group, host in tiers]
+    views: Sequence[ChainView | TieredView] = tiered or [group.pool.index.view(chain, limit) for group in groups]
+    kept = [idx for idx, group in enumerate(groups) if not group.spec.carries]
+    length, ended_by = longest_agreed(groups, views, kept, limit)
+    while length and kept and _needs_nothing_published(groups, views, kept, length):
+        length, lacking = longest_agreed(groups, views, kept, length - 1)
+        ended_by = ended_by if lacking is None else lacking
+    if len(kept) < len(groups):
+        length, lacking = longest_agreed(groups, views, range(len(groups)), length)
+        ended_by = ended_by if lacking is None else lacking
+    block_ids = []
+    loads: list[BlockLoad] = []
+    for idx, (group, view) in enumerate(zip(groups, views, strict=True)):
+        num_dead = group.num_dead(length * size)
+        live = view.block_ids(num_dead, length)
+        block_ids.append((NULL_BLOCK,) * num_dead + live if num_dead else live)
+        if tiered:
+            loads += [BlockLoad(idx, *place) for place in tiered[idx].host_blocks(num_dead, length)]
+    return PrefixRun(length, tuple(block_ids), ended_by, tuple(loads))
+
+
+def _needs_nothing_published(
+    groups: Sequence[CacheGroup], views: Sequence[PublishedRun], kept: Sequence[int], length: int
+) -> bool:
+    """Say whether a prefix is a hit of nothing: no group of tokens needs its blocks, and nobody published the last."""
+    num_tokens = length * groups[0].spec.block_size
+    is_needed = any(groups[idx].num_dead(num_tokens) < length for idx in kept)
+    return not is_needed and all(view.last_gap(length - 1, length) >= 0 for view in views)
+
+
+def longest_agreed(
+    groups: Sequence[CacheGroup], views: Sequence[PublishedRun], members: Sequence[int], length: int
+) -> tuple[int, int | None]:
+    """Return the longest prefix, in blocks, that some groups can serve, and the group that shortened it last."""
+    turn, num_agreed, lacking = 0, 0, None
+    while num_agreed < len(members):
+        idx = members[turn]
+        reach = groups[idx].spec.longest_hit(views[idx], length)
+        num_agreed += 1
+        if reach < length:
+            length, num_agreed, lacking = reach, 1, idx
+        turn = (turn + 1) % len(members)
+    return length, lacking

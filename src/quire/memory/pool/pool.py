@@ -1,0 +1,262 @@
+"""The blocks of one cache group in one tier: who holds them, which are published, which can be had."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import compress
+from typing import Protocol
+
+from quire.errors import InvariantViolation
+from quire.memory.pool.block_observer import BlockWatcher
+from quire.memory.pool.idle_blocks import IdleBlocks, Part, RetentionPriority
+from quire.memory.pool.idle_queue import Clock
+from quire.memory.prefix.published import PublishedBlocks
+from quire.memory.prefix.radix_node import NULL_BLOCK
+
+__all__ = ["NULL_BLOCK", "BlockPool", "BlockWatcher", "Keeper", "Lender"]
+
+
+class Lender(Protocol):
+    """Where a pool that shares its bytes with others gets its blocks from; it hears of every change."""
+
+    def lend(self, count: int) -> None:
+        """See that `count` blocks of the pool are free."""
+        ...
+
+    def took(self, block_ids: Sequence[int]) -> None:
+        """Note that free blocks have holders now."""
+        ...
+
+    def woke(self, parts: Sequence[Part]) -> None:
+        """Note that idle blocks have holders now."""
+        ...
+
+    def rested(self, parts: Sequence[Part]) -> None:
+        """Note that blocks have no holders any more, but are published."""
+        ...
+
+    def reprioritised(self, old: Sequence[Part], new: Sequence[Part]) -> None:
+        """Note that idle blocks have another retention priority, or are as if they had just become idle."""
+        ...
+
+    def freed(self, block_ids: Sequence[int]) -> None:
+        """Note that blocks have no holders any more and hold nothing."""
+        ...
+
+    def emptied(self, parts: Sequence[Part]) -> None:
+        """Note that idle blocks are free."""
+        ...
+
+
+class Keeper(Protocol):
+    """Where published blocks may live on when they are evicted."""
+
+    def keep(self, block_ids: Sequence[int]) -> None:
+        """Note that idle blocks are about to be evicted, in this order."""
+        ...
+
+
+class BlockPool:
+    """The blocks of one group; block 0 is the null block, never handed out.
+
+    A block is *used* (it has holders), *idle* (none, but published) or *free*. A pool that shares its bytes with
+    others has further blocks that are lent to it when it needs them.
+
+    Args:
+        index: of the published blocks; has as many ids as the group's view of the memory, the null block's included.
+        idle: of the group, with nothing in it.
+        free: blocks to start with.
+        clock: of the moments at which blocks become idle; that of `idle`.
+
+    Attributes:
+        index, idle: as given.
+        lender: set when the pool shares its bytes.
+        keeper: set when there is a tier below.
+        watcher: told what becomes of the blocks, where somebody listens.
+
+    Invariants: M1, M2 (with the tables of the manager), M10.
+    """
+
+    __slots__ = (
+        "_clock",
+        "free",
+        "idle",
+        "index",
+        "keeper",
+        "lender",
+        "num_evictions",
+        "num_used",
+        "ref_counts",
+        "watcher",
+    )
+
+    def __init__(self, index: PublishedBlocks, idle: IdleBlocks, free: Iterable[int], clock: Clock) -> None:
+        self._clock = clock
+        self.idle = idle
+        self.index = index
+        self.ref_counts = [0] * index.num_ids
+        self.num_evictions = 0
+        self.num_used = 0
+        # A stack, the next block to be handed out last.
+        self.free = list(free)
+        self.lender: Lender | None = None
+        self.keeper: Keeper | None = None
+        self.watcher: BlockWatcher | None = None
+
+    def take(self, count: int) -> list[int]:
+        """Hand out blocks with one holder each: free ones first, then evicted ones.
+
+        Args:
+            count: at most the free and idle blocks.
+
+        Raises:
+            InvariantViolation: M1, there are fewer.
+        """
+        if self.lender is not None and count > len(self.free):
+            self.lender.lend(count)
+        free = self.free
+        ref_counts = self.ref_counts
+        taken: list[int] = []
+        from_free = min(count, len(free))
+        if from_free:
+            taken = free[-from_free:]
+            taken.reverse()
+            del free[-from_free:]
+            if self.lender is not None:
+                self.lender.took(taken)
+        while len(taken) < count:
+            victims = self.idle.victims(count - len(taken))
+            if not victims:
+                raise InvariantViolation("M1", f"{count} blocks are taken, and there are only {len(taken)}")
+            self.evict(victims)
+            taken += victims
+        for block_id in taken:
+            ref_counts[block_id] = 1
+        self.num_used += count
+        if self.watcher is not None:
+            self.watcher.taken(taken)
+        return taken
+
+    def retain(self, block_ids: Sequence[int]) -> None:
+        """Add one holder to each block, all different, none of them free; an idle block becomes used."""
+        ref_counts = self.ref_counts
+        counts = [ref_counts[block_id] for block_id in block_ids]
+        num_woken = counts.count(0)
+        if num_woken == len(counts):
+            woken = block_ids
+            for block_id in block_ids:
+                ref_counts[block_id] = 1
+        else:
+            woken = [block_id for block_id, count in zip(block_ids, counts, strict=True) if not count]
+            for block_id in block_ids:
+                ref_counts[block_id] += 1
+        if woken:
+            parts = self.idle.discard(woken)
+            self.num_used += len(woken)
+            if self.lender is not None:
+                self.lender.woke(parts)
+            if self.watcher is not None:
+                self.watcher.woke(woken)
+
+    def release(
+        self,
+        block_ids: Iterable[int],
+        priority: RetentionPriority = RetentionPriority.DEFAULT,
+        moments: Sequence[int] | None = None,
+    ) -> None:
+        """Remove one holder from each block, all different; without one it becomes idle if published, else free.
+
+        Args:
+            block_ids: the blocks.
+            priority: of those that become idle, unless they have the hint to be evicted last.
+            moments: at which they become idle, rising; the clock's next ones unless given.
+
+        Raises:
+            InvariantViolation: M2, a block has no holder, or is named twice; nothing has changed then.
+        """
+        ref_counts = self.ref_counts
+        released = list(block_ids)
+        is_all_published = len(self.index) == self.num_used + len(self.idle)
+        counts = [ref_counts[block_id] for block_id in released]
+        num_last = counts.count(1)
+        if (num_last < len(counts) and 0 in counts) or len({*released}) < len(released):
+            wrong = sorted({idx for idx in released if not ref_counts[idx] or released.count(idx) > 1})
+            raise InvariantViolation("M2", f"blocks {wrong} are released, but have no holder or are named twice")
+        if num_last == len(counts):
+            for block_id in released:
+                ref_counts[block_id] = 0
+        else:
+            for block_id in released:
+                ref_counts[block_id] -= 1
+            if moments is not None:
+                moments = list(compress(moments, [count == 1 for count in counts]))
+            released = [block_id for block_id in released if not ref_counts[block_id]]
+        self.num_used -= len(released)
+        rested, freed = (released, []) if is_all_published else self.index.split(released)
+        parts: list[Part] = []
+        if rested:
+            if moments is None:
+                moments = self._clock.ticks(len(rested))
+            elif freed:
+                moments = [moment for moment, idx in zip(moments, released, strict=True) if idx in self.index]
+            parts = self.idle.add(rested, priority, moments)
+        self.free += freed
+        if self.lender is not None:
+            if rested:
+                self.lender.rested(parts)
+            if freed:
+                self.lender.freed(freed)
+        if self.watcher is not None and rested:
+            self.watcher.rested(rested)
+
+    def set_priority(self, block_id: int, priority: RetentionPriority) -> None:
+        """Give a block, if it is idle, another retention priority, as if it had just become idle."""
+        if block_id in self.idle:
+            old = self.idle.remove((block_id,))
+            new = self.idle.add((block_id,), priority, self._clock.ticks(1))
+            if self.lender is not None:
+                self.lender.reprioritised(old, new)
+
+    def evict(self, block_ids: Sequence[int]) -> list[Part]:
+        """Take idle blocks out of the index; return them by retention priority."""
+        if self.watcher is not None:
+            self.watcher.evicted(block_ids)
+        self.num_evictions += len(block_ids)
+        if self.keeper is not None:
+            self.keeper.keep(block_ids)
+        parts = self.idle.remove(block_ids)
+        self.index.remove(block_ids)
+        return parts
+
+    def withdraw(self, block_id: int) -> None:
+        """Take a used block that is about to be written out of the index."""
+        self.index.remove((block_id,))
+        self.idle.forget((block_id,))
+
+    def reset(self) -> None:
+        """Have nothing published: idle blocks are free, and used ones will be when they are released."""
+        self.index.clear()
+        self._empty(list(self.idle))
+
+    def discard(self, block_ids: Sequence[int]) -> None:
+        """Free idle blocks whose contents are not what they are published as."""
+        self.index.remove(block_ids)
+        self._empty(block_ids)
+
+    def _empty(self, block_ids: Sequence[int]) -> None:
+        """Let idle blocks, which are published no more, be free."""
+        parts = self.idle.remove(block_ids)
+        self.free += block_ids
+        if self.lender is not None and parts:
+            self.lender.emptied(parts)
+
+    def move(self, src_id: int, dst_id: int) -> None:
+        """Let a free block take the place of a used one: holders and identity."""
+        self.free.remove(dst_id)
+        self.ref_counts[dst_id] = self.ref_counts[src_id]
+        self.ref_counts[src_id] = 0
+        self.index.move(src_id, dst_id)
+        self.idle.forget((src_id,))
+        self.free.append(src_id)
+        if self.watcher is not None:
+            self.watcher.moved(src_id, dst_id)

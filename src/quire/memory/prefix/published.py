@@ -1,0 +1,201 @@
+"""The published blocks of a pool, and their positions in the prefix tree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from operator import itemgetter
+
+from quire.memory.prefix.radix_node import NULL_BLOCK, NodePosition, RadixNode
+from quire.memory.prefix.radix_tree import RadixTree
+from quire.memory.prefix.token_chain import TokenChain
+
+
+class PublishedBlocks:
+    """The published blocks of one pool: at most one at each position of the tree, and each at one position.
+
+    The node at a position has the block; this class has the way back, from a block to its position.
+
+    Args:
+        tree: prefix tree that all pools of a manager share.
+        pool_idx: index of the pool in the tree.
+        num_ids: number of blocks of the pool, the null block included.
+
+    Attributes:
+        tree: as given.
+
+    Invariants: M4.
+    """
+
+    __slots__ = ("_nodes", "_num_published", "_pool_idx", "_positions", "tree")
+
+    def __init__(self, tree: RadixTree, pool_idx: int, num_ids: int) -> None:
+        self.tree = tree
+        self._pool_idx = pool_idx
+        # By block: the node that has it, None where it is not published, and its position in that node.
+        self._nodes: list[RadixNode | None] = [None] * num_ids
+        self._positions = [0] * num_ids
+        self._num_published = 0
+
+    def __len__(self) -> int:
+        return self._num_published
+
+    def __contains__(self, block_id: int) -> bool:
+        return self._nodes[block_id] is not None
+
+    @property
+    def num_ids(self) -> int:
+        """Number of blocks of the pool, the null block included."""
+        return len(self._nodes)
+
+    # ---- questions ----
+
+    def at(self, where: NodePosition) -> int:
+        """Return the block that is published at a position, or the null block."""
+        node, position = where
+        return node.block_at(self._pool_idx, position)
+
+    def position_of(self, block_id: int) -> NodePosition | None:
+        """Return the position where a block is published, None when it is not."""
+        node = self._nodes[block_id]
+        return None if node is None else (node, self._positions[block_id])
+
+    def content_of(self, block_id: int) -> bytes | None:
+        """Return the content of a published block, None when it is not published."""
+        node = self._nodes[block_id]
+        return None if node is None else node.content(self._positions[block_id])
+
+    def block_ids(self) -> list[int]:
+        """Return all published blocks."""
+        return [block_id for block_id in range(len(self._nodes)) if block_id in self]
+
+    def split(self, block_ids: Sequence[int]) -> tuple[Sequence[int], list[int]]:
+        """Return the blocks that are published, and those that are not."""
+        nodes = self._nodes
+        if None not in {nodes[block_id] for block_id in block_ids}:
+            return block_ids, []
+        published = [block_id for block_id in block_ids if block_id in self]
+        return published, [block_id for block_id in block_ids if block_id not in self]
+
+    def view(self, chain: TokenChain, num_blocks: int) -> ChainView:
+        """Return what this index holds of a chain's first blocks."""
+        return ChainView(self, chain, num_blocks)
+
+    def published(self, chain: TokenChain, start: int, end: int) -> list[int]:
+        """Return which blocks hold a chain's full blocks `[start, end)`; the null block for those not published."""
+        found: list[int] = []
+        for node, first, last in self.tree.match(chain, end).ranges(start, end):
+            found += node.blocks[self._pool_idx][first:last]
+            found += [NULL_BLOCK] * (node.first + last - start - len(found))
+        return found + [NULL_BLOCK] * (end - start - len(found))
+
+    def leading(self, chain: TokenChain, num_blocks: int) -> list[int]:
+        """Return the blocks that hold a chain's first blocks without a gap.
+
+        Args:
+            chain: whose blocks.
+            num_blocks: full blocks of the chain, the most to return.
+        """
+        found = self.published(chain, 0, num_blocks)
+        return found[: found.index(NULL_BLOCK)] if NULL_BLOCK in found else found
+
+    def holds(self, chain: TokenChain, block_idx: int) -> bool:
+        """Say whether a chain's block is published, whatever is before it."""
+        return self.published(chain, block_idx, block_idx + 1) != [NULL_BLOCK]
+
+    # ---- commands ----
+
+    def put(self, where: NodePosition, block_id: int) -> None:
+        """Publish a block at a position where the pool has none."""
+        node, position = where
+        self._put(node, position, (block_id,))
+
+    def put_ranges(self, ranges: Iterable[tuple[RadixNode, int, int]], block_ids: Sequence[int]) -> None:
+        """Publish consecutive blocks at positions where the pool has none.
+
+        Args:
+            ranges: nodes, each with the first position and the one behind the last.
+            block_ids: one block for each of these positions.
+        """
+        start = 0
+        for node, first, last in ranges:
+            self._put(node, first, block_ids[start : start + last - first])
+            start += last - first
+
+    def remove(self, block_ids: Sequence[int]) -> None:
+        """Withdraw published blocks."""
+        nodes, positions = self._nodes, self._positions
+        self._num_published -= len(block_ids)
+        holders = [nodes[block_id] for block_id in block_ids]
+        withdrawn = [positions[block_id] for block_id in block_ids]
+        for block_id in block_ids:
+            nodes[block_id] = None
+        if holders and holders.count(holders[0]) == len(holders):
+            self._remove(holders[0], withdrawn)
+            return
+        for node, run in groupby(zip(holders, withdrawn, strict=True), key=itemgetter(0)):
+            self._remove(node, [position for _, position in run])
+
+    def move(self, src_id: int, dst_id: int) -> None:
+        """Publish another block in place of one, if that is published at all."""
+        node = self._nodes[src_id]
+        if node is not None:
+            position = self._positions[src_id]
+            self._nodes[src_id] = None
+            self._nodes[dst_id], self._positions[dst_id] = node, position
+            node.replace(self._pool_idx, position, dst_id)
+
+    def clear(self) -> None:
+        """Forget all blocks; the owner of the tree clears the tree too."""
+        self._nodes = [None] * self.num_ids
+        self._num_published = 0
+
+    def _remove(self, node: RadixNode | None, positions: list[int]) -> None:
+        """Withdraw the blocks at some positions of one node."""
+        assert node is not None, "only what is published can be removed"
+        node.unpublish(self._pool_idx, positions)
+        self.tree.add_tombstones(node, len(positions))
+
+    def _put(self, node: RadixNode, start: int, block_ids: Sequence[int]) -> None:
+        """Publish blocks at the positions of one node from `start` on."""
+        nodes, positions = self._nodes, self._positions
+        node.publish(self._pool_idx, start, block_ids)
+        for position, block_id in enumerate(block_ids, start):
+            nodes[block_id] = node
+            positions[block_id] = position
+        self._num_published += len(block_ids)
+
+
+class ChainView:
+    """One chain's published blocks in one index: what `quire.memory.specs.PublishedRun` asks for.
+
+    Args:
+        index: the index.
+        chain: whose blocks.
+        num_blocks: full blocks of the chain that may be asked about.
+    """
+
+    __slots__ = ("_chain", "_index", "_leading", "_num_blocks")
+
+    def __init__(self, index: PublishedBlocks, chain: TokenChain, num_blocks: int) -> None:
+        self._index = index
+        self._chain = chain
+        self._num_blocks = num_blocks
+        self._leading: list[int] | None = None
+
+    def leading(self, limit: int) -> int:
+        """Return how many of the first `limit` blocks are published without a gap."""
+        if self._leading is None:
+            self._leading = self._index.leading(self._chain, self._num_blocks)
+        return min(len(self._leading), limit)
+
+    def last_gap(self, start: int, end: int) -> int:
+        """Return the last block in `[start, end)` that is not published, or -1."""
+        found = self._index.published(self._chain, start, end) if start < end else []
+        return end - 1 - found[::-1].index(NULL_BLOCK) if NULL_BLOCK in found else -1
+
+    def block_ids(self, start: int, end: int) -> tuple[int, ...]:
+        """Return the blocks of `[start, end)`, all known to be published."""
+        if self._leading is not None and end <= len(self._leading):
+            return tuple(self._leading[start:end])
+        return tuple(self._index.published(self._chain, start, end)) if start < end else ()

@@ -1,0 +1,263 @@
+"""A node of the compressed radix tree of published prefixes (`quire.memory.prefix.radix_tree`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from quire.memory.prefix.token_chain import TOKEN_BYTES, TokenChain, block_digest, digests_of, num_common
+
+NULL_BLOCK = 0
+
+
+class TreeLayout(NamedTuple):
+    """What all nodes of one tree have in common.
+
+    Args:
+        block_bytes: bytes of one block's token ids.
+        num_pools: number of pools that publish blocks in the tree.
+        child_index_pool: index of the pool whose children are indexed; None where no pool looks for children.
+    """
+
+    block_bytes: int
+    num_pools: int
+    child_index_pool: int | None
+
+
+class RadixNode:
+    """A run of consecutive blocks, and the branches that part from it.
+
+    Only `publish`, `unpublish` and `replace` write which blocks are published here.
+
+    Args:
+        layout: layout of the tree.
+        parent: node that this one branches off; None for a root, and once the node is removed.
+        first: index of the node's first block in a sequence.
+        base: digest before the first block.
+        name: key under which the node is found: the namespace of a root, else the digest of the first block.
+
+    Attributes:
+        length: number of blocks; 0 for a root.
+        data: token ids of the blocks, as bytes.
+        entries: by position, the media entry of a block.
+        blocks: by pool, the published block at each position; 0, or no item, where none is published.
+        num_published: number of published blocks of all pools.
+        branches: by position, the nodes whose first block comes at that position instead, by its digest.
+        children: by position, the nodes (this one included) that have a published block there, mapped to that block's
+            first token; the most recently published last. Only positions with a branch and a published block.
+        never_published: positions where no block was ever published.
+        version: rises when positions are dropped, and when the node is removed.
+    """
+
+    __slots__ = (
+        "_base",
+        "_digests",
+        "blocks",
+        "branches",
+        "children",
+        "data",
+        "entries",
+        "first",
+        "layout",
+        "length",
+        "name",
+        "never_published",
+        "num_published",
+        "parent",
+        "version",
+    )
+
+    def __init__(self, layout: TreeLayout, parent: RadixNode | None, first: int, base: bytes, name: bytes) -> None:
+        self.layout = layout
+        self.parent = parent
+        self.first = first
+        self.name = name
+        self.length = 0
+        self.data = bytearray()
+        self.entries: dict[int, bytes] = {}
+        self.blocks: list[list[int]] = [[] for _ in range(layout.num_pools)]
+        self.num_published = 0
+        self.branches: dict[int, dict[bytes, RadixNode]] = {}
+        self.children: dict[int, dict[RadixNode, bytes]] = {}
+        self.never_published: set[int] = set()
+        self.version = 0
+        self._base = base
+        self._digests = [] if parent is None else [name]
+
+    # ---- questions ----
+
+    @property
+    def is_tail(self) -> bool:
+        """Whether the node is a tail: one block that is not full."""
+        return 0 < len(self.data) < self.layout.block_bytes
+
+    def content(self, position: int) -> bytes:
+        """Return the content of a block; see `TokenChain.content`."""
+        size = self.layout.block_bytes
+        tokens = bytes(self.data[position * size : (position + 1) * size])
+        return tokens + self.entries.get(position, b"") if self.entries else tokens
+
+    def digest(self, position: int) -> bytes:
+        """Return the digest of a block."""
+        return self.digest_before(position + 1)
+
+    def digest_before(self, position: int) -> bytes:
+        """Return the digest before a block."""
+        known = len(self._digests)
+        if known < position:
+            block_size = self.layout.block_bytes // TOKEN_BYTES
+            parent = self._digests[-1] if known else self._base
+            self._digests += digests_of(parent, self.data, self.entries, block_size, known, position)
+        return self._digests[position - 1] if position else self._base
+
+    def block_at(self, pool_idx: int, position: int) -> int:
+        """Return the block that a pool has published at a position, or the null block."""
+        blocks = self.blocks[pool_idx]
+        return blocks[position] if position < len(blocks) else NULL_BLOCK
+
+    def num_equal(self, chain: TokenChain, start: int, end: int) -> int:
+        """Return how many leading blocks of a chain's `[start, end)`, encoded already, equal the node's own."""
+        position, size = start - self.first, self.layout.block_bytes
+        count = min(end - start, self.length - position)
+        mine = self.data[position * size : (position + count) * size]
+        theirs = chain.data[start * size : (start + count) * size]
+        if mine != theirs:
+            count = num_common(mine, theirs) * TOKEN_BYTES // size
+        if self.entries or chain.entries:
+            own, others = self.entries.get, chain.entries.get
+            count = next((idx for idx in range(count) if own(position + idx) != others(start + idx)), count)
+        return count
+
+    def branch(self, position: int, content: bytes) -> RadixNode | None:
+        """Return the branch at a position whose first block has this content, None without one."""
+        if position not in self.branches:
+            return None
+        found = self.branches[position].get(block_digest(self.digest_before(position), content))
+        return found if found is not None and found.content(0) == content else None
+
+    def children_at(self, position: int, limit: int, first: bytes | None = None) -> list[NodePosition]:
+        """Return the blocks of the indexed pool that are published at a position, the most recent first.
+
+        Args:
+            position: position behind a block, or 0 of a root.
+            limit: number of blocks to look at, at most.
+            first: token that the blocks must begin with, which leaves out those with media; None for any.
+        """
+        children = self.children.get(position)
+        if children is None:
+            pool_idx = self.layout.child_index_pool
+            if pool_idx is None or not self.block_at(pool_idx, position):
+                return []
+            children = {self: self._first_token(position)}
+        nodes = [node for node, token in islice(reversed(children.items()), limit) if first in (None, token)]
+        return [(node, position if node is self else 0) for node in nodes]
+
+    # ---- commands: which positions there are ----
+
+    def add_branch(self, position: int, content: bytes) -> RadixNode | None:
+        """Add a branch without blocks, for a first block with this content; None where its digest is taken."""
+        base = self.digest_before(position)
+        digest = block_digest(base, content)
+        others = self.branches.setdefault(position, {})
+        if digest in others:
+            return None
+        others[digest] = node = RadixNode(self.layout, self, self.first + position, base, digest)
+        return node
+
+    def extend(self, chain: TokenChain, start: int, end: int) -> None:
+        """Append the positions of a chain's blocks `[start, end)`, which the chain has encoded already."""
+        size = self.layout.block_bytes
+        self.data += chain.data[start * size : end * size]
+        self.length += end - start
+        if chain.entries:
+            own = {idx - self.first: entry for idx, entry in chain.entries.items() if start <= idx < end}
+            self.entries.update(own)
+
+    def trim(self) -> bool:
+        """Drop the last positions, as far as they have no published block and no branch.
+
+        Returns:
+            Whether the node has nothing left and is to be removed; then no position is dropped.
+        """
+        end = self.length
+        if self.num_published:
+            while end not in self.branches and not any(any(blocks[end - 1 : end]) for blocks in self.blocks):
+                end -= 1
+        else:
+            end = max(self.branches, default=0)
+        if not end and not self.branches:
+            return True
+        if end < self.length:
+            self.version += 1
+            self.length = end
+            del self.data[end * self.layout.block_bytes :], self._digests[end:]
+            for blocks in self.blocks:
+                del blocks[end:]
+            self.entries = {idx: entry for idx, entry in self.entries.items() if idx < end}
+            self.never_published = {position for position in self.never_published if position < end}
+        return False
+
+    # ---- commands: which blocks are published ----
+
+    def publish(self, pool_idx: int, start: int, block_ids: Sequence[int]) -> None:
+        """Publish a pool's blocks at the positions from `start` on, where that pool has none."""
+        end, blocks = start + len(block_ids), self.blocks[pool_idx]
+        if len(blocks) < start:
+            blocks += [NULL_BLOCK] * (start - len(blocks))
+        blocks[start:end] = block_ids
+        self.num_published += len(block_ids)
+        if self.never_published:
+            self.never_published.difference_update(range(start, end))
+        if pool_idx == self.layout.child_index_pool:
+            if not start and self.parent is not None:
+                self.parent.add_child(self.first - self.parent.first, self)
+            for position in self.branches:
+                if start <= position < end:
+                    self.add_child(position, self)
+
+    def unpublish(self, pool_idx: int, positions: Sequence[int]) -> None:
+        """Withdraw a pool's blocks at some positions; the positions stay."""
+        self.num_published -= len(positions)
+        blocks = self.blocks[pool_idx]
+        if self.num_published:
+            for position in positions:
+                blocks[position] = NULL_BLOCK
+        else:
+            blocks.clear()
+        if pool_idx == self.layout.child_index_pool:
+            if self.children:
+                for position in positions:
+                    self.drop_child(position, self)
+            if self.parent is not None and 0 in positions:
+                self.parent.drop_child(self.first - self.parent.first, self)
+
+    def replace(self, pool_idx: int, position: int, block_id: int) -> None:
+        """Publish another block in place of the one at a position."""
+        self.blocks[pool_idx][position] = block_id
+
+    def add_child(self, position: int, node: RadixNode) -> None:
+        """Index the block of a node that is published at a position."""
+        if position not in self.children:
+            if node is self and position not in self.branches:
+                return
+            own = [] if node is self else self.children_at(position, 1)
+            self.children[position] = {known: self._first_token(position) for known, _ in own}
+        self.children[position][node] = node._first_token(position if node is self else 0)
+
+    def drop_child(self, position: int, node: RadixNode) -> None:
+        """Drop the block of a node from the index of a position."""
+        others = self.children.get(position)
+        if others is not None:
+            del others[node]
+            if not others:
+                del self.children[position]
+
+    def _first_token(self, position: int) -> bytes:
+        """Return the token that a block begins with; nothing for a block with media."""
+        start = position * self.layout.block_bytes
+        return b"" if position in self.entries else bytes(self.data[start : start + TOKEN_BYTES])
+
+
+# A position in the tree: the node and the index of the block in it.
+NodePosition = tuple[RadixNode, int]

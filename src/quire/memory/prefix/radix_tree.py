@@ -1,0 +1,280 @@
+"""The prefix tree: a compressed radix tree of all published prefixes, and of some that were published.
+
+```
+ root --- [ a ][ b ][ c ][ d ]            a node: consecutive blocks of the first sequence that published them
+                    |
+                    +--- [ x ][ y ]       a branch: a prompt that parted after two blocks
+                    +--- [ z              a tail: the last, partly filled block of a sequence that ended
+```
+
+A node and a position in it identify a block: the pair stands for all content from the namespace on. To match a chain,
+contents are compared, a whole node at a time. Only where nodes part there is a look-up, by a keyed digest of the first
+block of a branch, and the content of that block is compared too. So long prompts take few steps, and a collision is a
+miss.
+
+The tree knows blocks by number, and not their holders. All pools (of each cache group on each tier) share it: a node
+has, for each pool and position, the block that the pool has published there, or 0. Positions without any block stay
+as tombstones until enough others follow: a hit that ends there can name the reason, and what comes behind is found.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
+
+from quire.memory.prefix.radix_node import NodePosition, RadixNode, TreeLayout
+from quire.memory.prefix.token_chain import TOKEN_BYTES, Root, TokenChain
+
+
+class PrefixCursor:
+    """The positions of a chain's leading blocks in a tree, as far as they were matched; kept in `TokenChain.cursor`.
+
+    Args:
+        tree: the tree.
+        nodes: nodes on the path, from the root on; empty where the namespace has none.
+        num_known: number of matched blocks, published or not.
+        version: version of the last node; once it differs, the cursor is void.
+
+    Attributes:
+        generation: generation of the tree in which the match was complete; -1 where it may go on.
+    """
+
+    __slots__ = ("generation", "nodes", "num_known", "tree", "version")
+
+    def __init__(self, tree: RadixTree, nodes: list[RadixNode], num_known: int = 0, version: int = 0) -> None:
+        self.tree = tree
+        self.nodes = nodes
+        self.num_known = num_known
+        self.version = version
+        self.generation = -1
+
+    def copy(self) -> PrefixCursor:
+        """Return an independent copy."""
+        return PrefixCursor(self.tree, self.nodes.copy(), self.num_known, self.version)
+
+    def position(self, block_idx: int) -> NodePosition:
+        """Return the position of a matched block."""
+        node = next(node for node in reversed(self.nodes) if node.first <= block_idx)
+        return node, block_idx - node.first
+
+    def position_after(self, num_blocks: int) -> NodePosition:
+        """Return the position behind some matched blocks; the namespace must have a root."""
+        if not num_blocks:
+            return self.nodes[0], 0
+        node, position = self.position(num_blocks - 1)
+        return node, position + 1
+
+    def ranges(self, start: int, end: int) -> Iterator[tuple[RadixNode, int, int]]:
+        """Yield the nodes of the matched blocks `[start, end)`, each with its first position and the one behind."""
+        nodes = self.nodes
+        for idx, node in enumerate(nodes):
+            first = max(start, node.first)
+            last = min(end, self.num_known if idx + 1 == len(nodes) else nodes[idx + 1].first)
+            if first < last:
+                yield node, first - node.first, last - node.first
+
+
+class RadixTree:
+    """The prefixes of one manager.
+
+    Args:
+        block_size: number of tokens of a block.
+        num_pools: number of pools that publish blocks.
+        child_index_pool: see `TreeLayout`.
+
+    Attributes:
+        layout: layout of all nodes.
+        max_tombstones: number of blocks that are remembered after they were withdrawn.
+        generation: number of insertions.
+        roots: root nodes by namespace.
+
+    Invariants: M4.
+    """
+
+    __slots__ = ("_num_tombstones", "_tombstones", "generation", "layout", "max_tombstones", "roots")
+
+    def __init__(self, block_size: int, num_pools: int, child_index_pool: int | None) -> None:
+        self.layout = TreeLayout(block_size * TOKEN_BYTES, num_pools, child_index_pool)
+        self.max_tombstones = 0
+        self.generation = 0
+        self.roots: dict[bytes, RadixNode] = {}
+        # Nodes with the number of blocks that were withdrawn from them, oldest first. Some may be published again.
+        self._tombstones: deque[tuple[RadixNode, int]] = deque()
+        self._num_tombstones = 0
+
+    def clear(self) -> None:
+        """Remove all prefixes; the cursors of all chains become void."""
+        for node in self.nodes():
+            node.version += 1
+        self.roots.clear()
+        self._tombstones.clear()
+        self._num_tombstones = 0
+
+    def match(self, chain: TokenChain, num_blocks: int) -> PrefixCursor:
+        """Match a chain's leading blocks.
+
+        This question caches: it moves the chain's cursor on, and has the chain encode the tokens that it compares.
+
+        Returns:
+            The chain's cursor, which covers the first `num_blocks` blocks as far as they are in the tree, or more.
+        """
+        cursor = chain.cursor
+        if (
+            not isinstance(cursor, PrefixCursor)
+            or cursor.tree is not self
+            or not cursor.nodes
+            or cursor.nodes[-1].version != cursor.version
+        ):
+            root = self.roots.get(chain.root.content)
+            cursor = PrefixCursor(self, []) if root is None else PrefixCursor(self, [root], 0, root.version)
+            chain.cursor = cursor
+        if cursor.num_known >= num_blocks or not cursor.nodes or cursor.generation == self.generation:
+            return cursor
+        chain.know(num_blocks)
+        node, known = cursor.nodes[-1], cursor.num_known
+        while True:
+            if known - node.first < node.length:
+                known += node.num_equal(chain, known, num_blocks)
+            if known == num_blocks or known - node.first not in node.branches:
+                break
+            branch = node.branch(known - node.first, chain.content(known))
+            if branch is None:
+                break
+            cursor.nodes.append(branch)
+            node = branch
+        cursor.num_known, cursor.version = known, node.version
+        if known < num_blocks:
+            cursor.generation = self.generation
+        return cursor
+
+    def partings(self, chain: TokenChain, start: int, end: int) -> list[int]:
+        """Return the numbers of blocks, of `[start, end)`, behind which a chain's path and another are known to part.
+
+        A tail is no path of its own: a sequence that continues it has the same path.
+        """
+        cursor, found = self.match(chain, end), []
+        nodes = cursor.nodes
+        for idx, node in enumerate(nodes):
+            if not node.branches:
+                continue
+            last = nodes[idx + 1].first if idx + 1 < len(nodes) else cursor.num_known
+            for num_blocks in range(max(start, node.first), min(end, last + 1)):
+                branches = node.branches.get(num_blocks - node.first)
+                if branches is not None:
+                    paths = (branch for branch in branches.values() if not branch.is_tail)
+                    # The node's own next block is a path too.
+                    if sum(1 for _ in islice(paths, 2)) + (num_blocks - node.first < node.length) > 1:
+                        found.append(num_blocks)
+        return found
+
+    def insert(self, chain: TokenChain, num_blocks: int, num_seen: int) -> int:
+        """Give a chain's leading blocks positions in the tree.
+
+        Args:
+            chain: chain of the blocks.
+            num_blocks: number of blocks.
+            num_seen: number of leading blocks that are not about to be published; their positions may stay empty.
+
+        Returns:
+            The number of leading blocks, at most `num_blocks`, with positions: fewer where a digest collides.
+        """
+        cursor = self.match(chain, num_blocks)
+        known = cursor.num_known
+        if known >= num_blocks:
+            return num_blocks
+        if not cursor.nodes:
+            self._add_root(cursor, chain.root)
+        chain.know(num_blocks)
+        node = cursor.nodes[-1]
+        if known - node.first < node.length or node.parent is None:
+            branch = node.add_branch(known - node.first, chain.content(known))
+            if branch is None:
+                return known
+            cursor.nodes.append(branch)
+            node = branch
+        self.generation += 1
+        node.extend(chain, known, num_blocks)
+        if known < num_seen:
+            node.never_published.update(range(known - node.first, min(num_seen, num_blocks) - node.first))
+        cursor.num_known, cursor.version = num_blocks, node.version
+        return num_blocks
+
+    def insert_partial(self, chain: TokenChain, num_blocks: int, content: bytes) -> RadixNode | None:
+        """Insert a tail behind a chain's leading blocks and return its node; None where a digest collides."""
+        if self.insert(chain, num_blocks, num_blocks) < num_blocks:
+            return None
+        cursor = self.match(chain, num_blocks)
+        if not cursor.nodes:
+            self._add_root(cursor, chain.root)
+        node, position = cursor.position_after(num_blocks)
+        tail = node.add_branch(position, content)
+        if tail is not None:
+            tail.data += content
+            tail.length = 1
+        return tail
+
+    def add_tombstones(self, node: RadixNode, count: int) -> None:
+        """Remember blocks that were withdrawn from a node, and forget the oldest beyond `max_tombstones`."""
+        if node.is_tail:
+            if not node.num_published:
+                self.remove(node)
+            return
+        self._tombstones.append((node, count))
+        self._num_tombstones += count
+        while self._num_tombstones > self.max_tombstones:
+            oldest, count = self._tombstones.popleft()
+            self._num_tombstones -= count
+            if oldest.parent is not None and oldest.trim():
+                self.remove(oldest)
+
+    def remove(self, node: RadixNode) -> None:
+        """Remove a node that has nothing left, and each node above it that has nothing left then."""
+        while node.parent is not None:
+            node.version += 1
+            parent, node.parent = node.parent, None
+            position = node.first - parent.first
+            del parent.branches[position][node.name]
+            if not parent.branches[position]:
+                del parent.branches[position]
+            # A loop: the chain of nodes may be as long as a prompt has blocks.
+            if parent.num_published or not parent.trim():
+                return
+            node = parent
+        node.version += 1
+        del self.roots[node.name]
+
+    def _add_root(self, cursor: PrefixCursor, root: Root) -> None:
+        """Add the root node of a namespace that has none, and move a cursor of that namespace to it."""
+        node = self.roots[root.content] = RadixNode(self.layout, None, 0, root.digest, root.content)
+        cursor.nodes.append(node)
+        cursor.version = node.version
+
+    def nodes(self) -> list[RadixNode]:
+        """Return all nodes, each behind its parent."""
+        nodes = list(self.roots.values())
+        for node in nodes:
+            for _, branches in sorted(node.branches.items()):
+                nodes += branches.values()
+        return nodes
+
+    def snapshot(self) -> tuple[object, ...]:
+        """Return the whole content of the tree as a comparable value."""
+        shown = self.nodes()
+        names = {node: name for name, node in enumerate(shown)}
+        return (
+            tuple(self.roots),
+            tuple(
+                (
+                    None if node.parent is None else names[node.parent],
+                    node.first,
+                    bytes(node.data),
+                    tuple(sorted(node.entries.items())),
+                    tuple(tuple(blocks) for blocks in node.blocks),
+                    tuple((position, tuple(names[one] for one in there)) for position, there in node.children.items()),
+                    tuple(sorted(node.never_published)),
+                )
+                for node in shown
+            ),
+            tuple((names.get(node), count) for node, count in self._tombstones),
+        )

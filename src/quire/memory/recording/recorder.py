@@ -1,0 +1,259 @@
+"""A log of every command that memory is given, one short line each, from which all block ids follow again (M10).
+
+A line has what the command needs to be run again, and what came of it:
+
+```
+ a SEQ PROMPT PARTED HIT [NAME ...]
+                             allocate: for PROMPT tokens, which part from others after PARTED, on a hit of HIT tokens,
+                             whose last whole block has this name (all their blocks have these names, where the whole
+                             blocks end with a window or chunk and none is needed); where HIT ends inside a block, a
+                             last name is that of the block used in part
+ s SEQ N LOOKAHEAD SLOTS     append_slots: the sequence has SLOTS slots now, as before if it was refused
+ g GRANTED SEQ ...           append_slots, atomic: 1 where each of them has a slot more now, 0 where none has
+ k PARENT CHILD SLOTS        fork
+ t SEQ SLOTS                 truncate
+ p SEQ COMPUTED [NAME ...]   publish: names of the blocks that were published, or merged, by this
+ f SEQ SLOTS COMPUTED KEPT [NAME]
+                             free: how long the sequence was, 1 where its blocks are to be evicted last, and the name of
+                             its published tail, or of the block that has its tokens already
+ > SEQ ...                   swap_out: of these sequences together
+ < SEQ ...                   swap_in
+ l TOKENS NAME ... GROUP:BLOCK:TICKET ...
+                             archive.adopt: for a hit of so many tokens, with the names of all its blocks
+ r                           reset_prefix_cache
+ + PIN TOKENS NAME ...       pin: of so many tokens, with names like a hit; pins are numbered
+ - PIN                       unpin
+ x [GROUP:SRC>DST ...]       discard_copies: of an earlier take_ops, written like that
+ d SEQ [GROUP:START:ID,ID]   take_table_deltas: the block ids that the data plane is told
+ o [GROUP:SRC>DST ...]       take_ops: the copies that it is told to make; an `h` follows the id of a host block, a `d`
+                             the number of one on disk
+ = COUNT ...                 no command: how many there were, and the counts of `Usage`, those of the host tier, if
+                             there is one, behind them; with the first `o` after every 256 commands, and when the last
+                             sequence is freed
+```
+
+Tokens are not in it. To share a prefix, memory asks of blocks only whether they and all before them are equal; so a
+block's name, half of its keyed digest, stands for its tokens and media. A refused pin, an empty delta, and a command
+that raised changed nothing (M7), and are left out.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TextIO
+
+from quire.memory.manager import KVCacheManager
+from quire.memory.ops import BlockCopy, FetchedBlock, MemoryOps, TableDelta, Tier
+from quire.memory.prefix.radix_node import NodePosition
+from quire.memory.prefix.token_chain import DIGEST_BYTES, TokenChain
+from quire.memory.recording.settings import MemorySettings
+from quire.memory.results import PrefixHit
+from quire.memory.sequence_blocks import SequenceMemory
+
+logger = logging.getLogger(__name__)
+
+TITLE = "quire memory log"
+VERSION = 4
+COUNT_EVERY = 256
+# The first fields of `Usage` count blocks, sequences, tokens and events; the others follow from them.
+NUM_COUNTS = 9
+NUM_HOST_COUNTS = 10
+TIER_MARKS = {Tier.DEVICE: "", Tier.HOST: "h", Tier.DISK: "d"}
+MOVEMENT = re.compile(r"(\d+):(\d+)([hd]?)>(\d+)([hd]?)")
+
+
+def keyed_name(digest: bytes, _: bytes) -> str:
+    """Return half of a block's digest: nobody without the manager's key can tell the tokens, or guess and compare."""
+    return digest[: DIGEST_BYTES // 2].hex()
+
+
+class MemoryRecorder:
+    """Writes the commands that a manager is given down; a `CommandObserver`.
+
+    Args:
+        manager: new, and made of the settings; it reports its commands to the recorder from now on.
+        settings: content of the first line.
+        log: written to, and flushed once for each `take_ops`: with each step. Where that fails (a full disk, say), the
+            recording stops with a warning, and memory goes on: the command had its effect already.
+        name: name of a published block, made of its digest and its content; equal for equal blocks only.
+    """
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        settings: MemorySettings,
+        log: TextIO,
+        name: Callable[[bytes, bytes], str] = keyed_name,
+    ) -> None:
+        self.manager = manager
+        self._log: TextIO | None = log
+        self._name = name
+        self._num_commands = 0
+        self._next_counts = COUNT_EVERY
+        self._pins: dict[str, int] = {}
+        self._num_pins = 0
+        self._put(f"{TITLE} {VERSION} {settings.to_json()}")
+        self._flush()
+        manager.tables.observer = self
+
+    # ---- events; see `CommandObserver` ----
+
+    def allocated(self, seq_id: int, chain: TokenChain, hit: PrefixHit) -> None:
+        names = self._last_name(chain, hit.num_tokens)
+        if hit.num_copied:
+            place = self.manager.groups[0].pool.index.position_of(hit.block_ids[0][-1])
+            assert place is not None
+            names += self._name_at(place)
+        self._write(f"a {seq_id} {len(chain.tokens)} {hit.parted_at} {hit.num_tokens}{names}")
+
+    def appended(
+        self, seq_ids: Sequence[int], num_tokens: int, lookahead: int, num_granted: int, *, atomic: bool
+    ) -> None:
+        if atomic:
+            self._write(_joined("g", int(num_granted == len(seq_ids)), *seq_ids))
+            return
+        # A refused sequence is recorded too: it was asked for.
+        for seq_id in seq_ids[: num_granted + 1]:
+            self._write(f"s {seq_id} {num_tokens} {lookahead} {self.manager.sequences[seq_id].num_slots}")
+
+    def forked(self, parent_id: int, child_id: int, num_slots: int) -> None:
+        self._write(f"k {parent_id} {child_id} {num_slots}")
+
+    def truncated(self, seq_id: int, num_tokens: int) -> None:
+        self._write(f"t {seq_id} {num_tokens}")
+
+    def published(self, seq_id: int, state: SequenceMemory, num_before: int) -> None:
+        names = self._names(state.chain, num_before, state.num_published) if state.num_published > num_before else ()
+        self._write(_joined("p", seq_id, state.num_computed, *names))
+
+    def freed(self, seq_id: int, state: SequenceMemory, *, retain: bool, tail: NodePosition | None) -> None:
+        name = "" if tail is None else self._name_at(tail)
+        self._write(f"f {seq_id} {state.num_slots} {state.num_computed} {int(retain)}{name}")
+        if not self.manager.sequences:
+            self._write_counts()
+
+    def swapped_out(self, seq_ids: Sequence[int]) -> None:
+        self._write(_joined(">", *seq_ids))
+
+    def swapped_in(self, seq_ids: Sequence[int]) -> None:
+        self._write(_joined("<", *seq_ids))
+
+    def was_reset(self) -> None:
+        self._pins.clear()
+        self._write("r")
+
+    def pinned(self, name: str, chain: TokenChain, num_tokens: int) -> None:
+        self._pins[name] = self._num_pins
+        self._write(f"+ {self._num_pins} {num_tokens}{self._last_name(chain, num_tokens)}")
+        self._num_pins += 1
+
+    def unpinned(self, name: str) -> None:
+        self._write(f"- {self._pins.pop(name)}")
+
+    def copies_discarded(self, ops: MemoryOps) -> None:
+        self._write(_joined("x", *map(_movement, ops.copies)))
+
+    def ops_taken(self, ops: MemoryOps) -> None:
+        self._write(_joined("o", *map(_movement, ops.copies)))
+        if self._num_commands >= self._next_counts:
+            self._write_counts()
+        self._flush()
+
+    def deltas_taken(self, seq_ids: Sequence[int], deltas: Sequence[tuple[TableDelta, ...]]) -> None:
+        for seq_id, changed in zip(seq_ids, deltas, strict=True):
+            if changed:
+                parts = (f"{idx}:{start}:{','.join(map(str, block_ids))}" for idx, start, block_ids in changed)
+                self._write(_joined("d", seq_id, *parts))
+
+    def loads_published(self, chain: TokenChain, num_blocks: int, fetched: Sequence[FetchedBlock]) -> None:
+        blocks = (":".join(map(str, block)) for block in fetched)
+        num_tokens = num_blocks * self.manager.block_size
+        self._write(_joined("l", num_tokens, *self._names(chain, 0, num_blocks), *blocks))
+
+    # ---- the log ----
+
+    def _names(self, chain: TokenChain, start: int, end: int) -> list[str]:
+        """Return the names of a chain's blocks `[start, end)`."""
+        digests = chain.digests(end)
+        return [self._name(digests[idx], chain.content(idx)) for idx in range(start, end)]
+
+    def _last_name(self, chain: TokenChain, num_tokens: int) -> str:
+        """Return the name of a prefix' last whole block, which is enough: who published it has named those before."""
+        num_blocks = num_tokens // self.manager.block_size
+        return "".join(f" {name}" for name in self._names(chain, max(0, num_blocks - 1), num_blocks))
+
+    def _name_at(self, place: NodePosition) -> str:
+        node, position = place
+        return f" {self._name(node.digest(position), node.content(position))}"
+
+    def _write(self, line: str) -> None:
+        self._put(line)
+        self._num_commands += 1
+
+    def _write_counts(self) -> None:
+        self._next_counts = self._num_commands + COUNT_EVERY
+        usage = self.manager.usage()
+        counts = (self._num_commands, *usage[:NUM_COUNTS], *(usage.host or ())[:NUM_HOST_COUNTS])
+        self._put(" ".join(["=", *map(str, counts)]))
+
+    def close(self) -> None:
+        """Write out what is left of the log, and close it; memory may go on, unrecorded."""
+        log, self._log = self._log, None
+        if log is not None:
+            try:
+                log.close()
+            except OSError as error:
+                _warn(error)
+
+    def _put(self, line: str) -> None:
+        if self._log is not None:
+            try:
+                self._log.write(line + "\n")
+            except OSError as error:
+                self._stop(error)
+
+    def _flush(self) -> None:
+        if self._log is not None:
+            try:
+                self._log.flush()
+            except OSError as error:
+                self._stop(error)
+
+    def _stop(self, error: OSError) -> None:
+        """Record no more: a log with a command missing could not be replayed past it."""
+        log, self._log = self._log, None
+        _warn(error)
+        # What the log's buffer still holds cannot be written either; its file is let go of all the same.
+        if log is not None:
+            with suppress(OSError):
+                log.close()
+
+
+def _warn(error: OSError) -> None:
+    logger.warning("the recording of memory commands ends here, since it cannot be written: %s", error)
+
+
+def _joined(*words: str | int) -> str:
+    return " ".join(map(str, words))
+
+
+def _movement(copy: BlockCopy) -> str:
+    src, dst = (TIER_MARKS[tier] for tier in (copy.src_tier, copy.dst_tier))
+    return f"{copy.group_idx}:{copy.src_id}{src}>{copy.dst_id}{dst}"
+
+
+def read_movement(word: str) -> BlockCopy:
+    """Return the movement that a word of a log stands for.
+
+    Raises:
+        ValueError: the word is no movement.
+    """
+    found = MOVEMENT.fullmatch(word)
+    if found is None:
+        raise ValueError(f"{word[:40]!r} is no movement of a block")
+    group_idx, src_id, src_mark, dst_id, dst_mark = found.groups()
+    tiers = {mark: tier for tier, mark in TIER_MARKS.items()}
+    return BlockCopy(int(group_idx), int(src_id), int(dst_id), tiers[src_mark], tiers[dst_mark])

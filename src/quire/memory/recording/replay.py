@@ -1,0 +1,331 @@
+"""Runs a log of memory commands again: the same ids must come out (M10), and every invariant must hold on the way.
+
+The replay records itself. Each line that it writes must be the line that it read.
+"""
+
+from __future__ import annotations
+
+import io
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from quire.errors import InvariantViolation, LogError
+from quire.memory.invariants import check
+from quire.memory.ops import FetchedBlock, MemoryOps
+from quire.memory.prefix.token_chain import Namespace, TokenChain
+from quire.memory.recording.recorder import TITLE, VERSION, MemoryRecorder, read_movement
+from quire.memory.recording.settings import MemorySettings
+from quire.memory.usage import Usage
+
+VERBS = {
+    "a": "allocate",
+    "s": "append_slots",
+    "g": "append_slot_to_all",
+    "k": "fork",
+    "t": "truncate",
+    "p": "publish",
+    "f": "free",
+    ">": "swap_out",
+    "<": "swap_in",
+    "l": "adopt",
+    "r": "reset_prefix_cache",
+    "+": "pin",
+    "-": "unpin",
+    "d": "take_table_deltas",
+    "o": "take_ops",
+    "x": "discard_copies",
+}
+OF_A_SEQUENCE = frozenset("sktpfd")
+COUNTS = "="
+MAX_SHOWN = 120
+UNKNOWN = "?"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """The first thing that was wrong.
+
+    Args:
+        line: its number in the log, the first line's being 1.
+        detail: what was found, and what was expected.
+    """
+
+    line: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a replay found.
+
+    Args:
+        num_commands: that were run, by verb.
+        num_sequences: that were opened, on a hit or by a fork; one that was preempted counts again.
+        hit_tokens: tokens that `allocate` found computed.
+        num_checks: times that all invariants were checked.
+        is_truncated: True when the last line is cut off; it was not run.
+        usage: at the end, or at the fault.
+        fault: None when the whole log ran as it was recorded.
+    """
+
+    num_commands: dict[str, int]
+    num_sequences: int
+    hit_tokens: int
+    num_checks: int
+    is_truncated: bool
+    usage: Usage
+    fault: Fault | None
+
+
+def replay(lines: Iterable[str], check_every: int = 1) -> Report:
+    """Run a log's commands until the first fault.
+
+    Args:
+        lines: of the log, with their line ends.
+        check_every: commands between two checks of all invariants; the last command is always followed by one.
+
+    Raises:
+        LogError: the first line is not that of a log, or of another version.
+    """
+    lines = iter(lines)
+    run = _Replay.of(next(lines, ""))
+    fault = None
+    try:
+        run.take_all(lines, check_every)
+    except InvariantViolation as error:
+        fault = Fault(run.line_number, str(error))
+    except Exception as error:  # whatever a command ran into, its line is what was asked for
+        fault = Fault(run.line_number, f"{type(error).__name__}: {error}")
+    return Report(
+        dict(run.num_commands),
+        run.num_commands["allocate"] + run.num_commands["fork"],
+        run.hit_tokens,
+        run.num_checks,
+        run.is_truncated,
+        run.memory.usage(),
+        fault,
+    )
+
+
+@dataclass(slots=True)
+class _Blocks:
+    """Tokens to stand for those of named blocks: every token of a block, or of a tail, is the number of its name.
+
+    So a block has tokens in common with another only where the log says so, with the number of that other.
+
+    Args:
+        names: by number.
+        parents: by number, that of the block before; 0 is what the first block comes after, and a block not yet full.
+        numbers: by name.
+    """
+
+    names: list[str] = field(default_factory=lambda: [UNKNOWN])
+    parents: list[int] = field(default_factory=lambda: [0])
+    numbers: dict[str, int] = field(default_factory=dict)
+
+    def number(self, name: str, parent: int) -> int:
+        """Return a name's number, a new one where it is not known."""
+        number = self.numbers.setdefault(name, len(self.names))
+        if number == len(self.names):
+            self.names.append(name)
+            self.parents.append(parent)
+        return number
+
+    def name(self, _: bytes, content: bytes) -> str:
+        """Return the name that a replayed block's tokens stand for."""
+        return self.names[array("I", content)[0]]
+
+    def prefix(self, name: str, block_size: int) -> list[int]:
+        """Return the tokens of a block and of all before it."""
+        tokens: list[int] = []
+        if name not in self.numbers:
+            raise ValueError(f"no block was published as {name!r}")
+        number = self.numbers[name]
+        while number:
+            tokens += [number] * block_size
+            number = self.parents[number]
+        tokens.reverse()
+        return tokens
+
+
+class _Replay:
+    """One replay: the memory, and what it writes about itself.
+
+    Args:
+        settings: of the memory.
+    """
+
+    def __init__(self, settings: MemorySettings) -> None:
+        self._blocks = _Blocks()
+        self._log = io.StringIO()
+        self.memory = settings.build()
+        MemoryRecorder(self.memory, settings, self._log, self._blocks.name)
+        self._written = deque(self._new_lines()[1:])
+        self.num_commands: Counter[str] = Counter()
+        self.hit_tokens = 0
+        self.num_checks = 0
+        self.line_number = 1
+        self.is_truncated = False
+        self._num_unchecked = 0
+        self._runs: dict[str, Callable[[list[str]], object]] = {
+            "a": self._allocate,
+            "s": self._append_slots,
+            "g": lambda words: self.memory.append_slots([int(word) for word in words[1:]], atomic=True),
+            "k": self._fork,
+            "t": self._truncate,
+            "p": self._publish,
+            "f": self._free,
+            ">": lambda words: self.memory.swap_out([int(word) for word in words]),
+            "<": lambda words: self.memory.swap_in([int(word) for word in words]),
+            "l": self._adopt,
+            "r": lambda _: self.memory.reset_prefix_cache(),
+            "+": self._pin,
+            "-": lambda words: self.memory.unpin(words[0]),
+            "d": lambda words: self.memory.take_table_deltas((int(words[0]),)),
+            "o": lambda _: self.memory.take_ops(),
+            "x": lambda words: self.memory.discard_copies(MemoryOps(tuple(map(read_movement, words)))),
+        }
+
+    @classmethod
+    def of(cls, header: str) -> _Replay:
+        """Start a replay as a log's first line says.
+
+        Raises:
+            LogError: it is not the first line of a log, or of another version.
+        """
+        if not header.startswith(f"{TITLE} "):
+            raise LogError(f"this is no log of memory commands: its first line does not start with {TITLE!r}")
+        version, _, settings = header.rstrip("\n").removeprefix(f"{TITLE} ").partition(" ")
+        if version != str(VERSION):
+            raise LogError(f"this log is of version {version[:20]}, and only {VERSION} can be replayed")
+        try:
+            return cls(MemorySettings.from_json(settings))
+        except (KeyError, ValueError) as error:
+            raise LogError(f"the first line of this log is damaged: {error}") from error
+
+    def take_all(self, lines: Iterable[str], check_every: int) -> None:
+        """Run the lines after the first; see `replay`.
+
+        Raises:
+            InvariantViolation: M10, something else came out than is recorded; M1 to M6, see `check`.
+            ValueError: there is no such command, or it was refused.
+        """
+        for line in lines:
+            self.line_number += 1
+            if not line.endswith("\n"):
+                self.is_truncated = True
+                break
+            self._take(line[:-1])
+            if self._num_unchecked >= check_every:
+                self._check()
+        if self._num_unchecked:
+            self._check()
+
+    def _take(self, line: str) -> None:
+        """Run a line's command and compare what is recorded of it; counts are only compared."""
+        if not self._written and not line.startswith(COUNTS):
+            self._command(line)
+            self._written += self._new_lines()
+        written = self._written.popleft() if self._written else "nothing"
+        if written != line:
+            raise InvariantViolation("M10", f"the log says {_shown(line)}, the replay {_shown(written)}")
+
+    def _command(self, line: str) -> None:
+        letter, *words = line.split(" ")
+        if letter not in self._runs:
+            raise ValueError(f"no command is written like {_shown(line)}")
+        if letter in OF_A_SEQUENCE and int(words[0]) not in self.memory.sequences:
+            raise ValueError(f"{_shown(line)}, but sequence {words[0]} is not live")
+        self._runs[letter](words)
+        self.num_commands[VERBS[letter]] += 1
+        self._num_unchecked += 1
+
+    def _check(self) -> None:
+        self._num_unchecked = 0
+        self.num_checks += 1
+        check(self.memory)
+
+    def _new_lines(self) -> list[str]:
+        lines = self._log.getvalue().splitlines()
+        self._log.seek(0)
+        self._log.truncate()
+        return lines
+
+    def _prefix(self, num_tokens: int, names: list[str]) -> TokenChain:
+        """Return a chain over the tokens of the whole blocks that a hit or a pin has."""
+        size, parent = self.memory.block_size, 0
+        if len(names) * size == num_tokens:
+            for name in names:
+                parent = self._blocks.number(name, parent)
+        tokens = self._blocks.prefix(names[-1], size) if names else []
+        if len(tokens) != num_tokens:
+            raise ValueError(f"{num_tokens} tokens, but the last block ends at {len(tokens)}")
+        return self.memory.chain(tokens, Namespace())
+
+    def _allocate(self, words: list[str]) -> None:
+        seq_id, num_prompt, parted_at, num_tokens = map(int, words[:4])
+        names, num_copied = words[4:], num_tokens % self.memory.block_size
+        last = names.pop() if num_copied else UNKNOWN
+        chain = self._prefix(num_tokens - num_copied, names)
+        chain.tokens.extend([self._blocks.numbers.get(last, 0)] * num_copied)
+        # A hit leaves a token to compute; which one is not known yet.
+        chain.tokens.append(0)
+        hit = self.memory.match_prefix(chain, num_tokens)._replace(parted_at=parted_at)
+        chain.tokens[num_tokens:] = [0] * (num_prompt - num_tokens)
+        self.memory.allocate(seq_id, chain, hit)
+        self.hit_tokens += hit.num_tokens
+
+    def _free(self, words: list[str]) -> None:
+        seq_id, is_kept, name = int(words[0]), words[3] == "1", words[4] if len(words) > 4 else None
+        state, size = self.memory.sequences[seq_id], self.memory.block_size
+        num_full = state.num_computed // size
+        if name is not None:
+            tokens = state.chain.tokens
+            parent = tokens[num_full * size - 1] if num_full else 0
+            number = self._blocks.number(name, parent)
+            tokens[num_full * size : state.num_computed] = [number] * (state.num_computed % size)
+        self.memory.free(seq_id, retain=is_kept, is_sound=name is not None)
+
+    def _append_slots(self, words: list[str]) -> None:
+        seq_id, num_tokens, lookahead, _ = map(int, words)
+        self.memory.append_slots((seq_id,), num_tokens, lookahead)
+
+    def _fork(self, words: list[str]) -> None:
+        parent_id, child_id, _ = map(int, words)
+        self.memory.fork(parent_id, child_id, self.memory.sequences[parent_id].chain.tokens.copy())
+
+    def _truncate(self, words: list[str]) -> None:
+        seq_id, num_tokens = map(int, words)
+        self.memory.truncate(seq_id, num_tokens)
+        del self.memory.sequences[seq_id].chain.tokens[num_tokens:]
+
+    def _publish(self, words: list[str]) -> None:
+        seq_id, num_computed = int(words[0]), int(words[1])
+        state, size = self.memory.sequences[seq_id], self.memory.block_size
+        tokens, start = state.chain.tokens, state.num_published
+        if num_computed > state.num_slots:
+            raise ValueError(f"{num_computed} tokens are computed in {state.num_slots} slots")
+        tokens += [0] * (num_computed - len(tokens))
+        parent = tokens[start * size - 1] if start else 0
+        for block_idx, name in enumerate(words[2:], start):
+            # The chain knows nothing of this block yet, so its tokens may still be set.
+            parent = self._blocks.number(name, parent)
+            tokens[block_idx * size : (block_idx + 1) * size] = [parent] * size
+        self.memory.publish(seq_id, num_computed)
+
+    def _adopt(self, words: list[str]) -> None:
+        num_tokens, archive = int(words[0]), self.memory.archive
+        num_blocks = num_tokens // self.memory.block_size
+        if archive is None:
+            raise ValueError("this memory has no disk")
+        fetched = [FetchedBlock(*map(int, word.split(":"))) for word in words[1 + num_blocks :]]
+        archive.adopt(self._prefix(num_tokens, words[1 : 1 + num_blocks]), num_blocks, fetched)
+
+    def _pin(self, words: list[str]) -> None:
+        self.memory.pin(words[0], self._prefix(int(words[1]), words[2:]))
+
+
+def _shown(line: str) -> str:
+    return repr(line if len(line) <= MAX_SHOWN else line[:MAX_SHOWN] + "...")

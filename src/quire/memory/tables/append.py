@@ -1,0 +1,146 @@
+"""How sequences are given slots: one after the other, or all of them together.
+
+Most sequences of a step decode, and a token changes one counter of most of those. A call costs more than that; here it
+is a turn of a loop. Sequences whose last blocks are full get their next ones together; whatever else is more than
+counting is done for one sequence at a time.
+
+Sequences that advance together, the beams of a search, get a slot each or none:
+
+```
+ tail    [ a b c . ]  held by three of them: two get a copy, the last writes it in place
+ tail    [ a b c d ]  full: whoever holds it needs a block of its own
+```
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import takewhile
+from operator import add
+
+from quire.errors import InvariantViolation
+from quire.memory.sequence_blocks import SequenceMemory
+from quire.memory.tables.tables import BlockTables
+
+
+def append_slots(tables: BlockTables, seq_ids: Sequence[int], num_tokens: int, lookahead: int, *, atomic: bool) -> int:
+    """Give sequences slots, and return how many of them have theirs; see `KVCacheManager.append_slots`."""
+    if atomic and (num_tokens, lookahead) != (1, 0):
+        raise ValueError(f"sequences that advance together get 1 slot each, not {num_tokens} and {lookahead}")
+    if atomic:
+        return len(seq_ids) if append_one_to_all(tables, seq_ids) else 0
+    if (num_tokens, lookahead) == (1, 0):
+        return append_one_to_each(tables, seq_ids)
+    grants = (append_to_one(tables, seq_id, num_tokens, lookahead) for seq_id in seq_ids)
+    return sum(takewhile(bool, grants))
+
+
+def append_to_one(tables: BlockTables, seq_id: int, num_tokens: int, lookahead: int) -> bool:
+    """Give a sequence slots, or change nothing; see `KVCacheManager.append_slots`.
+
+    Returns:
+        False when some group lacks the blocks.
+
+    Raises:
+        ValueError: fewer than one token, a negative lookahead, or the sequence is swapped out.
+    """
+    if num_tokens < 1 or lookahead < 0:
+        raise ValueError(f"cannot append {num_tokens} slots and {lookahead} to look ahead")
+    state = tables.sequences[seq_id]
+    end = state.num_slots + num_tokens + lookahead
+    size = tables.groups[0].spec.block_size
+    offset = state.num_slots % size
+    holds_states = lookahead > 0 and bool(tables.carried)
+    if offset and state.has_exclusive_tail and end - state.num_slots <= size - offset and not holds_states:
+        state.num_slots = end
+        return True
+    return tables.grow(tables.resident(seq_id), end, is_looking_ahead=lookahead > 0)
+
+
+def append_one_to_each(tables: BlockTables, seq_ids: Sequence[int]) -> int:
+    """Give sequences, one after the other, a slot for one more token, up to the first that lacks the blocks.
+
+    This has the effect, and the errors, of `append_to_one` for each in turn.
+
+    Args:
+        tables: block tables of all sequences.
+        seq_ids: live sequences on the device, all different.
+
+    Returns:
+        Number of sequences, from the first on, that have their slot.
+    """
+    sequences, num_at_hand = tables.sequences, tables.num_blocks_at_hand()
+    size = tables.groups[0].spec.block_size
+    crossing: list[SequenceMemory] = []
+    for position, seq_id in enumerate(seq_ids):
+        state = sequences[seq_id]
+        if state.num_slots % size:
+            if state.has_exclusive_tail:
+                state.num_slots += 1
+                continue
+        elif len(crossing) < num_at_hand:
+            crossing.append(tables.resident(seq_id))
+            continue
+        # This one may take blocks too, or find that there are none: those before it have theirs first.
+        tables.add_block_to_each(crossing)
+        crossing.clear()
+        if not append_to_one(tables, seq_id, 1, 0):
+            return position
+        num_at_hand = tables.num_blocks_at_hand()
+    tables.add_block_to_each(crossing)
+    return len(seq_ids)
+
+
+def append_one_to_all(tables: BlockTables, seq_ids: Sequence[int]) -> bool:
+    """Give each of some sequences a slot for one more token, or change nothing.
+
+    Args:
+        tables: block tables of all sequences.
+        seq_ids: live sequences on the device, all different, none of which looks ahead.
+
+    Returns:
+        False when some group lacks the blocks.
+
+    Raises:
+        ValueError: one is swapped out.
+    """
+    states = [tables.resident(seq_id) for seq_id in seq_ids]
+    size = tables.groups[0].spec.block_size
+    if all(state.has_exclusive_tail and state.num_slots % size for state in states) and not tables.carried:
+        for state in states:
+            state.num_slots += 1
+        return True
+    needs = count_growth(tables, states)
+    if any(needs) and not tables.arena.can_hold(needs):
+        return False
+    # What is published may be copied instead of written in place only where nobody lacks the room for it.
+    has_plenty = tables.arena.can_hold(list(map(add, needs, [len(states)] * len(needs))))
+    for state in states:
+        if not tables.grow(state, state.num_slots + 1, may_spare=has_plenty):
+            raise InvariantViolation("M7", f"sequences that need {needs} blocks together were refused one of them")
+    return True
+
+
+def count_growth(tables: BlockTables, states: Sequence[SequenceMemory]) -> list[int]:
+    """Return the blocks of each group that a slot more for each of some sequences takes, at least.
+
+    Args:
+        tables: block tables of all sequences.
+        states: different sequences on the device that look ahead to nothing.
+    """
+    needs = []
+    for idx, group in enumerate(tables.groups):
+        size, num_blocks = group.spec.block_size, 0
+        growers: Counter[int] = Counter()
+        for state in states:
+            table = state.tables[idx]
+            is_begun = bool(table) if group.spec.carries else state.num_slots % size > 0
+            if not is_begun:
+                num_blocks += 1
+            elif group.spec.carries or not state.has_exclusive_tail:
+                growers[table[-1]] += 1
+        holders = group.pool.ref_counts
+        # Who writes to a block that is shared gets a copy, but for its last holder.
+        needs.append(num_blocks + sum(count - (count == holders[tail]) for tail, count in growers.items()))
+    return needs

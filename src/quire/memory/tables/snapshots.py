@@ -1,0 +1,127 @@
+"""Groups of recurrent state: where snapshots are taken, how they are published, and what is kept to go back to.
+
+A state is one block, written by every step. What must outlive that is held once more, and the one rule does the rest:
+the next step finds a block that it may not write, and copies it first.
+
+```
+ tokens   |<------ 512 ------>|<------ 512 ------>|<- prompt ->|<- decoded ...
+ state    ................... S ................. S ........ S .............. S     S: a snapshot, if a step ends there
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from quire.memory.groups.cache_group import CacheGroup
+from quire.memory.pool.idle_blocks import RetentionPriority
+from quire.memory.pool.pool import NULL_BLOCK
+from quire.memory.prefix.token_chain import TokenChain
+from quire.memory.results import PrefixHit
+from quire.memory.sequence_blocks import SequenceMemory
+from quire.memory.tables.publish import merge
+
+DEFAULT_SNAPSHOT_INTERVAL = 512
+
+
+class Snapshots(NamedTuple):
+    """Where the states of a manager's groups are published.
+
+    Args:
+        carried: the groups of states.
+        interval: tokens between regular ones, a multiple of the block size.
+    """
+
+    carried: tuple[int, ...]
+    interval: int
+
+    @classmethod
+    def of(cls, groups: Sequence[CacheGroup], interval: int | None) -> Snapshots:
+        """Choose the interval unless one is given.
+
+        Raises:
+            ValueError: it is not a positive multiple of the block size.
+        """
+        size = groups[0].spec.block_size
+        if interval is None:
+            interval = -(-DEFAULT_SNAPSHOT_INTERVAL // size) * size
+        if interval < 1 or interval % size:
+            raise ValueError(f"snapshot_interval must be a positive multiple of the block size {size}, got {interval}")
+        return cls(tuple(idx for idx, group in enumerate(groups) if group.spec.carries), interval)
+
+    def stops_of(self, chain: TokenChain, hit: PrefixHit, block_size: int) -> tuple[int, ...]:
+        """Return the lengths at which a new sequence takes snapshots besides the regular ones.
+
+        Args:
+            chain: the sequence's tokens: the last block boundary that leaves one of them to compute is a stop, and
+                where the prompt was seen to part from what is published.
+            hit: that it is opened on.
+            block_size: tokens of a block.
+        """
+        if not self.carried:
+            return ()
+        last = max(0, len(chain.tokens) - 1) // block_size * block_size
+        return tuple(sorted({stop for stop in (last, hit.parted_at) if stop > hit.num_tokens}))
+
+    def next_after(self, num_tokens: int, stops: Iterable[int]) -> int:
+        """Return the next length at which a snapshot is wanted."""
+        regular = (num_tokens // self.interval + 1) * self.interval
+        return min((stop for stop in stops if num_tokens < stop < regular), default=regular)
+
+    def is_due(self, state: SequenceMemory) -> bool:
+        """Say whether the states that a sequence has are of a length at which a snapshot is wanted."""
+        num_tokens = state.num_slots
+        return num_tokens == state.num_computed and (num_tokens % self.interval == 0 or num_tokens in state.stops)
+
+    def publish(self, groups: Sequence[CacheGroup], state: SequenceMemory) -> int:
+        """Publish a sequence's states, or merge them with their equals; earlier snapshots are worth less from then on.
+
+        Returns:
+            The duplicates that were given back.
+        """
+        chain = state.chain
+        block_idx = state.num_computed // groups[0].spec.block_size - 1
+        tree = groups[0].pool.index.tree
+        if tree.insert(chain, block_idx + 1, block_idx) <= block_idx:
+            state.is_publishing = False
+            return 0
+        position = tree.match(chain, block_idx + 1).position(block_idx)
+        num_merges = 0
+        for idx in self.carried:
+            table, pool = state.tables[idx], groups[idx].pool
+            known = pool.index.at(position)
+            if known == NULL_BLOCK:
+                pool.index.put(position, table[block_idx])
+            else:
+                merge(groups[idx], state, idx, block_idx, known)
+                num_merges += 1
+        self._supersede(groups, state)
+        return num_merges
+
+    def _supersede(self, groups: Sequence[CacheGroup], state: SequenceMemory) -> None:
+        """Have the snapshots before a sequence's newest one evicted before others.
+
+        The next turn of a conversation goes on from the newest. A regular snapshot takes the place of the regular one
+        before it; one at the end of a prompt also that of the snapshot which the sequence opened on. Snapshots where
+        prompts were seen to part keep their worth.
+        """
+        newest = state.num_computed
+        older = [state.regular_snapshot]
+        state.regular_snapshot = 0 if newest in state.stops else newest
+        if newest in state.stops:
+            older.append(state.opened_on)
+            state.opened_on = 0
+        for num_tokens in older:
+            num_blocks = num_tokens // groups[0].spec.block_size
+            if 0 < num_tokens < newest and num_blocks not in state.kept_places:
+                self._lower(groups, state.chain, num_blocks)
+
+    def _lower(self, groups: Sequence[CacheGroup], chain: TokenChain, num_blocks: int) -> None:
+        """Give the idle snapshots behind a chain's first blocks a low retention priority, unless prompts part there."""
+        if groups[0].pool.index.tree.partings(chain, num_blocks, num_blocks + 1):
+            return
+        for idx in self.carried:
+            pool = groups[idx].pool
+            for block_id in pool.index.published(chain, num_blocks - 1, num_blocks):
+                pool.set_priority(block_id, RetentionPriority.LOW)

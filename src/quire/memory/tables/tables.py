@@ -1,0 +1,363 @@
+"""The block tables of all live sequences, on both tiers: how they grow, and what must be copied for that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import compress
+
+from quire.memory.command_observer import CommandObserver
+from quire.memory.groups.cache_group import CacheGroup
+from quire.memory.groups.host_tier import HostTier
+from quire.memory.ops import BlockCopy, Tier
+from quire.memory.pins import Pins
+from quire.memory.pool.arena import Arena
+from quire.memory.pool.idle_blocks import RetentionPriority
+from quire.memory.pool.pool import NULL_BLOCK
+from quire.memory.prefix.token_chain import TOKEN_BYTES
+from quire.memory.results import PrefixHit
+from quire.memory.sequence_blocks import Checkpoint, SequenceMemory
+
+
+class BlockTables:
+    """Who has which blocks, and the movements that are asked for but not yet handed over.
+
+    Args:
+        arena: of the blocks.
+        groups: the cache groups, one for each of its pools.
+        pins: what is held by name.
+        host: the tier below the device, if there is one.
+
+    Attributes:
+        sequences: by id, those that are live.
+        pending_copies: movements, in order.
+        kept, carried: the groups of tokens, and those of states.
+        version: rises with every change that could make a prefix hit stale.
+        num_copies: blocks copied on write.
+    """
+
+    __slots__ = (
+        "arena",
+        "carried",
+        "groups",
+        "host",
+        "kept",
+        "num_copies",
+        "observer",
+        "pending_copies",
+        "pins",
+        "sequences",
+        "version",
+    )
+
+    def __init__(self, arena: Arena, groups: Sequence[CacheGroup], pins: Pins, host: HostTier | None = None) -> None:
+        self.arena = arena
+        self.groups = tuple(groups)
+        self.kept = tuple(idx for idx, group in enumerate(groups) if not group.spec.carries)
+        self.carried = tuple(idx for idx, group in enumerate(groups) if group.spec.carries)
+        self.pins = pins
+        self.host = host
+        self.sequences: dict[int, SequenceMemory] = {}
+        self.pending_copies: list[BlockCopy] = []
+        self.version = 0
+        self.num_copies = 0
+        self.observer: CommandObserver | None = None
+
+    def share(self, state: SequenceMemory, hit: PrefixHit) -> None:
+        """Give a sequence that opens the blocks of a hit, and the slots that are filled; not those on the host."""
+        for idx, (group, shared) in enumerate(zip(self.groups, hit.block_ids, strict=True)):
+            num_dead = state.num_dead[idx] = group.num_dead(hit.num_tokens)
+            live = shared[num_dead:]
+            group.pool.retain([block_id for block_id in live if block_id != NULL_BLOCK] if hit.loads else live)
+            state.tables[idx] = list(shared)
+        state.num_slots = state.num_computed = hit.num_tokens
+        state.has_exclusive_tail = not hit.num_copied
+
+    def grow(self, state: SequenceMemory, end: int, *, is_looking_ahead: bool = False, may_spare: bool = True) -> bool:
+        """Give a sequence slots up to `end` in every group, or change nothing.
+
+        Before the last block is written (M3), it is copied where it is shared. Where it is published, it is copied too
+        as long as there is room for that: a state, which every step writes, and a tail of which this sequence uses a
+        part. Else, and where it is a published tail of which this sequence uses all, its last holder takes it out of
+        the prefix index and writes it in place.
+
+        Args:
+            state: of the sequence.
+            end: its slots afterwards.
+            is_looking_ahead: hold states as they are, so that `shrink` can go back to them.
+            may_spare: copy what is published even where it could be written in place.
+
+        Returns:
+            False when some group lacks the blocks.
+        """
+        needs = [
+            group.spec.num_blocks(end) - len(table) for group, table in zip(self.groups, state.tables, strict=True)
+        ]
+        offset = state.num_slots % self.groups[0].spec.block_size
+        is_tail_written = offset > 0 and not state.has_exclusive_tail
+        if not is_tail_written and not self.carried:
+            if any(needs) and not self.arena.can_hold(needs):
+                return False
+            state.num_slots = end
+            self._extend(state, needs)
+            return True
+        copied = self._shared(state, self.kept) if is_tail_written else []
+        spared = self._used_in_part(state, offset) if is_tail_written else []
+        checkpoint = None
+        if self.carried:
+            if is_looking_ahead and state.checkpoint is None:
+                checkpoint = self._checkpoint(state)
+            for idx in self.carried:
+                needs[idx] = 0 if state.tables[idx] else 1
+            copied += self._shared(state, self.carried, checkpoint)
+            spared += [idx for idx in self.carried if idx not in copied and self._is_published(state, idx)]
+        for idx in copied:
+            needs[idx] += 1
+        if any(needs) and not self.arena.can_hold(needs):
+            return False
+        needs_more = [need + (idx in spared) for idx, need in enumerate(needs)]
+        # All or none: of what is missing in one group, the others make no hit.
+        if spared and may_spare and self.arena.can_hold(needs_more):
+            needs, copied = needs_more, sorted(copied + spared)
+        state.num_slots = end
+        if checkpoint is not None:
+            self._hold(state, checkpoint)
+        self._withdraw(state, [*(self.kept if is_tail_written else ()), *self.carried], copied)
+        if is_tail_written:
+            state.has_exclusive_tail = True
+        for idx in copied:
+            self._copy_on_write(state, idx)
+            needs[idx] -= 1
+        self._extend(state, needs)
+        for idx in self.carried:
+            self._carry(state, idx)
+        return True
+
+    def num_blocks_at_hand(self) -> int:
+        """Return how many blocks sequences can have in whatever order: 0 where several groups share the memory."""
+        return 0 if self.carried or len(self.groups) > 1 else self.arena.rooms((0,))[0]
+
+    def add_block_to_each(self, states: Sequence[SequenceMemory]) -> None:
+        """Give sequences whose last blocks are full a slot in a new one, in turn.
+
+        Args:
+            states: no more than `num_blocks_at_hand`.
+        """
+        if not states:
+            return
+        self.version += 1
+        for state, block_id in zip(states, self.take(0, len(states)), strict=True):
+            table = state.tables[0]
+            state.mark_dirty(0, len(table))
+            table.append(block_id)
+            state.num_slots += 1
+
+    def shrink(self, state: SequenceMemory, num_tokens: int) -> None:
+        """Give back the blocks of a sequence behind `num_tokens` tokens, the last one first; states go back too."""
+        for idx in self.kept:
+            table = state.tables[idx]
+            keep = self.groups[idx].spec.num_blocks(num_tokens)
+            if keep < len(table):
+                self.groups[idx].pool.release(reversed(table[keep:]))
+                del table[keep:]
+                state.mark_dirty(idx, keep)
+        if num_tokens < state.num_slots:
+            self._go_back(state)
+        state.num_slots = num_tokens
+        state.has_exclusive_tail = False
+
+    def release(
+        self,
+        state: SequenceMemory,
+        tier: Tier = Tier.DEVICE,
+        priority: RetentionPriority = RetentionPriority.DEFAULT,
+    ) -> None:
+        """Let go of all that a sequence holds in a tier, its tail first; see `BlockPool.release` for the priority.
+
+        Blocks of several groups become idle in turn, block by block: a hit needs the same tokens of all groups, so what
+        is evicted first should be the tail of all of them.
+        """
+        groups, tables = self.groups_on(tier), state.tables_on(tier)
+        if len(groups) == 1:
+            held = tables[0][state.num_dead[0] :][::-1]
+            groups[0].pool.release(list(filter(None, held)) if tier is Tier.HOST else held, priority)
+        else:
+            length, stride = max(map(len, tables)), len(groups)
+            start = self.arena_on(tier).clock.ticks(length * stride).start
+            for idx, (group, table) in enumerate(zip(groups, tables, strict=True)):
+                first = start + (length - len(table)) * stride + idx
+                held = table[state.num_dead[idx] :][::-1]
+                moments: Sequence[int] = range(first, first + len(held) * stride, stride)
+                if tier is Tier.HOST and NULL_BLOCK in held:  # of a hit, it has some blocks only
+                    moments = list(compress(moments, held))
+                    held = list(filter(None, held))
+                group.pool.release(held, priority, moments)
+        if tier is Tier.DEVICE:
+            self.drop_checkpoint(state)
+
+    def keep_what_looked_ahead(self, state: SequenceMemory, num_computed: int) -> None:
+        """Let go of the states that a sequence looked ahead from: all that it looked ahead to is kept.
+
+        Raises:
+            ValueError: it is not.
+        """
+        if num_computed < state.num_slots:
+            raise ValueError(f"states looked ahead to {state.num_slots} tokens, and only {num_computed} are kept")
+        self.drop_checkpoint(state)
+        self.version += 1
+
+    def drop_checkpoint(self, state: SequenceMemory) -> None:
+        """Let go of the states that a sequence could go back to, if there are any."""
+        if state.checkpoint is not None:
+            for idx, block_id in state.checkpoint.block_ids.items():
+                self.groups[idx].pool.release((block_id,))
+            state.checkpoint = None
+
+    def take(self, group_idx: int, count: int, tier: Tier = Tier.DEVICE) -> list[int]:
+        """Take blocks of a group; where others had to move for that, their tables follow."""
+        block_ids = self.groups_on(tier)[group_idx].pool.take(count)
+        for move in self.arena.moves:
+            self.pending_copies.append(move)
+            if move.src_tier is move.dst_tier:
+                self._follow(move)
+        self.arena.moves.clear()
+        return block_ids
+
+    def take_copies(self) -> tuple[BlockCopy, ...]:
+        """Hand over the movements that are asked for."""
+        copies, self.pending_copies = tuple(self.pending_copies), []
+        return copies
+
+    def resident(self, seq_id: int) -> SequenceMemory:
+        """Return what is kept of a live sequence whose blocks are on the device.
+
+        Raises:
+            ValueError: it is swapped out.
+        """
+        state = self.sequences[seq_id]
+        if state.host_tables is not None:
+            raise ValueError(f"sequence {seq_id} is swapped out")
+        return state
+
+    def arena_on(self, tier: Tier) -> Arena:
+        """Return the arena of a tier."""
+        if tier is Tier.DEVICE:
+            return self.arena
+        assert self.host is not None, "there is no host tier"
+        return self.host.arena
+
+    def groups_on(self, tier: Tier) -> tuple[CacheGroup, ...]:
+        """Return the cache groups with their blocks in a tier."""
+        if tier is Tier.DEVICE:
+            return self.groups
+        assert self.host is not None, "there is no host tier"
+        return self.host.groups
+
+    def family(self, seq_ids: Sequence[int], tier: Tier) -> list[SequenceMemory]:
+        """Return what is kept of sequences that are to leave a tier together.
+
+        Raises:
+            ValueError: one is not there, is named twice, or has slots that are not written yet.
+        """
+        if len(set(seq_ids)) != len(seq_ids):
+            raise ValueError(f"a sequence is named twice in {list(seq_ids)}")
+        states = [self.sequences[seq_id] for seq_id in seq_ids]
+        for seq_id, state in zip(seq_ids, states, strict=True):
+            if state.is_swapped != (tier is Tier.HOST):
+                raise ValueError(f"sequence {seq_id} is {'' if state.is_swapped else 'not '}swapped out")
+            if state.num_slots != state.num_computed:
+                raise ValueError(f"sequence {seq_id} has {state.num_slots - state.num_computed} unwritten slots")
+        return states
+
+    def _extend(self, state: SequenceMemory, needs: Sequence[int]) -> None:
+        """Add new blocks to the tables of a sequence, so many in each group."""
+        for idx, fresh in enumerate(needs):
+            if fresh:
+                block_ids = self.take(idx, fresh)
+                table = state.tables[idx]
+                state.mark_dirty(idx, len(table))
+                table += block_ids
+                self.version += 1
+
+    def _follow(self, move: BlockCopy) -> None:
+        """Name a block that moved within its tier by its new id."""
+        if move.src_tier is Tier.DEVICE:
+            self.pins.follow(move)
+        for state in self.sequences.values():
+            state.follow(move)
+
+    def _shared(self, state: SequenceMemory, members: Sequence[int], checkpoint: Checkpoint | None = None) -> list[int]:
+        """Return the groups whose last block somebody else holds too, or will as a checkpoint."""
+        held = {} if checkpoint is None else checkpoint.block_ids
+        tables, groups = state.tables, self.groups
+        return [
+            idx for idx in members if tables[idx] and (groups[idx].pool.ref_counts[tables[idx][-1]] > 1 or idx in held)
+        ]
+
+    def _used_in_part(self, state: SequenceMemory, offset: int) -> list[int]:
+        """Return the groups whose last block this sequence alone holds, and is published with more than it uses."""
+        found = []
+        for idx in self.kept:
+            pool, block_id = self.groups[idx].pool, state.tables[idx][-1]
+            content = pool.index.content_of(block_id)
+            if content is not None and pool.ref_counts[block_id] == 1 and offset * TOKEN_BYTES < len(content):
+                found.append(idx)
+        return found
+
+    def _is_published(self, state: SequenceMemory, group_idx: int) -> bool:
+        table = state.tables[group_idx]
+        return bool(table) and table[-1] in self.groups[group_idx].pool.index
+
+    def _withdraw(self, state: SequenceMemory, members: Sequence[int], copied: Sequence[int]) -> None:
+        """Take last blocks that are about to be written in place out of the prefix index, but not those copied."""
+        for idx in members:
+            if idx not in copied and self._is_published(state, idx):
+                self.groups[idx].pool.withdraw(state.tables[idx][-1])
+                self.version += 1
+
+    def _copy_on_write(self, state: SequenceMemory, group_idx: int) -> None:
+        """Replace the last entry of a table by a private copy of its block."""
+        # Take before release: the copy must not be made onto its own source. Once it is released, the source may be
+        # evicted and written by a later copy of the list, or by the step; both come after this copy has read it.
+        (new,) = self.take(group_idx, 1)
+        table = state.tables[group_idx]
+        old, table[-1] = table[-1], new
+        self.groups[group_idx].pool.release((old,))
+        state.mark_dirty(group_idx, len(table) - 1)
+        self.pending_copies.append(BlockCopy(group_idx, old, new))
+        self.num_copies += 1
+        self.version += 1
+
+    # ---- states ----
+
+    def _carry(self, state: SequenceMemory, group_idx: int) -> None:
+        """Take a state along to the last place of a table that has grown."""
+        table = state.tables[group_idx]
+        num_new = self.groups[group_idx].spec.num_blocks(state.num_slots) - len(table)
+        if num_new:
+            state.mark_dirty(group_idx, len(table) - 1)
+            table[-1:-1] = [NULL_BLOCK] * num_new
+            state.num_dead[group_idx] += num_new
+
+    def _checkpoint(self, state: SequenceMemory) -> Checkpoint:
+        """Return the states that a sequence has, which nobody holds for it yet."""
+        num_tokens = state.num_computed
+        return Checkpoint(num_tokens, {idx: state.tables[idx][-1] for idx in self.carried} if num_tokens else {})
+
+    def _hold(self, state: SequenceMemory, checkpoint: Checkpoint) -> None:
+        for idx, block_id in checkpoint.block_ids.items():
+            self.groups[idx].pool.retain((block_id,))
+        state.checkpoint = checkpoint
+
+    def _go_back(self, state: SequenceMemory) -> None:
+        """Put the states of the checkpoint in place of the present ones."""
+        if state.checkpoint is None:
+            return
+        num_tokens, block_ids = state.checkpoint
+        for idx in self.carried:
+            spec, pool, table = self.groups[idx].spec, self.groups[idx].pool, state.tables[idx]
+            pool.release(table[-1:])
+            num_dead = max(0, spec.num_blocks(num_tokens) - 1)
+            table[num_dead:] = [block_ids[idx]] if idx in block_ids else []
+            state.num_dead[idx] = num_dead
+            state.mark_dirty(idx, num_dead)
+        state.checkpoint = None

@@ -1,0 +1,87 @@
+"""Copies that were handed over and may not have been made, since the step failed that was to begin with them.
+
+Nobody knows how far a failed step came. So whatever one of its copies was to write is taken as garbage, on both tiers:
+blocks that were demoted, promoted, swapped, loaded from disk, copied on write or moved by it. All other blocks are as
+they were: copies write to their targets only, and a step's kernels to blocks of its own sequences.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from quire.memory.ops import MemoryOps, Tier
+from quire.memory.pool.pool import BlockPool
+from quire.memory.tables.tables import BlockTables
+
+
+class Holders(NamedTuple):
+    """What holds blocks that copies were to write.
+
+    Args:
+        seq_ids: live sequences, on whichever tier they are.
+        pins: names of pins.
+    """
+
+    seq_ids: tuple[int, ...]
+    pins: tuple[str, ...]
+
+
+def holders_of(tables: BlockTables, ops: MemoryOps) -> Holders:
+    """Return the live sequences and pins that hold blocks which copies were to write.
+
+    Args:
+        tables: block tables of all sequences.
+        ops: from `take_ops`, of a step that failed.
+    """
+    targets = _targets(ops)
+    seq_ids = tuple(
+        seq_id
+        for seq_id, state in tables.sequences.items()
+        if any(
+            not block_ids.isdisjoint(state.tables_on(tier)[idx])
+            or (tier is Tier.DEVICE and state.checkpoint and state.checkpoint.block_ids.get(idx) in block_ids)
+            for (tier, idx), block_ids in targets.items()
+        )
+    )
+    pins = tuple(
+        name
+        for name in tables.pins.names()
+        if any(
+            tier is Tier.DEVICE and not block_ids.isdisjoint(tables.pins.blocks_of(name, idx))
+            for (tier, idx), block_ids in targets.items()
+        )
+    )
+    return Holders(seq_ids, pins)
+
+
+def discard_copies(tables: BlockTables, ops: MemoryOps) -> None:
+    """Note that copies may not have been made: nothing that they were to write can be hit any more.
+
+    Args:
+        tables: block tables of all sequences.
+        ops: from `take_ops`, of a step that failed; `holders_of` names nobody any more.
+
+    Raises:
+        ValueError: somebody holds such a block.
+    """
+    published: list[tuple[BlockPool, list[int]]] = []
+    for (tier, idx), block_ids in _targets(ops).items():
+        pool = tables.groups_on(tier)[idx].pool
+        known = sorted(block_id for block_id in block_ids if block_id in pool.index)
+        if any(pool.ref_counts[block_id] for block_id in known):
+            raise ValueError(f"blocks {known} of group {idx} are discarded, but some of them have holders")
+        published.append((pool, known))
+    tables.version += 1
+    for pool, known in published:
+        pool.discard(known)
+    if tables.observer is not None:
+        tables.observer.copies_discarded(ops)
+
+
+def _targets(ops: MemoryOps) -> dict[tuple[Tier, int], set[int]]:
+    """Return the blocks that copies write, by tier and cache group."""
+    targets: dict[tuple[Tier, int], set[int]] = {}
+    for copy in ops.copies:
+        if copy.dst_tier is not Tier.DISK:
+            targets.setdefault((copy.dst_tier, copy.group_idx), set()).add(copy.dst_id)
+    return targets
