@@ -38,7 +38,7 @@ def load(reference: Reference, **options: Any) -> LLM:
 
 def has_states(llm: LLM) -> bool:
     """Tell whether layers keep states: then a hit ends where a whole block does, at a snapshot."""
-    return any(group.spec.carries for group in llm.engine.scheduler.memory.groups)
+    return any(group.spec.is_recurrent for group in llm.engine.scheduler.memory.groups)
 
 
 def longest_hit(llm: LLM, num_tokens: int) -> int:

@@ -130,7 +130,7 @@ def test_only_the_same_media_in_the_same_place_are_hit(case: Case) -> None:
     agree(case, [run(llm, [prompt])[0] for prompt in case.prompts])
     again = [run(llm, [prompt])[0] for prompt in case.prompts]
     agree(case, again)
-    has_states = any(group.spec.carries for group in llm.engine.scheduler.memory.groups)
+    has_states = any(group.spec.is_recurrent for group in llm.engine.scheduler.memory.groups)
     assert [output.num_cached_tokens for output in again] == [32 if has_states else 39] * len(PLACES)
     # Each for the first time, after the one before it alone: whole blocks in which media are the same.
     if has_states:

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Tokens
 import pytest
 
 from quire.decoding.lookup import PromptLookup
-from quire.decoding.speculation import LONGEST_PAUSE, MARGIN, Speculation, best_depth
+from quire.decoding.speculation import LONGEST_PAUSE, MARGIN, AdaptiveDrafter, best_depth
 from quire.sequences.sequence import Sequence
 from tests.decoding.sequences import sequence_of
 
@@ -34,7 +34,7 @@ class Always:
         self.num_resets += 1
 
 
-def serve(speculation: Speculation, share: float, num_tokens: int, seed: int = 0) -> tuple[float, int]:
+def serve(speculation: AdaptiveDrafter, share: float, num_tokens: int, seed: int = 0) -> tuple[float, int]:
     """Serve a sequence whose drafts are right so often.
 
     Returns:
@@ -53,8 +53,8 @@ def serve(speculation: Speculation, share: float, num_tokens: int, seed: int = 0
     return took, draft
 
 
-def costly(row_cost: float) -> Speculation:
-    speculation = Speculation(Always(), 8)
+def costly(row_cost: float) -> AdaptiveDrafter:
+    speculation = AdaptiveDrafter(Always(), 8)
     speculation.step_costs = [1.0 + row_cost * k for k in range(9)]
     return speculation
 
@@ -117,11 +117,11 @@ def test_new_sequences_start_from_what_is_known_of_others() -> None:
 
 def test_limits_opting_out_and_rests_are_honoured() -> None:
     source = Always()
-    speculation = Speculation(source, 8)
+    speculation = AdaptiveDrafter(source, 8)
     assert len(speculation.propose(sequence_of(0, [1], [2]), 2)) == 2
     assert speculation.propose(sequence_of(1, [1], [2], speculative=False), 8) == ()
     assert speculation.propose(sequence_of(2, [1], [2], speculative=True), 8)
-    speculation.is_resting = True
+    speculation.is_measuring = True
     assert speculation.propose(sequence_of(3, [1], [2]), 8) == ()
     speculation.note(sequence_of(4, [1], [2]), 3, 1)
     speculation.forget(sequence_of(5, [1], [2]))
@@ -130,7 +130,7 @@ def test_limits_opting_out_and_rests_are_honoured() -> None:
 
 
 def test_a_real_source_is_asked_only_while_that_pays() -> None:
-    speculation = Speculation(PromptLookup(2, 4), 4)
+    speculation = AdaptiveDrafter(PromptLookup(2, 4), 4)
     sequence = sequence_of(0, [1, 2, 3, 4, 1, 2], [3, 4])
     assert list(speculation.propose(sequence, 4))[:1] == [1]
     speculation.forget(sequence)
@@ -153,7 +153,7 @@ class Failing(Always):
 @pytest.mark.parametrize("method", ["propose", "note", "forget", "reset"])
 def test_a_drafter_that_raises_is_asked_no_more(method: str, caplog: pytest.LogCaptureFixture) -> None:
     source = Failing(method)
-    speculation, sequence = Speculation(source, 8), sequence_of(0, [1], [2])
+    speculation, sequence = AdaptiveDrafter(source, 8), sequence_of(0, [1], [2])
     for _ in range(3):
         speculation.propose(sequence, 4)
         speculation.note(sequence, 4, 2)
@@ -167,4 +167,4 @@ def test_a_drafter_that_raises_is_asked_no_more(method: str, caplog: pytest.LogC
 def test_no_more_drafts_are_taken_than_were_asked_for() -> None:
     source, sequence = Always(), sequence_of(0, [1], [2])
     source.propose = lambda _sequence, limit: (1,) * (limit + 50)  # type: ignore[method-assign]
-    assert Speculation(source, 8).propose(sequence, 4) == Speculation(Always(), 8).propose(sequence, 4)
+    assert AdaptiveDrafter(source, 8).propose(sequence, 4) == AdaptiveDrafter(Always(), 8).propose(sequence, 4)

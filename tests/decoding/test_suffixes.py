@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from quire.decoding.automaton import ROOT
-from quire.decoding.suffixes import REACH, OutputArchive, SuffixDrafter
+from quire.decoding.suffixes import REACH, OutputHistory, SuffixDrafter
 from quire.memory.prefix.token_chain import Namespace
 from tests.decoding.sequences import sequence_of
 
@@ -65,27 +65,27 @@ def test_who_was_not_asked_for_long_is_matched_by_its_end() -> None:
 
 def test_memory_is_bounded_and_the_oldest_goes_first() -> None:
     rng, limit = random.Random(0), 400_000
-    archive = OutputArchive(limit)
+    archive = OutputHistory(limit)
     names = [Namespace("model", cache_salt=str(i)) for i in range(3)]
     for i in range(300):
         archive.add(names[i % 2 if i < 200 else 2], [rng.randrange(1000) for _ in range(60)])
         assert archive.num_bytes <= limit
-        volumes = [volume for name in names for _, volume in archive.volumes(name)]
-        assert archive.num_bytes == sum(volume.num_bytes for volume in volumes)
+        segments = [volume for name in names for _, volume in archive.segments(name)]
+        assert archive.num_bytes == sum(volume.num_bytes for volume in segments)
     assert archive.num_bytes > limit // 2
-    assert not archive.volumes(names[0])
-    assert not archive.volumes(names[1])
-    assert 2 <= len(list(archive.volumes(names[2]))) <= 6
+    assert not archive.segments(names[0])
+    assert not archive.segments(names[1])
+    assert 2 <= len(list(archive.segments(names[2]))) <= 6
     archive.clear()
-    assert (archive.num_bytes, archive.volumes(names[2])) == (0, [])
+    assert (archive.num_bytes, archive.segments(names[2])) == (0, [])
 
 
 def test_of_an_output_that_is_too_long_the_end_is_kept_and_nobody_elses_is_lost() -> None:
-    archive = OutputArchive(1 << 16)
+    archive = OutputHistory(1 << 16)
     mine, other = Namespace("mine"), Namespace("other")
     archive.add(other, list(range(10)))
     archive.add(mine, list(range(5000)))
-    ((_, volume),) = archive.volumes(mine)
+    ((_, volume),) = archive.segments(mine)
     assert volume.continuation(volume.advance(ROOT, 0, 4997)[0], 9) == [4998, 4999]
     assert volume.advance(ROOT, 0, 100) == (ROOT, 0)
-    assert archive.volumes(other)
+    assert archive.segments(other)

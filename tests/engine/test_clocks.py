@@ -35,8 +35,8 @@ def tokens_by(clock: Callable[[], float]) -> list[list[int]]:
     engine = llm.engine
     engine._clock = clock
     for group in engine.scheduler.memory.groups:
-        assert isinstance(group.pool.watcher, PoolClock)
-        group.pool.watcher._clock = clock
+        assert isinstance(group.pool.observer, PoolClock)
+        group.pool.observer._clock = clock
     outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert engine.stats.num_preemptions > 0
     assert llm.usage().used == 0

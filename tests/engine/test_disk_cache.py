@@ -195,7 +195,7 @@ def test_a_recording_is_replayed_without_the_disk(tmp_path: Path, expected: list
     assert texts(run(llm)) == expected
     llm.close()
     report = replayed(log)
-    assert report.num_commands["adopt"] > 1
+    assert report.num_commands["publish_loaded"] > 1
 
 
 def test_options_that_cannot_be_honoured(tmp_path: Path) -> None:

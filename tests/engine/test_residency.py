@@ -48,9 +48,9 @@ def test_a_reset_is_no_eviction_and_a_move_no_life() -> None:
     clock.now_s = 5.0
     live(manager, 2, [1] * 6)
     assert sum(residency.idle.counts) == 0
-    watcher = manager.groups[0].pool.watcher
-    assert watcher is not None
-    watcher.moved(1, 2)
+    observer = manager.groups[0].pool.observer
+    assert observer is not None
+    observer.on_move(1, 2)
     clock.now_s = 6.0
     live(manager, 3, [0] * 6)
     assert (sum(residency.idle.counts), sum(residency.lifetime.counts)) == (3, 1)
@@ -109,7 +109,7 @@ def test_metrics_show_the_memory_as_it_is() -> None:
 def test_what_is_not_measured_is_not_shown() -> None:
     llm = load(kv_cache_metrics_sample=0)
     assert llm.engine.residency is None
-    assert all(group.pool.watcher is None for group in llm.engine.scheduler.memory.groups)
+    assert all(group.pool.observer is None for group in llm.engine.scheduler.memory.groups)
     names = {family.name for family in KvMetrics(llm.engine, "tiny", "vllm").collect()}
     assert "vllm:kv_blocks" in names
     assert not any("seconds" in name for name in names)

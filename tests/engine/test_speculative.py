@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.decoding.speculation import Speculation
+from quire.decoding.speculation import AdaptiveDrafter
 from quire.decoding.strategies import SAMPLING
 from quire.engine.exporters.prometheus import Metrics
 from quire.engine.outputs.outputs import RequestOutput
@@ -28,7 +28,7 @@ def load(method: str, **options: Any) -> LLM:
     llm = LLM("bundled", speculative_method=method, **OPTIONS, **options)
     llm.engine.step_recorder.speculation = None
     speculation = llm.engine.scheduler.drafter
-    assert isinstance(speculation, Speculation)
+    assert isinstance(speculation, AdaptiveDrafter)
     speculation.step_costs = [1.0 + 0.02 * k for k in range(speculation.num_tokens + 1)]
     return llm
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import pytest
 
 from quire.decoding.lookup import PromptLookup
-from quire.decoding.speculation import Speculation
+from quire.decoding.speculation import AdaptiveDrafter
 from quire.engine.control.chunk_size import INITIAL_CHUNK_TOKENS
 from quire.engine.control.step_recorder import StepRecorder
-from quire.scheduling import PlanItem, TransferRates
+from quire.scheduling import ScheduledSequence, TransferRates
 from tests.scheduling.rig import Rig, Setting
 
 
-def items(*counts: int, num_draft: int = 0) -> list[PlanItem]:
+def items(*counts: int, num_draft: int = 0) -> list[ScheduledSequence]:
     """Return a scheduled sequence for each count of tokens, with drafts behind them."""
-    return [PlanItem(idx, 0, range(count + num_draft), (), 1, None, num_draft) for idx, count in enumerate(counts)]
+    return [
+        ScheduledSequence(idx, 0, range(count + num_draft), (), 1, None, num_draft) for idx, count in enumerate(counts)
+    ]
 
 
 def rig() -> Rig:
@@ -57,14 +59,14 @@ def test_chunks_follow_the_limit_from_the_start() -> None:
 
 
 def test_only_decodes_say_what_drafts_cost() -> None:
-    speculation = Speculation(PromptLookup(2, 8), 4)
+    speculation = AdaptiveDrafter(PromptLookup(2, 8), 4)
     recorder = StepRecorder(rig().scheduler, None, None, speculation)
     before = speculation.step_costs
     assert recorder.record_step(items(1, 30, num_draft=2), 0.5) == 35
-    assert (speculation.step_costs, speculation.is_resting) == (before, False)
+    assert (speculation.step_costs, speculation.is_measuring) == (before, False)
     assert recorder.record_step(items(1, 1, num_draft=2), 0.014) == 6
-    assert speculation.is_resting, "nothing is known of two sequences without drafts"
+    assert speculation.is_measuring, "nothing is known of two sequences without drafts"
     recorder.record_step(items(1, 1), 0.010)
-    assert not speculation.is_resting
+    assert not speculation.is_measuring
     recorder.record_step(items(1, 1, num_draft=2), 0.014)
     assert speculation.step_costs == pytest.approx([1.0, 1.2, 1.4, 1.6, 1.8])

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from quire.scheduling.plan import Opening
+from quire.scheduling.plan import NewSequence
 from quire.sequences.params import SamplingParams
 from quire.sequences.structured import StructuredOutputs
 from quire.structured.grammar_cache import GrammarCache
@@ -69,13 +69,15 @@ def shelf(end_token_ids: tuple[int, ...] = (END,)) -> GrammarCache:
     return GrammarCache(lambda: str(tokenizer().to_str()), NUM_IDS, end_token_ids)
 
 
-def opening(name: str, output: tuple[int, ...] = (), *, prompt: tuple[int, ...] = (3, 4), **params: Any) -> Opening:
+def new_sequence(
+    name: str, output: tuple[int, ...] = (), *, prompt: tuple[int, ...] = (3, 4), **params: Any
+) -> NewSequence:
     wanted = StructuredOutputs(**WANTED[name])
-    return Opening(SamplingParams(structured_outputs=wanted, **params), 7, 0, len(prompt), prompt + output, (END,))
+    return NewSequence(SamplingParams(structured_outputs=wanted, **params), 7, 0, len(prompt), prompt + output, (END,))
 
 
 def constraint(name: str, **params: Any) -> GrammarState:
-    first = opening(name, **params)
+    first = new_sequence(name, **params)
     assert first.params.structured_outputs is not None
     ends = shelf().end_token_ids
     return GrammarState(shelf().compile(first.params.structured_outputs.source), first, ends)

@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from quire.execution.sampling.sampling import Filter
-from quire.scheduling.plan import Opening
+from quire.scheduling.plan import NewSequence
 from quire.sequences.params import SamplingParams
 
 VOCAB = 40
@@ -22,7 +22,7 @@ quarter = st.integers(-24, 24).map(lambda n: n / 4)
 
 
 @st.composite
-def openings(draw: st.DrawFn) -> Opening:
+def openings(draw: st.DrawFn) -> NewSequence:
     options: dict[str, Any] = {}
     knobs = {
         "temperature": st.sampled_from([0.0, 0.3, 1.0, 1.7, *TINY]),
@@ -51,7 +51,7 @@ def openings(draw: st.DrawFn) -> Opening:
     bad_words = tuple(draw(st.lists(st.lists(tokens, min_size=1, max_size=3).map(tuple), max_size=4)))
     if bad_words:
         options["bad_words"] = ["said at the door"]
-    return Opening(
+    return NewSequence(
         params=SamplingParams(**options),
         seed=draw(st.integers(-(2**63), 2**63 - 1)),
         sample_idx=draw(st.integers(0, 5)),
@@ -63,46 +63,46 @@ def openings(draw: st.DrawFn) -> Opening:
     )
 
 
-def adjusted(logits: list[float], opening: Opening) -> list[float]:
+def adjusted(logits: list[float], new_sequence: NewSequence) -> list[float]:
     """Return a row's logits after masks, bias and penalties."""
-    params = opening.params
+    params = new_sequence.params
     values = list(logits)
     if params.allowed_token_ids is not None:
         values = [value if i in params.allowed_token_ids else -math.inf for i, value in enumerate(values)]
     for token_id, bias in (params.logit_bias or {}).items():
         values[token_id] += bias
-    output = Counter(opening.token_ids[opening.num_prompt :])
-    for *beginning, last in opening.bad_words:
-        tail = list(opening.token_ids[opening.num_prompt :])
+    output = Counter(new_sequence.token_ids[new_sequence.num_prompt :])
+    for *beginning, last in new_sequence.bad_words:
+        tail = list(new_sequence.token_ids[new_sequence.num_prompt :])
         if tail[len(tail) - len(beginning) :] == beginning:
             values[last] = -math.inf
     if output.total() < params.min_tokens:
-        for token_id in opening.suppressed_ids:
+        for token_id in new_sequence.suppressed_ids:
             values[token_id] = -math.inf
-    for token_id in set(opening.token_ids):
+    for token_id in set(new_sequence.token_ids):
         if values[token_id] > 0:
             values[token_id] /= params.repetition_penalty
         else:
             values[token_id] *= params.repetition_penalty
     for token_id, count in output.items():
         values[token_id] -= params.frequency_penalty * count + params.presence_penalty
-    for token_id, length in repeats(opening).items():
+    for token_id, length in repeats(new_sequence).items():
         if params.dry_multiplier and length >= params.dry_allowed_length:
             values[token_id] -= params.dry_multiplier * params.dry_base ** (length - params.dry_allowed_length)
     return values
 
 
-def repeats(opening: Opening) -> dict[int, int]:
+def repeats(new_sequence: NewSequence) -> dict[int, int]:
     """Return the tokens with which the sequence would go on as it did before, and for how long both are alike."""
-    tokens, last_n = list(opening.token_ids), opening.params.dry_penalty_last_n
+    tokens, last_n = list(new_sequence.token_ids), new_sequence.params.dry_penalty_last_n
     if last_n >= 0:
         tokens = tokens[len(tokens) - min(last_n, len(tokens)) :]
     found: dict[int, int] = {}
     for end in range(1, len(tokens)):
         length = 0
-        while length < end and tokens[end - 1 - length] == tokens[-1 - length] not in opening.dry_breakers:
+        while length < end and tokens[end - 1 - length] == tokens[-1 - length] not in new_sequence.dry_breakers:
             length += 1
-        if length and tokens[end] not in opening.dry_breakers:
+        if length and tokens[end] not in new_sequence.dry_breakers:
             found[tokens[end]] = max(found.get(tokens[end], 0), length)
     return found
 

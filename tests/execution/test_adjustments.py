@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from quire.execution.sampling.filters import apply_top_n_sigma, apply_typical_p
 from quire.execution.sampling.logits_processing import LogitsProcessing, adjust
 from quire.execution.sampling.penalties import MAX_REPEATED
-from quire.scheduling.plan import Opening
+from quire.scheduling.plan import NewSequence
 from quire.sequences.params import SamplingParams
 from tests.execution.sampler_twin import VOCAB, adjusted, near_best, openings, repeats, typical
 
@@ -24,10 +24,10 @@ def logits_of(num_rows: int, seed: int) -> torch.Tensor:
     return 3 * torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(seed))
 
 
-def adjust_one(opening: Opening, logits: torch.Tensor) -> tuple[list[float], dict[int, str]]:
+def adjust_one(new_sequence: NewSequence, logits: torch.Tensor) -> tuple[list[float], dict[int, str]]:
     """Return a row after the adjustments, and what failed."""
     row = logits.clone()
-    errors = adjust(row, [(0, LogitsProcessing(opening, CPU), len(opening.token_ids))])
+    errors = adjust(row, [(0, LogitsProcessing(new_sequence, CPU), len(new_sequence.token_ids))])
     return row[0].tolist(), errors
 
 
@@ -37,10 +37,13 @@ def close(values: list[float]) -> Any:
 
 @settings(max_examples=200)
 @given(batch=st.lists(openings(), min_size=1, max_size=4), seed=st.integers(0, 2**32))
-def test_every_adjustment_and_mixture_equals_the_twin(batch: list[Opening], seed: int) -> None:
+def test_every_adjustment_and_mixture_equals_the_twin(batch: list[NewSequence], seed: int) -> None:
     logits = logits_of(len(batch), seed)
-    expected = [adjusted(row, opening) for row, opening in zip(logits.tolist(), batch, strict=True)]
-    rows = [(row, LogitsProcessing(opening, CPU), len(opening.token_ids)) for row, opening in enumerate(batch)]
+    expected = [adjusted(row, new_sequence) for row, new_sequence in zip(logits.tolist(), batch, strict=True)]
+    rows = [
+        (row, LogitsProcessing(new_sequence, CPU), len(new_sequence.token_ids))
+        for row, new_sequence in enumerate(batch)
+    ]
     assert adjust(logits, [entry for entry in rows if not entry[1].is_none(entry[2])]) == {}
     assert logits.tolist() == [close(row) for row in expected]
 
@@ -56,35 +59,35 @@ def test_repeats_of_a_text_that_says_little_equal_the_twin(
     tokens: list[int], breakers: list[int], allowed_length: int, last_n: int
 ) -> None:
     params = SamplingParams(dry_multiplier=1.0, dry_allowed_length=allowed_length, dry_penalty_last_n=last_n)
-    opening = Opening(params, 0, 0, 1, tuple(tokens), (), dry_breakers=tuple(breakers))
+    new_sequence = NewSequence(params, 0, 0, 1, tuple(tokens), (), dry_breakers=tuple(breakers))
     logits = logits_of(1, len(tokens))
-    assert adjust_one(opening, logits)[0] == close(adjusted(logits[0].tolist(), opening))
+    assert adjust_one(new_sequence, logits)[0] == close(adjusted(logits[0].tolist(), new_sequence))
 
 
 def test_a_repetition_costs_the_more_the_longer_it_is() -> None:
     params = SamplingParams(dry_multiplier=0.5, dry_base=2.0, dry_allowed_length=2)
     # "3 4 5 6" was said, and once "4 5 9"; now comes "3 4 5".
-    opening = Opening(params, 0, 0, 1, (1, 3, 4, 5, 6, 2, 4, 5, 9, 7, 3, 4, 5), ())
-    assert repeats(opening) == {6: 3, 9: 2}
-    changed = adjust_one(opening, torch.zeros(1, VOCAB))[0]
+    new_sequence = NewSequence(params, 0, 0, 1, (1, 3, 4, 5, 6, 2, 4, 5, 9, 7, 3, 4, 5), ())
+    assert repeats(new_sequence) == {6: 3, 9: 2}
+    changed = adjust_one(new_sequence, torch.zeros(1, VOCAB))[0]
     assert {i: value for i, value in enumerate(changed) if value} == {6: -0.5 * 2.0, 9: -0.5}
 
 
 def test_a_text_that_says_one_thing_for_ever_is_bounded() -> None:
     params = SamplingParams(dry_multiplier=1.0, dry_base=100.0)
-    values, errors = adjust_one(Opening(params, 0, 0, 1, (5,) * 5000, ()), torch.zeros(1, VOCAB))
+    values, errors = adjust_one(NewSequence(params, 0, 0, 1, (5,) * 5000, ()), torch.zeros(1, VOCAB))
     assert errors == {}
     assert values[5] < -1e29
     assert torch.tensor(values).isfinite().all()
     mild = SamplingParams(dry_multiplier=1.0, dry_base=1.0 + 2**-10, dry_allowed_length=MAX_REPEATED)
-    assert adjust_one(Opening(mild, 0, 0, 1, (5,) * 5000, ()), torch.zeros(1, VOCAB))[0][5] == -1.0
+    assert adjust_one(NewSequence(mild, 0, 0, 1, (5,) * 5000, ()), torch.zeros(1, VOCAB))[0][5] == -1.0
 
 
 def test_a_bad_word_may_begin_but_not_end() -> None:
     params = SamplingParams(bad_words=["w"])
     words = ((4, 5), (6,), (1, 2))
     for tokens, forbidden in (((9, 1, 4), {5, 6}), ((9, 4, 1), {2, 6}), ((4,), {6}), ((9, 4, 3), {6})):
-        values, _ = adjust_one(Opening(params, 0, 0, 1, tokens, (), bad_words=words), torch.zeros(1, VOCAB))
+        values, _ = adjust_one(NewSequence(params, 0, 0, 1, tokens, (), bad_words=words), torch.zeros(1, VOCAB))
         assert {i for i, value in enumerate(values) if value < 0} == forbidden, "the prompt's own tokens are no word"
 
 
@@ -122,7 +125,7 @@ def test_processors_see_prompt_and_output_and_come_in_order() -> None:
         return logits * 2.0
 
     params = SamplingParams(logits_processors=[add_one, double], logit_bias={3: 5.0})  # type: ignore[arg-type]
-    values, errors = adjust_one(Opening(params, 0, 0, 2, (7, 8, 9), ()), torch.zeros(1, VOCAB))
+    values, errors = adjust_one(NewSequence(params, 0, 0, 2, (7, 8, 9), ()), torch.zeros(1, VOCAB))
     assert calls == [([], [9]), ([7, 8], [9])]
     assert errors == {}
     assert values == [12.0 if i == 3 else 2.0 for i in range(VOCAB)]
@@ -166,9 +169,9 @@ class Nameless:
 )
 def test_a_processor_that_fails_is_its_own_rows_error(processor: Callable[..., Any], why: str) -> None:
     own = SamplingParams(logits_processors=[processor])  # type: ignore[arg-type]
-    rows = [Opening(params, 0, 0, 1, (1,), ()) for params in (own, SamplingParams(logit_bias={2: 1.0}))]
+    rows = [NewSequence(params, 0, 0, 1, (1,), ()) for params in (own, SamplingParams(logit_bias={2: 1.0}))]
     logits = torch.zeros(2, VOCAB)
-    errors = adjust(logits, [(row, LogitsProcessing(opening, CPU), 1) for row, opening in enumerate(rows)])
+    errors = adjust(logits, [(row, LogitsProcessing(new_sequence, CPU), 1) for row, new_sequence in enumerate(rows)])
     assert set(errors) == {0}
     assert why in errors[0]
     assert logits[0].tolist() == [0.0] * VOCAB

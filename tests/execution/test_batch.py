@@ -12,21 +12,21 @@ from quire.execution.batch import BatchBuilder, end_rows
 from quire.memory.ops import NO_OPS
 from quire.models.spec import StateCacheShape, TokenCacheShape
 from quire.ops.interface import AttentionBatch, StateBatch
-from quire.scheduling.plan import Opening, PlanItem, StepPlan, TableDelta
+from quire.scheduling.plan import NewSequence, ScheduledSequence, StepPlan, TableDelta
 from quire.sequences.params import SamplingParams
 
 KEPT = (TokenCacheShape(2, 8), TokenCacheShape(2, 8, window=7), StateCacheShape(2, 8))
 CHUNKED = TokenCacheShape(2, 8, chunk=6)
 ALL = KEPT[:1]
-OPENING = Opening(SamplingParams(), 0, 0, 1, (1,), ())
+OPENING = NewSequence(SamplingParams(), 0, 0, 1, (1,), ())
 
 
-def item(seq_id: int, start: int, token_ids: list[int], *deltas: TableDelta, is_new: bool = False) -> PlanItem:
-    return PlanItem(seq_id, start, token_ids, deltas, 1, OPENING if is_new else None)
+def item(seq_id: int, start: int, token_ids: list[int], *deltas: TableDelta, is_new: bool = False) -> ScheduledSequence:
+    return ScheduledSequence(seq_id, start, token_ids, deltas, 1, OPENING if is_new else None)
 
 
-def plan(*items: PlanItem, closed: tuple[int, ...] = ()) -> StepPlan:
-    return StepPlan(1, items, NO_OPS, closed)
+def plan(*items: ScheduledSequence, finished_ids: tuple[int, ...] = ()) -> StepPlan:
+    return StepPlan(1, items, NO_OPS, finished_ids)
 
 
 def expect(builder: BatchBuilder, step: StepPlan, tables: dict[int, list[list[int]]], block_size: int) -> None:
@@ -117,8 +117,8 @@ def test_a_sequence_that_was_closed_starts_over() -> None:
     builder = BatchBuilder(4, "cpu", ALL)
     builder.build(plan(item(7, 0, [1], TableDelta(0, 0, (9, 3)), is_new=True)))
     reopened = item(7, 4, [5], TableDelta(0, 0, (2, 6)), is_new=True)
-    expect(builder, plan(reopened, closed=(7, 99)), {7: [[2, 6]]}, 4)
-    builder.build(plan(closed=(7,)))
+    expect(builder, plan(reopened, finished_ids=(7, 99)), {7: [[2, 6]]}, 4)
+    builder.build(plan(finished_ids=(7,)))
     with pytest.raises(KeyError):
         builder.build(plan(item(7, 5, [6])))
 
@@ -151,8 +151,8 @@ def test_long_random_histories(seed: int, block_size: int, num_groups: int) -> N
     tables: dict[int, list[list[int]]] = {}
     lengths: dict[int, int] = {}
     for _ in range(60):
-        closed = tuple(seq_id for seq_id in tables if rng.random() < 0.05)
-        for seq_id in closed:
+        finished_ids = tuple(seq_id for seq_id in tables if rng.random() < 0.05)
+        for seq_id in finished_ids:
             del tables[seq_id], lengths[seq_id]
         items = []
         for seq_id in rng.sample(range(8), rng.randint(1, 6)):
@@ -172,7 +172,7 @@ def test_long_random_histories(seed: int, block_size: int, num_groups: int) -> N
                     deltas.append(TableDelta(group_idx, keep, tuple(new)))
                 table[keep:] = new
             items.append(item(seq_id, start, rng.choices(range(50), k=count), *deltas, is_new=is_new))
-        expect(builder, plan(*items, closed=closed), tables, block_size)
+        expect(builder, plan(*items, finished_ids=finished_ids), tables, block_size)
 
 
 def test_ends_are_laid_out_as_if_they_were_all() -> None:

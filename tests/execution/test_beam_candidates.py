@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from quire.execution.sampling.sampler import Sampler
 from quire.memory.ops import NO_OPS
-from quire.scheduling.plan import BeamGroup, Candidate, ItemResult, Opening, PlanItem, StepPlan
+from quire.scheduling.plan import BeamGroup, Candidate, ItemResult, NewSequence, ScheduledSequence, StepPlan
 from quire.sequences.params import SamplingParams
 
 CPU = torch.device("cpu")
@@ -20,20 +20,24 @@ VOCAB = 50
 BEAMS = SamplingParams(beam_width=4)
 
 
-def opening(params: SamplingParams, output: tuple[int, ...] = ()) -> Opening:
-    return Opening(params, 1, 0, 2, (1, 2, *output), (7,))
+def new_sequence(params: SamplingParams, output: tuple[int, ...] = ()) -> NewSequence:
+    return NewSequence(params, 1, 0, 2, (1, 2, *output), (7,))
 
 
-def plan_of(groups: list[list[Opening]], others: list[Opening], scores: list[list[float]], count: int) -> StepPlan:
+def plan_of(
+    groups: list[list[NewSequence]], others: list[NewSequence], scores: list[list[float]], count: int
+) -> StepPlan:
     """Return a plan whose items stand in the order of groups, with the others between them."""
-    items: list[PlanItem] = []
+    items: list[ScheduledSequence] = []
     beams = []
     for idx, group in enumerate(groups):
         ids = tuple(range(len(items), len(items) + len(group)))
-        items += [PlanItem(seq_id, 0, new.token_ids, (), 1, new) for seq_id, new in zip(ids, group, strict=True)]
+        items += [
+            ScheduledSequence(seq_id, 0, new.token_ids, (), 1, new) for seq_id, new in zip(ids, group, strict=True)
+        ]
         beams.append(BeamGroup(ids, tuple(scores[idx]), count))
         for new in others[idx : idx + 1]:
-            items.append(PlanItem(len(items), 0, new.token_ids, (), 1, new))
+            items.append(ScheduledSequence(len(items), 0, new.token_ids, (), 1, new))
     return StepPlan(0, tuple(items), NO_OPS, (), tuple(beams))
 
 
@@ -66,7 +70,7 @@ def test_candidates_are_those_of_all_continuations(sizes: list[int], count: int,
     """Groups of several sizes, more candidates than there are tokens, or than there are continuations."""
     generator = torch.Generator().manual_seed(seed)
     scores = [torch.randn(size, generator=generator).tolist() for size in sizes]
-    plan = plan_of([[opening(BEAMS)] * size for size in sizes], [], scores, count)
+    plan = plan_of([[new_sequence(BEAMS)] * size for size in sizes], [], scores, count)
     logits = random_logits(sum(sizes), seed, vocab)
     results, found = search(plan, logits)
     assert results == [ItemResult(item.seq_id, ()) for item in plan.items]
@@ -79,7 +83,7 @@ def test_candidates_are_those_of_all_continuations(sizes: list[int], count: int,
 
 
 def test_of_equals_the_earlier_beam_and_the_lower_token_come_first() -> None:
-    plan = plan_of([[opening(BEAMS)] * 2], [], [[0.0, 0.0]], 5)
+    plan = plan_of([[new_sequence(BEAMS)] * 2], [], [[0.0, 0.0]], 5)
     (candidates,) = search(plan, torch.zeros(2, VOCAB))[1]
     assert [(one.parent_idx, one.token_id) for one in candidates] == [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4)]
 
@@ -87,7 +91,10 @@ def test_of_equals_the_earlier_beam_and_the_lower_token_come_first() -> None:
 def test_beams_and_samples_of_one_step_do_not_see_each_other() -> None:
     sampled = SamplingParams(temperature=1.0, seed=3, logprobs=2, repetition_penalty=1.5)
     scores = [[-1.0, -2.0, -3.0], [-0.5]]
-    groups, others = [[opening(BEAMS, (4, 5))] * 3, [opening(BEAMS)]], [opening(sampled), opening(sampled, (9,))]
+    groups, others = (
+        [[new_sequence(BEAMS, (4, 5))] * 3, [new_sequence(BEAMS)]],
+        [new_sequence(sampled), new_sequence(sampled, (9,))],
+    )
     plan = plan_of(groups, others, scores, 8)
     logits = random_logits(6)
     results, found = search(plan, logits)
@@ -111,7 +118,7 @@ def test_beams_and_samples_of_one_step_do_not_see_each_other() -> None:
 def test_requests_change_log_probabilities_and_nothing_makes_them_sum_up_again(
     changes: dict[str, Any], change: dict[int, float]
 ) -> None:
-    plan = plan_of([[opening(SamplingParams(beam_width=2, **changes))]], [], [[0.0]], VOCAB)
+    plan = plan_of([[new_sequence(SamplingParams(beam_width=2, **changes))]], [], [[0.0]], VOCAB)
     logits = random_logits(1)
     (candidates,) = search(plan, logits)[1]
     known = {
@@ -123,7 +130,7 @@ def test_requests_change_log_probabilities_and_nothing_makes_them_sum_up_again(
 
 def test_a_repetition_penalty_multiplies_log_probabilities() -> None:
     params = SamplingParams(beam_width=2, repetition_penalty=1.5)
-    plan = plan_of([[opening(params, (11,))]], [], [[0.0]], VOCAB)
+    plan = plan_of([[new_sequence(params, (11,))]], [], [[0.0]], VOCAB)
     logits = random_logits(1)
     (candidates,) = search(plan, logits)[1]
     raw = logits.log_softmax(-1)[0].tolist()
@@ -133,7 +140,7 @@ def test_a_repetition_penalty_multiplies_log_probabilities() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_logits_that_are_not_finite_fail_their_own_search_only(bad: float) -> None:
-    plan = plan_of([[opening(BEAMS)] * 2, [opening(BEAMS)] * 2], [], [[0.0, -1.0], [0.0, -1.0]], 4)
+    plan = plan_of([[new_sequence(BEAMS)] * 2, [new_sequence(BEAMS)] * 2], [], [[0.0, -1.0], [0.0, -1.0]], 4)
     logits = random_logits(4)
     whole = search(plan, logits)[1]
     logits[1, 13] = bad
@@ -148,7 +155,7 @@ def test_a_processor_that_raises_fails_its_own_search_only() -> None:
         raise KeyError
 
     own = SamplingParams(beam_width=2, logits_processors=[fails])  # type: ignore[arg-type]
-    plan = plan_of([[opening(own)], [opening(BEAMS)]], [], [[0.0], [0.0]], 4)
+    plan = plan_of([[new_sequence(own)], [new_sequence(BEAMS)]], [], [[0.0], [0.0]], 4)
     logits = random_logits(2)
     results, found = search(plan, logits)
     assert "raised KeyError" in (results[0].error or "")
@@ -159,7 +166,7 @@ def test_a_processor_that_raises_fails_its_own_search_only() -> None:
 
 def test_log_probabilities_are_those_of_the_row_as_the_model_gave_it() -> None:
     params = SamplingParams(beam_width=2, logprobs=3, logit_bias={20: 5.0})
-    plan = plan_of([[opening(params)] * 2], [], [[0.0, -0.5]], 6)
+    plan = plan_of([[new_sequence(params)] * 2], [], [[0.0, -0.5]], 6)
     logits = random_logits(2)
     (candidates,) = search(plan, logits)[1]
     raw = logits.log_softmax(-1)
@@ -172,14 +179,14 @@ def test_log_probabilities_are_those_of_the_row_as_the_model_gave_it() -> None:
 
 def test_all_that_is_impossible_is_left_out() -> None:
     params = SamplingParams(beam_width=2, allowed_token_ids=(7,), min_tokens=1)
-    plan = plan_of([[opening(params)]], [], [[0.0]], 4)
+    plan = plan_of([[new_sequence(params)]], [], [[0.0]], 4)
     results, found = search(plan, random_logits(1))
     assert results == [ItemResult(0, ())]
     assert found == ((),)
 
 
 def test_rows_beyond_a_tile_are_searched_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = plan_of([[opening(SamplingParams(beam_width=5, logprobs=1))] * 5], [], [[0.0] * 5], 10)
+    plan = plan_of([[new_sequence(SamplingParams(beam_width=5, logprobs=1))] * 5], [], [[0.0] * 5], 10)
     logits = random_logits(5)
     whole = search(plan, logits)
     monkeypatch.setattr("quire.execution.sampling.beam_candidates.rows_per_tile", lambda _: 2)

@@ -11,10 +11,10 @@ pytest.importorskip("llguidance", reason="the extra structured is not installed"
 
 from quire.execution.sampling.sampler import Sampler
 from quire.memory.ops import NO_OPS
-from quire.scheduling.plan import PlanItem, StepPlan
+from quire.scheduling.plan import ScheduledSequence, StepPlan
 from quire.structured import mask_filler as constraint_masks
 from quire.structured.mask_filler import GrammarStates
-from tests.execution.grammar_world import NUM_IDS, WANTED, fresh, opening, shelf
+from tests.execution.grammar_world import NUM_IDS, WANTED, fresh, new_sequence, shelf
 
 NAMES = sorted(set(WANTED) - {"dead"})
 
@@ -23,8 +23,8 @@ def decode(*, is_beside: bool) -> list[list[int]]:
     """Return the outputs of all grammars together, each token the likeliest of logits that depend on the step."""
     sampler = Sampler(torch.device("cpu"), GrammarStates(shelf(), is_beside=is_beside))
     outputs: dict[int, list[int]] = {seq_id: [] for seq_id in range(len(NAMES))}
-    openings = [opening(name, temperature=0.0) for name in NAMES]
-    items = [PlanItem(seq_id, 0, new.token_ids, (), 1, new) for seq_id, new in enumerate(openings)]
+    openings = [new_sequence(name, temperature=0.0) for name in NAMES]
+    items = [ScheduledSequence(seq_id, 0, new.token_ids, (), 1, new) for seq_id, new in enumerate(openings)]
     for step in range(30):
         logits = torch.randn(len(items), NUM_IDS, generator=torch.Generator().manual_seed(step))
         sampler.begin_step(StepPlan(step, tuple(items), NO_OPS, ()))
@@ -36,7 +36,7 @@ def decode(*, is_beside: bool) -> list[list[int]]:
             start = 2 + len(output)
             output += result.token_ids
             if 0 not in result.token_ids:
-                following.append(PlanItem(result.seq_id, start, result.token_ids, (), 1, None))
+                following.append(ScheduledSequence(result.seq_id, start, result.token_ids, (), 1, None))
         items = following
         if not items:
             break

@@ -31,7 +31,7 @@ from tests.execution.grammar_world import (
     constraint,
     filled,
     fresh,
-    opening,
+    new_sequence,
     shelf,
     text,
     tokenizer,
@@ -92,7 +92,7 @@ def test_every_way_to_a_position_gives_the_same_masks(name: str) -> None:
             assert known.is_prefix_of(wanted)
             assert not known.is_prefix_of(wanted[:-1])
             assert not known.is_prefix_of([*wanted[:-1], wanted[-1] + 1])
-            known = known.fork(opening(name))
+            known = known.fork(new_sequence(name))
         twin = fresh(name, wanted)
         assert known.token_ids == wanted == twin.token_ids
         assert filled(known) == filled(twin)
@@ -191,7 +191,7 @@ def test_the_end_is_forced_where_there_is_one_end_and_it_may_come() -> None:
     assert constraint("choice", min_tokens=len(output)).append(output)[-1] == END
     assert constraint("choice", min_tokens=len(output) + 1).append(output) == output, "a dead end comes of that"
     ends = (END, 1)
-    first = opening("choice")
+    first = new_sequence("choice")
     assert first.params.structured_outputs is not None
     source = first.params.structured_outputs.source
     either = GrammarState(shelf(ends).compile(source), first, ends)
@@ -207,7 +207,7 @@ def test_a_dead_end_is_an_error_of_its_own_and_stays_one() -> None:
     assert known.error == DEAD_END
     known.sync(0, [])
     assert filled(known) == []
-    assert known.fork(opening("dead")).error == DEAD_END
+    assert known.fork(new_sequence("dead")).error == DEAD_END
 
 
 def test_tokens_that_the_grammar_does_not_have_are_an_error() -> None:
@@ -254,7 +254,7 @@ def test_kept_grammars_are_bounded_by_what_compiling_took() -> None:
 def test_long_forced_text_is_drawn_until_the_rest_is_short() -> None:
     num_pairs = MAX_FORCED_BYTES // 2 + 4
     grammar = shelf().compile(GrammarSource("regex", f"b|(ab){{{num_pairs}}}"))
-    known = GrammarState(grammar, opening("regex"), (END,))
+    known = GrammarState(grammar, new_sequence("regex"), (END,))
     pair = VOCAB.index("ab")
     num_drawn = 0
     while len(run := known.append((pair,))) == 1:

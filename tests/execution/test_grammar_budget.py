@@ -12,13 +12,13 @@ pytest.importorskip("llguidance", reason="the extra structured is not installed"
 
 from quire.execution.sampling.sampler import Sampler
 from quire.memory.ops import NO_OPS
-from quire.scheduling.plan import ItemResult, Opening, PlanItem, StepPlan
+from quire.scheduling.plan import ItemResult, NewSequence, ScheduledSequence, StepPlan
 from quire.structured import grammar_budget
 from quire.structured.grammar_budget import LIMIT_S, STEP_S, GrammarAccount, GrammarBudget
 from quire.structured.grammar_cache import GrammarCache
 from quire.structured.grammar_state import RUN_PART, TOO_SLOW
 from quire.structured.mask_filler import GrammarStates
-from tests.execution.grammar_world import NUM_IDS, opening, tokenizer
+from tests.execution.grammar_world import NUM_IDS, new_sequence, tokenizer
 
 CPU = torch.device("cpu")
 
@@ -74,21 +74,21 @@ class World:
         self.shelf = GrammarCache(lambda: str(tokenizer().to_str()), NUM_IDS, (0,))
         self.held = []
         for name, clock in self.clocks.items():
-            grammar = self.shelf.compile(self.opening(name).params.structured_outputs.source)  # type: ignore[union-attr]
+            grammar = self.shelf.compile(self.new_sequence(name).params.structured_outputs.source)  # type: ignore[union-attr]
             grammar._matcher = Matcher(grammar._matcher, clock)
             self.held.append(grammar)
         self.sampler = Sampler(CPU, GrammarStates(self.shelf, is_beside=False))
-        self.items: list[PlanItem] = []
+        self.items: list[ScheduledSequence] = []
         self.errors: dict[int, str] = {}
         self.outputs: dict[int, list[int]] = {}
         self.step_idx = 0
 
-    def opening(self, name: str, seed: int = 0, **params: object) -> Opening:
-        return opening(name, temperature=0.0, **params)._replace(seed=seed)
+    def new_sequence(self, name: str, seed: int = 0, **params: object) -> NewSequence:
+        return new_sequence(name, temperature=0.0, **params)._replace(seed=seed)
 
     def add(self, seq_id: int, name: str, **params: object) -> None:
-        new = self.opening(name, seq_id, **params)
-        self.items.append(PlanItem(seq_id, 0, new.token_ids, (), 1, new))
+        new = self.new_sequence(name, seq_id, **params)
+        self.items.append(ScheduledSequence(seq_id, 0, new.token_ids, (), 1, new))
         self.outputs[seq_id] = []
 
     def step(self) -> list[ItemResult]:
@@ -102,7 +102,7 @@ class World:
                 self.errors[item.seq_id] = result.error
             elif 0 not in result.token_ids:
                 start = item.start + len(item.token_ids)
-                following.append(PlanItem(item.seq_id, start, result.token_ids, (), 1, None))
+                following.append(ScheduledSequence(item.seq_id, start, result.token_ids, (), 1, None))
             self.outputs[item.seq_id] += result.token_ids
         self.items = following
         self.step_idx += 1
@@ -196,8 +196,8 @@ def test_forced_tokens_that_take_too_long_end_in_the_middle(monkeypatch: pytest.
 def test_an_output_that_is_gone_through_again_is_not_charged_for_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, {"regex": lambda _: 50e-6})
     output = tuple(world.shelf._tokenizer.tokenize_str("ab" * 4))
-    new = world.opening("regex")._replace(token_ids=(3, 4, *output))
-    world.items = [PlanItem(0, 0, new.token_ids, (), 1, new)]
+    new = world.new_sequence("regex")._replace(token_ids=(3, 4, *output))
+    world.items = [ScheduledSequence(0, 0, new.token_ids, (), 1, new)]
     world.outputs[0] = []
     world.step()
     assert world.held[0].budget.debt_s == 0.0

@@ -15,7 +15,7 @@ import torch
 from quire import LLM, SamplingParams
 from quire.memory.ops import TableDelta
 from quire.platform.prefault import LEAST_AHEAD, PIECE_BYTES, Prefaulter
-from quire.scheduling.plan import PlanItem
+from quire.scheduling.plan import ScheduledSequence
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages are asked for on Linux")
 
@@ -40,8 +40,8 @@ def wait_for(is_so: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def item(*block_ids: int, group_idx: int = 0) -> PlanItem:
-    return PlanItem(0, 0, (1,), (TableDelta(group_idx, 0, block_ids),), 1, None)
+def item(*block_ids: int, group_idx: int = 0) -> ScheduledSequence:
+    return ScheduledSequence(0, 0, (1,), (TableDelta(group_idx, 0, block_ids),), 1, None)
 
 
 @pytest.fixture

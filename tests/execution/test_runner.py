@@ -16,7 +16,7 @@ from quire.execution.sampling.logprobs import TILE_BYTES, rows_per_tile
 from quire.memory.ops import NO_OPS, BlockCopy, MemoryOps
 from quire.models.checkpoint import Checkpoint
 from quire.models.loading import load_decoder
-from quire.scheduling.plan import ItemResult, Opening, PlanItem, StepPlan, TableDelta
+from quire.scheduling.plan import ItemResult, NewSequence, ScheduledSequence, StepPlan, TableDelta
 from quire.sequences.params import SamplingParams
 
 N = 4
@@ -117,21 +117,21 @@ class Lane:
         self.blocks = tuple(range(first, first + 8))
         self.is_open = False
 
-    def item(self, count: int | None = None) -> PlanItem:
+    def item(self, count: int | None = None) -> ScheduledSequence:
         """Plan the next `count` pending tokens, all of them by default; draw when none is left."""
         start = self.num_computed
         pending = self.tokens[start : None if count is None else start + count]
         is_last = start + len(pending) == len(self.tokens)
-        opening = None
+        new_sequence = None
         if not self.is_open:
-            opening = Opening(self.params, self.seed, 0, self.num_prompt, tuple(self.tokens), ())
-        item = PlanItem(
+            new_sequence = NewSequence(self.params, self.seed, 0, self.num_prompt, tuple(self.tokens), ())
+        item = ScheduledSequence(
             self.seq_id,
             start,
             tuple(pending),
             () if self.is_open else (TableDelta(0, 0, self.blocks),),
             int(is_last),
-            opening,
+            new_sequence,
         )
         self.is_open = True
         self.num_computed += len(pending)

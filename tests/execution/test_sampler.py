@@ -14,20 +14,22 @@ from quire.execution.sampling.logprobs import LOWEST
 from quire.execution.sampling.sampler import Sampler
 from quire.execution.sampling.token_history import TokenHistory
 from quire.memory.ops import NO_OPS
-from quire.scheduling.plan import ItemResult, Opening, PlanItem, StepPlan
+from quire.scheduling.plan import ItemResult, NewSequence, ScheduledSequence, StepPlan
 from quire.sequences.params import SamplingParams
 
 CPU = torch.device("cpu")
 VOCAB = 50
 
 
-def opening(params: SamplingParams, *, seed: int = 1, sample_idx: int = 0, output: tuple[int, ...] = ()) -> Opening:
-    return Opening(params, seed, sample_idx, 2, (1, 2, *output), (7,))
+def new_sequence(
+    params: SamplingParams, *, seed: int = 1, sample_idx: int = 0, output: tuple[int, ...] = ()
+) -> NewSequence:
+    return NewSequence(params, seed, sample_idx, 2, (1, 2, *output), (7,))
 
 
-def opened(*openings: Opening, num_samples: int = 1) -> StepPlan:
+def opened(*openings: NewSequence, num_samples: int = 1) -> StepPlan:
     """Return a plan that computes all that is known of each sequence."""
-    items = [PlanItem(i, 0, new.token_ids, (), num_samples, new) for i, new in enumerate(openings)]
+    items = [ScheduledSequence(i, 0, new.token_ids, (), num_samples, new) for i, new in enumerate(openings)]
     return StepPlan(0, tuple(items), NO_OPS, ())
 
 
@@ -44,7 +46,7 @@ def random_logits(rows: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logits_that_are_not_finite_fail_their_own_item_only(bad: float, temperature: float) -> None:
     params = SamplingParams(temperature=temperature, top_p=0.9, logprobs=2)
-    plan = opened(*(opening(params, seed=seed) for seed in range(3)))
+    plan = opened(*(new_sequence(params, seed=seed) for seed in range(3)))
     logits = random_logits(3)
     whole = step(Sampler(CPU), plan, logits)
     logits[1, 13] = bad
@@ -56,7 +58,7 @@ def test_logits_that_are_not_finite_fail_their_own_item_only(bad: float, tempera
 
 def test_a_request_that_excludes_every_token_fails_alone() -> None:
     nothing = SamplingParams(allowed_token_ids=(7,), min_tokens=1, logprobs=1)
-    results = step(Sampler(CPU), opened(opening(nothing), opening(SamplingParams())), random_logits(2))
+    results = step(Sampler(CPU), opened(new_sequence(nothing), new_sequence(SamplingParams())), random_logits(2))
     assert "no token" in (results[0].error or "")
     assert results[0].logprobs == ()
     assert results[1].error is None
@@ -64,8 +66,8 @@ def test_a_request_that_excludes_every_token_fails_alone() -> None:
 
 def test_samples_of_one_row_are_those_of_its_forks() -> None:
     params = SamplingParams(n=3, temperature=1.5)
-    together = step(Sampler(CPU), opened(opening(params), num_samples=3), random_logits(1))[0]
-    forks = opened(*(opening(params, sample_idx=sample_idx) for sample_idx in range(3)))
+    together = step(Sampler(CPU), opened(new_sequence(params), num_samples=3), random_logits(1))[0]
+    forks = opened(*(new_sequence(params, sample_idx=sample_idx) for sample_idx in range(3)))
     apart = step(Sampler(CPU), forks, random_logits(1).repeat(3, 1))
     assert together.token_ids == tuple(result.token_ids[0] for result in apart)
     assert len(set(together.token_ids)) > 1
@@ -84,15 +86,15 @@ def test_a_closed_sequence_leaves_nothing_to_the_next_of_its_name() -> None:
         top_n_sigma=0.1,
         typical_p=0.1,
     )
-    step(sampler, opened(opening(biased, output=(5, 5))._replace(bad_words=((best,),))), random_logits(1))
+    step(sampler, opened(new_sequence(biased, output=(5, 5))._replace(bad_words=((best,),))), random_logits(1))
     sampler.begin_step(StepPlan(1, (), NO_OPS, (0, 99)))
     assert sampler.num_open == 0
-    plain = step(sampler, opened(opening(SamplingParams(temperature=0.0))), random_logits(1))
+    plain = step(sampler, opened(new_sequence(SamplingParams(temperature=0.0))), random_logits(1))
     assert plain[0].token_ids == (best,)
 
 
 def test_greedy_samples_of_one_row_are_all_the_likeliest() -> None:
-    plan = opened(opening(SamplingParams(temperature=0.0, n=2)), num_samples=2)
+    plan = opened(new_sequence(SamplingParams(temperature=0.0, n=2)), num_samples=2)
     best = int(random_logits(1).argmax())
     assert step(Sampler(CPU), plan, random_logits(1))[0].token_ids == (best, best)
 
@@ -100,17 +102,17 @@ def test_greedy_samples_of_one_row_are_all_the_likeliest() -> None:
 def test_an_opening_forgets_the_history_before_it() -> None:
     sampler = Sampler(CPU)
     penalized = SamplingParams(temperature=0.0, frequency_penalty=2.0)
-    step(sampler, opened(opening(penalized)), random_logits(1))
-    step(sampler, opened(opening(SamplingParams(temperature=0.0), output=(3, 4, 5))), random_logits(1))
+    step(sampler, opened(new_sequence(penalized)), random_logits(1))
+    step(sampler, opened(new_sequence(SamplingParams(temperature=0.0), output=(3, 4, 5))), random_logits(1))
     # Past what the first sequence of this name had: its history would have a hole.
-    later = StepPlan(2, (PlanItem(0, 9, (1,), (), 1, None),), NO_OPS, ())
+    later = StepPlan(2, (ScheduledSequence(0, 9, (1,), (), 1, None),), NO_OPS, ())
     assert step(sampler, later, random_logits(1))[0].token_ids == (int(random_logits(1).argmax()),)
 
 
 def test_an_opening_replaces_what_was_known() -> None:
     sampler = Sampler(CPU)
-    step(sampler, opened(opening(SamplingParams(temperature=0.0, logit_bias={5: 100.0}))), random_logits(1))
-    plain = step(sampler, opened(opening(SamplingParams(temperature=0.0))), random_logits(1))
+    step(sampler, opened(new_sequence(SamplingParams(temperature=0.0, logit_bias={5: 100.0}))), random_logits(1))
+    plain = step(sampler, opened(new_sequence(SamplingParams(temperature=0.0))), random_logits(1))
     assert plain[0].token_ids == (int(random_logits(1).argmax()),)
 
 
@@ -120,9 +122,9 @@ def test_suppressed_tokens_come_back_after_min_tokens() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, 7] = 9.0  # the suppressed one
     logits[0, 3] = 5.0
-    drawn = [step(sampler, opened(opening(params)), logits)[0].token_ids[0]]
+    drawn = [step(sampler, opened(new_sequence(params)), logits)[0].token_ids[0]]
     for start in range(2, 5):
-        plan = StepPlan(start, (PlanItem(0, start, (drawn[-1],), (), 1, None),), NO_OPS, ())
+        plan = StepPlan(start, (ScheduledSequence(0, start, (drawn[-1],), (), 1, None),), NO_OPS, ())
         drawn.append(step(sampler, plan, logits)[0].token_ids[0])
     assert drawn == [3, 3, 7, 7]
 
@@ -130,7 +132,7 @@ def test_suppressed_tokens_come_back_after_min_tokens() -> None:
 def test_end_tokens_that_the_model_does_not_have_need_no_suppression() -> None:
     logits = random_logits(1)
     logits[0, 7] = 99.0
-    new = opening(SamplingParams(temperature=0.0, min_tokens=2))._replace(suppressed_ids=(VOCAB + 3, 7))
+    new = new_sequence(SamplingParams(temperature=0.0, min_tokens=2))._replace(suppressed_ids=(VOCAB + 3, 7))
     expected = logits.clone()
     expected[0, 7] = -math.inf
     assert step(Sampler(CPU), opened(new), logits)[0].token_ids == (int(expected.argmax()),)
@@ -139,13 +141,13 @@ def test_end_tokens_that_the_model_does_not_have_need_no_suppression() -> None:
 def test_a_history_built_step_by_step_penalizes_like_one_that_is_opened_whole() -> None:
     params = SamplingParams(temperature=0.0, repetition_penalty=1.4, presence_penalty=0.6, frequency_penalty=0.9)
     stepwise = Sampler(CPU)
-    plan, output = opened(opening(params)), ()
+    plan, output = opened(new_sequence(params)), ()
     for tick in range(12):
         logits = random_logits(1, seed=tick // 4)  # the same wish four times in a row
         drawn = step(stepwise, plan, logits)[0].token_ids
-        whole = step(Sampler(CPU), opened(opening(params, output=output)), logits)[0].token_ids
+        whole = step(Sampler(CPU), opened(new_sequence(params, output=output)), logits)[0].token_ids
         assert drawn == whole
-        plan = StepPlan(tick, (PlanItem(0, 2 + len(output), drawn, (), 1, None),), NO_OPS, ())
+        plan = StepPlan(tick, (ScheduledSequence(0, 2 + len(output), drawn, (), 1, None),), NO_OPS, ())
         output += drawn
     assert len(set(output)) > 3
 
@@ -156,15 +158,15 @@ def test_a_token_that_was_rolled_back_is_not_penalized() -> None:
     logits[0, 20] = 1.0
     logits[0, 21] = 0.5
     sampler = Sampler(CPU)
-    assert step(sampler, opened(opening(params, output=(20, 20))), logits)[0].token_ids == (21,)
-    rewritten = StepPlan(1, (PlanItem(0, 2, (30, 31), (), 1, None),), NO_OPS, ())
+    assert step(sampler, opened(new_sequence(params, output=(20, 20))), logits)[0].token_ids == (21,)
+    rewritten = StepPlan(1, (ScheduledSequence(0, 2, (30, 31), (), 1, None),), NO_OPS, ())
     assert step(sampler, rewritten, logits)[0].token_ids == (20,)
 
 
 def test_logprobs_are_those_of_the_raw_distribution() -> None:
     params = SamplingParams(temperature=2.0, top_k=5, repetition_penalty=3.0, logit_bias={11: 50.0}, logprobs=4)
     logits = random_logits(2).bfloat16().float()
-    results = step(Sampler(CPU), opened(opening(params), opening(params, seed=2), num_samples=3), logits)
+    results = step(Sampler(CPU), opened(new_sequence(params), new_sequence(params, seed=2), num_samples=3), logits)
     for row, result in zip(logits.double(), results, strict=True):
         expected = row.log_softmax(-1)
         ranked = sorted(range(VOCAB), key=lambda i: (-row[i].item(), i))
@@ -180,7 +182,7 @@ def test_logprobs_of_masked_tokens_stay_finite() -> None:
     logits = torch.full((1, VOCAB), -math.inf)
     logits[0, 3] = 1.0
     params = SamplingParams(temperature=0.0, logprobs=2)
-    entry = step(Sampler(CPU), opened(opening(params)), logits)[0].logprobs[0]
+    entry = step(Sampler(CPU), opened(new_sequence(params)), logits)[0].logprobs[0]
     assert (entry.token_id, entry.logprob, entry.rank) == (3, 0.0, 1)
     assert entry.top[1][1] == LOWEST
 
@@ -188,7 +190,7 @@ def test_logprobs_of_masked_tokens_stay_finite() -> None:
 def test_the_first_of_equal_logits_is_greedy_and_heads_the_list() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, [9, 30, 41]] = 2.0
-    result = step(Sampler(CPU), opened(opening(SamplingParams(temperature=0.0, logprobs=2))), logits)[0]
+    result = step(Sampler(CPU), opened(new_sequence(SamplingParams(temperature=0.0, logprobs=2))), logits)[0]
     assert result.token_ids == (9,)
     assert [token_id for token_id, _ in result.logprobs[0].top] == [9, 30]
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from quire.execution.sampling.sampler import Sampler
 from quire.execution.sampling.sampling import Filter, draw, uniform
 from quire.memory.ops import NO_OPS
-from quire.scheduling.plan import ItemResult, Opening, PlanItem, StepPlan
+from quire.scheduling.plan import ItemResult, NewSequence, ScheduledSequence, StepPlan
 from quire.sequences.params import SamplingParams
 from tests.execution.sampler_twin import VOCAB, adjusted, chosen, kept, openings
 
@@ -36,22 +36,22 @@ def accepted(values: list[float], params: SamplingParams, point: float) -> set[i
     }
 
 
-def sample(logits: torch.Tensor, openings: list[Opening], num_samples: list[int]) -> list[ItemResult]:
+def sample(logits: torch.Tensor, openings: list[NewSequence], num_samples: list[int]) -> list[ItemResult]:
     """Sample one step in which every sequence is opened."""
     items = [
-        PlanItem(seq_id, 0, opening.token_ids, (), count, opening)
-        for seq_id, (opening, count) in enumerate(zip(openings, num_samples, strict=True))
+        ScheduledSequence(seq_id, 0, new_sequence.token_ids, (), count, new_sequence)
+        for seq_id, (new_sequence, count) in enumerate(zip(openings, num_samples, strict=True))
     ]
     sampler = Sampler(CPU)
     sampler.begin_step(StepPlan(0, tuple(items), NO_OPS, ()))
     return sampler.sample(logits.clone(), items)
 
 
-def check(logits: torch.Tensor, openings: list[Opening], num_samples: list[int]) -> None:
+def check(logits: torch.Tensor, openings: list[NewSequence], num_samples: list[int]) -> None:
     """Compare a batch's tokens with the twin's, and each item with itself alone."""
     together = sample(logits, openings, num_samples)
-    for row, (opening, count, result) in enumerate(zip(openings, num_samples, together, strict=True)):
-        values = adjusted(logits[row].double().tolist(), opening)
+    for row, (new_sequence, count, result) in enumerate(zip(openings, num_samples, together, strict=True)):
+        values = adjusted(logits[row].double().tolist(), new_sequence)
         if max(values) == -math.inf:
             assert result.error is not None
             assert result.token_ids == ()
@@ -59,9 +59,9 @@ def check(logits: torch.Tensor, openings: list[Opening], num_samples: list[int])
         assert result.error is None
         assert len(result.token_ids) == count
         for draw_idx, token_id in enumerate(result.token_ids):
-            point = uniform(opening.seed, opening.sample_idx + draw_idx, len(opening.token_ids))
-            assert token_id in accepted(values, opening.params, point), opening.params
-        alone = sample(logits[row : row + 1], [opening], [count])[0]
+            point = uniform(new_sequence.seed, new_sequence.sample_idx + draw_idx, len(new_sequence.token_ids))
+            assert token_id in accepted(values, new_sequence.params, point), new_sequence.params
+        alone = sample(logits[row : row + 1], [new_sequence], [count])[0]
         assert alone.token_ids == result.token_ids
 
 
@@ -73,7 +73,7 @@ def check(logits: torch.Tensor, openings: list[Opening], num_samples: list[int])
     seed=st.integers(0, 2**32),
 )
 def test_every_knob_and_mixture_equals_the_twin(
-    batch: list[Opening], num_samples: list[int], spread: int, seed: int
+    batch: list[NewSequence], num_samples: list[int], spread: int, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     # Quarters are exact in float32, so that ties are ties in both worlds.

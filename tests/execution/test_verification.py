@@ -19,7 +19,7 @@ from quire.execution.sampling.row_sampling import BAD_LOGITS
 from quire.execution.sampling.sampler import Sampler
 from quire.execution.sampling.sampling import uniform
 from quire.memory.ops import NO_OPS
-from quire.scheduling.plan import ItemResult, Opening, PlanItem, StepPlan
+from quire.scheduling.plan import ItemResult, NewSequence, ScheduledSequence, StepPlan
 from quire.sequences.params import SamplingParams
 from tests.execution.sampler_twin import VOCAB, openings
 
@@ -46,11 +46,11 @@ class Served:
         num_new: tokens that each gets at least, unless it fails.
     """
 
-    def __init__(self, model: Model, openings: list[Opening], num_new: int) -> None:
+    def __init__(self, model: Model, openings: list[NewSequence], num_new: int) -> None:
         self.model = model
         self.openings = openings
-        self.ends = [len(opening.token_ids) + num_new for opening in openings]
-        self.tokens = [list(opening.token_ids) for opening in openings]
+        self.ends = [len(new_sequence.token_ids) + num_new for new_sequence in openings]
+        self.tokens = [list(new_sequence.token_ids) for new_sequence in openings]
         self.logprobs: list[list[Any]] = [[] for _ in openings]
         self.errors: list[str | None] = [None] * len(openings)
         self.num_steps = 0
@@ -71,12 +71,12 @@ class Served:
             self.num_steps += 1
         return self
 
-    def item(self, i: int, draft: list[int]) -> PlanItem:
+    def item(self, i: int, draft: list[int]) -> ScheduledSequence:
         if self.num_steps == 0:
-            return PlanItem(i, 0, (*self.openings[i].token_ids, *draft), (), 1, self.openings[i], len(draft))
-        return PlanItem(i, len(self.tokens[i]) - 1, (self.tokens[i][-1], *draft), (), 1, None, len(draft))
+            return ScheduledSequence(i, 0, (*self.openings[i].token_ids, *draft), (), 1, self.openings[i], len(draft))
+        return ScheduledSequence(i, len(self.tokens[i]) - 1, (self.tokens[i][-1], *draft), (), 1, None, len(draft))
 
-    def take(self, i: int, item: PlanItem, result: ItemResult) -> None:
+    def take(self, i: int, item: ScheduledSequence, result: ItemResult) -> None:
         self.errors[i] = result.error
         drafts = list(item.token_ids[len(item.token_ids) - item.num_draft :])
         assert len(result.token_ids) <= 1 + len(drafts)
@@ -104,11 +104,12 @@ def drafting(rng: random.Random, expected: list[list[int]]) -> Callable[[int, li
     measures=st.booleans(),
 )
 def test_tokens_and_log_probabilities_are_those_without_drafts(
-    batch: list[Opening], spread: int, seed: int, measures: bool
+    batch: list[NewSequence], spread: int, seed: int, measures: bool
 ) -> None:
     if measures:
         batch = [
-            opening._replace(params=SamplingParams(**{**_given(opening.params), "logprobs": 2})) for opening in batch
+            new_sequence._replace(params=SamplingParams(**{**_given(new_sequence.params), "logprobs": 2}))
+            for new_sequence in batch
         ]
     model = model_of(spread, seed)
     alone = Served(model, batch, 9).run(lambda _, __: [])
@@ -130,9 +131,9 @@ def _given(params: SamplingParams) -> dict[str, Any]:
     "options", [{"temperature": 0.0}, {"seed": 1}, {"repetition_penalty": 1.3}, {"dry_multiplier": 1.0}]
 )
 def test_right_drafts_save_steps_whatever_is_asked_for(options: dict[str, Any]) -> None:
-    opening = Opening(SamplingParams(**options), 5, 0, 2, (1, 2), ())
-    alone = Served(model_of(9, 0), [opening], 30).run(lambda _, __: [])
-    drafted = Served(model_of(9, 0), [opening], 30).run(lambda _, done: alone.tokens[0][len(done) :][:4])
+    new_sequence = NewSequence(SamplingParams(**options), 5, 0, 2, (1, 2), ())
+    alone = Served(model_of(9, 0), [new_sequence], 30).run(lambda _, __: [])
+    drafted = Served(model_of(9, 0), [new_sequence], 30).run(lambda _, done: alone.tokens[0][len(done) :][:4])
     assert (alone.num_steps, drafted.num_steps) == (30, 6)
     assert drafted.tokens == alone.tokens
 
@@ -144,10 +145,10 @@ def test_a_processor_sees_what_it_would_have_seen_without_drafts() -> None:
         seen.append((*prompt, *output))
         return logits
 
-    opening = Opening(SamplingParams(temperature=0.0, logits_processors=(look,)), 5, 0, 2, (1, 2), ())
-    alone = Served(model_of(9, 0), [opening], 12).run(lambda _, __: [])
+    new_sequence = NewSequence(SamplingParams(temperature=0.0, logits_processors=(look,)), 5, 0, 2, (1, 2), ())
+    alone = Served(model_of(9, 0), [new_sequence], 12).run(lambda _, __: [])
     expected, seen = seen, []
-    wrong = Served(model_of(9, 0), [opening], 12).run(drafting(random.Random(3), alone.tokens))
+    wrong = Served(model_of(9, 0), [new_sequence], 12).run(drafting(random.Random(3), alone.tokens))
     assert wrong.num_steps < 12
     # Drafts that are wrong are shown to nobody; only the last run may have gone past the end.
     assert seen[: len(expected)] == expected
@@ -155,19 +156,19 @@ def test_a_processor_sees_what_it_would_have_seen_without_drafts() -> None:
 
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, {"temperature": 0.0, "logprobs": 0}, {"seed": 3}])
 def test_a_bad_row_behind_a_wrong_draft_harms_nobody(options: dict[str, Any]) -> None:
-    opening = Opening(SamplingParams(**options), 5, 0, 2, (1, 2), ())
-    good = Served(model_of(9, 0), [opening], 3).run(lambda _, __: []).tokens[0]
+    new_sequence = NewSequence(SamplingParams(**options), 5, 0, 2, (1, 2), ())
+    good = Served(model_of(9, 0), [new_sequence], 3).run(lambda _, __: []).tokens[0]
     wrong = (good[2] + 1) % VOCAB
 
     def model(tokens: Sequence[int]) -> torch.Tensor:
         bad = torch.full((VOCAB,), math.nan)
         return bad if list(tokens[2:3]) == [wrong] or len(tokens) >= 5 else model_of(9, 0)(tokens)
 
-    served = Served(model, [opening, opening], 4).run(lambda i, done: [wrong] if len(done) == 2 and i else [])
+    served = Served(model, [new_sequence, new_sequence], 4).run(lambda i, done: [wrong] if len(done) == 2 and i else [])
     assert served.tokens == [good, good]
     assert served.errors == [BAD_LOGITS, BAD_LOGITS]
     # The error comes where it would have come, and what was accepted before it is not lost.
-    eager = Served(model, [opening], 4).run(lambda _, done: [*good, 0][len(done) :])
+    eager = Served(model, [new_sequence], 4).run(lambda _, done: [*good, 0][len(done) :])
     assert (eager.tokens, eager.errors) == ([good], [BAD_LOGITS])
 
 
@@ -182,12 +183,12 @@ def pairs_drawn(draft: tuple[int, int]) -> Counter[tuple[int, int]]:
     logits = torch.tensor(SHARES).log()
     sampler = Sampler(CPU)
     params = SamplingParams(temperature=1.0)
-    new = [Opening(params, seed, 0, 1, (0,), ()) for seed in range(NUM_SEQUENCES)]
-    items = [PlanItem(i, 0, (0, *draft), (), 1, opening, 2) for i, opening in enumerate(new)]
+    new = [NewSequence(params, seed, 0, 1, (0,), ()) for seed in range(NUM_SEQUENCES)]
+    items = [ScheduledSequence(i, 0, (0, *draft), (), 1, new_sequence, 2) for i, new_sequence in enumerate(new)]
     sampler.begin_step(StepPlan(0, tuple(items), NO_OPS, ()))
     runs = [result.token_ids for result in sampler.sample(logits.repeat(3 * len(items), 1), items)]
     short = [i for i, run in enumerate(runs) if len(run) == 1]
-    items = [PlanItem(i, 1, runs[i], (), 1, None) for i in short]
+    items = [ScheduledSequence(i, 1, runs[i], (), 1, None) for i in short]
     sampler.begin_step(StepPlan(1, tuple(items), NO_OPS, ()))
     for i, result in zip(short, sampler.sample(logits.repeat(len(items), 1), items), strict=True):
         runs[i] += result.token_ids
@@ -213,7 +214,7 @@ def test_what_is_drawn_has_the_distribution_of_the_model(draft: tuple[int, int])
     assert surprise(pairs_drawn(draft)) < CRITICAL
 
 
-def draw_again_from_everything(item: PlanItem, drawn: Sequence[int]) -> tuple[int, ...]:
+def draw_again_from_everything(item: ScheduledSequence, drawn: Sequence[int]) -> tuple[int, ...]:
     """Accept a draft as often as it is likely; else take a token that may be the draft again."""
     drafts = item.token_ids[len(item.token_ids) - item.num_draft :]
     for place, draft in enumerate(drafts):
@@ -222,7 +223,7 @@ def draw_again_from_everything(item: PlanItem, drawn: Sequence[int]) -> tuple[in
     return tuple(drawn)
 
 
-def accept_what_may_be_drawn(item: PlanItem, drawn: Sequence[int]) -> tuple[int, ...]:
+def accept_what_may_be_drawn(item: ScheduledSequence, drawn: Sequence[int]) -> tuple[int, ...]:
     """Accept every draft that is not very unlikely."""
     drafts = item.token_ids[len(item.token_ids) - item.num_draft :]
     return (*drafts[:1], drawn[1]) if SHARES[drafts[0]] > 0.15 else (drawn[0],)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from quire.memory import BlockCopy, MemoryOps, Namespace, Tier
 from quire.memory.invariants import snapshot
 from quire.memory.ops import FetchedBlock, StoredBlock
-from quire.memory.tiers.disk_tier import Archive
+from quire.memory.tiers.disk_tier import DiskTier
 from tests.memory.media import spans_of
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class Disk:
         archive: of the manager.
     """
 
-    def __init__(self, world: World, archive: Archive) -> None:
+    def __init__(self, world: World, archive: DiskTier) -> None:
         self.world = world
         self.archive = archive
         self.numbers: dict[StoredBlock, int] = {}
@@ -61,11 +61,11 @@ class Disk:
             mine = [(load.block_idx, load.block.group_idx) for load in loads]
             assert mine == world.twin.host.find_loads(namespace, tokens, max_tokens, self.contents())
         fetched = [FetchedBlock(load.block.group_idx, load.block_idx, self.numbers[load.block]) for load in loads]
-        adopted = self.archive.adopt(chain, num_blocks, fetched)
+        adopted = self.archive.publish_loaded(chain, num_blocks, fetched)
         assert adopted == [block.ticket for block in fetched], "find_loads named more than there is room for"
         if world.has_twin and world.twin.host is not None:
             places = [(block.block_idx, block.group_idx) for block in fetched]
-            world.twin.host.adopt(namespace, tokens, num_blocks, places)
+            world.twin.host.publish_loaded(namespace, tokens, num_blocks, places)
         world.verify()
         hit = manager.match_prefix(chain, max_tokens)
         assert hit.num_tokens >= num_blocks * world.size.block_size, "what was loaded is not found"

@@ -145,7 +145,7 @@ class HostTwin:
         for seq_id in seq_ids:
             self.leave(seq_id, goes_first=True)
 
-    def promote(self, seq_id: int, hit: list[Pages]) -> None:
+    def load_hit(self, seq_id: int, hit: list[Pages]) -> None:
         """Copy the pages of a hit that are here to the device."""
         device, mine = self.device, self.device.sequences[seq_id].pages
         self.tables[seq_id] = [
@@ -197,7 +197,7 @@ class HostTwin:
             limit = length * 3 // 4
         return []
 
-    def adopt(self, namespace: Namespace, tokens: list[int], end: int, loads: list[tuple[int, int]]) -> None:
+    def publish_loaded(self, namespace: Namespace, tokens: list[int], end: int, loads: list[tuple[int, int]]) -> None:
         """Take in what was loaded; what a hit needs besides makes no room for it."""
         size, device = self.device.page_size, self.device
         held: list[tuple[int, int, Page]] = []

@@ -158,4 +158,4 @@ def can_load(world: World, hit: PrefixHit) -> bool:
     for idx, blocks in enumerate(hit.block_ids):
         ref_counts = world.manager.groups[idx].pool.ref_counts
         needs[idx] += sum(block_id != 0 and ref_counts[block_id] == 0 for block_id in blocks)
-    return not hit.loads or world.manager.arena.can_hold(needs)
+    return not hit.loads or world.manager.arena.fits(needs)

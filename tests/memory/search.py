@@ -90,7 +90,7 @@ def commands(world: World, max_prompt: int, max_slots: int, num_sequences: int) 
         for length in world.ways_back(seq_id):
             yield "truncate", seq_id, (length,)
         if num_computed < num_slots:
-            count = num_slots - num_computed if world.is_looking_ahead(seq_id) else 1
+            count = num_slots - num_computed if world.is_lookahead(seq_id) else 1
             known = tokens[num_computed : num_computed + count]
             for unknown in product(VOCABULARY, repeat=count - len(known)):
                 yield "store", seq_id, (*known, *unknown)
@@ -193,7 +193,7 @@ def _named(world: World, order: tuple[int, ...], flip: int) -> tuple[object, ...
             tuple(names.setdefault(page, len(names)) if page else -1 for page in group)
             for group in (host.tables[seq_id] if host is not None and on_host else sequence.pages)
         )
-        ahead = tuple(sorted(stop for stop in sequence.stops if stop > sequence.num_slots))
+        ahead = tuple(sorted(stop for stop in sequence.snapshot_points if stop > sequence.num_slots))
         held = () if sequence.checkpoint is None else (sequence.checkpoint[0], *sequence.checkpoint[1].values())
         checkpoint = tuple(names.setdefault(page, len(names)) if isinstance(page, Page) else page for page in held)
         counts = sequence.num_slots, sequence.num_computed, sequence.is_publishing
@@ -233,4 +233,4 @@ def _siblings(world: World, names: dict[Page, int]) -> tuple[tuple[int, ...], ..
         return ()
     for (_, tokens), page in world.twin.groups[0].published.items():
         families.setdefault(tokens[: (len(tokens) - 1) // size * size], []).append(names[page])
-    return tuple(sorted(tuple(family) for family in families.values() if len(family) > 1))
+    return tuple(sorted(tuple(siblings) for siblings in families.values() if len(siblings) > 1))

@@ -8,14 +8,14 @@ import pytest
 
 from quire.memory import FullAttention, KVCacheManager, Namespace, SlidingWindow, Tier, TokenChain, check
 from quire.memory.ops import BlockCopy, FetchedBlock, StoredBlock
-from quire.memory.tiers.disk_tier import Archive
+from quire.memory.tiers.disk_tier import DiskTier
 from tests.memory.nets import disk_reading_back, disk_twin
 from tests.memory.search import Searched, search
 from tests.memory.twin_pages import Kind
 from tests.memory.world import World, WorldSize
 
 
-def make(num_blocks: int = 4, host_blocks: int = 2, num_groups: int = 1) -> tuple[KVCacheManager, Archive]:
+def make(num_blocks: int = 4, host_blocks: int = 2, num_groups: int = 1) -> tuple[KVCacheManager, DiskTier]:
     """Return a manager of blocks of 2 tokens, with its archive."""
     specs = [FullAttention(block_size=2), SlidingWindow(block_size=2, window=3)][:num_groups]
     host_bytes = (host_blocks + 1) * specs[0].bytes_per_block
@@ -101,7 +101,7 @@ def test_a_load_is_found_as_a_hit() -> None:
     assert archive.find_loads(chain, lambda block: block != plan.loads[1].block).num_blocks == 1
     assert archive.find_loads(chain, lambda _: False).loads == []
     fetched = [FetchedBlock(0, load.block_idx, 10 + load.block_idx) for load in plan.loads]
-    assert archive.adopt(chain, 3, fetched) == [10, 11, 12]
+    assert archive.publish_loaded(chain, 3, fetched) == [10, 11, 12]
     check(memory)
     hit = memory.match_prefix(chain)
     assert (hit.num_tokens, hit.num_host_tokens) == (6, 6)
@@ -113,7 +113,7 @@ def test_a_load_is_found_as_a_hit() -> None:
     ]
     # A second time there is nothing to load, and what is given all the same is not needed.
     assert archive.find_loads(chain, lambda _: True).loads == []
-    assert archive.adopt(chain, 3, fetched) == []
+    assert archive.publish_loaded(chain, 3, fetched) == []
     check(memory)
 
 
@@ -131,7 +131,7 @@ def test_what_the_host_has_no_room_for_is_a_shorter_hit() -> None:
     assert plan.num_blocks == len(plan.loads) == 3
     fetched = [FetchedBlock(0, load.block_idx, load.block_idx) for load in plan.loads]
     # More than was named: the first that there is room for.
-    assert archive.adopt(chain, 4, [*fetched, FetchedBlock(0, 3, 3)]) == [0, 1, 2]
+    assert archive.publish_loaded(chain, 4, [*fetched, FetchedBlock(0, 3, 3)]) == [0, 1, 2]
     check(memory)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from quire.memory.pool.eviction import EVICTION_POLICIES, SegmentedLru
 from quire.memory.pool.idle_blocks import IdleBlocks, RetentionPriority
-from quire.memory.pool.idle_queue import Clock
+from quire.memory.pool.idle_queue import Ticker
 from quire.memory.pool.retention import Retention
 from quire.memory.pool.slab_layout import lay_out
 from tests.memory.host_world import path_to
@@ -19,7 +19,7 @@ from tests.memory.walk import random_walk
 from tests.memory.world import NAMESPACES, World
 from tests.memory.world_size import WorldSize
 
-CLOCK = Clock()
+CLOCK = Ticker()
 
 
 def hit_length(world: World, tokens: list[int]) -> int:

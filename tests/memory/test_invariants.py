@@ -124,7 +124,7 @@ def hold_other_tokens(manager: KVCacheManager) -> None:
 def bury_a_live_block(manager: KVCacheManager) -> None:
     state = manager.sequences[1]
     pool_of(manager).release(state.tables[0][:1])
-    state.tables[0][0], state.num_dead[0] = 0, 1
+    state.tables[0][0], state.num_skipped[0] = 0, 1
 
 
 def lose_a_table_entry(manager: KVCacheManager) -> None:

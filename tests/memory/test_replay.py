@@ -25,7 +25,7 @@ from quire.memory.ops import FetchedBlock
 from quire.memory.recording.recorder import COUNT_EVERY, TITLE, VERSION, MemoryRecorder
 from quire.memory.recording.replay import Report, replay
 from quire.memory.recording.settings import MemorySettings
-from quire.memory.sequence_blocks import SequenceMemory
+from quire.memory.sequence_blocks import SequenceBlocks
 from quire.scheduling import Scheduler
 from quire.sequences import Request, SamplingParams
 from quire.simulation.executor import SimulatedExecutor
@@ -55,7 +55,7 @@ def load(memory: KVCacheManager, tokens: list[int]) -> None:
     num_blocks, loads = memory.archive.find_loads(chain, lambda block: block.digest[0] % 8 > 0)
     fetched = [FetchedBlock(each.block.group_idx, each.block_idx, ticket) for ticket, each in enumerate(loads, 7)]
     if fetched:
-        memory.archive.adopt(chain, num_blocks, fetched)
+        memory.archive.publish_loaded(chain, num_blocks, fetched)
 
 
 def walk(memory: KVCacheManager, rng: random.Random, num_commands: int) -> None:
@@ -92,11 +92,11 @@ def walk(memory: KVCacheManager, rng: random.Random, num_commands: int) -> None:
             advance(memory, [key for key in live if is_settled(manager.sequences[key])])
         elif verb in swaps:
             settled = [(key, state) for key, state in sorted(manager.sequences.items()) if is_settled(state)]
-            family = [key for key, state in settled if state.is_swapped == (verb == "in") and rng.random() < 0.7]
-            if verb == "out" and memory.capacity.can_swap_out(family).verdict is Verdict.OK:
-                memory.swap_out(family)
-            elif verb == "in" and memory.capacity.can_swap_in(family, [0] * len(family)).verdict is Verdict.OK:
-                memory.swap_in(family)
+            siblings = [key for key, state in settled if state.is_swapped == (verb == "in") and rng.random() < 0.7]
+            if verb == "out" and memory.capacity.can_swap_out(siblings).verdict is Verdict.OK:
+                memory.swap_out(siblings)
+            elif verb == "in" and memory.capacity.can_swap_in(siblings, [0] * len(siblings)).verdict is Verdict.OK:
+                memory.swap_in(siblings)
         elif live:
             seq_id = rng.choice(live)
             state = manager.sequences[seq_id]
@@ -110,7 +110,7 @@ def walk(memory: KVCacheManager, rng: random.Random, num_commands: int) -> None:
                 next_id += 1
             elif verb == "truncate":
                 length = rng.randrange(memory.rollback.limit(seq_id), state.num_slots + 1)
-                if manager.tables.carried and length < state.num_slots:
+                if manager.tables.recurrent_groups and length < state.num_slots:
                     length = memory.rollback.limit(seq_id)
                 memory.truncate(seq_id, length)
                 del tokens[length:]
@@ -144,7 +144,7 @@ def advance(memory: KVCacheManager, seq_ids: list[int]) -> None:
             memory.publish(seq_id, state.num_slots)
 
 
-def is_settled(state: SequenceMemory) -> bool:
+def is_settled(state: SequenceBlocks) -> bool:
     return state.num_slots == state.num_computed
 
 
@@ -205,7 +205,7 @@ def test_a_random_walk_runs_again_to_the_same_state(
         assert report.num_commands.keys() >= {"swap_out", "swap_in"}
         assert report.usage.host is not None
         assert report.usage.host.num_swap_ins > 0
-    assert (report.num_commands.get("adopt", 0) > 0) == (seed == 2)
+    assert (report.num_commands.get("publish_loaded", 0) > 0) == (seed == 2)
 
 
 @pytest.mark.parametrize("specs", GROUPS, ids=str)

@@ -8,14 +8,14 @@ from collections import OrderedDict
 import pytest
 
 from quire.memory.pool import idle_queue as rest_queue
-from quire.memory.pool.idle_queue import Clock, RestQueue
+from quire.memory.pool.idle_queue import IdleQueue, Ticker
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_it_is_an_ordered_dictionary_of_moments(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rest_queue, "MOST_STALE", seed)
-    rng, clock = random.Random(seed), Clock()
-    queue, twin = RestQueue(clock), OrderedDict[int, int]()
+    rng, clock = random.Random(seed), Ticker()
+    queue, twin = IdleQueue(clock), OrderedDict[int, int]()
     for _ in range(400):
         if rng.random() < 0.5:
             coming = [number for number in rng.sample(range(60), rng.randrange(20)) if number not in twin]
@@ -49,7 +49,7 @@ def test_it_is_an_ordered_dictionary_of_moments(seed: int, monkeypatch: pytest.M
 
 def test_what_left_does_not_pile_up() -> None:
     """Of each batch one stays: what is kept of the others is bounded."""
-    queue = RestQueue()
+    queue = IdleQueue()
     for start in range(0, 50_000, 50):
         queue.add(range(start, start + 50))
         queue.discard(range(start + 1, start + 50))

@@ -23,12 +23,12 @@ from quire.memory import (
 )
 from quire.memory.groups.cache_group import CacheGroup
 from quire.memory.pool.arena import Arena
-from quire.memory.pool.group_slabs import Loan
+from quire.memory.pool.group_slabs import GroupSlabs
 from quire.memory.pool.pool import NULL_BLOCK, BlockPool
 from quire.memory.pool.slab_layout import SlabLayout
 from quire.memory.prefix.published import ChainView, PublishedBlocks
 from quire.memory.prefix.radix_node import RadixNode
-from quire.memory.sequence_blocks import SequenceMemory
+from quire.memory.sequence_blocks import SequenceBlocks
 from quire.memory.tables.tables import BlockTables
 from quire.scheduling import admission as seating
 from quire.scheduling.queues import Queues
@@ -108,7 +108,7 @@ def publish_before_it_is_computed(patch: Patch) -> None:
 def merge_without_releasing(patch: Patch) -> None:
     honest_publish, honest_release = progress.publish_blocks, BlockPool.release
 
-    def publish(groups: Any, state: SequenceMemory, num_full: int) -> int:
+    def publish(groups: Any, state: SequenceBlocks, num_full: int) -> int:
         patch.setattr(BlockPool, "release", lambda *_: None)
         num_merges = honest_publish(groups, state, num_full)
         patch.setattr(BlockPool, "release", honest_release)
@@ -120,7 +120,7 @@ def merge_without_releasing(patch: Patch) -> None:
 def merge_without_retaining(patch: Patch) -> None:
     honest_publish, honest_retain = progress.publish_blocks, BlockPool.retain
 
-    def publish(groups: Any, state: SequenceMemory, num_full: int) -> int:
+    def publish(groups: Any, state: SequenceBlocks, num_full: int) -> int:
         patch.setattr(BlockPool, "retain", lambda *_: None)
         num_merges = honest_publish(groups, state, num_full)
         patch.setattr(BlockPool, "retain", honest_retain)
@@ -130,11 +130,11 @@ def merge_without_retaining(patch: Patch) -> None:
 
 
 def forget_the_dirty_mark(patch: Patch) -> None:
-    patch.setattr(SequenceMemory, "mark_dirty", lambda *_: None)
+    patch.setattr(SequenceBlocks, "mark_dirty", lambda *_: None)
 
 
 def leave_a_rewritten_block_published(patch: Patch) -> None:
-    patch.setattr(BlockTables, "_withdraw", lambda *_: None)
+    patch.setattr(BlockTables, "_unpublish", lambda *_: None)
 
 
 def ignore_the_namespace(patch: Patch) -> None:
@@ -161,17 +161,17 @@ def bury_too_early(patch: Patch) -> None:
 
 
 def bury_nothing(patch: Patch) -> None:
-    patch.setattr(manager, "bury", lambda *_: None)
+    patch.setattr(manager, "free_out_of_window", lambda *_: None)
 
 
 def bury_without_releasing(patch: Patch) -> None:
-    def bury(group: CacheGroup, state: SequenceMemory, group_idx: int) -> None:
-        new = group.num_dead(state.num_computed)
+    def free_out_of_window(group: CacheGroup, state: SequenceBlocks, group_idx: int) -> None:
+        new = group.num_skipped(state.num_computed)
         state.tables[group_idx][:new] = [NULL_BLOCK] * new
-        state.num_dead[group_idx] = new
+        state.num_skipped[group_idx] = new
         state.mark_dirty(group_idx, 0)
 
-    patch.setattr(manager, "bury", bury)
+    patch.setattr(manager, "free_out_of_window", free_out_of_window)
 
 
 def bury_what_is_only_looked_ahead(patch: Patch) -> None:
@@ -181,8 +181,8 @@ def bury_what_is_only_looked_ahead(patch: Patch) -> None:
         num_granted = honest(memory, seq_ids, *args, **options)
         for state in map(memory.sequences.__getitem__, seq_ids[:num_granted]):
             computed, state.num_computed = state.num_computed, state.num_slots
-            for idx in memory._mortal:
-                progress.bury(memory.groups[idx], state, idx)
+            for idx in memory.windowed_groups:
+                progress.free_out_of_window(memory.groups[idx], state, idx)
             state.num_computed = computed
         return num_granted
 
@@ -191,14 +191,14 @@ def bury_what_is_only_looked_ahead(patch: Patch) -> None:
 
 def share_the_dead_with_a_child(patch: Patch) -> None:
     """A fork that forgets how much of the parent is dead."""
-    honest = SequenceMemory.fork
+    honest = SequenceBlocks.fork
 
-    def fork(state: SequenceMemory, child_chain: TokenChain) -> SequenceMemory:
+    def fork(state: SequenceBlocks, child_chain: TokenChain) -> SequenceBlocks:
         child = honest(state, child_chain)
-        child.num_dead = [0] * len(child.num_dead)
+        child.num_skipped = [0] * len(child.num_skipped)
         return child
 
-    patch.setattr(SequenceMemory, "fork", fork)
+    patch.setattr(SequenceBlocks, "fork", fork)
 
 
 def hit_only_what_the_first_group_has(patch: Patch) -> None:
@@ -212,23 +212,23 @@ def promise_without_the_step(patch: Patch) -> None:
 
 
 def lend_a_slab_twice(patch: Patch) -> None:
-    honest = Loan._give_back
+    honest = GroupSlabs._give_back
 
-    def give_back(loan: Loan, slabs: list[int]) -> None:
+    def give_back(loan: GroupSlabs, slabs: list[int]) -> None:
         honest(loan, slabs)
         loan._arena.free_slabs.append(slabs[0])
 
-    patch.setattr(Loan, "_give_back", give_back)
+    patch.setattr(GroupSlabs, "_give_back", give_back)
 
 
 def keep_empty_slabs(patch: Patch) -> None:
-    honest = Loan._give_back
+    honest = GroupSlabs._give_back
 
-    def give_back(loan: Loan, slabs: list[int]) -> None:
+    def give_back(loan: GroupSlabs, slabs: list[int]) -> None:
         if len(slabs) > 1:
             honest(loan, slabs[1:])
 
-    patch.setattr(Loan, "_give_back", give_back)
+    patch.setattr(GroupSlabs, "_give_back", give_back)
 
 
 def move_blocks_without_copying(patch: Patch) -> None:
@@ -299,9 +299,9 @@ def half_refuse(patch: Patch) -> None:
 
 
 def promise_too_much(patch: Patch) -> None:
-    can_hold, rooms = Arena.can_hold, Arena.rooms
-    patch.setattr(Arena, "can_hold", lambda arena, needs: can_hold(arena, [max(0, need - 1) for need in needs]))
-    patch.setattr(Arena, "rooms", lambda arena, *args: [room + 1 for room in rooms(arena, *args)])
+    fits, available_blocks = Arena.fits, Arena.available_blocks
+    patch.setattr(Arena, "fits", lambda arena, needs: fits(arena, [max(0, need - 1) for need in needs]))
+    patch.setattr(Arena, "available_blocks", lambda arena, *args: [room + 1 for room in available_blocks(arena, *args)])
 
 
 def shrink_digests(patch: Patch) -> None:

@@ -11,18 +11,18 @@ from quire.memory import BlockCopy, Tier, TokenChain, archive
 from quire.memory.manager import KVCacheManager
 from quire.memory.ops import FetchedBlock
 from quire.memory.prefix.radix_node import NodePosition
-from quire.memory.tiers.disk_tier import Archive, Shelf
+from quire.memory.tiers.disk_tier import DiskSink, DiskTier
 from tests.memory.nets import disk_reading_back, disk_twin, each_net
 
 Patch = pytest.MonkeyPatch
 
 
 def save_nothing(patch: Patch) -> None:
-    patch.setattr(Shelf, "keep", lambda *_: None)
+    patch.setattr(DiskSink, "keep", lambda *_: None)
 
 
 def save_after_the_block_is_taken(patch: Patch) -> None:
-    def save(self: Archive, group_idx: int, block_id: int, place: NodePosition) -> None:
+    def save(self: DiskTier, group_idx: int, block_id: int, place: NodePosition) -> None:
         self._late.append(BlockCopy(group_idx, block_id, len(self._saves), Tier.HOST, Tier.DISK))  # type: ignore[attr-defined]
         self._saves.append(archive.describe(group_idx, place))
         self.num_saves += 1
@@ -35,36 +35,40 @@ def save_after_the_block_is_taken(patch: Patch) -> None:
         return honest(self)
 
     LATE: dict[int, list[BlockCopy]] = {}
-    patch.setattr(Archive, "_late", property(lambda self: LATE.setdefault(id(self), [])), raising=False)
-    patch.setattr(Archive, "save", save)
+    patch.setattr(DiskTier, "_late", property(lambda self: LATE.setdefault(id(self), [])), raising=False)
+    patch.setattr(DiskTier, "save", save)
     patch.setattr(KVCacheManager, "take_ops", take_ops)
 
 
 def publish_without_the_bytes(patch: Patch) -> None:
-    honest = Archive.adopt
+    honest = DiskTier.publish_loaded
 
-    def adopt(self: Archive, chain: TokenChain, num_blocks: int, fetched: Sequence[FetchedBlock]) -> list[int]:
+    def publish_loaded(
+        self: DiskTier, chain: TokenChain, num_blocks: int, fetched: Sequence[FetchedBlock]
+    ) -> list[int]:
         adopted = honest(self, chain, num_blocks, fetched)
         pending = self._tables.pending_copies
         pending[:] = [copy for copy in pending if copy.src_tier is not Tier.DISK]
         return adopted
 
-    patch.setattr(Archive, "adopt", adopt)
+    patch.setattr(DiskTier, "publish_loaded", publish_loaded)
 
 
 def load_into_the_next_place(patch: Patch) -> None:
-    honest = Archive.adopt
+    honest = DiskTier.publish_loaded
 
-    def adopt(self: Archive, chain: TokenChain, num_blocks: int, fetched: Sequence[FetchedBlock]) -> list[int]:
+    def publish_loaded(
+        self: DiskTier, chain: TokenChain, num_blocks: int, fetched: Sequence[FetchedBlock]
+    ) -> list[int]:
         tickets = [block.ticket for block in fetched]
         mixed = [block._replace(ticket=ticket) for block, ticket in zip(fetched, reversed(tickets), strict=True)]
         return honest(self, chain, num_blocks, mixed)[::-1]
 
-    patch.setattr(Archive, "adopt", adopt)
+    patch.setattr(DiskTier, "publish_loaded", publish_loaded)
 
 
 def let_loads_make_room_for_each_other(patch: Patch) -> None:
-    patch.setattr(Archive, "_resting", lambda *_: [])
+    patch.setattr(DiskTier, "_resting", lambda *_: [])
 
 
 def keep_what_was_adopted(patch: Patch) -> None:
@@ -74,12 +78,12 @@ def keep_what_was_adopted(patch: Patch) -> None:
 
 
 def load_what_the_device_has(patch: Patch) -> None:
-    patch.setattr(archive._Reach, "_is_on_a_tier", lambda *_: False)
+    patch.setattr(archive.CombinedView, "_is_on_a_tier", lambda *_: False)
 
 
 def load_dead_blocks(patch: Patch) -> None:
-    honest = archive._Reach.loads
-    patch.setattr(archive._Reach, "loads", lambda self, _, end: honest(self, 0, end))
+    honest = archive.CombinedView.loads
+    patch.setattr(archive.CombinedView, "loads", lambda self, _, end: honest(self, 0, end))
 
 
 CAUGHT: list[tuple[Callable[[Patch], None], tuple[Callable[[], None], ...]]] = [

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from quire.memory import BlockCopy, Tier, admission, manager, swap
-from quire.memory.groups.host_tier import Demotion
+from quire.memory.groups.host_tier import HostSink
 from quire.memory.pool.idle_blocks import RetentionPriority
-from quire.memory.pool.idle_queue import RestQueue
+from quire.memory.pool.idle_queue import IdleQueue
 from quire.memory.pool.pool import BlockPool
-from quire.memory.sequence_blocks import SequenceMemory
+from quire.memory.sequence_blocks import SequenceBlocks
 from quire.memory.tables.tables import BlockTables
 from tests.memory.nets import TEARS, each_net, host_reading_back, host_twin, host_world
 
@@ -41,7 +41,7 @@ def share_nothing_on_the_way_back(patch: Patch) -> None:
             return honest(tables, states, src, routes)
         lonely = [swap.find_routes(tables, [state], src) for state in states]
         needs = [sum(route[idx].num_needed for route in lonely) for idx in range(len(routes))]
-        if not tables.arena.can_hold(needs):
+        if not tables.arena.fits(needs):
             return honest(tables, states, src, routes)
         return sum(honest(tables, [state], src, swap.find_routes(tables, [state], src)) for state in states)
 
@@ -51,7 +51,7 @@ def share_nothing_on_the_way_back(patch: Patch) -> None:
 def free_host_blocks_twice(patch: Patch) -> None:
     honest = swap.leave
 
-    def leave(tables: BlockTables, state: SequenceMemory, src: Tier, *args: Any) -> None:
+    def leave(tables: BlockTables, state: SequenceBlocks, src: Tier, *args: Any) -> None:
         last = [table[-1:] for table in state.tables_on(src)]
         honest(tables, state, src, *args)
         if src is Tier.HOST:
@@ -61,7 +61,7 @@ def free_host_blocks_twice(patch: Patch) -> None:
 
 
 def keep_host_blocks_of_the_freed(patch: Patch) -> None:
-    def leave(_: BlockTables, state: SequenceMemory, *__: Any) -> None:
+    def leave(_: BlockTables, state: SequenceBlocks, *__: Any) -> None:
         state.host_tables = None
 
     patch.setattr(manager.swap, "leave", leave)
@@ -69,15 +69,15 @@ def keep_host_blocks_of_the_freed(patch: Patch) -> None:
 
 def demote_what_is_evicted_first(patch: Patch) -> None:
     """Blocks behind a window are copied to the host."""
-    honest = Demotion.keep
+    honest = HostSink.keep
 
-    def keep(demotion: Demotion, block_ids: Any) -> None:
+    def keep(demotion: HostSink, block_ids: Any) -> None:
         queues = demotion._pool.idle.queues
-        demotion._pool.idle.queues = (RestQueue(), *queues[1:])
+        demotion._pool.idle.queues = (IdleQueue(), *queues[1:])
         honest(demotion, block_ids)
         demotion._pool.idle.queues = queues
 
-    patch.setattr(Demotion, "keep", keep)
+    patch.setattr(HostSink, "keep", keep)
 
 
 def keep_what_the_device_has_too(patch: Patch) -> None:
@@ -86,15 +86,15 @@ def keep_what_the_device_has_too(patch: Patch) -> None:
 
 
 def demote_without_copying(patch: Patch) -> None:
-    honest = Demotion.keep
+    honest = HostSink.keep
 
-    def keep(demotion: Demotion, block_ids: Any) -> None:
+    def keep(demotion: HostSink, block_ids: Any) -> None:
         moves = demotion._host.arena.moves
         before = list(moves)
         honest(demotion, block_ids)
         moves[:] = before + [move for move in moves[len(before) :] if move.src_tier is move.dst_tier]
 
-    patch.setattr(Demotion, "keep", keep)
+    patch.setattr(HostSink, "keep", keep)
 
 
 def demote_after_the_block_is_taken(patch: Patch) -> None:
@@ -113,14 +113,14 @@ def demote_after_the_block_is_taken(patch: Patch) -> None:
 
 
 def promote_without_publishing(patch: Patch) -> None:
-    honest = swap.promote
+    honest = swap.load_hit
 
-    def promote(tables: BlockTables, state: SequenceMemory, loads: Any) -> None:
+    def load_hit(tables: BlockTables, state: SequenceBlocks, loads: Any) -> None:
         honest(tables, state, loads)
         for load in loads:
             tables.groups[load.group_idx].pool.withdraw(state.tables[load.group_idx][load.block_idx])
 
-    patch.setattr(swap, "promote", promote)
+    patch.setattr(swap, "load_hit", load_hit)
 
 
 def forget_that_host_blocks_moved(patch: Patch) -> None:

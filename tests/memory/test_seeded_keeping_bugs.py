@@ -14,7 +14,7 @@ from quire.memory.pins import Pins
 from quire.memory.pool.idle_blocks import IdleBlocks, Part, RetentionPriority
 from quire.memory.pool.pool import BlockPool
 from quire.memory.pool.retention import Retention
-from quire.memory.sequence_blocks import SequenceMemory
+from quire.memory.sequence_blocks import SequenceBlocks
 from quire.memory.tables.tables import BlockTables
 from tests.memory.nets import TEARS, each_net, hinted_world, invariants_and_reading_back, slow_twin
 
@@ -67,7 +67,7 @@ def let_the_last_whole_block_lack_its_window(patch: Patch) -> None:
 def release_group_by_group(patch: Patch) -> None:
     """All blocks of one group are older than those of the next."""
 
-    def release(tables: BlockTables, state: SequenceMemory, tier: Tier = Tier.DEVICE, *args: Any) -> None:
+    def release(tables: BlockTables, state: SequenceBlocks, tier: Tier = Tier.DEVICE, *args: Any) -> None:
         for group, table in zip(tables.groups_on(tier), state.tables_on(tier), strict=True):
             group.pool.release([block_id for block_id in reversed(table) if block_id], *args)
         if tier is Tier.DEVICE:

@@ -8,8 +8,8 @@ import pytest
 
 from quire.memory import KVCacheManager, MediaSpan, Namespace, TokenChain, partial_block
 from quire.memory.prefix.radix_node import RadixNode
-from quire.memory.sequence_blocks import SequenceMemory
-from quire.scheduling import Opening, Scheduler
+from quire.memory.sequence_blocks import SequenceBlocks
+from quire.scheduling import NewSequence, Scheduler
 from quire.sequences import Sequence as TokenStream
 from tests.memory.nets import MEDIA_NETS, TEARS, each_net, media_reading_back, media_run, media_twin, media_world
 
@@ -67,7 +67,7 @@ def take_part_of_a_block_of_media(patch: Patch) -> None:
 def publish_tails_of_media(patch: Patch) -> None:
     honest = partial_block.tail_of
 
-    def tail_of(groups: object, state: SequenceMemory) -> partial_block.PartialMatch | None:
+    def tail_of(groups: object, state: SequenceBlocks) -> partial_block.PartialMatch | None:
         with pytest.MonkeyPatch.context() as blind:
             blind.setattr(TokenChain, "has_media", lambda *_: False)
             return honest(groups, state)  # type: ignore[arg-type]
@@ -114,11 +114,11 @@ def look_up_without_the_media(patch: Patch) -> None:
 def open_again_without_the_media(patch: Patch) -> None:
     honest = Scheduler._opening
 
-    def opening(scheduler: Scheduler, sequence: TokenStream) -> Opening:
+    def new_sequence(scheduler: Scheduler, sequence: TokenStream) -> NewSequence:
         is_first = sequence.request.account is None or not sequence.request.num_preemptions
         return honest(scheduler, sequence) if is_first else honest(scheduler, sequence)._replace(media=())
 
-    patch.setattr(Scheduler, "_opening", opening)
+    patch.setattr(Scheduler, "_opening", new_sequence)
 
 
 CAUGHT: list[tuple[Callable[[Patch], None], tuple[Callable[[], None], ...]]] = [

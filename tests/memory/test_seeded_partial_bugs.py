@@ -30,7 +30,7 @@ def write_into_the_block_that_is_used_in_part(patch: Patch) -> None:
 
     def allocate(memory: KVCacheManager, seq_id: int, token_chain: TokenChain, hit: PrefixHit) -> None:
         honest(memory, seq_id, token_chain, hit)
-        memory.sequences[seq_id].has_exclusive_tail = True
+        memory.sequences[seq_id].tail_is_private = True
 
     patch.setattr(KVCacheManager, "allocate", allocate)
 
@@ -69,10 +69,10 @@ def hit_a_part_that_only_the_first_group_has(patch: Patch) -> None:
 
 
 def promise_without_the_copy(patch: Patch) -> None:
-    honest = admission.judge
+    honest = admission.check_admission
     patch.setattr(
         capacity,
-        "judge",
+        "check_admission",
         lambda arena, groups, num_tokens, hit, *rest: honest(
             arena, groups, num_tokens, hit._replace(num_copied=0), *rest
         ),

@@ -9,7 +9,7 @@ import pytest
 
 from quire.memory import KVCacheManager, RecurrentState, manager
 from quire.memory.pool.pool import NULL_BLOCK
-from quire.memory.sequence_blocks import SequenceMemory
+from quire.memory.sequence_blocks import SequenceBlocks
 from quire.memory.tables.snapshots import Snapshots
 from quire.memory.tables.tables import BlockTables
 from tests.memory.nets import (
@@ -32,7 +32,7 @@ def write_a_published_state_in_place(patch: Patch) -> None:
 def write_a_shared_state_in_place(patch: Patch) -> None:
     honest = BlockTables._shared
 
-    def shared(tables: BlockTables, state: SequenceMemory, members: Any, checkpoint: Any = None) -> list[int]:
+    def shared(tables: BlockTables, state: SequenceBlocks, members: Any, checkpoint: Any = None) -> list[int]:
         return [idx for idx in honest(tables, state, members, checkpoint) if idx in tables.kept]
 
     patch.setattr(BlockTables, "_shared", shared)
@@ -41,24 +41,24 @@ def write_a_shared_state_in_place(patch: Patch) -> None:
 def carry_no_state_along(patch: Patch) -> None:
     """A table that grows at its end, so that the state stays behind."""
 
-    def carry(tables: BlockTables, state: SequenceMemory, group_idx: int) -> None:
+    def copy_blocks(tables: BlockTables, state: SequenceBlocks, group_idx: int) -> None:
         table = state.tables[group_idx]
         while len(table) < tables.groups[group_idx].spec.num_blocks(state.num_slots):
             state.mark_dirty(group_idx, len(table))
             table.append(NULL_BLOCK)
 
-    patch.setattr(BlockTables, "_carry", carry)
+    patch.setattr(BlockTables, "_move_state", copy_blocks)
 
 
 def publish_states_of_other_lengths(patch: Patch) -> None:
     """A snapshot for each full block, whatever tokens the state sums up."""
     honest = manager.publish_blocks
 
-    def publish(groups: Any, state: SequenceMemory, num_full: int) -> int:
+    def publish(groups: Any, state: SequenceBlocks, num_full: int) -> int:
         num_merges = honest(groups, state, num_full)
         for idx, group in enumerate(groups):
             index = group.pool.index
-            if group.spec.carries and index.tree.insert(state.chain, num_full, 0) == num_full:
+            if group.spec.is_recurrent and index.tree.insert(state.chain, num_full, 0) == num_full:
                 place = index.tree.match(state.chain, num_full).position(num_full - 1)
                 if not index.at(place):
                     index.put(place, state.tables[idx][-1])
@@ -74,14 +74,14 @@ def step_past_the_snapshots(patch: Patch) -> None:
 def lose_the_checkpoint(patch: Patch) -> None:
     """A state that is to go back to, but is held by nobody."""
 
-    def hold(_: BlockTables, state: SequenceMemory, checkpoint: Any) -> None:
+    def hold(_: BlockTables, state: SequenceBlocks, checkpoint: Any) -> None:
         state.checkpoint = checkpoint
 
     patch.setattr(BlockTables, "_hold", hold)
 
 
 def leak_the_checkpoint(patch: Patch) -> None:
-    def drop(_: BlockTables, state: SequenceMemory) -> None:
+    def drop(_: BlockTables, state: SequenceBlocks) -> None:
         state.checkpoint = None
 
     patch.setattr(BlockTables, "drop_checkpoint", drop)
@@ -90,17 +90,17 @@ def leak_the_checkpoint(patch: Patch) -> None:
 def go_back_to_the_present_state(patch: Patch) -> None:
     """A rollback that keeps what was looked ahead in the state."""
 
-    def go_back(tables: BlockTables, state: SequenceMemory) -> None:
+    def go_back(tables: BlockTables, state: SequenceBlocks) -> None:
         if state.checkpoint is not None:
-            for idx in tables.carried:
-                num_dead = state.num_dead[idx] = max(
+            for idx in tables.recurrent_groups:
+                num_skipped = state.num_skipped[idx] = max(
                     0, tables.groups[idx].spec.num_blocks(state.checkpoint.num_tokens) - 1
                 )
-                state.tables[idx] = [NULL_BLOCK] * num_dead + state.tables[idx][-1:]
+                state.tables[idx] = [NULL_BLOCK] * num_skipped + state.tables[idx][-1:]
                 state.mark_dirty(idx, 0)
             tables.drop_checkpoint(state)
 
-    patch.setattr(BlockTables, "_go_back", go_back)
+    patch.setattr(BlockTables, "_restore_state", go_back)
 
 
 def hit_states_that_are_not_there(patch: Patch) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from quire.memory import FullAttention, KVCacheManager, SlidingWindow, Usage, Verdict
 from quire.memory.pool.arena import Arena
 from quire.memory.pool.idle_blocks import IdleBlocks
-from quire.memory.pool.idle_queue import Clock
+from quire.memory.pool.idle_queue import Ticker
 from quire.memory.pool.pool import BlockPool
 from quire.memory.pool.retention import Retention
 from quire.memory.pool.slab_layout import MOST_ALIGNMENT_LOSS, SlabLayout, lay_out
@@ -94,7 +94,7 @@ def test_an_arena_needs_a_size() -> None:
 
 
 def pools_of(layout: SlabLayout) -> list[BlockPool]:
-    tree, clock, retention = RadixTree(1, 2, None), Clock(), Retention(layout, 0)
+    tree, clock, retention = RadixTree(1, 2, None), Ticker(), Retention(layout, 0)
     return [
         BlockPool(PublishedBlocks(tree, idx, layout.num_ids(idx)), IdleBlocks(None, clock, retention, idx), (), clock)
         for idx in (0, 1)
@@ -121,8 +121,8 @@ def test_the_arena_promises_exactly_what_it_can_hold(counts: list[int], needs: l
         return
     for pool, count in zip(arena.pools, counts, strict=True):
         pool.take(count)
-    assert arena.can_hold(needs) == fits(totals)
-    assert all((needs[idx] <= arena.rooms(needs)[idx]) == fits(totals) for idx in (0, 1))
+    assert arena.fits(needs) == fits(totals)
+    assert all((needs[idx] <= arena.available_blocks(needs)[idx]) == fits(totals) for idx in (0, 1))
     if fits(totals):
         for pool, count, total in zip(arena.pools, needs, totals, strict=False):
             pool.take(count)
@@ -136,13 +136,13 @@ def test_what_lies_scattered_is_moved_together() -> None:
     blocks = small.take(9)
     small.release([block_id for i, block_id in enumerate(blocks) if i % 3])
     assert arena.free_slabs == [], "one block in each slab"
-    assert arena.can_hold((0, 2))
+    assert arena.fits((0, 2))
     large.take(2)
     assert [move.group_idx for move in arena.moves] == [0, 0]
     kept = {move.src_id: move.dst_id for move in arena.moves}
     held = [kept.get(block_id, block_id) for block_id in blocks[::3]]
     assert {layout.slab_of(0, block_id) for block_id in held} & set(arena.loans[1].slabs()) == set()
-    assert not arena.can_hold((1, 0))
+    assert not arena.fits((1, 0))
 
 
 def test_the_oldest_idle_blocks_go_first_whoever_has_them() -> None:
@@ -205,4 +205,4 @@ def test_never_is_said_only_when_it_is_true(num_tokens: int, num_bytes: int, win
 def test_one_group_counts_blocks(taken: int, needs: int) -> None:
     manager = KVCacheManager([FullAttention(block_size=2)], 3)
     manager.groups[0].pool.take(taken)
-    assert manager.arena.can_hold((needs,)) == (taken + needs <= 3)
+    assert manager.arena.fits((needs,)) == (taken + needs <= 3)

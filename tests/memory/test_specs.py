@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.memory.specs import IMMORTAL
+from quire.memory.specs import NEVER_FREED
 from tests.memory.twin import Twin
 from tests.memory.twin_pages import Kind
 from tests.memory.world_size import spec_of
@@ -31,11 +31,11 @@ def test_the_first_live_token_is_the_first_that_a_later_query_reads(
 @given(kind=kinds, block_size=block_sizes, block_idx=st.integers(0, 12))
 def test_a_block_dies_when_all_its_tokens_have(kind: Kind, block_size: int, block_idx: int) -> None:
     spec = spec_of(kind, block_size)
-    death = spec.death(block_idx)
+    freed_after = spec.freed_after(block_idx)
     if kind.name == "full":
-        assert death == IMMORTAL
+        assert freed_after == NEVER_FREED
     else:
-        first_live = [spec.first_live_token(length) // block_size for length in (death - 1, death)]
+        first_live = [spec.first_live_token(length) // block_size for length in (freed_after - 1, freed_after)]
         assert first_live[0] <= block_idx < first_live[1]
 
 

@@ -126,7 +126,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def grow_together(self, data: st.DataObject, is_stored: bool) -> None:
         """Advance some sequences together, or none of them."""
         world = self.world
-        able = [seq_id for seq_id in self.residents() if not world.is_looking_ahead(seq_id)]
+        able = [seq_id for seq_id in self.residents() if not world.is_lookahead(seq_id)]
         if not able:
             return
         seq_ids = data.draw(st.lists(st.sampled_from(able), min_size=1, unique=True), label="gang")
@@ -148,7 +148,7 @@ class MemoryMachine(RuleBasedStateMachine):
         """Compute some of the tokens that have slots."""
         seq_id = self.pick(data)
         world = self.world
-        if world.is_looking_ahead(seq_id):
+        if world.is_lookahead(seq_id):
             return
         most = min(world.num_slots(seq_id), len(world.tokens[seq_id])) - world.num_computed(seq_id)
         world.store(seq_id, data.draw(st.integers(0, most), label="stored"))
@@ -159,7 +159,7 @@ class MemoryMachine(RuleBasedStateMachine):
         """Compute all tokens that have slots: the common case, and the one that publishes most."""
         seq_id = self.pick(data)
         world = self.world
-        if world.is_looking_ahead(seq_id):
+        if world.is_lookahead(seq_id):
             world.tokens[seq_id] += [0] * (world.num_slots(seq_id) - len(world.tokens[seq_id]))
         world.store(seq_id, min(world.num_slots(seq_id), len(world.tokens[seq_id])) - world.num_computed(seq_id))
 
@@ -253,7 +253,7 @@ class MemoryMachine(RuleBasedStateMachine):
         world.refuses(ValueError, lambda: manager.truncate(seq_id, world.num_slots(seq_id) + excess))
         world.refuses(ValueError, lambda: manager.truncate(seq_id, manager.rollback.limit(seq_id) - excess))
         world.refuses(ValueError, lambda: manager.append_slots((seq_id,), 1 - excess))
-        if world.is_looking_ahead(seq_id):
+        if world.is_lookahead(seq_id):
             world.refuses(ValueError, lambda: manager.publish(seq_id, computed))
             if computed + 1 < world.num_slots(seq_id):
                 world.refuses(ValueError, lambda: manager.truncate(seq_id, computed + 1))

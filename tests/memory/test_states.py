@@ -163,7 +163,7 @@ def test_the_second_prompt_that_parts_takes_the_snapshot_that_the_third_hits() -
     world.enter(1, [*shared, 90, 91, 92])
     world.enter(2, [*shared, 80, 81, 82])
     assert ask(world, [*shared, 70, 71, 72]).num_tokens == 8
-    assert world.manager.sequences[2].stops == (8, 10)
+    assert world.manager.sequences[2].snapshot_points == (8, 10)
 
 
 def test_equal_states_are_merged() -> None:

@@ -147,7 +147,7 @@ class Twin:
         return next(due, num_tokens)
 
     def _is_due(self, sequence: TwinSequence, num_tokens: int) -> bool:
-        return num_tokens % self.interval == 0 or num_tokens in sequence.stops
+        return num_tokens % self.interval == 0 or num_tokens in sequence.snapshot_points
 
     # ---- commands ----
 
@@ -158,24 +158,24 @@ class Twin:
         mine = [[None if self.is_on_host(idx, page) else page for page in pages] for idx, pages in enumerate(hit.pages)]
         sequence = TwinSequence(namespace, tokens, mine, hit.num_tokens)
         last = (len(tokens) - 1) // self.page_size * self.page_size
-        sequence.stops = {stop for stop in (last, parted_at) if stop > hit.num_tokens and self.states}
+        sequence.snapshot_points = {stop for stop in (last, parted_at) if stop > hit.num_tokens and self.states}
         sequence.kept_places = {last // self.page_size, parted_at // self.page_size}
         sequence.opened_on = hit.num_tokens
         self.sequences[seq_id] = sequence
         if self.host is not None:
-            self.host.promote(seq_id, hit.pages)
+            self.host.load_hit(seq_id, hit.pages)
 
     def append_all(self, seq_ids: Sequence[int]) -> bool:
         """Give a slot more to each, or to none: found out by trying, on a copy."""
         trial = deepcopy(self)
         num_before = trial.num_available()
-        if not all(trial.append(seq_id, 1, may_spare=False) for seq_id in seq_ids):
+        if not all(trial.append(seq_id, 1, may_copy_published=False) for seq_id in seq_ids):
             return False
         num_taken = num_before - trial.num_available()
         has_plenty = num_before >= num_taken + len(seq_ids) * len(self.groups)
-        return all(self.append(seq_id, 1, may_spare=has_plenty) for seq_id in seq_ids)
+        return all(self.append(seq_id, 1, may_copy_published=has_plenty) for seq_id in seq_ids)
 
-    def append(self, seq_id: int, num_tokens: int, lookahead: int = 0, *, may_spare: bool = True) -> bool:
+    def append(self, seq_id: int, num_tokens: int, lookahead: int = 0, *, may_copy_published: bool = True) -> bool:
         """Give slots, or change nothing and return False."""
         sequence = self.sequences[seq_id]
         end = sequence.num_slots + num_tokens + lookahead
@@ -196,7 +196,7 @@ class Twin:
             if idx not in copied and idx in self.kept and page and page.prefix:
                 # What is published stays so where there is room; a tail of which nothing would be lost need not.
                 snapshots += [idx] if sequence.num_slots < len(page.prefix[1]) else []
-        if may_spare and sum(fresh) + len(copied) + len(snapshots) <= self.num_available():
+        if may_copy_published and sum(fresh) + len(copied) + len(snapshots) <= self.num_available():
             copied = sorted(copied + snapshots)
         sequence.num_slots = end
         if is_held:
@@ -268,7 +268,7 @@ class Twin:
         pages = [list(pages) for pages in parent.pages]
         self.sequences[child_id] = TwinSequence(parent.namespace, tokens, pages, parent.num_slots)
         self.sequences[child_id].is_publishing = parent.is_publishing
-        self.sequences[child_id].stops = set(parent.stops)
+        self.sequences[child_id].snapshot_points = set(parent.snapshot_points)
         for name in ("kept_places", "opened_on", "regular"):
             setattr(self.sequences[child_id], name, getattr(parent, name))
 

@@ -48,7 +48,7 @@ def supersede(twin: Twin, sequence: TwinSequence, goes_first: GoesFirst) -> None
     """Have earlier snapshots evicted first, but those where prompts part."""
     newest = sequence.num_computed
     older, sequence.regular = [sequence.regular], newest
-    if newest in sequence.stops:
+    if newest in sequence.snapshot_points:
         older, sequence.regular, sequence.opened_on = [*older, sequence.opened_on], 0, 0
     for num_tokens in older:
         num_pages = num_tokens // twin.page_size

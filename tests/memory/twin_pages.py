@@ -106,7 +106,7 @@ class TwinSequence:
         self.num_computed = num_slots
         self.is_publishing = True
         # Lengths at which states are published besides the regular ones.
-        self.stops: set[int] = set()
+        self.snapshot_points: set[int] = set()
         # Pages behind which the next prompt may go on; lengths of snapshots that a later one takes the place of.
         self.kept_places: set[int] = set()
         self.opened_on = 0

@@ -109,7 +109,7 @@ class World:
         """Say whether a sequence is swapped out."""
         return self.manager.sequences[seq_id].is_swapped
 
-    def is_looking_ahead(self, seq_id: int) -> bool:
+    def is_lookahead(self, seq_id: int) -> bool:
         """Tell whether states are held to go back to: then all slots are stored, or none of them."""
         return self.manager.sequences[seq_id].checkpoint is not None
 
@@ -251,7 +251,7 @@ class World:
 
         What was looked ahead was computed: the states that summed it up are of no use.
         """
-        if self.is_looking_ahead(seq_id) and num_tokens < self.num_slots(seq_id):
+        if self.is_lookahead(seq_id) and num_tokens < self.num_slots(seq_id):
             self.perform_copies()
             for group_idx, kind in enumerate(self.size.kinds):
                 if kind.is_state:
@@ -293,7 +293,7 @@ class World:
         """Evict an idle block out of turn; the twin does not know."""
         loan, pool = self.manager.arena.loans[group_idx], self.manager.groups[group_idx].pool
         assert self.manager.arena.layout.blocks_per_slab[group_idx] == 1
-        if pool.lender is None:
+        if pool.source is None:
             pool.evict((block_id,))
             pool.free.append(block_id)
         else:

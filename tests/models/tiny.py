@@ -35,7 +35,7 @@ from quire.models.decoder import Decoder
 from quire.models.families import build
 from quire.models.spec import StateCacheShape, TokenCacheShape, WeightMap
 from quire.ops import make_ops
-from quire.scheduling.plan import Opening, PlanItem, StepPlan, TableDelta
+from quire.scheduling.plan import NewSequence, ScheduledSequence, StepPlan, TableDelta
 from quire.sequences.params import SamplingParams
 from tests.models.family_cases import EXPERT_CASES, FALCON_CASES, GEMMA4_CASES, QWEN3_5_CASES
 
@@ -332,14 +332,14 @@ class PagedRun:
         ends = pairwise(accumulate(counts, initial=0))
         return {seq_id: logits[start:end].cpu() for seq_id, (start, end) in zip(rows, ends, strict=True)}
 
-    def _item(self, seq_id: int, token_ids: list[int]) -> PlanItem:
+    def _item(self, seq_id: int, token_ids: list[int]) -> ScheduledSequence:
         start = self._lengths.get(seq_id, 0)
         self._lengths[seq_id] = start + len(token_ids)
         # One block more than needed now and then, as lookahead slots would have it.
         needed = -(-(start + len(token_ids)) // self._block_size) + seq_id % 2
-        opening = None
+        new_sequence = None
         if start == 0:
-            opening = Opening(SamplingParams(), 0, 0, len(token_ids), tuple(token_ids), ())
+            new_sequence = NewSequence(SamplingParams(), 0, 0, len(token_ids), tuple(token_ids), ())
         tables = self._tables.setdefault(seq_id, [[] for _ in self._kept])
         deltas = []
         for group_idx, table in enumerate(tables):
@@ -353,7 +353,7 @@ class PagedRun:
             if table != before:
                 first = next((idx for idx, old in enumerate(before) if table[idx] != old), len(before))
                 deltas.append(TableDelta(group_idx, first, tuple(table[first:])))
-        return PlanItem(seq_id, start, token_ids, tuple(deltas), 1, opening)
+        return ScheduledSequence(seq_id, start, token_ids, tuple(deltas), 1, new_sequence)
 
     def _drop_what_is_out_of_sight(self, group_idx: int, table: list[int], start: int, kept: TokenCacheShape) -> None:
         """Null and poison the blocks of which no row from position `start` on sees a token."""

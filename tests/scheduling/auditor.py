@@ -115,7 +115,7 @@ class Auditor:
                 for idx, group in enumerate(memory.groups):
                     is_shared = group.pool.ref_counts[memory.block_table(sequence.seq_id, idx)[-1]] > 1
                     needs[idx] = max(needs[idx], is_shared and sequence.num_computed % memory.block_size > 0)
-                assert not memory.arena.can_hold(needs), "a decode starves while there are blocks"
+                assert not memory.arena.fits(needs), "a decode starves while there are blocks"
         out = sorted((*before.waiting, *before.swapped), key=lambda sequence: sequence.key)
         admitted = [s for s in out if s.status is SequenceStatus.RUNNING]
         # A search that does not fit any more has begun again, and its beams are gone.
@@ -144,8 +144,8 @@ class Auditor:
             needs = [0] * len(memory.groups)
             for idx, group in enumerate(memory.groups):
                 tails = [memory.block_table(seq_id, idx)[-1] for seq_id in seq_ids]
-                is_written = group.spec.carries or beams[0].num_computed % memory.block_size > 0
+                is_written = group.spec.is_recurrent or beams[0].num_computed % memory.block_size > 0
                 held = [group.pool.ref_counts[tail] - tails.count(tail) for tail in set(tails)]
                 copies = len(tails) - held.count(0)
                 needs[idx] = copies if is_written else len(tails)
-            assert not memory.arena.can_hold(needs), "beams starve while there are blocks"
+            assert not memory.arena.fits(needs), "beams starve while there are blocks"

@@ -295,7 +295,7 @@ def run(jobs: list[Job], setting: Setting, *, is_audited: bool = True) -> Outcom
         rig.finish_step(plan)
     # What was closed since the last step is told with the next one: somebody else's, who then leaves.
     passer_by = rig.add(Job(prompt=(0,)), seed=len(jobs))
-    assert len(rig.plan().closed) == rig.executor.num_open, "the data plane is not told of all that are gone"
+    assert len(rig.plan().finished_ids) == rig.executor.num_open, "the data plane is not told of all that are gone"
     rig.abort(passer_by)
     usage = rig.memory.usage()
     assert usage.used == 0, "M11: blocks are held by nobody"

@@ -47,7 +47,7 @@ def test_a_swapped_sequence_goes_on_where_it_stopped_and_opens_once() -> None:
     while rig.scheduler.has_unfinished:
         items += [item for item in rig.step().items if item.seq_id == sequence.seq_id]
     assert items[0].start == stopped_at
-    assert items[0].opening is None, "the data plane has kept it open"
+    assert items[0].new_sequence is None, "the data plane has kept it open"
     assert [delta.start for delta in items[0].table_deltas] == [0], "its table comes whole"
     stats = rig.scheduler.stats
     assert (stats.num_preemptions, stats.num_swaps, stats.wasted_tokens) == (1, 1, 0)
@@ -159,7 +159,7 @@ def test_an_abort_while_swapped_frees_both_tiers(is_executed: bool) -> None:
     assert not rig.scheduler.swapped
     if not is_executed:
         rig.finish_step(plan)
-    assert younger.sequences[0].seq_id in rig.step().closed
+    assert younger.sequences[0].seq_id in rig.step().finished_ids
     assert older.sequences[0].status is SequenceStatus.RUNNING
     finish_all(rig)
 
@@ -185,7 +185,7 @@ def test_a_family_that_fits_no_more_loses_its_last_samples_to_recomputation(
     stats = rig.scheduler.stats
     num_lost = stats.num_preemptions - stats.num_swaps
     while rig.scheduler.has_unfinished:
-        num_openings += sum(item.opening is not None and item.seq_id in ids for item in rig.step().items)
+        num_openings += sum(item.new_sequence is not None and item.seq_id in ids for item in rig.step().items)
     assert num_openings == 2 - num_fitting + (stats.num_preemptions - stats.num_swaps) - num_lost
     finish_all(rig)
     alone = Rig(Setting())

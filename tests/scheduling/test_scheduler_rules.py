@@ -47,7 +47,7 @@ def test_a_long_prompt_is_computed_in_chunks_and_drawn_from_once() -> None:
         (16, 4, 1),
         (20, 1, 1),
     ]
-    assert [item.opening is not None for item in items] == [True, False, False, False]
+    assert [item.new_sequence is not None for item in items] == [True, False, False, False]
 
 
 def test_decodes_are_served_before_any_chunk_is_cut() -> None:
@@ -286,7 +286,7 @@ def test_abort_in_every_state() -> None:
     (waiting,) = rig.scheduler.abort("job 1")
     assert waiting.finish_reason is FinishReason.ABORT
     plan = rig.plan()
-    assert plan.closed == (ended.seq_id,)
+    assert plan.finished_ids == (ended.seq_id,)
     assert [item.seq_id for item in plan.items] == [requests[2].sequences[0].seq_id]
     rig.abort(requests[2])
     rig.finish_step(plan)
@@ -350,6 +350,6 @@ def test_an_idle_scheduler_plans_nothing_and_keeps_closings_for_a_step_that_is_e
     rig.step()
     for _ in range(2):
         plan = rig.plan()
-        assert (plan.items, plan.closed, plan.ops.copies) == ((), (), ())
+        assert (plan.items, plan.finished_ids, plan.ops.copies) == ((), (), ())
     rig.add(Job(prompt=prompt(3), max_tokens=1), seed=1)
-    assert rig.step().closed == (first.sequences[0].seq_id,)
+    assert rig.step().finished_ids == (first.sequences[0].seq_id,)

@@ -16,7 +16,7 @@ from quire.memory.tables.append import count_growth
 from quire.scheduling import admission, beam_groups, scheduler
 from quire.scheduling.beam_groups import beam_groups_of
 from quire.scheduling.preemption import Preemption
-from quire.scheduling.registry import Roster
+from quire.scheduling.registry import SequenceRegistry
 from quire.sequences import FinishReason, Sequence
 from tests.scheduling.rig import Rig, Setting, outputs_of, run
 from tests.scheduling.test_random_runs import crowd, found_slowly
@@ -75,18 +75,18 @@ def fork_from_another_beam(patch: Patch) -> None:
 
 
 def keep_what_is_given_up(patch: Patch) -> None:
-    end = Roster.end
+    end = SequenceRegistry.end
 
-    def end_without_freeing(roster: Roster, sequence: Sequence, reason: FinishReason, *more: Any) -> None:
-        free = roster._memory.free
+    def end_without_freeing(registry: SequenceRegistry, sequence: Sequence, reason: FinishReason, *more: Any) -> None:
+        free = registry._memory.free
         if reason is FinishReason.DROPPED:
-            roster._memory.free = lambda *_, **__: None  # type: ignore[method-assign]
+            registry._memory.free = lambda *_, **__: None  # type: ignore[method-assign]
         try:
-            end(roster, sequence, reason, *more)
+            end(registry, sequence, reason, *more)
         finally:
-            roster._memory.free = free  # type: ignore[method-assign]
+            registry._memory.free = free  # type: ignore[method-assign]
 
-    patch.setattr(Roster, "end", end_without_freeing)
+    patch.setattr(SequenceRegistry, "end", end_without_freeing)
 
 
 def advance_beams_one_by_one(patch: Patch) -> None:
@@ -127,14 +127,14 @@ def take_one_beam_alone(patch: Patch) -> None:
 
 
 def go_on_where_it_began_again(patch: Patch) -> None:
-    begin = Roster._begin
+    begin = SequenceRegistry._begin
 
-    def begin_with_old_scores(roster: Roster, request: Any) -> None:
+    def begin_with_old_scores(registry: SequenceRegistry, request: Any) -> None:
         search = request.search
-        begin(roster, request)
+        begin(registry, request)
         request.search = search or request.search
 
-    patch.setattr(Roster, "_begin", begin_with_old_scores)
+    patch.setattr(SequenceRegistry, "_begin", begin_with_old_scores)
 
 
 CAUGHT: list[tuple[Callable[[Patch], None], tuple[Callable[[], None], ...]]] = [

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from quire.memory.usage import Usage
-from quire.scheduling import Scheduler, roster
-from quire.scheduling.plan import ItemResult, PlanItem, StepPlan
-from quire.scheduling.scheduler import News
+from quire.scheduling import Scheduler, registry
+from quire.scheduling.plan import ItemResult, ScheduledSequence, StepPlan
+from quire.scheduling.scheduler import SequenceEvent
 from quire.sequences.edits import Append
 from tests.scheduling.rig import Outcome, Setting, run
 from tests.scheduling.test_random_runs import random_jobs
@@ -36,7 +36,9 @@ def watched(patch: pytest.MonkeyPatch, setting: Setting, seed: int) -> tuple[Out
         plans.append(honest_plan(scheduler, tick))
         return plans[-1]
 
-    def advance(scheduler: Scheduler, items: Iterable[PlanItem], results: Iterable[ItemResult]) -> list[News]:
+    def advance(
+        scheduler: Scheduler, items: Iterable[ScheduledSequence], results: Iterable[ItemResult]
+    ) -> list[SequenceEvent]:
         news = honest_advance(scheduler, items, results)
         told.extend((idx, sequence.seq_id, edit, num_tokens) for idx, sequence, edit, num_tokens in news)
         return news
@@ -57,14 +59,14 @@ def test_a_token_comes_to_what_its_strategy_says(setting: Setting, seed: int, mo
     outcome, plans, told = watched(monkeypatch, setting, seed)
     num_usual = sum(isinstance(edit, Append) and edit.draw_idx == 0 for _, _, edit, _ in told)
     assert num_usual > 200
-    monkeypatch.setattr(roster, "usual_edit", lambda *_: None)
+    monkeypatch.setattr(registry, "default_edit_of", lambda *_: None)
     slow, slow_plans, slow_told = watched(monkeypatch, setting, seed)
     assert told == slow_told
     assert [plan._replace(items=()) for plan in plans] == [plan._replace(items=()) for plan in slow_plans]
     # Openings have the parameters of requests that were made twice.
     for plan, slow_plan in zip(plans, slow_plans, strict=True):
-        assert [item._replace(opening=None) for item in plan.items] == [
-            item._replace(opening=None) for item in slow_plan.items
+        assert [item._replace(new_sequence=None) for item in plan.items] == [
+            item._replace(new_sequence=None) for item in slow_plan.items
         ]
     assert outcome.outputs == slow.outputs
     assert usage_of(outcome) == usage_of(slow)

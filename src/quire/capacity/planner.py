@@ -205,9 +205,9 @@ def _group_plans(request: PlanRequest, models: Sequence[_Model], sizing: ArenaSi
             kind=_kind(group.kept),
             is_draft=is_draft,
             num_layers=group.num_layers,
-            bytes_per_token=None if spec.carries else size // spec.block_size,
-            bytes_per_block=None if spec.carries else size,
-            bytes_per_sequence=size if spec.carries else None,
+            bytes_per_token=None if spec.is_recurrent else size // spec.block_size,
+            bytes_per_block=None if spec.is_recurrent else size,
+            bytes_per_sequence=size if spec.is_recurrent else None,
             num_blocks=count if request.has_budget else None,
         )
 

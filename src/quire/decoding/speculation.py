@@ -32,7 +32,7 @@ FIRST_PAUSE = 16
 LONGEST_PAUSE = 256
 
 
-class Hits:
+class AcceptanceRate:
     """How often drafts are right: those that were judged, each counting less with every later one.
 
     Args:
@@ -63,13 +63,13 @@ class _Record:
     __slots__ = ("hits", "interval", "is_probing", "pause")
 
     def __init__(self) -> None:
-        self.hits = Hits(MEMORY)
+        self.hits = AcceptanceRate(MEMORY)
         self.interval = FIRST_PAUSE
         self.pause = 0
         self.is_probing = False
 
 
-class Speculation:
+class AdaptiveDrafter:
     """A drafter that has another one guess, and decides for how many tokens.
 
     Args:
@@ -84,15 +84,15 @@ class Speculation:
     def __init__(self, source: Drafter, num_tokens: int) -> None:
         self.num_tokens = num_tokens
         self.step_costs: Tokens[float] = [1.0 + FIRST_ROW_COST * k for k in range(num_tokens + 1)]
-        self.is_resting = False
+        self.is_measuring = False
         self._source: Drafter | None = source
         self._records: dict[int, _Record] = {}
         # At first drafts are believed in, enough to be tried.
-        self._common = Hits(COMMON_MEMORY, 1.0, 1.0)
+        self._common = AcceptanceRate(COMMON_MEMORY, 1.0, 1.0)
 
     def propose(self, sequence: Sequence, limit: int) -> Tokens[int]:
         """See `Drafter`."""
-        if self._source is None or self.is_resting or sequence.request.params.speculative is False:
+        if self._source is None or self.is_measuring or sequence.request.params.speculative is False:
             return ()
         record = self._records.get(sequence.seq_id)
         if record is None:
@@ -145,7 +145,7 @@ def best_depth(share: float, step_costs: Tokens[float]) -> int:
 
     Args:
         share: of drafts that are right, of those before which all were.
-        step_costs: see `Speculation`.
+        step_costs: see `AdaptiveDrafter`.
     """
     best, most = 0, MARGIN
     expected = reached = 1.0

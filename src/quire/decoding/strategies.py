@@ -76,6 +76,6 @@ def strategy_of(request: Request) -> Strategy[Sequence]:
     return SAMPLING if own is None else CustomStrategy(own)
 
 
-def usual_edit(strategy: Strategy[Sequence], sample_idx: int) -> Append | None:
-    """Return what almost every token of a sample comes to: see `Sequence.usual`."""
+def default_edit_of(strategy: Strategy[Sequence], sample_idx: int) -> Append | None:
+    """Return what almost every token of a sample comes to: see `Sequence.default_edit`."""
     return Append(sample_idx, 0) if strategy is SAMPLING else None

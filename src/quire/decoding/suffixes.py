@@ -19,7 +19,7 @@ SHARE = 4
 MOST_BYTES_PER_TOKEN = 1000
 
 
-class OutputArchive:
+class OutputHistory:
     """Earlier outputs, in bounded memory, apart for each namespace.
 
     Outputs are added to the last volume of their namespace until that is full. When all volumes together take too much,
@@ -66,7 +66,7 @@ class OutputArchive:
             if not self._numbers[owner]:
                 del self._numbers[owner]
 
-    def volumes(self, namespace: Namespace) -> Iterable[tuple[int, SuffixAutomaton]]:
+    def segments(self, namespace: Namespace) -> Iterable[tuple[int, SuffixAutomaton]]:
         """Return the volumes of a namespace, each with a number of its own, the latest first."""
         return [(number, self._volumes[namespace, number]) for number in reversed(self._numbers.get(namespace, ()))]
 
@@ -100,7 +100,7 @@ class SuffixDrafter:
 
     def __init__(self, shortest: int, num_bytes: int) -> None:
         self._shortest = shortest
-        self._archive = OutputArchive(num_bytes)
+        self._archive = OutputHistory(num_bytes)
         self._readers: dict[int, _Reader] = {}
 
     def propose(self, sequence: Sequence, limit: int) -> Tokens[int]:
@@ -113,7 +113,7 @@ class SuffixDrafter:
         draft = reader.index.continuation(place, limit) if place else []
         tokens = sequence.tokens
         matches: dict[int, tuple[int, int]] = {}
-        for number, volume in self._archive.volumes(sequence.request.namespace):
+        for number, volume in self._archive.segments(sequence.request.namespace):
             state, length = reader.matches.get(number, (ROOT, 0))
             start = max(reader.end, len(tokens) - REACH)
             # What it missed, or all that matters where it missed more than that, or never read the volume.

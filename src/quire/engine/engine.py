@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from quire.config import ResolvedConfig
-from quire.decoding.speculation import Speculation
+from quire.decoding.speculation import AdaptiveDrafter
 from quire.engine.control.step_recorder import StepRecorder
 from quire.engine.inputs.embeddings import EmbeddingsReader
 from quire.engine.inputs.prompts import Prompt, PromptReader
@@ -22,7 +22,7 @@ from quire.engine.outputs.outputs import RequestOutput
 from quire.errors import NO_TOKEN, InvalidParameter, RequestFailed, WorkerError
 from quire.execution.executor import Executor
 from quire.memory.usage import Usage
-from quire.scheduling.plan import PlanItem, StepPlan, StepResult
+from quire.scheduling.plan import ScheduledSequence, StepPlan, StepResult
 from quire.scheduling.scheduler import Scheduler
 from quire.sequences.params import SamplingParams
 from quire.sequences.status import FinishReason
@@ -69,7 +69,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         staging: DiskPrefetcher | None = None,
         media_reader: EmbeddingsReader | None = None,
-        speculation: Speculation | None = None,
+        speculation: AdaptiveDrafter | None = None,
         grammars: GrammarCompiler | None = None,
     ) -> None:
         self.config = config
@@ -234,7 +234,7 @@ class Engine:
     def _mark_scheduled(self, plan: StepPlan) -> None:
         """Stamp the requests that a plan opens for the first time."""
         for item in plan.items:
-            if item.opening is not None:
+            if item.new_sequence is not None:
                 request = self.scheduler.sequences[item.seq_id].request
                 if self._outputs.mark_scheduled(request.request_id):
                     self._stats.prompt_tokens += request.num_prompt
@@ -276,7 +276,7 @@ class Engine:
             failed += [self._end_request(request_id, FinishReason.ERROR, NO_TOKEN) for request_id in exhausted]
         return [output for output in failed if output is not None] + outputs.take_outputs()
 
-    def _fail_item(self, item: PlanItem, error: str, *, is_own_fault: bool = False) -> list[RequestOutput]:
+    def _fail_item(self, item: ScheduledSequence, error: str, *, is_own_fault: bool = False) -> list[RequestOutput]:
         """End the request of one item with an error."""
         sequence = self.scheduler.sequences.get(item.seq_id)
         output = None

@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.models.decoder import OutputRows
 from quire.models.spec import StateCacheShape, TokenCacheShape
 from quire.ops.interface import AttentionBatch, StateBatch
-from quire.scheduling.plan import PlanItem, StepPlan, TableDelta
+from quire.scheduling.plan import ScheduledSequence, StepPlan, TableDelta
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +83,12 @@ class BatchBuilder:
 
     def apply_plan(self, plan: StepPlan) -> None:
         """Forget what the plan closes, and apply its table changes."""
-        for seq_id in plan.closed:
+        for seq_id in plan.finished_ids:
             self._tables.pop(seq_id, None)
         for item in plan.items:
             self._change_tables(item)
 
-    def lay_out(self, items: Sequence[PlanItem], groups_of: range | None = None) -> Batch:
+    def lay_out(self, items: Sequence[ScheduledSequence], groups_of: range | None = None) -> Batch:
         """Lay items out as one batch.
 
         Args:
@@ -116,7 +116,7 @@ class BatchBuilder:
         return Batch(input_ids, self._placed(positions), tuple(groups), row_starts)
 
     def lay_out_ends(
-        self, items: Sequence[PlanItem], counts: Sequence[int], groups_of: range | None = None
+        self, items: Sequence[ScheduledSequence], counts: Sequence[int], groups_of: range | None = None
     ) -> OutputRows | None:
         """Lay the last tokens of items out by themselves, as rows of the items' batch.
 
@@ -139,8 +139,8 @@ class BatchBuilder:
         batch = self.lay_out(ends, groups_of)
         return OutputRows(self._placed(rows), batch.positions, batch.groups)
 
-    def _change_tables(self, item: PlanItem) -> None:
-        if item.opening is not None:
+    def _change_tables(self, item: ScheduledSequence) -> None:
+        if item.new_sequence is not None:
             self._tables[item.seq_id] = tuple(BlockTable() for _ in self._kept)
         if item.table_deltas:
             tables = self._tables[item.seq_id]
@@ -183,7 +183,9 @@ class BatchBuilder:
         first = start % size
         return slots[first : first + end - start]
 
-    def _states(self, tables: list[BlockTable], items: Sequence[PlanItem], row_starts: list[int]) -> StateBatch:
+    def _states(
+        self, tables: list[BlockTable], items: Sequence[ScheduledSequence], row_starts: list[int]
+    ) -> StateBatch:
         block_ids = [table.ids[-1] for table in tables]
         return StateBatch(block_ids, row_starts, [item.start > 0 for item in items])
 
@@ -196,7 +198,7 @@ class BatchBuilder:
         return tensor if self._is_cpu else tensor.to(self._device)
 
 
-def end_rows(items: Iterable[PlanItem], counts: Iterable[int]) -> list[int]:
+def end_rows(items: Iterable[ScheduledSequence], counts: Iterable[int]) -> list[int]:
     """Return the rows that the last tokens of items have in their batch, `counts` of each item."""
     ends = accumulate(len(item.token_ids) for item in items)
     return list(chain.from_iterable(range(end - count, end) for end, count in zip(ends, counts, strict=True)))

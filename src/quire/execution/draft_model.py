@@ -11,7 +11,7 @@ from quire.decoding.drafting import UNKNOWN
 from quire.execution.batch import BatchBuilder
 from quire.execution.kv_storage import Storage
 from quire.models.decoder import Decoder
-from quire.scheduling.plan import ItemResult, PlanItem
+from quire.scheduling.plan import ItemResult, ScheduledSequence
 
 
 class DraftModel:
@@ -42,7 +42,7 @@ class DraftModel:
         self._storages = tuple(storages)
         self._groups = groups
 
-    def guess(self, items: Sequence[PlanItem]) -> list[PlanItem]:
+    def guess(self, items: Sequence[ScheduledSequence]) -> list[ScheduledSequence]:
         """Compute a step's tokens, and return its items with drafts in the place of those that are left to a model."""
         wanted = [item.num_draft if UNKNOWN in item.token_ids else 0 for item in items]
         certain = [
@@ -68,7 +68,7 @@ class DraftModel:
             for item, known, guessed in zip(items, certain, guesses, strict=True)
         ]
 
-    def _run(self, items: Sequence[PlanItem], is_read: Sequence[bool]) -> Tensor:
+    def _run(self, items: Sequence[ScheduledSequence], is_read: Sequence[bool]) -> Tensor:
         """Store keys and values of some tokens; return the hidden states of the last ones of items that are read."""
         batch = self._builder.lay_out(items, self._groups)
         read = self._builder.lay_out_ends(items, is_read, self._groups)
@@ -76,7 +76,7 @@ class DraftModel:
 
 
 def with_drafts(
-    results: Sequence[ItemResult], planned: Sequence[PlanItem], run: Sequence[PlanItem]
+    results: Sequence[ItemResult], planned: Sequence[ScheduledSequence], run: Sequence[ScheduledSequence]
 ) -> list[ItemResult]:
     """Return results that tell the drafts which a model made.
 

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from quire.scheduling.plan import PlanItem, StepPlan
+from quire.scheduling.plan import ScheduledSequence, StepPlan
 from quire.sequences.media import Media
 
 
@@ -28,13 +28,13 @@ class MultimodalEmbeddings:
 
     def apply_plan(self, plan: StepPlan) -> None:
         """Forget the closed sequences, and meet those opened that have media."""
-        for seq_id in plan.closed:
+        for seq_id in plan.finished_ids:
             self.by_sequence.pop(seq_id, None)
         for item in plan.items:
-            if item.opening is not None and item.opening.media:
-                self.by_sequence[item.seq_id] = item.opening.media
+            if item.new_sequence is not None and item.new_sequence.media:
+                self.by_sequence[item.seq_id] = item.new_sequence.media
 
-    def rows(self, items: Sequence[PlanItem], row_starts: Sequence[int]) -> tuple[Tensor, Tensor] | None:
+    def rows(self, items: Sequence[ScheduledSequence], row_starts: Sequence[int]) -> tuple[Tensor, Tensor] | None:
         """Return which rows of a step have embeddings of their own, int64 [M], and those [M, E]; None without any.
 
         Args:

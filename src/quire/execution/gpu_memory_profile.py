@@ -13,7 +13,7 @@ from quire.config import StepCost
 from quire.execution.runner import ModelRunner
 from quire.memory.ops import NO_OPS
 from quire.models.decoder import Decoder
-from quire.scheduling.plan import Opening, PlanItem, StepPlan, TableDelta
+from quire.scheduling.plan import NewSequence, ScheduledSequence, StepPlan, TableDelta
 from quire.sequences.params import SamplingParams
 
 # Everything that takes memory for each sampled row: filters that sort the vocabulary, penalties, log probabilities.
@@ -98,15 +98,15 @@ def plan_of(items: Items, limits: StepLimits, num_groups: int) -> StepPlan:
     return StepPlan(0, tuple(_plan_items(items, limits, num_groups)), NO_OPS, ())
 
 
-def _plan_items(items: Items, limits: StepLimits, num_groups: int) -> Iterator[PlanItem]:
+def _plan_items(items: Items, limits: StepLimits, num_groups: int) -> Iterator[ScheduledSequence]:
     for seq_id, (start, count) in enumerate(items):
         table = (1,) * -(-(start + count) // limits.block_size)
         deltas = tuple(TableDelta(group_idx, 0, table) for group_idx in range(num_groups))
         # Rows that look at the tokens before them are drawn in turn, which takes less.
         num_draft = count - 1 if start else 0
         params = replace(HUNGRY, presence_penalty=0.0) if num_draft else HUNGRY
-        opening = Opening(params, 0, 0, start + count, (0,) * (start + count), ())
-        yield PlanItem(seq_id, start, (0,) * count, deltas, 1, opening, num_draft)
+        new_sequence = NewSequence(params, 0, 0, start + count, (0,) * (start + count), ())
+        yield ScheduledSequence(seq_id, start, (0,) * count, deltas, 1, new_sequence, num_draft)
 
 
 def _peak_bytes(decoder: Decoder, limits: StepLimits, dtype: torch.dtype, stored: str | None, items: Items) -> int:

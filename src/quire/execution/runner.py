@@ -20,7 +20,15 @@ from quire.memory.ops import MemoryOps
 from quire.models.decoder import Decoder
 from quire.platform.host_probe import num_cores
 from quire.platform.prefault import Prefaulter
-from quire.scheduling.plan import BeamGroup, Candidate, ItemResult, PlanItem, StepPlan, StepResult, TokenLogprobs
+from quire.scheduling.plan import (
+    BeamGroup,
+    Candidate,
+    ItemResult,
+    ScheduledSequence,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 from quire.structured.grammar_cache import GrammarCache
 from quire.structured.mask_filler import GrammarStates
 
@@ -142,10 +150,10 @@ class ModelRunner:
     def _run(self, plan: StepPlan) -> StepResult:
         if plan.ops.copies:
             self._blocks.apply(plan.ops.copies, plan.ops.saves)
-        if plan.closed or any(item.opening is not None for item in plan.items):
+        if plan.finished_ids or any(item.new_sequence is not None for item in plan.items):
             self._embeddings.apply_plan(plan)
         self._builder.apply_plan(plan)
-        items: Sequence[PlanItem] = plan.items if self._draft is None else self._draft.guess(plan.items)
+        items: Sequence[ScheduledSequence] = plan.items if self._draft is None else self._draft.guess(plan.items)
         self._sampler.begin_step(plan._replace(items=tuple(items)))
         batch = self._builder.lay_out(items, self._groups)
         given = self._embeddings.rows(plan.items, batch.row_starts) if self._embeddings.by_sequence else None
@@ -167,7 +175,7 @@ class ModelRunner:
 
     def _sample(
         self,
-        items: Sequence[PlanItem],
+        items: Sequence[ScheduledSequence],
         beams: Sequence[BeamGroup],
         hidden: torch.Tensor,
     ) -> tuple[list[ItemResult], tuple[tuple[Candidate, ...], ...]]:
@@ -192,7 +200,7 @@ class ModelRunner:
         results = iter(drawn)
         return [next(results) if item.num_samples else ItemResult(item.seq_id, ()) for item in items], found
 
-    def _with_prompt(self, result: ItemResult, item: PlanItem, hidden: torch.Tensor) -> ItemResult:
+    def _with_prompt(self, result: ItemResult, item: ScheduledSequence, hidden: torch.Tensor) -> ItemResult:
         """Add the log probabilities of the prompt's tokens, where the request wants them.
 
         The head runs on a few rows at a time: the logits of a whole prompt would be larger than the model.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.memory.capacity.admission import judge, refuse_for_ever
+from quire.memory.capacity.admission import check_admission, never_fits
 from quire.memory.capacity.release import Release, measure_release
 from quire.memory.ops import Tier
 from quire.memory.results import AllocStatus, PrefixHit
@@ -50,7 +50,9 @@ class CapacityQueries:
         if refusal is not None:
             return refusal
         arena, groups = self._tables.arena, self._tables.groups
-        return judge(arena, groups, num_tokens, hit, step_tokens or num_tokens, *self._kept_for_others(reserved))
+        return check_admission(
+            arena, groups, num_tokens, hit, step_tokens or num_tokens, *self._kept_for_others(reserved)
+        )
 
     def can_ever_hold(self, num_tokens: int, *, width: int = 1, num_shared: int = 0) -> bool:
         """Say whether sequences of `num_tokens` tokens could be held at all, by themselves and in the shortest steps.
@@ -63,7 +65,7 @@ class CapacityQueries:
         if width == 1:
             return self._refuse_for_ever(num_tokens) is None
         arena, groups = self._tables.arena, self._tables.groups
-        refusal = refuse_for_ever(arena, groups, num_tokens, self._num_slabs, width=width, num_shared=num_shared)
+        refusal = never_fits(arena, groups, num_tokens, self._num_slabs, width=width, num_shared=num_shared)
         return refusal is None
 
     def blocks_missing(self, seq_id: int, num_tokens: int, step_tokens: int | None = None) -> tuple[int, ...]:
@@ -76,12 +78,12 @@ class CapacityQueries:
         """
         state = self._tables.resident(seq_id)
         missing = []
-        for group, table, num_dead in zip(self._tables.groups, state.tables, state.num_dead, strict=True):
-            if group.spec.carries:
+        for group, table, num_skipped in zip(self._tables.groups, state.tables, state.num_skipped, strict=True):
+            if group.spec.is_recurrent:
                 # A state that somebody else holds too is copied by the next step.
                 missing.append(int(not table or group.pool.ref_counts[table[-1]] > 1))
                 continue
-            more = group.spec.peak_blocks(num_tokens, step_tokens or num_tokens) - (len(table) - num_dead)
+            more = group.spec.peak_blocks(num_tokens, step_tokens or num_tokens) - (len(table) - num_skipped)
             missing.append(max(0, min(more, group.spec.num_blocks(num_tokens) - len(table))))
         return tuple(missing)
 
@@ -91,7 +93,7 @@ class CapacityQueries:
         Raises:
             ValueError: see `swap_out`.
         """
-        return swap.judge_swap_out(self._tables, self._tables.family(seq_ids, Tier.DEVICE))
+        return swap.check_swap_out(self._tables, self._tables.siblings(seq_ids, Tier.DEVICE))
 
     def can_swap_in(
         self,
@@ -112,9 +114,9 @@ class CapacityQueries:
         Raises:
             ValueError: see `swap_in`.
         """
-        states = self._tables.family(seq_ids, Tier.HOST)
+        states = self._tables.siblings(seq_ids, Tier.HOST)
         kept = self._kept_for_others(reserved)
-        return swap.judge_swap_in(self._tables, states, num_tokens, step_tokens, *kept, self._num_slabs)
+        return swap.check_swap_in(self._tables, states, num_tokens, step_tokens, *kept, self._num_slabs)
 
     def swap_size(self, seq_ids: Sequence[int]) -> SwapSize:
         """Return what would be copied to swap a family, out or in, as things are now.
@@ -123,7 +125,7 @@ class CapacityQueries:
             ValueError: see `swap_out` and `swap_in`.
         """
         tier = Tier.HOST if any(self._tables.sequences[seq_id].is_swapped for seq_id in seq_ids) else Tier.DEVICE
-        return swap.measure_swap(self._tables, self._tables.family(seq_ids, tier), tier)
+        return swap.measure_swap(self._tables, self._tables.siblings(seq_ids, tier), tier)
 
     def would_release(self, seq_ids: Sequence[int]) -> Release:
         """Say what live sequences hold for themselves, and what would be lost if they were released."""
@@ -132,7 +134,7 @@ class CapacityQueries:
     def _refuse_for_ever(self, num_tokens: int) -> AllocStatus | None:
         if num_tokens <= self._known_to_fit:
             return None
-        refusal = refuse_for_ever(self._tables.arena, self._tables.groups, num_tokens, self._num_slabs)
+        refusal = never_fits(self._tables.arena, self._tables.groups, num_tokens, self._num_slabs)
         if refusal is None:
             self._known_to_fit = num_tokens
         return refusal

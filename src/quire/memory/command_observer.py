@@ -9,7 +9,7 @@ from quire.memory.ops import FetchedBlock, MemoryOps, TableDelta
 from quire.memory.prefix.radix_node import NodePosition
 from quire.memory.prefix.token_chain import TokenChain
 from quire.memory.results import PrefixHit
-from quire.memory.sequence_blocks import SequenceMemory
+from quire.memory.sequence_blocks import SequenceBlocks
 
 
 class CommandObserver(Protocol):
@@ -30,11 +30,11 @@ class CommandObserver(Protocol):
 
     def truncated(self, seq_id: int, num_tokens: int) -> None: ...
 
-    def published(self, seq_id: int, state: SequenceMemory, num_before: int) -> None:
+    def published(self, seq_id: int, state: SequenceBlocks, num_before: int) -> None:
         """The sequence had `num_before` published blocks before, and has `state.num_published` now."""
         ...
 
-    def freed(self, seq_id: int, state: SequenceMemory, *, retain: bool, tail: NodePosition | None) -> None:
+    def freed(self, seq_id: int, state: SequenceBlocks, *, retain: bool, tail: NodePosition | None) -> None:
         """`tail` is where the tokens of the last, partly filled block are published; None where they are not."""
         ...
 

@@ -17,7 +17,7 @@ from quire.memory.prefix.published import PublishedBlocks
 from quire.memory.prefix.radix_node import RadixNode
 from quire.memory.prefix.radix_tree import RadixTree
 from quire.memory.prefix.token_chain import TOKEN_BYTES, block_digest
-from quire.memory.sequence_blocks import SequenceMemory
+from quire.memory.sequence_blocks import SequenceBlocks
 
 
 def check(manager: KVCacheManager) -> None:
@@ -47,7 +47,7 @@ def _check_tier(manager: KVCacheManager, tier: Tier) -> None:
         holders = Counter(
             block_id
             for state in manager.sequences.values()
-            for block_id in state.tables_on(tier)[idx][state.num_dead[idx] :]
+            for block_id in state.tables_on(tier)[idx][state.num_skipped[idx] :]
         )
         if on_device:
             holders += manager.pins.counts(idx)
@@ -74,15 +74,15 @@ def snapshot(manager: KVCacheManager) -> tuple[object, ...]:
             (tuple(state.chain.tokens), state.chain.media),
             tuple(map(tuple, state.tables)),
             None if state.host_tables is None else tuple(map(tuple, state.host_tables)),
-            tuple(state.num_dead),
+            tuple(state.num_skipped),
             state.num_slots,
             state.num_computed,
             state.num_published,
             state.is_publishing,
-            state.next_event,
-            state.stops,
+            state.next_publish_at,
+            state.snapshot_points,
             state.checkpoint and (state.checkpoint.num_tokens, tuple(sorted(state.checkpoint.block_ids.items()))),
-            state.has_exclusive_tail,
+            state.tail_is_private,
             tuple(state.dirty_from),
         )
         for seq_id, state in sorted(manager.sequences.items())
@@ -101,7 +101,7 @@ def snapshot(manager: KVCacheManager) -> tuple[object, ...]:
             tuple(arena.free_slabs),
             tuple(tuple(sorted(loan.slabs())) for loan in arena.loans),
             tuple(
-                (tuple(loan.used.items()), tuple(tuple(queue.items()) for queue in loan.resting))
+                (tuple(loan.used.items()), tuple(tuple(queue.items()) for queue in loan.idle_slabs))
                 for loan in arena.loans
             ),
             tuple(arena.retention.hints()),
@@ -128,13 +128,14 @@ def _check_slabs(arena: Arena) -> None:
         raise InvariantViolation("M1", f"free and lent slabs are {slabs}, not {arena.layout.num_slabs} of them")
     for loan in arena.loans:
         at_rest = [
-            set(arena.layout.slabs_of(loan.group_idx, queue) if loan.is_whole else queue) for queue in loan.resting
+            set(arena.layout.slabs_of(loan.group_idx, queue) if loan.one_block_per_slab else queue)
+            for queue in loan.idle_slabs
         ]
         expected: list[set[int]] = [set() for _ in RetentionPriority]
         for slab in loan.slabs():
             blocks = arena.layout.blocks_of(loan.group_idx, slab)
             num_used = sum(loan.pool.ref_counts[block_id] > 0 for block_id in blocks)
-            if not loan.is_whole and loan.used[slab] != num_used:
+            if not loan.one_block_per_slab and loan.used[slab] != num_used:
                 raise InvariantViolation("M1", f"slab {slab} counts {loan.used[slab]} used blocks, and has {num_used}")
             priorities = [
                 priority
@@ -273,40 +274,40 @@ def _is_media(entries: bytes, block_size: int) -> bool:
     return all(span.start < block_size and 0 < span.end <= block_size and span.num_tokens > 0 for span in spans)
 
 
-def _check_table(group: CacheGroup, seq_id: int, state: SequenceMemory, group_idx: int, table: list[int]) -> None:
+def _check_table(group: CacheGroup, seq_id: int, state: SequenceBlocks, group_idx: int, table: list[int]) -> None:
     """M3: what is written next is private. M5: only the dead are null entries. M6: lengths agree."""
     pool, size, computed = group.pool, group.spec.block_size, state.num_computed
-    num_dead = state.num_dead[group_idx]
+    num_skipped = state.num_skipped[group_idx]
     if len(table) != group.spec.num_blocks(state.num_slots):
         raise InvariantViolation("M6", f"sequence {seq_id}: {len(table)} blocks for {state.num_slots} slots")
     if not 0 <= computed <= state.num_slots:
         raise InvariantViolation("M6", f"sequence {seq_id}: {computed} of {state.num_slots} slots computed")
-    if num_dead != group.num_dead(state.num_slots if group.spec.carries else computed):
-        raise InvariantViolation("M5", f"sequence {seq_id}: {num_dead} blocks dead at {computed} tokens")
+    if num_skipped != group.num_skipped(state.num_slots if group.spec.is_recurrent else computed):
+        raise InvariantViolation("M5", f"sequence {seq_id}: {num_skipped} blocks dead at {computed} tokens")
     for i, block_id in enumerate(table):
-        if (block_id == NULL_BLOCK) != (i < num_dead):
-            raise InvariantViolation("M5", f"sequence {seq_id}: entry {i} is {block_id}, {num_dead} blocks are dead")
+        if (block_id == NULL_BLOCK) != (i < num_skipped):
+            raise InvariantViolation("M5", f"sequence {seq_id}: entry {i} is {block_id}, {num_skipped} blocks are dead")
     if computed < state.num_slots:
-        for block_id in table[max(computed // size, num_dead) :]:
+        for block_id in table[max(computed // size, num_skipped) :]:
             if pool.ref_counts[block_id] > 1 or block_id in pool.index:
                 raise InvariantViolation("M3", f"sequence {seq_id} will write shared or published block {block_id}")
 
 
 def _check_places(
-    group: CacheGroup, seq_id: int, state: SequenceMemory, group_idx: int, table: Sequence[int], *, all_published: bool
+    group: CacheGroup, seq_id: int, state: SequenceBlocks, group_idx: int, table: Sequence[int], *, all_published: bool
 ) -> None:
     """M5: live blocks hold the sequence's tokens.
 
     A state need not be published; one that is sums up whole blocks, and no more tokens than are computed.
     """
-    size, carries = group.spec.block_size, group.spec.carries
+    size, is_recurrent = group.spec.block_size, group.spec.is_recurrent
     chain, index = state.chain, group.pool.index
     chain.know(state.num_published)
     # Looked for anew: what the chain has found before may be wrong.
     found = index.published(chain.fresh(), 0, state.num_published)
-    for i in range(state.num_dead[group_idx], len(table) if carries else state.num_published):
+    for i in range(state.num_skipped[group_idx], len(table) if is_recurrent else state.num_published):
         if table[i] not in index:
-            is_wrong = all_published and not carries
+            is_wrong = all_published and not is_recurrent
         else:
             is_full = (i + 1) * size <= state.num_computed
             is_wrong = not (is_full and i < state.num_published and found[i] == table[i])

@@ -31,15 +31,15 @@ from quire.memory.prefix.prompt_embeddings import MediaSpan
 from quire.memory.prefix.radix_tree import RadixTree
 from quire.memory.prefix.token_chain import Namespace, TokenChain, root_of
 from quire.memory.results import HitEnd, PrefixHit
-from quire.memory.sequence_blocks import SequenceMemory
-from quire.memory.specs import IMMORTAL, KVCacheSpec
+from quire.memory.sequence_blocks import SequenceBlocks
+from quire.memory.specs import NEVER_FREED, KVCacheSpec
 from quire.memory.tables import append
-from quire.memory.tables.publish import bury, keep_for_next_turn, next_event, publish_blocks
+from quire.memory.tables.publish import free_out_of_window, keep_for_next_turn, next_publish_at, publish_blocks
 from quire.memory.tables.rollback import Rollback
 from quire.memory.tables.snapshots import Snapshots
 from quire.memory.tables.tables import BlockTables
 from quire.memory.tiers import lost_copies, swap
-from quire.memory.tiers.disk_tier import Archive
+from quire.memory.tiers.disk_tier import DiskTier
 from quire.memory.tiers.lost_copies import Holders
 from quire.memory.usage import Usage, measure
 
@@ -96,7 +96,7 @@ class KVCacheManager:
         policy = EVICTION_POLICIES[eviction]
         num_slots = len(specs) * (2 if host_bytes else 1)
         # All groups of tokens publish the same blocks: one of them notes what comes after a block.
-        child_index_pool = next((idx for idx, spec in enumerate(specs) if not spec.carries), None)
+        child_index_pool = next((idx for idx, spec in enumerate(specs) if not spec.is_recurrent), None)
         self.tree = RadixTree(self.block_size, num_slots, child_index_pool)
         self.arena = build_arena(block_bytes, num_blocks, num_bytes, policy, self.tree, retention_limit=retention_limit)
         self.tree.max_tombstones = max(pool.index.num_ids for pool in self.arena.pools) - 1
@@ -104,15 +104,15 @@ class KVCacheManager:
         self.groups = tuple(CacheGroup(spec, pool) for spec, pool in zip(specs, self.arena.pools, strict=True))
         self.host = HostTier(self.arena, self.groups, host_bytes, policy, self.tree) if host_bytes else None
         self.tables = BlockTables(self.arena, self.groups, self.pins, self.host)
-        self.archive = Archive(self.tables) if has_disk else None
+        self.archive = DiskTier(self.tables) if has_disk else None
         self._snapshots = Snapshots.of(self.groups, snapshot_interval)
         self.watermark = watermark
         self.enable_prefix_caching = enable_prefix_caching
         self.sequences = self.tables.sequences
         self._key = key
-        self._mortal = tuple(idx for idx, spec in enumerate(specs) if spec.death(0) < IMMORTAL)
+        self.windowed_groups = tuple(idx for idx, spec in enumerate(specs) if spec.freed_after(0) < NEVER_FREED)
         self.capacity = CapacityQueries(self.tables, watermark, self.arena.layout.num_slabs - pin_limit)
-        self.rollback = Rollback(self.tables, self._mortal)
+        self.rollback = Rollback(self.tables, self.windowed_groups)
         self._num_merges = 0
 
     # ---- questions ----
@@ -131,7 +131,7 @@ class KVCacheManager:
         if not self.enable_prefix_caching:
             return PrefixHit(0, ((),) * len(self.groups), HitEnd.LIMIT, None, self.tables.version)
         host_groups = self.host.groups if self.host is not None else ()
-        keeps_all = not (self._mortal or self.tables.carried)
+        keeps_all = not (self.windowed_groups or self.tables.recurrent_groups)
         return find_hit(self.groups, chain, max_tokens, self.tables.version, host_groups, keeps_all=keeps_all)
 
     def step_limit(self, seq_id: int, num_tokens: int) -> int:
@@ -144,9 +144,9 @@ class KVCacheManager:
             num_tokens: tokens behind those that have slots.
         """
         state = self.sequences[seq_id]
-        if not self.tables.carried or not state.is_publishing:
+        if not self.tables.recurrent_groups or not state.is_publishing:
             return num_tokens
-        return min(num_tokens, self._snapshots.next_after(state.num_slots, state.stops) - state.num_slots)
+        return min(num_tokens, self._snapshots.next_after(state.num_slots, state.snapshot_points) - state.num_slots)
 
     def block_table(self, seq_id: int, group_idx: int = 0) -> tuple[int, ...]:
         """Return a live sequence's block ids in one cache group."""
@@ -176,16 +176,16 @@ class KVCacheManager:
         if hit.loads:
             swap.require_room(self.tables, count_woken(self.groups, hit), count_loads(self.groups, hit))
         self.tables.version += 1
-        state = SequenceMemory(chain, len(self.groups), is_publishing=self.enable_prefix_caching)
+        state = SequenceBlocks(chain, len(self.groups), is_publishing=self.enable_prefix_caching)
         self.tables.share(state, hit)
         state.num_published = hit.num_tokens // self.block_size
-        state.next_event = next_event(self.groups, self._mortal, state)
-        state.stops = self._snapshots.stops_of(chain, hit, self.block_size)
+        state.next_publish_at = next_publish_at(self.groups, self.windowed_groups, state)
+        state.snapshot_points = self._snapshots.snapshot_points_of(chain, hit, self.block_size)
         state.kept_places = ((len(chain.tokens) - 1) // self.block_size, hit.parted_at // self.block_size)
         state.opened_on = hit.num_tokens
         self.sequences[seq_id] = state
         if hit.loads:
-            swap.promote(self.tables, state, hit.loads)
+            swap.load_hit(self.tables, state, hit.loads)
         if self.tables.observer is not None:
             self.tables.observer.allocated(seq_id, chain, hit)
 
@@ -240,8 +240,8 @@ class KVCacheManager:
         child = parent.fork(parent.chain.fork(child_tokens))
         # The parent's chain may be encoded past its computed tokens; the child's tokens part from there.
         child.chain.truncate(parent.num_computed)
-        for group, table, num_dead in zip(self.groups, parent.tables, parent.num_dead, strict=True):
-            group.pool.retain(table[num_dead:])
+        for group, table, num_skipped in zip(self.groups, parent.tables, parent.num_skipped, strict=True):
+            group.pool.retain(table[num_skipped:])
         self.sequences[child_id] = child
         if self.tables.observer is not None:
             self.tables.observer.forked(parent_id, child_id, child.num_slots)
@@ -276,19 +276,19 @@ class KVCacheManager:
             most = min(state.num_slots, len(state.chain.tokens))
             raise ValueError(f"num_computed {num_computed} is not in [{state.num_computed}, {most}]")
         if state.checkpoint is not None:
-            self.tables.keep_what_looked_ahead(state, num_computed)
+            self.tables.commit_lookahead(state, num_computed)
         num_before = state.num_published
         state.num_computed = num_computed
-        if num_computed >= state.next_event:
+        if num_computed >= state.next_publish_at:
             self.tables.resident(seq_id)
             self.tables.version += 1
             if state.is_publishing:
                 self._num_merges += publish_blocks(self.groups, state, num_computed // self.block_size)
-            if self.tables.carried and state.is_publishing and self._snapshots.is_due(state):
+            if self.tables.recurrent_groups and state.is_publishing and self._snapshots.is_due(state):
                 self._num_merges += self._snapshots.publish(self.groups, state)
-            for idx in self._mortal:
-                bury(self.groups[idx], state, idx)
-            state.next_event = next_event(self.groups, self._mortal, state)
+            for idx in self.windowed_groups:
+                free_out_of_window(self.groups[idx], state, idx)
+            state.next_publish_at = next_publish_at(self.groups, self.windowed_groups, state)
         if self.tables.observer is not None:
             self.tables.observer.published(seq_id, state, num_before)
 
@@ -308,7 +308,7 @@ class KVCacheManager:
         tail = None
         if not state.is_swapped:
             tail = publish_tail(self.groups, state)
-            for idx in self._mortal:
+            for idx in self.windowed_groups:
                 keep_for_next_turn(self.groups[idx], state)
         if retain:
             self.arena.evict_last(state.tables)
@@ -339,7 +339,7 @@ class KVCacheManager:
         Raises:
             ValueError: one is not swapped out or is named twice, or the device has no room for them.
         """
-        swap.swap_in(self.tables, seq_ids, self._mortal)
+        swap.swap_in(self.tables, seq_ids, self.windowed_groups)
 
     def reset_prefix_cache(self) -> None:
         """Make nothing that is published now be hit again, whoever runs; idle blocks are free at once.

@@ -8,7 +8,7 @@ from quire.memory.ops import BlockCopy, TableDelta, Tier
 from quire.memory.prefix.token_chain import TokenChain
 
 
-class Checkpoint(NamedTuple):
+class StateBackup(NamedTuple):
     """States that are held so that a sequence can go back to them.
 
     Args:
@@ -20,7 +20,7 @@ class Checkpoint(NamedTuple):
     block_ids: dict[int, int]
 
 
-class SequenceMemory:
+class SequenceBlocks:
     """What the manager keeps of one live sequence.
 
     Args:
@@ -55,38 +55,38 @@ class SequenceMemory:
         "chain",
         "checkpoint",
         "dirty_from",
-        "has_exclusive_tail",
         "host_tables",
         "is_dirty",
         "is_publishing",
         "kept_places",
-        "next_event",
+        "next_publish_at",
         "num_computed",
-        "num_dead",
         "num_published",
+        "num_skipped",
         "num_slots",
         "opened_on",
         "regular_snapshot",
-        "stops",
+        "snapshot_points",
         "tables",
+        "tail_is_private",
     )
 
     def __init__(self, chain: TokenChain, num_groups: int, *, is_publishing: bool) -> None:
         self.chain = chain
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]
         self.host_tables: list[list[int]] | None = None
-        self.num_dead = [0] * num_groups
+        self.num_skipped = [0] * num_groups
         self.num_slots = 0
         self.num_computed = 0
         self.num_published = 0
         self.is_publishing = is_publishing
-        self.next_event = 0
-        self.stops: tuple[int, ...] = ()
+        self.next_publish_at = 0
+        self.snapshot_points: tuple[int, ...] = ()
         self.kept_places: tuple[int, ...] = ()
         self.opened_on = 0
         self.regular_snapshot = 0
-        self.checkpoint: Checkpoint | None = None
-        self.has_exclusive_tail = True
+        self.checkpoint: StateBackup | None = None
+        self.tail_is_private = True
         self.dirty_from = [0] * num_groups
         self.is_dirty = True
 
@@ -129,18 +129,18 @@ class SequenceMemory:
         self.is_dirty = False
         return tuple(deltas)
 
-    def fork(self, chain: TokenChain) -> SequenceMemory:
+    def fork(self, chain: TokenChain) -> SequenceBlocks:
         """Return what memory keeps of a child that has all that this sequence has; holders are not counted here."""
-        child = SequenceMemory(chain, len(self.tables), is_publishing=self.is_publishing)
+        child = SequenceBlocks(chain, len(self.tables), is_publishing=self.is_publishing)
         child.tables = [table.copy() for table in self.tables]
-        child.num_dead = self.num_dead.copy()
+        child.num_skipped = self.num_skipped.copy()
         child.num_slots = self.num_slots
         child.num_computed = self.num_computed
         child.num_published = self.num_published
-        child.next_event = self.next_event
-        child.stops = self.stops
+        child.next_publish_at = self.next_publish_at
+        child.snapshot_points = self.snapshot_points
         child.kept_places = self.kept_places
         child.opened_on = self.opened_on
         child.regular_snapshot = self.regular_snapshot
-        self.has_exclusive_tail = child.has_exclusive_tail = False
+        self.tail_is_private = child.tail_is_private = False
         return child

@@ -23,7 +23,7 @@ import sys
 from dataclasses import dataclass
 from typing import Protocol
 
-IMMORTAL = sys.maxsize
+NEVER_FREED = sys.maxsize
 
 
 class PublishedRun(Protocol):
@@ -59,8 +59,8 @@ class KVCacheSpec(Protocol):
         """Return the first token that is still read when `num_tokens` tokens are computed; never falls."""
         ...
 
-    def death(self, block_idx: int) -> int:
-        """Return how many tokens must be computed for a block to be dead; `IMMORTAL` when none suffice."""
+    def freed_after(self, block_idx: int) -> int:
+        """Return how many tokens must be computed for a block to be dead; `NEVER_FREED` when none suffice."""
         ...
 
     @property
@@ -77,7 +77,7 @@ class KVCacheSpec(Protocol):
         ...
 
     @property
-    def carries(self) -> bool:
+    def is_recurrent(self) -> bool:
         """True for a state: the last block is all there is, every step writes it, and growth takes it along."""
         ...
 
@@ -120,9 +120,9 @@ class FullAttention:
         """Return 1: each block is like the one before."""
         return 1
 
-    def death(self, block_idx: int) -> int:  # noqa: ARG002
-        """Return `IMMORTAL`."""
-        return IMMORTAL
+    def freed_after(self, block_idx: int) -> int:  # noqa: ARG002
+        """Return `NEVER_FREED`."""
+        return NEVER_FREED
 
     def peak_blocks(self, num_tokens: int, step_tokens: int) -> int:  # noqa: ARG002
         """Return the blocks of all tokens."""
@@ -133,7 +133,7 @@ class FullAttention:
         return published.leading(limit)
 
     @property
-    def carries(self) -> bool:
+    def is_recurrent(self) -> bool:
         """Return False: tokens stay where they are."""
         return False
 
@@ -173,7 +173,7 @@ class SlidingWindow:
         """Return 1: a block later, the window lies one block further."""
         return 1
 
-    def death(self, block_idx: int) -> int:
+    def freed_after(self, block_idx: int) -> int:
         """Return the length at which the next query's window lies right of the block."""
         return (block_idx + 1) * self.block_size + self.window - 1
 
@@ -191,7 +191,7 @@ class SlidingWindow:
         return _longest_live_hit(self, published, limit)
 
     @property
-    def carries(self) -> bool:
+    def is_recurrent(self) -> bool:
         """Return False: tokens stay where they are."""
         return False
 
@@ -231,7 +231,7 @@ class ChunkedLocal:
         """Return the blocks up to the next chunk that starts with a block."""
         return math.lcm(self.chunk, self.block_size) // self.block_size
 
-    def death(self, block_idx: int) -> int:
+    def freed_after(self, block_idx: int) -> int:
         """Return the first start of a chunk that lies right of the block."""
         return -(-(block_idx + 1) * self.block_size // self.chunk) * self.chunk
 
@@ -253,7 +253,7 @@ class ChunkedLocal:
         return _longest_live_hit(self, published, limit)
 
     @property
-    def carries(self) -> bool:
+    def is_recurrent(self) -> bool:
         """Return False: tokens stay where they are."""
         return False
 
@@ -290,9 +290,9 @@ class RecurrentState:
         """Return 1: there is always one block."""
         return 1
 
-    def death(self, block_idx: int) -> int:  # noqa: ARG002
-        """Return `IMMORTAL`: a state does not die as tokens are computed, it moves on."""
-        return IMMORTAL
+    def freed_after(self, block_idx: int) -> int:  # noqa: ARG002
+        """Return `NEVER_FREED`: a state does not die as tokens are computed, it moves on."""
+        return NEVER_FREED
 
     def peak_blocks(self, num_tokens: int, step_tokens: int) -> int:  # noqa: ARG002
         """Return 1 where there are tokens: where a snapshot would need a second block, memory can do without it."""
@@ -303,7 +303,7 @@ class RecurrentState:
         return _longest_live_hit(self, published, limit)
 
     @property
-    def carries(self) -> bool:
+    def is_recurrent(self) -> bool:
         """Return True."""
         return True
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from quire.memory.groups.host_tier import HostTier
 from quire.memory.pool.arena import Arena
-from quire.memory.sequence_blocks import SequenceMemory
+from quire.memory.sequence_blocks import SequenceBlocks
 from quire.memory.tables.tables import BlockTables
 
 
@@ -149,11 +149,11 @@ def measure(tables: BlockTables, num_merges: int) -> Usage:
     )
 
 
-def _count_held(tables: BlockTables, on_device: Sequence[SequenceMemory], group_idx: int) -> int:
+def _count_held(tables: BlockTables, on_device: Sequence[SequenceBlocks], group_idx: int) -> int:
     """Return the blocks of a group that holders have, one that two of them hold counted twice."""
     num_held = sum(1 for _ in tables.pins.blocks(group_idx))
     for state in on_device:
-        num_held += len(state.tables[group_idx]) - state.num_dead[group_idx]
+        num_held += len(state.tables[group_idx]) - state.num_skipped[group_idx]
         num_held += state.checkpoint is not None and group_idx in state.checkpoint.block_ids
     return num_held
 

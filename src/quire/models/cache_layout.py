@@ -21,7 +21,7 @@ def cache_specs(spec: ModelSpec, block_size: int, cache_dtype: CacheDtype, input
         UnsupportedModel: no layer keeps tokens, so the KV cache would have no blocks to size it by.
     """
     specs = tuple(_cache_spec(group, block_size, cache_dtype, input_bytes) for group in spec.cache_groups)
-    if all(each.carries for each in specs):
+    if all(each.is_recurrent for each in specs):
         raise UnsupportedModel(
             "config.json: layer_types has no attention, so the KV cache has no blocks of tokens", field="layer_types"
         )

@@ -18,7 +18,7 @@ from typing import Final
 
 from torch import Tensor
 
-from quire.scheduling.plan import PlanItem
+from quire.scheduling.plan import ScheduledSequence
 
 LEAST_AHEAD: Final = 64 << 20
 MOST_AHEAD: Final = 1 << 30
@@ -59,7 +59,7 @@ class Prefaulter:
         """Bytes from the first on whose pages were asked for."""
         return self._range.ready
 
-    def begin(self, items: Iterable[PlanItem]) -> None:
+    def begin(self, items: Iterable[ScheduledSequence]) -> None:
         """Say that a step begins, and which blocks come into use."""
         used = self._range.used
         for item in items:

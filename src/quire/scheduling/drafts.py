@@ -11,7 +11,7 @@ from quire.scheduling.stats import SchedulerStats
 from quire.sequences.sequence import Sequence
 
 
-class Drafts:
+class DraftSlots:
     """Gets slots for drafts, and takes back those of the wrong ones.
 
     Args:
@@ -47,7 +47,7 @@ class Drafts:
         # A forked sequence copies the state that it shares.
         self._later_states = _sums_behind([len(sequence.request.sequences) > 1 for sequence in running])
 
-    def look_ahead(self, sequence: Sequence, position: int, spare: int) -> bool:
+    def reserve(self, sequence: Sequence, position: int, spare: int) -> bool:
         """Get slots for a sequence's next token and for drafts behind it; False, and no slots, where there are none.
 
         Nobody loses memory for the sake of drafts, and none are verified that the sequence could not use.
@@ -66,7 +66,7 @@ class Drafts:
             return False
         limit = memory.step_limit(sequence.seq_id, 1 + limit) - 1
         draft = tuple(drafter.propose(sequence, limit)) if limit > 0 else ()
-        if not draft or not memory.arena.can_hold(self._blocks_needed(len(draft), position)):
+        if not draft or not memory.arena.fits(self._blocks_needed(len(draft), position)):
             return False
         if not memory.append_slots((sequence.seq_id,), 1, lookahead=len(draft)):
             return False
@@ -78,7 +78,7 @@ class Drafts:
         # A copy of the last block, and the blocks that the drafts fill; of a state a copy.
         num_blocks = self._later_blocks[position] + 2 + num_drafted // self._memory.block_size
         num_states = self._later_states[position] + 1
-        return [num_states if group.carries else num_blocks for group in self._memory.groups]
+        return [num_states if group.is_recurrent else num_blocks for group in self._memory.groups]
 
     def keep(self, sequence: Sequence, num_tokens: int) -> None:
         """Keep of what was computed for drafts what turned out right; states that went further begin again.

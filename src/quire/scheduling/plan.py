@@ -21,8 +21,8 @@ __all__ = [
     "Candidate",
     "ItemResult",
     "MemoryOps",
-    "Opening",
-    "PlanItem",
+    "NewSequence",
+    "ScheduledSequence",
     "StepPlan",
     "StepResult",
     "TableDelta",
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 
-class Opening(NamedTuple):
+class NewSequence(NamedTuple):
     """What the data plane must know of a sequence that it has not seen, or has closed.
 
     Args:
@@ -56,7 +56,7 @@ class Opening(NamedTuple):
     dry_breakers: tuple[int, ...] = ()
 
 
-class PlanItem(NamedTuple):
+class ScheduledSequence(NamedTuple):
     """One sequence's share of a step.
 
     ```
@@ -68,7 +68,7 @@ class PlanItem(NamedTuple):
         start: tokens whose KV is stored already; the position of `token_ids[0]`.
         token_ids: the tokens to compute in this step, at positions `start, start + 1, ...`; never empty.
         table_deltas: changes of the block tables since the last plan that named the sequence; from block 0
-            when `opening` is given. After them the tables hold slots for `start + len(token_ids)` tokens at least.
+            when `new_sequence` is given. After them the tables hold slots for `start + len(token_ids)` tokens at least.
         num_samples: tokens to draw from the logits of the last token; 0 in a prefill chunk that is not the last.
             Draw `i` uses `sample_idx + i`.
         opening: given when the data plane does not know the sequence (new, forked or resumed).
@@ -82,7 +82,7 @@ class PlanItem(NamedTuple):
     token_ids: Sequence[int]
     table_deltas: tuple[TableDelta, ...]
     num_samples: int
-    opening: Opening | None
+    new_sequence: NewSequence | None
     num_draft: int = 0
 
 
@@ -112,9 +112,9 @@ class StepPlan(NamedTuple):
     """
 
     tick: int
-    items: tuple[PlanItem, ...]
+    items: tuple[ScheduledSequence, ...]
     ops: MemoryOps
-    closed: tuple[int, ...]
+    finished_ids: tuple[int, ...]
     beams: tuple[BeamGroup, ...] = ()
 
 

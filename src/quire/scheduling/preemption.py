@@ -21,7 +21,7 @@ from quire.memory.results import Verdict
 from quire.scheduling.beam_groups import lockstep_group
 from quire.scheduling.policies import PREEMPTION_POLICIES
 from quire.scheduling.queues import Queues
-from quire.scheduling.registry import Roster
+from quire.scheduling.registry import SequenceRegistry
 from quire.scheduling.stats import SchedulerStats
 from quire.sequences.sequence import Sequence
 from quire.sequences.status import SequenceStatus
@@ -83,7 +83,7 @@ class Preemption:
         self,
         memory: KVCacheManager,
         queues: Queues,
-        roster: Roster,
+        registry: SequenceRegistry,
         stats: SchedulerStats,
         *,
         policy: str,
@@ -92,7 +92,7 @@ class Preemption:
         self.rates = TransferRates()
         self._memory = memory
         self._queues = queues
-        self._roster = roster
+        self._registry = registry
         self._stats = stats
         self._choose = PREEMPTION_POLICIES[policy]
         self._mode = mode if memory.usage().host else "recompute"
@@ -126,7 +126,7 @@ class Preemption:
             is_sound: see `KVCacheManager.free`.
         """
         if sequence.is_beam:
-            self._roster.restart(sequence.request)
+            self._registry.restart(sequence.request)
             return
         self._memory.free(sequence.seq_id, retain=sequence.request.retain_cache, is_sound=is_sound)
         self._queues.close(sequence)
@@ -144,7 +144,7 @@ class Preemption:
         """
         lost = self._memory.holders_of(ops)
         for seq_id in lost.seq_ids:
-            sequence = self._roster.sequences.get(seq_id)
+            sequence = self._registry.sequences.get(seq_id)
             if sequence is not None:  # else it went with another beam of its search
                 self._stats.num_preemptions += 1
                 self._stats.wasted_tokens += _num_computed(sequence)

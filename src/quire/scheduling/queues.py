@@ -23,13 +23,13 @@ class Queues:
     Invariants: S1 (one queue), S5 (legal changes), S6 (each queue in order).
     """
 
-    __slots__ = ("_by_status", "closed", "running", "swapped", "waiting")
+    __slots__ = ("_by_status", "finished_ids", "running", "swapped", "waiting")
 
     def __init__(self) -> None:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.swapped: list[Sequence] = []
-        self.closed: list[int] = []
+        self.finished_ids: list[int] = []
         self._by_status = {
             SequenceStatus.WAITING: self.waiting,
             SequenceStatus.RUNNING: self.running,
@@ -56,7 +56,7 @@ class Queues:
         """Have the data plane forget a sequence, if it knows it."""
         if sequence.is_open:
             sequence.is_open = False
-            self.closed.append(sequence.seq_id)
+            self.finished_ids.append(sequence.seq_id)
 
     def first_out(self) -> Sequence | None:
         """Return the first in order of those that do not run; a family that is swapped out comes as one."""

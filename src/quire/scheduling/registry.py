@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.decoding.strategies import strategy_of, usual_edit
+from quire.decoding.strategies import default_edit_of, strategy_of
 from quire.memory.manager import KVCacheManager
 from quire.scheduling.policies import Order
 from quire.scheduling.queues import Queues
@@ -14,7 +14,7 @@ from quire.sequences.status import FinishReason, SequenceStatus
 _WITHOUT_TAIL = frozenset({FinishReason.ERROR, FinishReason.DROPPED})
 
 
-class Roster:
+class SequenceRegistry:
     """Opens sequences and ends them.
 
     Args:
@@ -89,8 +89,8 @@ class Roster:
             chain = self._memory.fork(parent.seq_id, seq_id, tokens)
         key = (*request.place, sample_idx)
         strategy = strategy_of(request)
-        usual = usual_edit(strategy, sample_idx)
-        sequence = Sequence(seq_id, request, sample_idx, tokens, chain, key, strategy, usual)
+        default_edit = default_edit_of(strategy, sample_idx)
+        sequence = Sequence(seq_id, request, sample_idx, tokens, chain, key, strategy, default_edit)
         # A beam takes the place of one that was given up.
         request.sequences[sample_idx : sample_idx + 1] = [sequence]
         self.sequences[seq_id] = sequence

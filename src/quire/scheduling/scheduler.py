@@ -22,19 +22,19 @@ from quire.memory.manager import KVCacheManager
 from quire.memory.ops import NO_OPS
 from quire.scheduling.admission import Admission, check_can_ever_fit
 from quire.scheduling.beam_groups import append_to_group, beam_groups_of, lockstep_groups
-from quire.scheduling.drafts import Drafts
-from quire.scheduling.plan import BeamGroup, Candidate, ItemResult, Opening, PlanItem, StepPlan
+from quire.scheduling.drafts import DraftSlots
+from quire.scheduling.plan import BeamGroup, Candidate, ItemResult, NewSequence, ScheduledSequence, StepPlan
 from quire.scheduling.policies import Order
 from quire.scheduling.preemption import Preemption
 from quire.scheduling.queues import Queues
-from quire.scheduling.registry import Roster
+from quire.scheduling.registry import SequenceRegistry
 from quire.scheduling.stats import SchedulerStats
 from quire.sequences.edits import Append, BeamEdit, Drop, Edit, Fail, Finish, Fork, Truncate
 from quire.sequences.sequence import Request, Sequence
 from quire.sequences.status import FinishReason
 
 # The place of the item in the step, the sequence, what happened to it, and the tokens that it had then.
-News = tuple[int, Sequence, Append | Finish | Fail, int]
+SequenceEvent = tuple[int, Sequence, Append | Finish | Fail, int]
 
 
 class Scheduler:
@@ -78,15 +78,15 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.chunk_tokens: int | None = None
         self.stats = SchedulerStats()
-        self.drafts = Drafts(memory, drafter, self.stats)
+        self.drafts = DraftSlots(memory, drafter, self.stats)
         self._queues = Queues()
         order = Order(policy, priority_aging)
-        self._roster = Roster(memory, self._queues, order)
+        self._registry = SequenceRegistry(memory, self._queues, order)
         # The queues and the lists themselves, not copies.
         self.waiting, self.running, self.swapped = self._queues.waiting, self._queues.running, self._queues.swapped
-        self.requests, self.sequences = self._roster.requests, self._roster.sequences
+        self.requests, self.sequences = self._registry.requests, self._registry.sequences
         self.preemption = Preemption(
-            memory, self._queues, self._roster, self.stats, policy=preemption_policy, mode=preemption_mode
+            memory, self._queues, self._registry, self.stats, policy=preemption_policy, mode=preemption_mode
         )
         self._admission = Admission(
             memory,
@@ -117,7 +117,7 @@ class Scheduler:
             name = "n" if request.params.beam_width is None else "beam_width"
             raise InvalidParameter(name, request.params.num_sequences, f"at most max_num_seqs ({self.max_num_seqs})")
         check_can_ever_fit(self.memory, request)
-        self._roster.add(request)
+        self._registry.add(request)
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> list[Sequence]:
         """End a request, whatever state it is in, and free all that it holds.
@@ -135,7 +135,7 @@ class Scheduler:
         ended = request.unfinished
         for sequence in ended:
             self._end(sequence, reason)
-        self._roster.remove(request)
+        self._registry.remove(request)
         return ended
 
     @property
@@ -168,12 +168,12 @@ class Scheduler:
             return StepPlan(tick, (), NO_OPS, ())
         # Block tables are final only now: an append may have moved blocks of sequences scheduled before.
         items = self._items(scheduled)
-        closed = tuple(self._queues.closed)
-        self._queues.closed.clear()
-        beams = beam_groups_of(scheduled, [item.num_samples for item in items]) if self._roster.num_searches else ()
-        return StepPlan(tick, items, self.memory.take_ops(), closed, beams)
+        finished_ids = tuple(self._queues.finished_ids)
+        self._queues.finished_ids.clear()
+        beams = beam_groups_of(scheduled, [item.num_samples for item in items]) if self._registry.num_searches else ()
+        return StepPlan(tick, items, self.memory.take_ops(), finished_ids, beams)
 
-    def advance(self, items: Iterable[PlanItem], results: Iterable[ItemResult]) -> list[News]:
+    def advance(self, items: Iterable[ScheduledSequence], results: Iterable[ItemResult]) -> list[SequenceEvent]:
         """Apply the results of a step, item by item: publish, fork, append, finish.
 
         Args:
@@ -184,7 +184,7 @@ class Scheduler:
             What happened, in order; nothing for an item whose sequence ended while the step ran. A `Fail` is reported,
             and ends nothing yet.
         """
-        news: list[News] = []
+        news: list[SequenceEvent] = []
         find, publish = self.sequences.get, self.memory.publish
         for idx, (item, result) in enumerate(zip(items, results, strict=True)):
             seq_id, token_ids = item.seq_id, result.token_ids
@@ -196,12 +196,12 @@ class Scheduler:
             else:
                 sequence.num_computed = num_computed = sequence.num_computed + len(item.token_ids)
                 publish(seq_id, num_computed)
-                usual = sequence.usual
-                if usual is not None and len(token_ids) == 1:
+                default_edit = sequence.default_edit
+                if default_edit is not None and len(token_ids) == 1:
                     token_id = token_ids[0]
                     if end_of_tokens(sequence, token_id) is None:
                         sequence.tokens.append(token_id)
-                        news.append((idx, sequence, usual, len(sequence.tokens)))
+                        news.append((idx, sequence, default_edit, len(sequence.tokens)))
                         continue
                 elif not token_ids:
                     continue
@@ -220,12 +220,12 @@ class Scheduler:
         Returns:
             The names of pinned prefixes that are lost.
         """
-        closed = self._queues.closed
+        finished_ids = self._queues.finished_ids
         # Some were closed and opened again by the same plan, and have ended with it.
-        closed[:] = dict.fromkeys((*plan.closed, *closed))
+        finished_ids[:] = dict.fromkeys((*plan.finished_ids, *finished_ids))
         return self.preemption.recover(plan.ops)
 
-    def advance_beams(self, groups: Iterable[BeamGroup], found: Iterable[tuple[Candidate, ...]]) -> list[News]:
+    def advance_beams(self, groups: Iterable[BeamGroup], found: Iterable[tuple[Candidate, ...]]) -> list[SequenceEvent]:
         """Take in the candidates of a step, once all of its items are taken in.
 
         Args:
@@ -235,7 +235,7 @@ class Scheduler:
         Returns:
             What happened, in order, with the place of the group; nothing of a request that ended while the step ran.
         """
-        news: list[News] = []
+        news: list[SequenceEvent] = []
         for idx, (group, candidates) in enumerate(zip(groups, found, strict=True)):
             beams = [self.sequences[seq_id] for seq_id in group.seq_ids if seq_id in self.sequences]
             if len(beams) == len(group.seq_ids):
@@ -247,7 +247,7 @@ class Scheduler:
 
     def _apply(
         self, idx: int, sequence: Sequence, token_ids: Tokens[int], edits: Iterable[Edit | BeamEdit]
-    ) -> list[News]:
+    ) -> list[SequenceEvent]:
         """Make edits of a request's sequences, each before the next is taken.
 
         Args:
@@ -259,7 +259,7 @@ class Scheduler:
         Returns:
             What happened, in order.
         """
-        news: list[News] = []
+        news: list[SequenceEvent] = []
         samples = sequence.request.sequences
         for edit in edits:
             if isinstance(edit, Append):
@@ -267,11 +267,11 @@ class Scheduler:
                 target.tokens.append(token_ids[edit.draw_idx])
                 news.append((idx, target, edit, len(target.tokens)))
             elif isinstance(edit, Fork):
-                self._roster.fork(samples[edit.parent_idx], edit.sample_idx)
+                self._registry.fork(samples[edit.parent_idx], edit.sample_idx)
             elif isinstance(edit, Truncate):
                 self.drafts.keep(samples[edit.sample_idx], edit.num_tokens)
             elif isinstance(edit, Drop):
-                self._roster.end(samples[edit.sample_idx], FinishReason.DROPPED)
+                self._registry.end(samples[edit.sample_idx], FinishReason.DROPPED)
             elif isinstance(edit, Finish):
                 target = samples[edit.sample_idx]
                 self.finish(target, edit.reason, edit.stop_reason)
@@ -284,7 +284,7 @@ class Scheduler:
         """End a sequence and free its memory; forget the request when it was the last one."""
         self._end(sequence, reason, stop_reason)
         if sequence.request.is_finished:
-            self._roster.remove(sequence.request)
+            self._registry.remove(sequence.request)
 
     def finish_at_stop_string(self, sequence: Sequence, stop: str) -> None:
         """End a sequence whose text has reached a stop string, which wins over its length or a stop token."""
@@ -298,7 +298,7 @@ class Scheduler:
         return [self.sequences[seq_id] for seq_id in group.seq_ids if seq_id in self.sequences]
 
     def _end(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
-        self._roster.end(sequence, reason, stop_reason)
+        self._registry.end(sequence, reason, stop_reason)
         if self.drafter is not None:
             self.drafter.forget(sequence)
 
@@ -324,7 +324,7 @@ class Scheduler:
         for position, group in lockstep_groups(running, num_served):
             first = group[0]
             pending = first.num_pending
-            if pending == 1 and self.drafts.look_ahead(first, position, spare):
+            if pending == 1 and self.drafts.reserve(first, position, spare):
                 spare -= len(first.draft)
                 scheduled[first] = 1
                 continue
@@ -346,7 +346,7 @@ class Scheduler:
         num_leading = num_decoding
         if num_decoding < len(pending_counts):
             num_leading = next(idx for idx, count in enumerate(pending_counts) if count != 1)
-        if self._roster.num_searches:
+        if self._registry.num_searches:
             leading = enumerate(self.running[:num_leading])
             num_leading = next((idx for idx, sequence in leading if sequence.request.search is not None), num_leading)
         return num_leading
@@ -367,11 +367,11 @@ class Scheduler:
                 count = count // 2 if position == 0 else 0
         return count
 
-    def _items(self, scheduled: dict[Sequence, int]) -> tuple[PlanItem, ...]:
+    def _items(self, scheduled: dict[Sequence, int]) -> tuple[ScheduledSequence, ...]:
         """Return the item of each scheduled sequence, given with its number of tokens."""
         deltas = self.memory.take_table_deltas([sequence.seq_id for sequence in scheduled])
-        items: list[PlanItem] = []
-        # As `PlanItem._make` does, without its call in Python.
+        items: list[ScheduledSequence] = []
+        # As `ScheduledSequence._make` does, without its call in Python.
         new = tuple.__new__
         for (sequence, count), table_deltas in zip(scheduled.items(), deltas, strict=True):
             tokens, start, draft = sequence.tokens, sequence.num_computed, sequence.draft
@@ -384,16 +384,16 @@ class Scheduler:
             if draft:
                 token_ids += draft
                 num_draft = len(draft)
-            opening = None if sequence.is_open else self._opening(sequence)
-            fields = (sequence.seq_id, start, token_ids, table_deltas, num_samples, opening, num_draft)
-            items.append(new(PlanItem, fields))
+            new_sequence = None if sequence.is_open else self._opening(sequence)
+            fields = (sequence.seq_id, start, token_ids, table_deltas, num_samples, new_sequence, num_draft)
+            items.append(new(ScheduledSequence, fields))
         return tuple(items)
 
-    def _opening(self, sequence: Sequence) -> Opening:
+    def _opening(self, sequence: Sequence) -> NewSequence:
         """Return what the data plane must know of a sequence, and note that it will."""
         sequence.is_open = True
         request = sequence.request
-        return Opening(
+        return NewSequence(
             request.params,
             request.seed,
             sequence.sample_idx,

@@ -48,6 +48,7 @@ class Sequence:
 
     __slots__ = (
         "chain",
+        "default_edit",
         "draft",
         "end_ids",
         "finish_reason",
@@ -67,7 +68,6 @@ class Sequence:
         "stop_reason",
         "strategy",
         "tokens",
-        "usual",
     )
 
     def __init__(
@@ -79,7 +79,7 @@ class Sequence:
         chain: TokenChain,
         key: tuple[int, int, int],
         strategy: Strategy[Sequence],
-        usual: Append | None = None,
+        default_edit: Append | None = None,
     ) -> None:
         self.seq_id = seq_id
         self.request = request
@@ -88,7 +88,7 @@ class Sequence:
         self.chain = chain
         self.key = key
         self.strategy = strategy
-        self.usual = usual
+        self.default_edit = default_edit
         self.num_prompt = request.num_prompt
         self.max_tokens = request.max_total_tokens
         self.end_ids = request.end_ids

@@ -15,7 +15,7 @@ from quire.errors import InvariantViolation
 from quire.memory.ops import BlockCopy, MemoryOps, Tier
 from quire.memory.pool.pool import NULL_BLOCK
 from quire.memory.specs import FullAttention, KVCacheSpec
-from quire.scheduling.plan import BeamGroup, Candidate, ItemResult, Opening, PlanItem, StepPlan, StepResult
+from quire.scheduling.plan import BeamGroup, Candidate, ItemResult, NewSequence, ScheduledSequence, StepPlan, StepResult
 
 # A token id, or what stands for media: a token id, their digest and the row of them.
 Token = int | tuple[int, bytes, int]
@@ -24,17 +24,17 @@ Token = int | tuple[int, bytes, int]
 class _OpenSequence:
     """What the data plane keeps of a sequence between plans."""
 
-    __slots__ = ("_rows", "opening", "tables", "tokens")
+    __slots__ = ("_rows", "new_sequence", "tables", "tokens")
 
-    def __init__(self, opening: Opening, num_groups: int) -> None:
-        self.opening = opening
+    def __init__(self, new_sequence: NewSequence, num_groups: int) -> None:
+        self.new_sequence = new_sequence
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]
-        spans = [media.span for media in opening.media]
+        spans = [media.span for media in new_sequence.media]
         self._rows = {
             place: (span.digest, place - span.start) for span in spans for place in range(span.start, span.end)
         }
         self.tokens: list[Token] = []
-        self.write(0, opening.token_ids)
+        self.write(0, new_sequence.token_ids)
 
     def write(self, start: int, token_ids: Sequence[int]) -> None:
         """Set the tokens from a position on; one that stands for media is known by the row of them too."""
@@ -78,7 +78,7 @@ class SimulatedExecutor:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Perform the copies, write the step's tokens, read each sequence back and draw."""
-        for seq_id in plan.closed:
+        for seq_id in plan.finished_ids:
             del self._open[seq_id]
         for copy in plan.ops.copies:
             self._copy_block(copy)
@@ -96,7 +96,7 @@ class SimulatedExecutor:
         sequence = self._open.get(seq_id)
         if sequence is None:
             return None
-        return self._next_token(sequence.opening, [*sequence.tokens, *token_ids], 0)
+        return self._next_token(sequence.new_sequence, [*sequence.tokens, *token_ids], 0)
 
     def measure_copies(self) -> None:
         """Return None: time has no meaning here."""
@@ -114,7 +114,7 @@ class SimulatedExecutor:
         self._open.clear()
 
     def _copy_block(self, copy: BlockCopy) -> None:
-        if self.specs[copy.group_idx].carries:
+        if self.specs[copy.group_idx].is_recurrent:
             state = self._states.get((copy.src_tier, copy.group_idx, copy.src_id), ())
             self._states[copy.dst_tier, copy.group_idx, copy.dst_id] = state
             return
@@ -127,19 +127,19 @@ class SimulatedExecutor:
             else:
                 target[slot] = content
 
-    def _write(self, item: PlanItem, written: dict[tuple[int, int], int]) -> PlanItem:
+    def _write(self, item: ScheduledSequence, written: dict[tuple[int, int], int]) -> ScheduledSequence:
         """Bring the item's table up to date and store its tokens; return the item with all of its drafts."""
-        if (item.opening is None) != (item.seq_id in self._open):
+        if (item.new_sequence is None) != (item.seq_id in self._open):
             raise InvariantViolation("S1", f"sequence {item.seq_id} is opened twice, or was never opened")
-        if item.opening is not None:
-            self._open[item.seq_id] = _OpenSequence(item.opening, len(self.specs))
+        if item.new_sequence is not None:
+            self._open[item.seq_id] = _OpenSequence(item.new_sequence, len(self.specs))
         sequence = self._open[item.seq_id]
         item = self._guess(item)
         sequence.write(item.start, item.token_ids)
         for delta in item.table_deltas:
             sequence.tables[delta.group_idx][delta.start :] = delta.block_ids
         for group_idx, (spec, table) in enumerate(zip(self.specs, sequence.tables, strict=True)):
-            if spec.carries:
+            if spec.is_recurrent:
                 self._advance_state(item, group_idx, table[-1], written)
                 continue
             for position in range(item.start, len(sequence.tokens)):
@@ -149,7 +149,7 @@ class SimulatedExecutor:
         self.num_computed_tokens += len(item.token_ids)
         return item
 
-    def _guess(self, item: PlanItem) -> PlanItem:
+    def _guess(self, item: ScheduledSequence) -> ScheduledSequence:
         """Put guesses in place of drafts that are left to the data plane: two right ones, and one that may be wrong."""
         if UNKNOWN not in item.token_ids:
             return item
@@ -157,7 +157,7 @@ class SimulatedExecutor:
         token_ids = list(item.token_ids[: len(item.token_ids) - item.num_draft])
         while len(token_ids) < len(item.token_ids):
             context = [*sequence.tokens[: item.start], *token_ids]
-            guess = self._next_token(sequence.opening, context, 0)
+            guess = self._next_token(sequence.new_sequence, context, 0)
             token_ids.append(guess if len(context) % 3 else (guess + 1) % self.vocab_size)
         return item._replace(token_ids=tuple(token_ids))
 
@@ -166,7 +166,7 @@ class SimulatedExecutor:
             raise InvariantViolation("M3", f"{written[slot]} and {seq_id} both write slot {slot}")
 
     def _advance_state(
-        self, item: PlanItem, group_idx: int, block_id: int, written: dict[tuple[int, int], int]
+        self, item: ScheduledSequence, group_idx: int, block_id: int, written: dict[tuple[int, int], int]
     ) -> None:
         """Read a state, which must sum up exactly what is before the item's tokens, and write the one after them."""
         place, tokens = (Tier.DEVICE, group_idx, block_id), self._open[item.seq_id].tokens
@@ -184,12 +184,12 @@ class SimulatedExecutor:
             raise InvariantViolation("M3", "the null block is never read or written")
         return block_id * self.block_size + position % self.block_size
 
-    def _read(self, item: PlanItem) -> None:
+    def _read(self, item: ScheduledSequence) -> None:
         """Read through the tables all that the item's queries read."""
         sequence = self._open[item.seq_id]
         end = item.start + len(item.token_ids)
         for group_idx, (spec, table) in enumerate(zip(self.specs, sequence.tables, strict=True)):
-            if spec.carries:
+            if spec.is_recurrent:
                 continue
             # What the first query reads and what lies behind it is all that the later ones read.
             for position in range(spec.first_live_token(item.start), end):
@@ -197,40 +197,42 @@ class SimulatedExecutor:
                 if content != (position, sequence.tokens[position]):
                     raise InvariantViolation("M5", f"sequence {item.seq_id} reads {content} at position {position}")
 
-    def _draw(self, item: PlanItem) -> ItemResult:
+    def _draw(self, item: ScheduledSequence) -> ItemResult:
         """Draw tokens that depend on the whole context: a token for each sample, or a run over the drafts."""
         sequence = self._open[item.seq_id]
         end = item.start + len(item.token_ids)
         if item.num_draft:
             run: list[int] = []
             for place in range(end - item.num_draft, end + 1):
-                run.append(self._next_token(sequence.opening, sequence.tokens[:place], 0))
+                run.append(self._next_token(sequence.new_sequence, sequence.tokens[:place], 0))
                 if place < end and item.token_ids[place - item.start] != run[-1]:
                     break
             return ItemResult(item.seq_id, tuple(run), draft=tuple(item.token_ids[-item.num_draft :]))
         context = sequence.tokens[:end]
         return ItemResult(
-            item.seq_id, tuple(self._next_token(sequence.opening, context, i) for i in range(item.num_samples))
+            item.seq_id, tuple(self._next_token(sequence.new_sequence, context, i) for i in range(item.num_samples))
         )
 
-    def _next_token(self, opening: Opening, context: list[Token], draw_idx: int) -> int:
+    def _next_token(self, new_sequence: NewSequence, context: list[Token], draw_idx: int) -> int:
         """Return a token that is a function of seed, sample and context, and not a suppressed one."""
-        allowed = self._allowed_ids(opening, len(context))
-        return allowed[_number(opening.seed, opening.sample_idx + draw_idx, context) % len(allowed)]
+        allowed = self._allowed_ids(new_sequence, len(context))
+        return allowed[_number(new_sequence.seed, new_sequence.sample_idx + draw_idx, context) % len(allowed)]
 
-    def _allowed_ids(self, opening: Opening, num_tokens: int) -> list[int]:
-        banned = opening.suppressed_ids if num_tokens < opening.num_prompt + opening.params.min_tokens else ()
+    def _allowed_ids(self, new_sequence: NewSequence, num_tokens: int) -> list[int]:
+        banned = (
+            new_sequence.suppressed_ids if num_tokens < new_sequence.num_prompt + new_sequence.params.min_tokens else ()
+        )
         return [token_id for token_id in range(self.vocab_size) if token_id not in banned]
 
     def _find_candidates(self, group: BeamGroup) -> tuple[Candidate, ...]:
         """Return the best continuations of beams, by log probabilities that depend on the whole context."""
         found = []
         for parent_idx, (seq_id, score) in enumerate(zip(group.seq_ids, group.scores, strict=True)):
-            opening, context = self._open[seq_id].opening, self._open[seq_id].tokens
-            logprobs = log_probabilities(opening.seed, context, self.vocab_size)
+            new_sequence, context = self._open[seq_id].new_sequence, self._open[seq_id].tokens
+            logprobs = log_probabilities(new_sequence.seed, context, self.vocab_size)
             found += [
                 Candidate(parent_idx, token_id, score + logprobs[token_id])
-                for token_id in self._allowed_ids(opening, len(context))
+                for token_id in self._allowed_ids(new_sequence, len(context))
             ]
         return tuple(sorted(found, key=lambda candidate: -candidate.score)[: group.num_candidates])
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from quire.scheduling.plan import Opening
+from quire.scheduling.plan import NewSequence
 from quire.structured.grammar_budget import GrammarAccount, GrammarBudget
 from quire.structured.grammar_cache import NO_EXTENSION, Grammar, why
 
@@ -49,17 +49,21 @@ class GrammarState:
     """
 
     def __init__(
-        self, grammar: Grammar | None, opening: Opening, end_token_ids: tuple[int, ...], error: str | None = None
+        self,
+        grammar: Grammar | None,
+        new_sequence: NewSequence,
+        end_token_ids: tuple[int, ...],
+        error: str | None = None,
     ) -> None:
-        params = opening.params
+        params = new_sequence.params
         self.error = error
-        self.family = (params.structured_outputs, opening.seed, opening.num_prompt)
+        self.family = (params.structured_outputs, new_sequence.seed, new_sequence.num_prompt)
         self._grammar = grammar
         self._matcher: Any = None if grammar is None else grammar.open()
         self._account = GrammarAccount(GrammarBudget(0) if grammar is None else grammar.budget)
-        self.num_prompt = opening.num_prompt
+        self.num_prompt = new_sequence.num_prompt
         self._end_token_ids = end_token_ids
-        self._first_end = opening.num_prompt + params.min_tokens
+        self._first_end = new_sequence.num_prompt + params.min_tokens
         # Where something else may forbid a forced token, it is drawn, and having none left is an error.
         may_be_forbidden = (
             params.allowed_token_ids is not None
@@ -74,7 +78,7 @@ class GrammarState:
         self._masks = torch.empty(0)
         self._num_masks = 0
 
-    def fork(self, opening: Opening) -> GrammarState:
+    def fork(self, new_sequence: NewSequence) -> GrammarState:
         """Return a constraint of another sequence of the request, which has got as far as this one."""
         child = object.__new__(GrammarState)
         for name, value in self.__dict__.items():
@@ -82,7 +86,7 @@ class GrammarState:
         child._matcher = None if self._matcher is None else self._matcher.deep_copy()
         child.token_ids = self.token_ids.copy()
         child._forced = self._forced.copy()
-        child.num_prompt = opening.num_prompt
+        child.num_prompt = new_sequence.num_prompt
         return child
 
     def is_prefix_of(self, token_ids: list[int]) -> bool:

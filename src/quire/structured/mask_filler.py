@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from quire.errors import RequestError, describe
-from quire.scheduling.plan import ItemResult, Opening, PlanItem
+from quire.scheduling.plan import ItemResult, NewSequence, ScheduledSequence
 from quire.structured.grammar_cache import GrammarCache
 from quire.structured.grammar_state import GrammarState
 
@@ -72,30 +72,32 @@ class GrammarStates:
         if known is not None:
             self._leaving.append(known)
 
-    def open(self, seq_id: int, opening: Opening) -> GrammarState | None:
+    def open(self, seq_id: int, new_sequence: NewSequence) -> GrammarState | None:
         """Return the constraint of a sequence that was not known; None where it has none."""
-        wanted = opening.params.structured_outputs
+        wanted = new_sequence.params.structured_outputs
         if wanted is None:
             return None
         self._wait()
         ends = self._shelf.end_token_ids
-        family = (wanted, opening.seed, opening.num_prompt)
-        output = list(opening.token_ids[opening.num_prompt :])
+        family = (wanted, new_sequence.seed, new_sequence.num_prompt)
+        output = list(new_sequence.token_ids[new_sequence.num_prompt :])
         known = (*self._open.values(), *self._leaving) if output else ()
         # What another sequence of the request went through need not be gone through again.
         siblings = [one for one in known if one.family == family and one.error is None and one.is_prefix_of(output)]
         nearest = max(siblings, key=lambda one: len(one.token_ids), default=None)
         if nearest is not None:
-            constraint = nearest.fork(opening)
+            constraint = nearest.fork(new_sequence)
         else:
             try:
-                constraint = GrammarState(self._shelf.compile(wanted.source), opening, ends)
+                constraint = GrammarState(self._shelf.compile(wanted.source), new_sequence, ends)
             except (RequestError, ValueError) as error:
-                constraint = GrammarState(None, opening, ends, f"the grammar of the output does not compile: {error}")
+                constraint = GrammarState(
+                    None, new_sequence, ends, f"the grammar of the output does not compile: {error}"
+                )
         self._open[seq_id] = constraint
         return constraint
 
-    def begin(self, items: Sequence[PlanItem]) -> None:
+    def begin(self, items: Sequence[ScheduledSequence]) -> None:
         """Fill the masks of a step, or have another thread fill them."""
         self._wait()
         self._num_steps += 1
@@ -119,7 +121,7 @@ class GrammarStates:
         if not self._is_beside:
             _fill(works, begun)
 
-    def append(self, items: Sequence[PlanItem], results: Sequence[ItemResult]) -> list[ItemResult]:
+    def append(self, items: Sequence[ScheduledSequence], results: Sequence[ItemResult]) -> list[ItemResult]:
         """Take in what was drawn, and append what must follow.
 
         Args:
@@ -142,15 +144,17 @@ class GrammarStates:
                     extended[place] = result._replace(token_ids=token_ids)
         return extended
 
-    def _work(self, item: PlanItem) -> MaskJob | None:
+    def _work(self, item: ScheduledSequence) -> MaskJob | None:
         constraint = self._open.get(item.seq_id)
         if constraint is None:
             return None
         is_sampled = item.num_samples > 0
         num_certain = len(item.token_ids) - item.num_draft
         certain, draft = item.token_ids[:num_certain], item.token_ids[num_certain:]
-        if item.opening is not None:
-            return MaskJob(constraint, 0, item.opening.token_ids[item.opening.num_prompt :], draft, is_sampled)
+        if item.new_sequence is not None:
+            return MaskJob(
+                constraint, 0, item.new_sequence.token_ids[item.new_sequence.num_prompt :], draft, is_sampled
+            )
         if not is_sampled:
             return None
         num_prompt = constraint.num_prompt

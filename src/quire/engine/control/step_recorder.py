@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from quire.decoding.speculation import Speculation
+from quire.decoding.speculation import AdaptiveDrafter
 from quire.engine.control.chunk_size import ChunkSizeController
 from quire.engine.control.draft_costs import DraftCosts
-from quire.scheduling.plan import PlanItem
+from quire.scheduling.plan import ScheduledSequence
 from quire.scheduling.scheduler import Scheduler
 
 # Time constant of the prefill rate: a step's weight decays to about 1/e over this number of later prefill tokens.
@@ -37,7 +37,7 @@ class StepRecorder:
         scheduler: Scheduler,
         copy_bytes_per_s: float | None,
         max_inter_token_ms: float | None,
-        speculation: Speculation | None,
+        speculation: AdaptiveDrafter | None,
     ) -> None:
         self.tokens_per_s: float | None = None
         self.speculation = speculation
@@ -52,7 +52,7 @@ class StepRecorder:
         if copy_bytes_per_s is not None:
             scheduler.preemption.rates = replace(scheduler.preemption.rates, copy_bytes_per_s=copy_bytes_per_s)
 
-    def record_step(self, items: Sequence[PlanItem], elapsed_s: float) -> int:
+    def record_step(self, items: Sequence[ScheduledSequence], elapsed_s: float) -> int:
         """Record a step.
 
         Args:
@@ -97,7 +97,7 @@ class StepRecorder:
         if self.speculation is None or self._draft_costs is None:
             return
         self._draft_costs.record_step(num_seqs, num_drafts, elapsed_s)
-        self.speculation.is_resting = self._draft_costs.needs_baseline
+        self.speculation.is_measuring = self._draft_costs.needs_baseline
         # Without drafts and with the same number of sequences, the costs by depth are unchanged.
         if num_drafts or num_seqs != self._num_decoding:
             self._num_decoding = num_seqs

@@ -15,7 +15,7 @@ from quire.execution.executor import Executor
 from quire.kvstore.disk_blocks import DiskBlocks
 from quire.kvstore.prefix_store import StoreStats
 from quire.memory.ops import BlockCopy, FetchedBlock, MemoryOps, Tier
-from quire.memory.tiers.disk_tier import Archive, DiskLoad
+from quire.memory.tiers.disk_tier import DiskLoad, DiskTier
 from quire.sequences.sequence import Sequence
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class DiskPrefetcher:
 
     def __init__(
         self,
-        archive: Archive,
+        archive: DiskTier,
         disk: DiskBlocks,
         *,
         block_size: int,
@@ -149,7 +149,7 @@ class DiskPrefetcher:
             if ticket is None:
                 break
             fetched.append(FetchedBlock(load.block.group_idx, load.block_idx, ticket))
-        adopted = set(self._archive.adopt(sequence.chain, num_blocks, fetched)) if fetched else set()
+        adopted = set(self._archive.publish_loaded(sequence.chain, num_blocks, fetched)) if fetched else set()
         self._disk.drop(block.ticket for block in fetched if block.ticket not in adopted)
         sequence.staged.update(block.block_idx for block in fetched if block.ticket in adopted)
         return len(adopted) == len(loads)

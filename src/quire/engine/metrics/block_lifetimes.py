@@ -96,7 +96,7 @@ class Residency:
             stride = max(1, min(round(1 / share), num_blocks // LEAST_SAMPLED))
             sample = frozenset(range(1 + (stride - 1) // 2, num_blocks + 1, stride))
             self.num_sampled += len(sample)
-            pool.watcher = PoolClock(self, sample, clock)
+            pool.observer = PoolClock(self, sample, clock)
 
     def summary(self) -> dict[str, SpanSummary]:
         """Return each kind of time in short, by name."""
@@ -125,22 +125,22 @@ class PoolClock:
         self._taken_at: dict[int, float] = {}
         self._idle_since: dict[int, float] = {}
 
-    def taken(self, block_ids: Sequence[int]) -> None:
+    def on_allocate(self, block_ids: Sequence[int]) -> None:
         """Note a birth."""
         for block_id in self._sample.intersection(block_ids):
             self._taken_at[block_id] = self._clock()
 
-    def woke(self, block_ids: Sequence[int]) -> None:
+    def on_reuse(self, block_ids: Sequence[int]) -> None:
         """Note a hit."""
         for block_id in self._sample.intersection(block_ids):
             self._residency.reuse_gap.add(self._clock() - self._idle_since[block_id])
 
-    def rested(self, block_ids: Sequence[int]) -> None:
+    def on_idle(self, block_ids: Sequence[int]) -> None:
         """Note the last use."""
         for block_id in self._sample.intersection(block_ids):
             self._idle_since[block_id] = self._clock()
 
-    def evicted(self, block_ids: Sequence[int]) -> None:
+    def on_evict(self, block_ids: Sequence[int]) -> None:
         """Note an end."""
         for block_id in self._sample.intersection(block_ids):
             now_s = self._clock()
@@ -148,7 +148,7 @@ class PoolClock:
             if block_id in self._taken_at:
                 self._residency.lifetime.add(now_s - self._taken_at[block_id])
 
-    def moved(self, src_id: int, dst_id: int) -> None:
+    def on_move(self, src_id: int, dst_id: int) -> None:
         """Forget the birth of what is somewhere else now: it would not be of one sampled block."""
         self._taken_at.pop(src_id, None)
         self._taken_at.pop(dst_id, None)

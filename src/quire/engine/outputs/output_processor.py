@@ -9,8 +9,8 @@ from typing import NamedTuple
 from quire.engine.outputs.beam_outputs import BeamTexts
 from quire.engine.outputs.outputs import RequestMetrics, RequestOutput
 from quire.engine.outputs.request_state import RequestState
-from quire.scheduling.plan import Candidate, ItemResult, PlanItem
-from quire.scheduling.scheduler import News
+from quire.scheduling.plan import Candidate, ItemResult, ScheduledSequence
+from quire.scheduling.scheduler import SequenceEvent
 from quire.sequences.edits import Append, Fail, Finish
 from quire.sequences.sequence import Request, Sequence
 from quire.sequences.status import FinishReason
@@ -73,13 +73,13 @@ class OutputProcessor:
         metrics.first_scheduled_s = self._clock()
         return True
 
-    def add_prompt_logprobs(self, sequence: Sequence, item: PlanItem, result: ItemResult) -> None:
+    def add_prompt_logprobs(self, sequence: Sequence, item: ScheduledSequence, result: ItemResult) -> None:
         """Take the log probabilities of the part of a prompt that an item computed."""
         state = self._states[sequence.request.request_id]
         if result.prompt_logprobs and state.wants_prompt_logprobs:
             state.add_prompt_logprobs(item.start, result.prompt_logprobs)
 
-    def add_tokens(self, events: Iterable[News], results: Items[ItemResult]) -> ProcessedTokens:
+    def add_tokens(self, events: Iterable[SequenceEvent], results: Items[ItemResult]) -> ProcessedTokens:
         """Take the tokens of a step, which the scheduler has appended to their sequences.
 
         Args:
@@ -125,7 +125,7 @@ class OutputProcessor:
             for beams, found in zip(groups, candidates, strict=True)
         ]
 
-    def add_beam_tokens(self, events: Iterable[News]) -> tuple[int, list[str]]:
+    def add_beam_tokens(self, events: Iterable[SequenceEvent]) -> tuple[int, list[str]]:
         """Take the candidates that became beams.
 
         Args:

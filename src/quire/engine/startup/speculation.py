@@ -6,7 +6,7 @@ from quire.capacity.draft_compat import check_draft
 from quire.config import EngineConfig, SpeculativeConfig
 from quire.decoding.drafting import Drafter, ModelDrafter
 from quire.decoding.lookup import PromptLookup
-from quire.decoding.speculation import Speculation
+from quire.decoding.speculation import AdaptiveDrafter
 from quire.decoding.suffixes import SuffixDrafter
 from quire.errors import ConfigError
 from quire.models.checkpoint import Checkpoint
@@ -15,7 +15,7 @@ from quire.models.families import build
 from quire.text.tokenizer import Tokenizer
 
 
-def make_speculation(config: SpeculativeConfig) -> Speculation | None:
+def make_speculation(config: SpeculativeConfig) -> AdaptiveDrafter | None:
     """Return what guesses how sequences go on; None where nobody does."""
     source: Drafter
     match config.speculative_method:
@@ -27,7 +27,7 @@ def make_speculation(config: SpeculativeConfig) -> Speculation | None:
             source = ModelDrafter()
         case _:
             return None
-    return Speculation(source, config.num_tokens)
+    return AdaptiveDrafter(source, config.num_tokens)
 
 
 def open_draft(config: EngineConfig, decoder: Decoder, tokenizer: Tokenizer | None) -> Checkpoint | None:

@@ -18,7 +18,7 @@ from quire.execution.sampling.penalties import penalize_repeats, penalize_tokens
 from quire.execution.sampling.token_history import TokenHistory
 from quire.execution.sampling.token_masks import BadWords, add_bias, forbid, keep_only
 from quire.ops.torch_rows import apply_token_bitmask
-from quire.scheduling.plan import Opening
+from quire.scheduling.plan import NewSequence
 from quire.structured.grammar_state import GrammarState
 
 # `quire.ops.interface.Ops.apply_token_bitmask`.
@@ -34,22 +34,22 @@ class LogitsProcessing:
         constraint: what `structured_outputs` asks for.
     """
 
-    def __init__(self, opening: Opening, device: torch.device, constraint: GrammarState | None = None) -> None:
-        params = opening.params
+    def __init__(self, new_sequence: NewSequence, device: torch.device, constraint: GrammarState | None = None) -> None:
+        params = new_sequence.params
         bias = params.logit_bias or {}
         self.params = params
         self.constraint = constraint
-        self.num_prompt = opening.num_prompt
-        self.history = TokenHistory(opening.token_ids, opening.num_prompt) if params.needs_history else None
+        self.num_prompt = new_sequence.num_prompt
+        self.history = TokenHistory(new_sequence.token_ids, new_sequence.num_prompt) if params.needs_history else None
         self.allowed_ids = None
         if params.allowed_token_ids is not None:
             self.allowed_ids = torch.tensor(params.allowed_token_ids, dtype=torch.int64, device=device)
         self.bias_ids = torch.tensor(list(bias), dtype=torch.int64, device=device)
         self.bias = torch.tensor(list(bias.values()), dtype=torch.float32, device=device)
-        suppressed_ids = opening.suppressed_ids if params.min_tokens else ()
+        suppressed_ids = new_sequence.suppressed_ids if params.min_tokens else ()
         self.suppressed_ids = torch.tensor(suppressed_ids, dtype=torch.int64, device=device)
-        self.bad_words = BadWords(opening.bad_words, device) if opening.bad_words else None
-        self.breakers = torch.tensor(opening.dry_breakers, dtype=torch.int32)
+        self.bad_words = BadWords(new_sequence.bad_words, device) if new_sequence.bad_words else None
+        self.breakers = torch.tensor(new_sequence.dry_breakers, dtype=torch.int32)
 
     def is_none(self, position: int) -> bool:
         """True when the logits of the token at `position` stay as they are."""

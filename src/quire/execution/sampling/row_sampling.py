@@ -13,7 +13,7 @@ from quire.errors import NO_TOKEN
 from quire.execution.sampling.logits_processing import KeepTokens, LogitsProcessing, adjust
 from quire.execution.sampling.logprobs import measure, rows_per_tile
 from quire.execution.sampling.sampling import Filter, draw, uniform
-from quire.scheduling.plan import ItemResult, Opening, PlanItem, TokenLogprobs
+from quire.scheduling.plan import ItemResult, NewSequence, ScheduledSequence, TokenLogprobs
 from quire.structured.grammar_state import GrammarState
 
 BAD_LOGITS = "the model gave logits that are not finite numbers"
@@ -28,13 +28,15 @@ class SamplingState:
         constraint: what `structured_outputs` asks for.
     """
 
-    def __init__(self, opening: Opening, device: torch.device, constraint: GrammarState | None = None) -> None:
-        params = opening.params
+    def __init__(self, new_sequence: NewSequence, device: torch.device, constraint: GrammarState | None = None) -> None:
+        params = new_sequence.params
         self.params = params
-        self.seed = opening.seed
-        self.sample_idx = opening.sample_idx
-        self.prompt_ids = opening.token_ids[: opening.num_prompt] if params.prompt_logprobs is not None else ()
-        self.adjustments = LogitsProcessing(opening, device, constraint)
+        self.seed = new_sequence.seed
+        self.sample_idx = new_sequence.sample_idx
+        self.prompt_ids = (
+            new_sequence.token_ids[: new_sequence.num_prompt] if params.prompt_logprobs is not None else ()
+        )
+        self.adjustments = LogitsProcessing(new_sequence, device, constraint)
         self.filter = Filter(
             params.temperature, params.top_k, params.top_p, params.min_p, params.typical_p, params.top_n_sigma
         )
@@ -67,7 +69,7 @@ class SampledRow(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] = ()
     error: str | None = None
 
-    def result_of(self, item: PlanItem) -> ItemResult:
+    def result_of(self, item: ScheduledSequence) -> ItemResult:
         """Return it as the result of an item; only what the model computes is not the request's own fault."""
         is_own_fault = self.error not in (None, BAD_LOGITS)
         return ItemResult(item.seq_id, self.token_ids, self.logprobs, error=self.error, is_own_fault=is_own_fault)

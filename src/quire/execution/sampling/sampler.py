@@ -14,7 +14,15 @@ from quire.execution.sampling.logits_processing import KeepTokens
 from quire.execution.sampling.row_sampling import BAD_LOGITS, Row, SampledRow, SamplingState, refuse, sample_rows
 from quire.execution.sampling.token_history import TokenHistory
 from quire.ops.torch_rows import apply_token_bitmask
-from quire.scheduling.plan import BeamGroup, Candidate, ItemResult, Opening, PlanItem, StepPlan, plain_results
+from quire.scheduling.plan import (
+    BeamGroup,
+    Candidate,
+    ItemResult,
+    NewSequence,
+    ScheduledSequence,
+    StepPlan,
+    plain_results,
+)
 from quire.structured.mask_filler import GrammarStates
 
 
@@ -48,14 +56,14 @@ class Sampler:
 
     def begin_step(self, plan: StepPlan) -> None:
         """Forget the closed sequences, meet the opened ones, and learn the tokens of this step."""
-        for seq_id in plan.closed:
+        for seq_id in plan.finished_ids:
             self._close(seq_id)
         for item in plan.items:
-            if item.opening is not None:
-                self._open(item.seq_id, item.opening)
+            if item.new_sequence is not None:
+                self._open(item.seq_id, item.new_sequence)
         self._begin(plan.items)
 
-    def _begin(self, items: Sequence[PlanItem]) -> None:
+    def _begin(self, items: Sequence[ScheduledSequence]) -> None:
         """Have histories and constraints know the tokens before those that are to be drawn, and none behind them."""
         if self._with_history:
             for item in items:
@@ -74,11 +82,11 @@ class Sampler:
         for known in (self._states, self._special, self._with_history, self._with_prompt):
             known.pop(seq_id, None)
 
-    def _open(self, seq_id: int, opening: Opening) -> None:
+    def _open(self, seq_id: int, new_sequence: NewSequence) -> None:
         self._close(seq_id)  # an opening replaces all that was known
-        constraint = None if self._constraints is None else self._constraints.open(seq_id, opening)
+        constraint = None if self._constraints is None else self._constraints.open(seq_id, new_sequence)
         self._has_grammars |= constraint is not None
-        state = self._states[seq_id] = SamplingState(opening, self._device, constraint)
+        state = self._states[seq_id] = SamplingState(new_sequence, self._device, constraint)
         history = state.adjustments.history
         if history is not None:
             self._with_history[seq_id] = history
@@ -87,7 +95,7 @@ class Sampler:
         if not state.is_plain:
             self._special[seq_id] = state
 
-    def sample(self, logits: torch.Tensor, items: Sequence[PlanItem]) -> list[ItemResult]:
+    def sample(self, logits: torch.Tensor, items: Sequence[ScheduledSequence]) -> list[ItemResult]:
         """Draw every item's tokens.
 
         A row whose logits are not finite is an error of its item alone, where a run gets so far.
@@ -114,7 +122,7 @@ class Sampler:
         return results if self._constraints is None else self._constraints.append(items, results)
 
     def search(
-        self, logits: torch.Tensor, items: Sequence[PlanItem], groups: Sequence[BeamGroup]
+        self, logits: torch.Tensor, items: Sequence[ScheduledSequence], groups: Sequence[BeamGroup]
     ) -> tuple[list[ItemResult], tuple[tuple[Candidate, ...], ...]]:
         """Draw the tokens of a step, and find the candidates of those items that are beams.
 
@@ -152,7 +160,10 @@ class Sampler:
         return results, tuple(own if is_whole else () for own, is_whole in zip(found, whole, strict=True))
 
     def sample_apart(
-        self, logits_of: Callable[[list[int]], torch.Tensor], items: Sequence[PlanItem], groups: Sequence[BeamGroup]
+        self,
+        logits_of: Callable[[list[int]], torch.Tensor],
+        items: Sequence[ScheduledSequence],
+        groups: Sequence[BeamGroup],
     ) -> tuple[list[ItemResult], tuple[tuple[Candidate, ...], ...]]:
         """Sample the items of a step one by one, the beams of a search together, after all at once have failed.
 
@@ -186,14 +197,14 @@ class Sampler:
             found += candidates
         return [results[item.seq_id] for item in items], tuple(found)
 
-    def measures_prompts(self, items: Iterable[PlanItem]) -> bool:
+    def measures_prompts(self, items: Iterable[ScheduledSequence]) -> bool:
         """Say whether an item has prompt targets."""
         measured = self._with_prompt
         return bool(measured) and any(
             item.seq_id in measured and item.start + 1 < len(measured[item.seq_id].prompt_ids) for item in items
         )
 
-    def prompt_targets(self, item: PlanItem) -> tuple[tuple[int, ...], int]:
+    def prompt_targets(self, item: ScheduledSequence) -> tuple[tuple[int, ...], int]:
         """Return the prompt tokens that the item's first hidden states predict, where the request wants them measured.
 
         Returns:
@@ -205,7 +216,7 @@ class Sampler:
         return state.prompt_ids[item.start + 1 : end], state.params.prompt_logprobs or 0
 
 
-def _take_likeliest(logits: torch.Tensor, items: Sequence[PlanItem]) -> list[ItemResult] | None:
+def _take_likeliest(logits: torch.Tensor, items: Sequence[ScheduledSequence]) -> list[ItemResult] | None:
     """Return the likeliest token of each row, or None where the greatest logit of some row is not finite."""
     greatest, chosen = logits.max(-1, keepdim=True)
     if not all(map(isfinite, greatest.flatten().tolist())):
@@ -220,7 +231,7 @@ def _take_likeliest(logits: torch.Tensor, items: Sequence[PlanItem]) -> list[Ite
     )
 
 
-def _run(item: PlanItem, drawn: Sequence[int]) -> tuple[int, ...]:
+def _run(item: ScheduledSequence, drawn: Sequence[int]) -> tuple[int, ...]:
     """Return the tokens that follow each other: up to the first that is not the draft behind it."""
     certain = len(item.token_ids) - item.num_draft
     for place, (token_id, draft) in enumerate(zip(drawn, item.token_ids[certain:], strict=False), 1):
@@ -230,7 +241,7 @@ def _run(item: PlanItem, drawn: Sequence[int]) -> tuple[int, ...]:
 
 
 def _verify(
-    logits: torch.Tensor, items: Sequence[PlanItem], states: Sequence[SamplingState], keep: KeepTokens
+    logits: torch.Tensor, items: Sequence[ScheduledSequence], states: Sequence[SamplingState], keep: KeepTokens
 ) -> list[ItemResult]:
     """Draw a run for each item.
 
@@ -272,7 +283,7 @@ def _verify(
     return [_run_result(item, run) for item, run in zip(items, runs, strict=True)]
 
 
-def _learn_draft(item: PlanItem, state: SamplingState, place: int, drawn: SampledRow) -> bool:
+def _learn_draft(item: ScheduledSequence, state: SamplingState, place: int, drawn: SampledRow) -> bool:
     """Say whether a draft, the item's `place`-th from 1 on, was drawn; if so, the sequence's history has it."""
     offset = len(item.token_ids) - item.num_draft + place - 1
     draft = item.token_ids[offset : offset + 1]
@@ -283,7 +294,7 @@ def _learn_draft(item: PlanItem, state: SamplingState, place: int, drawn: Sample
     return True
 
 
-def _run_result(item: PlanItem, rows: Sequence[SampledRow]) -> ItemResult:
+def _run_result(item: ScheduledSequence, rows: Sequence[SampledRow]) -> ItemResult:
     """Return what the rows of an item gave, up to the first error."""
     if rows[0].error is not None or not item.num_draft:
         return rows[0].result_of(item)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.memory.capacity.sizing import worst_moment
+from quire.memory.capacity.sizing import peak_blocks_per_group
 from quire.memory.groups.cache_group import CacheGroup
 from quire.memory.pool.arena import Arena
 from quire.memory.pool.pool import NULL_BLOCK
 from quire.memory.results import AllocStatus, PrefixHit, Verdict
 
 
-def judge(
+def check_admission(
     arena: Arena,
     groups: Sequence[CacheGroup],
     num_tokens: int,
@@ -41,7 +41,7 @@ def judge(
         is_copied = hit.num_copied > 0 and group.pool.ref_counts[shared[-1]] > 0
         missing = group.spec.num_blocks(num_tokens) - len(shared) + num_loads + is_copied
         needs.append(num_woken + min(peak - num_woken, missing) + count)
-    return weigh(arena, needs, woken, num_kept_free)
+    return check_fit(arena, needs, woken, num_kept_free)
 
 
 def count_woken(groups: Sequence[CacheGroup], hit: PrefixHit) -> list[int]:
@@ -62,7 +62,7 @@ def count_loads(groups: Sequence[CacheGroup], hit: PrefixHit) -> list[int]:
     return counts
 
 
-def weigh(arena: Arena, needs: Sequence[int], woken: Sequence[int], num_kept_free: int = 0) -> AllocStatus:
+def check_fit(arena: Arena, needs: Sequence[int], woken: Sequence[int], num_kept_free: int = 0) -> AllocStatus:
     """Say OK or LATER, with the numbers of the group that has least to spare.
 
     Args:
@@ -71,14 +71,14 @@ def weigh(arena: Arena, needs: Sequence[int], woken: Sequence[int], num_kept_fre
         woken: those of them that are idle now, which neither number counts.
         num_kept_free: slabs that must stay free, which no number counts.
     """
-    rooms = arena.rooms(needs, num_kept_free)
-    left = [room - need for room, need in zip(rooms, needs, strict=True)]
+    available_blocks = arena.available_blocks(needs, num_kept_free)
+    left = [room - need for room, need in zip(available_blocks, needs, strict=True)]
     idx = left.index(min(left))
-    verdict = Verdict.OK if needs[idx] <= rooms[idx] else Verdict.LATER
-    return AllocStatus(verdict, idx, needs[idx] - woken[idx], rooms[idx] - woken[idx])
+    verdict = Verdict.OK if needs[idx] <= available_blocks[idx] else Verdict.LATER
+    return AllocStatus(verdict, idx, needs[idx] - woken[idx], available_blocks[idx] - woken[idx])
 
 
-def refuse_for_ever(
+def never_fits(
     arena: Arena,
     groups: Sequence[CacheGroup],
     num_tokens: int,
@@ -91,10 +91,10 @@ def refuse_for_ever(
 
     Args:
         arena: has the layout.
-        groups, num_tokens, num_slabs, width, num_shared: see `worst_moment`.
+        groups, num_tokens, num_slabs, width, num_shared: see `peak_blocks_per_group`.
     """
     specs = [group.spec for group in groups]
-    worst = worst_moment(specs, num_tokens, arena.layout, num_slabs, width=width, num_shared=num_shared)
+    worst = peak_blocks_per_group(specs, num_tokens, arena.layout, num_slabs, width=width, num_shared=num_shared)
     return None if worst is None else refuse_blocks(arena, worst, num_slabs)
 
 

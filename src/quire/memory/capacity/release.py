@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from quire.memory.groups.cache_group import CacheGroup
 from quire.memory.pool.pool import NULL_BLOCK
-from quire.memory.sequence_blocks import SequenceMemory
+from quire.memory.sequence_blocks import SequenceBlocks
 
 
 class Release(NamedTuple):
@@ -25,7 +25,7 @@ class Release(NamedTuple):
     lost_tokens: int
 
 
-def measure_release(groups: Sequence[CacheGroup], states: Sequence[SequenceMemory]) -> Release:
+def measure_release(groups: Sequence[CacheGroup], states: Sequence[SequenceBlocks]) -> Release:
     """Return what the blocks of live sequences amount to.
 
     Args:
@@ -43,7 +43,7 @@ def measure_release(groups: Sequence[CacheGroup], states: Sequence[SequenceMemor
         freed_bytes += len(own) * group.spec.bytes_per_block
         for which, table in enumerate(tables):
             first = next((block_idx for block_idx, block_id in enumerate(table) if block_id in own), len(table))
-            if group.spec.carries and first < len(table):
+            if group.spec.is_recurrent and first < len(table):
                 # All tokens are summed up in the one state.
                 first = 0
             kept[which] = min(kept[which], first * group.spec.block_size)

@@ -44,10 +44,10 @@ def arena_bytes(specs: Sequence[KVCacheSpec], num_blocks: int) -> int:
 
 def tokens_bytes(specs: Sequence[KVCacheSpec]) -> int:
     """Return the bytes of one block of every group that keeps tokens."""
-    return sum(spec.bytes_per_block for spec in specs if not spec.carries)
+    return sum(spec.bytes_per_block for spec in specs if not spec.is_recurrent)
 
 
-def worst_moment(
+def peak_blocks_per_group(
     specs: Sequence[KVCacheSpec],
     num_tokens: int,
     layout: SlabLayout,
@@ -89,10 +89,10 @@ def _held_at(spec: KVCacheSpec, num_computed: int, width: int, num_shared: int) 
     size = spec.block_size
     last = num_computed // size
     # What is carried along has left the last block when a new one begins.
-    first = spec.first_live_token(num_computed + spec.carries) // size
+    first = spec.first_live_token(num_computed + spec.is_recurrent) // size
     if num_computed < num_shared:
         return last + 1 - first
-    shared = 0 if spec.carries else max(0, num_shared // size - first)
+    shared = 0 if spec.is_recurrent else max(0, num_shared // size - first)
     return shared + width * (last + 1 - first - shared)
 
 
@@ -112,11 +112,11 @@ def most_bytes(specs: Sequence[KVCacheSpec], num_tokens: int, num_seqs: int, int
     Returns:
         None without groups of states: then the blocks of all tokens say it.
     """
-    if not any(spec.carries for spec in specs):
+    if not any(spec.is_recurrent for spec in specs):
         return None
     layout = lay_out([spec.bytes_per_block for spec in specs], num_slabs=1)
     num_states = 2 + num_tokens // (interval or DEFAULT_SNAPSHOT_INTERVAL)
-    needs = [num_seqs * (num_states if spec.carries else spec.num_blocks(num_tokens)) for spec in specs]
+    needs = [num_seqs * (num_states if spec.is_recurrent else spec.num_blocks(num_tokens)) for spec in specs]
     return layout._replace(num_slabs=layout.num_filled(needs)).num_bytes
 
 
@@ -185,7 +185,7 @@ class ArenaSizing:
 
     def shortage(self, num_tokens: int) -> Shortage | None:
         """Say why a sequence alone, in steps of one token, could not reach a length; None where it can."""
-        worst = worst_moment(self.specs, num_tokens, self.layout, self.layout.num_slabs)
+        worst = peak_blocks_per_group(self.specs, num_tokens, self.layout, self.layout.num_slabs)
         if worst is None:
             return None
         held = [count * spec.bytes_per_block for count, spec in zip(worst, self.specs, strict=True)]

@@ -20,14 +20,14 @@ class CacheGroup:
         carries: what the spec says.
     """
 
-    __slots__ = ("carries", "pool", "spec")
+    __slots__ = ("is_recurrent", "pool", "spec")
 
     def __init__(self, spec: KVCacheSpec, pool: BlockPool) -> None:
         self.spec = spec
         self.pool = pool
-        self.carries = spec.carries
+        self.is_recurrent = spec.is_recurrent
 
-    def num_dead(self, num_tokens: int) -> int:
+    def num_skipped(self, num_tokens: int) -> int:
         """Return the leading blocks of a table that are dead when so many tokens are computed."""
         return self.spec.first_live_token(num_tokens) // self.spec.block_size
 
@@ -67,7 +67,7 @@ def find_prefix(
     tiers = zip(groups, host_groups, strict=True) if host_groups else ()
     tiered = [TieredView(group.pool.index, host.pool.index, chain, limit) for group, host in tiers]
     views: Sequence[ChainView | TieredView] = tiered or [group.pool.index.view(chain, limit) for group in groups]
-    kept = [idx for idx, group in enumerate(groups) if not group.spec.carries]
+    kept = [idx for idx, group in enumerate(groups) if not group.spec.is_recurrent]
     length, ended_by = longest_agreed(groups, views, kept, limit)
     while length and kept and _needs_nothing_published(groups, views, kept, length):
         length, lacking = longest_agreed(groups, views, kept, length - 1)
@@ -78,11 +78,11 @@ def find_prefix(
     block_ids = []
     loads: list[BlockLoad] = []
     for idx, (group, view) in enumerate(zip(groups, views, strict=True)):
-        num_dead = group.num_dead(length * size)
-        live = view.block_ids(num_dead, length)
-        block_ids.append((NULL_BLOCK,) * num_dead + live if num_dead else live)
+        num_skipped = group.num_skipped(length * size)
+        live = view.block_ids(num_skipped, length)
+        block_ids.append((NULL_BLOCK,) * num_skipped + live if num_skipped else live)
         if tiered:
-            loads += [BlockLoad(idx, *place) for place in tiered[idx].host_blocks(num_dead, length)]
+            loads += [BlockLoad(idx, *place) for place in tiered[idx].host_blocks(num_skipped, length)]
     return PrefixRun(length, tuple(block_ids), ended_by, tuple(loads))
 
 
@@ -91,7 +91,7 @@ def _needs_nothing_published(
 ) -> bool:
     """Say whether a prefix is a hit of nothing: no group of tokens needs its blocks, and nobody published the last."""
     num_tokens = length * groups[0].spec.block_size
-    is_needed = any(groups[idx].num_dead(num_tokens) < length for idx in kept)
+    is_needed = any(groups[idx].num_skipped(num_tokens) < length for idx in kept)
     return not is_needed and all(view.last_gap(length - 1, length) >= 0 for view in views)
 
 

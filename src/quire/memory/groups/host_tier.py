@@ -72,10 +72,10 @@ class HostTier:
         self.num_sequences = 0
         self.traffic = Traffic()
         for idx, group in enumerate(groups):
-            group.pool.keeper = Demotion(self, idx, group)
+            group.pool.keeper = HostSink(self, idx, group)
 
 
-class Demotion:
+class HostSink:
     """Keeps what one group's device pool evicts.
 
     Args:
@@ -108,7 +108,7 @@ class Demotion:
             host_ids = [pool.index.at(place)]
             if host_ids != [NULL_BLOCK]:
                 pool.retain(host_ids)
-            elif arena.can_hold(needs):
+            elif arena.fits(needs):
                 host_ids = pool.take(1)
                 arena.moves.append(BlockCopy(idx, block_id, host_ids[0], Tier.DEVICE, Tier.HOST))
                 pool.index.put(place, host_ids[0])

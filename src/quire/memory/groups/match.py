@@ -39,7 +39,7 @@ def find_hit(
     run = find_prefix(groups, chain, limit // size, host_groups)
     start = run.num_blocks * size
     # A state covers whole blocks only; with one, the groups of tokens still tell where the prompt differs.
-    kept = [group for group in groups if not group.spec.carries]
+    kept = [group for group in groups if not group.spec.is_recurrent]
     next_one = None
     if kept and start < limit:
         content = chain.part(start, min(start + size, num_tokens))
@@ -51,12 +51,12 @@ def find_hit(
     end = start + num_copied
     if num_copied and next_one is not None:
         block_ids = tuple(
-            _without_dead((*shared, last), group.num_dead(end))
+            _without_dead((*shared, last), group.num_skipped(end))
             for group, shared, last in zip(groups, run.block_ids, next_one.block_ids, strict=True)
         )
     if loads:
         # What the longer hit needs no more is not copied from the host for it.
-        loads = tuple(load for load in loads if load.block_idx >= groups[load.group_idx].num_dead(end))
+        loads = tuple(load for load in loads if load.block_idx >= groups[load.group_idx].num_skipped(end))
     if end == limit or (not is_divisible and run.num_blocks == limit // size):
         reason = HitEnd.LAST_TOKEN if limit == most else HitEnd.LIMIT
     else:
@@ -87,13 +87,13 @@ def _parted_at(groups: Sequence[CacheGroup], chain: TokenChain, most_blocks: int
     return num_known * groups[0].spec.block_size if is_parting else 0
 
 
-def _without_dead(block_ids: tuple[int, ...], num_dead: int) -> tuple[int, ...]:
-    return (NULL_BLOCK,) * num_dead + block_ids[num_dead:]
+def _without_dead(block_ids: tuple[int, ...], num_skipped: int) -> tuple[int, ...]:
+    return (NULL_BLOCK,) * num_skipped + block_ids[num_skipped:]
 
 
 def _reason(groups: Sequence[CacheGroup], chain: TokenChain, run: PrefixRun) -> HitEnd:
     """Return why a hit is shorter than its limit."""
-    if run.group_idx is not None and groups[run.group_idx].spec.carries:
+    if run.group_idx is not None and groups[run.group_idx].spec.is_recurrent:
         return HitEnd.GROUP
     block_idx, size = run.num_blocks, groups[0].spec.block_size
     if (block_idx + 1) * size > len(chain.tokens):

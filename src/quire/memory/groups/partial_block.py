@@ -24,7 +24,7 @@ from quire.memory.groups.cache_group import CacheGroup
 from quire.memory.pool.pool import NULL_BLOCK
 from quire.memory.prefix.radix_node import NodePosition
 from quire.memory.prefix.token_chain import TOKEN_BYTES, TokenChain, num_common
-from quire.memory.sequence_blocks import SequenceMemory
+from quire.memory.sequence_blocks import SequenceBlocks
 
 # Number of candidates that are compared, the most recent: behind the first block of all prompts there may be thousands.
 MAX_CANDIDATES = 32
@@ -84,7 +84,7 @@ def longest_partial_match(
     return None
 
 
-def publish_tail(groups: Sequence[CacheGroup], state: SequenceMemory) -> NodePosition | None:
+def publish_tail(groups: Sequence[CacheGroup], state: SequenceBlocks) -> NodePosition | None:
     """Publish the partly filled last block of a sequence that ends, if it is new; see `tail_of`.
 
     Returns:
@@ -101,7 +101,7 @@ def publish_tail(groups: Sequence[CacheGroup], state: SequenceMemory) -> NodePos
     return node, 0
 
 
-def tail_of(groups: Sequence[CacheGroup], state: SequenceMemory) -> PartialMatch | None:
+def tail_of(groups: Sequence[CacheGroup], state: SequenceBlocks) -> PartialMatch | None:
     """Return the block that will have the tokens of a sequence's partly filled last block once the sequence ends.
 
     Either a published block that has them all, or the sequence's own, to be published. None where the last block is
@@ -113,7 +113,7 @@ def tail_of(groups: Sequence[CacheGroup], state: SequenceMemory) -> PartialMatch
         return None
     block_ids = tuple(table[block_idx] for table in state.tables)
     for group, block_id in zip(groups, block_ids, strict=True):
-        if group.spec.carries or group.pool.ref_counts[block_id] > 1 or block_id in group.pool.index:
+        if group.spec.is_recurrent or group.pool.ref_counts[block_id] > 1 or block_id in group.pool.index:
             return None
     start, chain = block_idx * size, state.chain
     if chain.has_media(start, state.num_computed):

@@ -3,7 +3,7 @@
 A group that needs blocks gets, in this order: a slab that nobody has; the blocks that have been idle for longest,
 its own or, by the slab, another group's; and when what is free lies scattered over slabs of another group, that group
 moves its blocks together and gives a slab up. So what counts is only how many slabs the blocks with holders fill when
-they lie close, and that is what `can_hold` adds up: its answer is exact.
+they lie close, and that is what `fits` adds up: its answer is exact.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from itertools import accumulate, chain, groupby, zip_longest
 from quire.errors import InvariantViolation
 from quire.memory.ops import BlockCopy, Tier
 from quire.memory.pool.eviction import PolicyMaker
-from quire.memory.pool.group_slabs import Loan
+from quire.memory.pool.group_slabs import GroupSlabs
 from quire.memory.pool.idle_blocks import Age, IdleBlocks, RetentionPriority
-from quire.memory.pool.idle_queue import Clock
+from quire.memory.pool.idle_queue import Ticker
 from quire.memory.pool.pool import NULL_BLOCK, BlockPool
 from quire.memory.pool.retention import Retention
 from quire.memory.pool.slab_layout import SlabLayout, lay_out
@@ -50,7 +50,7 @@ class Arena:
         pools: Sequence[BlockPool],
         retention: Retention | None = None,
         tier: Tier = Tier.DEVICE,
-        clock: Clock | None = None,
+        clock: Ticker | None = None,
     ) -> None:
         self.layout = layout
         self.tier = tier
@@ -61,14 +61,14 @@ class Arena:
         # A stack with the lowest slab on top.
         self.free_slabs = list(range(layout.num_slabs - 1, -1, -1)) if len(pools) > 1 else []
         self.moves: list[BlockCopy] = []
-        self.clock = clock or Clock()
-        self.loans = tuple(Loan(self, idx, pool) for idx, pool in enumerate(self.pools))
+        self.clock = clock or Ticker()
+        self.loans = tuple(GroupSlabs(self, idx, pool) for idx, pool in enumerate(self.pools))
 
     def num_slabs_for(self, group_idx: int, num_blocks: int) -> int:
         """Return the slabs that so many blocks of a group fill."""
         return -(-num_blocks // self.layout.blocks_per_slab[group_idx])
 
-    def can_hold(self, needs: Sequence[int]) -> bool:
+    def fits(self, needs: Sequence[int]) -> bool:
         """Say whether every group can have so many blocks with holders more than it has now."""
         # What is free in a group's own slabs takes no slab from anybody.
         for need, pool in zip(needs, self.pools, strict=True):
@@ -80,10 +80,10 @@ class Arena:
             return sum(needs) + sum([pool.num_used for pool in self.pools]) <= self.layout.num_slabs
         return sum(self._filled(needs)) <= self.layout.num_slabs
 
-    def rooms(self, needs: Sequence[int], num_kept_free: int = 0) -> list[int]:
+    def available_blocks(self, needs: Sequence[int], num_kept_free: int = 0) -> list[int]:
         """Return for each group the blocks that it could have beyond its used ones if all others got what they need.
 
-        `can_hold(needs)` exactly when no group needs more than that; negative when even nothing is too much.
+        `fits(needs)` exactly when no group needs more than that; negative when even nothing is too much.
 
         Args:
             needs: blocks of each group.
@@ -104,7 +104,7 @@ class Arena:
         """Return for each group the slabs that its used blocks and so many more fill."""
         return self.layout.filled([pool.num_used + need for pool, need in zip(self.pools, needs, strict=True)])
 
-    def make_room(self, wanted_by: Loan, num_blocks: int) -> None:
+    def reclaim(self, wanted_by: GroupSlabs, num_blocks: int) -> None:
         """Evict what is idle for a group that lacks blocks: its own blocks, and slabs at rest of other groups.
 
         What has the lowest retention priority goes first, and of that what has been idle for longest; no more of it
@@ -127,7 +127,7 @@ class Arena:
             chosen = self._first_of(ages, own_idx, num_blocks)
             runs = [(idx, len(list(run))) for idx, run in groupby(chosen)]
         if not runs:
-            self._scattered(wanted_by).vacate_a_slab()
+            self._scattered(wanted_by).compact_slab()
         for idx, count in runs:
             if idx == own_idx:
                 wanted_by.evict_oldest(count)
@@ -150,7 +150,7 @@ class Arena:
             num_blocks -= 1 if idx == own_idx else self.layout.blocks_per_slab[own_idx]
         return chosen
 
-    def _scattered(self, wanted_by: Loan) -> Loan:
+    def _scattered(self, wanted_by: GroupSlabs) -> GroupSlabs:
         """Return another group whose used blocks would fill fewer slabs than it has."""
         for loan in self.loans:
             if loan is not wanted_by and loan.is_scattered():
@@ -204,7 +204,7 @@ def build_arena(
     layout = lay_out(block_bytes, num_bytes=num_bytes, num_slabs=num_slabs)
     own = range(layout.num_slabs, 0, -1) if len(block_bytes) == 1 else range(0)
     retention = Retention(layout, retention_limit)
-    pools, clock = [], Clock()
+    pools, clock = [], Ticker()
     for idx in range(len(block_bytes)):
         idle = IdleBlocks(policy, clock, retention, idx)
         slot = idx if tier is Tier.DEVICE else len(block_bytes) + idx

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 from quire.memory.ops import BlockCopy
 from quire.memory.pool.idle_blocks import Age, Part, RetentionPriority, ages_of
-from quire.memory.pool.idle_queue import RestQueue
+from quire.memory.pool.idle_queue import IdleQueue
 from quire.memory.pool.pool import BlockPool
 
 if TYPE_CHECKING:
     from quire.memory.pool.arena import Arena
 
 
-class Loan:
+class GroupSlabs:
     """The slabs that one group has.
 
     Args:
@@ -32,29 +32,33 @@ class Loan:
             in which they came to rest. Where each block fills a slab, those blocks.
     """
 
-    __slots__ = ("_arena", "_idle", "group_idx", "is_whole", "pool", "resting", "used")
+    __slots__ = ("_arena", "_idle", "group_idx", "idle_slabs", "one_block_per_slab", "pool", "used")
 
     def __init__(self, arena: Arena, group_idx: int, pool: BlockPool) -> None:
         self._arena = arena
         self.group_idx = group_idx
         self.pool = pool
         self.used: dict[int, int] = {}
-        self.is_whole = arena.layout.blocks_per_slab[group_idx] == 1
-        # By slab, the idle blocks of each retention priority; empty, as `used` is, where `resting` says it all.
+        self.one_block_per_slab = arena.layout.blocks_per_slab[group_idx] == 1
+        # By slab, the idle blocks of each retention priority; empty, as `used` is, where `idle_slabs` says it all.
         self._idle: dict[int, list[int]] = {}
-        own = (RestQueue(arena.clock) for _ in RetentionPriority)
-        self.resting: tuple[RestQueue, ...] = pool.idle.queues if self.is_whole else tuple(own)
+        own = (IdleQueue(arena.clock) for _ in RetentionPriority)
+        self.idle_slabs: tuple[IdleQueue, ...] = pool.idle.queues if self.one_block_per_slab else tuple(own)
         if len(arena.pools) > 1:
-            pool.lender = self
+            pool.source = self
 
     @property
     def num_slabs(self) -> int:
         """Slabs that the group has."""
-        return self.pool.num_used + len(self.pool.idle) + len(self.pool.free) if self.is_whole else len(self.used)
+        return (
+            self.pool.num_used + len(self.pool.idle) + len(self.pool.free)
+            if self.one_block_per_slab
+            else len(self.used)
+        )
 
     def slabs(self) -> list[int]:
         """Return the slabs that the group has, in no order."""
-        if not self.is_whole:
+        if not self.one_block_per_slab:
             return list(self.used)
         used = [block_id for block_id, count in enumerate(self.pool.ref_counts) if count]
         return self._slabs_of([*used, *self.pool.idle, *self.pool.free])
@@ -64,38 +68,40 @@ class Loan:
 
         It is asked where nothing is idle.
         """
-        return not self.is_whole and len(self.used) > self._arena.num_slabs_for(self.group_idx, self.pool.num_used)
+        return not self.one_block_per_slab and len(self.used) > self._arena.num_slabs_for(
+            self.group_idx, self.pool.num_used
+        )
 
     # ---- what the pool tells ----
 
-    def lend(self, count: int) -> None:
+    def reserve(self, count: int) -> None:
         """See that `count` blocks are free."""
         arena, free = self._arena, self.pool.free
         while len(free) < count:
             if arena.free_slabs:
-                self._borrow(arena.num_slabs_for(self.group_idx, count - len(free)))
+                self._acquire(arena.num_slabs_for(self.group_idx, count - len(free)))
             else:
-                arena.make_room(self, count - len(free))
+                arena.reclaim(self, count - len(free))
 
-    def took(self, block_ids: Sequence[int]) -> None:
+    def on_allocate(self, block_ids: Sequence[int]) -> None:
         """Note that free blocks have holders now."""
-        if not self.is_whole:
+        if not self.one_block_per_slab:
             for slab in self._slabs_of(block_ids):
                 self.used[slab] += 1
                 self._settle(slab)
 
-    def woke(self, parts: Sequence[Part]) -> None:
+    def on_reuse(self, parts: Sequence[Part]) -> None:
         """Note that idle blocks have holders now."""
-        if not self.is_whole:
+        if not self.one_block_per_slab:
             for priority, block_ids, _ in parts:
                 for slab in self._slabs_of(block_ids):
                     self._idle[slab][priority] -= 1
                     self.used[slab] += 1
                     self._settle(slab)
 
-    def rested(self, parts: Sequence[Part]) -> None:
+    def on_idle(self, parts: Sequence[Part]) -> None:
         """Note that blocks have no holders any more, but are published."""
-        if not self.is_whole:
+        if not self.one_block_per_slab:
             for priority, block_ids, moments in parts:
                 for slab, moment in zip(self._slabs_of(block_ids), moments, strict=True):
                     self._idle[slab][priority] += 1
@@ -104,7 +110,7 @@ class Loan:
 
     def reprioritised(self, old: Sequence[Part], new: Sequence[Part]) -> None:
         """Note that idle blocks have another retention priority, or are as if they had just become idle."""
-        if not self.is_whole:
+        if not self.one_block_per_slab:
             for change, parts in ((-1, old), (1, new)):
                 for priority, block_ids, _ in parts:
                     for slab in self._slabs_of(block_ids):
@@ -114,10 +120,10 @@ class Loan:
                     self._leave_rest(slab)
                     self._settle(slab, moment)
 
-    def freed(self, block_ids: Sequence[int]) -> None:
+    def on_free(self, block_ids: Sequence[int]) -> None:
         """Note that blocks have no holders any more and hold nothing; slabs of which all blocks are free go back."""
         slabs = self._slabs_of(block_ids)
-        if self.is_whole:
+        if self.one_block_per_slab:
             self._give_back(slabs)
             return
         emptied = []
@@ -131,7 +137,7 @@ class Loan:
     def emptied(self, parts: Sequence[Part]) -> None:
         """Note that idle blocks are free; slabs of which all blocks are free go back."""
         slabs = self._slabs_of([block_id for part in parts for block_id in part.block_ids])
-        if not self.is_whole:
+        if not self.one_block_per_slab:
             self._dropped(parts)
             slabs = [slab for slab in dict.fromkeys(slabs) if not self.used[slab] and not any(self._idle[slab])]
         if slabs:
@@ -142,30 +148,30 @@ class Loan:
     def ages_of_resting(self, most: int) -> list[Age]:
         """Return the ages of the slabs at rest that are to go first, in that order."""
         ages: list[Age] = []
-        for priority, queue in enumerate(self.resting):
+        for priority, queue in enumerate(self.idle_slabs):
             if queue and len(ages) < most:
                 ages += ages_of(priority, queue.oldest_moments(most - len(ages)))
         return ages
 
     def return_resting_slabs(self, count: int) -> None:
         """Evict what is idle in the slabs at rest that are to go first, and give them back."""
-        resting: list[int] = []
-        for queue in self.resting:
-            if queue and len(resting) < count:
-                resting += queue.oldest(count - len(resting))
-        if self.is_whole:
-            self._evict(resting)
-            self._give_back(self._slabs_of(resting))
+        idle_slabs: list[int] = []
+        for queue in self.idle_slabs:
+            if queue and len(idle_slabs) < count:
+                idle_slabs += queue.oldest(count - len(idle_slabs))
+        if self.one_block_per_slab:
+            self._evict(idle_slabs)
+            self._give_back(self._slabs_of(idle_slabs))
             return
-        blocks = self._arena.layout.blocks_in(self.group_idx, resting)
+        blocks = self._arena.layout.blocks_in(self.group_idx, idle_slabs)
         self._evict([block_id for block_id in blocks if block_id in self.pool.idle])
-        self._give_back(resting)
+        self._give_back(idle_slabs)
 
     def evict_oldest(self, count: int) -> None:
         """Evict the pool's next victims."""
         self._evict(self.pool.idle.victims(count))
 
-    def vacate_a_slab(self) -> None:
+    def compact_slab(self) -> None:
         """Move the used blocks of the slab that has fewest to the group's other slabs, and give it back."""
         slab = min(self.used, key=lambda slab: (self.used[slab], slab))
         blocks = self._blocks_of(slab)
@@ -183,12 +189,12 @@ class Loan:
     def _blocks_of(self, slab: int) -> range:
         return self._arena.layout.blocks_of(self.group_idx, slab)
 
-    def _borrow(self, most: int) -> None:
+    def _acquire(self, most: int) -> None:
         """Take slabs that nobody has."""
         stack = self._arena.free_slabs
         slabs = stack[-most:]
         del stack[-most:]
-        if self.is_whole:
+        if self.one_block_per_slab:
             self.pool.free[:0] = self._arena.layout.blocks_in(self.group_idx, slabs)
             return
         for slab in slabs:
@@ -204,7 +210,7 @@ class Loan:
 
     def _dropped(self, parts: Sequence[Part]) -> None:
         """Note that idle blocks are free."""
-        if not self.is_whole:
+        if not self.one_block_per_slab:
             for priority, block_ids, _ in parts:
                 for slab in self._slabs_of(block_ids):
                     self._idle[slab][priority] -= 1
@@ -226,14 +232,14 @@ class Loan:
             counts = self._idle[slab]
             priority = next((priority for priority in reversed(RetentionPriority) if counts[priority]), None)
             is_empty = priority is None
-        if priority is None or slab not in self.resting[priority]:
+        if priority is None or slab not in self.idle_slabs[priority]:
             self._leave_rest(slab)
             if priority is not None:
-                self.resting[priority].add((slab,), None if moment is None else (moment,))
+                self.idle_slabs[priority].add((slab,), None if moment is None else (moment,))
         return is_empty
 
     def _leave_rest(self, slab: int) -> None:
-        for queue in self.resting:
+        for queue in self.idle_slabs:
             if slab in queue:
                 queue.discard((slab,))
 
@@ -255,12 +261,12 @@ class Loan:
     def _give_back(self, slabs: list[int]) -> None:
         """Return slabs of which all blocks are free."""
         free = self.pool.free
-        if self.is_whole and len(free) == len(slabs):
+        if self.one_block_per_slab and len(free) == len(slabs):
             free.clear()
         else:
             gone = set(slabs)
             free[:] = [block_id for block_id, slab in zip(free, self._slabs_of(free), strict=True) if slab not in gone]
-        if not self.is_whole:
+        if not self.one_block_per_slab:
             for slab in slabs:
                 del self.used[slab], self._idle[slab]
                 self._leave_rest(slab)

@@ -17,7 +17,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from quire.memory.pool.eviction import EvictionPolicy, PolicyMaker
-from quire.memory.pool.idle_queue import Clock, RestQueue
+from quire.memory.pool.idle_queue import IdleQueue, Ticker
 from quire.memory.pool.retention import Retention
 
 
@@ -72,8 +72,8 @@ class IdleBlocks:
 
     __slots__ = ("_count", "_group_idx", "_hints", "_orders", "_retention", "queues")
 
-    def __init__(self, policy: PolicyMaker | None, clock: Clock, retention: Retention, group_idx: int) -> None:
-        self.queues = tuple(RestQueue(clock) for _ in RetentionPriority)
+    def __init__(self, policy: PolicyMaker | None, clock: Ticker, retention: Retention, group_idx: int) -> None:
+        self.queues = tuple(IdleQueue(clock) for _ in RetentionPriority)
         self._orders: tuple[EvictionPolicy | None, ...] = (None, policy and policy(), policy and policy())
         self._count = 0
         self._retention = retention

@@ -18,7 +18,7 @@ from itertools import compress
 MOST_STALE = 4096
 
 
-class Clock:
+class Ticker:
     """Moments, each later than all before: whoever shares one can tell what came first."""
 
     __slots__ = ("now",)
@@ -44,7 +44,7 @@ class _Batch:
         self.num_left = len(numbers)
 
 
-class RestQueue:
+class IdleQueue:
     """Numbers at rest, each with the moment at which it came.
 
     Numbers are small: they index a list.
@@ -55,8 +55,8 @@ class RestQueue:
 
     __slots__ = ("_batch_of", "_batches", "_clock", "_count", "_num_listed")
 
-    def __init__(self, clock: Clock | None = None) -> None:
-        self._clock = clock or Clock()
+    def __init__(self, clock: Ticker | None = None) -> None:
+        self._clock = clock or Ticker()
         # By number: the name of its batch, 0 where it is not at rest.
         self._batch_of: list[int] = []
         # By name, the oldest first. The name is the first moment and 1.

@@ -7,31 +7,31 @@ from itertools import compress
 from typing import Protocol
 
 from quire.errors import InvariantViolation
-from quire.memory.pool.block_observer import BlockWatcher
+from quire.memory.pool.block_observer import BlockObserver
 from quire.memory.pool.idle_blocks import IdleBlocks, Part, RetentionPriority
-from quire.memory.pool.idle_queue import Clock
+from quire.memory.pool.idle_queue import Ticker
 from quire.memory.prefix.published import PublishedBlocks
 from quire.memory.prefix.radix_node import NULL_BLOCK
 
-__all__ = ["NULL_BLOCK", "BlockPool", "BlockWatcher", "Keeper", "Lender"]
+__all__ = ["NULL_BLOCK", "BlockObserver", "BlockPool", "BlockSource", "EvictionSink"]
 
 
-class Lender(Protocol):
+class BlockSource(Protocol):
     """Where a pool that shares its bytes with others gets its blocks from; it hears of every change."""
 
-    def lend(self, count: int) -> None:
+    def reserve(self, count: int) -> None:
         """See that `count` blocks of the pool are free."""
         ...
 
-    def took(self, block_ids: Sequence[int]) -> None:
+    def on_allocate(self, block_ids: Sequence[int]) -> None:
         """Note that free blocks have holders now."""
         ...
 
-    def woke(self, parts: Sequence[Part]) -> None:
+    def on_reuse(self, parts: Sequence[Part]) -> None:
         """Note that idle blocks have holders now."""
         ...
 
-    def rested(self, parts: Sequence[Part]) -> None:
+    def on_idle(self, parts: Sequence[Part]) -> None:
         """Note that blocks have no holders any more, but are published."""
         ...
 
@@ -39,7 +39,7 @@ class Lender(Protocol):
         """Note that idle blocks have another retention priority, or are as if they had just become idle."""
         ...
 
-    def freed(self, block_ids: Sequence[int]) -> None:
+    def on_free(self, block_ids: Sequence[int]) -> None:
         """Note that blocks have no holders any more and hold nothing."""
         ...
 
@@ -48,7 +48,7 @@ class Lender(Protocol):
         ...
 
 
-class Keeper(Protocol):
+class EvictionSink(Protocol):
     """Where published blocks may live on when they are evicted."""
 
     def keep(self, block_ids: Sequence[int]) -> None:
@@ -83,14 +83,14 @@ class BlockPool:
         "idle",
         "index",
         "keeper",
-        "lender",
         "num_evictions",
         "num_used",
+        "observer",
         "ref_counts",
-        "watcher",
+        "source",
     )
 
-    def __init__(self, index: PublishedBlocks, idle: IdleBlocks, free: Iterable[int], clock: Clock) -> None:
+    def __init__(self, index: PublishedBlocks, idle: IdleBlocks, free: Iterable[int], clock: Ticker) -> None:
         self._clock = clock
         self.idle = idle
         self.index = index
@@ -99,9 +99,9 @@ class BlockPool:
         self.num_used = 0
         # A stack, the next block to be handed out last.
         self.free = list(free)
-        self.lender: Lender | None = None
-        self.keeper: Keeper | None = None
-        self.watcher: BlockWatcher | None = None
+        self.source: BlockSource | None = None
+        self.keeper: EvictionSink | None = None
+        self.observer: BlockObserver | None = None
 
     def take(self, count: int) -> list[int]:
         """Hand out blocks with one holder each: free ones first, then evicted ones.
@@ -112,8 +112,8 @@ class BlockPool:
         Raises:
             InvariantViolation: M1, there are fewer.
         """
-        if self.lender is not None and count > len(self.free):
-            self.lender.lend(count)
+        if self.source is not None and count > len(self.free):
+            self.source.reserve(count)
         free = self.free
         ref_counts = self.ref_counts
         taken: list[int] = []
@@ -122,8 +122,8 @@ class BlockPool:
             taken = free[-from_free:]
             taken.reverse()
             del free[-from_free:]
-            if self.lender is not None:
-                self.lender.took(taken)
+            if self.source is not None:
+                self.source.on_allocate(taken)
         while len(taken) < count:
             victims = self.idle.victims(count - len(taken))
             if not victims:
@@ -133,8 +133,8 @@ class BlockPool:
         for block_id in taken:
             ref_counts[block_id] = 1
         self.num_used += count
-        if self.watcher is not None:
-            self.watcher.taken(taken)
+        if self.observer is not None:
+            self.observer.on_allocate(taken)
         return taken
 
     def retain(self, block_ids: Sequence[int]) -> None:
@@ -153,10 +153,10 @@ class BlockPool:
         if woken:
             parts = self.idle.discard(woken)
             self.num_used += len(woken)
-            if self.lender is not None:
-                self.lender.woke(parts)
-            if self.watcher is not None:
-                self.watcher.woke(woken)
+            if self.source is not None:
+                self.source.on_reuse(parts)
+            if self.observer is not None:
+                self.observer.on_reuse(woken)
 
     def release(
         self,
@@ -201,26 +201,26 @@ class BlockPool:
                 moments = [moment for moment, idx in zip(moments, released, strict=True) if idx in self.index]
             parts = self.idle.add(rested, priority, moments)
         self.free += freed
-        if self.lender is not None:
+        if self.source is not None:
             if rested:
-                self.lender.rested(parts)
+                self.source.on_idle(parts)
             if freed:
-                self.lender.freed(freed)
-        if self.watcher is not None and rested:
-            self.watcher.rested(rested)
+                self.source.on_free(freed)
+        if self.observer is not None and rested:
+            self.observer.on_idle(rested)
 
     def set_priority(self, block_id: int, priority: RetentionPriority) -> None:
         """Give a block, if it is idle, another retention priority, as if it had just become idle."""
         if block_id in self.idle:
             old = self.idle.remove((block_id,))
             new = self.idle.add((block_id,), priority, self._clock.ticks(1))
-            if self.lender is not None:
-                self.lender.reprioritised(old, new)
+            if self.source is not None:
+                self.source.reprioritised(old, new)
 
     def evict(self, block_ids: Sequence[int]) -> list[Part]:
         """Take idle blocks out of the index; return them by retention priority."""
-        if self.watcher is not None:
-            self.watcher.evicted(block_ids)
+        if self.observer is not None:
+            self.observer.on_evict(block_ids)
         self.num_evictions += len(block_ids)
         if self.keeper is not None:
             self.keeper.keep(block_ids)
@@ -247,8 +247,8 @@ class BlockPool:
         """Let idle blocks, which are published no more, be free."""
         parts = self.idle.remove(block_ids)
         self.free += block_ids
-        if self.lender is not None and parts:
-            self.lender.emptied(parts)
+        if self.source is not None and parts:
+            self.source.emptied(parts)
 
     def move(self, src_id: int, dst_id: int) -> None:
         """Let a free block take the place of a used one: holders and identity."""
@@ -258,5 +258,5 @@ class BlockPool:
         self.index.move(src_id, dst_id)
         self.idle.forget((src_id,))
         self.free.append(src_id)
-        if self.watcher is not None:
-            self.watcher.moved(src_id, dst_id)
+        if self.observer is not None:
+            self.observer.on_move(src_id, dst_id)

@@ -4,9 +4,9 @@
  namespace <--root-- [block 0] <--digest 0-- [block 1] <--digest 1-- [block 2] ...
 ```
 
-Whether blocks are the same is decided by comparing all that: see `quire.memory.prefix.radix_tree`. A *digest* is what a block
-is called where its contents are not at hand, on disk and in logs, and what the tree's branches are looked up by. It is
-keyed, and covers the block's content and the digest before it. So equal digests mean equal prefixes, namespaces
+Whether blocks are the same is decided by comparing all that: see `quire.memory.prefix.radix_tree`. A *digest* is what a
+block is called where its contents are not at hand, on disk and in logs, and what the tree's branches are looked up by.
+It is keyed, and covers the block's content and the digest before it. So equal digests mean equal prefixes, namespaces
 included, unless the hash collides; whoever finds something by its digest compares contents.
 """
 

@@ -51,7 +51,7 @@ from quire.memory.prefix.radix_node import NodePosition
 from quire.memory.prefix.token_chain import DIGEST_BYTES, TokenChain
 from quire.memory.recording.settings import MemorySettings
 from quire.memory.results import PrefixHit
-from quire.memory.sequence_blocks import SequenceMemory
+from quire.memory.sequence_blocks import SequenceBlocks
 
 logger = logging.getLogger(__name__)
 
@@ -125,11 +125,11 @@ class MemoryRecorder:
     def truncated(self, seq_id: int, num_tokens: int) -> None:
         self._write(f"t {seq_id} {num_tokens}")
 
-    def published(self, seq_id: int, state: SequenceMemory, num_before: int) -> None:
+    def published(self, seq_id: int, state: SequenceBlocks, num_before: int) -> None:
         names = self._names(state.chain, num_before, state.num_published) if state.num_published > num_before else ()
         self._write(_joined("p", seq_id, state.num_computed, *names))
 
-    def freed(self, seq_id: int, state: SequenceMemory, *, retain: bool, tail: NodePosition | None) -> None:
+    def freed(self, seq_id: int, state: SequenceBlocks, *, retain: bool, tail: NodePosition | None) -> None:
         name = "" if tail is None else self._name_at(tail)
         self._write(f"f {seq_id} {state.num_slots} {state.num_computed} {int(retain)}{name}")
         if not self.manager.sequences:

@@ -29,7 +29,7 @@ VERBS = {
     "f": "free",
     ">": "swap_out",
     "<": "swap_in",
-    "l": "adopt",
+    "l": "publish_loaded",
     "r": "reset_prefix_cache",
     "+": "pin",
     "-": "unpin",
@@ -321,7 +321,7 @@ class _Replay:
         if archive is None:
             raise ValueError("this memory has no disk")
         fetched = [FetchedBlock(*map(int, word.split(":"))) for word in words[1 + num_blocks :]]
-        archive.adopt(self._prefix(num_tokens, words[1 : 1 + num_blocks]), num_blocks, fetched)
+        archive.publish_loaded(self._prefix(num_tokens, words[1 : 1 + num_blocks]), num_blocks, fetched)
 
     def _pin(self, words: list[str]) -> None:
         self.memory.pin(words[0], self._prefix(int(words[1]), words[2:]))

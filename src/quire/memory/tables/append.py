@@ -20,7 +20,7 @@ from itertools import takewhile
 from operator import add
 
 from quire.errors import InvariantViolation
-from quire.memory.sequence_blocks import SequenceMemory
+from quire.memory.sequence_blocks import SequenceBlocks
 from quire.memory.tables.tables import BlockTables
 
 
@@ -51,11 +51,11 @@ def append_to_one(tables: BlockTables, seq_id: int, num_tokens: int, lookahead: 
     end = state.num_slots + num_tokens + lookahead
     size = tables.groups[0].spec.block_size
     offset = state.num_slots % size
-    holds_states = lookahead > 0 and bool(tables.carried)
-    if offset and state.has_exclusive_tail and end - state.num_slots <= size - offset and not holds_states:
+    holds_states = lookahead > 0 and bool(tables.recurrent_groups)
+    if offset and state.tail_is_private and end - state.num_slots <= size - offset and not holds_states:
         state.num_slots = end
         return True
-    return tables.grow(tables.resident(seq_id), end, is_looking_ahead=lookahead > 0)
+    return tables.grow(tables.resident(seq_id), end, is_lookahead=lookahead > 0)
 
 
 def append_one_to_each(tables: BlockTables, seq_ids: Sequence[int]) -> int:
@@ -72,11 +72,11 @@ def append_one_to_each(tables: BlockTables, seq_ids: Sequence[int]) -> int:
     """
     sequences, num_at_hand = tables.sequences, tables.num_blocks_at_hand()
     size = tables.groups[0].spec.block_size
-    crossing: list[SequenceMemory] = []
+    crossing: list[SequenceBlocks] = []
     for position, seq_id in enumerate(seq_ids):
         state = sequences[seq_id]
         if state.num_slots % size:
-            if state.has_exclusive_tail:
+            if state.tail_is_private:
                 state.num_slots += 1
                 continue
         elif len(crossing) < num_at_hand:
@@ -107,22 +107,22 @@ def append_one_to_all(tables: BlockTables, seq_ids: Sequence[int]) -> bool:
     """
     states = [tables.resident(seq_id) for seq_id in seq_ids]
     size = tables.groups[0].spec.block_size
-    if all(state.has_exclusive_tail and state.num_slots % size for state in states) and not tables.carried:
+    if all(state.tail_is_private and state.num_slots % size for state in states) and not tables.recurrent_groups:
         for state in states:
             state.num_slots += 1
         return True
     needs = count_growth(tables, states)
-    if any(needs) and not tables.arena.can_hold(needs):
+    if any(needs) and not tables.arena.fits(needs):
         return False
     # What is published may be copied instead of written in place only where nobody lacks the room for it.
-    has_plenty = tables.arena.can_hold(list(map(add, needs, [len(states)] * len(needs))))
+    has_plenty = tables.arena.fits(list(map(add, needs, [len(states)] * len(needs))))
     for state in states:
-        if not tables.grow(state, state.num_slots + 1, may_spare=has_plenty):
+        if not tables.grow(state, state.num_slots + 1, may_copy_published=has_plenty):
             raise InvariantViolation("M7", f"sequences that need {needs} blocks together were refused one of them")
     return True
 
 
-def count_growth(tables: BlockTables, states: Sequence[SequenceMemory]) -> list[int]:
+def count_growth(tables: BlockTables, states: Sequence[SequenceBlocks]) -> list[int]:
     """Return the blocks of each group that a slot more for each of some sequences takes, at least.
 
     Args:
@@ -135,10 +135,10 @@ def count_growth(tables: BlockTables, states: Sequence[SequenceMemory]) -> list[
         growers: Counter[int] = Counter()
         for state in states:
             table = state.tables[idx]
-            is_begun = bool(table) if group.spec.carries else state.num_slots % size > 0
+            is_begun = bool(table) if group.spec.is_recurrent else state.num_slots % size > 0
             if not is_begun:
                 num_blocks += 1
-            elif group.spec.carries or not state.has_exclusive_tail:
+            elif group.spec.is_recurrent or not state.tail_is_private:
                 growers[table[-1]] += 1
         holders = group.pool.ref_counts
         # Who writes to a block that is shared gets a copy, but for its last holder.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.memory.tables.publish import next_event
+from quire.memory.tables.publish import next_publish_at
 from quire.memory.tables.tables import BlockTables
 
 
@@ -14,11 +14,11 @@ class Rollback:
         mortal: the groups whose blocks die while the sequence lives.
     """
 
-    __slots__ = ("_mortal", "_tables")
+    __slots__ = ("_tables", "windowed_groups")
 
-    def __init__(self, tables: BlockTables, mortal: tuple[int, ...]) -> None:
+    def __init__(self, tables: BlockTables, windowed_groups: tuple[int, ...]) -> None:
         self._tables = tables
-        self._mortal = mortal
+        self.windowed_groups = windowed_groups
 
     def limit(self, seq_id: int) -> int:
         """Return the least length to which a live sequence can be truncated: before it, live tokens would be gone.
@@ -26,10 +26,12 @@ class Rollback:
         With groups of states it is the only one: where it looked ahead from, else the length that it has.
         """
         state = self._tables.sequences[seq_id]
-        if self._tables.carried:
+        if self._tables.recurrent_groups:
             return state.num_slots if state.checkpoint is None else state.checkpoint.num_tokens
-        num_dead, groups = state.num_dead, self._tables.groups
-        deaths = (groups[idx].spec.death(num_dead[idx] - 1) for idx in self._mortal if num_dead[idx])
+        num_skipped, groups = state.num_skipped, self._tables.groups
+        deaths = (
+            groups[idx].spec.freed_after(num_skipped[idx] - 1) for idx in self.windowed_groups if num_skipped[idx]
+        )
         return max(deaths, default=0)
 
     def point(self, seq_id: int, num_tokens: int) -> int:
@@ -40,7 +42,7 @@ class Rollback:
             num_tokens: from `limit` to the slots that it has.
         """
         is_all = num_tokens == self._tables.sequences[seq_id].num_slots
-        return num_tokens if is_all or not self._tables.carried else self.limit(seq_id)
+        return num_tokens if is_all or not self._tables.recurrent_groups else self.limit(seq_id)
 
     def truncate(self, seq_id: int, num_tokens: int) -> None:
         """Take back the slots from `num_tokens` on; the owner shortens the chain's tokens afterwards.
@@ -58,15 +60,15 @@ class Rollback:
         state = tables.resident(seq_id)
         least = self.limit(seq_id)
         if not least <= num_tokens <= state.num_slots or (
-            tables.carried and num_tokens not in (least, state.num_slots)
+            tables.recurrent_groups and num_tokens not in (least, state.num_slots)
         ):
-            to = f"{least} or {state.num_slots}" if tables.carried else f"[{least}, {state.num_slots}]"
+            to = f"{least} or {state.num_slots}" if tables.recurrent_groups else f"[{least}, {state.num_slots}]"
             raise ValueError(f"cannot truncate to {num_tokens} tokens, only to {to}")
         tables.version += 1
         tables.shrink(state, num_tokens)
         state.num_computed = min(state.num_computed, num_tokens)
         state.num_published = min(state.num_published, num_tokens // tables.groups[0].spec.block_size)
-        state.next_event = next_event(tables.groups, self._mortal, state)
+        state.next_publish_at = next_publish_at(tables.groups, self.windowed_groups, state)
         state.chain.truncate(num_tokens)
         if tables.observer is not None:
             tables.observer.truncated(seq_id, num_tokens)

@@ -19,7 +19,7 @@ from quire.memory.pool.idle_blocks import RetentionPriority
 from quire.memory.pool.pool import NULL_BLOCK
 from quire.memory.prefix.token_chain import TokenChain
 from quire.memory.results import PrefixHit
-from quire.memory.sequence_blocks import SequenceMemory
+from quire.memory.sequence_blocks import SequenceBlocks
 from quire.memory.tables.publish import merge
 
 DEFAULT_SNAPSHOT_INTERVAL = 512
@@ -33,7 +33,7 @@ class Snapshots(NamedTuple):
         interval: tokens between regular ones, a multiple of the block size.
     """
 
-    carried: tuple[int, ...]
+    recurrent_groups: tuple[int, ...]
     interval: int
 
     @classmethod
@@ -48,9 +48,9 @@ class Snapshots(NamedTuple):
             interval = -(-DEFAULT_SNAPSHOT_INTERVAL // size) * size
         if interval < 1 or interval % size:
             raise ValueError(f"snapshot_interval must be a positive multiple of the block size {size}, got {interval}")
-        return cls(tuple(idx for idx, group in enumerate(groups) if group.spec.carries), interval)
+        return cls(tuple(idx for idx, group in enumerate(groups) if group.spec.is_recurrent), interval)
 
-    def stops_of(self, chain: TokenChain, hit: PrefixHit, block_size: int) -> tuple[int, ...]:
+    def snapshot_points_of(self, chain: TokenChain, hit: PrefixHit, block_size: int) -> tuple[int, ...]:
         """Return the lengths at which a new sequence takes snapshots besides the regular ones.
 
         Args:
@@ -59,22 +59,24 @@ class Snapshots(NamedTuple):
             hit: that it is opened on.
             block_size: tokens of a block.
         """
-        if not self.carried:
+        if not self.recurrent_groups:
             return ()
         last = max(0, len(chain.tokens) - 1) // block_size * block_size
         return tuple(sorted({stop for stop in (last, hit.parted_at) if stop > hit.num_tokens}))
 
-    def next_after(self, num_tokens: int, stops: Iterable[int]) -> int:
+    def next_after(self, num_tokens: int, snapshot_points: Iterable[int]) -> int:
         """Return the next length at which a snapshot is wanted."""
         regular = (num_tokens // self.interval + 1) * self.interval
-        return min((stop for stop in stops if num_tokens < stop < regular), default=regular)
+        return min((stop for stop in snapshot_points if num_tokens < stop < regular), default=regular)
 
-    def is_due(self, state: SequenceMemory) -> bool:
+    def is_due(self, state: SequenceBlocks) -> bool:
         """Say whether the states that a sequence has are of a length at which a snapshot is wanted."""
         num_tokens = state.num_slots
-        return num_tokens == state.num_computed and (num_tokens % self.interval == 0 or num_tokens in state.stops)
+        return num_tokens == state.num_computed and (
+            num_tokens % self.interval == 0 or num_tokens in state.snapshot_points
+        )
 
-    def publish(self, groups: Sequence[CacheGroup], state: SequenceMemory) -> int:
+    def publish(self, groups: Sequence[CacheGroup], state: SequenceBlocks) -> int:
         """Publish a sequence's states, or merge them with their equals; earlier snapshots are worth less from then on.
 
         Returns:
@@ -88,7 +90,7 @@ class Snapshots(NamedTuple):
             return 0
         position = tree.match(chain, block_idx + 1).position(block_idx)
         num_merges = 0
-        for idx in self.carried:
+        for idx in self.recurrent_groups:
             table, pool = state.tables[idx], groups[idx].pool
             known = pool.index.at(position)
             if known == NULL_BLOCK:
@@ -99,7 +101,7 @@ class Snapshots(NamedTuple):
         self._supersede(groups, state)
         return num_merges
 
-    def _supersede(self, groups: Sequence[CacheGroup], state: SequenceMemory) -> None:
+    def _supersede(self, groups: Sequence[CacheGroup], state: SequenceBlocks) -> None:
         """Have the snapshots before a sequence's newest one evicted before others.
 
         The next turn of a conversation goes on from the newest. A regular snapshot takes the place of the regular one
@@ -108,8 +110,8 @@ class Snapshots(NamedTuple):
         """
         newest = state.num_computed
         older = [state.regular_snapshot]
-        state.regular_snapshot = 0 if newest in state.stops else newest
-        if newest in state.stops:
+        state.regular_snapshot = 0 if newest in state.snapshot_points else newest
+        if newest in state.snapshot_points:
             older.append(state.opened_on)
             state.opened_on = 0
         for num_tokens in older:
@@ -121,7 +123,7 @@ class Snapshots(NamedTuple):
         """Give the idle snapshots behind a chain's first blocks a low retention priority, unless prompts part there."""
         if groups[0].pool.index.tree.partings(chain, num_blocks, num_blocks + 1):
             return
-        for idx in self.carried:
+        for idx in self.recurrent_groups:
             pool = groups[idx].pool
             for block_id in pool.index.published(chain, num_blocks - 1, num_blocks):
                 pool.set_priority(block_id, RetentionPriority.LOW)

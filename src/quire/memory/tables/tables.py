@@ -15,7 +15,7 @@ from quire.memory.pool.idle_blocks import RetentionPriority
 from quire.memory.pool.pool import NULL_BLOCK
 from quire.memory.prefix.token_chain import TOKEN_BYTES
 from quire.memory.results import PrefixHit
-from quire.memory.sequence_blocks import Checkpoint, SequenceMemory
+from quire.memory.sequence_blocks import SequenceBlocks, StateBackup
 
 
 class BlockTables:
@@ -37,7 +37,6 @@ class BlockTables:
 
     __slots__ = (
         "arena",
-        "carried",
         "groups",
         "host",
         "kept",
@@ -45,6 +44,7 @@ class BlockTables:
         "observer",
         "pending_copies",
         "pins",
+        "recurrent_groups",
         "sequences",
         "version",
     )
@@ -52,27 +52,29 @@ class BlockTables:
     def __init__(self, arena: Arena, groups: Sequence[CacheGroup], pins: Pins, host: HostTier | None = None) -> None:
         self.arena = arena
         self.groups = tuple(groups)
-        self.kept = tuple(idx for idx, group in enumerate(groups) if not group.spec.carries)
-        self.carried = tuple(idx for idx, group in enumerate(groups) if group.spec.carries)
+        self.kept = tuple(idx for idx, group in enumerate(groups) if not group.spec.is_recurrent)
+        self.recurrent_groups = tuple(idx for idx, group in enumerate(groups) if group.spec.is_recurrent)
         self.pins = pins
         self.host = host
-        self.sequences: dict[int, SequenceMemory] = {}
+        self.sequences: dict[int, SequenceBlocks] = {}
         self.pending_copies: list[BlockCopy] = []
         self.version = 0
         self.num_copies = 0
         self.observer: CommandObserver | None = None
 
-    def share(self, state: SequenceMemory, hit: PrefixHit) -> None:
+    def share(self, state: SequenceBlocks, hit: PrefixHit) -> None:
         """Give a sequence that opens the blocks of a hit, and the slots that are filled; not those on the host."""
         for idx, (group, shared) in enumerate(zip(self.groups, hit.block_ids, strict=True)):
-            num_dead = state.num_dead[idx] = group.num_dead(hit.num_tokens)
-            live = shared[num_dead:]
+            num_skipped = state.num_skipped[idx] = group.num_skipped(hit.num_tokens)
+            live = shared[num_skipped:]
             group.pool.retain([block_id for block_id in live if block_id != NULL_BLOCK] if hit.loads else live)
             state.tables[idx] = list(shared)
         state.num_slots = state.num_computed = hit.num_tokens
-        state.has_exclusive_tail = not hit.num_copied
+        state.tail_is_private = not hit.num_copied
 
-    def grow(self, state: SequenceMemory, end: int, *, is_looking_ahead: bool = False, may_spare: bool = True) -> bool:
+    def grow(
+        self, state: SequenceBlocks, end: int, *, is_lookahead: bool = False, may_copy_published: bool = True
+    ) -> bool:
         """Give a sequence slots up to `end` in every group, or change nothing.
 
         Before the last block is written (M3), it is copied where it is shared. Where it is published, it is copied too
@@ -93,50 +95,52 @@ class BlockTables:
             group.spec.num_blocks(end) - len(table) for group, table in zip(self.groups, state.tables, strict=True)
         ]
         offset = state.num_slots % self.groups[0].spec.block_size
-        is_tail_written = offset > 0 and not state.has_exclusive_tail
-        if not is_tail_written and not self.carried:
-            if any(needs) and not self.arena.can_hold(needs):
+        is_tail_written = offset > 0 and not state.tail_is_private
+        if not is_tail_written and not self.recurrent_groups:
+            if any(needs) and not self.arena.fits(needs):
                 return False
             state.num_slots = end
             self._extend(state, needs)
             return True
         copied = self._shared(state, self.kept) if is_tail_written else []
-        spared = self._used_in_part(state, offset) if is_tail_written else []
+        copied_to_preserve = self._used_in_part(state, offset) if is_tail_written else []
         checkpoint = None
-        if self.carried:
-            if is_looking_ahead and state.checkpoint is None:
+        if self.recurrent_groups:
+            if is_lookahead and state.checkpoint is None:
                 checkpoint = self._checkpoint(state)
-            for idx in self.carried:
+            for idx in self.recurrent_groups:
                 needs[idx] = 0 if state.tables[idx] else 1
-            copied += self._shared(state, self.carried, checkpoint)
-            spared += [idx for idx in self.carried if idx not in copied and self._is_published(state, idx)]
+            copied += self._shared(state, self.recurrent_groups, checkpoint)
+            copied_to_preserve += [
+                idx for idx in self.recurrent_groups if idx not in copied and self._is_published(state, idx)
+            ]
         for idx in copied:
             needs[idx] += 1
-        if any(needs) and not self.arena.can_hold(needs):
+        if any(needs) and not self.arena.fits(needs):
             return False
-        needs_more = [need + (idx in spared) for idx, need in enumerate(needs)]
+        needs_more = [need + (idx in copied_to_preserve) for idx, need in enumerate(needs)]
         # All or none: of what is missing in one group, the others make no hit.
-        if spared and may_spare and self.arena.can_hold(needs_more):
-            needs, copied = needs_more, sorted(copied + spared)
+        if copied_to_preserve and may_copy_published and self.arena.fits(needs_more):
+            needs, copied = needs_more, sorted(copied + copied_to_preserve)
         state.num_slots = end
         if checkpoint is not None:
             self._hold(state, checkpoint)
-        self._withdraw(state, [*(self.kept if is_tail_written else ()), *self.carried], copied)
+        self._unpublish(state, [*(self.kept if is_tail_written else ()), *self.recurrent_groups], copied)
         if is_tail_written:
-            state.has_exclusive_tail = True
+            state.tail_is_private = True
         for idx in copied:
             self._copy_on_write(state, idx)
             needs[idx] -= 1
         self._extend(state, needs)
-        for idx in self.carried:
-            self._carry(state, idx)
+        for idx in self.recurrent_groups:
+            self._move_state(state, idx)
         return True
 
     def num_blocks_at_hand(self) -> int:
         """Return how many blocks sequences can have in whatever order: 0 where several groups share the memory."""
-        return 0 if self.carried or len(self.groups) > 1 else self.arena.rooms((0,))[0]
+        return 0 if self.recurrent_groups or len(self.groups) > 1 else self.arena.available_blocks((0,))[0]
 
-    def add_block_to_each(self, states: Sequence[SequenceMemory]) -> None:
+    def add_block_to_each(self, states: Sequence[SequenceBlocks]) -> None:
         """Give sequences whose last blocks are full a slot in a new one, in turn.
 
         Args:
@@ -151,7 +155,7 @@ class BlockTables:
             table.append(block_id)
             state.num_slots += 1
 
-    def shrink(self, state: SequenceMemory, num_tokens: int) -> None:
+    def shrink(self, state: SequenceBlocks, num_tokens: int) -> None:
         """Give back the blocks of a sequence behind `num_tokens` tokens, the last one first; states go back too."""
         for idx in self.kept:
             table = state.tables[idx]
@@ -161,13 +165,13 @@ class BlockTables:
                 del table[keep:]
                 state.mark_dirty(idx, keep)
         if num_tokens < state.num_slots:
-            self._go_back(state)
+            self._restore_state(state)
         state.num_slots = num_tokens
-        state.has_exclusive_tail = False
+        state.tail_is_private = False
 
     def release(
         self,
-        state: SequenceMemory,
+        state: SequenceBlocks,
         tier: Tier = Tier.DEVICE,
         priority: RetentionPriority = RetentionPriority.DEFAULT,
     ) -> None:
@@ -178,14 +182,14 @@ class BlockTables:
         """
         groups, tables = self.groups_on(tier), state.tables_on(tier)
         if len(groups) == 1:
-            held = tables[0][state.num_dead[0] :][::-1]
+            held = tables[0][state.num_skipped[0] :][::-1]
             groups[0].pool.release(list(filter(None, held)) if tier is Tier.HOST else held, priority)
         else:
             length, stride = max(map(len, tables)), len(groups)
             start = self.arena_on(tier).clock.ticks(length * stride).start
             for idx, (group, table) in enumerate(zip(groups, tables, strict=True)):
                 first = start + (length - len(table)) * stride + idx
-                held = table[state.num_dead[idx] :][::-1]
+                held = table[state.num_skipped[idx] :][::-1]
                 moments: Sequence[int] = range(first, first + len(held) * stride, stride)
                 if tier is Tier.HOST and NULL_BLOCK in held:  # of a hit, it has some blocks only
                     moments = list(compress(moments, held))
@@ -194,7 +198,7 @@ class BlockTables:
         if tier is Tier.DEVICE:
             self.drop_checkpoint(state)
 
-    def keep_what_looked_ahead(self, state: SequenceMemory, num_computed: int) -> None:
+    def commit_lookahead(self, state: SequenceBlocks, num_computed: int) -> None:
         """Let go of the states that a sequence looked ahead from: all that it looked ahead to is kept.
 
         Raises:
@@ -205,7 +209,7 @@ class BlockTables:
         self.drop_checkpoint(state)
         self.version += 1
 
-    def drop_checkpoint(self, state: SequenceMemory) -> None:
+    def drop_checkpoint(self, state: SequenceBlocks) -> None:
         """Let go of the states that a sequence could go back to, if there are any."""
         if state.checkpoint is not None:
             for idx, block_id in state.checkpoint.block_ids.items():
@@ -227,7 +231,7 @@ class BlockTables:
         copies, self.pending_copies = tuple(self.pending_copies), []
         return copies
 
-    def resident(self, seq_id: int) -> SequenceMemory:
+    def resident(self, seq_id: int) -> SequenceBlocks:
         """Return what is kept of a live sequence whose blocks are on the device.
 
         Raises:
@@ -252,7 +256,7 @@ class BlockTables:
         assert self.host is not None, "there is no host tier"
         return self.host.groups
 
-    def family(self, seq_ids: Sequence[int], tier: Tier) -> list[SequenceMemory]:
+    def siblings(self, seq_ids: Sequence[int], tier: Tier) -> list[SequenceBlocks]:
         """Return what is kept of sequences that are to leave a tier together.
 
         Raises:
@@ -268,7 +272,7 @@ class BlockTables:
                 raise ValueError(f"sequence {seq_id} has {state.num_slots - state.num_computed} unwritten slots")
         return states
 
-    def _extend(self, state: SequenceMemory, needs: Sequence[int]) -> None:
+    def _extend(self, state: SequenceBlocks, needs: Sequence[int]) -> None:
         """Add new blocks to the tables of a sequence, so many in each group."""
         for idx, fresh in enumerate(needs):
             if fresh:
@@ -285,7 +289,9 @@ class BlockTables:
         for state in self.sequences.values():
             state.follow(move)
 
-    def _shared(self, state: SequenceMemory, members: Sequence[int], checkpoint: Checkpoint | None = None) -> list[int]:
+    def _shared(
+        self, state: SequenceBlocks, members: Sequence[int], checkpoint: StateBackup | None = None
+    ) -> list[int]:
         """Return the groups whose last block somebody else holds too, or will as a checkpoint."""
         held = {} if checkpoint is None else checkpoint.block_ids
         tables, groups = state.tables, self.groups
@@ -293,7 +299,7 @@ class BlockTables:
             idx for idx in members if tables[idx] and (groups[idx].pool.ref_counts[tables[idx][-1]] > 1 or idx in held)
         ]
 
-    def _used_in_part(self, state: SequenceMemory, offset: int) -> list[int]:
+    def _used_in_part(self, state: SequenceBlocks, offset: int) -> list[int]:
         """Return the groups whose last block this sequence alone holds, and is published with more than it uses."""
         found = []
         for idx in self.kept:
@@ -303,18 +309,18 @@ class BlockTables:
                 found.append(idx)
         return found
 
-    def _is_published(self, state: SequenceMemory, group_idx: int) -> bool:
+    def _is_published(self, state: SequenceBlocks, group_idx: int) -> bool:
         table = state.tables[group_idx]
         return bool(table) and table[-1] in self.groups[group_idx].pool.index
 
-    def _withdraw(self, state: SequenceMemory, members: Sequence[int], copied: Sequence[int]) -> None:
+    def _unpublish(self, state: SequenceBlocks, members: Sequence[int], copied: Sequence[int]) -> None:
         """Take last blocks that are about to be written in place out of the prefix index, but not those copied."""
         for idx in members:
             if idx not in copied and self._is_published(state, idx):
                 self.groups[idx].pool.withdraw(state.tables[idx][-1])
                 self.version += 1
 
-    def _copy_on_write(self, state: SequenceMemory, group_idx: int) -> None:
+    def _copy_on_write(self, state: SequenceBlocks, group_idx: int) -> None:
         """Replace the last entry of a table by a private copy of its block."""
         # Take before release: the copy must not be made onto its own source. Once it is released, the source may be
         # evicted and written by a later copy of the list, or by the step; both come after this copy has read it.
@@ -329,35 +335,37 @@ class BlockTables:
 
     # ---- states ----
 
-    def _carry(self, state: SequenceMemory, group_idx: int) -> None:
+    def _move_state(self, state: SequenceBlocks, group_idx: int) -> None:
         """Take a state along to the last place of a table that has grown."""
         table = state.tables[group_idx]
         num_new = self.groups[group_idx].spec.num_blocks(state.num_slots) - len(table)
         if num_new:
             state.mark_dirty(group_idx, len(table) - 1)
             table[-1:-1] = [NULL_BLOCK] * num_new
-            state.num_dead[group_idx] += num_new
+            state.num_skipped[group_idx] += num_new
 
-    def _checkpoint(self, state: SequenceMemory) -> Checkpoint:
+    def _checkpoint(self, state: SequenceBlocks) -> StateBackup:
         """Return the states that a sequence has, which nobody holds for it yet."""
         num_tokens = state.num_computed
-        return Checkpoint(num_tokens, {idx: state.tables[idx][-1] for idx in self.carried} if num_tokens else {})
+        return StateBackup(
+            num_tokens, {idx: state.tables[idx][-1] for idx in self.recurrent_groups} if num_tokens else {}
+        )
 
-    def _hold(self, state: SequenceMemory, checkpoint: Checkpoint) -> None:
+    def _hold(self, state: SequenceBlocks, checkpoint: StateBackup) -> None:
         for idx, block_id in checkpoint.block_ids.items():
             self.groups[idx].pool.retain((block_id,))
         state.checkpoint = checkpoint
 
-    def _go_back(self, state: SequenceMemory) -> None:
+    def _restore_state(self, state: SequenceBlocks) -> None:
         """Put the states of the checkpoint in place of the present ones."""
         if state.checkpoint is None:
             return
         num_tokens, block_ids = state.checkpoint
-        for idx in self.carried:
+        for idx in self.recurrent_groups:
             spec, pool, table = self.groups[idx].spec, self.groups[idx].pool, state.tables[idx]
             pool.release(table[-1:])
-            num_dead = max(0, spec.num_blocks(num_tokens) - 1)
-            table[num_dead:] = [block_ids[idx]] if idx in block_ids else []
-            state.num_dead[idx] = num_dead
-            state.mark_dirty(idx, num_dead)
+            num_skipped = max(0, spec.num_blocks(num_tokens) - 1)
+            table[num_skipped:] = [block_ids[idx]] if idx in block_ids else []
+            state.num_skipped[idx] = num_skipped
+            state.mark_dirty(idx, num_skipped)
         state.checkpoint = None

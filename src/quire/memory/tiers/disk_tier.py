@@ -1,8 +1,8 @@
 """The disk below the tiers: what is loaded from it into host memory, and what is saved when the host evicts it.
 
 Memory asks no disk. Somebody else knows what is stored there; memory says what of it a hit lacks (`find_loads`). Who
-then reads it and finds it whole gives it back with a ticket (`adopt`): it gets a host block and is published there, and
-a hit finds it as it finds all else on the host.
+then reads it and finds it whole gives it back with a ticket (`publish_loaded`): it gets a host block and is published
+there, and a hit finds it as it finds all else on the host.
 
 ```
  device, host   [ 0 ][ 1 ]          [ 4 ]
@@ -50,7 +50,7 @@ class LoadPlan(NamedTuple):
     loads: list[DiskLoad]
 
 
-class Archive:
+class DiskTier:
     """The verbs of the disk.
 
     Args:
@@ -71,7 +71,7 @@ class Archive:
         self.num_loads = 0
         self.num_saves = 0
         for idx, group in enumerate(tables.host.groups):
-            group.pool.keeper = Shelf(self, idx, group.pool)
+            group.pool.keeper = DiskSink(self, idx, group.pool)
 
     # ---- questions ----
 
@@ -90,16 +90,16 @@ class Archive:
         groups = self._tables.groups
         size = groups[0].spec.block_size
         limit = min(len(chain.tokens) - 1, len(chain.tokens) if max_tokens is None else max_tokens) // size
-        views = [_Reach(indexes, idx, chain, holds) for idx, indexes in enumerate(self._indexes())]
+        views = [CombinedView(indexes, idx, chain, holds) for idx, indexes in enumerate(self._indexes())]
         while True:
             length, _ = longest_agreed(groups, views, range(len(groups)), limit)
             loads = [
-                view.loads(group.num_dead(length * size), length) for group, view in zip(groups, views, strict=True)
+                view.loads(group.num_skipped(length * size), length) for group, view in zip(groups, views, strict=True)
             ]
             needs = [len(group) for group in loads]
             for _, group_idx in self._resting(chain, length):
                 needs[group_idx] += 1
-            if self._host_arena.can_hold(needs):
+            if self._host_arena.fits(needs):
                 return LoadPlan(
                     length, sorted((load for group in loads for load in group), key=lambda load: load.block_idx)
                 )
@@ -122,7 +122,7 @@ class Archive:
 
     # ---- commands ----
 
-    def adopt(self, chain: TokenChain, num_blocks: int, fetched: Sequence[FetchedBlock]) -> list[int]:
+    def publish_loaded(self, chain: TokenChain, num_blocks: int, fetched: Sequence[FetchedBlock]) -> list[int]:
         """Publish blocks on the host that were read from disk, as many of the first as there is room for.
 
         What else a hit of `num_blocks` blocks needs of the host makes no room for them.
@@ -146,7 +146,7 @@ class Archive:
             pool = groups[group_idx].pool
             if pool.index.holds(chain, block_idx):
                 continue
-            if not self._host_arena.can_hold([int(idx == group_idx) for idx in range(len(groups))]):
+            if not self._host_arena.fits([int(idx == group_idx) for idx in range(len(groups))]):
                 break
             (block_id,) = tables.take(group_idx, 1, Tier.HOST)
             # After that, since what is evicted for it may take places with it.
@@ -193,15 +193,15 @@ class Archive:
 
     def _resting(self, chain: TokenChain, num_blocks: int) -> list[tuple[int, int]]:
         """Return what a hit of so many blocks would need of the host's idle blocks: place in the chain, and group."""
-        resting = []
+        idle_slabs = []
         for idx, (device, host) in enumerate(self._indexes()):
             group = self._tables.groups_on(Tier.HOST)[idx]
-            for block_idx in range(group.num_dead(num_blocks * group.spec.block_size), num_blocks):
+            for block_idx in range(group.num_skipped(num_blocks * group.spec.block_size), num_blocks):
                 (block_id,) = host.published(chain, block_idx, block_idx + 1)
                 is_needed = block_id != NULL_BLOCK and not device.holds(chain, block_idx)
                 if is_needed and not group.pool.ref_counts[block_id]:
-                    resting.append((block_idx, idx))
-        return resting
+                    idle_slabs.append((block_idx, idx))
+        return idle_slabs
 
     @property
     def _host_arena(self) -> Arena:
@@ -209,7 +209,7 @@ class Archive:
         return self._tables.host.arena
 
 
-class Shelf:
+class DiskSink:
     """Keeps what one group's host pool evicts.
 
     Args:
@@ -220,7 +220,7 @@ class Shelf:
 
     __slots__ = ("_archive", "_group_idx", "_pool")
 
-    def __init__(self, archive: Archive, group_idx: int, pool: BlockPool) -> None:
+    def __init__(self, archive: DiskTier, group_idx: int, pool: BlockPool) -> None:
         self._archive = archive
         self._group_idx = group_idx
         self._pool = pool
@@ -231,7 +231,7 @@ class Shelf:
             self._archive.save(self._group_idx, block_id, self._pool.index.position_of(block_id))
 
 
-class _Reach:
+class CombinedView:
     """What of one chain's group is published on some tier, or stored: see `quire.memory.specs.PublishedRun`."""
 
     __slots__ = ("_chain", "_group_idx", "_holds", "_indexes", "_known")

@@ -13,16 +13,16 @@ from collections.abc import Sequence
 from operator import mul
 from typing import NamedTuple
 
-from quire.memory.capacity.admission import refuse_blocks, weigh
+from quire.memory.capacity.admission import check_fit, refuse_blocks
 from quire.memory.ops import BlockCopy, Tier
 from quire.memory.pool.idle_blocks import RetentionPriority
 from quire.memory.pool.pool import NULL_BLOCK, BlockPool
 from quire.memory.results import AllocStatus, BlockLoad, Verdict
-from quire.memory.sequence_blocks import SequenceMemory
-from quire.memory.tables.publish import next_event
+from quire.memory.sequence_blocks import SequenceBlocks
+from quire.memory.tables.publish import next_publish_at
 from quire.memory.tables.tables import BlockTables
 
-OTHER = {Tier.DEVICE: Tier.HOST, Tier.HOST: Tier.DEVICE}
+OTHER_TIER = {Tier.DEVICE: Tier.HOST, Tier.HOST: Tier.DEVICE}
 
 
 class SwapSize(NamedTuple):
@@ -37,7 +37,7 @@ class SwapSize(NamedTuple):
     num_bytes: int
 
 
-class Route(NamedTuple):
+class TransferPlan(NamedTuple):
     """How the blocks of one group get to the other tier.
 
     Args:
@@ -56,9 +56,9 @@ class Route(NamedTuple):
         return self.num_woken + len(self.missing)
 
 
-def find_routes(tables: BlockTables, states: Sequence[SequenceMemory], src: Tier) -> list[Route]:
+def find_routes(tables: BlockTables, states: Sequence[SequenceBlocks], src: Tier) -> list[TransferPlan]:
     """Say for each group how the blocks of some sequences would leave a tier."""
-    groups = zip(tables.groups_on(src), tables.groups_on(OTHER[src]), strict=True)
+    groups = zip(tables.groups_on(src), tables.groups_on(OTHER_TIER[src]), strict=True)
     routes = []
     for idx, (here, there) in enumerate(groups):
         block_ids = _distinct_blocks(states, src, idx)
@@ -66,11 +66,11 @@ def find_routes(tables: BlockTables, states: Sequence[SequenceMemory], src: Tier
         found = {block_id: equal for block_id, equal in equals.items() if equal is not None}
         missing = [block_id for block_id in block_ids if block_id not in found]
         num_woken = [there.pool.ref_counts[equal] for equal in found.values()].count(0)
-        routes.append(Route(found, missing, num_woken))
+        routes.append(TransferPlan(found, missing, num_woken))
     return routes
 
 
-def measure_swap(tables: BlockTables, states: Sequence[SequenceMemory], src: Tier) -> SwapSize:
+def measure_swap(tables: BlockTables, states: Sequence[SequenceBlocks], src: Tier) -> SwapSize:
     """Return what would be copied if some sequences left a tier."""
     if tables.host is None:
         return SwapSize(0, 0)
@@ -78,7 +78,7 @@ def measure_swap(tables: BlockTables, states: Sequence[SequenceMemory], src: Tie
     return SwapSize(sum(counts), sum(map(mul, counts, tables.arena.layout.block_bytes)))
 
 
-def judge_swap_out(tables: BlockTables, states: Sequence[SequenceMemory]) -> AllocStatus:
+def check_swap_out(tables: BlockTables, states: Sequence[SequenceBlocks]) -> AllocStatus:
     """Say whether the host has room for sequences that would go there."""
     totals = [len(_distinct_blocks(states, Tier.DEVICE, idx)) for idx in range(len(tables.groups))]
     if tables.host is None:
@@ -87,12 +87,12 @@ def judge_swap_out(tables: BlockTables, states: Sequence[SequenceMemory]) -> All
     arena = tables.host.arena
     routes = find_routes(tables, states, Tier.DEVICE)
     refusal = refuse_blocks(arena, totals, arena.layout.num_slabs)
-    return refusal or weigh(arena, [route.num_needed for route in routes], [route.num_woken for route in routes])
+    return refusal or check_fit(arena, [route.num_needed for route in routes], [route.num_woken for route in routes])
 
 
-def judge_swap_in(
+def check_swap_in(
     tables: BlockTables,
-    states: Sequence[SequenceMemory],
+    states: Sequence[SequenceBlocks],
     num_tokens: Sequence[int],
     step_tokens: int | None,
     reserved: Sequence[int],
@@ -117,30 +117,30 @@ def judge_swap_in(
     if refusal is not None:
         return refusal
     needs = [route.num_needed + more + count for route, more, count in zip(routes, growth, reserved, strict=True)]
-    return weigh(tables.arena, needs, [route.num_woken for route in routes], num_kept_free)
+    return check_fit(tables.arena, needs, [route.num_woken for route in routes], num_kept_free)
 
 
 def _growth(
     tables: BlockTables,
-    states: Sequence[SequenceMemory],
+    states: Sequence[SequenceBlocks],
     group_idx: int,
-    route: Route,
+    route: TransferPlan,
     num_tokens: Sequence[int],
     step_tokens: int | None,
 ) -> int:
     """Return the blocks of a group that a family will ask for after it has come back."""
     group = tables.groups[group_idx]
     spec, ref_counts = group.spec, group.pool.ref_counts
-    family = Counter(block_id for state in states for block_id in state.tables_on(Tier.HOST)[group_idx])
+    siblings = Counter(block_id for state in states for block_id in state.tables_on(Tier.HOST)[group_idx])
     # Others hold some of what is found: it does not become free when the family no longer reads it.
-    holders = Counter({block_id: ref_counts[route.found.get(block_id, NULL_BLOCK)] for block_id in family}) + family
+    holders = Counter({block_id: ref_counts[route.found.get(block_id, NULL_BLOCK)] for block_id in siblings}) + siblings
     growers: Counter[int] = Counter()
     num_blocks = 0
     for state, goal in zip(states, num_tokens, strict=True):
         if goal <= state.num_slots:
             continue
         table = state.tables_on(Tier.HOST)[group_idx]
-        if spec.carries:
+        if spec.is_recurrent:
             # Whatever it is to reach, it writes the one state that it has.
             growers[table[-1] if table else NULL_BLOCK] += 1
             continue
@@ -154,7 +154,7 @@ def _growth(
     return num_blocks + sum(count - (count == holders[block_id]) for block_id, count in growers.items())
 
 
-def transfer(tables: BlockTables, states: Sequence[SequenceMemory], src: Tier, routes: Sequence[Route]) -> int:
+def transfer(tables: BlockTables, states: Sequence[SequenceBlocks], src: Tier, routes: Sequence[TransferPlan]) -> int:
     """Move all blocks of some sequences to the other tier, their sharing with them.
 
     Args:
@@ -166,7 +166,7 @@ def transfer(tables: BlockTables, states: Sequence[SequenceMemory], src: Tier, r
     Returns:
         The blocks that are copied.
     """
-    dst = OTHER[src]
+    dst = OTHER_TIER[src]
     for state in states:
         lengths = [len(table) for table in state.tables_on(src)]
         blank = [[NULL_BLOCK] * length for length in lengths]
@@ -182,22 +182,22 @@ def transfer(tables: BlockTables, states: Sequence[SequenceMemory], src: Tier, r
                 if block_id in route.found:
                     table[block_idx] = route.found[block_id]
                     group.pool.retain((table[block_idx],))
-    num_copied = sum(carry(tables, states, src, idx) for idx in range(len(routes)))
+    num_copied = sum(copy_blocks(tables, states, src, idx) for idx in range(len(routes)))
     for state in states:
         leave(tables, state, src, _priority_left(src))
     return num_copied
 
 
-def carry(tables: BlockTables, states: Sequence[SequenceMemory], src: Tier, group_idx: int) -> int:
+def copy_blocks(tables: BlockTables, states: Sequence[SequenceBlocks], src: Tier, group_idx: int) -> int:
     """Copy those blocks of one group to the other tier for which the tables there have null entries.
 
     Returns:
         The blocks that are copied.
     """
-    dst = OTHER[src]
+    dst = OTHER_TIER[src]
     here, there = tables.groups_on(src)[group_idx].pool, tables.groups_on(dst)[group_idx].pool
 
-    def places() -> list[tuple[SequenceMemory, int, int]]:
+    def places() -> list[tuple[SequenceBlocks, int, int]]:
         return [
             (state, block_idx, src_id)
             for state in states
@@ -208,24 +208,24 @@ def carry(tables: BlockTables, states: Sequence[SequenceMemory], src: Tier, grou
         ]
 
     new_ids = iter(tables.take(group_idx, len({src_id for _, _, src_id in places()}), dst))
-    carried: dict[int, int] = {}
+    recurrent_groups: dict[int, int] = {}
     # To take blocks may have moved those that are left: only now their ids are what will be read.
     for state, block_idx, src_id in places():
-        if src_id in carried:
-            there.retain((carried[src_id],))
+        if src_id in recurrent_groups:
+            there.retain((recurrent_groups[src_id],))
         else:
-            carried[src_id] = next(new_ids)
-            tables.pending_copies.append(BlockCopy(group_idx, src_id, carried[src_id], src, dst))
+            recurrent_groups[src_id] = next(new_ids)
+            tables.pending_copies.append(BlockCopy(group_idx, src_id, recurrent_groups[src_id], src, dst))
             place = here.index.position_of(src_id)
             if place is not None and there.index.at(place) == NULL_BLOCK:
-                there.index.put(place, carried[src_id])
-        state.tables_on(dst)[group_idx][block_idx] = carried[src_id]
-    return len(carried)
+                there.index.put(place, recurrent_groups[src_id])
+        state.tables_on(dst)[group_idx][block_idx] = recurrent_groups[src_id]
+    return len(recurrent_groups)
 
 
 def leave(
     tables: BlockTables,
-    state: SequenceMemory,
+    state: SequenceBlocks,
     src: Tier,
     priority: RetentionPriority = RetentionPriority.DEFAULT,
 ) -> None:
@@ -240,14 +240,14 @@ def leave(
         state.dirty_from = [0] * len(state.tables)
         state.is_dirty = False
         # Whoever tries to publish more looks closely, and is refused.
-        state.next_event = 0
-    state.has_exclusive_tail = False
+        state.next_publish_at = 0
+    state.tail_is_private = False
 
 
 def swap_out(tables: BlockTables, seq_ids: Sequence[int]) -> None:
     """See `KVCacheManager.swap_out`."""
-    states = tables.family(seq_ids, Tier.DEVICE)
-    status = judge_swap_out(tables, states)
+    states = tables.siblings(seq_ids, Tier.DEVICE)
+    status = check_swap_out(tables, states)
     if status.verdict is not Verdict.OK:
         raise ValueError(f"no room on the host: {status.needed} blocks needed, {status.available} available")
     assert tables.host is not None
@@ -261,9 +261,9 @@ def swap_out(tables: BlockTables, seq_ids: Sequence[int]) -> None:
         tables.observer.swapped_out(seq_ids)
 
 
-def swap_in(tables: BlockTables, seq_ids: Sequence[int], mortal: Sequence[int]) -> None:
+def swap_in(tables: BlockTables, seq_ids: Sequence[int], windowed_groups: Sequence[int]) -> None:
     """See `KVCacheManager.swap_in`."""
-    states = tables.family(seq_ids, Tier.HOST)
+    states = tables.siblings(seq_ids, Tier.HOST)
     routes = find_routes(tables, states, Tier.HOST)
     require_room(tables, [route.num_woken for route in routes], [len(route.missing) for route in routes])
     assert tables.host is not None
@@ -271,12 +271,12 @@ def swap_in(tables: BlockTables, seq_ids: Sequence[int], mortal: Sequence[int]) 
     tables.host.num_sequences -= len(states)
     tables.host.traffic.num_swap_ins += transfer(tables, states, Tier.HOST, routes)
     for state in states:
-        state.next_event = next_event(tables.groups, mortal, state)
+        state.next_publish_at = next_publish_at(tables.groups, windowed_groups, state)
     if tables.observer is not None:
         tables.observer.swapped_in(seq_ids)
 
 
-def promote(tables: BlockTables, state: SequenceMemory, loads: Sequence[BlockLoad]) -> None:
+def load_hit(tables: BlockTables, state: SequenceBlocks, loads: Sequence[BlockLoad]) -> None:
     """Copy what a new sequence hit on the host to the device, and publish it there."""
     assert tables.host is not None
     # Held at once, so that what must leave the device for them does not take their place on the host.
@@ -285,7 +285,7 @@ def promote(tables: BlockTables, state: SequenceMemory, loads: Sequence[BlockLoa
         state.host_tables[load.group_idx][load.block_idx] = load.host_id
         tables.host.groups[load.group_idx].pool.retain((load.host_id,))
     for idx in range(len(state.tables)):
-        tables.host.traffic.num_promotions += carry(tables, (state,), Tier.HOST, idx)
+        tables.host.traffic.num_promotions += copy_blocks(tables, (state,), Tier.HOST, idx)
     leave(tables, state, Tier.HOST, _priority_left(Tier.HOST))
 
 
@@ -301,12 +301,12 @@ def _priority_left(src: Tier) -> RetentionPriority:
 def require_room(tables: BlockTables, woken: Sequence[int], missing: Sequence[int]) -> None:
     """Raise ValueError unless so many idle blocks of each group, and so many others, can all have holders."""
     needs = [one + other for one, other in zip(woken, missing, strict=True)]
-    status = weigh(tables.arena, needs, woken)
+    status = check_fit(tables.arena, needs, woken)
     if status.verdict is not Verdict.OK:
         raise ValueError(f"no room on the device: {status.needed} blocks needed, {status.available} available")
 
 
-def _distinct_blocks(states: Sequence[SequenceMemory], tier: Tier, group_idx: int) -> list[int]:
+def _distinct_blocks(states: Sequence[SequenceBlocks], tier: Tier, group_idx: int) -> list[int]:
     """Return the blocks of a group that some sequences hold in a tier, each once, as they are met."""
     block_ids = dict.fromkeys(block_id for state in states for block_id in state.tables_on(tier)[group_idx])
     block_ids.pop(NULL_BLOCK, None)
