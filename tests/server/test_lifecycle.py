@@ -149,7 +149,7 @@ def test_a_signal_lets_what_runs_finish_and_takes_nothing_new(folder: Path, tmp_
         assert "Traceback" not in (tmp_path / "log").read_text()
 
 
-def test_22_what_does_not_finish_in_time_ends_with_an_error_in_the_stream(folder: Path, tmp_path: Path) -> None:
+def test_shutdown_ends_unfinished_streams_with_an_error(folder: Path, tmp_path: Path) -> None:
     with running(folder, tmp_path / "log", *FLAGS, "--drain-timeout", "0.1") as server:
         with server.http.stream(
             "POST", "/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}], **LONG}
