@@ -1,12 +1,13 @@
-"""What holds for every test: few threads, no network, visible skips, repeatable searches."""
+"""What holds for every test: few threads, no network, visible skips, repeatable searches, covers of pairs."""
 
 from __future__ import annotations
 
 import ipaddress
 import os
 import socket
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Hashable, Iterator, Mapping, Set
+from itertools import combinations
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -21,6 +22,9 @@ settings.register_profile(
     "ci", deadline=None, derandomize=True, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("ci" if os.environ.get("CI") else "person")
+
+
+Case = TypeVar("Case")
 
 
 class NetworkBlocked(RuntimeError):
@@ -88,13 +92,55 @@ def no_network(network_attempts: list[str]) -> Iterator[None]:
     assert not attempts, f"the test tried to reach {', '.join(attempts)}"
 
 
+@pytest.hookimpl(tryfirst=True)  # before marks select what is run
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip, visibly, the tests that need a GPU where there is none."""
+    """Skip tests that need a GPU where there is none; of tests marked `pairwise`, mark all but a cover slow."""
     wanting = [item for item in items if item.get_closest_marker("gpu")]
-    if not wanting:
-        return
-    import torch
+    if wanting:
+        import torch
 
-    if not torch.cuda.is_available():
-        for item in wanting:
-            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+        if not torch.cuda.is_available():
+            for item in wanting:
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+    mark_beyond_pairs(items)
+
+
+def mark_beyond_pairs(items: list[pytest.Item]) -> None:
+    """Mark the cases of each `pairwise` test slow whose pairs of parameter values other cases have as well.
+
+    What is left holds every pair of values of any two parameters. Cases that are skipped here cover nothing.
+    """
+    tests: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        if (
+            "pairwise" in marks
+            and "slow" not in marks
+            and isinstance(item, pytest.Function)
+            and hasattr(item, "callspec")
+        ):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in tests.values():
+        pairs = {case: {*combinations(values_of(case), 2)} for case in cases}
+        runnable = {case: pairs[case] for case in cases if case.get_closest_marker("skip") is None}
+        skipped = {case: pairs[case] for case in cases if case not in runnable}
+        cover = {*cover_of(runnable), *cover_of(skipped)}
+        for case in cases:
+            if len(pairs[case]) > 1 and case not in cover:
+                case.add_marker(pytest.mark.slow)
+
+
+def values_of(case: pytest.Function) -> list[tuple[str, str]]:
+    """Return the name and the value of each parameter, in an order that all cases of a test share."""
+    return sorted((name, repr(value)) for name, value in case.callspec.params.items())
+
+
+def cover_of(pairs: Mapping[Case, Set[Hashable]]) -> list[Case]:
+    """Return few cases that together have all pairs: again and again the first one that adds the most."""
+    missing: set[Hashable] = set().union(*pairs.values())
+    cover = []
+    while missing:
+        best = max(pairs, key=lambda case: len(pairs[case] & missing))
+        cover.append(best)
+        missing -= pairs[best]
+    return cover

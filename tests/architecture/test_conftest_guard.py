@@ -1,10 +1,13 @@
-"""The guard against network access must itself be seen to work."""
+"""The guard against network access, and the cover of pairs of parameters, must themselves be seen to work."""
 
 from __future__ import annotations
 
 import socket
+from itertools import combinations, product
 
 import pytest
+
+from tests.conftest import cover_of
 
 
 def test_a_connection_to_another_machine_is_refused(network_attempts: list[str]) -> None:
@@ -29,3 +32,16 @@ def test_this_machine_can_be_reached() -> None:
         with peer:
             client.sendall(b"quire")
             assert peer.recv(5) == b"quire"
+
+
+def test_a_cover_of_pairs_has_every_pair_in_few_cases() -> None:
+    values = [
+        [("level", level) for level in range(5)],
+        [("dtype", dtype) for dtype in range(3)],
+        [("rows", 1), ("rows", 9)],
+    ]
+    pairs = {case: {*combinations(case, 2)} for case in product(*values)}
+    cover = cover_of(pairs)
+    assert set().union(*(pairs[case] for case in cover)) == set().union(*pairs.values())
+    # No fewer than the two longest lists have pairs, and far fewer than the product.
+    assert 15 <= len(cover) <= 18 < len(pairs)

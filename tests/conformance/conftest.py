@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,8 +24,11 @@ from tests.conformance.checkpoints import (
 STORY = "Once upon a time, a small fox found a red kite in the forest. The fox was happy, and wanted to fly it. "
 
 
-# Histories of what differs little from another family: not in the default suite, which is to stay short.
-VARIANTS = frozenset({"falcon-h1-norm", "gemma4-keys-as-values", "llama2", "mistral", "qwen2", "qwen2-window"})
+# One family of each kind of cache, by what its layers keep: all tokens, windows beside all tokens (and layers that read
+# the cache of others), chunks, states beside tokens, both in every layer. A history stresses the cache, not the family:
+# the default run has all histories of these, and of every family only what takes `any_family`.
+REPRESENTATIVES = frozenset({"llama3", "gemma4", "llama4", "qwen3.5", "falcon-h1"})
+NAMES = (*sorted(FAMILIES), "bundled")
 
 
 class Reference(NamedTuple):
@@ -39,23 +44,37 @@ class Reference(NamedTuple):
     pool_factor: int
 
 
-@pytest.fixture(
-    scope="session",
-    params=[
-        *(pytest.param(name, marks=[pytest.mark.slow] if name in VARIANTS else []) for name in sorted(FAMILIES)),
-        "bundled",
-    ],
-)
-def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    """Return a family's checkpoint, or the bundled model, with its expected outputs."""
-    if request.param == "bundled":
+@pytest.fixture(scope="session")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
+    """Return a function from a name to its reference, which is made once."""
+    return cache(lambda name: make_reference(name, tmp_path_factory))
+
+
+def make_reference(name: str, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """Save a family's checkpoint, or take the bundled model, and generate its expected outputs."""
+    if name == "bundled":
         folder = locate("bundled")
         encode = Tokenizer.from_folder(folder).encode
         prompts = [encode(STORY * 2 + "Then"), encode("Tom"), encode(STORY + "But"), encode(STORY * 2), encode(STORY)]
         prompts += [encode("The old sailor"), encode(STORY + "The next day")]
         end_token_ids = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
     else:
-        folder = save_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
+        folder = save_checkpoint(name, tmp_path_factory.mktemp(name))
         prompts, end_token_ids = ragged_prompts(), [EOS_TOKEN_ID]
     outputs = generate_with_transformers(folder, prompts, end_token_ids)
-    return Reference(folder, prompts, outputs, POOL_FACTORS.get(request.param, 1))
+    return Reference(folder, prompts, outputs, POOL_FACTORS.get(name, 1))
+
+
+@pytest.fixture(
+    scope="session",
+    params=[pytest.param(name, marks=[] if name in REPRESENTATIVES else pytest.mark.slow) for name in NAMES],
+)
+def reference(request: pytest.FixtureRequest, references: Callable[[str], Reference]) -> Reference:
+    """Return the reference of a kind of cache; of every family and the bundled model in the slow run."""
+    return references(request.param)
+
+
+@pytest.fixture(scope="session", params=NAMES)
+def any_family(request: pytest.FixtureRequest, references: Callable[[str], Reference]) -> Reference:
+    """Return the reference of every family and of the bundled model, in the default run too."""
+    return references(request.param)

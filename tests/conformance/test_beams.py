@@ -1,4 +1,4 @@
-"""Beam search finds the outputs of transformers with its scores, for every family and under every history."""
+"""Beam search finds the outputs of transformers with its scores, under every history of memory."""
 
 from __future__ import annotations
 

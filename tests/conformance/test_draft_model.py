@@ -1,4 +1,4 @@
-"""Greedy tokens equal those of transformers with a draft model beside the target, for every family and history."""
+"""Greedy tokens equal those of transformers with a draft model beside the target, under every history."""
 
 from __future__ import annotations
 

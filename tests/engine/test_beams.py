@@ -181,7 +181,7 @@ def test_without_a_tokenizer_ids_are_searched_for_and_stop_strings_refused() -> 
     assert all(one.text == "" for one in output.outputs)
 
 
-def test_a_search_that_could_never_fit_is_refused_at_once_with_the_longest_prompt_that_could() -> None:
+def test_a_search_that_never_fits_is_refused_with_the_limit() -> None:
     llm = LLM(num_kv_blocks=40, block_size=BLOCK, num_threads=1, max_model_len=256, max_num_seqs=16)
     params = SamplingParams(beam_width=8, max_tokens=30)
     prompt = list(range(50, 150))

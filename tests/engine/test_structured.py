@@ -365,7 +365,7 @@ def test_a_bomb_is_refused_while_others_are_served() -> None:
 # ---- beside drafts and beams ----
 
 
-@pytest.mark.parametrize("method", ["ngram", "suffix"])
+@pytest.mark.parametrize("method", ["ngram", pytest.param("suffix", marks=pytest.mark.slow)])
 def test_drafts_change_nothing(llm: LLM, method: str) -> None:
     several = {"json": {"type": "array", "items": SCHEMA, "minItems": 2, "maxItems": 3}}
     kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.6}, {"temperature": 0.6, "logprobs": 1}]

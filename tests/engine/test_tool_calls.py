@@ -226,6 +226,7 @@ class Tempter:
 
 
 @needs_grammars
+@pytest.mark.pairwise
 @pytest.mark.parametrize("is_parallel", [True, False])
 @pytest.mark.parametrize("choice", ["auto", "required", "named", "allowed"])
 @pytest.mark.parametrize("form", sorted(FORMATS))

@@ -209,7 +209,10 @@ def surprise(pairs: Counter[tuple[int, int]]) -> float:
 CRITICAL = 44.3
 
 
-@pytest.mark.parametrize("draft", [(0, 0), (0, 3), (3, 0), (2, 1)])
+@pytest.mark.parametrize(
+    "draft",
+    [(0, 0), pytest.param((0, 3), marks=pytest.mark.slow), pytest.param((3, 0), marks=pytest.mark.slow), (2, 1)],
+)
 def test_what_is_drawn_has_the_distribution_of_the_model(draft: tuple[int, int]) -> None:
     assert surprise(pairs_drawn(draft)) < CRITICAL
 
@@ -229,7 +232,9 @@ def accept_what_may_be_drawn(item: ScheduledSequence, drawn: Sequence[int]) -> t
     return (*drafts[:1], drawn[1]) if SHARES[drafts[0]] > 0.15 else (drawn[0],)
 
 
-@pytest.mark.parametrize("rule", [draw_again_from_everything, accept_what_may_be_drawn])
+@pytest.mark.parametrize(
+    "rule", [draw_again_from_everything, pytest.param(accept_what_may_be_drawn, marks=pytest.mark.slow)]
+)
 def test_wrong_rules_are_caught(rule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler_module, "_run", rule)
     assert surprise(pairs_drawn((0, 0))) > CRITICAL

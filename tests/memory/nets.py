@@ -28,8 +28,12 @@ STATES = ((Kind("state"),), (FULL, Kind("state")), (Kind("state"), Kind("window"
 
 
 def each_net(caught: Sequence[tuple[Bug, tuple[Net, ...]]]) -> list[object]:
-    """Return each bug with each net that is to catch it, as parameters of a test."""
-    return [pytest.param(bug, net, id=f"{bug.__name__} - {net.__name__}") for bug, nets in caught for net in nets]
+    """Return each bug with each net that is to catch it, as parameters of a test; all but the first net are slow."""
+    return [
+        pytest.param(bug, net, id=f"{bug.__name__} - {net.__name__}", marks=[] if net is nets[0] else pytest.mark.slow)
+        for bug, nets in caught
+        for net in nets
+    ]
 
 
 def walk(*, has_twin: bool) -> None:

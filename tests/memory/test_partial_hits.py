@@ -51,7 +51,7 @@ def test_a_hit_goes_on_into_a_block_as_far_as_tokens_agree(kinds: tuple[Kind, ..
         assert ask(world, [*PUBLISHED, 99]).num_tokens == 12, "what was copied is still there"
 
 
-def test_of_several_blocks_the_one_with_most_in_common_is_used_and_of_equals_the_youngest() -> None:
+def test_the_longest_common_block_is_used_and_of_equals_the_youngest() -> None:
     world = World(WorldSize(20, 4))
     for seq_id, tokens in enumerate(([0, 1, 2, 3], [0, 1, 1, 1], [0, 1, 1, 2], [0, 5, 5, 5])):
         world.enter(seq_id, tokens)

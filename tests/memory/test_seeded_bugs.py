@@ -387,7 +387,12 @@ def test_the_net_catches_the_bug(
         net()
 
 
-@pytest.mark.parametrize("net", HONEST_NETS, ids=lambda net: net.__name__)
+# Complete searches are slow: test_small_worlds.py has others of each kind in the default run.
+@pytest.mark.parametrize(
+    "net",
+    [pytest.param(net, marks=pytest.mark.slow if net.__name__.endswith("_world") else []) for net in HONEST_NETS],
+    ids=lambda net: net.__name__,
+)
 def test_honest_code_passes_the_net(net: Callable[[], None]) -> None:
     net()
 

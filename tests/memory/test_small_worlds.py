@@ -32,7 +32,9 @@ from tests.memory.world_size import WorldSize
             WorldSize(2, 1, kinds=(Kind(), Kind("window", 1))), 2, 2, Searched(4942, 23917), marks=pytest.mark.slow
         ),
         (WorldSize(2, 1, kinds=(Kind(), Kind("window", 2))), 1, 3, Searched(252, 1259)),
-        (WorldSize(2, 1, kinds=(Kind("state"),), interval=1), 1, 3, Searched(3233, 18863)),
+        pytest.param(
+            WorldSize(2, 1, kinds=(Kind("state"),), interval=1), 1, 3, Searched(3233, 18863), marks=pytest.mark.slow
+        ),
         (WorldSize(2, 1, kinds=(Kind(), Kind("state")), interval=1), 1, 2, Searched(586, 3229)),
         (WorldSize(1, 2, kinds=(Kind(), Kind("state"))), 2, 3, Searched(249, 1710)),
     ],

@@ -37,7 +37,7 @@ def test_blocks_left_of_the_window_are_null_and_go_back_at_once() -> None:
     assert (usage.used, usage.idle) == (6, 2)
 
 
-def test_a_chunk_longer_than_the_window_needs_room_for_both_and_keeps_only_the_window() -> None:
+def test_a_chunk_longer_than_the_window_keeps_only_the_window() -> None:
     world = World(WorldSize(9, 2, kinds=(WINDOW,)))
     world.open(1, list(range(40)))
     for length in (12, 24, 36, 40):

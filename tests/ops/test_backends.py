@@ -14,6 +14,8 @@ from quire.ops.native_ops import NativeOps
 from tests.ops.backends import BACKENDS, Backend
 from tests.ops.world import RAGGED, REFERENCE, World, assert_near, randn
 
+pytestmark = pytest.mark.pairwise
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ACTIVATIONS = get_args(Activation)
 

@@ -18,6 +18,8 @@ from tests.ops.backends import LEVELS, LIBRARIES
 from tests.ops.test_shared_blocks import LAYOUTS
 from tests.ops.world import RAGGED, REFERENCE, TOLERANCE, World, randn
 
+pytestmark = pytest.mark.pairwise
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BUILT = [level for level in LEVELS if level in LIBRARIES]
 # Of one sequence with a context of three parts: its rows in one step, in chunks, one by one, and several histories of

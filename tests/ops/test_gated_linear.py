@@ -17,6 +17,8 @@ from quire.ops.native_ops import NativeOps
 from tests.ops.backends import CPU_BACKENDS, LIBRARIES, Backend
 from tests.ops.world import randn
 
+pytestmark = pytest.mark.pairwise
+
 LEVELS = [pytest.param(level, id=level) for level in LIBRARIES]
 ACTIVATIONS = get_args(Activation)
 

@@ -22,6 +22,8 @@ from quire.ops.weight_formats import BITS, MAX_WIDTH, WeightFormat
 from tests.ops.backends import CPU_BACKENDS, Backend
 from tests.ops.world import randn
 
+pytestmark = pytest.mark.pairwise
+
 FORMATS: list[WeightFormat] = ["int8", "int6", "int4"]
 QUANTISED = (NativeLinear, TorchQuantisedLinear, ReferenceQuantisedLinear)
 

@@ -11,6 +11,8 @@ from quire.ops.native_ops import NativeOps
 from tests.ops.backends import LIBRARIES
 from tests.ops.world import randn
 
+pytestmark = pytest.mark.pairwise
+
 
 @pytest.mark.parametrize("level", LIBRARIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -12,6 +12,8 @@ from quire.ops.native_ops import NativeStepAttention
 from tests.ops.backends import NATIVE, Backend
 from tests.ops.world import REFERENCE, TOLERANCE, World
 
+pytestmark = pytest.mark.pairwise
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 

@@ -19,6 +19,8 @@ from quire.ops.torch_states import CHUNK_ROWS
 from tests.ops.backends import BACKENDS, Backend
 from tests.ops.world import REFERENCE, TOLERANCE, assert_near, randn
 
+pytestmark = pytest.mark.pairwise
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # What is scanned, and what is corrected.
 LAYER, CORRECTED = 1, 2

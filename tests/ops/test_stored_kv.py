@@ -14,6 +14,8 @@ from quire.ops.torch_widened import narrowed, widened
 from tests.ops.backends import BACKENDS, Backend
 from tests.ops.world import RAGGED, REFERENCE, TOLERANCE, World, assert_near, randn
 
+pytestmark = pytest.mark.pairwise
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Half a step of int8, and half a unit in the last of fp8's three bits, of a value of 5.
 ROUNDING = {"int8": 0.5 * 5 / 127, "fp8": 5 * 2**-4}

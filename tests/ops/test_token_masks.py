@@ -8,6 +8,8 @@ import torch
 from quire.ops.reference import ReferenceOps
 from tests.ops.backends import BACKENDS, Backend
 
+pytestmark = pytest.mark.pairwise
+
 
 def random_masks(num_rows: int, num_tokens: int, generator: torch.Generator) -> list[torch.Tensor]:
     """Return masks of which words are random, all set, and all clear."""

@@ -10,6 +10,8 @@ import torch
 from quire.ops.torch_ops import PackedLinear, PlainLinear, TorchOps, packing_works
 from tests.ops.world import World, assert_near, randn
 
+pytestmark = pytest.mark.pairwise
+
 CPU = torch.device("cpu")
 
 

@@ -187,6 +187,7 @@ def with_media(jobs: list[Job]) -> list[Job]:
     return [replace(job, media=choices[i % 5]) for i, job in enumerate(jobs)]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(
     "setting",
@@ -248,6 +249,7 @@ def test_long_runs(seed: int, setting: Setting, drafts: str) -> None:
         assert agrees(job, samples, expected)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("specs", [FULL, (*FULL, WINDOW), (*FULL, STATE)], ids=["full", "full and window", "states"])
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
@@ -317,6 +319,7 @@ def crowd() -> list[Job]:
     ]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("policy", ["last", "least_waste"])
 @pytest.mark.parametrize("host_blocks", [0, 20, 90])
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_decodes_are_served_before_any_chunk_is_cut() -> None:
         assert [count for _, count in counts.values()] == [1, 1, 1]
 
 
-def test_prompts_beside_decodes_are_cut_to_what_the_pace_allows_and_alone_they_are_not() -> None:
+def test_prompts_are_cut_to_the_pace_only_beside_decodes() -> None:
     rig = Rig(Setting(budget=64, max_num_seqs=4, chunk_tokens=5))
     for seed in range(3):
         rig.add(Job(prompt=prompt(30, seed), max_tokens=4, ignore_eos=True), seed=seed)
@@ -344,7 +344,7 @@ def test_nobody_able_to_grow_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> 
         rig.plan()
 
 
-def test_an_idle_scheduler_plans_nothing_and_keeps_closings_for_a_step_that_is_executed() -> None:
+def test_an_idle_scheduler_plans_nothing_and_keeps_closings() -> None:
     rig = Rig(Setting())
     first = rig.add(Job(prompt=prompt(3), max_tokens=1), seed=0)
     rig.step()

@@ -17,7 +17,7 @@ GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 30}
 USER = [{"role": "user", "content": "hi"}]
 
 
-def test_3_cached_tokens_are_always_told(client: openai.OpenAI) -> None:
+def test_cached_tokens_are_always_reported(client: openai.OpenAI) -> None:
     prompt = "§ nobody has sent this prompt before, and it is longer than two blocks"
     # Salted, since others may have sent prompts that begin alike.
     options = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "extra_body": {"cache_salt": "always told"}}
@@ -40,7 +40,7 @@ def test_cache_salts_keep_prompts_apart(server: ServerProcess) -> None:
     assert cached("one") >= 32 > 8 > cached(None)
 
 
-def test_4_each_prompt_of_a_batch_counts_once(client: openai.OpenAI) -> None:
+def test_each_prompt_of_a_batch_counts_once(client: openai.OpenAI) -> None:
     done = client.completions.create(
         model="tiny", prompt=["ab", "abcd"], n=3, max_tokens=5, extra_body={"ignore_eos": True}
     )
@@ -49,12 +49,12 @@ def test_4_each_prompt_of_a_batch_counts_once(client: openai.OpenAI) -> None:
     assert [choice.index for choice in done.choices] == list(range(6))
 
 
-def test_7_the_models_own_end_is_a_stop(client: openai.OpenAI) -> None:
+def test_the_models_end_token_gives_finish_reason_stop(client: openai.OpenAI) -> None:
     (choice,) = client.completions.create(model="tiny", prompt="Q", **GREEDY).choices
     assert (choice.text, choice.finish_reason) == ("xyz", "stop")
 
 
-def test_8_the_end_of_the_context_is_a_length(client: openai.OpenAI) -> None:
+def test_the_end_of_the_context_gives_finish_reason_length(client: openai.OpenAI) -> None:
     done = client.completions.create(
         model="tiny", prompt=[7] * (CONTEXT - 3), max_tokens=50, extra_body={"ignore_eos": True}
     )
@@ -63,7 +63,7 @@ def test_8_the_end_of_the_context_is_a_length(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_8_a_prompt_too_long_is_a_400(server: ServerProcess, path: str) -> None:
+def test_a_prompt_that_is_too_long_is_a_400(server: ServerProcess, path: str) -> None:
     body = (
         {"prompt": "a" * CONTEXT}
         if path == "/v1/completions"
@@ -77,7 +77,7 @@ def test_8_a_prompt_too_long_is_a_400(server: ServerProcess, path: str) -> None:
         assert str(CONTEXT - 1) in error["message"]
 
 
-def test_9_completions_have_16_tokens_and_chats_what_they_ask_for(client: openai.OpenAI) -> None:
+def test_completions_default_to_16_tokens_and_chats_to_no_limit(client: openai.OpenAI) -> None:
     assert client.completions.create(model="tiny", prompt="Z", temperature=0).usage.completion_tokens == 16
     both = client.chat.completions.create(
         model="tiny", messages=USER, max_tokens=9, max_completion_tokens=4, temperature=0
@@ -89,14 +89,14 @@ def test_9_completions_have_16_tokens_and_chats_what_they_ask_for(client: openai
     )
 
 
-def test_9_a_chat_that_names_no_length_may_fill_the_context(server: ServerProcess) -> None:
+def test_a_chat_without_max_tokens_may_fill_the_context(server: ServerProcess) -> None:
     messages = [{"role": "user", "content": "a" * (CONTEXT - 20)}]
     body = server.post("/v1/chat/completions", {"messages": messages, "ignore_eos": True}).json()
     assert body["usage"]["total_tokens"] == CONTEXT
     assert body["choices"][0]["finish_reason"] == "length"
 
 
-def test_14_logprobs_are_four_parallel_arrays(client: openai.OpenAI) -> None:
+def test_completion_logprobs_are_four_parallel_arrays(client: openai.OpenAI) -> None:
     (choice,) = client.completions.create(model="tiny", prompt="Z", logprobs=3, **GREEDY).choices
     arrays = choice.logprobs
     assert len(arrays.tokens) == len(arrays.token_logprobs) == len(arrays.top_logprobs) == len(arrays.text_offset) == 30
@@ -110,7 +110,7 @@ def test_14_logprobs_are_four_parallel_arrays(client: openai.OpenAI) -> None:
     assert [list(top) for top in zero.top_logprobs] == [[token] for token in zero.tokens]
 
 
-def test_15_chat_logprobs_carry_bytes(client: openai.OpenAI) -> None:
+def test_chat_logprobs_carry_bytes(client: openai.OpenAI) -> None:
     done = client.chat.completions.create(model="tiny", messages=USER, logprobs=True, top_logprobs=2, **GREEDY)
     content = done.choices[0].logprobs.content
     assert b"".join(bytes(entry.bytes) for entry in content).decode("utf-8", "ignore").startswith(SAYING)
@@ -119,7 +119,7 @@ def test_15_chat_logprobs_carry_bytes(client: openai.OpenAI) -> None:
     assert all(entry.top_logprobs == [] for entry in bare.choices[0].logprobs.content)
 
 
-def test_15_streamed_and_whole_logprobs_agree(server: ServerProcess) -> None:
+def test_streamed_and_whole_logprobs_agree(server: ServerProcess) -> None:
     for path, body in (
         ("/v1/completions", {"prompt": "ab\u00e9Z", "echo": True, "logprobs": 2, **GREEDY}),
         ("/v1/chat/completions", {"messages": USER, "logprobs": True, "top_logprobs": 2, **GREEDY}),
@@ -131,7 +131,7 @@ def test_15_streamed_and_whole_logprobs_agree(server: ServerProcess) -> None:
             assert _rounded([item for part in parts for item in part[name]]) == _rounded(whole[name])
 
 
-def test_16_logprobs_are_those_of_the_raw_distribution(server: ServerProcess, tokenizer: Tokenizer) -> None:
+def test_logprobs_are_those_of_the_raw_distribution(server: ServerProcess, tokenizer: Tokenizer) -> None:
     (x,) = tokenizer.encode("x", add_special_tokens=False)
     plain = {"prompt": "Z", "max_tokens": 1, "logprobs": 1}
     answers = [
@@ -147,7 +147,7 @@ def test_16_logprobs_are_those_of_the_raw_distribution(server: ServerProcess, to
     assert 0.99 < sum(math.exp(logprob) for logprob in many["top_logprobs"][0].values()) < 1.001
 
 
-def test_18_the_best_of_several_samples(server: ServerProcess) -> None:
+def test_best_of_returns_the_likeliest_samples(server: ServerProcess) -> None:
     body = {"prompt": "hello", "max_tokens": 6, "temperature": 1.5, "seed": 1, "ignore_eos": True}
     every = server.post("/v1/completions", {**body, "n": 5, "logprobs": 0}).json()["choices"]
     ranked = sorted(every, key=lambda choice: -sum(choice["logprobs"]["token_logprobs"]))
@@ -159,7 +159,7 @@ def test_18_the_best_of_several_samples(server: ServerProcess) -> None:
     assert refused.json()["error"]["param"] == "best_of"
 
 
-def test_17_the_call_of_lm_eval(server: ServerProcess, tokenizer: Tokenizer) -> None:
+def test_the_request_of_lm_eval_is_answered(server: ServerProcess, tokenizer: Tokenizer) -> None:
     context, continuation = tokenizer.encode("helloZ"), tokenizer.encode("abc", add_special_tokens=False)
     ids = context + continuation
     body = {"prompt": [ids], "echo": True, "max_tokens": 1, "logprobs": 1, "temperature": 0, "seed": 1}
@@ -178,7 +178,7 @@ def test_17_the_call_of_lm_eval(server: ServerProcess, tokenizer: Tokenizer) -> 
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 6])
 @pytest.mark.parametrize("as_ids", [False, True])
-def test_17_echo(server: ServerProcess, tokenizer: Tokenizer, max_tokens: int, as_ids: bool) -> None:
+def test_echo_returns_the_prompt(server: ServerProcess, tokenizer: Tokenizer, max_tokens: int, as_ids: bool) -> None:
     text = "h\u00e9 \U0001f984 worldZ"
     ids = tokenizer.encode(text)
     body = {
@@ -205,7 +205,7 @@ def test_17_echo(server: ServerProcess, tokenizer: Tokenizer, max_tokens: int, a
 
 
 @pytest.mark.parametrize("num_bytes", [1, 2, 3, 4])
-def test_12_17_an_echo_that_ends_inside_a_character_is_completed(
+def test_an_echo_that_ends_inside_a_character_is_completed(
     server: ServerProcess, tokenizer: Tokenizer, num_bytes: int
 ) -> None:
     ids = tokenizer.encode("ab\U0001f984", add_special_tokens=False)[: 2 + num_bytes]
@@ -217,7 +217,7 @@ def test_12_17_an_echo_that_ends_inside_a_character_is_completed(
     assert text_of(chunks) == choice["text"]
 
 
-def test_17_prompt_logprobs_of_a_cached_prompt_are_the_same(server: ServerProcess) -> None:
+def test_prompt_logprobs_of_a_cached_prompt_are_the_same(server: ServerProcess) -> None:
     body = {"prompt": "the same prompt, longer than two blocks, twice", "echo": True, "max_tokens": 0, "logprobs": 1}
     first, second = (server.post("/v1/completions", body).json()["choices"][0]["logprobs"] for _ in range(2))
     assert first["token_logprobs"][1:] == pytest.approx(second["token_logprobs"][1:], abs=1e-3)
@@ -229,7 +229,7 @@ def test_17_prompt_logprobs_of_a_cached_prompt_are_the_same(server: ServerProces
     assert own == pytest.approx(first["token_logprobs"][1:], abs=1e-3)
 
 
-def test_19_a_seed_gives_the_same_tokens_in_any_company(server: ServerProcess) -> None:
+def test_a_seed_gives_the_same_tokens_in_any_batch(server: ServerProcess) -> None:
     body = {
         "prompt": "a prompt of more than two blocks, so that it is found again",
         "seed": 5,
@@ -251,12 +251,12 @@ def test_19_a_seed_gives_the_same_tokens_in_any_company(server: ServerProcess) -
     ]
 
 
-def test_20_temperature_0_is_greedy(client: openai.OpenAI) -> None:
+def test_temperature_zero_is_greedy(client: openai.OpenAI) -> None:
     done = client.completions.create(model="tiny", prompt="Z", n=4, temperature=0, max_tokens=28)
     assert {choice.text for choice in done.choices} == {SAYING + "abcdef"}
 
 
-def test_25_a_developer_and_content_parts_are_understood(server: ServerProcess) -> None:
+def test_the_developer_role_and_content_parts_are_understood(server: ServerProcess) -> None:
     parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
     conversations = [
         [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "hi"}],
@@ -268,7 +268,7 @@ def test_25_a_developer_and_content_parts_are_understood(server: ServerProcess) 
     assert server.post("/v1/chat/completions", body).json()["prompt_token_ids"] == tokens[0]
 
 
-def test_25_unknown_fields_are_ignored_and_unused_tools_too(server: ServerProcess) -> None:
+def test_unknown_fields_and_unused_tools_are_ignored(server: ServerProcess) -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     more = {
         "invented": {"by": "a client"},

@@ -66,7 +66,7 @@ def parse_object(bodies: Bodies, raw: bytes) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("raw", BAD.values(), ids=BAD.keys())
-def test_21_a_bad_body_is_a_400_in_words(bodies: Bodies, raw: bytes) -> None:
+def test_a_bad_body_is_a_400_in_words(bodies: Bodies, raw: bytes) -> None:
     with pytest.raises(ApiError) as caught:
         parse_object(bodies, raw)
     assert caught.value.status == 400

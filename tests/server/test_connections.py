@@ -181,9 +181,7 @@ def test_unfinished_bodies_keep_nobody_out(folder: Path, tmp_path: Path) -> None
         assert "Traceback" not in server.log.read_text()
 
 
-def test_the_rest_of_a_body_that_was_refused_may_take_longer_than_a_pause_between_requests(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_the_rest_of_a_refused_body_may_outlast_the_idle_limit(folder: Path, tmp_path: Path) -> None:
     flags = ("--num-kv-blocks", "300", "--keep-alive-timeout", "0.2")
     with running(folder, tmp_path / "log", *flags) as server, connect(server) as connection:
         whole = post("/nothing", b"x" * 1000)
@@ -246,7 +244,7 @@ def test_a_client_that_closes_its_half_gets_its_answers(hasty: ServerProcess, st
     assert answers.count(b"HTTP/1.1 100") >= 1
 
 
-def test_a_client_that_leaves_behind_a_proxy_that_passes_its_half_close_on_ends_its_request(
+def test_a_half_close_passed_on_by_a_proxy_ends_the_request(
     server: ServerProcess,
 ) -> None:
     before = num_aborted(server)

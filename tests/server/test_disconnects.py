@@ -42,7 +42,7 @@ def num_aborted(server: ServerProcess) -> int:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/pin_prefix"])
 @pytest.mark.parametrize("is_reset", [False, True])
-def test_24_leaving_in_the_upload_is_not_worth_a_line(server: ServerProcess, path: str, is_reset: bool) -> None:
+def test_disconnect_during_the_upload_logs_nothing(server: ServerProcess, path: str, is_reset: bool) -> None:
     before = server.log.read_text()
     whole = post(path, {"prompt": "Z" * 1000})
     for num_bytes in (len(whole) - 1, len(whole) - 900):
@@ -57,7 +57,7 @@ def test_24_leaving_in_the_upload_is_not_worth_a_line(server: ServerProcess, pat
 
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("n", [1, 3])
-def test_24_leaving_while_tokens_are_made(server: ServerProcess, streamed: bool, n: int) -> None:
+def test_disconnect_while_tokens_are_made(server: ServerProcess, streamed: bool, n: int) -> None:
     before = num_aborted(server)
     with send(server, "/v1/completions", {**LONG, "stream": streamed, "n": n}):
         status = server.wait_until(lambda status: any(row["completion_tokens"] > 3 for row in status["requests"]))
@@ -67,7 +67,7 @@ def test_24_leaving_while_tokens_are_made(server: ServerProcess, streamed: bool,
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_24_leaving_while_the_prompts_are_computed(server: ServerProcess, streamed: bool) -> None:
+def test_disconnect_while_the_prompts_are_computed(server: ServerProcess, streamed: bool) -> None:
     # Different prompts of 4,000 tokens take eight steps each; no cache helps.
     prompts = [[10 + number] * 4000 for number in range(6)]
     before, num_steps = num_aborted(server), server.status()["engine"]["num_steps"]
@@ -78,7 +78,7 @@ def test_24_leaving_while_the_prompts_are_computed(server: ServerProcess, stream
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_24_leaving_while_waiting_in_the_queue(narrow_server: ServerProcess, streamed: bool) -> None:
+def test_disconnect_while_waiting_in_the_queue(narrow_server: ServerProcess, streamed: bool) -> None:
     narrow_server.wait_until_idle()
     with send(narrow_server, "/v1/completions", {**LONG, "stream": True}):
         narrow_server.wait_until(lambda status: status["engine"]["num_running"] == 1)
@@ -92,7 +92,7 @@ def test_24_leaving_while_waiting_in_the_queue(narrow_server: ServerProcess, str
     narrow_server.wait_until_idle()
 
 
-def test_24_the_openai_client_may_leave_too(server: ServerProcess, client: openai.OpenAI) -> None:
+def test_disconnect_of_the_openai_client(server: ServerProcess, client: openai.OpenAI) -> None:
     with client.completions.create(model="tiny", stream=True, prompt="Z", max_tokens=4000) as stream:
         next(iter(stream))
         assert len(server.status()["requests"]) == 1

@@ -159,7 +159,7 @@ def ids_of(cases: list[Case]) -> list[str]:
 
 
 @pytest.mark.parametrize(("path", "body", "field"), INVALID, ids=ids_of(INVALID))
-def test_20_21_a_bad_value_is_a_400_that_names_it(server: ServerProcess, path: str, body: dict, field: str) -> None:
+def test_a_bad_value_is_a_400_that_names_it(server: ServerProcess, path: str, body: dict, field: str) -> None:
     # The client's own encoder would not write infinity.
     raw = json.dumps(body).replace("Infinity", "1e999")
     response = server.http.post(path, content=raw, headers={"content-type": "application/json"})
@@ -171,7 +171,7 @@ def test_20_21_a_bad_value_is_a_400_that_names_it(server: ServerProcess, path: s
 
 @pytest.mark.parametrize(("path", "body", "field"), UNSUPPORTED, ids=ids_of(UNSUPPORTED))
 @pytest.mark.parametrize("streamed", [False, True])
-def test_17_25_what_is_known_but_not_supported_is_a_400_that_says_so(
+def test_an_unsupported_option_is_a_400_that_says_so(
     server: ServerProcess, path: str, body: dict, field: str, streamed: bool
 ) -> None:
     response = server.post(path, {**body, "stream": streamed})
@@ -197,7 +197,7 @@ def test_17_25_what_is_known_but_not_supported_is_a_400_that_says_so(
         ("GET", "/status", {"host": "["}, b"", 403, "host_not_allowed"),
     ],
 )
-def test_21_every_status_has_the_one_form(
+def test_every_error_status_has_the_same_form(
     server: ServerProcess, method: str, path: str, headers: dict[str, str], content: bytes, status: int, code: str
 ) -> None:
     response = server.http.request(method, path, headers=headers, content=content)
@@ -208,20 +208,20 @@ def test_21_every_status_has_the_one_form(
         assert response.headers["allow"]
 
 
-def test_21_a_body_without_a_declared_length_is_bounded_too(server: ServerProcess) -> None:
+def test_a_body_without_content_length_is_bounded_too(server: ServerProcess) -> None:
     parts = iter([b'{"prompt": "'] + [b"a" * 65536] * 32)
     response = server.http.post(COMPLETIONS, content=parts, headers={"content-type": "application/json"})
     assert response.status_code == 413
     check_form(response.text, 413)
 
 
-def test_21_an_unknown_model_is_a_404(client: openai.OpenAI) -> None:
+def test_an_unknown_model_is_a_404(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         client.completions.create(model="gpt-4", prompt="a")
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
 
 
-def test_21_a_failure_of_our_own_shows_nothing_of_its_inside() -> None:
+def test_an_internal_failure_shows_no_internals() -> None:
     error = api_error(KeyError("/secret/path.py"), "the-id")
     assert error.status == 500
     assert "secret" not in json.dumps(error.body())
@@ -229,7 +229,7 @@ def test_21_a_failure_of_our_own_shows_nothing_of_its_inside() -> None:
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
-def test_21_also_what_is_no_exception_becomes_an_answer(has_begun: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_base_exceptions_become_an_answer_too(has_begun: bool, caplog: pytest.LogCaptureFixture) -> None:
     class Panic(BaseException):
         """As a library in Rust raises it."""
 

@@ -100,7 +100,7 @@ def test_what_a_slow_reader_has_not_taken_is_merged() -> None:
     asyncio.run(scenario())
 
 
-def test_23_silence_is_noticed_and_loses_nothing() -> None:
+def test_silence_is_noticed_and_loses_nothing() -> None:
     async def scenario() -> None:
         source = Source()
         silences = 0
@@ -119,7 +119,7 @@ def test_23_silence_is_noticed_and_loses_nothing() -> None:
     asyncio.run(scenario())
 
 
-def test_24_a_client_that_leaves_closes_every_stream() -> None:
+def test_a_disconnect_closes_every_stream() -> None:
     async def scenario() -> None:
         sources = [Source(), Source()]
         messages = iter([{"type": "http.request"}, {"type": "http.disconnect"}])
@@ -135,7 +135,7 @@ def test_24_a_client_that_leaves_closes_every_stream() -> None:
 
 
 @pytest.mark.parametrize("is_from_outside", [False, True])
-def test_22_an_error_comes_behind_the_news_that_were_there(is_from_outside: bool) -> None:
+def test_an_error_comes_after_the_outputs_before_it(is_from_outside: bool) -> None:
     async def scenario() -> None:
         sources = [Source(), Source()]
         sources[0].items.put_nowait(output("a"))
@@ -156,7 +156,7 @@ def test_22_an_error_comes_behind_the_news_that_were_there(is_from_outside: bool
     asyncio.run(scenario())
 
 
-def test_24_cancelling_the_reader_closes_every_stream() -> None:
+def test_cancelling_the_reader_closes_every_stream() -> None:
     async def scenario() -> None:
         source = Source()
         source.items.put_nowait(output("a"))

@@ -149,7 +149,7 @@ def test_a_signal_lets_what_runs_finish_and_takes_nothing_new(folder: Path, tmp_
         assert "Traceback" not in (tmp_path / "log").read_text()
 
 
-def test_22_what_does_not_finish_in_time_ends_with_an_error_in_the_stream(folder: Path, tmp_path: Path) -> None:
+def test_shutdown_ends_unfinished_streams_with_an_error(folder: Path, tmp_path: Path) -> None:
     with running(folder, tmp_path / "log", *FLAGS, "--drain-timeout", "0.1") as server:
         with server.http.stream(
             "POST", "/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}], **LONG}
@@ -226,6 +226,7 @@ def test_a_terminal_that_closes_stops_the_server_as_a_signal_to_stop_does(folder
         assert server.process.wait(PATIENCE_S) == 0
 
 
+@pytest.mark.slow
 def test_a_server_that_was_started_to_outlive_its_terminal_does(folder: Path, tmp_path: Path) -> None:
     with hangups(signal.SIG_IGN), running(folder, tmp_path / "log", *FLAGS) as server:
         os.kill(server.process.pid, signal.SIGHUP)
@@ -257,6 +258,7 @@ def test_a_signal_is_not_lost_while_the_event_loop_is_behind() -> None:
     assert taken == [signal.SIGTERM]
 
 
+@pytest.mark.slow
 def test_pages_of_all_origins_without_a_key_are_worth_a_warning(folder: Path, tmp_path: Path) -> None:
     with running(folder, tmp_path / "log", *FLAGS, "--allow-origin", "*") as server:
         assert "WARNING --allow-origin '*' without --api-key" in server.log.read_text()

@@ -42,7 +42,7 @@ def written(value: Any) -> Any:
     return json.loads("".join(JsonWriter(ascii_only=False).parts(value)))
 
 
-def test_14_four_parallel_arrays_with_the_chosen_token_always(tokenizer: Tokenizer) -> None:
+def test_four_parallel_arrays_always_with_the_chosen_token(tokenizer: Tokenizer) -> None:
     a, b, c = (tokenizer.encode(char, add_special_tokens=False)[0] for char in "abc")
     prompt = PromptLogprobs(flat(measured(a, -3.0, 9, ((b, -0.5), (c, -1.5)))))
     output = flat(measured(b, -0.5, 1, ((b, -0.5), (c, -1.0))))
@@ -53,14 +53,14 @@ def test_14_four_parallel_arrays_with_the_chosen_token_always(tokenizer: Tokeniz
     assert arrays["text_offset"] == [0, 1, 2]
 
 
-def test_14_zero_shows_the_chosen_token_only(tokenizer: Tokenizer) -> None:
+def test_zero_logprobs_show_the_chosen_token_only(tokenizer: Tokenizer) -> None:
     a, b = (tokenizer.encode(char, add_special_tokens=False)[0] for char in "ab")
     rows = flat(measured(a, -3.0, 9, ((b, -0.5),)))
     arrays = written(completion_logprobs([a], [rows], [0], 0, TokenNames(tokenizer, by_id=False)))
     assert arrays["top_logprobs"] == [{"a": -3.0}]
 
 
-def test_14_of_equals_the_chosen_token_is_the_first(tokenizer: Tokenizer) -> None:
+def test_of_equal_logprobs_the_chosen_token_comes_first(tokenizer: Tokenizer) -> None:
     a, b, c = (tokenizer.encode(char, add_special_tokens=False)[0] for char in "abc")
     names = TokenNames(tokenizer, by_id=False)
     top = ((a, -1.0), (b, -1.0), (c, -1.0))
@@ -69,14 +69,14 @@ def test_14_of_equals_the_chosen_token_is_the_first(tokenizer: Tokenizer) -> Non
         assert "".join(other["token"] for other in entry["top_logprobs"]) == expected
 
 
-def test_15_minus_infinity_is_a_number_in_json(tokenizer: Tokenizer) -> None:
+def test_minus_infinity_is_a_number_in_json(tokenizer: Tokenizer) -> None:
     rows = flat(measured(5, -math.inf, 300, ((6, -0.1),)))
     names = TokenNames(tokenizer, by_id=False)
     assert written(completion_logprobs([5], [rows], [0], 1, names))["token_logprobs"] == [LOWEST_LOGPROB]
     assert written(chat_logprobs(rows, 1, names))["content"][0]["logprob"] < -999
 
 
-def test_15_chat_entries_carry_bytes_that_join_to_the_text(tokenizer: Tokenizer) -> None:
+def test_chat_entries_carry_bytes_that_join_to_the_text(tokenizer: Tokenizer) -> None:
     text = "na\u00efve \U0001f600!"
     ids = tokenizer.encode(text, add_special_tokens=False)
     rows = flat(*(measured(token_id, -0.5, 1, ((token_id, -0.5), (token_id + 1, -1.0))) for token_id in ids))
@@ -89,7 +89,7 @@ def test_15_chat_entries_carry_bytes_that_join_to_the_text(tokenizer: Tokenizer)
     assert all(bytes.fromhex(entry["token"].replace("\\x", "")) == bytes(entry["bytes"]) for entry in escaped)
 
 
-def test_12_a_token_inside_a_character_is_written_as_bytes(tokenizer: Tokenizer) -> None:
+def test_a_token_inside_a_character_is_written_as_bytes(tokenizer: Tokenizer) -> None:
     (first, *_) = tokenizer.encode("\u0f40", add_special_tokens=False)
     assert TokenNames(tokenizer, by_id=False, bytes_prefix="bytes:").name(first) == "bytes:\\xe0"
     assert TokenNames(tokenizer, by_id=True).name(first) == f"token_id:{first}"
@@ -97,7 +97,7 @@ def test_12_a_token_inside_a_character_is_written_as_bytes(tokenizer: Tokenizer)
 
 
 @given(st.text(st.characters(codec="utf-8"), max_size=30), st.booleans())
-def test_14_offsets_say_where_a_token_begins_in_the_text(tokenizer: Tokenizer, text: str, with_special: bool) -> None:
+def test_offsets_are_where_each_token_begins_in_the_text(tokenizer: Tokenizer, text: str, with_special: bool) -> None:
     ids = tokenizer.encode(text, add_special_tokens=with_special)
     expected, data = [], b""
     for token_id in ids:
@@ -112,7 +112,7 @@ def test_14_offsets_say_where_a_token_begins_in_the_text(tokenizer: Tokenizer, t
         assert list(TextOffsets(tokenizer).over_output(ids, skip_special_tokens=False)) == expected
 
 
-def test_14_offsets_go_on_behind_the_prompt_and_skip_what_the_text_skips(tokenizer: Tokenizer) -> None:
+def test_offsets_continue_after_the_prompt_without_skipped_tokens(tokenizer: Tokenizer) -> None:
     prompt = "ab<|user|>"
     ids = tokenizer.encode(prompt)
     assert ids[0] == 0

@@ -74,6 +74,7 @@ def test_an_operator_may_do_what_clients_do(guarded: ServerProcess, method: str,
     assert ask(guarded, method, path, None, **body).status_code == 401
 
 
+@pytest.mark.slow
 def test_without_a_key_for_clients_the_operators_counts(folder: Path, tmp_path: Path) -> None:
     with running(folder, tmp_path / "log", *FLAGS, "--operator-key", OPERATOR) as server:
         assert ask(server, "GET", "/version", None).status_code == 200

@@ -34,7 +34,7 @@ def test_other_keys_are_refused(key: str) -> None:
 
 
 @pytest.mark.parametrize("value", [True, "0.5", float("nan"), float("inf"), [], {}, -0.1, 101])
-def test_20_what_is_not_a_number_in_range_is_refused(value: Any) -> None:
+def test_a_value_that_is_no_number_in_range_is_refused(value: Any) -> None:
     with pytest.raises(InvalidParameter) as caught:
         read({"temperature": value})
     assert caught.value.field == "temperature"

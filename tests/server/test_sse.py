@@ -15,13 +15,13 @@ from quire.server import sse
 SEPARATORS = "a\nb\r\nc\rd\u2028e\u2029f\x85g\x0bh\x0ci"
 
 
-def test_23_an_event_is_one_line_whatever_a_client_takes_for_a_line_end() -> None:
+def test_an_event_is_one_line_for_every_kind_of_line_end() -> None:
     framed = sse.event({"text": SEPARATORS}).decode()
     assert framed.splitlines() == [framed.removesuffix("\n\n"), ""]
     assert json.loads(framed.removeprefix("data: ")) == {"text": SEPARATORS}
 
 
-def test_15_numbers_that_json_does_not_have_never_leave() -> None:
+def test_numbers_that_json_lacks_are_never_sent() -> None:
     with pytest.raises(ValueError, match="JSON"):
         sse.event({"logprob": float("-inf")})
 

@@ -31,6 +31,7 @@ def wait_until_stopping(server: ServerProcess) -> httpx.Response:
     return health
 
 
+@pytest.mark.slow
 def test_an_answer_that_is_being_read_is_waited_for(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,6 +70,7 @@ def test_connections_end_behind_their_answers_once_the_server_stops(folder: Path
         assert server.process.wait(PATIENCE_S) == 0
 
 
+@pytest.mark.slow
 def test_probes_do_not_keep_a_server_from_stopping(folder: Path, tmp_path: Path) -> None:
     with running(folder, tmp_path / "log", *FLAGS) as server:
         ended = threading.Event()

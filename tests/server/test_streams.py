@@ -17,7 +17,7 @@ ROUTES = [("/v1/completions", {"prompt": "Z", **GREEDY}), ("/v1/chat/completions
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
-def test_1_the_last_chunk_has_the_usage_and_no_choices(server: ServerProcess, path: str, body: dict) -> None:
+def test_last_chunk_has_usage_and_no_choices(server: ServerProcess, path: str, body: dict) -> None:
     _, chunks = stream(server, path, {**body, "stream_options": {"include_usage": True}})
     assert chunks[-1]["choices"] == []
     assert chunks[-1]["usage"]["completion_tokens"] == 30
@@ -27,13 +27,13 @@ def test_1_the_last_chunk_has_the_usage_and_no_choices(server: ServerProcess, pa
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
-def test_1_stream_options_without_a_stream_are_refused(server: ServerProcess, path: str, body: dict) -> None:
+def test_stream_options_without_a_stream_are_refused(server: ServerProcess, path: str, body: dict) -> None:
     response = server.post(path, {**body, "stream_options": {"include_usage": True}})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "stream_options"
 
 
-def test_2_usage_in_every_chunk_comes_only_with_usage_at_the_end(server: ServerProcess) -> None:
+def test_continuous_usage_needs_usage_at_the_end(server: ServerProcess) -> None:
     both = {"include_usage": True, "continuous_usage_stats": True}
     _, chunks = stream(server, "/v1/chat/completions", {**CHAT, "stream_options": both})
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
@@ -46,7 +46,7 @@ def test_2_usage_in_every_chunk_comes_only_with_usage_at_the_end(server: ServerP
     assert refused.json()["error"]["param"] == "stream_options.continuous_usage_stats"
 
 
-def test_5_the_role_comes_once_and_first(server: ServerProcess) -> None:
+def test_the_role_comes_once_and_first(server: ServerProcess) -> None:
     _, chunks = stream(server, "/v1/chat/completions", {**CHAT, "n": 2, "temperature": 1})
     for index in (0, 1):
         deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
@@ -56,7 +56,7 @@ def test_5_the_role_comes_once_and_first(server: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
-def test_6_what_names_a_stream_does_not_change(server: ServerProcess, path: str, body: dict) -> None:
+def test_id_model_and_created_stay_the_same_in_a_stream(server: ServerProcess, path: str, body: dict) -> None:
     response, chunks = stream(server, path, {**body, "stream_options": {"include_usage": True}})
     heads = {(chunk["id"], chunk["object"], chunk["created"], chunk["model"]) for chunk in chunks}
     assert len(heads) == 1
@@ -64,7 +64,7 @@ def test_6_what_names_a_stream_does_not_change(server: ServerProcess, path: str,
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
-def test_7_one_standard_finish_reason_ends_each_choice(server: ServerProcess, path: str, body: dict) -> None:
+def test_one_standard_finish_reason_ends_each_choice(server: ServerProcess, path: str, body: dict) -> None:
     _, chunks = stream(server, path, {**body, "n": 2, "temperature": 1.0, "ignore_eos": True})
     for index in (0, 1):
         choices = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
@@ -72,7 +72,7 @@ def test_7_one_standard_finish_reason_ends_each_choice(server: ServerProcess, pa
         assert choices[-1]["finish_reason"] == "length"
 
 
-def test_10_a_stop_string_across_chunks_is_held_back_and_what_only_began_it_is_released(server: ServerProcess) -> None:
+def test_a_stop_string_across_chunks_is_held_back(server: ServerProcess) -> None:
     body = {"prompt": "Z", **GREEDY}
     # "j\u00e9 w" is spread over four tokens; "fg\u2014" begins twice and never comes; "nX" is pending at the end.
     _, chunks = stream(server, "/v1/completions", {**body, "stop": ["j\u00e9 w", "fg\u2014"]})
@@ -86,7 +86,7 @@ def test_10_a_stop_string_across_chunks_is_held_back_and_what_only_began_it_is_r
     assert chunks[-1]["choices"][0]["finish_reason"] == "length"
 
 
-def test_11_a_stop_inside_a_token_cuts_inside_it_and_the_earliest_match_wins(server: ServerProcess) -> None:
+def test_a_stop_inside_a_token_cuts_it_and_the_earliest_wins(server: ServerProcess) -> None:
     body = {"prompt": "Z", **GREEDY, "stop": ["ld", "orl", "k"]}
     _, chunks = stream(server, "/v1/completions", body)
     assert text_of(chunks) == SAYING.partition("orl")[0]
@@ -96,7 +96,7 @@ def test_11_a_stop_inside_a_token_cuts_inside_it_and_the_earliest_match_wins(ser
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
-def test_12_13_characters_of_several_tokens_arrive_whole(server: ServerProcess, path: str, body: dict) -> None:
+def test_characters_of_several_tokens_arrive_whole(server: ServerProcess, path: str, body: dict) -> None:
     _, chunks = stream(server, path, {**body, "max_tokens": 28, "return_token_ids": True})
     pieces = [
         choice.get("text", choice.get("delta", {}).get("content")) for chunk in chunks for choice in chunk["choices"]
@@ -107,7 +107,7 @@ def test_12_13_characters_of_several_tokens_arrive_whole(server: ServerProcess, 
     assert sum(len(choice.get("token_ids", [])) for chunk in chunks for choice in chunk["choices"]) == 28
 
 
-def test_18_samples_of_several_prompts_carry_their_index(server: ServerProcess) -> None:
+def test_samples_of_several_prompts_carry_their_index(server: ServerProcess) -> None:
     body = {"prompt": ["Z", "aZ", "Q"], "n": 2, "best_of": 2, "temperature": 0, "max_tokens": 5}
     _, chunks = stream(server, "/v1/completions", body)
     texts = [text_of(chunks, index) for index in range(6)]
@@ -116,7 +116,7 @@ def test_18_samples_of_several_prompts_carry_their_index(server: ServerProcess) 
     assert [(choice["index"], choice["text"]) for choice in whole["choices"]] == list(enumerate(texts))
 
 
-def test_23_the_frames_and_headers_are_those_of_server_sent_events(server: ServerProcess) -> None:
+def test_frames_and_headers_are_server_sent_events(server: ServerProcess) -> None:
     response = server.post("/v1/chat/completions", {**CHAT, "stream": True})
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert response.headers["cache-control"] == "no-cache"
@@ -128,7 +128,7 @@ def test_23_the_frames_and_headers_are_those_of_server_sent_events(server: Serve
     assert all(isinstance(json.loads(event), dict) for event in events[:-1])
 
 
-def test_23_chunks_leave_as_they_are_made(server: ServerProcess) -> None:
+def test_chunks_are_sent_as_they_are_made(server: ServerProcess) -> None:
     body = {"prompt": "Z", "stream": True, "max_tokens": 2000, "ignore_eos": True}
     with server.http.stream("POST", "/v1/completions", json=body) as response:
         lines = response.iter_lines()
@@ -137,7 +137,7 @@ def test_23_chunks_leave_as_they_are_made(server: ServerProcess) -> None:
         assert request["completion_tokens"] < 2000
 
 
-def test_23_a_waiting_stream_is_kept_open_by_comments(narrow_server: ServerProcess) -> None:
+def test_a_waiting_stream_is_kept_open_by_comments(narrow_server: ServerProcess) -> None:
     busy = {"prompt": "Z", "stream": True, "max_tokens": 2000, "ignore_eos": True}
     with narrow_server.http.stream("POST", "/v1/completions", json=busy) as running:
         lines = running.iter_lines()

@@ -299,6 +299,7 @@ def test_a_model_that_knows_no_tools_says_so(server: ServerProcess) -> None:
     assert server.http.get("/v1/models").json()["data"][0]["tool_call_parser"] is None
 
 
+@pytest.mark.slow
 def test_a_template_that_does_not_show_its_format_needs_the_option(tmp_path: Path) -> None:
     template = "{% if tools %}{{ tools | tojson }}{% endif %}<|assistant|>"
     marks = [AddedToken(text, special=True, normalized=False) for text in MARKERS]

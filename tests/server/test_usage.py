@@ -14,7 +14,7 @@ def delta(num_prompt: int, *num_output: int, num_cached: int = 0) -> RequestOutp
     return RequestOutput("r", None, [1] * num_prompt, outputs, num_cached_tokens=num_cached)
 
 
-def test_4_each_prompt_counts_once_and_every_sample_counts() -> None:
+def test_each_prompt_counts_once_and_every_sample_counts() -> None:
     count = TokenCount()
     for prompt_idx, num_prompt in enumerate((5, 7)):
         for _ in range(3):
@@ -24,7 +24,7 @@ def test_4_each_prompt_counts_once_and_every_sample_counts() -> None:
     assert usage == {"prompt_tokens": 12, "completion_tokens": 12, "total_tokens": 24}
 
 
-def test_3_cached_tokens_are_always_there_and_fewer_than_the_prompts() -> None:
+def test_cached_tokens_are_reported_and_fewer_than_the_prompts() -> None:
     count = TokenCount()
     assert count.as_json()["prompt_tokens_details"]["cached_tokens"] == 0
     count.add(0, delta(16, 1, num_cached=16))

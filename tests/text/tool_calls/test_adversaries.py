@@ -160,6 +160,7 @@ def worlds() -> dict[tuple[str, str], World]:
 @pytest.mark.parametrize("shows_special", [False, True])
 @pytest.mark.parametrize("kind", ["special", "plain", "none"])
 @pytest.mark.parametrize(("name", "template"), FORMS)
+@pytest.mark.pairwise
 def test_no_tokens_write_a_call_that_no_schema_holds(
     name: str, template: str, kind: str, shows_special: bool, worlds: dict[tuple[str, str], World]
 ) -> None:

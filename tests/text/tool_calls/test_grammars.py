@@ -170,6 +170,7 @@ def check(form: ToolFormat, text: str, has_ended: bool, rules: CallRules) -> lis
 @pytest.mark.parametrize("kind", ["special", "plain", "none"])
 @pytest.mark.parametrize("is_parallel", [True, False])
 @pytest.mark.parametrize(("name", "template"), FORMS)
+@pytest.mark.pairwise
 def test_required_outputs_are_calls_and_nothing_else(
     name: str, template: str, is_parallel: bool, kind: str, walkers: dict[tuple[str, str], Walker]
 ) -> None:
@@ -194,6 +195,7 @@ def test_required_outputs_are_calls_and_nothing_else(
 @pytest.mark.parametrize("kind", ["special", "plain", "none"])
 @pytest.mark.parametrize("is_parallel", [True, False])
 @pytest.mark.parametrize(("name", "template"), FORMS)
+@pytest.mark.pairwise
 def test_once_a_marker_is_there_a_call_must_follow(
     name: str, template: str, is_parallel: bool, kind: str, walkers: dict[tuple[str, str], Walker]
 ) -> None:
