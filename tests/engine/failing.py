@@ -61,15 +61,15 @@ class FailingSimulation(SimulatedExecutor):
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Perform a step, or the first part of it."""
-        assert len(set(plan.closed)) == len(plan.closed), "a sequence is closed twice by one plan"
-        plan = plan._replace(closed=tuple(seq_id for seq_id in plan.closed if seq_id in self._open))
+        assert len(set(plan.finished_ids)) == len(plan.finished_ids), "a sequence is finished twice by one plan"
+        plan = plan._replace(finished_ids=tuple(seq_id for seq_id in plan.finished_ids if seq_id in self._open))
         if not self.failures.is_next(plan):
             return super().execute(plan)
         rng = self.failures.rng
-        num_closed = rng.randint(0, len(plan.closed))
-        num_copies = rng.randint(0, len(plan.ops.copies)) if num_closed == len(plan.closed) else 0
+        num_closed = rng.randint(0, len(plan.finished_ids))
+        num_copies = rng.randint(0, len(plan.ops.copies)) if num_closed == len(plan.finished_ids) else 0
         num_items = rng.randint(0, len(plan.items)) if num_copies == len(plan.ops.copies) else 0
-        for seq_id in plan.closed[:num_closed]:
+        for seq_id in plan.finished_ids[:num_closed]:
             del self._open[seq_id]
         for copy in plan.ops.copies[:num_copies]:
             self._copy_block(copy)

@@ -5,18 +5,8 @@ from __future__ import annotations
 import pytest
 
 from quire.errors import InvariantViolation
-from quire.memory import (
-    BlockCopy,
-    FullAttention,
-    KVCacheManager,
-    Namespace,
-    SwapSize,
-    Tier,
-    TokenChain,
-    Verdict,
-    chain,
-    check,
-)
+from quire.memory import BlockCopy, FullAttention, KVCacheManager, Namespace, SwapSize, Tier, TokenChain, Verdict, check
+from quire.memory.prefix import token_chain
 
 SIZE = 4
 SPEC = FullAttention(block_size=SIZE)
@@ -193,9 +183,9 @@ def test_mistakes_are_named() -> None:
 
 
 def test_a_collision_with_what_is_swapped_out_costs_only_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = chain.block_digests
+    honest = token_chain.block_digests
     monkeypatch.setattr(
-        chain, "block_digests", lambda parent, contents: honest(parent, [b"whatever it holds" for _ in contents])
+        token_chain, "block_digests", lambda parent, contents: honest(parent, [b"whatever it holds" for _ in contents])
     )
     memory = open_memory(4, 4)
     enter(memory, 1, list(range(9)))

@@ -11,24 +11,17 @@ from typing import Any
 
 import pytest
 
-from quire.memory import (
-    NO_OPS,
-    KVCacheManager,
-    Namespace,
-    SlidingWindow,
-    TokenChain,
-    chain,
-    manager,
-    progress,
-)
+from quire.memory import NO_OPS, KVCacheManager, Namespace, SlidingWindow, TokenChain, manager
 from quire.memory.groups.cache_group import CacheGroup
 from quire.memory.pool.arena import Arena
 from quire.memory.pool.group_slabs import GroupSlabs
 from quire.memory.pool.pool import NULL_BLOCK, BlockPool
 from quire.memory.pool.slab_layout import SlabLayout
+from quire.memory.prefix import token_chain
 from quire.memory.prefix.published import ChainView, PublishedBlocks
 from quire.memory.prefix.radix_node import RadixNode
 from quire.memory.sequence_blocks import SequenceBlocks
+from quire.memory.tables import publish as publishing
 from quire.memory.tables.tables import BlockTables
 from quire.scheduling import admission as seating
 from quire.scheduling.queues import Queues
@@ -99,14 +92,14 @@ def publish_before_it_is_computed(patch: Patch) -> None:
         for state in map(manager.sequences.__getitem__, seq_ids[:num_granted]):
             num_full = min(state.num_slots, len(state.chain.tokens)) // manager.block_size
             if num_full > state.num_published:
-                progress.publish_blocks(manager.groups, state, num_full)
+                publishing.publish_blocks(manager.groups, state, num_full)
         return num_granted
 
     patch.setattr(KVCacheManager, "append_slots", append_slots)
 
 
 def merge_without_releasing(patch: Patch) -> None:
-    honest_publish, honest_release = progress.publish_blocks, BlockPool.release
+    honest_publish, honest_release = publishing.publish_blocks, BlockPool.release
 
     def publish(groups: Any, state: SequenceBlocks, num_full: int) -> int:
         patch.setattr(BlockPool, "release", lambda *_: None)
@@ -118,7 +111,7 @@ def merge_without_releasing(patch: Patch) -> None:
 
 
 def merge_without_retaining(patch: Patch) -> None:
-    honest_publish, honest_retain = progress.publish_blocks, BlockPool.retain
+    honest_publish, honest_retain = publishing.publish_blocks, BlockPool.retain
 
     def publish(groups: Any, state: SequenceBlocks, num_full: int) -> int:
         patch.setattr(BlockPool, "retain", lambda *_: None)
@@ -138,7 +131,7 @@ def leave_a_rewritten_block_published(patch: Patch) -> None:
 
 
 def ignore_the_namespace(patch: Patch) -> None:
-    honest = chain.root_of
+    honest = token_chain.root_of
     patch.setattr(manager, "root_of", lambda _, key: honest(Namespace(), key))
 
 
@@ -182,7 +175,7 @@ def bury_what_is_only_looked_ahead(patch: Patch) -> None:
         for state in map(memory.sequences.__getitem__, seq_ids[:num_granted]):
             computed, state.num_computed = state.num_computed, state.num_slots
             for idx in memory.windowed_groups:
-                progress.free_out_of_window(memory.groups[idx], state, idx)
+                publishing.free_out_of_window(memory.groups[idx], state, idx)
             state.num_computed = computed
         return num_granted
 
@@ -305,7 +298,7 @@ def promise_too_much(patch: Patch) -> None:
 
 
 def shrink_digests(patch: Patch) -> None:
-    honest = chain.block_digests
+    honest = token_chain.block_digests
 
     def block_digests(parent: bytes, contents: Iterable[bytes]) -> list[bytes]:
         digests = []
@@ -314,7 +307,7 @@ def shrink_digests(patch: Patch) -> None:
             digests.append(parent)
         return digests
 
-    patch.setattr(chain, "block_digests", block_digests)
+    patch.setattr(token_chain, "block_digests", block_digests)
 
 
 def trust_the_digest(patch: Patch) -> None:
@@ -322,7 +315,7 @@ def trust_the_digest(patch: Patch) -> None:
     shrink_digests(patch)
 
     def branch(node: RadixNode, position: int, content: bytes) -> RadixNode | None:
-        return node.branches.get(position, {}).get(chain.block_digest(node.digest_before(position), content))
+        return node.branches.get(position, {}).get(token_chain.block_digest(node.digest_before(position), content))
 
     patch.setattr(RadixNode, "branch", branch)
     patch.setattr(

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from quire.errors import InvariantViolation
-from quire.memory import BlockCopy, Tier, TokenChain, archive
+from quire.memory import BlockCopy, Tier, TokenChain
 from quire.memory.manager import KVCacheManager
 from quire.memory.ops import FetchedBlock
 from quire.memory.prefix.radix_node import NodePosition
+from quire.memory.tiers import disk_tier
 from quire.memory.tiers.disk_tier import DiskSink, DiskTier
 from tests.memory.nets import disk_reading_back, disk_twin, each_net
 
@@ -24,7 +25,7 @@ def save_nothing(patch: Patch) -> None:
 def save_after_the_block_is_taken(patch: Patch) -> None:
     def save(self: DiskTier, group_idx: int, block_id: int, place: NodePosition) -> None:
         self._late.append(BlockCopy(group_idx, block_id, len(self._saves), Tier.HOST, Tier.DISK))  # type: ignore[attr-defined]
-        self._saves.append(archive.describe(group_idx, place))
+        self._saves.append(disk_tier.describe(group_idx, place))
         self.num_saves += 1
 
     honest = KVCacheManager.take_ops
@@ -73,17 +74,17 @@ def let_loads_make_room_for_each_other(patch: Patch) -> None:
 
 def keep_what_was_adopted(patch: Patch) -> None:
     """Release nothing at the end: host blocks with holders that no table names."""
-    honest = archive._published
-    patch.setattr(archive, "_published", lambda pool, *place: honest(pool, *place) if pool.free else ())
+    honest = disk_tier._published
+    patch.setattr(disk_tier, "_published", lambda pool, *place: honest(pool, *place) if pool.free else ())
 
 
 def load_what_the_device_has(patch: Patch) -> None:
-    patch.setattr(archive.CombinedView, "_is_on_a_tier", lambda *_: False)
+    patch.setattr(disk_tier.CombinedView, "_is_on_a_tier", lambda *_: False)
 
 
 def load_dead_blocks(patch: Patch) -> None:
-    honest = archive.CombinedView.loads
-    patch.setattr(archive.CombinedView, "loads", lambda self, _, end: honest(self, 0, end))
+    honest = disk_tier.CombinedView.loads
+    patch.setattr(disk_tier.CombinedView, "loads", lambda self, _, end: honest(self, 0, end))
 
 
 CAUGHT: list[tuple[Callable[[Patch], None], tuple[Callable[[], None], ...]]] = [

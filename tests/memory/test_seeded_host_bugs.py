@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 
-from quire.memory import BlockCopy, Tier, admission, manager, swap
+from quire.memory import BlockCopy, Tier, manager
+from quire.memory.capacity import admission
 from quire.memory.groups.host_tier import HostSink
 from quire.memory.pool.idle_blocks import RetentionPriority
 from quire.memory.pool.idle_queue import IdleQueue
 from quire.memory.pool.pool import BlockPool
 from quire.memory.sequence_blocks import SequenceBlocks
 from quire.memory.tables.tables import BlockTables
+from quire.memory.tiers import swap
 from tests.memory.nets import TEARS, each_net, host_reading_back, host_twin, host_world
 
 Patch = pytest.MonkeyPatch

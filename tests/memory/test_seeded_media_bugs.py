@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from quire.memory import KVCacheManager, MediaSpan, Namespace, TokenChain, partial_block
+from quire.memory import KVCacheManager, MediaSpan, Namespace, TokenChain
+from quire.memory.groups import partial_block
 from quire.memory.prefix.radix_node import RadixNode
 from quire.memory.sequence_blocks import SequenceBlocks
 from quire.scheduling import NewSequence, Scheduler

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
-from quire.memory import KVCacheManager, PrefixHit, TokenChain, admission, capacity, chain, manager, partial_block
+from quire.memory import KVCacheManager, PrefixHit, TokenChain, manager
+from quire.memory.capacity import admission
+from quire.memory.groups import partial_block
+from quire.memory.prefix import token_chain
 from quire.memory.prefix.radix_node import RadixNode
 from quire.memory.tables.tables import BlockTables
 from tests.memory.nets import (
@@ -36,7 +39,7 @@ def write_into_the_block_that_is_used_in_part(patch: Patch) -> None:
 
 
 def use_one_token_too_many(patch: Patch) -> None:
-    honest = chain.num_common
+    honest = token_chain.num_common
 
     def num_common(one: bytes, other: bytes) -> int:
         return min(honest(one, other) + 1, len(one) // 4, len(other) // 4)
@@ -71,7 +74,7 @@ def hit_a_part_that_only_the_first_group_has(patch: Patch) -> None:
 def promise_without_the_copy(patch: Patch) -> None:
     honest = admission.check_admission
     patch.setattr(
-        capacity,
+        capacity_queries,
         "check_admission",
         lambda arena, groups, num_tokens, hit, *rest: honest(
             arena, groups, num_tokens, hit._replace(num_copied=0), *rest

@@ -17,7 +17,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from quire.memory import Verdict, chain
+from quire.memory import Verdict
+from quire.memory.prefix import token_chain
 from tests.memory.host_world import swap_in, swap_out
 from tests.memory.media import MEDIA, laid_out
 from tests.memory.twin_pages import Kind
@@ -322,7 +323,7 @@ TestMemoryMachine.settings = settings(max_examples=120, stateful_step_count=40, 
 
 @pytest.mark.parametrize("num_digests", [1, 3, 256])
 def test_a_collision_is_a_miss_and_never_a_wrong_block(monkeypatch: pytest.MonkeyPatch, num_digests: int) -> None:
-    honest = chain.block_digests
+    honest = token_chain.block_digests
 
     def colliding(parent: bytes, contents: Iterable[bytes]) -> list[bytes]:
         digests = []
@@ -331,7 +332,7 @@ def test_a_collision_is_a_miss_and_never_a_wrong_block(monkeypatch: pytest.Monke
             digests.append(parent)
         return digests
 
-    monkeypatch.setattr(chain, "block_digests", colliding)
+    monkeypatch.setattr(token_chain, "block_digests", colliding)
     run_state_machine_as_test(
         CollidingMachine, settings=settings(max_examples=40, stateful_step_count=40, deadline=None)
     )

@@ -107,7 +107,7 @@ class StepPlan(NamedTuple):
         tick: the iteration's number, rising by one.
         items: who runs, in policy order; a sequence appears at most once.
         ops: copies (and later transfers) to perform, in order, before this step's kernels.
-        closed: sequences that the data plane can forget, before it looks at `items`: finished, aborted or preempted.
+        finished_ids: sequences that the data plane can forget, before it looks at `items`: finished, aborted or preempted.
         beams: which items belong together.
     """
 

@@ -18,7 +18,7 @@ class Queues:
         waiting: those without memory, new or preempted.
         running: those that hold memory on the device.
         swapped: those whose memory is on the host; what the data plane knows of them it keeps.
-        closed: sequences that the data plane is to forget with the next plan that is executed.
+        finished_ids: sequences that the data plane is to forget with the next plan that is executed.
 
     Invariants: S1 (one queue), S5 (legal changes), S6 (each queue in order).
     """
