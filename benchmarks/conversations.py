@@ -16,7 +16,7 @@ from typing import NamedTuple
 from benchmarks import machine
 from quire.memory.capacity.sizing import ArenaSizing
 from quire.memory.manager import KVCacheManager
-from quire.memory.ops import Tier
+from quire.memory.results import Tier
 from quire.memory.specs import FullAttention, KVCacheSpec, RecurrentState, SlidingWindow
 from quire.scheduling.scheduler import Scheduler
 from quire.sequences.params import SamplingParams

@@ -38,10 +38,9 @@ if TYPE_CHECKING:
         UnsupportedModel,
         WorkerError,
     )
-    from quire.sequences.edits import Append, Fail, Finish, Fork, Truncate
     from quire.sequences.params import RequestOutputKind, SamplingParams
     from quire.sequences.status import FinishReason
-    from quire.sequences.strategy import Strategy
+    from quire.sequences.strategy import Append, Fail, Finish, Fork, Strategy, Truncate
     from quire.sequences.structured import StructuredOutputs
     from quire.text.tool_calls import ToolCall
 

@@ -9,7 +9,7 @@ from typing import Any
 from quire.errors import WorkerError
 from quire.execution.block_copies import BlockCopier
 from quire.execution.executor import Executor
-from quire.memory.ops import MemoryOps
+from quire.memory.results import MemoryOps
 from quire.scheduling.plan import StepPlan, StepResult
 from quire.simulation.executor import SimulatedExecutor
 

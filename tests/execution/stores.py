@@ -6,7 +6,7 @@ from pathlib import Path
 
 from quire.kvstore.folder import StoreFolder
 from quire.kvstore.prefix_store import PrefixStore
-from quire.memory.ops import StoredBlock
+from quire.memory.results import StoredBlock
 
 PAYLOAD_BYTES = 20_000
 MAX_BYTES = 2 << 20

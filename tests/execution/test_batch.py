@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quire.execution.batch import BatchBuilder, end_rows
-from quire.memory.ops import NO_OPS
+from quire.memory.results import NO_OPS
 from quire.models.spec import StateCacheShape, TokenCacheShape
 from quire.ops.interface import AttentionBatch, StateBatch
 from quire.scheduling.plan import NewSequence, ScheduledSequence, StepPlan, TableDelta

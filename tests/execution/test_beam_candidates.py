@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.execution.sampling.sampler import Sampler
-from quire.memory.ops import NO_OPS
+from quire.memory.results import NO_OPS
 from quire.scheduling.plan import BeamGroup, Candidate, ItemResult, NewSequence, ScheduledSequence, StepPlan
 from quire.sequences.params import SamplingParams
 

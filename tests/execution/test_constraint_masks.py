@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("llguidance", reason="the extra structured is not installed")
 
 from quire.execution.sampling.sampler import Sampler
-from quire.memory.ops import NO_OPS
+from quire.memory.results import NO_OPS
 from quire.scheduling.plan import ScheduledSequence, StepPlan
 from quire.structured import mask_filler as constraint_masks
 from quire.structured.mask_filler import GrammarStates

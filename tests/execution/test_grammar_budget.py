@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("llguidance", reason="the extra structured is not installed")
 
 from quire.execution.sampling.sampler import Sampler
-from quire.memory.ops import NO_OPS
+from quire.memory.results import NO_OPS
 from quire.scheduling.plan import ItemResult, NewSequence, ScheduledSequence, StepPlan
 from quire.structured import grammar_budget
 from quire.structured.grammar_budget import LIMIT_S, STEP_S, GrammarAccount, GrammarBudget

@@ -11,7 +11,7 @@ import torch
 
 from quire.execution.block_copies import BlockCopier
 from quire.execution.kv_storage import KVStorage
-from quire.memory.ops import BlockCopy, Tier
+from quire.memory.results import BlockCopy, Tier
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 D, H = Tier.DEVICE, Tier.HOST

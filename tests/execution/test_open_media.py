@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from quire.execution.embeddings import MultimodalEmbeddings
-from quire.memory.ops import NO_OPS
 from quire.memory.prefix.prompt_embeddings import MediaSpan
+from quire.memory.results import NO_OPS
 from quire.scheduling.plan import NewSequence, ScheduledSequence, StepPlan
 from quire.sequences.media import Media
 from quire.sequences.params import SamplingParams

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
-from quire.memory.ops import TableDelta
+from quire.memory.results import TableDelta
 from quire.platform.prefault import LEAST_AHEAD, PIECE_BYTES, Prefaulter
 from quire.scheduling.plan import ScheduledSequence
 

@@ -13,7 +13,7 @@ from quire.errors import WorkerError
 from quire.execution.executor import InProcessExecutor
 from quire.execution.runner import ModelRunner
 from quire.execution.sampling.logprobs import TILE_BYTES, rows_per_tile
-from quire.memory.ops import NO_OPS, BlockCopy, MemoryOps
+from quire.memory.results import NO_OPS, BlockCopy, MemoryOps
 from quire.models.checkpoint import Checkpoint
 from quire.models.loading import load_decoder
 from quire.scheduling.plan import ItemResult, NewSequence, ScheduledSequence, StepPlan, TableDelta

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from quire.execution.sampling.logprobs import LOWEST
 from quire.execution.sampling.sampler import Sampler
 from quire.execution.sampling.token_history import TokenHistory
-from quire.memory.ops import NO_OPS
+from quire.memory.results import NO_OPS
 from quire.scheduling.plan import ItemResult, NewSequence, ScheduledSequence, StepPlan
 from quire.sequences.params import SamplingParams
 

@@ -12,7 +12,7 @@ from quire.config import CACHE_DTYPES
 from quire.execution.block_copies import BlockCopier
 from quire.execution.kv_storage import STORED, KVStorage, StateStorage, make_storages
 from quire.memory import FullAttention
-from quire.memory.ops import BlockCopy
+from quire.memory.results import BlockCopy
 from quire.models.cache_layout import state_bytes
 from quire.models.spec import CacheGroup, StateCacheShape, TokenCacheShape
 

@@ -18,7 +18,7 @@ from quire.execution.sampling import sampler as sampler_module
 from quire.execution.sampling.row_sampling import BAD_LOGITS
 from quire.execution.sampling.sampler import Sampler
 from quire.execution.sampling.sampling import uniform
-from quire.memory.ops import NO_OPS
+from quire.memory.results import NO_OPS
 from quire.scheduling.plan import ItemResult, NewSequence, ScheduledSequence, StepPlan
 from quire.sequences.params import SamplingParams
 from tests.execution.sampler_twin import VOCAB, openings

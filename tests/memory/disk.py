@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from quire.memory import BlockCopy, MemoryOps, Namespace, Tier
 from quire.memory.invariants import snapshot
-from quire.memory.ops import FetchedBlock, StoredBlock
+from quire.memory.results import FetchedBlock, StoredBlock
 from quire.memory.tiers.disk_tier import DiskTier
 from tests.memory.media import spans_of
 

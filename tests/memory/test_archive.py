@@ -7,7 +7,7 @@ import random
 import pytest
 
 from quire.memory import FullAttention, KVCacheManager, Namespace, SlidingWindow, Tier, TokenChain, check
-from quire.memory.ops import BlockCopy, FetchedBlock, StoredBlock
+from quire.memory.results import BlockCopy, FetchedBlock, StoredBlock
 from quire.memory.tiers.disk_tier import DiskTier
 from tests.memory.nets import disk_reading_back, disk_twin
 from tests.memory.search import Searched, search

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from quire.memory import FullAttention, KVCacheManager, Namespace, RecurrentState, SlidingWindow, check
-from quire.memory.ops import TableDelta
+from quire.memory.results import TableDelta
 
 SIZE = 4
 FULL = FullAttention(block_size=SIZE)

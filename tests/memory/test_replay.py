@@ -21,10 +21,10 @@ from quire.memory import (
     Verdict,
 )
 from quire.memory.invariants import snapshot
-from quire.memory.ops import FetchedBlock
 from quire.memory.recording.recorder import COUNT_EVERY, TITLE, VERSION, MemoryRecorder
 from quire.memory.recording.replay import Report, replay
 from quire.memory.recording.settings import MemorySettings
+from quire.memory.results import FetchedBlock
 from quire.memory.sequence_blocks import SequenceBlocks
 from quire.scheduling import Scheduler
 from quire.sequences import Request, SamplingParams

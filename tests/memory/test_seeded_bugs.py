@@ -330,8 +330,8 @@ def keep_a_preempted_sequence_open(patch: Patch) -> None:
     patch.setattr(Queues, "close", close)
 
 
-def give_no_seats_to_samples(patch: Patch) -> None:
-    patch.setattr(seating, "seats_of", lambda _: 1)
+def give_no_slots_to_samples(patch: Patch) -> None:
+    patch.setattr(seating, "slots_needed", lambda _: 1)
 
 
 CAUGHT: list[tuple[Callable[[Patch], None], tuple[Callable[[], None], ...]]] = [
@@ -367,7 +367,7 @@ CAUGHT: list[tuple[Callable[[Patch], None], tuple[Callable[[], None], ...]]] = [
     (promise_too_much, (invariants_and_reading_back, slow_twin, long_run, audited_run)),
     (trust_the_digest, (invariants_and_reading_back,)),
     (keep_a_preempted_sequence_open, (long_run, audited_run)),
-    (give_no_seats_to_samples, (audited_run,)),
+    (give_no_slots_to_samples, (audited_run,)),
 ]
 
 

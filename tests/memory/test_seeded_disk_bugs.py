@@ -9,8 +9,8 @@ import pytest
 from quire.errors import InvariantViolation
 from quire.memory import BlockCopy, Tier, TokenChain
 from quire.memory.manager import KVCacheManager
-from quire.memory.ops import FetchedBlock
 from quire.memory.prefix.radix_node import NodePosition
+from quire.memory.results import FetchedBlock
 from quire.memory.tiers import disk_tier
 from quire.memory.tiers.disk_tier import DiskSink, DiskTier
 from tests.memory.nets import disk_reading_back, disk_twin, each_net

@@ -9,11 +9,11 @@ import pytest
 
 from quire.memory import manager
 from quire.memory.groups import match as hit
-from quire.memory.ops import Tier
 from quire.memory.pins import Pins
 from quire.memory.pool.idle_blocks import IdleBlocks, Part, RetentionPriority
 from quire.memory.pool.pool import BlockPool
 from quire.memory.pool.retention import Retention
+from quire.memory.results import Tier
 from quire.memory.sequence_blocks import SequenceBlocks
 from quire.memory.tables.tables import BlockTables
 from tests.memory.nets import TEARS, each_net, hinted_world, invariants_and_reading_back, slow_twin

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.memory import KVCacheManager, PrefixHit, TokenChain, manager
+from quire.memory import KVCacheManager, PrefixHit, TokenChain, capacity_queries, manager
 from quire.memory.capacity import admission
 from quire.memory.groups import partial_block
 from quire.memory.prefix import token_chain

@@ -30,7 +30,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from quire.execution.batch import BatchBuilder
 from quire.execution.kv_storage import make_storages
-from quire.memory.ops import NO_OPS
+from quire.memory.results import NO_OPS
 from quire.models.decoder import Decoder
 from quire.models.families import build
 from quire.models.spec import StateCacheShape, TokenCacheShape, WeightMap

@@ -4,8 +4,7 @@ from quire.decoding.beams import Beams
 from quire.decoding.drafting import Drafter
 from quire.decoding.stop import StopStrings, end_of_tokens
 from quire.decoding.strategies import Sampling, strategy_of
-from quire.sequences.edits import Append, BeamEdit, Drop, Edit, Fail, Finish, Fork, Truncate
-from quire.sequences.strategy import Strategy
+from quire.sequences.strategy import Append, BeamEdit, Drop, Edit, Fail, Finish, Fork, Strategy, Truncate
 
 __all__ = [
     "Append",

@@ -19,9 +19,9 @@ from collections.abc import Sequence as Row
 
 from quire.decoding.stop import end_of_tokens
 from quire.sequences.beams import BeamSearch, Candidate, Hypothesis, Trail
-from quire.sequences.edits import Append, BeamEdit, Drop, Edit, Finish, Fork
 from quire.sequences.sequence import Request, Sequence
 from quire.sequences.status import FinishReason
+from quire.sequences.strategy import Append, BeamEdit, Drop, Edit, Finish, Fork
 
 
 class Beams:

@@ -12,11 +12,10 @@ from collections.abc import Sequence as Tokens
 from typing import Any
 
 from quire.errors import describe
-from quire.sequences.edits import Append, Edit, Fail, Finish, Fork
 from quire.sequences.params import MAX_N
 from quire.sequences.sequence import Sequence
 from quire.sequences.status import FinishReason
-from quire.sequences.strategy import Strategy
+from quire.sequences.strategy import Append, Edit, Fail, Finish, Fork, Strategy
 
 # The others are the engine's to give.
 REASONS = frozenset({FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT})

@@ -9,9 +9,8 @@ from itertools import takewhile
 from quire.decoding.beams import Beams
 from quire.decoding.custom import CustomStrategy
 from quire.decoding.stop import end_of_tokens
-from quire.sequences.edits import Append, Edit, Finish, Fork, Truncate
 from quire.sequences.sequence import Request, Sequence
-from quire.sequences.strategy import Strategy
+from quire.sequences.strategy import Append, Edit, Finish, Fork, Strategy, Truncate
 
 
 class Sampling:

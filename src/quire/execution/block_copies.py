@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.execution.kv_storage import Storage
 from quire.kvstore.disk_blocks import DiskBlocks
-from quire.memory.ops import BlockCopy, StoredBlock, Tier
+from quire.memory.results import BlockCopy, StoredBlock, Tier
 
 # Enough that caches do not flatter the rate, little enough that nobody waits for it.
 CALIBRATION_BYTES = 32 << 20

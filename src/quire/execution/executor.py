@@ -6,7 +6,7 @@ from typing import Protocol
 
 from quire.errors import WorkerError
 from quire.execution.runner import ModelRunner
-from quire.memory.ops import MemoryOps
+from quire.memory.results import MemoryOps
 from quire.scheduling.plan import StepPlan, StepResult
 
 

@@ -11,7 +11,7 @@ import torch
 
 from quire.config import StepCost
 from quire.execution.runner import ModelRunner
-from quire.memory.ops import NO_OPS
+from quire.memory.results import NO_OPS
 from quire.models.decoder import Decoder
 from quire.scheduling.plan import NewSequence, ScheduledSequence, StepPlan, TableDelta
 from quire.sequences.params import SamplingParams

@@ -16,7 +16,7 @@ from quire.execution.sampling.logprobs import measure, rows_per_tile
 from quire.execution.sampling.row_sampling import BAD_LOGITS
 from quire.execution.sampling.sampler import Sampler
 from quire.kvstore.disk_blocks import DiskBlocks
-from quire.memory.ops import MemoryOps
+from quire.memory.results import MemoryOps
 from quire.models.decoder import Decoder
 from quire.platform.host_probe import num_cores
 from quire.platform.prefault import Prefaulter

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.kvstore.prefix_store import PrefixStore, StoreStats
-from quire.memory.ops import StoredBlock
+from quire.memory.results import StoredBlock
 
 
 class DiskBlocks:

@@ -23,7 +23,7 @@ from quire.errors import ConfigError
 from quire.kvstore.folder import StoreFolder
 from quire.kvstore.lmdb_file import StoreDamaged, StoreFile, StoreFull, Use, bytes_on_disk
 from quire.kvstore.record import IDENTITY_BYTES, pack, record_key, seal, unpack
-from quire.memory.ops import StoredBlock
+from quire.memory.results import StoredBlock
 from quire.scheduling.stats import Metric
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from struct import Struct
 from zlib import crc32
 
-from quire.memory.ops import StoredBlock
+from quire.memory.results import StoredBlock
 
 MAGIC = b"QKVB"
 VERSION = 1

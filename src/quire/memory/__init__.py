@@ -2,10 +2,22 @@
 
 from quire.memory.invariants import check
 from quire.memory.manager import KVCacheManager
-from quire.memory.ops import NO_OPS, BlockCopy, MemoryOps, TableDelta, Tier
 from quire.memory.prefix.prompt_embeddings import MediaSpan
 from quire.memory.prefix.token_chain import Namespace, TokenChain
-from quire.memory.results import AllocStatus, BlockLoad, HitEnd, PrefixHit, TokenAccount, TokenSources, Verdict
+from quire.memory.results import (
+    NO_OPS,
+    AllocStatus,
+    BlockCopy,
+    BlockLoad,
+    HitEnd,
+    MemoryOps,
+    PrefixHit,
+    TableDelta,
+    Tier,
+    TokenAccount,
+    TokenSources,
+    Verdict,
+)
 from quire.memory.specs import ChunkedLocal, FullAttention, KVCacheSpec, RecurrentState, SlidingWindow
 from quire.memory.tiers.swap import SwapSize
 from quire.memory.usage import GroupUsage, HostUsage, Usage

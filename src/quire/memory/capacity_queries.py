@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.memory.capacity.admission import check_admission, never_fits
-from quire.memory.capacity.release import Release, measure_release
-from quire.memory.ops import Tier
-from quire.memory.results import AllocStatus, PrefixHit
+from quire.memory.capacity.admission import Release, check_admission, measure_release, never_fits
+from quire.memory.results import AllocStatus, PrefixHit, Tier
 from quire.memory.tables.tables import BlockTables
 from quire.memory.tiers import swap
 from quire.memory.tiers.swap import SwapSize

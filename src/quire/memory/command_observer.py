@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from quire.memory.ops import FetchedBlock, MemoryOps, TableDelta
 from quire.memory.prefix.radix_node import NodePosition
 from quire.memory.prefix.token_chain import TokenChain
-from quire.memory.results import PrefixHit
+from quire.memory.results import FetchedBlock, MemoryOps, PrefixHit, TableDelta
 from quire.memory.sequence_blocks import SequenceBlocks
 
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from quire.errors import InvariantViolation
 from quire.memory.groups.cache_group import CacheGroup
 from quire.memory.manager import KVCacheManager
-from quire.memory.ops import Tier
 from quire.memory.pool.arena import Arena
 from quire.memory.pool.idle_blocks import RetentionPriority
 from quire.memory.pool.pool import NULL_BLOCK
@@ -17,6 +16,7 @@ from quire.memory.prefix.published import PublishedBlocks
 from quire.memory.prefix.radix_node import RadixNode
 from quire.memory.prefix.radix_tree import RadixTree
 from quire.memory.prefix.token_chain import TOKEN_BYTES, block_digest
+from quire.memory.results import Tier
 from quire.memory.sequence_blocks import SequenceBlocks
 
 

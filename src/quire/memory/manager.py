@@ -23,14 +23,13 @@ from quire.memory.groups.cache_group import CacheGroup
 from quire.memory.groups.host_tier import HostTier
 from quire.memory.groups.match import find_hit
 from quire.memory.groups.partial_block import publish_tail
-from quire.memory.ops import NO_OPS, MemoryOps, TableDelta, Tier
 from quire.memory.pins import Pins
 from quire.memory.pool.arena import build_arena
 from quire.memory.pool.eviction import EVICTION_POLICIES
 from quire.memory.prefix.prompt_embeddings import MediaSpan
 from quire.memory.prefix.radix_tree import RadixTree
 from quire.memory.prefix.token_chain import Namespace, TokenChain, root_of
-from quire.memory.results import HitEnd, PrefixHit
+from quire.memory.results import NO_OPS, HitEnd, MemoryOps, PrefixHit, TableDelta, Tier
 from quire.memory.sequence_blocks import SequenceBlocks
 from quire.memory.specs import NEVER_FREED, KVCacheSpec
 from quire.memory.tables import append

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from quire.memory.groups.cache_group import CacheGroup, find_prefix
-from quire.memory.ops import BlockCopy
 from quire.memory.pool.arena import Arena
 from quire.memory.pool.pool import NULL_BLOCK
 from quire.memory.prefix.token_chain import TokenChain
+from quire.memory.results import BlockCopy
 
 
 class Pins:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from quire.memory.ops import BlockCopy, TableDelta, Tier
 from quire.memory.prefix.token_chain import TokenChain
+from quire.memory.results import BlockCopy, TableDelta, Tier
 
 
 class StateBackup(NamedTuple):

@@ -10,7 +10,7 @@ from functools import partial
 from itertools import repeat
 from typing import NamedTuple
 
-from quire.memory.ops import MemoryOps, TableDelta
+from quire.memory.results import MemoryOps, TableDelta
 from quire.sequences.beams import Candidate
 from quire.sequences.logprobs import TokenLogprobs
 from quire.sequences.media import Media
@@ -107,7 +107,7 @@ class StepPlan(NamedTuple):
         tick: the iteration's number, rising by one.
         items: who runs, in policy order; a sequence appears at most once.
         ops: copies (and later transfers) to perform, in order, before this step's kernels.
-        finished_ids: sequences that the data plane can forget, before it looks at `items`: finished, aborted or preempted.
+        finished_ids: sequences that the data plane forgets before it looks at `items`: finished, aborted or preempted.
         beams: which items belong together.
     """
 

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from quire.memory.manager import KVCacheManager
-from quire.memory.ops import MemoryOps
-from quire.memory.results import Verdict
+from quire.memory.results import MemoryOps, Verdict
 from quire.scheduling.beam_groups import lockstep_group
 from quire.scheduling.policies import PREEMPTION_POLICIES
 from quire.scheduling.queues import Queues

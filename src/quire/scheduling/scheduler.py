@@ -19,7 +19,7 @@ from quire.decoding.drafting import Drafter
 from quire.decoding.stop import end_of_tokens
 from quire.errors import InvalidParameter, InvariantViolation
 from quire.memory.manager import KVCacheManager
-from quire.memory.ops import NO_OPS
+from quire.memory.results import NO_OPS
 from quire.scheduling.admission import Admission, check_can_ever_fit
 from quire.scheduling.beam_groups import append_to_group, beam_groups_of, lockstep_groups
 from quire.scheduling.drafts import DraftSlots
@@ -29,9 +29,9 @@ from quire.scheduling.preemption import Preemption
 from quire.scheduling.queues import Queues
 from quire.scheduling.registry import SequenceRegistry
 from quire.scheduling.stats import SchedulerStats
-from quire.sequences.edits import Append, BeamEdit, Drop, Edit, Fail, Finish, Fork, Truncate
 from quire.sequences.sequence import Request, Sequence
 from quire.sequences.status import FinishReason
+from quire.sequences.strategy import Append, BeamEdit, Drop, Edit, Fail, Finish, Fork, Truncate
 
 # The place of the item in the step, the sequence, what happened to it, and the tokens that it had then.
 SequenceEvent = tuple[int, Sequence, Append | Finish | Fail, int]

@@ -8,11 +8,10 @@ from quire.errors import InvariantViolation
 from quire.memory.prefix.token_chain import Namespace, TokenChain
 from quire.memory.results import HitEnd, PrefixHit, TokenAccount
 from quire.sequences.beams import BeamSearch
-from quire.sequences.edits import Append
 from quire.sequences.media import Media
 from quire.sequences.params import SamplingParams
 from quire.sequences.status import TRANSITIONS, FinishReason, SequenceStatus
-from quire.sequences.strategy import Strategy
+from quire.sequences.strategy import Append, Strategy
 
 
 class Sequence:

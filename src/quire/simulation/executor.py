@@ -12,8 +12,8 @@ from hashlib import blake2b
 
 from quire.decoding.drafting import UNKNOWN
 from quire.errors import InvariantViolation
-from quire.memory.ops import BlockCopy, MemoryOps, Tier
 from quire.memory.pool.pool import NULL_BLOCK
+from quire.memory.results import BlockCopy, MemoryOps, Tier
 from quire.memory.specs import FullAttention, KVCacheSpec
 from quire.scheduling.plan import BeamGroup, Candidate, ItemResult, NewSequence, ScheduledSequence, StepPlan, StepResult
 

@@ -11,9 +11,9 @@ from quire.engine.outputs.outputs import RequestMetrics, RequestOutput
 from quire.engine.outputs.request_state import RequestState
 from quire.scheduling.plan import Candidate, ItemResult, ScheduledSequence
 from quire.scheduling.scheduler import SequenceEvent
-from quire.sequences.edits import Append, Fail, Finish
 from quire.sequences.sequence import Request, Sequence
 from quire.sequences.status import FinishReason
+from quire.sequences.strategy import Append, Fail, Finish
 from quire.text.tokenizer import Tokenizer
 
 

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.memory.groups.cache_group import CacheGroup
-from quire.memory.ops import BlockCopy, Tier
 from quire.memory.pool.arena import Arena, build_arena
 from quire.memory.pool.eviction import PolicyMaker
 from quire.memory.pool.idle_blocks import RetentionPriority
 from quire.memory.pool.pool import NULL_BLOCK
 from quire.memory.prefix.radix_tree import RadixTree
+from quire.memory.results import BlockCopy, Tier
 
 
 @dataclass(slots=True)

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from itertools import accumulate, chain, groupby, zip_longest
 
 from quire.errors import InvariantViolation
-from quire.memory.ops import BlockCopy, Tier
 from quire.memory.pool.eviction import PolicyMaker
 from quire.memory.pool.group_slabs import GroupSlabs
 from quire.memory.pool.idle_blocks import Age, IdleBlocks, RetentionPriority
@@ -23,6 +22,7 @@ from quire.memory.pool.retention import Retention
 from quire.memory.pool.slab_layout import SlabLayout, lay_out
 from quire.memory.prefix.published import PublishedBlocks
 from quire.memory.prefix.radix_tree import RadixTree
+from quire.memory.results import BlockCopy, Tier
 
 
 class Arena:

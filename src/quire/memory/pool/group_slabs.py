@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from quire.memory.ops import BlockCopy
 from quire.memory.pool.idle_blocks import Age, Part, RetentionPriority, ages_of
 from quire.memory.pool.idle_queue import IdleQueue
 from quire.memory.pool.pool import BlockPool
+from quire.memory.results import BlockCopy
 
 if TYPE_CHECKING:
     from quire.memory.pool.arena import Arena

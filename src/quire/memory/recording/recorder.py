@@ -46,11 +46,10 @@ from contextlib import suppress
 from typing import TextIO
 
 from quire.memory.manager import KVCacheManager
-from quire.memory.ops import BlockCopy, FetchedBlock, MemoryOps, TableDelta, Tier
 from quire.memory.prefix.radix_node import NodePosition
 from quire.memory.prefix.token_chain import DIGEST_BYTES, TokenChain
 from quire.memory.recording.settings import MemorySettings
-from quire.memory.results import PrefixHit
+from quire.memory.results import BlockCopy, FetchedBlock, MemoryOps, PrefixHit, TableDelta, Tier
 from quire.memory.sequence_blocks import SequenceBlocks
 
 logger = logging.getLogger(__name__)

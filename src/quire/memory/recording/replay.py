@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 
 from quire.errors import InvariantViolation, LogError
 from quire.memory.invariants import check
-from quire.memory.ops import FetchedBlock, MemoryOps
 from quire.memory.prefix.token_chain import Namespace, TokenChain
 from quire.memory.recording.recorder import TITLE, VERSION, MemoryRecorder, read_movement
 from quire.memory.recording.settings import MemorySettings
+from quire.memory.results import FetchedBlock, MemoryOps
 from quire.memory.usage import Usage
 
 VERBS = {

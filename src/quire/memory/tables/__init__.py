@@ -1,1 +1,4 @@
-"""TODO."""
+"""Block tables of sequences: appending, copy on write, publishing, snapshots of recurrent states, rollback.
+
+Reading order: tables, append, publish, snapshots, rollback. `tiers`, `capacity` and the manager may import this.
+"""

@@ -8,13 +8,12 @@ from itertools import compress
 from quire.memory.command_observer import CommandObserver
 from quire.memory.groups.cache_group import CacheGroup
 from quire.memory.groups.host_tier import HostTier
-from quire.memory.ops import BlockCopy, Tier
 from quire.memory.pins import Pins
 from quire.memory.pool.arena import Arena
 from quire.memory.pool.idle_blocks import RetentionPriority
 from quire.memory.pool.pool import NULL_BLOCK
 from quire.memory.prefix.token_chain import TOKEN_BYTES
-from quire.memory.results import PrefixHit
+from quire.memory.results import BlockCopy, PrefixHit, Tier
 from quire.memory.sequence_blocks import SequenceBlocks, StateBackup
 
 

@@ -17,12 +17,12 @@ from typing import NamedTuple
 
 from quire.errors import InvariantViolation
 from quire.memory.groups.cache_group import longest_agreed
-from quire.memory.ops import BlockCopy, FetchedBlock, MemoryOps, StoredBlock, Tier
 from quire.memory.pool.arena import Arena
 from quire.memory.pool.pool import NULL_BLOCK, BlockPool
 from quire.memory.prefix.published import PublishedBlocks
 from quire.memory.prefix.radix_node import NodePosition
 from quire.memory.prefix.token_chain import TokenChain
+from quire.memory.results import BlockCopy, FetchedBlock, MemoryOps, StoredBlock, Tier
 from quire.memory.tables.tables import BlockTables
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from quire.memory.ops import MemoryOps, Tier
 from quire.memory.pool.pool import BlockPool
+from quire.memory.results import MemoryOps, Tier
 from quire.memory.tables.tables import BlockTables
 
 

@@ -14,10 +14,9 @@ from operator import mul
 from typing import NamedTuple
 
 from quire.memory.capacity.admission import check_fit, refuse_blocks
-from quire.memory.ops import BlockCopy, Tier
 from quire.memory.pool.idle_blocks import RetentionPriority
 from quire.memory.pool.pool import NULL_BLOCK, BlockPool
-from quire.memory.results import AllocStatus, BlockLoad, Verdict
+from quire.memory.results import AllocStatus, BlockCopy, BlockLoad, Tier, Verdict
 from quire.memory.sequence_blocks import SequenceBlocks
 from quire.memory.tables.publish import next_publish_at
 from quire.memory.tables.tables import BlockTables
