@@ -18,43 +18,12 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("src/quire", "tools", "benchmarks")
 
-PRONOUNS = frozenset(["how", "of", "what", "whatever", "which", "who", "whoever", "whom", "whose"])
-PREPOSITIONS = PRONOUNS | frozenset(
-    [
-        "about",
-        "above",
-        "after",
-        "among",
-        "as",
-        "at",
-        "before",
-        "behind",
-        "below",
-        "beside",
-        "besides",
-        "between",
-        "beyond",
-        "by",
-        "during",
-        "for",
-        "from",
-        "in",
-        "into",
-        "near",
-        "on",
-        "onto",
-        "since",
-        "than",
-        "through",
-        "to",
-        "under",
-        "until",
-        "upon",
-        "with",
-        "within",
-        "without",
-    ]
-)
+PRONOUNS = frozenset({"how", "of", "what", "whatever", "which", "who", "whoever", "whom", "whose"})
+PREPOSITIONS = PRONOUNS | {
+    *("about", "above", "after", "among", "as", "at", "before", "behind", "below", "beside", "besides", "between"),
+    *("beyond", "by", "during", "for", "from", "in", "into", "near", "on", "onto", "since", "than", "through", "to"),
+    *("under", "until", "upon", "with", "within", "without"),
+}
 SECTIONS = frozenset(("Args:", "Attributes:"))
 ENTRY = re.compile(r"(?P<indent> +)(?P<name>\*{0,2}\w+(?:, \*{0,2}\w+)*): (?P<text>\S.*)")
 
