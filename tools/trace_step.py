@@ -1,9 +1,9 @@
 """Trace one decode step of the engine: `python -m tools.trace_step`.
 
-Four greedy requests decode with the bundled model on the CPU; one step in which a sequence gets a new block is traced.
-Printed are the files of the step with their lines and functions, in the order of their first call; then the totals, and
-the number of changes of file between consecutive calls in the control plane (scheduler and memory, from
-`Scheduler.plan` on, without what the outputs ask of sequences afterwards).
+Greedy requests decode with the bundled model on the CPU; a step in which a sequence gets a new block is traced. Printed
+are the files of the step with their lines and functions, in the order of their first call; then the totals, and the
+changes of file between consecutive calls within `Scheduler.plan` and `Scheduler.advance`, for one sequence (a loop over
+sequences repeats them) and for four.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import quire
 from quire import LLM, SamplingParams
+from quire.scheduling.scheduler import Scheduler
 
 PACKAGE = Path(quire.__file__).resolve().parent
 CONTROL_PLANE = ("decoding", "memory", "scheduling", "sequences")
-NUM_REQUESTS = 4
 BLOCK_SIZE = 16
 
 
@@ -30,26 +30,38 @@ class Call(NamedTuple):
     Args:
         path: path of its file below the package, with slashes.
         function: qualified name of the function.
+        is_control: True for the control plane within `Scheduler.plan` or `Scheduler.advance`.
     """
 
     path: str
     function: str
+    is_control: bool
 
 
-def trace_step() -> list[Call]:
+def trace_step(num_requests: int) -> list[Call]:
     """Return the calls of a decode step, in order; comprehensions and generators belong to the function around them."""
     calls: list[Call] = []
     root = f"{PACKAGE}/"
+    control_depth = 0
 
     def on_event(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal control_depth
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(root):
-            calls.append(Call(code.co_filename[len(root) :], code.co_qualname.split(".<locals>")[0]))
+        if event not in ("call", "return") or not code.co_filename.startswith(root):
+            return
+        is_entry = code in (Scheduler.plan.__code__, Scheduler.advance.__code__)
+        if event == "return":
+            control_depth -= is_entry
+            return
+        control_depth += is_entry
+        function = code.co_qualname.split(".<locals>")[0]
+        path = code.co_filename[len(root) :]
+        calls.append(Call(path, function, control_depth > 0 and path.split("/")[0] in CONTROL_PLANE))
 
     with LLM("bundled", block_size=BLOCK_SIZE, device="cpu", enable_prefix_caching=True) as llm:
         engine = llm.engine
         params = SamplingParams(temperature=0.0, max_tokens=3 * BLOCK_SIZE, ignore_eos=True)
-        for number in range(NUM_REQUESTS):
+        for number in range(num_requests):
             # Different lengths: some sequence gets a block in every few steps.
             engine.add_request(str(number), list(range(10, 20 + 4 * number)), params)
         for _ in range(BLOCK_SIZE):
@@ -71,26 +83,24 @@ def count_lines(path: str) -> int:
     return len((PACKAGE / path).read_text(encoding="utf-8").splitlines())
 
 
-def control_plane(calls: Sequence[Call]) -> list[Call]:
-    """Return the calls of the scheduler and of all that it calls in the control plane."""
-    kept = [call for call in calls if call.path.split("/")[0] in CONTROL_PLANE]
-    last = max(idx for idx, call in enumerate(kept) if call.path.startswith(("scheduling/", "memory/")))
-    return kept[: last + 1]
+def count_changes(calls: Sequence[Call]) -> int:
+    """Return the number of changes of file between consecutive calls of the control plane."""
+    control = [call.path for call in calls if call.is_control]
+    return sum(first != second for first, second in pairwise(control))
 
 
 def main() -> int:
     """Print the walk and its counts."""
-    calls = trace_step()
+    calls = trace_step(1)
     functions: dict[str, dict[str, None]] = {}
     for call in calls:
         functions.setdefault(call.path, {})[call.function] = None
     for path, names in functions.items():
         print(f"{count_lines(path):5} {path}: {', '.join(names)}")
-    control = control_plane(calls)
-    changes = sum(first.path != second.path for first, second in pairwise(control))
     print(f"step: {len(functions)} files, {sum(map(count_lines, functions))} lines, {len(calls)} calls")
-    num_files = len({call.path for call in control})
-    print(f"control plane: {num_files} files, {len(control)} calls, {changes} changes of file")
+    control = [call for call in calls if call.is_control]
+    print(f"control plane: {len({call.path for call in control})} files, {len(control)} calls")
+    print(f"changes of file in it: {count_changes(calls)}, with four sequences {count_changes(trace_step(4))}")
     return 0
 
 

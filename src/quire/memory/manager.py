@@ -396,7 +396,7 @@ class KVCacheManager:
 
     def take_ops(self) -> MemoryOps:
         """Hand over the movements that the workers must make before this step's kernels."""
-        copies = self.tables.take_copies()
+        copies, self.tables.pending_copies = tuple(self.tables.pending_copies), []
         saves = () if self.archive is None else self.archive.take_saves()
         ops = MemoryOps(copies, saves) if copies else NO_OPS
         if self.tables.observer is not None:

@@ -319,6 +319,8 @@ class Scheduler:
         num_leading = self._num_leading_decodes(pending_counts, num_decoding)
         num_served = memory.append_slots([sequence.seq_id for sequence in running[:num_leading]])
         scheduled = dict.fromkeys(running[:num_served], 1)
+        if num_served == len(running):
+            return scheduled, spare
         self.drafts.start_step(running, spare)
         # A preemption on the way removes only sequences behind the group.
         for position, group in lockstep_groups(running, num_served):

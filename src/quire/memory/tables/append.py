@@ -70,8 +70,9 @@ def append_one_to_each(tables: BlockTables, seq_ids: Sequence[int]) -> int:
     Returns:
         Number of sequences, from the first on, that have their slot.
     """
-    sequences, num_at_hand = tables.sequences, tables.num_blocks_at_hand()
+    sequences = tables.sequences
     size = tables.groups[0].spec.block_size
+    num_available = _num_plain_blocks(tables)
     crossing: list[SequenceBlocks] = []
     for position, seq_id in enumerate(seq_ids):
         state = sequences[seq_id]
@@ -79,17 +80,38 @@ def append_one_to_each(tables: BlockTables, seq_ids: Sequence[int]) -> int:
             if state.tail_is_private:
                 state.num_slots += 1
                 continue
-        elif len(crossing) < num_at_hand:
-            crossing.append(tables.resident(seq_id))
+        elif len(crossing) < num_available and state.host_tables is None:
+            crossing.append(state)
             continue
         # This one may take blocks too, or find that there are none: those before it have theirs first.
-        tables.add_block_to_each(crossing)
+        _add_block_to_each(tables, crossing)
         crossing.clear()
         if not append_to_one(tables, seq_id, 1, 0):
             return position
-        num_at_hand = tables.num_blocks_at_hand()
-    tables.add_block_to_each(crossing)
+        num_available = _num_plain_blocks(tables)
+    _add_block_to_each(tables, crossing)
     return len(seq_ids)
+
+
+def _num_plain_blocks(tables: BlockTables) -> int:
+    """Return the number of blocks that sequences can get in any order: 0 where several groups share the memory."""
+    if tables.recurrent_groups or len(tables.groups) > 1:
+        return 0
+    pool = tables.groups[0].pool
+    return len(pool.ref_counts) - 1 - pool.num_used
+
+
+def _add_block_to_each(tables: BlockTables, states: Sequence[SequenceBlocks]) -> None:
+    """Give sequences whose last blocks are full a slot in a new block, in turn; the pool has enough."""
+    if not states:
+        return
+    tables.version += 1
+    for state, block_id in zip(states, tables.take(0, len(states)), strict=True):
+        table = state.tables[0]
+        state.dirty_from[0] = min(state.dirty_from[0], len(table))
+        state.is_dirty = True
+        table.append(block_id)
+        state.num_slots += 1
 
 
 def append_one_to_all(tables: BlockTables, seq_ids: Sequence[int]) -> bool:

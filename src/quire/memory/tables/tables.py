@@ -135,25 +135,6 @@ class BlockTables:
             self._move_state(state, idx)
         return True
 
-    def num_blocks_at_hand(self) -> int:
-        """Return how many blocks sequences can have in whatever order: 0 where several groups share the memory."""
-        return 0 if self.recurrent_groups or len(self.groups) > 1 else self.arena.available_blocks((0,))[0]
-
-    def add_block_to_each(self, states: Sequence[SequenceBlocks]) -> None:
-        """Give sequences whose last blocks are full a slot in a new one, in turn.
-
-        Args:
-            states: no more than `num_blocks_at_hand`.
-        """
-        if not states:
-            return
-        self.version += 1
-        for state, block_id in zip(states, self.take(0, len(states)), strict=True):
-            table = state.tables[0]
-            state.mark_dirty(0, len(table))
-            table.append(block_id)
-            state.num_slots += 1
-
     def shrink(self, state: SequenceBlocks, num_tokens: int) -> None:
         """Give back the blocks of a sequence behind `num_tokens` tokens, the last one first; states go back too."""
         for idx in self.kept:
@@ -224,11 +205,6 @@ class BlockTables:
                 self._follow(move)
         self.arena.moves.clear()
         return block_ids
-
-    def take_copies(self) -> tuple[BlockCopy, ...]:
-        """Hand over the movements that are asked for."""
-        copies, self.pending_copies = tuple(self.pending_copies), []
-        return copies
 
     def resident(self, seq_id: int) -> SequenceBlocks:
         """Return what is kept of a live sequence whose blocks are on the device.
