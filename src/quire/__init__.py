@@ -110,10 +110,9 @@ _EXPORTS = {
         "UnsupportedModel",
         "WorkerError",
     ),
-    "sequences.edits": ("Append", "Fail", "Finish", "Fork", "Truncate"),
     "sequences.params": ("RequestOutputKind", "SamplingParams"),
     "sequences.status": ("FinishReason",),
-    "sequences.strategy": ("Strategy",),
+    "sequences.strategy": ("Append", "Fail", "Finish", "Fork", "Strategy", "Truncate"),
     "sequences.structured": ("StructuredOutputs",),
     "text.tool_calls": ("ToolCall",),
 }
