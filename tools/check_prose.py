@@ -34,7 +34,7 @@ class Finding(NamedTuple):
     Args:
         path: file, relative to the repository.
         line: number of the line.
-        kind: "docstring", "comment" or "argument".
+        kind: "docstring", "comment", "argument", or "no such argument".
         text: beginning of the text.
     """
 
@@ -53,22 +53,40 @@ def check_file(path: Path) -> Iterator[Finding]:
             continue
         docstring = ast.get_docstring(node, clean=False)
         if docstring is not None:
-            yield from _check_docstring(name, node.body[0].lineno, docstring)
+            yield from _check_docstring(name, node.body[0].lineno, docstring, _parameters(node))
     yield from _check_comments(name, source)
 
 
-def _check_docstring(name: str, line: int, docstring: str) -> Iterator[Finding]:
+def _parameters(node: ast.AST) -> set[str]:
+    """Return the names that "Args:" of a function or a class may describe; none for a module."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        given = node.args
+        every = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+        return {argument.arg for argument in every if argument is not None}
+    if not isinstance(node, ast.ClassDef):
+        return set()
+    fields = {
+        each.target.id for each in node.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+    }
+    inits = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name in ("__init__", "__new__")]
+    return fields.union(*map(_parameters, inits))
+
+
+def _check_docstring(name: str, line: int, docstring: str, parameters: set[str]) -> Iterator[Finding]:
     if _first_word(docstring) in PRONOUNS:
         yield Finding(name, line, "docstring", docstring.strip().splitlines()[0])
-    section_indent: int | None = None
+    section_indent, section = None, ""
     for number, text in enumerate(docstring.splitlines()):
         indent = len(text) - len(text.lstrip())
         if text.strip() in SECTIONS:
-            section_indent = indent
+            section_indent, section = indent, text.strip()
         elif section_indent is not None and text.strip() and indent <= section_indent:
             section_indent = None
         elif section_indent is not None and indent == section_indent + 4:
             entry = ENTRY.match(text)
+            described = set() if entry is None else {each.strip().lstrip("*") for each in entry["name"].split(",")}
+            if section == "Args:" and parameters and described - parameters:
+                yield Finding(name, line + number, "no such argument", text.strip())
             if entry is not None and _first_word(entry["text"]) in PREPOSITIONS:
                 yield Finding(name, line + number, "argument", text.strip())
 
