@@ -10,7 +10,7 @@ import torch
 
 from quire.errors import CheckpointError
 from quire.models.decoder import Decoder
-from quire.models.rope import Rope, Temperature
+from quire.models.rotations import Rope, Temperature
 from quire.models.spec import (
     Attention,
     CacheGroup,

@@ -17,7 +17,7 @@ from quire.models.checkpoint import Checkpoint
 from quire.models.families import build
 from quire.models.loading import load_decoder
 from quire.models.per_layer_inputs import PerLayerEmbedding
-from quire.models.rope import ProportionalScaling, Rope
+from quire.models.rotations import ProportionalScaling, Rope
 from quire.models.spec import CacheGroup, ModelSpec, RMSNorm, TokenCacheShape
 from quire.ops.reference import ReferenceOps
 from tests.models.test_conformance import assert_same

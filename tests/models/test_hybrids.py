@@ -12,7 +12,7 @@ from quire.config import CACHE_DTYPES
 from quire.errors import CheckpointError, UnsupportedModel
 from quire.models.cache_layout import cache_specs
 from quire.models.families import build
-from quire.models.rope import Rope
+from quire.models.rotations import Rope
 from quire.models.spec import Attention, Mamba2, ModelSpec, ShortConv
 from tests.models.published import CONFIGS
 

@@ -14,7 +14,8 @@ from quire.errors import CheckpointError, UnsupportedModel
 from quire.models.checkpoint import Checkpoint
 from quire.models.families import build
 from quire.models.loading import load_decoder
-from quire.models.rope import Llama3Scaling, Rope, RotaryEmbedding, Temperature, query_scales, turning_order
+from quire.models.rope import RotaryEmbedding, query_scales, turning_order
+from quire.models.rotations import Llama3Scaling, Rope, Temperature
 from quire.models.spec import Attention, Experts, GatedMLP, ModelSpec, RMSNorm
 from quire.ops.reference import rotary
 from tests.models.published import CONFIGS

@@ -15,7 +15,8 @@ from quire.errors import CheckpointError, UnsupportedModel
 from quire.models.checkpoint import Checkpoint
 from quire.models.families import build
 from quire.models.loading import load_decoder
-from quire.models.rope import Rope, RotaryEmbedding, YarnScaling, turning_order
+from quire.models.rope import RotaryEmbedding, turning_order
+from quire.models.rotations import Rope, YarnScaling
 from quire.models.spec import Attention, GatedDeltaNet, ModelSpec, RMSNorm
 from quire.ops.reference import rotary
 from quire.ops.torch_states import CHUNK_ROWS

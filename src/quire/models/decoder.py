@@ -28,7 +28,8 @@ from quire.models.blocks import (
 from quire.models.experts import ExpertsBlock
 from quire.models.per_layer_inputs import PerLayerEmbedding, PerLayerGate
 from quire.models.recurrent import GatedDeltaNetBlock, Mamba2Block, ShortConvBlock
-from quire.models.rope import Rope, RotaryEmbedding, Temperature, query_scales
+from quire.models.rope import RotaryEmbedding, query_scales
+from quire.models.rotations import Rope, Temperature
 from quire.models.spec import (
     Attention,
     CacheGroup,

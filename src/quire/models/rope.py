@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from quire.models.rotations import LinearScaling, Llama3Scaling, ProportionalScaling, Rope, Temperature, YarnScaling
 from quire.ops.interface import Rotation
 
 
@@ -116,82 +116,3 @@ def _yarn(frequencies: Tensor, theta: float, head_dim: int, scaling: YarnScaling
         high += 0.001
     interpolated = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0.0, 1.0)
     return frequencies / scaling.factor * interpolated + frequencies * (1.0 - interpolated)
-
-
-@dataclass(frozen=True, slots=True)
-class LinearScaling:
-    """Positions divided by `factor`."""
-
-    factor: float
-
-
-@dataclass(frozen=True, slots=True)
-class Llama3Scaling:
-    """Low frequencies divided by `factor`, high ones kept, a smooth change between (Llama 3.1)."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position: int
-
-
-@dataclass(frozen=True, slots=True)
-class YarnScaling:
-    """Frequencies interpolated by how often they turn within the original context, and attention sharpened.
-
-    Args:
-        attention_factor: what cosine and sine are multiplied by.
-        truncate: round the ramp's ends to whole frequencies.
-
-    Source: YaRN, arXiv 2309.00071.
-    """
-
-    factor: float
-    original_max_position: int
-    beta_fast: float
-    beta_slow: float
-    attention_factor: float
-    truncate: bool
-
-
-@dataclass(frozen=True, slots=True)
-class ProportionalScaling:
-    """Only the first pairs of a head turn, as fast as if all did, divided by `factor`.
-
-    Args:
-        fraction: of the head's pairs that turn.
-    """
-
-    fraction: float
-    factor: float
-
-
-RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | ProportionalScaling
-
-
-@dataclass(frozen=True, slots=True)
-class Rope:
-    """Rotary position embedding, the two halves of what turns rotated against each other.
-
-    Args:
-        num_turned: the first values of a head, which turn as a head of so many would; None for all of them.
-        interleaved: neighbours turn against each other instead of halves.
-
-    Source: RoFormer, arXiv 2104.09864.
-    """
-
-    theta: float
-    scaling: RopeScaling | None = None
-    num_turned: int | None = None
-    interleaved: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Temperature:
-    """What queries are multiplied by where contexts are long: `1 + weight * log(1 + floor((position + 1) / interval))`.
-
-    Source: Scalable-Softmax, arXiv 2501.19399.
-    """
-
-    interval: float
-    weight: float

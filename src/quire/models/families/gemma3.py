@@ -16,7 +16,7 @@ from quire.models.families.hf_config import (
     read_windows,
 )
 from quire.models.families.llama_layout import map_weights, read_attention
-from quire.models.rope import Rope
+from quire.models.rotations import Rope
 from quire.models.spec import GatedMLP, LayerSpec, ModelSpec, RMSNorm, WeightMap
 
 # Checkpoints leave out what is equal to these.

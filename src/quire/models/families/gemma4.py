@@ -19,7 +19,7 @@ from quire.models.families.hf_config import (
 )
 from quire.models.families.layer_fields import read_layers, read_sources
 from quire.models.families.llama_layout import HEAD_NORMS, MLP, OUTPUT, QKV, map_ends, map_modules, read_attention
-from quire.models.rope import ProportionalScaling, Rope
+from quire.models.rotations import ProportionalScaling, Rope
 from quire.models.spec import Attention, GatedMLP, LayerSpec, ModelSpec, PerLayerInputs, RMSNorm, WeightMap
 
 # Checkpoints leave out what is equal to these.

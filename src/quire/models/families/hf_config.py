@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from quire.errors import CheckpointError, UnsupportedModel, shown
-from quire.models.rope import LinearScaling, Llama3Scaling, ProportionalScaling, Rope, RopeScaling, YarnScaling
+from quire.models.rotations import LinearScaling, Llama3Scaling, ProportionalScaling, Rope, RopeScaling, YarnScaling
 
 if TYPE_CHECKING:  # planning reads configurations without torch
     from quire.ops.interface import Activation

@@ -18,7 +18,7 @@ from quire.models.families.hf_config import (
 )
 from quire.models.families.layer_fields import read_expert_layers, read_turned
 from quire.models.families.llama_layout import NORMS, OUTPUT, QKV, map_ends, map_modules, read_attention
-from quire.models.rope import Temperature
+from quire.models.rotations import Temperature
 from quire.models.spec import Attention, Experts, GatedMLP, LayerSpec, ModelSpec, RMSNorm, WeightMap
 
 CHUNKED: Final = "chunked_attention"

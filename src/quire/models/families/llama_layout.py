@@ -14,7 +14,7 @@ from quire.models.families.hf_config import (
     read_rope,
     refuse_layer_types,
 )
-from quire.models.rope import Rope
+from quire.models.rotations import Rope
 from quire.models.spec import Attention, GatedMLP, LayerSpec, ModelSpec, RMSNorm, WeightMap
 
 # A layer's norms: our name -> the checkpoint's.

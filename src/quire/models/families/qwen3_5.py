@@ -18,7 +18,7 @@ from quire.models.families.llama_layout import (
     map_modules,
     read_attention,
 )
-from quire.models.rope import Rope
+from quire.models.rotations import Rope
 from quire.models.spec import Attention, GatedDeltaNet, GatedMLP, LayerSpec, ModelSpec, RMSNorm, WeightMap
 
 RECURRENT: Final = "linear_attention"
