@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.engine.metrics.block_lifetimes import PoolClock
+from quire.engine.metrics.block_lifetimes import PoolLifetimes
 
 PROMPTS = [f"{name} said: the fox, the fox, the" for name in ("Tom", "Anna", "A cow", "The old sailor", "A bee", "He")]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
@@ -35,7 +35,7 @@ def tokens_by(clock: Callable[[], float]) -> list[list[int]]:
     engine = llm.engine
     engine._clock = clock
     for group in engine.scheduler.memory.groups:
-        assert isinstance(group.pool.observer, PoolClock)
+        assert isinstance(group.pool.observer, PoolLifetimes)
         group.pool.observer._clock = clock
     outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert engine.stats.num_preemptions > 0

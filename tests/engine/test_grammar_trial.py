@@ -17,7 +17,7 @@ from quire.errors import InvalidParameter, UnsupportedFeature, WorkerError
 from quire.sequences.structured import GrammarSource, StructuredOutputs
 from quire.structured.compile_sandbox import CompileSandbox
 from quire.structured.grammar_cache import GrammarCache
-from quire.structured.grammar_compiler import MAX_TRIALS, GrammarCompiler
+from quire.structured.grammar_compiler import MAX_SANDBOXES, GrammarCompiler
 from tests.execution.grammar_world import NUM_IDS, tokenizer
 
 TEXT = str(tokenizer().to_str())
@@ -109,7 +109,7 @@ def test_schemas_that_name_themselves_and_large_ones_compile(trial: CompileSandb
 def test_a_process_that_somebody_ends_is_replaced() -> None:
     opened = grammars()
     opened.open(SOUND)
-    (trial,) = opened.trials.idle()
+    (trial,) = opened.sandboxes.idle()
     os.kill(trial.pid, signal.SIGKILL)
     while trial.is_alive:
         pass
@@ -118,7 +118,7 @@ def test_a_process_that_somebody_ends_is_replaced() -> None:
 
 
 def test_a_bomb_holds_up_no_other_grammar() -> None:
-    assert MAX_TRIALS > 1
+    assert MAX_SANDBOXES > 1
     opened = grammars(timeout_s=3.0)
     refused: list[str] = []
 
@@ -132,7 +132,7 @@ def test_a_bomb_holds_up_no_other_grammar() -> None:
     bomb.start()
     assert opened.open(SOUND) is not None
     assert bomb.is_alive()
-    assert len(opened.trials.idle()) == 1, "the other one has the bomb"
+    assert len(opened.sandboxes.idle()) == 1, "the other one has the bomb"
     bomb.join()
     assert len(refused) == 1
     opened.close()
@@ -141,7 +141,7 @@ def test_a_bomb_holds_up_no_other_grammar() -> None:
 def test_nothing_is_left_behind() -> None:
     opened = grammars()
     opened.open(SOUND)
-    (trial,) = opened.trials.idle()
+    (trial,) = opened.sandboxes.idle()
     opened.close()
     assert not trial.is_alive
 

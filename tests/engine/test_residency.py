@@ -6,7 +6,7 @@ import pytest
 
 from quire.engine.exporters.kv_collector import KvMetrics
 from quire.engine.exporters.prometheus import Metrics
-from quire.engine.metrics.block_lifetimes import BOUNDS_S, LEAST_SAMPLED, Residency, Spans
+from quire.engine.metrics.block_lifetimes import BOUNDS_S, MIN_SAMPLED, BlockLifetimes, TimeHistogram
 from quire.memory import FullAttention, KVCacheManager, Namespace, SlidingWindow
 from tests.engine.test_llm import greedy, load
 from tests.engine.test_metrics import Clock, samples
@@ -21,10 +21,10 @@ def live(manager: KVCacheManager, seq_id: int, tokens: list[int]) -> None:
     manager.free(seq_id)
 
 
-def watched(num_blocks: int, share: float = 1.0) -> tuple[KVCacheManager, Residency, Clock]:
+def watched(num_blocks: int, share: float = 1.0) -> tuple[KVCacheManager, BlockLifetimes, Clock]:
     manager = KVCacheManager([FullAttention(block_size=2)], num_blocks)
     clock = Clock()
-    return manager, Residency([group.pool for group in manager.groups], share, lambda: clock.now_s), clock
+    return manager, BlockLifetimes([group.pool for group in manager.groups], share, lambda: clock.now_s), clock
 
 
 def test_lives_gaps_and_ends_are_timed() -> None:
@@ -58,7 +58,7 @@ def test_a_reset_is_no_eviction_and_a_move_no_life() -> None:
 
 @pytest.mark.parametrize(
     ("num_blocks", "share", "num_sampled"),
-    [(5, 0.01, 5), (160, 0.01, LEAST_SAMPLED), (10_000, 0.01, 100), (10_000, 1.0, 10_000), (999, 0.5, 500)],
+    [(5, 0.01, 5), (160, 0.01, MIN_SAMPLED), (10_000, 0.01, 100), (10_000, 1.0, 10_000), (999, 0.5, 500)],
 )
 def test_the_sample_is_a_share_and_never_none(num_blocks: int, share: float, num_sampled: int) -> None:
     assert watched(num_blocks, share)[1].num_sampled == num_sampled
@@ -66,14 +66,14 @@ def test_the_sample_is_a_share_and_never_none(num_blocks: int, share: float, num
 
 def test_groups_are_watched_together() -> None:
     manager = KVCacheManager([FullAttention(block_size=2), SlidingWindow(block_size=2, window=3)], 4)
-    residency = Residency([group.pool for group in manager.groups], 1.0, lambda: 0.0)
+    residency = BlockLifetimes([group.pool for group in manager.groups], 1.0, lambda: 0.0)
     for seq_id in range(12):
         live(manager, seq_id, [seq_id] * 6)
     assert sum(residency.lifetime.counts) == sum(residency.idle.counts) == manager.usage().num_evictions > 0
 
 
 def test_a_summary_bounds_its_shares() -> None:
-    spans = Spans()
+    spans = TimeHistogram()
     assert spans.summary() == (0, 0.0, 0.0, 0.0)
     for seconds in (0.0005, 0.3, 0.3, 0.4, 500_000.0):
         spans.add(seconds)
@@ -108,7 +108,7 @@ def test_metrics_show_the_memory_as_it_is() -> None:
 
 def test_what_is_not_measured_is_not_shown() -> None:
     llm = load(kv_cache_metrics_sample=0)
-    assert llm.engine.residency is None
+    assert llm.engine.block_lifetimes is None
     assert all(group.pool.observer is None for group in llm.engine.scheduler.memory.groups)
     names = {family.name for family in KvMetrics(llm.engine, "tiny", "vllm").collect()}
     assert "vllm:kv_blocks" in names

@@ -65,7 +65,7 @@ def tokenizer() -> Tokenizer:
 
 
 @cache
-def shelf(end_token_ids: tuple[int, ...] = (END,)) -> GrammarCache:
+def grammar_cache(end_token_ids: tuple[int, ...] = (END,)) -> GrammarCache:
     return GrammarCache(lambda: str(tokenizer().to_str()), NUM_IDS, end_token_ids)
 
 
@@ -76,11 +76,11 @@ def new_sequence(
     return NewSequence(SamplingParams(structured_outputs=wanted, **params), 7, 0, len(prompt), prompt + output, (END,))
 
 
-def constraint(name: str, **params: Any) -> GrammarState:
+def grammar_state(name: str, **params: Any) -> GrammarState:
     first = new_sequence(name, **params)
     assert first.params.structured_outputs is not None
-    ends = shelf().end_token_ids
-    return GrammarState(shelf().compile(first.params.structured_outputs.source), first, ends)
+    ends = grammar_cache().end_token_ids
+    return GrammarState(grammar_cache().compile(first.params.structured_outputs.source), first, ends)
 
 
 def filled(known: GrammarState, draft: tuple[int, ...] = ()) -> list[set[int]]:
@@ -102,7 +102,7 @@ def allowed(mask: torch.Tensor) -> set[int]:
 
 def fresh(name: str, output: list[int], **params: Any) -> GrammarState:
     """Return a constraint that has seen nothing but an output, token by token."""
-    known = constraint(name, **params)
+    known = grammar_state(name, **params)
     for place, token_id in enumerate(output):
         known.sync(place, [token_id])
     return known
@@ -110,7 +110,7 @@ def fresh(name: str, output: list[int], **params: Any) -> GrammarState:
 
 def walk(name: str, rng: random.Random, length: int = 40, **params: Any) -> list[int]:
     """Return an output drawn from the masks, without what ends it; stops at a dead end too."""
-    known = constraint(name, **params)
+    known = grammar_state(name, **params)
     output: list[int] = []
     while len(output) < length:
         rows = filled(known)

@@ -14,14 +14,14 @@ from quire.memory.results import NO_OPS
 from quire.scheduling.plan import ScheduledSequence, StepPlan
 from quire.structured import mask_filler as constraint_masks
 from quire.structured.mask_filler import GrammarStates
-from tests.execution.grammar_world import NUM_IDS, WANTED, fresh, new_sequence, shelf
+from tests.execution.grammar_world import NUM_IDS, WANTED, fresh, grammar_cache, new_sequence
 
 NAMES = sorted(set(WANTED) - {"dead"})
 
 
-def decode(*, is_beside: bool) -> list[list[int]]:
+def decode(*, uses_thread: bool) -> list[list[int]]:
     """Return the outputs of all grammars together, each token the likeliest of logits that depend on the step."""
-    sampler = Sampler(torch.device("cpu"), GrammarStates(shelf(), is_beside=is_beside))
+    sampler = Sampler(torch.device("cpu"), GrammarStates(grammar_cache(), uses_thread=uses_thread))
     outputs: dict[int, list[int]] = {seq_id: [] for seq_id in range(len(NAMES))}
     openings = [new_sequence(name, temperature=0.0) for name in NAMES]
     items = [ScheduledSequence(seq_id, 0, new.token_ids, (), 1, new) for seq_id, new in enumerate(openings)]
@@ -44,15 +44,15 @@ def decode(*, is_beside: bool) -> list[list[int]]:
 
 
 def test_who_fills_the_masks_makes_no_difference() -> None:
-    beside, before = decode(is_beside=True), decode(is_beside=False)
+    beside, before = decode(uses_thread=True), decode(uses_thread=False)
     assert beside == before
     assert all(len(output) > 3 for output in beside)
     for name, output in zip(NAMES, beside, strict=True):
         assert fresh(name, [token_id for token_id in output if token_id]).error is None
 
 
-@pytest.mark.parametrize("is_beside", [True, False])
-def test_masks_are_filled_where_there_is_a_core_for_them(is_beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("uses_thread", [True, False])
+def test_masks_are_filled_where_there_is_a_core_for_them(uses_thread: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     threads = []
     fill = constraint_masks._fill
 
@@ -61,6 +61,6 @@ def test_masks_are_filled_where_there_is_a_core_for_them(is_beside: bool, monkey
         fill(*given)  # type: ignore[arg-type]
 
     monkeypatch.setattr(constraint_masks, "_fill", watched)
-    decode(is_beside=is_beside)
+    decode(uses_thread=uses_thread)
     assert threads
-    assert {thread is threading.current_thread() for thread in threads} == {not is_beside}
+    assert {thread is threading.current_thread() for thread in threads} == {not uses_thread}

@@ -13,9 +13,9 @@ pytest.importorskip("llguidance", reason="the extra structured is not installed"
 
 from quire.sequences.structured import GrammarSource, StructuredOutputs
 from quire.structured.grammar_cache import (
-    KEPT_BYTES,
+    CACHED_BYTES,
     MAX_FORCED_BYTES,
-    NUM_KEPT,
+    NUM_CACHED,
     GrammarCache,
     compile_grammar,
     import_llguidance,
@@ -28,11 +28,11 @@ from tests.execution.grammar_world import (
     VOCAB,
     WANTED,
     allowed,
-    constraint,
     filled,
     fresh,
+    grammar_cache,
+    grammar_state,
     new_sequence,
-    shelf,
     text,
     tokenizer,
     walk,
@@ -80,7 +80,7 @@ def test_random_walks_give_what_was_wanted(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_way_to_a_position_gives_the_same_masks(name: str) -> None:
     rng = random.Random(2)
-    known = constraint(name)
+    known = grammar_state(name)
     for _ in range(150):
         # Sometimes it goes on from where it is, sometimes somebody else's tokens come.
         wanted = walk(name, rng, rng.randrange(1, 12))
@@ -98,7 +98,7 @@ def test_every_way_to_a_position_gives_the_same_masks(name: str) -> None:
         assert filled(known) == filled(twin)
         assert known.error == twin.error
         if known.error is not None:
-            known = constraint(name)
+            known = grammar_state(name)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -116,7 +116,7 @@ def test_masks_behind_drafts_are_those_of_drafts_that_came_true(name: str) -> No
         rows = filled(known, tuple(draft))
         expected = []
         for length in range(len(draft) + 1):
-            twin = constraint(name)
+            twin = grammar_state(name)
             twin.sync(0, whole[:cut] + draft[:length])
             one = filled(twin) if twin.error is None else []
             if not one:
@@ -135,7 +135,7 @@ def test_what_is_appended_is_what_would_have_been_drawn(name: str) -> None:
     for seed in range(40):
         output: list[int] = []
         drawn_at = set()
-        known = constraint(name)
+        known = grammar_state(name)
         rng.seed(seed)
         while True:
             (tokens,) = filled(known) or [set()]
@@ -151,7 +151,7 @@ def test_what_is_appended_is_what_would_have_been_drawn(name: str) -> None:
             if output[-1] == END or len(output) > 60:
                 break
         # One position at a time, where no token is drawn there was no other.
-        twin = constraint(name)
+        twin = grammar_state(name)
         for place, token_id in enumerate(output):
             (tokens,) = filled(twin)
             assert token_id in tokens
@@ -163,7 +163,7 @@ def test_what_is_appended_is_what_would_have_been_drawn(name: str) -> None:
 
 
 def test_forced_text_is_written_as_the_tokenizer_writes_it() -> None:
-    known = constraint("compact")
+    known = grammar_state("compact")
     run = known.append((VOCAB.index("{"),))
     written = tokenizer().encode('{"name":').ids
     assert list(run[: len(written) - 1]) == written[:-1], "the last token might go on"
@@ -172,7 +172,7 @@ def test_forced_text_is_written_as_the_tokenizer_writes_it() -> None:
 
 def test_what_something_else_may_forbid_or_measures_is_drawn_from_one_token() -> None:
     brace = VOCAB.index("{")
-    assert len(constraint("compact").append((brace,))) > 1
+    assert len(grammar_state("compact").append((brace,))) > 1
     for params in (
         {"bad_words": ["a"]},
         {"allowed_token_ids": [1]},
@@ -180,27 +180,27 @@ def test_what_something_else_may_forbid_or_measures_is_drawn_from_one_token() ->
         {"min_tokens": 1, "stop_token_ids": [3]},
         {"logprobs": 1},
     ):
-        known = constraint("compact", **params)
+        known = grammar_state("compact", **params)
         assert known.append((brace,)) == (brace,)
         assert [len(row) for row in filled(known)] == [1]
 
 
 def test_the_end_is_forced_where_there_is_one_end_and_it_may_come() -> None:
     output = tuple(tokenizer().encode("names are true").ids)
-    assert constraint("choice").append(output)[-1] == END
-    assert constraint("choice", min_tokens=len(output)).append(output)[-1] == END
-    assert constraint("choice", min_tokens=len(output) + 1).append(output) == output, "a dead end comes of that"
+    assert grammar_state("choice").append(output)[-1] == END
+    assert grammar_state("choice", min_tokens=len(output)).append(output)[-1] == END
+    assert grammar_state("choice", min_tokens=len(output) + 1).append(output) == output, "a dead end comes of that"
     ends = (END, 1)
     first = new_sequence("choice")
     assert first.params.structured_outputs is not None
     source = first.params.structured_outputs.source
-    either = GrammarState(shelf(ends).compile(source), first, ends)
+    either = GrammarState(grammar_cache(ends).compile(source), first, ends)
     assert either.append(output) == output
     assert filled(either) == [{0, 1}]
 
 
 def test_a_dead_end_is_an_error_of_its_own_and_stays_one() -> None:
-    known = constraint("dead")
+    known = grammar_state("dead")
     token = VOCAB.index("a")
     known.sync(0, [token] * 6)
     assert filled(known) == []
@@ -211,14 +211,14 @@ def test_a_dead_end_is_an_error_of_its_own_and_stays_one() -> None:
 
 
 def test_tokens_that_the_grammar_does_not_have_are_an_error() -> None:
-    known = constraint("choice")
+    known = grammar_state("choice")
     known.sync(0, [VOCAB.index("{")])
     assert known.error == DEAD_END
 
 
 def test_a_mask_has_a_bit_for_each_id() -> None:
     assert NUM_IDS % 32
-    (row,) = filled(constraint("dead"))
+    (row,) = filled(grammar_state("dead"))
     assert row == {VOCAB.index(token) for token in ("a", "b", "c", "ab")}
     mask = torch.zeros(NUM_WORDS, dtype=torch.int32)
     mask[1] = -(2**31)
@@ -226,25 +226,25 @@ def test_a_mask_has_a_bit_for_each_id() -> None:
 
 
 def test_grammars_that_nobody_holds_make_room_for_others() -> None:
-    sources = [GrammarSource("regex", f"a{{{count}}}") for count in range(1, NUM_KEPT + 3)]
-    held = shelf().compile(sources[0])
+    sources = [GrammarSource("regex", f"a{{{count}}}") for count in range(1, NUM_CACHED + 3)]
+    held = grammar_cache().compile(sources[0])
     for source in sources[1:]:
-        shelf().compile(source)
-    assert shelf().find(sources[0]) is held, "somebody holds it"
-    assert shelf().find(sources[1]) is None
-    assert shelf().find(sources[-1]) is shelf().compile(sources[-1])
+        grammar_cache().compile(source)
+    assert grammar_cache().find(sources[0]) is held, "somebody holds it"
+    assert grammar_cache().find(sources[1]) is None
+    assert grammar_cache().find(sources[-1]) is grammar_cache().compile(sources[-1])
 
 
 def test_kept_grammars_are_bounded_by_what_compiling_took() -> None:
     small = GrammarCache(lambda: str(tokenizer().to_str()), NUM_IDS, (END,))
     sources = [GrammarSource("regex", f"b{{{count}}}") for count in range(1, 5)]
     for source in sources[:3]:
-        small.compile(source, KEPT_BYTES // 3)
+        small.compile(source, CACHED_BYTES // 3)
     assert all(small.find(source) for source in sources[:3])
-    small.compile(sources[3], KEPT_BYTES // 2)
+    small.compile(sources[3], CACHED_BYTES // 2)
     assert [small.find(source) is not None for source in sources] == [False, False, True, True]
     large = GrammarSource("regex", "c")
-    held = small.compile(large, KEPT_BYTES + 1)
+    held = small.compile(large, CACHED_BYTES + 1)
     assert small.find(large) is held
     assert not any(small.find(source) for source in sources), "there is no room beside it"
     del held
@@ -253,7 +253,7 @@ def test_kept_grammars_are_bounded_by_what_compiling_took() -> None:
 
 def test_long_forced_text_is_drawn_until_the_rest_is_short() -> None:
     num_pairs = MAX_FORCED_BYTES // 2 + 4
-    grammar = shelf().compile(GrammarSource("regex", f"b|(ab){{{num_pairs}}}"))
+    grammar = grammar_cache().compile(GrammarSource("regex", f"b|(ab){{{num_pairs}}}"))
     known = GrammarState(grammar, new_sequence("regex"), (END,))
     pair = VOCAB.index("ab")
     num_drawn = 0
@@ -270,7 +270,7 @@ def test_slices_change_no_mask(source: GrammarSource) -> None:
     rng = random.Random(7)
     text = str(tokenizer().to_str())
     plain = import_llguidance().LLTokenizer(text, n_vocab=NUM_IDS, eos_token=[END], slices=[])
-    one, other = compile_grammar(plain, source), shelf().compile(source).open()
+    one, other = compile_grammar(plain, source), grammar_cache().compile(source).open()
     for _ in range(30):
         rows = torch.zeros(2, NUM_WORDS, dtype=torch.int32)
         for row, matcher in zip(rows, (one, other), strict=True):

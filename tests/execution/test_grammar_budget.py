@@ -71,13 +71,13 @@ class World:
         self.clocks = {name: Clock(seconds) for name, seconds in seconds_of.items()}
         total = SimpleNamespace(thread_time=lambda: sum(clock.now_s for clock in self.clocks.values()))
         patch.setattr(grammar_budget, "time", total)
-        self.shelf = GrammarCache(lambda: str(tokenizer().to_str()), NUM_IDS, (0,))
+        self.grammar_cache = GrammarCache(lambda: str(tokenizer().to_str()), NUM_IDS, (0,))
         self.held = []
         for name, clock in self.clocks.items():
-            grammar = self.shelf.compile(self.new_sequence(name).params.structured_outputs.source)  # type: ignore[union-attr]
+            grammar = self.grammar_cache.compile(self.new_sequence(name).params.structured_outputs.source)  # type: ignore[union-attr]
             grammar._matcher = Matcher(grammar._matcher, clock)
             self.held.append(grammar)
-        self.sampler = Sampler(CPU, GrammarStates(self.shelf, is_beside=False))
+        self.sampler = Sampler(CPU, GrammarStates(self.grammar_cache, uses_thread=False))
         self.items: list[ScheduledSequence] = []
         self.errors: dict[int, str] = {}
         self.outputs: dict[int, list[int]] = {}
@@ -195,7 +195,7 @@ def test_forced_tokens_that_take_too_long_end_in_the_middle(monkeypatch: pytest.
 
 def test_an_output_that_is_gone_through_again_is_not_charged_for_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, {"regex": lambda _: 50e-6})
-    output = tuple(world.shelf._tokenizer.tokenize_str("ab" * 4))
+    output = tuple(world.grammar_cache._tokenizer.tokenize_str("ab" * 4))
     new = world.new_sequence("regex")._replace(token_ids=(3, 4, *output))
     world.items = [ScheduledSequence(0, 0, new.token_ids, (), 1, new)]
     world.outputs[0] = []

@@ -12,7 +12,7 @@ from quire.engine.engine import Engine
 from quire.engine.outputs.outputs import RequestOutput
 from quire.structured.grammar_cache import Grammar
 
-# What goes to who follows a request: news of it, or the error that ends it.
+# What goes to who follows a request: delta of it, or the error that ends it.
 Item = RequestOutput | Exception
 
 
@@ -25,16 +25,16 @@ class Stream:
     Args:
         submit: starts the request.
         loop: the event loop of the task that follows.
-        then: done once the request has ended, before the next step; its error ends the stream.
+        on_end: done once the request has ended, before the next step; its error ends the stream.
         grammar: what its request needs compiled, held until the request holds it.
     """
 
     request_id: str
     submit: Callable[[Engine], None]
     loop: asyncio.AbstractEventLoop
-    then: Callable[[Engine], None] | None = None
+    on_end: Callable[[Engine], None] | None = None
     grammar: Grammar | None = None
-    _news: RequestOutput | None = None
+    _delta: RequestOutput | None = None
     _error: Exception | None = None
     _has_item: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -42,37 +42,37 @@ class Stream:
         """Return what is new, as soon as something is.
 
         Raises:
-            Exception: what ended the stream, once all news were taken.
+            Exception: what ended the stream, once all delta were taken.
         """
         await self._has_item.wait()
-        news, self._news = self._news, None
-        if news is None:
+        delta, self._delta = self._delta, None
+        if delta is None:
             assert self._error is not None
             raise self._error
         if self._error is None:
             self._has_item.clear()
-        return news
+        return delta
 
     def put(self, item: Item) -> None:
         """Take an item, on the event loop."""
         if isinstance(item, Exception):
             self._error = item
-        elif self._news is None:
-            self._news = item
+        elif self._delta is None:
+            self._delta = item
         else:
-            self._news.add(item)
+            self._delta.add(item)
         self._has_item.set()
 
 
-def hand_over(items: Iterable[tuple[Stream, Item]]) -> None:
+def post_items(items: Iterable[tuple[Stream, Item]]) -> None:
     """Hand items to the tasks that follow their streams, from the engine's thread: one call for each event loop."""
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Stream, Item]]] = {}
     for stream, item in items:
         by_loop.setdefault(stream.loop, []).append((stream, item))
-    for loop, of_loop in by_loop.items():
+    for loop, loop_items in by_loop.items():
         # The loop may have closed under a task that is being torn down; there is nobody left to tell.
         with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(_put_all, of_loop)
+            loop.call_soon_threadsafe(_put_all, loop_items)
 
 
 def _put_all(items: list[tuple[Stream, Item]]) -> None:
@@ -98,7 +98,7 @@ class Call:
     run: Callable[[Engine], Any]
     answer: asyncio.Future[Any] | None = None
 
-    def obey(self, engine: Engine) -> None:
+    def execute(self, engine: Engine) -> None:
         """Do it, from the engine's thread; what goes wrong goes back to who waits."""
         if self.answer is None:
             self.run(engine)
@@ -108,21 +108,21 @@ class Call:
         except Exception as error:
             self.fail(error)
         else:
-            self._tell(self.answer.set_result, result)
+            self._answer(self.answer.set_result, result)
 
     def fail(self, error: Exception) -> None:
         """Tell who waits that it was not done."""
         if self.answer is not None:
-            self._tell(self.answer.set_exception, error)
+            self._answer(self.answer.set_exception, error)
 
-    def _tell(self, setter: Callable[[Any], None], value: Any) -> None:
+    def _answer(self, setter: Callable[[Any], None], value: Any) -> None:
         answer = self.answer
         assert answer is not None
 
-        def tell() -> None:
+        def set_answer() -> None:
             # Whoever waited may have been cancelled.
             if not answer.done():
                 setter(value)
 
         with contextlib.suppress(RuntimeError):
-            answer.get_loop().call_soon_threadsafe(tell)
+            answer.get_loop().call_soon_threadsafe(set_answer)

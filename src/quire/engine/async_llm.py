@@ -61,11 +61,11 @@ class AsyncLLM:
         self._name = secrets.token_hex(4)
         self._lock = threading.Lock()
         waiting = self._engine.scheduler.waiting
-        self._places = QueueSlots(self.resolved.max_queue_len, lambda: len(waiting))
+        self._slots = QueueSlots(self.resolved.max_queue_len, lambda: len(waiting))
         self._num_requests = 0
         self._is_draining = False
         self._is_closed = False
-        self._thread = EngineThread(self._engine, self.metrics, self._places)
+        self._thread = EngineThread(self._engine, self.metrics, self._slots)
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> AsyncLLM:
@@ -103,7 +103,7 @@ class AsyncLLM:
         """
         if self._is_closed or (self._thread.has_ended and not self._is_draining):
             raise self._thread.dead()
-        return self._places.reserve(count)
+        return self._slots.reserve(count)
 
     def check_room(self) -> None:
         """See that the waiting queue has a place left, which costs next to nothing.
@@ -111,7 +111,7 @@ class AsyncLLM:
         Raises:
             QueueFull: it has none.
         """
-        self._places.check()
+        self._slots.check()
 
     def generate(
         self,
@@ -156,18 +156,18 @@ class AsyncLLM:
             "tenant": tenant,
             "retain_cache": retain_cache,
         }
-        return self._follow(prompt, sampling_params, options, place, request_id)
+        return self._stream(prompt, sampling_params, options, place, request_id)
 
-    async def _follow(
+    async def _stream(
         self,
         prompt: Prompt | PreparedRequest,
         params: SamplingParams,
         options: Mapping[str, Any],
         place: SlotReservation | None = None,
         request_id: str | None = None,
-        then: Callable[[Engine], None] | None = None,
+        on_end: Callable[[Engine], None] | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Put a request, once its texts are tokens, and yield its outputs; see `generate`, and `Stream` for `then`."""
+        """Put a request, once its texts are tokens, and yield its outputs; see `generate`, and `Stream` for `on_end`."""
         arrival_s = time.monotonic()
 
         def submit(engine: Engine) -> None:
@@ -183,9 +183,9 @@ class AsyncLLM:
             with self._lock:
                 self._num_requests += 1
                 name = f"request-{self._num_requests}-{self._name}" if request_id is None else request_id
-            stream = Stream(name, submit, asyncio.get_running_loop(), then, grammar=grammar)
+            stream = Stream(name, submit, asyncio.get_running_loop(), on_end, grammar=grammar)
             held.take()
-            self._places.put()
+            self._slots.put()
             self._thread.put(stream)
         is_finished = False
         collector = OutputCollector(params.output_kind)
@@ -250,7 +250,7 @@ class AsyncLLM:
             num_tokens = engine.pins.pin(name, read.prompt, **options)
 
         if not num_tokens:
-            async for _ in self._follow(read, ONE_TOKEN, options, then=pin):
+            async for _ in self._stream(read, ONE_TOKEN, options, on_end=pin):
                 pass
         if not num_tokens:
             raise WorkerError(f"the prefix {name!r} could not be computed")
@@ -291,7 +291,7 @@ class AsyncLLM:
             is_stuck=has_work and since > STUCK_AFTER_S,
             seconds_since_progress=since,
             num_running=len(scheduler.running),
-            num_waiting=self._places.num_waiting,
+            num_waiting=self._slots.num_waiting,
             num_steps=self._engine.num_steps,
         )
 
@@ -320,7 +320,7 @@ class AsyncLLM:
         """
         self._is_draining = True
         deadline = time.monotonic() + timeout_s
-        while self._thread.streams or self._places.num_unstarted:
+        while self._thread.streams or self._slots.num_unstarted:
             if time.monotonic() > deadline or not self._thread.is_alive:
                 return False
             await asyncio.sleep(0.02)

@@ -14,7 +14,7 @@ from quire.engine.inputs.prompts import Prompt, PromptReader
 from quire.engine.inputs.request_builder import PreparedRequest, RequestBuilder
 from quire.engine.kv.disk_prefetch import DiskPrefetcher
 from quire.engine.kv.pinning import PrefixPins
-from quire.engine.metrics.block_lifetimes import Residency
+from quire.engine.metrics.block_lifetimes import BlockLifetimes
 from quire.engine.metrics.stats import EngineStats, StepStats
 from quire.engine.metrics.stats_collector import StatsCollector
 from quire.engine.outputs.output_processor import OutputProcessor
@@ -45,7 +45,7 @@ class Engine:
         end_token_ids: the model's own end-of-sequence tokens.
         cache_name: what, of the model, the prefix cache depends on.
         clock: seconds, monotonic.
-        staging: brings up what is on disk; None without a prefix cache there. Closed with the engine.
+        disk_prefetch: brings up what is on disk; None without a prefix cache there. Closed with the engine.
         media_reader: reads what comes with prompts; None where the data plane computes no embeddings.
         speculation: chooser of the number of drafts, adjusted after each step; None without speculative decoding.
         grammars: of outputs that must have a form; None where there can be none. Closed with the engine.
@@ -54,7 +54,7 @@ class Engine:
         pins: the prefixes that are held by name.
         requests: reads requests; its `prepare` may be called from any thread.
         step_recorder: receives the duration of each step.
-        residency: how long blocks live; None where no share of them is measured.
+        block_lifetimes: how long blocks live; None where no share of them is measured.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Engine:
         end_token_ids: frozenset[int],
         cache_name: str,
         clock: Callable[[], float] = time.monotonic,
-        staging: DiskPrefetcher | None = None,
+        disk_prefetch: DiskPrefetcher | None = None,
         media_reader: EmbeddingsReader | None = None,
         speculation: AdaptiveDrafter | None = None,
         grammars: GrammarCompiler | None = None,
@@ -81,10 +81,10 @@ class Engine:
         self.pins = PrefixPins(config, scheduler.memory, prompts, cache_name)
         share = config.kv_cache_metrics_sample
         pools = [group.pool for group in scheduler.memory.groups]
-        self.residency = Residency(pools, share, clock) if share else None
+        self.block_lifetimes = BlockLifetimes(pools, share, clock) if share else None
         self.requests = RequestBuilder(config, prompts, grammars, end_token_ids, cache_name)
         self._clock = clock
-        self._staging = staging
+        self._disk_prefetch = disk_prefetch
         self.grammars = grammars
         self._outputs = OutputProcessor(tokenizer, clock)
         self._num_requests = 0
@@ -171,8 +171,8 @@ class Engine:
         Raises:
             WorkerError: the data plane failed in several steps in a row.
         """
-        if self._staging is not None:
-            self._staging.begin_step(self.step_recorder.tokens_per_s)
+        if self._disk_prefetch is not None:
+            self._disk_prefetch.begin_step(self.step_recorder.tokens_per_s)
         plan = self.scheduler.plan(self.num_steps)
         self.num_steps += 1
         if not plan.items:
@@ -197,13 +197,13 @@ class Engine:
         self.scheduler.memory.reset_prefix_cache()
         if self.scheduler.drafter is not None:
             self.scheduler.drafter.reset()
-        if self._staging is not None:
-            self._staging.reset()
+        if self._disk_prefetch is not None:
+            self._disk_prefetch.reset()
 
     @property
     def stats(self) -> EngineStats:
         """Totals since the start."""
-        disk = None if self._staging is None else self._staging.stats
+        disk = None if self._disk_prefetch is None else self._disk_prefetch.stats
         return self._stats.totals(self.num_steps, disk)
 
     def measure(self) -> StepStats:
@@ -216,16 +216,16 @@ class Engine:
             for request_id in self._outputs.request_ids:
                 self.abort_request(request_id)
             # After a failure of the worker, nobody knows what its blocks hold.
-            if self._staging is not None and not self._num_failures:
-                self._staging.save_all(self.executor, self.scheduler.memory.take_ops(), self._clock)
+            if self._disk_prefetch is not None and not self._num_failures:
+                self._disk_prefetch.save_all(self.executor, self.scheduler.memory.take_ops(), self._clock)
         finally:
             self.executor.close()
             if self.grammars is not None:
                 self.grammars.close()
             if self.tokenizer is not None:
                 self.tokenizer.close()
-            if self._staging is not None:
-                self._staging.close()
+            if self._disk_prefetch is not None:
+                self._disk_prefetch.close()
             if self.scheduler.memory.tables.observer is not None:
                 self.scheduler.memory.tables.observer.close()
 
@@ -293,8 +293,8 @@ class Engine:
         outputs = [output for item in plan.items for output in self._fail_item(item, str(error))]
         for name in self.scheduler.recover(plan):
             logger.warning("the pinned prefix %r is lost, since a step failed that was to move it", name)
-        if self._staging is not None:
-            self._staging.drop(plan.ops)
+        if self._disk_prefetch is not None:
+            self._disk_prefetch.drop(plan.ops)
         return outputs
 
     def _end_request(

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterable
 
-from quire.engine.async_commands import Abort, Call, Item, Stream, hand_over
+from quire.engine.async_commands import Abort, Call, Item, Stream, post_items
 from quire.engine.engine import Engine
 from quire.engine.exporters.prometheus import Metrics
 from quire.engine.outputs.outputs import RequestOutput
@@ -24,7 +24,7 @@ class EngineThread:
     Args:
         engine: which this thread owns from now on.
         metrics: are told of each step and output.
-        places: of the waiting queue; told of each request that starts and ends.
+        slots: of the waiting queue; told of each request that starts and ends.
 
     Attributes:
         streams: of the requests that have not ended, by id.
@@ -33,14 +33,14 @@ class EngineThread:
         failure: what it died of, None while it lives and when it was told to end.
     """
 
-    def __init__(self, engine: Engine, metrics: Metrics, places: QueueSlots) -> None:
+    def __init__(self, engine: Engine, metrics: Metrics, slots: QueueSlots) -> None:
         self.streams: dict[str, Stream] = {}
         self.progress_s = time.monotonic()
         self.has_ended = False
         self.failure: BaseException | None = None
         self._engine = engine
         self._metrics = metrics
-        self._places = places
+        self._slots = slots
         self._commands: queue.SimpleQueue[Stream | Abort | Call | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
         self._thread.start()
@@ -87,7 +87,7 @@ class EngineThread:
         """Obey commands and step while there is work; sleep while there is none."""
         error = WorkerError("the engine has shut down")
         try:
-            while self._obey_commands():
+            while self._run_commands():
                 self.progress_s = time.monotonic()
                 if self._engine.has_unfinished:
                     self._publish(self._engine.step())
@@ -100,7 +100,7 @@ class EngineThread:
             self._fail_commands()
             self._engine.close()
 
-    def _obey_commands(self) -> bool:
+    def _run_commands(self) -> bool:
         """Start and abort requests; wait for a command when there is nothing else to do.
 
         Returns:
@@ -120,7 +120,7 @@ class EngineThread:
             if isinstance(command, Abort):
                 self._abort(command.stream)
             elif isinstance(command, Call):
-                command.obey(self._engine)
+                command.execute(self._engine)
             else:
                 self._start(command)
 
@@ -131,14 +131,14 @@ class EngineThread:
         except Exception as error:
             if not isinstance(error, RequestError):
                 logger.exception("request %r could not be started", stream.request_id)
-            hand_over([(stream, error)])
+            post_items([(stream, error)])
         except BaseException:  # a panic, which ends the engine; see `_run`
-            hand_over([(stream, WorkerError("the engine has died"))])
+            post_items([(stream, WorkerError("the engine has died"))])
             raise
         else:
             self.streams[stream.request_id] = stream
         finally:
-            self._places.start()
+            self._slots.start()
 
     def _abort(self, stream: Stream) -> None:
         """End a stream's request, unless it has ended, or was refused because another has its id."""
@@ -159,17 +159,17 @@ class EngineThread:
         for request_id, item in items:
             is_last = isinstance(item, Exception) or item.finished
             if is_last:
-                self._places.end()
+                self._slots.end()
             stream = self.streams.pop(request_id, None) if is_last else self.streams.get(request_id)
             if stream is None:
                 continue
-            if stream.then is not None and not isinstance(item, Exception) and item.finished:
+            if stream.on_end is not None and not isinstance(item, Exception) and item.finished:
                 try:
-                    stream.then(self._engine)
+                    stream.on_end(self._engine)
                 except RequestError as error:
                     item = error
             addressed.append((stream, item))
-        hand_over(addressed)
+        post_items(addressed)
 
     def _fail_commands(self) -> None:
         """Tell the tasks whose requests never started."""
@@ -179,7 +179,7 @@ class EngineThread:
             except queue.Empty:
                 return
             if isinstance(command, Stream):
-                self._places.start()
-                hand_over([(command, self.dead())])
+                self._slots.start()
+                post_items([(command, self.dead())])
             elif isinstance(command, Call):
                 command.fail(self.dead())

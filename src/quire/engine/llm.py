@@ -15,7 +15,7 @@ from quire.engine.inputs.prompts import Prompt
 from quire.engine.kv.pinning import ONE_TOKEN
 from quire.engine.metrics.stats import EngineStats
 from quire.engine.outputs.outputs import OutputCollector, RequestOutput
-from quire.engine.outputs.tool_calls import blame_tools, tell_calls, with_calls
+from quire.engine.outputs.tool_calls import add_calls, as_tools_error, with_calls
 from quire.engine.startup.loading import load
 from quire.errors import ConfigError, EngineClosed, InvalidParameter, UnsupportedFeature, WorkerError
 from quire.memory.usage import Usage
@@ -150,7 +150,7 @@ class LLM:
         Args:
             prompts: one prompt or several: text, token ids, or `{"prompt_token_ids": [...]}`. The latter may have
                 `"media": [{"offset": ..., "embeddings": ...}, ...]`: tensors [tokens, E] of the model's dtype, which
-                are computed as they are in place of the embeddings of the tokens from `offset` on.
+                are computed as they are in index of the embeddings of the tokens from `offset` on.
             sampling_params: one for all, or one for each; None takes the model's own.
             use_tqdm: show a progress bar on standard error, where that is a terminal.
             cache_salt, tenant: only requests with the same of both share cached prefixes.
@@ -222,8 +222,8 @@ class LLM:
         try:
             outputs = self.generate(prompts, each, **options)
         except InvalidParameter as error:
-            raise blame_tools(error) from error
-        tell_calls(outputs, use)
+            raise as_tools_error(error) from error
+        add_calls(outputs, use)
         return outputs
 
     def render_chat(
@@ -260,7 +260,7 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Generate for all prompts at once, yielding each step's news, or what `output_kind` says.
 
-        Leaving the iteration early aborts what is unfinished. An output's `request_id` is the prompt's place as a
+        Leaving the iteration early aborts what is unfinished. An output's `request_id` is the prompt's index as a
         decimal number. One iteration at a time: end or close one before the next call. The arguments are those of
         `generate`.
 
@@ -273,10 +273,10 @@ class LLM:
         options = {"cache_salt": cache_salt, "tenant": tenant, "retain_cache": retain_cache}
         with closing(self._run(many, each, **options)) as deltas:
             for delta in deltas:
-                place = int(delta.request_id)
-                if place not in collectors:
-                    collectors[place] = OutputCollector(each[place].output_kind)
-                output = collectors[place].add(delta)
+                index = int(delta.request_id)
+                if index not in collectors:
+                    collectors[index] = OutputCollector(each[index].output_kind)
+                output = collectors[index].add(delta)
                 if output is not None:
                     yield output
 
@@ -301,7 +301,7 @@ class LLM:
         self._check_open()
         many = _as_prompts(prompts)
         each = self._params_of(params, len(many))
-        names = [str(place) for place in range(len(many))]
+        names = [str(index) for index in range(len(many))]
         queued: list[str] = []
         try:
             for name, prompt, wanted in zip(names, many, each, strict=True):

@@ -20,12 +20,12 @@ class SlotReservation:
     """Places in the waiting queue, held before any work is done for a request; unused ones return on exit.
 
     Args:
-        return_places: takes back so many.
+        return_slots: takes back so many.
         count: how many are held.
     """
 
-    def __init__(self, return_places: Callable[[int], None], count: int) -> None:
-        self._return_places = return_places
+    def __init__(self, return_slots: Callable[[int], None], count: int) -> None:
+        self._return_slots = return_slots
         self._count = count
 
     def take(self) -> None:
@@ -37,7 +37,7 @@ class SlotReservation:
         if not self._count:
             raise ValueError("more requests than reserved places")
         self._count -= 1
-        self._return_places(1)
+        self._return_slots(1)
 
     def __enter__(self) -> Self:
         return self
@@ -45,7 +45,7 @@ class SlotReservation:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._return_places(self._count)
+        self._return_slots(self._count)
         self._count = 0
 
 

@@ -110,11 +110,11 @@ class ModelRunner:
         groups = (*decoder.cache_groups, *(() if draft is None else draft.cache_groups))
         storages = make_storages(groups, num_blocks, block_size, dtype, place, stored)
         builder = BatchBuilder(block_size, place, [group.kept for group in groups])
-        constraints = None
+        grammar_states = None
         if grammars is not None:
-            is_beside = place.type != "cpu" or torch.get_num_threads() < num_cores()
-            constraints = GrammarStates(grammars, is_beside=is_beside)
-        sampler = Sampler(place, constraints, decoder.ops.apply_token_bitmask)
+            uses_thread = place.type != "cpu" or torch.get_num_threads() < num_cores()
+            grammar_states = GrammarStates(grammars, uses_thread=uses_thread)
+        sampler = Sampler(place, grammar_states, decoder.ops.apply_token_bitmask)
         prefaulter = Prefaulter.of([storage.data for storage in storages])
         return cls(
             decoder, storages, builder, sampler, MultimodalEmbeddings(place), host_bytes, disk, draft, prefaulter

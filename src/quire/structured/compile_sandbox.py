@@ -44,8 +44,8 @@ class CompileSandbox:
         self._memory_bytes = memory_bytes
         self.num_bytes = 0
         setup = json.dumps([tokenizer, vocab_size, end_token_ids]).encode()
-        self._process = BoundedProcess("quire.structured.compile_sandbox:open_trial", setup, memory_bytes)
-        reason, _ = self._ask(None, READ_TOKENIZER_S)
+        self._process = BoundedProcess("quire.structured.compile_sandbox:open_sandbox", setup, memory_bytes)
+        reason, _ = self._send(None, READ_TOKENIZER_S)
         if reason:
             self.close()
             raise UnsupportedFeature("structured_outputs", reason)
@@ -66,7 +66,7 @@ class CompileSandbox:
         The process does not outlive a grammar that goes over a limit.
         """
         try:
-            reason, self.num_bytes = self._ask(source, timeout_s)
+            reason, self.num_bytes = self._send(source, timeout_s)
         except LimitExceeded as error:
             if error.limit == "time":
                 return f"it takes longer than {timeout_s:g} s (grammar_timeout_s)"
@@ -82,13 +82,13 @@ class CompileSandbox:
         """End the process, in whatever state it is."""
         self._process.close()
 
-    def _ask(self, source: GrammarSource | None, timeout_s: float) -> tuple[str, int]:
-        """Return what comes back, see `_try`; for None, why the tokenizer cannot be read, or nothing."""
+    def _send(self, source: GrammarSource | None, timeout_s: float) -> tuple[str, int]:
+        """Return what comes back, see `_compile_once`; for None, why the tokenizer cannot be read, or nothing."""
         reason, num_bytes = json.loads(self._process.ask(json.dumps(source).encode(), timeout_s))
         return str(reason), int(num_bytes)
 
 
-def open_trial(setup: bytes) -> Callable[[bytes], bytes]:
+def open_sandbox(setup: bytes) -> Callable[[bytes], bytes]:
     """Return what tries grammars out, within the process."""
     error, tokenizer = "", None
     try:
@@ -98,12 +98,12 @@ def open_trial(setup: bytes) -> Callable[[bytes], bytes]:
 
     def answer(question: bytes) -> bytes:
         source = json.loads(question)
-        return json.dumps((error, 0) if source is None else _try(tokenizer, GrammarSource(*source))).encode()
+        return json.dumps((error, 0) if source is None else _compile_once(tokenizer, GrammarSource(*source))).encode()
 
     return answer
 
 
-def _try(tokenizer: Any, source: GrammarSource) -> tuple[str, int]:
+def _compile_once(tokenizer: Any, source: GrammarSource) -> tuple[str, int]:
     """Return why a grammar does not compile, nothing where it does; and the bytes of memory that it took."""
     num_before = resident_bytes()
     try:

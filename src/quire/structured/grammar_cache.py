@@ -19,8 +19,8 @@ from quire.sequences.structured import GrammarSource
 from quire.structured.grammar_budget import GrammarBudget
 
 # Compiled grammars that are kept although nobody uses them, and what they may have taken when they were compiled.
-NUM_KEPT = 32
-KEPT_BYTES = 256 << 20
+NUM_CACHED = 32
+CACHED_BYTES = 256 << 20
 # What one mask, or one look at what is forced, may cost the lexer (some 4 ms); and states that a grammar's lexer may
 # come to while outputs go through it, of one or two kilobytes each.
 STEP_FUEL = 50_000
@@ -81,8 +81,8 @@ class Grammar:
 class GrammarCache:
     """The compiled grammars of one model; may be asked by several threads.
 
-    A grammar stays as long as somebody holds it, and the last few that were asked for stay longer: `NUM_KEPT` at most,
-    and no more than take `KEPT_BYTES` together.
+    A grammar stays as long as somebody holds it, and the last few that were asked for stay longer: `NUM_CACHED` at most,
+    and no more than take `CACHED_BYTES` together.
 
     Args:
         read_tokenizer: returns the tokenizer as the text of a `tokenizer.json`; called when the first grammar comes.
@@ -102,7 +102,7 @@ class GrammarCache:
     def find(self, source: GrammarSource) -> Grammar | None:
         """Return a grammar that is compiled already."""
         with self._lock:
-            return self._note(source, self._known.get(source))
+            return self._touch(source, self._known.get(source))
 
     def compile(self, source: GrammarSource, num_bytes: int = 0) -> Grammar:
         """Return a grammar, compiled where it is not known.
@@ -125,15 +125,15 @@ class GrammarCache:
         matcher = compile_grammar(self._tokenizer, source)
         grammar = Grammar(matcher, self._tokenizer, GrammarBudget(self.vocab_size), num_bytes)
         with self._lock:
-            return self._note(source, self._known.setdefault(source, grammar)) or grammar
+            return self._touch(source, self._known.setdefault(source, grammar)) or grammar
 
-    def _note(self, source: GrammarSource, grammar: Grammar | None) -> Grammar | None:
+    def _touch(self, source: GrammarSource, grammar: Grammar | None) -> Grammar | None:
         """Keep a grammar that was asked for, in place of those that were asked for the longest ago."""
         recent = self._recent
         if grammar is not None:
             recent[source] = grammar
             recent.move_to_end(source)
-            while len(recent) > NUM_KEPT or sum(one.num_bytes for one in recent.values()) > KEPT_BYTES:
+            while len(recent) > NUM_CACHED or sum(one.num_bytes for one in recent.values()) > CACHED_BYTES:
                 recent.popitem(last=False)
         return grammar
 

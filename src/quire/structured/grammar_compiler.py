@@ -12,7 +12,7 @@ from quire.structured.compile_sandbox import CompileSandbox
 from quire.structured.grammar_cache import Grammar, GrammarCache, import_llguidance
 
 # So that a grammar that takes long does not hold up all others. Each process holds the vocabulary.
-MAX_TRIALS = 2
+MAX_SANDBOXES = 2
 WANTED = {"json": "a JSON schema", "regex": "a regular expression", "choice": "choices", "grammar": "a Lark grammar"}
 
 
@@ -20,24 +20,24 @@ class GrammarCompiler:
     """Opens grammars; may be asked by several threads.
 
     Args:
-        shelf: where compiled ones are looked for, by the data plane too.
+        cache: where compiled ones are looked for, by the data plane too.
         timeout_s: that compiling one may take.
         memory_bytes: that it may take.
 
     Attributes:
-        trials: the processes in which grammars are tried out.
+        sandboxes: the processes in which grammars are tried out.
     """
 
-    def __init__(self, shelf: GrammarCache, *, timeout_s: float, memory_bytes: int) -> None:
-        self.shelf = shelf
+    def __init__(self, cache: GrammarCache, *, timeout_s: float, memory_bytes: int) -> None:
+        self.cache = cache
         self._timeout_s = timeout_s
         self._memory_bytes = memory_bytes
-        self.trials = ProcessPool(self._start_trial, MAX_TRIALS)
-        self._threads = WorkerThreads(MAX_TRIALS, "quire-grammars")
+        self.sandboxes = ProcessPool(self._start_sandbox, MAX_SANDBOXES)
+        self._threads = WorkerThreads(MAX_SANDBOXES, "quire-grammars")
 
     def find(self, wanted: StructuredOutputs) -> Grammar | None:
         """Return a grammar that is compiled already."""
-        return self.shelf.find(wanted.source)
+        return self.cache.find(wanted.source)
 
     def open(self, wanted: StructuredOutputs) -> Grammar:
         """Return a grammar; one that is not known is tried out first, which may take `timeout_s` and longer.
@@ -47,7 +47,7 @@ class GrammarCompiler:
         Raises:
             InvalidParameter: it does not compile, or not within the limits; the field is that of `wanted`.
             UnsupportedFeature: the package `llguidance` is missing, or the tokenizer is one that it cannot read.
-            WorkerError: the process for trials does not start.
+            WorkerError: the process for sandboxes does not start.
         """
         known = self.find(wanted)
         if known is not None:
@@ -55,10 +55,10 @@ class GrammarCompiler:
         import_llguidance()
         source = wanted.source
         allowed = f"{WANTED[source.kind]} that compiles"
-        error, num_bytes = self._try(wanted)
+        error, num_bytes = self._check(wanted)
         if error is None:
             try:
-                return self.shelf.compile(source, num_bytes)
+                return self.cache.compile(source, num_bytes)
             except ValueError as failure:
                 error = str(failure)
         raise InvalidParameter(wanted.field, source.text, f"{allowed}: {error}")
@@ -75,16 +75,16 @@ class GrammarCompiler:
         return known if known is not None else await self._threads.run(partial(self.open, wanted))
 
     def close(self) -> None:
-        """End all trials."""
+        """End all sandboxes."""
         self._threads.close()
-        self.trials.close()
+        self.sandboxes.close()
 
-    def _start_trial(self) -> CompileSandbox:
+    def _start_sandbox(self) -> CompileSandbox:
         # Only now: the tokenizer's text is long, and most engines are asked for no grammar.
-        shelf = self.shelf
-        return CompileSandbox(shelf.read_tokenizer(), shelf.vocab_size, shelf.end_token_ids, self._memory_bytes)
+        cache = self.cache
+        return CompileSandbox(cache.read_tokenizer(), cache.vocab_size, cache.end_token_ids, self._memory_bytes)
 
-    def _try(self, wanted: StructuredOutputs) -> tuple[str | None, int]:
+    def _check(self, wanted: StructuredOutputs) -> tuple[str | None, int]:
         """Return why a grammar does not compile, None where it does; and the bytes of memory that it takes."""
-        with self.trials.process() as trial:
-            return trial.compile(wanted.source, self._timeout_s), trial.num_bytes
+        with self.sandboxes.process() as sandbox:
+            return sandbox.compile(wanted.source, self._timeout_s), sandbox.num_bytes

@@ -43,7 +43,7 @@ class GrammarState:
 
     Attributes:
         error: why it cannot go on; it ends its request.
-        family: what sequences that were forked from each other have in common.
+        fork_key: what sequences that were forked from each other have in common.
         num_prompt: tokens before the output.
         token_ids: of the output, as far as the matcher knows it.
     """
@@ -57,7 +57,7 @@ class GrammarState:
     ) -> None:
         params = new_sequence.params
         self.error = error
-        self.family = (params.structured_outputs, new_sequence.seed, new_sequence.num_prompt)
+        self.fork_key = (params.structured_outputs, new_sequence.seed, new_sequence.num_prompt)
         self._grammar = grammar
         self._matcher: Any = None if grammar is None else grammar.open()
         self._account = GrammarAccount(GrammarBudget(0) if grammar is None else grammar.budget)
@@ -73,7 +73,7 @@ class GrammarState:
         )
         self._appends = not (may_be_forbidden or params.measures_tokens or params.strategy is not None)
         self.token_ids: list[int] = []
-        self._forced: list[Forced] = [self._ask()]
+        self._forced: list[Forced] = [self._find_forced()]
         self._job: Future[None] | None = None
         self._masks = torch.empty(0)
         self._num_masks = 0
@@ -106,18 +106,18 @@ class GrammarState:
             return
         same = start + next(
             (
-                place
-                for place, token_id in enumerate(token_ids)
-                if start + place >= len(self.token_ids) or self.token_ids[start + place] != token_id
+                idx
+                for idx, token_id in enumerate(token_ids)
+                if start + idx >= len(self.token_ids) or self.token_ids[start + idx] != token_id
             ),
             len(token_ids),
         )
         rest = token_ids[same - start :]
-        if not self._retreat(len(self.token_ids) - same) or not rest:
+        if not self._roll_back(len(self.token_ids) - same) or not rest:
             return
         self._account.start()
-        for place in range(0, len(rest), RUN_PART):
-            part = rest[place : place + RUN_PART]
+        for idx in range(0, len(rest), RUN_PART):
+            part = rest[idx : idx + RUN_PART]
             if self._advance(part) < len(part):
                 self.error = DEAD_END
             if not self._charge(len(part)):
@@ -132,8 +132,8 @@ class GrammarState:
         run = list(token_ids)
         limit = len(run) + MAX_RUN
         while len(run) < limit:
-            forced, place = self._forced[-1]
-            rest = forced[place : place + min(limit - len(run), RUN_PART)]
+            forced, idx = self._forced[-1]
+            rest = forced[idx : idx + min(limit - len(run), RUN_PART)]
             num_taken = self._advance(rest)
             run += rest[:num_taken]
             if num_taken < len(rest):
@@ -160,13 +160,13 @@ class GrammarState:
         for num_taken, token_id in enumerate(token_ids):
             if token_id in self._end_token_ids or self._matcher.try_consume_tokens([token_id]) != 1:
                 return num_taken
-            forced, place = self._forced[-1]
-            is_on_course = place + 1 < len(forced) and forced[place] == token_id
+            forced, idx = self._forced[-1]
+            is_on_course = idx + 1 < len(forced) and forced[idx] == token_id
             self.token_ids.append(token_id)
-            self._forced.append((forced, place + 1) if is_on_course else self._ask())
+            self._forced.append((forced, idx + 1) if is_on_course else self._find_forced())
         return len(token_ids)
 
-    def _retreat(self, num_tokens: int) -> bool:
+    def _roll_back(self, num_tokens: int) -> bool:
         """Take back the last tokens; False where the matcher cannot."""
         if not num_tokens:
             return True
@@ -175,7 +175,7 @@ class GrammarState:
             self.error = f"the grammar of the output cannot go back: {why(self._matcher)}"
         return self.error is None
 
-    def _ask(self) -> Forced:
+    def _find_forced(self) -> Forced:
         """Return what the grammar forces here, where nothing that it forced before still holds."""
         if self.error is not None or self._grammar is None:
             return NOT_FORCED
@@ -207,8 +207,8 @@ class GrammarState:
         """
         if self._job is not None:
             self._job.result()
-        place = position - self._position
-        return self._masks[place] if 0 <= place < self._num_masks else None
+        idx = position - self._position
+        return self._masks[idx] if 0 <= idx < self._num_masks else None
 
     def fill(self, draft: Sequence[int]) -> None:
         """Fill the masks of the next row, and of those behind the drafts that the grammar has."""
@@ -220,25 +220,25 @@ class GrammarState:
         if self._fill_row(self._masks[0]):
             self._num_masks = 1
             if draft:
-                self._fill_behind(draft)
+                self._fill_drafts(draft)
         self._charge(2 * self._num_masks)  # with the drafts between them
 
-    def _fill_behind(self, draft: Sequence[int]) -> None:
+    def _fill_drafts(self, draft: Sequence[int]) -> None:
         """Fill the masks behind drafts: what comes of those is nobody's error until they are accepted."""
         # A matcher with an error is lost.
         before, num_before = self._matcher.deep_copy(), len(self.token_ids)
-        for place, token_id in enumerate(draft, 1):
-            if not self._advance((token_id,)) or not self._fill_row(self._masks[place]):
+        for idx, token_id in enumerate(draft, 1):
+            if not self._advance((token_id,)) or not self._fill_row(self._masks[idx]):
                 break
             self._num_masks += 1
         self._matcher, self.error = before, None
         del self.token_ids[num_before:], self._forced[num_before + 1 :]
 
     def _fill_row(self, row: torch.Tensor) -> bool:
-        forced, place = self._forced[-1]
+        forced, idx = self._forced[-1]
         if forced:
             row.zero_()
-            row.view(torch.uint8)[forced[place] >> 3] = 1 << (forced[place] & 7)
+            row.view(torch.uint8)[forced[idx] >> 3] = 1 << (forced[idx] & 7)
             return True
         self._matcher.unsafe_compute_mask_ptr(row.data_ptr(), row.numel() * row.element_size())
         if self._matcher.is_error():

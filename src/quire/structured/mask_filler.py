@@ -25,17 +25,17 @@ from quire.structured.grammar_state import GrammarState
 
 
 class MaskJob(NamedTuple):
-    """What is to be done for one constraint in a step.
+    """What is to be done for one state in a step.
 
     Args:
-        constraint: whose.
+        state: whose.
         start: of the tokens, counted from the first of the output.
         token_ids: what is known of the output from there on.
         draft: what may come behind them.
         is_sampled: whether a token is drawn in this step.
     """
 
-    constraint: GrammarState
+    state: GrammarState
     start: int
     token_ids: Sequence[int]
     draft: Sequence[int]
@@ -46,80 +46,78 @@ class GrammarStates:
     """Opens and closes constraints, and fills their masks.
 
     Args:
-        shelf: the model's grammars.
-        is_beside: whether there is a core for masks beside those that the model's threads have.
+        cache: the model's grammars.
+        uses_thread: whether there is a core for masks beside those that the model's threads have.
     """
 
-    def __init__(self, shelf: GrammarCache, *, is_beside: bool = True) -> None:
-        self._shelf = shelf
-        self._is_beside = is_beside
-        self._num_words = -(-shelf.vocab_size // 32)
+    def __init__(self, cache: GrammarCache, *, uses_thread: bool = True) -> None:
+        self._cache = cache
+        self._uses_thread = uses_thread
+        self._num_words = -(-cache.vocab_size // 32)
         self._open: dict[int, GrammarState] = {}
         # Closed by the plan at hand, and maybe what its openings were forked from.
-        self._leaving: list[GrammarState] = []
+        self._finished: list[GrammarState] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-masks")
         self._job: Future[None] | None = None
         self._num_steps = 0
 
     @property
     def num_open(self) -> int:
-        """Sequences with a constraint."""
+        """Sequences with a state."""
         return len(self._open)
 
     def close(self, seq_id: int) -> None:
         """Forget a sequence, once the plan that closes it was followed."""
         known = self._open.pop(seq_id, None)
         if known is not None:
-            self._leaving.append(known)
+            self._finished.append(known)
 
     def open(self, seq_id: int, new_sequence: NewSequence) -> GrammarState | None:
-        """Return the constraint of a sequence that was not known; None where it has none."""
+        """Return the state of a sequence that was not known; None where it has none."""
         wanted = new_sequence.params.structured_outputs
         if wanted is None:
             return None
         self._wait()
-        ends = self._shelf.end_token_ids
-        family = (wanted, new_sequence.seed, new_sequence.num_prompt)
+        ends = self._cache.end_token_ids
+        fork_key = (wanted, new_sequence.seed, new_sequence.num_prompt)
         output = list(new_sequence.token_ids[new_sequence.num_prompt :])
-        known = (*self._open.values(), *self._leaving) if output else ()
+        known = (*self._open.values(), *self._finished) if output else ()
         # What another sequence of the request went through need not be gone through again.
-        siblings = [one for one in known if one.family == family and one.error is None and one.is_prefix_of(output)]
+        siblings = [one for one in known if one.fork_key == fork_key and one.error is None and one.is_prefix_of(output)]
         nearest = max(siblings, key=lambda one: len(one.token_ids), default=None)
         if nearest is not None:
-            constraint = nearest.fork(new_sequence)
+            state = nearest.fork(new_sequence)
         else:
             try:
-                constraint = GrammarState(self._shelf.compile(wanted.source), new_sequence, ends)
+                state = GrammarState(self._cache.compile(wanted.source), new_sequence, ends)
             except (RequestError, ValueError) as error:
-                constraint = GrammarState(
-                    None, new_sequence, ends, f"the grammar of the output does not compile: {error}"
-                )
-        self._open[seq_id] = constraint
-        return constraint
+                state = GrammarState(None, new_sequence, ends, f"the grammar of the output does not compile: {error}")
+        self._open[seq_id] = state
+        return state
 
     def begin(self, items: Sequence[ScheduledSequence]) -> None:
         """Fill the masks of a step, or have another thread fill them."""
         self._wait()
         self._num_steps += 1
-        self._leaving.clear()
+        self._finished.clear()
         if not self._open:
             return
-        works = [work for item in items if (work := self._work(item)) is not None]
-        if not works:
+        mask_jobs = [mask_job for item in items if (mask_job := self._mask_job(item)) is not None]
+        if not mask_jobs:
             return
-        num_rows = [1 + len(work.draft) if work.is_sampled else 0 for work in works]
+        num_rows = [1 + len(mask_job.draft) if mask_job.is_sampled else 0 for mask_job in mask_jobs]
         masks = torch.split(torch.empty((sum(num_rows), self._num_words), dtype=torch.int32), num_rows)
-        for work in works:
-            work.constraint.begin_step(self._num_steps)
+        for mask_job in mask_jobs:
+            mask_job.state.begin_step(self._num_steps)
         # The constraints must have their masks before the thread looks for them.
         begun: Future[None] = Future()
-        if self._is_beside:
-            self._job = self._thread.submit(_fill, works, begun)
-        for work, part in zip(works, masks, strict=True):
-            work.constraint.begin(part, self._job)
+        if self._uses_thread:
+            self._job = self._thread.submit(_fill, mask_jobs, begun)
+        for mask_job, part in zip(mask_jobs, masks, strict=True):
+            mask_job.state.begin(part, self._job)
         begun.set_result(None)
-        if not self._is_beside:
-            _fill(works, begun)
+        if not self._uses_thread:
+            _fill(mask_jobs, begun)
 
     def append(self, items: Sequence[ScheduledSequence], results: Sequence[ItemResult]) -> list[ItemResult]:
         """Take in what was drawn, and append what must follow.
@@ -131,35 +129,33 @@ class GrammarStates:
         if not self._open:
             return list(results)
         extended = list(results)
-        for place, (item, result) in enumerate(zip(items, results, strict=True)):
-            constraint = self._open.get(item.seq_id)
+        for idx, (item, result) in enumerate(zip(items, results, strict=True)):
+            state = self._open.get(item.seq_id)
             # Each of several samples will be a sequence of its own.
-            if constraint is not None and result.error is None and item.num_samples == 1:
+            if state is not None and result.error is None and item.num_samples == 1:
                 try:
-                    token_ids = constraint.append(result.token_ids)
+                    token_ids = state.append(result.token_ids)
                 except Exception as error:
-                    extended[place] = ItemResult(item.seq_id, (), error=_failure(error), is_own_fault=True)
+                    extended[idx] = ItemResult(item.seq_id, (), error=_failure(error), is_own_fault=True)
                     continue
                 if len(token_ids) > len(result.token_ids):
-                    extended[place] = result._replace(token_ids=token_ids)
+                    extended[idx] = result._replace(token_ids=token_ids)
         return extended
 
-    def _work(self, item: ScheduledSequence) -> MaskJob | None:
-        constraint = self._open.get(item.seq_id)
-        if constraint is None:
+    def _mask_job(self, item: ScheduledSequence) -> MaskJob | None:
+        state = self._open.get(item.seq_id)
+        if state is None:
             return None
         is_sampled = item.num_samples > 0
         num_certain = len(item.token_ids) - item.num_draft
         certain, draft = item.token_ids[:num_certain], item.token_ids[num_certain:]
         if item.new_sequence is not None:
-            return MaskJob(
-                constraint, 0, item.new_sequence.token_ids[item.new_sequence.num_prompt :], draft, is_sampled
-            )
+            return MaskJob(state, 0, item.new_sequence.token_ids[item.new_sequence.num_prompt :], draft, is_sampled)
         if not is_sampled:
             return None
-        num_prompt = constraint.num_prompt
+        num_prompt = state.num_prompt
         start = max(item.start, num_prompt)
-        return MaskJob(constraint, start - num_prompt, certain[start - item.start :], draft, True)
+        return MaskJob(state, start - num_prompt, certain[start - item.start :], draft, True)
 
     def _wait(self) -> None:
         """Wait for the thread, which may still be at the masks of a step that failed."""
@@ -173,16 +169,16 @@ def _failure(error: Exception) -> str:
     return f"the grammar of the output failed: {describe(error)}"
 
 
-def _fill(works: Sequence[MaskJob], begun: Future[None]) -> None:
+def _fill(mask_jobs: Sequence[MaskJob], begun: Future[None]) -> None:
     """Bring constraints up to what is known, and fill their masks."""
     begun.result()
     with torch.inference_mode():
-        for work in works:
-            constraint = work.constraint
+        for mask_job in mask_jobs:
+            state = mask_job.state
             # Whatever goes wrong is that sequence's affair.
             try:
-                constraint.sync(work.start, work.token_ids)
-                if work.is_sampled:
-                    constraint.fill(work.draft)
+                state.sync(mask_job.start, mask_job.token_ids)
+                if mask_job.is_sampled:
+                    state.fill(mask_job.draft)
             except Exception as error:
-                constraint.error = _failure(error)
+                state.error = _failure(error)

@@ -9,7 +9,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from quire.engine.engine import Engine
-from quire.engine.metrics.block_lifetimes import BOUNDS_S, Spans
+from quire.engine.metrics.block_lifetimes import BOUNDS_S, TimeHistogram
 from quire.engine.metrics.stats import EngineStats, StepStats
 from quire.kvstore.prefix_store import StoreStats
 from quire.scheduling.stats import Metric as Declaration
@@ -51,11 +51,11 @@ class KvMetrics(Collector):
         retention = self._engine.scheduler.memory.arena.retention
         yield self._gauge("kv_pinned_blocks", "Blocks, or slabs, that pins fill.", self._engine.pins.report().filled)
         yield self._gauge("kv_retained_bytes", "Bytes of blocks that are to be evicted last.", retention.num_bytes)
-        residency = self._engine.residency
-        if residency is not None:
-            yield self._histogram("kv_block_lifetime_seconds", "Taken to evicted, sampled.", residency.lifetime)
-            yield self._histogram("kv_block_idle_before_evict_seconds", "Idle to evicted, sampled.", residency.idle)
-            yield self._histogram("kv_block_reuse_gap_seconds", "Idle to hit again, sampled.", residency.reuse_gap)
+        lifetimes = self._engine.block_lifetimes
+        if lifetimes is not None:
+            yield self._histogram("kv_block_lifetime_seconds", "Taken to evicted, sampled.", lifetimes.lifetime)
+            yield self._histogram("kv_block_idle_before_evict_seconds", "Idle to evicted, sampled.", lifetimes.idle)
+            yield self._histogram("kv_block_reuse_gap_seconds", "Idle to hit again, sampled.", lifetimes.reuse_gap)
         if stats.disk is not None:
             yield from self._declared(stats.disk, metrics_of(StoreStats))
 
@@ -75,11 +75,11 @@ class KvMetrics(Collector):
         family.add_metric([self._model_name], value)
         return family
 
-    def _histogram(self, name: str, meaning: str, spans: Spans) -> Metric:
+    def _histogram(self, name: str, meaning: str, times: TimeHistogram) -> Metric:
         family = HistogramMetricFamily(f"{self._prefix}:{name}", meaning, labels=["model_name"])
         buckets, total = [], 0
-        for bound, count in zip((*map(str, BOUNDS_S), "+Inf"), tuple(spans.counts), strict=True):
+        for bound, count in zip((*map(str, BOUNDS_S), "+Inf"), tuple(times.counts), strict=True):
             total += count
             buckets.append((bound, total))
-        family.add_metric([self._model_name], buckets, spans.sum_s)
+        family.add_metric([self._model_name], buckets, times.sum_s)
         return family

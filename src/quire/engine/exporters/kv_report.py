@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from quire.engine.engine import Engine
 from quire.engine.kv.pinning import PinReport
-from quire.engine.metrics.block_lifetimes import SpanSummary
+from quire.engine.metrics.block_lifetimes import TimeSummary
 
 
 class KvReport(NamedTuple):
@@ -22,11 +22,11 @@ class KvReport(NamedTuple):
     pins: PinReport
     retained_bytes: int
     retention_limit_bytes: int
-    residency: dict[str, SpanSummary] | None
+    residency: dict[str, TimeSummary] | None
 
     @classmethod
     def of(cls, engine: Engine) -> KvReport:
         """Look at an engine now, from any thread."""
         retention = engine.scheduler.memory.arena.retention
-        residency = None if engine.residency is None else engine.residency.summary()
+        residency = None if engine.block_lifetimes is None else engine.block_lifetimes.summary()
         return cls(engine.pins.report(), retention.num_bytes, retention.limit_bytes, residency)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Blocks
+from collections.abc import Sequence as Seq
 
 from quire.errors import WorkerError
 from quire.execution.executor import Executor
@@ -31,7 +31,7 @@ class DiskPrefetcher:
     """Loads stored blocks where that is faster than computing their tokens.
 
     Args:
-        archive: the memory's verbs for it.
+        disk_tier: the memory's verbs for it.
         disk: has the blocks; closed with this.
         block_size: tokens of a block.
         block_bytes: of each cache group.
@@ -40,19 +40,19 @@ class DiskPrefetcher:
 
     def __init__(
         self,
-        archive: DiskTier,
+        disk_tier: DiskTier,
         disk: DiskBlocks,
         *,
         block_size: int,
-        block_bytes: Blocks[int],
+        block_bytes: Seq[int],
         step_tokens: int,
     ) -> None:
-        self._archive = archive
+        self._disk_tier = disk_tier
         self._disk = disk
         self._block_size = block_size
         self._block_bytes = tuple(block_bytes)
         self._step_blocks = max(1, step_tokens // block_size)
-        self._spare = self._step_blocks
+        self._free_blocks = self._step_blocks
         self._tokens_per_s: float | None = None
         self._num_refused = 0
 
@@ -62,21 +62,21 @@ class DiskPrefetcher:
         Args:
             tokens_per_s: how fast prompts are computed; None while nobody knows.
         """
-        self._spare = self._step_blocks
+        self._free_blocks = self._step_blocks
         self._tokens_per_s = tokens_per_s
 
     def prepare(self, sequence: Sequence) -> bool:
         """Bring up what is on disk of a sequence that is to be let in; False while there is more to come."""
         if sequence.is_staged:
             return True
-        num_blocks, loads = self._archive.find_loads(sequence.chain, self._disk.holds, sequence.request.hit_limit)
+        num_blocks, loads = self._disk_tier.find_loads(sequence.chain, self._disk.holds, sequence.request.hit_limit)
         if loads and (sequence.staged or self._is_worth_it(loads)):
-            # The first places of the chain, each with the blocks of all groups.
-            places = sorted({load.block_idx for load in loads})[: self._spare]
-            self._spare -= len(places)
-            part = [load for load in loads if load.block_idx in places]
+            # The first indices of the chain, each with the blocks of all groups.
+            indices = sorted({load.block_idx for load in loads})[: self._free_blocks]
+            self._free_blocks -= len(indices)
+            part = [load for load in loads if load.block_idx in indices]
             # What was lost again meanwhile is not loaded twice: the host is too small for it.
-            is_new = sequence.staged.isdisjoint(places)
+            is_new = sequence.staged.isdisjoint(indices)
             if is_new and self._load(sequence, num_blocks, part) and len(part) < len(loads):
                 return False
         sequence.is_staged = True
@@ -101,7 +101,7 @@ class DiskPrefetcher:
             clock: in seconds.
         """
         deadline_s = clock() + SAVE_S
-        ops = self._archive.saving_ops()
+        ops = self._disk_tier.saving_ops()
         saved_bytes = 0
         try:
             executor.move(pending)
@@ -116,7 +116,7 @@ class DiskPrefetcher:
         # And it is to be deleted last.
         self._disk.touch(ops.saves)
 
-    def _parts(self, copies: Blocks[BlockCopy]) -> Iterator[tuple[tuple[BlockCopy, ...], int]]:
+    def _parts(self, copies: Seq[BlockCopy]) -> Iterator[tuple[tuple[BlockCopy, ...], int]]:
         """Yield copies from the last one back, as far as the disk holds them, in parts; and the bytes of each part."""
         part: list[BlockCopy] = []
         part_bytes, num_bytes = 0, 0
@@ -141,7 +141,7 @@ class DiskPrefetcher:
         """The counters of the store."""
         return self._disk.stats
 
-    def _load(self, sequence: Sequence, num_blocks: int, loads: Blocks[DiskLoad]) -> bool:
+    def _load(self, sequence: Sequence, num_blocks: int, loads: Seq[DiskLoad]) -> bool:
         """Read blocks and publish them on the host; False where not all of them could be had."""
         fetched = []
         for load in loads:
@@ -149,12 +149,12 @@ class DiskPrefetcher:
             if ticket is None:
                 break
             fetched.append(FetchedBlock(load.block.group_idx, load.block_idx, ticket))
-        adopted = set(self._archive.publish_loaded(sequence.chain, num_blocks, fetched)) if fetched else set()
-        self._disk.drop(block.ticket for block in fetched if block.ticket not in adopted)
-        sequence.staged.update(block.block_idx for block in fetched if block.ticket in adopted)
-        return len(adopted) == len(loads)
+        published = set(self._disk_tier.publish_loaded(sequence.chain, num_blocks, fetched)) if fetched else set()
+        self._disk.drop(block.ticket for block in fetched if block.ticket not in published)
+        sequence.staged.update(block.block_idx for block in fetched if block.ticket in published)
+        return len(published) == len(loads)
 
-    def _is_worth_it(self, loads: Blocks[DiskLoad]) -> bool:
+    def _is_worth_it(self, loads: Seq[DiskLoad]) -> bool:
         """Say whether loading is faster than computing, as far as both have been measured."""
         stats = self._disk.stats
         if self._tokens_per_s is None or not stats.loaded_bytes:

@@ -15,10 +15,10 @@ BOUNDS_S = (
     *(1_000.0, 2_000.0, 5_000.0, 10_000.0, 20_000.0, 50_000.0, 100_000.0),
 )
 # However small the share: of a small pool it would be no block at all.
-LEAST_SAMPLED = 16
+MIN_SAMPLED = 16
 
 
-class Spans:
+class TimeHistogram:
     """A histogram of times.
 
     Attributes:
@@ -40,11 +40,11 @@ class Spans:
         self.sum_s += seconds
         self.longest_s = max(self.longest_s, seconds)
 
-    def summary(self) -> SpanSummary:
+    def summary(self) -> TimeSummary:
         """Return what a person wants to know."""
         counts = tuple(self.counts)
         num_times = sum(counts)
-        return SpanSummary(
+        return TimeSummary(
             num_times, self.sum_s / max(1, num_times), self._at_most(counts, 0.5), self._at_most(counts, 0.9)
         )
 
@@ -58,7 +58,7 @@ class Spans:
         return self.longest_s
 
 
-class SpanSummary(NamedTuple):
+class TimeSummary(NamedTuple):
     """Times in short.
 
     Args:
@@ -74,7 +74,7 @@ class SpanSummary(NamedTuple):
     p90_s: float
 
 
-class Residency:
+class BlockLifetimes:
     """Watches a sample of the blocks: always the same ids, evenly spread.
 
     Args:
@@ -89,16 +89,16 @@ class Residency:
     """
 
     def __init__(self, pools: Iterable[BlockPool], share: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self.lifetime, self.idle, self.reuse_gap = Spans(), Spans(), Spans()
+        self.lifetime, self.idle, self.reuse_gap = TimeHistogram(), TimeHistogram(), TimeHistogram()
         self.num_sampled = 0
         for pool in pools:
             num_blocks = len(pool.ref_counts) - 1
-            stride = max(1, min(round(1 / share), num_blocks // LEAST_SAMPLED))
+            stride = max(1, min(round(1 / share), num_blocks // MIN_SAMPLED))
             sample = frozenset(range(1 + (stride - 1) // 2, num_blocks + 1, stride))
             self.num_sampled += len(sample)
-            pool.observer = PoolClock(self, sample, clock)
+            pool.observer = PoolLifetimes(self, sample, clock)
 
-    def summary(self) -> dict[str, SpanSummary]:
+    def summary(self) -> dict[str, TimeSummary]:
         """Return each kind of time in short, by name."""
         return {
             "lifetime": self.lifetime.summary(),
@@ -107,19 +107,19 @@ class Residency:
         }
 
 
-class PoolClock:
+class PoolLifetimes:
     """Stamps the sampled blocks of one pool.
 
     Args:
-        residency: takes the times.
+        lifetimes: takes the times.
         sample: ids of the blocks.
         clock: seconds, monotonic.
     """
 
-    __slots__ = ("_clock", "_idle_since", "_residency", "_sample", "_taken_at")
+    __slots__ = ("_clock", "_idle_since", "_lifetimes", "_sample", "_taken_at")
 
-    def __init__(self, residency: Residency, sample: frozenset[int], clock: Callable[[], float]) -> None:
-        self._residency = residency
+    def __init__(self, lifetimes: BlockLifetimes, sample: frozenset[int], clock: Callable[[], float]) -> None:
+        self._lifetimes = lifetimes
         self._sample = sample
         self._clock = clock
         self._taken_at: dict[int, float] = {}
@@ -133,7 +133,7 @@ class PoolClock:
     def on_reuse(self, block_ids: Sequence[int]) -> None:
         """Note a hit."""
         for block_id in self._sample.intersection(block_ids):
-            self._residency.reuse_gap.add(self._clock() - self._idle_since[block_id])
+            self._lifetimes.reuse_gap.add(self._clock() - self._idle_since[block_id])
 
     def on_idle(self, block_ids: Sequence[int]) -> None:
         """Note the last use."""
@@ -144,9 +144,9 @@ class PoolClock:
         """Note an end."""
         for block_id in self._sample.intersection(block_ids):
             now_s = self._clock()
-            self._residency.idle.add(now_s - self._idle_since[block_id])
+            self._lifetimes.idle.add(now_s - self._idle_since[block_id])
             if block_id in self._taken_at:
-                self._residency.lifetime.add(now_s - self._taken_at[block_id])
+                self._lifetimes.lifetime.add(now_s - self._taken_at[block_id])
 
     def on_move(self, src_id: int, dst_id: int) -> None:
         """Forget the birth of what is somewhere else now: it would not be of one sampled block."""

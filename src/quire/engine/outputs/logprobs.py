@@ -92,8 +92,8 @@ class FlatLogprobs(Sequence[PositionLogprobs]):
     @overload
     def __getitem__(self, index: slice) -> list[PositionLogprobs]: ...
     def __getitem__(self, index: SupportsIndex | slice) -> PositionLogprobs | list[PositionLogprobs]:
-        places = range(len(self))[index]
-        return self._position(places) if isinstance(places, int) else [self._position(place) for place in places]
+        indices = range(len(self))[index]
+        return self._position(indices) if isinstance(indices, int) else [self._position(index) for index in indices]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
@@ -101,10 +101,10 @@ class FlatLogprobs(Sequence[PositionLogprobs]):
     def __repr__(self) -> str:
         return repr(list(self))
 
-    def _position(self, place: int) -> PositionLogprobs:
-        start, end = self._ends[place - 1] if place else 0, self._ends[place]
+    def _position(self, index: int) -> PositionLogprobs:
+        start, end = self._ends[index - 1] if index else 0, self._ends[index]
         chosen = self._token_ids[start]
-        position = {chosen: self._logprob(start, self._ranks[place])}
+        position = {chosen: self._logprob(start, self._ranks[index])}
         for rank, idx in enumerate(range(start + 1, end), 1):
             if self._token_ids[idx] != chosen:
                 position[self._token_ids[idx]] = self._logprob(idx, rank)
@@ -148,10 +148,10 @@ class PromptLogprobs(Sequence[PositionLogprobs | None]):
     @overload
     def __getitem__(self, index: slice) -> list[PositionLogprobs | None]: ...
     def __getitem__(self, index: SupportsIndex | slice) -> PositionLogprobs | list[PositionLogprobs | None] | None:
-        places = range(len(self))[index]
-        if isinstance(places, int):
-            return self.known[places - 1] if places else None
-        return [self[place] for place in places]
+        indices = range(len(self))[index]
+        if isinstance(indices, int):
+            return self.known[indices - 1] if indices else None
+        return [self[index] for index in indices]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Items
+from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from quire.engine.outputs.beam_outputs import BeamTexts
@@ -79,7 +79,7 @@ class OutputProcessor:
         if result.prompt_logprobs and state.wants_prompt_logprobs:
             state.add_prompt_logprobs(item.start, result.prompt_logprobs)
 
-    def add_tokens(self, events: Iterable[SequenceEvent], results: Items[ItemResult]) -> ProcessedTokens:
+    def add_tokens(self, events: Iterable[SequenceEvent], results: Seq[ItemResult]) -> ProcessedTokens:
         """Take the tokens of a step, which the scheduler has appended to their sequences.
 
         Args:
@@ -112,7 +112,7 @@ class OutputProcessor:
         return ProcessedTokens(num_generated, ended, list(failed.items()))
 
     def find_beam_stops(
-        self, groups: Iterable[Items[Sequence]], candidates: Iterable[tuple[Candidate, ...]]
+        self, groups: Iterable[Seq[Sequence]], candidates: Iterable[tuple[Candidate, ...]]
     ) -> list[tuple[Candidate, ...]]:
         """Return the candidates of beam groups, each with the stop string that its text reaches, if any.
 

@@ -14,7 +14,7 @@ from quire.text.tokenizer import Tokenizer
 
 
 class RequestState:
-    """Collects the news of one request in a step.
+    """Collects the deltas of one request in a step.
 
     Args:
         request: the request.
@@ -35,7 +35,7 @@ class RequestState:
         self._tokenizer = tokenizer
         self._samples: dict[int, SampleText] = {}
         self._cumulative: dict[int, float] = {}
-        self._news: dict[int, CompletionOutput] = {}
+        self._deltas: dict[int, CompletionOutput] = {}
         self._ranking = BestOf(request.params.n) if request.params.is_ranked else None
         self.beams = None if request.params.beam_width is None else BeamTexts(request, tokenizer)
         self._prompt_logprobs: PromptLogprobs | None = None
@@ -95,13 +95,13 @@ class RequestState:
         self, *, is_finished: bool, error: str | None = None, error_code: str | None = None
     ) -> RequestOutput:
         """Return the output since the last call."""
-        news, self._news = self._news, {}
-        for index, output in news.items():
+        deltas, self._deltas = self._deltas, {}
+        for index, output in deltas.items():
             # A stop string ends a sequence after its text was taken, and wins over its length or a stop token.
             sequence = self.request.sequences[index]
             if sequence.finish_reason is not None:
                 output.finish_reason, output.stop_reason = sequence.finish_reason.value, sequence.stop_reason
-        outputs, num_pruned = list(news.values()), 0
+        outputs, num_pruned = list(deltas.values()), 0
         if self._ranking is not None:
             self._ranking.add(outputs)
             outputs, num_pruned = self._ranking.best() if is_finished else ([], 0)
@@ -136,9 +136,9 @@ class RequestState:
 
     def _output(self, sequence: Sequence) -> CompletionOutput:
         index = sequence.sample_idx
-        output = self._news.get(index)
+        output = self._deltas.get(index)
         if output is None:
-            output = self._news[index] = CompletionOutput(
+            output = self._deltas[index] = CompletionOutput(
                 index, num_draft_tokens=sequence.num_drafted, num_accepted_tokens=sequence.num_accepted
             )
         return output

@@ -28,13 +28,13 @@ def with_calls(params: SamplingParams, use: ToolUse) -> SamplingParams:
     return replace(params, **use.sampling())
 
 
-def blame_tools(error: InvalidParameter) -> InvalidParameter:
+def as_tools_error(error: InvalidParameter) -> InvalidParameter:
     """Return an error that names the tools where it is their grammar that does not compile."""
     is_theirs = error.field == "structured_outputs.grammar"
     return InvalidParameter("tools", error.value, error.allowed) if is_theirs else error
 
 
-def tell_calls(outputs: Iterable[RequestOutput], use: ToolUse) -> None:
+def add_calls(outputs: Iterable[RequestOutput], use: ToolUse) -> None:
     """Write content, calls and finish reasons into whole outputs."""
     for output in outputs:
         for sample in output.outputs:

@@ -69,7 +69,7 @@ def open_disk(
     return DiskBlocks(store, block_bytes)
 
 
-def make_staging(
+def make_disk_prefetcher(
     memory: KVCacheManager, disk: DiskBlocks, resolved: ResolvedConfig, groups: Sequence[KVCacheSpec]
 ) -> DiskPrefetcher:
     """Return what brings blocks up from disk."""

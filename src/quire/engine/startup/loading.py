@@ -28,7 +28,7 @@ from quire.decoding.drafting import Drafter
 from quire.engine.engine import Engine
 from quire.engine.inputs.embeddings import EmbeddingsReader
 from quire.engine.kv.disk_prefetch import DiskPrefetcher
-from quire.engine.startup.disk_cache import make_staging, open_disk
+from quire.engine.startup.disk_cache import make_disk_prefetcher, open_disk
 from quire.engine.startup.speculation import make_speculation, open_draft
 from quire.errors import ConfigError, InvalidParameter
 from quire.execution.executor import InProcessExecutor
@@ -137,18 +137,18 @@ def load(config: EngineConfig, instruments: Instruments | None = None) -> Loaded
             host_bytes=resolved.host_bytes,
             disk=disk,
             draft=draft,
-            grammars=None if grammars is None else grammars.shelf,
+            grammars=None if grammars is None else grammars.cache,
         )
-        staging = None if disk is None else make_staging(memory, disk, resolved, groups)
+        disk_prefetch = None if disk is None else make_disk_prefetcher(memory, disk, resolved, groups)
         speculation = make_speculation(config.speculative)
         engine = Engine(
             resolved,
-            _scheduler(resolved, memory, staging, speculation),
+            _scheduler(resolved, memory, disk_prefetch, speculation),
             InProcessExecutor(runner),
             tokenizer,
             end_token_ids=ends,
             cache_name=":".join((name, str(dtype), stored, *filter(None, [options.quantization]))),
-            staging=staging,
+            disk_prefetch=disk_prefetch,
             # The memory's secret, which outlives a restart where what it names does.
             media_reader=EmbeddingsReader(decoder.spec.width, dtype, memory.chain([], Namespace("media")).root[0]),
             speculation=speculation,
@@ -311,7 +311,7 @@ def _memory(
 def _scheduler(
     resolved: ResolvedConfig,
     memory: KVCacheManager,
-    staging: DiskPrefetcher | None,
+    disk_prefetch: DiskPrefetcher | None,
     drafter: Drafter | None,
 ) -> Scheduler:
     return Scheduler(
@@ -323,7 +323,7 @@ def _scheduler(
         preemption_policy=resolved.preemption_policy,
         # What is there for the disk alone is not for sequences.
         preemption_mode=resolved.preemption_mode if resolved.swap_space else "recompute",
-        prepare=None if staging is None else staging.prepare,
+        prepare=None if disk_prefetch is None else disk_prefetch.prepare,
         drafter=drafter,
     )
 
@@ -344,8 +344,8 @@ def _grammars(
     if tokenizer is None or not ends:
         return None
     limits = config.scheduler
-    shelf = GrammarCache(tokenizer.to_json, vocab_size, ends)
-    return GrammarCompiler(shelf, timeout_s=limits.grammar_timeout_s, memory_bytes=limits.grammar_memory_bytes)
+    cache = GrammarCache(tokenizer.to_json, vocab_size, ends)
+    return GrammarCompiler(cache, timeout_s=limits.grammar_timeout_s, memory_bytes=limits.grammar_memory_bytes)
 
 
 def _default_params(checkpoint: Checkpoint) -> dict[str, Any]:

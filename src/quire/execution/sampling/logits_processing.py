@@ -31,14 +31,16 @@ class LogitsProcessing:
     Args:
         opening: what the plan says of the sequence.
         device: of the logits.
-        constraint: what `structured_outputs` asks for.
+        grammar_state: what `structured_outputs` asks for.
     """
 
-    def __init__(self, new_sequence: NewSequence, device: torch.device, constraint: GrammarState | None = None) -> None:
+    def __init__(
+        self, new_sequence: NewSequence, device: torch.device, grammar_state: GrammarState | None = None
+    ) -> None:
         params = new_sequence.params
         bias = params.logit_bias or {}
         self.params = params
-        self.constraint = constraint
+        self.grammar_state = grammar_state
         self.num_prompt = new_sequence.num_prompt
         self.history = TokenHistory(new_sequence.token_ids, new_sequence.num_prompt) if params.needs_history else None
         self.allowed_ids = None
@@ -55,7 +57,7 @@ class LogitsProcessing:
         """True when the logits of the token at `position` stay as they are."""
         return (
             self.history is None
-            and self.constraint is None
+            and self.grammar_state is None
             and self.allowed_ids is None
             and len(self.bias_ids) == 0
             and not self.is_suppressing(position)
@@ -66,7 +68,7 @@ class LogitsProcessing:
         """True when logits that are not numbers are still none afterwards, because they are added to, and no more."""
         return (
             self.history is None
-            and self.constraint is None
+            and self.grammar_state is None
             and self.allowed_ids is None
             and len(self.suppressed_ids) == 0
         )
@@ -111,7 +113,7 @@ def adjust(
     processed = [(row, own, history) for row, own, history in known if own.params.logits_processors]
     errors |= {row: error for row, own, history in processed if (error := _process(logits[row], own, history))}
     # A processor may return logits of its own making; what a grammar forbids stays forbidden.
-    if any(own.constraint is not None for _, own, _ in processed):
+    if any(own.grammar_state is not None for _, own, _ in processed):
         own_rows = {row for row, _, _ in processed}
         _constrain(logits, [entry for entry in rows if entry[0] in own_rows], keep)
     return {row: error for row, error in errors.items() if error is not None}
@@ -121,11 +123,11 @@ def _constrain(
     logits: torch.Tensor, rows: Sequence[tuple[int, LogitsProcessing, int]], keep: KeepTokens
 ) -> dict[int, str | None]:
     """Forbid what the rows' grammars do not have next; return for each row with a grammar why that failed, or None."""
-    constrained = [(row, own.constraint, position) for row, own, position in rows if own.constraint is not None]
+    constrained = [(row, own.grammar_state, position) for row, own, position in rows if own.grammar_state is not None]
     masks = {row: mask for row, own, position in constrained if (mask := own.mask_at(position)) is not None}
     if masks:
         keep(logits, list(masks), list(masks.values()))
-    return {row: constraint.error for row, constraint, _ in constrained}
+    return {row: grammar_state.error for row, grammar_state, _ in constrained}
 
 
 def _process(row: torch.Tensor, own: LogitsProcessing, history: TokenHistory) -> str | None:

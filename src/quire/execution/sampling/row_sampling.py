@@ -25,10 +25,12 @@ class SamplingState:
     Args:
         opening: what the plan says of the sequence.
         device: of the logits.
-        constraint: what `structured_outputs` asks for.
+        grammar_state: what `structured_outputs` asks for.
     """
 
-    def __init__(self, new_sequence: NewSequence, device: torch.device, constraint: GrammarState | None = None) -> None:
+    def __init__(
+        self, new_sequence: NewSequence, device: torch.device, grammar_state: GrammarState | None = None
+    ) -> None:
         params = new_sequence.params
         self.params = params
         self.seed = new_sequence.seed
@@ -36,7 +38,7 @@ class SamplingState:
         self.prompt_ids = (
             new_sequence.token_ids[: new_sequence.num_prompt] if params.prompt_logprobs is not None else ()
         )
-        self.adjustments = LogitsProcessing(new_sequence, device, constraint)
+        self.adjustments = LogitsProcessing(new_sequence, device, grammar_state)
         self.filter = Filter(
             params.temperature, params.top_k, params.top_p, params.min_p, params.typical_p, params.top_n_sigma
         )

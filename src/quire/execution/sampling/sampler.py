@@ -31,15 +31,15 @@ class Sampler:
 
     Args:
         device: of the logits.
-        constraints: of outputs that must have a form; None where no request can ask for one.
+        grammar_states: of outputs that must have a form; None where no request can ask for one.
         keep: applies their masks.
     """
 
     def __init__(
-        self, device: torch.device, constraints: GrammarStates | None = None, keep: KeepTokens = apply_token_bitmask
+        self, device: torch.device, grammar_states: GrammarStates | None = None, keep: KeepTokens = apply_token_bitmask
     ) -> None:
         self._device = device
-        self._constraints = constraints
+        self._grammar_states = grammar_states
         self._keep = keep
         self._states: dict[int, SamplingState] = {}
         # Of the open sequences, those that take more than a look for the greatest logit; and two kinds of them.
@@ -72,21 +72,21 @@ class Sampler:
                     # Drafts are learnt one by one, as they turn out to be right.
                     certain = item.token_ids[: len(item.token_ids) - item.num_draft]
                     history.sync(item.start, certain, is_end=item.num_samples > 0)
-        if self._constraints is not None and self._has_grammars:
-            self._constraints.begin(items)
-            self._has_grammars = self._constraints.num_open > 0
+        if self._grammar_states is not None and self._has_grammars:
+            self._grammar_states.begin(items)
+            self._has_grammars = self._grammar_states.num_open > 0
 
     def _close(self, seq_id: int) -> None:
-        if self._constraints is not None:
-            self._constraints.close(seq_id)
+        if self._grammar_states is not None:
+            self._grammar_states.close(seq_id)
         for known in (self._states, self._special, self._with_history, self._with_prompt):
             known.pop(seq_id, None)
 
     def _open(self, seq_id: int, new_sequence: NewSequence) -> None:
         self._close(seq_id)  # an opening replaces all that was known
-        constraint = None if self._constraints is None else self._constraints.open(seq_id, new_sequence)
-        self._has_grammars |= constraint is not None
-        state = self._states[seq_id] = SamplingState(new_sequence, self._device, constraint)
+        grammar_state = None if self._grammar_states is None else self._grammar_states.open(seq_id, new_sequence)
+        self._has_grammars |= grammar_state is not None
+        state = self._states[seq_id] = SamplingState(new_sequence, self._device, grammar_state)
         history = state.adjustments.history
         if history is not None:
             self._with_history[seq_id] = history
@@ -119,7 +119,7 @@ class Sampler:
             ]
             drawn = sample_rows(logits, rows, self._keep)
             results = [one.result_of(item) for item, one in zip(items, drawn, strict=True)]
-        return results if self._constraints is None else self._constraints.append(items, results)
+        return results if self._grammar_states is None else self._grammar_states.append(items, results)
 
     def search(
         self, logits: torch.Tensor, items: Sequence[ScheduledSequence], groups: Sequence[BeamGroup]
