@@ -1,4 +1,4 @@
-"""What the size of the KV pool means for an engine's options: one answer for the loader and for `quire plan`."""
+"""Derives slabs, concurrency and pin limits from the size of the KV pool, for the loader and for `quire plan`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def memory_concurrency(config: EngineConfig, sizing: ArenaSizing, num_tokens: in
 
     Args:
         config: the options; the watermark and the tokens of a step count.
-        sizing: of the arena.
+        sizing: sizing of the arena.
         num_tokens: tokens of each sequence.
         device: "cpu" or "cuda", on which the default tokens of a step depend.
     """

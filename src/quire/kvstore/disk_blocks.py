@@ -13,11 +13,11 @@ from quire.memory.results import StoredBlock
 
 
 class DiskBlocks:
-    """The disk as a tier: what is fetched waits under a ticket for the movement that names it.
+    """The disk tier: fetched blocks wait under a ticket for the copy that names it.
 
     Args:
-        store: of the blocks; closed with this.
-        block_bytes: of each cache group.
+        store: store of the blocks; closed with this.
+        block_bytes: bytes of a block of each cache group.
     """
 
     def __init__(self, store: PrefixStore, block_bytes: Sequence[int]) -> None:
@@ -28,18 +28,18 @@ class DiskBlocks:
 
     @property
     def key(self) -> bytes:
-        """The secret of the digests, which is the same after a restart."""
+        """Secret key of the digests, the same after a restart."""
         return self._store.key
 
     def holds(self, block: StoredBlock) -> bool:
-        """Say whether a block is on disk, as far as is known without reading it."""
+        """Return True where the index has a block; the block itself is not read."""
         return self._store.holds(block)
 
     def fetch(self, block: StoredBlock) -> int | None:
         """Read a block.
 
         Returns:
-            The ticket under which its bytes wait; None when it is not there, or not whole.
+            The ticket of its bytes; None where the block is missing or damaged.
         """
         data = torch.empty(self._block_bytes[block.group_idx], dtype=torch.uint8)
         if not self._store.fetch(block, _bytes_of(data)):
@@ -49,19 +49,19 @@ class DiskBlocks:
         return self._next_ticket
 
     def take(self, ticket: int) -> Tensor:
-        """Hand over what was fetched, uint8 [bytes of the block]; once."""
+        """Return the bytes of a ticket, uint8 [bytes of the block], and forget the ticket."""
         return self._fetched.pop(ticket)
 
     def drop(self, tickets: Iterable[int]) -> None:
-        """Let go of what was fetched and is not wanted after all."""
+        """Forget fetched blocks that are not needed any more."""
         for ticket in tickets:
             self._fetched.pop(ticket, None)
 
     def save(self, block: StoredBlock, data: Tensor, *, wait: bool = False) -> None:
-        """Have a block written; its bytes are copied before this returns.
+        """Queue a block for writing; its bytes are copied before this returns.
 
         Args:
-            block: what it is.
+            block: identity of the block.
             data: uint8 [bytes of the block], in the memory of the host.
             wait: see `PrefixStore.save`.
         """
@@ -69,19 +69,19 @@ class DiskBlocks:
 
     @property
     def capacity(self) -> int:
-        """Bytes of blocks that the disk may hold."""
+        """Limit of the bytes of blocks on disk."""
         return self._store.capacity
 
     def touch(self, blocks: Iterable[StoredBlock]) -> None:
-        """Note that blocks were used, in this order, once all that waits is written."""
+        """Mark blocks as used, in this order, once all queued writes are done."""
         self._store.touch(blocks)
 
     def reset(self) -> None:
-        """Make nothing that was saved until now be hit again."""
+        """Delete all blocks that were saved until now."""
         self._store.reset()
 
     def close(self) -> None:
-        """Write what waits, and let go of the store."""
+        """Complete the queued writes, and close the store."""
         self._fetched.clear()
         self._store.close()
 

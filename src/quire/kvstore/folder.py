@@ -1,4 +1,4 @@
-"""The folder of a durable prefix cache: one engine's at a time, with the secret that its digests are keyed with."""
+"""The folder of a durable prefix cache: locked by one engine at a time, with the secret key of its digests."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ KEY_BYTES = 32
 
 
 class StoreFolder:
-    """A folder that this process alone uses until `close`, or until it ends, however it ends.
+    """A folder that this process locks until `close`, or until the process ends.
 
-    What lies in it can be read by its owner only: it holds what people asked, and what it was computed from.
+    Only its owner can read its files: they hold prompts and their KV.
 
     Args:
-        path: made if it is not there.
+        path: path of the folder; created if missing.
 
     Attributes:
-        key: the secret of the digests: random, drawn when the folder was made. Digests must be the same after a
-            restart, and nobody who can only send requests must be able to construct one.
+        key: secret key of the digests, random, drawn when the folder was created. Digests must be the same after a
+            restart, and clients that can only send requests must not be able to construct one.
 
     Raises:
         ConfigError: the folder cannot be made or written, or another engine uses it.
@@ -49,7 +49,7 @@ class StoreFolder:
             raise
 
     def close(self) -> None:
-        """Let others use the folder."""
+        """Release the lock of the folder."""
         os.close(self._lock)
 
     def _take_lock(self) -> None:
@@ -62,7 +62,7 @@ class StoreFolder:
             ) from None
 
     def _read_key(self) -> bytes | None:
-        """Return the key, None where there is none or it is damaged: then no digest in the folder can be met again."""
+        """Return the key, None where it is missing or damaged: then no record in the folder can be hit again."""
         path = self.path / "key"
         if not path.exists():
             return None
@@ -73,7 +73,7 @@ class StoreFolder:
         return None
 
     def _make_key(self) -> bytes:
-        """Draw a key and put it in place whole."""
+        """Draw a key and write it atomically."""
         key, part = os.urandom(KEY_BYTES), self.path / "key.new"
         part.unlink(missing_ok=True)
         file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

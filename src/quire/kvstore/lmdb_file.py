@@ -1,10 +1,9 @@
 """The file of a durable prefix cache: records under keys, in LMDB.
 
-LMDB never overwrites what a committed state refers to, so a process that is killed leaves the last committed state. A
-commit waits for the disk once, for the pages, and leaves the page that names them to the next: when the machine itself
-goes down, the last commit may be lost, but nothing is torn. The file is read through a mapping, where damage to its
-structure or a missing end would kill the process. So it is checked as a whole before it is opened, and must never have
-become shorter when it is used.
+LMDB never overwrites pages of a committed state, so a killed process leaves the last committed state. A commit syncs
+the data pages, and leaves the meta page to the next commit: when the machine crashes, the last commit may be lost, but
+nothing is torn. The file is read through a mapping, where a damaged structure or a truncated file would kill the
+process. So its structure is verified before it is opened, and its length before each use.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _USE = Struct("<QQ")
 
 
 class StoreFull(Exception):
-    """A write that found no room, or that the system refused; nothing of it was done."""
+    """A write that found no room, or that the system refused; nothing was written."""
 
 
 class StoreDamaged(Exception):
@@ -35,11 +34,11 @@ class StoreDamaged(Exception):
 
 
 class Use(NamedTuple):
-    """When a record was used last, and what it takes.
+    """The last use of a record, and its size.
 
     Args:
-        moment: rises with every use.
-        num_bytes: on disk.
+        moment: logical time of the last use; rises with every use.
+        num_bytes: size on disk.
     """
 
     moment: int
@@ -47,18 +46,17 @@ class Use(NamedTuple):
 
 
 class StoreFile:
-    """An LMDB file with two tables: records, and when each was used.
+    """An LMDB file with two tables: records, and the last use of each.
 
-    One thread writes; any may read meanwhile.
+    One thread writes; all threads may read meanwhile.
 
     Args:
-        path: of the file; one that is damaged is set aside beside it as `.damaged`, and one that is larger than
-            `max_bytes` is removed.
-        max_bytes: that the file may grow to.
+        path: path of the file; a damaged file is renamed to `.damaged`, and a file larger than `max_bytes` is removed.
+        max_bytes: largest size of the file.
 
     Attributes:
-        was_damaged: True when a file was set aside.
-        uses: of all records, when the file was opened.
+        was_damaged: True where a damaged file was renamed.
+        uses: uses of all records when the file was opened.
 
     Raises:
         ConfigError: LMDB is not installed, or the file cannot be made.
@@ -84,7 +82,7 @@ class StoreFile:
                 raise ConfigError(f"prefix_cache_dir: {path} cannot be made: {problem}", field="prefix_cache_dir")
 
     def _open(self, max_bytes: int) -> str | None:
-        """Open the file and read when its records were used; return what is wrong with it."""
+        """Open the file and read the uses of its records; return an error message, None on success."""
         lmdb = self._lmdb
         try:
             self._env = lmdb.open(
@@ -95,14 +93,14 @@ class StoreFile:
                 self.uses = {key: Use(*_USE.unpack(value)) for key, value in txn.cursor()}
         except (lmdb.Error, ValueError, ArithmeticError) as error:
             return str(error)
-        except Exception as error:  # struct.error is of no narrower kind
+        except Exception as error:  # struct.error has no narrower base class
             return str(error)
         self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         self._num_bytes = os.fstat(self._file).st_size
         return None
 
     def read(self, key: bytes, take: Callable[[memoryview], bool]) -> bool:
-        """Hand a record to `take`, and return what it says; False where there is none.
+        """Pass a record to `take`, and return its result; False where there is no record.
 
         Raises:
             StoreDamaged: the file can no longer be used.
@@ -116,12 +114,12 @@ class StoreFile:
             raise StoreDamaged(str(error)) from error
 
     def write(self, deleted: Iterable[bytes], records: Mapping[bytes, bytearray], uses: Mapping[bytes, Use]) -> None:
-        """Delete records, then add some, and note uses: all of it, or nothing.
+        """Delete records, add records, and write uses, in one transaction.
 
         Args:
-            deleted: keys; those without a record are passed over.
-            records: new ones, whose uses are among `uses`.
-            uses: of new records and of others.
+            deleted: keys of records to delete; keys without a record are ignored.
+            records: new records; `uses` has their uses.
+            uses: uses of new and of existing records.
 
         Raises:
             StoreFull: nothing was written.
@@ -145,7 +143,7 @@ class StoreFile:
         self._num_bytes = os.fstat(self._file).st_size
 
     def close(self) -> None:
-        """Bring everything to the disk, and let go of the file."""
+        """Sync the file to disk, and close it."""
         try:
             self._env.sync(True)
         except self._lmdb.Error as error:
@@ -154,14 +152,14 @@ class StoreFile:
         os.close(self._file)
 
     def _check_length(self) -> None:
-        # Known first, looked at second: the writer's thread may make both larger in between.
+        # The known length is read first: the writer's thread may enlarge both in between.
         least = self._num_bytes
         if os.fstat(self._file).st_size < least:
             raise StoreDamaged(f"it was cut off below {least} bytes")
 
 
 def bytes_on_disk(record: bytearray) -> int:
-    """Return what a record takes in pages of 4096 bytes, the tables included."""
+    """Return the size of a record in pages of 4096 bytes, its part of the tables included."""
     return -(-(len(record) + 16) // 4096) * 4096 + 256
 
 
@@ -175,7 +173,7 @@ def _import_lmdb() -> ModuleType:
 
 
 def _problem(path: Path) -> str | None:
-    """Return what is wrong with a file's structure, None where it is sound or not there."""
+    """Return the error of a file's structure, None where it is sound or missing."""
     if not path.exists():
         return None
     verifier = import_module("lmdb.verify")

@@ -6,8 +6,8 @@
  writer's thread                      '-> batch -' one transaction, the oldest records out
 ```
 
-The engine's thread never waits for the disk to have written. What goes wrong on disk is a miss and a counter: a record
-is only used when its checksum holds and its tokens and parent are those that are wanted.
+The engine's thread never waits for writes. An error on disk is a miss and a counter: a record is used only when its
+checksum, tokens and parent match.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from quire.scheduling.stats import Metric
 
 logger = logging.getLogger(__name__)
 
-# Of the file's bytes: what records may take. The rest is for states that are being replaced, and for gaps.
+# Share of the file's bytes for records. The rest is for pages of older committed states, and for gaps.
 LIVE_SHARE = 0.75
 # A transaction needs as much room again as it writes, so it is a small part of the file.
 BATCH_SHARE = 1 / 16
@@ -65,16 +65,17 @@ class StoreStats(NamedTuple):
 
 
 class PrefixStore:
-    """Blocks on disk, under their identities.
+    """Blocks on disk, by their digests.
 
-    One thread, the engine's, calls everything; a thread of its own writes.
+    Only the engine's thread calls the methods; a writer thread writes.
 
     Args:
-        folder: this process's; closed with the store.
-        identity: of the model, its weights, and all else that the bytes of a block depend on, `IDENTITY_BYTES` bytes.
-        max_bytes: of the file; the records used least recently make room.
-        block_bytes: of the largest block.
-        clock: seconds, to time loads.
+        folder: locked folder of the cache; closed with the store.
+        identity: digest of the model, its weights, and everything else that determines the bytes of a block,
+            `IDENTITY_BYTES` bytes.
+        max_bytes: largest size of the file; the least recently used records are deleted first.
+        block_bytes: bytes of the largest block.
+        clock: clock in seconds, to time loads.
 
     Raises:
         ConfigError: LMDB is not installed, the file cannot be made, or `max_bytes` is too few.
@@ -104,7 +105,7 @@ class PrefixStore:
         self._counts = dict.fromkeys(("hits", "misses", "saved", "deleted", "dropped", "damaged", "full", "bytes"), 0)
         self._counts["damaged"] += self._file.was_damaged
         self._load_s = 0.0
-        # Keys by last use, the oldest first; those of others are never used here, so their order stands.
+        # Keys by last use, the oldest first; foreign keys are never used here, so their order is constant.
         self._own: OrderedDict[bytes, Use] = OrderedDict()
         self._foreign: OrderedDict[bytes, Use] = OrderedDict()
         for key, use in sorted(self._file.uses.items(), key=lambda item: item[1]):
@@ -112,7 +113,7 @@ class PrefixStore:
         self._num_bytes = sum(use.num_bytes for use in self._file.uses.values())
         self._moment = max((use.moment for use in self._file.uses.values()), default=0)
         self._file.uses = {}
-        # What the writer is to do; all of it, and the keys above, under one lock.
+        # The writer's work; one lock guards it and the keys above.
         self._pending: dict[bytes, bytearray] = {}
         self._pending_bytes = 0
         self._touched: dict[bytes, Use] = {}
@@ -127,15 +128,15 @@ class PrefixStore:
     # ---- the engine's thread ----
 
     def holds(self, block: StoredBlock) -> bool:
-        """Say whether a block is on disk, as far as is known without reading it."""
+        """Return True where the index has a block; the block itself is not read."""
         return self._is_usable() and record_key(self._identity, block) in self._own
 
     def fetch(self, block: StoredBlock, out: memoryview) -> bool:
-        """Read a block's bytes, if they are there, whole, and those of the block that is wanted.
+        """Read a block's bytes; return False where the record is missing, damaged, or of another block.
 
         Args:
-            block: what is wanted.
-            out: where they go; worthless when the answer is False.
+            block: identity of the block.
+            out: destination of the bytes; undefined where the result is False.
         """
         key, started = record_key(self._identity, block), self._clock()
         if not self.holds(block):
@@ -160,12 +161,12 @@ class PrefixStore:
         return is_good
 
     def save(self, block: StoredBlock, payload: memoryview, *, wait: bool = False) -> None:
-        """Have a block written, unless it is on disk already; its bytes are copied before this returns.
+        """Queue a block for writing, unless it is on disk; its bytes are copied before this returns.
 
         Args:
-            block: what it is.
-            payload: its bytes.
-            wait: until those before it are written, where too many are; else it is dropped.
+            block: identity of the block.
+            payload: bytes of the block.
+            wait: True to wait while the queue is full; else the block is dropped then.
         """
         key = record_key(self._identity, block)
         with self._changed:
@@ -184,16 +185,16 @@ class PrefixStore:
 
     @property
     def key(self) -> bytes:
-        """The secret of the digests, which is the same after a restart."""
+        """Secret key of the digests, the same after a restart."""
         return self._folder.key
 
     @property
     def capacity(self) -> int:
-        """Bytes that records may take."""
+        """Limit of the bytes of records."""
         return self._live_bytes
 
     def touch(self, blocks: Iterable[StoredBlock]) -> None:
-        """Note that those blocks that are on disk were used, in this order, once all that waits is written."""
+        """Mark the blocks that are on disk as used, in this order, once all queued writes are done."""
         self.flush()
         with self._changed:
             for block in blocks:
@@ -203,9 +204,9 @@ class PrefixStore:
                     self._touch(key, use)
 
     def reset(self) -> None:
-        """Make nothing that was saved until now be hit again, in constant time; the writer then deletes it.
+        """Make all records unreachable, in constant time; the writer then deletes them.
 
-        Where the process is killed before that is done, it is found again after a restart.
+        Records that are not yet deleted when the process is killed are found again after a restart.
         """
         with self._changed:
             self._num_resets += 1
@@ -214,12 +215,12 @@ class PrefixStore:
             self._own = OrderedDict()
 
     def flush(self) -> None:
-        """Wait until what was saved is written, and what was reset is deleted."""
+        """Wait until all queued writes and deletions are done."""
         with self._changed:
             self._changed.wait_for(lambda: not (self._pending or self._is_urgent or self._is_writing))
 
     def close(self) -> None:
-        """Write what waits, and let go of the folder; once."""
+        """Complete the queued writes, and close the folder; further calls do nothing."""
         with self._changed:
             if self._is_closing:
                 return
@@ -231,7 +232,7 @@ class PrefixStore:
 
     @property
     def stats(self) -> StoreStats:
-        """Counters since the start, and what there is."""
+        """Counters since the start, and the present size."""
         counts = self._counts
         return StoreStats(
             num_blocks=len(self._own),
@@ -268,7 +269,7 @@ class PrefixStore:
                 return
 
     def _take_job(self) -> _Job:
-        """Take what the next transaction is to do; after one that found no room, nothing but to make room."""
+        """Return the next transaction; after a transaction that found no room, it only deletes."""
         records: dict[bytes, bytearray] = {}
         added: dict[bytes, Use] = {}
         num_bytes = 0
@@ -292,7 +293,7 @@ class PrefixStore:
         return _Job(records, added, deleted | victims, touched, self._num_resets)
 
     def _oldest(self, num_bytes: int) -> dict[bytes, Use]:
-        """Take the records used least recently out of those that can be found, so many bytes of them."""
+        """Remove the least recently used records from the index, at least `num_bytes` of them, and return them."""
         victims: dict[bytes, Use] = {}
         while num_bytes > 0 and (self._own or self._foreign):
             tables = [table for table in (self._own, self._foreign) if table]
@@ -303,7 +304,7 @@ class PrefixStore:
         return victims
 
     def _run(self, job: _Job) -> None:
-        """Write one transaction; where there is no room, give up its records and make room for others."""
+        """Write one transaction; where there is no room, drop its records and free space."""
         for key, record in job.records.items():
             seal(key, record)
         try:
@@ -324,7 +325,7 @@ class PrefixStore:
         self._being_written = {}
 
     def _give_up(self, job: _Job, error: StoreFull) -> None:
-        """Drop what found no room, and make some; where not even that goes, drop what waits as well."""
+        """Drop the records of a failed transaction and free space; where that failed before, drop the queue as well."""
         with self._changed:
             if not self._counts["full"]:
                 logger.warning("the prefix cache on disk is full, the engine goes on without: %s", error)
@@ -341,7 +342,7 @@ class PrefixStore:
     # ---- either thread ----
 
     def _break(self, error: Exception) -> None:
-        """Use the file no more; when it is opened next, it is set aside."""
+        """Stop using the file; it is renamed when it is opened next."""
         with self._changed:
             if not self._is_broken:
                 logger.warning("the prefix cache on disk is damaged, the engine goes on without: %s", error)
@@ -353,7 +354,7 @@ class PrefixStore:
     # ---- either thread, while it holds the lock ----
 
     def _touch(self, key: bytes, use: Use) -> None:
-        """Put a record behind all others that are used less recently."""
+        """Mark a record as used most recently."""
         self._moment += 1
         self._own[key] = self._touched[key] = use._replace(moment=self._moment)
 
@@ -361,7 +362,7 @@ class PrefixStore:
         return not (self._is_broken or self._is_closing)
 
     def _doom(self, records: Mapping[bytes, Use]) -> None:
-        """Have the writer delete records that nothing finds any more."""
+        """Queue the deletion of records that were removed from the index."""
         self._doomed.append(records)
         self._is_urgent = True
         self._changed.notify_all()
@@ -371,11 +372,11 @@ class _Job(NamedTuple):
     """One transaction.
 
     Args:
-        records: to write.
-        added: their uses.
-        deleted: to delete before.
-        touched: uses to note.
-        num_resets: of the store when the job was taken.
+        records: records to write.
+        added: uses of those records.
+        deleted: records to delete first.
+        touched: new uses of existing records.
+        num_resets: number of resets of the store when the transaction was taken.
     """
 
     records: dict[bytes, bytearray]

@@ -1,4 +1,4 @@
-"""What the machine offers this process: device, memory and cores, limits of control groups included."""
+"""Device, memory and cores that this process may use, limits of control groups included."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ def pick_device(option: str) -> str:
 
 
 def probe(device: str, root: Path = ROOT) -> Machine:
-    """Look at what a new allocation on the device can take, and at the cores for it.
+    """Return the memory that is available on the device, and the number of cores.
 
     Args:
         device: "cpu" or "cuda".
-        root: where `proc` and `sys` are mounted.
+        root: folder in which `proc` and `sys` are mounted.
     """
     groups = ControlGroups(root)
     total_bytes = None
     host_bytes = max(0, min([_available_bytes(root), *groups.memory_headrooms()]))
     if device == "cuda":
         free_bytes, total_bytes = torch.cuda.mem_get_info()
-        # What PyTorch holds but no tensor uses is free for the next tensor.
+        # Memory that PyTorch has reserved but not allocated is free for the next tensor.
         available_bytes = free_bytes + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     else:
         available_bytes = host_bytes
@@ -64,10 +64,10 @@ def num_cores(root: Path = ROOT) -> int:
 
 
 class ControlGroups:
-    """The control groups that hold this process, of version 2 and of version 1.
+    """The control groups of this process, of version 2 and of version 1.
 
     Args:
-        root: where `proc` and `sys` are mounted.
+        root: folder in which `proc` and `sys` are mounted.
     """
 
     def __init__(self, root: Path) -> None:
@@ -85,14 +85,14 @@ class ControlGroups:
                 self._cpu = _lineage(mount / "cpu", path) + _lineage(mount / controllers, path)
 
     def memory_headrooms(self) -> Iterator[int]:
-        """Yield, for each group with a memory limit, the bytes that are left below it."""
+        """Yield the bytes left below the memory limit of each group that has one."""
         for group in self._unified:
             yield from _headroom(group, "memory.max", "memory.current", "")
         for group in self._memory:
             yield from _headroom(group, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 
     def cpu_quotas(self) -> Iterator[int]:
-        """Yield, for each group with a CPU quota, the whole cores that it grants."""
+        """Yield the whole cores that the CPU quota of each group grants."""
         for group in self._unified:
             quota, _, period = (_read(group / "cpu.max") or "max").partition(" ")
             if quota.isdigit() and period.strip().isdigit():
@@ -131,7 +131,7 @@ def _available_bytes(root: Path) -> int:
         name, _, value = line.partition(":")
         if name == "MemAvailable":
             return int(value.split()[0]) * 1024
-    # No Linux: all that there is, from which the user's fraction is taken.
+    # Not Linux: all physical memory, of which the user's fraction is taken.
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

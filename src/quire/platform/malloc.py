@@ -19,7 +19,7 @@ def use_huge_pages() -> None:
     Weights are streamed once a step; with small pages the processor looks up a page every 4 KiB. Measured at one row,
     products with packed weights ran at 1.10 to 1.23 times the bandwidth.
 
-    Torch reads this switch at its first large allocation and offers no other; who has set it keeps what was set.
+    Torch reads this variable at its first large allocation and has no other switch; a value that is set stays.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
@@ -41,12 +41,12 @@ def keep_freed_memory() -> bool:
     return bool(library.mallopt(MMAP_THRESHOLD, LARGEST_MMAP_THRESHOLD) and library.mallopt(TRIM_THRESHOLD, KEPT_BYTES))
 
 
-# More than what a thread may free without its part of the heap being looked at.
+# Larger than the allocations that a thread can free without a trim of its arena.
 LARGE_BYTES = 1 << 17
 
 
 def return_freed_memory() -> None:
-    """Give back what is free, in all parts of the heap, and at the end of the calling thread's own."""
+    """Return free memory of all arenas to the system, the top of the calling thread's own included."""
     if sys.platform != "linux":
         return
     library = ctypes.CDLL(None)
@@ -54,7 +54,7 @@ def return_freed_memory() -> None:
         return
     library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
     library.free.restype, library.free.argtypes = None, (ctypes.c_void_p,)
-    # `malloc_trim` leaves the end of each thread's part alone; what a thread frees looks at it, up to this threshold.
+    # `malloc_trim` does not trim the top of thread arenas; `free` does, above this threshold.
     library.mallopt(TRIM_THRESHOLD, 0)
     library.free(library.malloc(LARGE_BYTES))
     library.malloc_trim(0)

@@ -1,8 +1,8 @@
-"""Pages of the cache, had from the system before a step writes to them, in time that nobody uses.
+"""Populates pages of the KV cache before a step writes to them, while the engine is idle.
 
-The system clears a page when it is used for the first time: of a cache that fills, that took 3 to 4 % of a step
-(docs/lab/pages-of-the-cache.md). Where the engine rests, a thread asks for the pages that come next: as many bytes as
-are in use, 64 MiB at least and 1 GiB at most. So a process that uses little stays small.
+The system clears a page at its first use: for a cache that fills, that took 3 to 4 % of a step
+(docs/lab/pages-of-the-cache.md). While the engine is idle, a thread populates the next pages: the number of bytes in
+use, at least 64 MiB and at most 1 GiB. So a process that uses little memory stays small.
 """
 
 from __future__ import annotations
@@ -22,45 +22,45 @@ from quire.scheduling.plan import ScheduledSequence
 
 LEAST_AHEAD: Final = 64 << 20
 MOST_AHEAD: Final = 1 << 30
-# What is asked for at once: a step that begins meanwhile shares the processors with no more than that.
+# Bytes of one system call: a step that begins meanwhile shares the processors with no more than that.
 PIECE_BYTES: Final = 4 << 20
-# The engine rests when it has taken no step for so long.
+# Seconds without a step after which the engine counts as idle.
 REST_S: Final = 0.1
-# madvise(2), since Linux 5.14; nothing that was written changes.
+# madvise(2), since Linux 5.14; contents stay unchanged.
 MADV_POPULATE_WRITE: Final = 23
 
 
 class Prefaulter:
-    """Watches how far a cache is in use, and has pages behind that ready.
+    """Tracks the highest used byte of a cache, and populates the pages after it.
 
-    Blocks are handed out from the lowest id on, so what is used next lies behind what was used.
+    Blocks are allocated from the lowest id on, so the next pages lie after the used ones.
 
     Args:
-        views: [blocks, ...] of each cache group, all of the same memory on the CPU and from its first byte on.
+        views: view [blocks, ...] of each cache group, all of one CPU memory and from its first byte on.
     """
 
     def __init__(self, views: Sequence[Tensor]) -> None:
         memory = max(views, key=lambda view: view.nbytes)
-        self._memory = memory  # is not to be given back before the thread has been told
+        self._memory = memory  # must not be freed before the thread is stopped
         self._block_bytes = [view[0].nbytes for view in views]
         self._range = _Range(memory.data_ptr(), memory.nbytes)
-        # Also before the interpreter ends, when nobody would come back from the system any more.
+        # Also before the interpreter exits, when a thread could not return from a system call any more.
         weakref.finalize(self, self._range.close)
         threading.Thread(target=self._range.run, name="quire-prefault", daemon=True).start()
 
     @classmethod
     def of(cls, views: Sequence[Tensor]) -> Prefaulter | None:
-        """Return one where it helps: on Linux, for a cache on the CPU that is not small."""
+        """Return a prefaulter where it helps: on Linux, for a CPU cache that is not small."""
         is_small = max(view.nbytes for view in views) < LEAST_AHEAD
         return None if sys.platform != "linux" or views[0].device.type != "cpu" or is_small else cls(views)
 
     @property
     def ready_bytes(self) -> int:
-        """Bytes from the first on whose pages were asked for."""
+        """Number of leading bytes whose pages were populated."""
         return self._range.ready
 
     def begin(self, items: Iterable[ScheduledSequence]) -> None:
-        """Say that a step begins, and which blocks come into use."""
+        """Record the start of a step, and its new blocks."""
         used = self._range.used
         for item in items:
             for delta in item.table_deltas:
@@ -70,21 +70,21 @@ class Prefaulter:
         self._range.is_stepping = True
 
     def end(self) -> None:
-        """Say that a step has ended."""
+        """Record the end of a step."""
         self._range.rest()
 
 
 class _Range:
-    """What the thread knows; it keeps no memory alive.
+    """The state of the thread; it holds no reference to the memory.
 
     Args:
-        address: of the first byte.
-        num_bytes: from there on.
+        address: address of the first byte.
+        num_bytes: size of the memory.
 
     Attributes:
-        used: bytes from the first on that blocks in use may lie in.
-        ready: bytes from the first on whose pages were asked for.
-        is_stepping: a step is under way.
+        used: number of leading bytes that hold all used blocks.
+        ready: number of leading bytes whose pages were populated.
+        is_stepping: True during a step.
     """
 
     def __init__(self, address: int, num_bytes: int) -> None:
@@ -97,25 +97,25 @@ class _Range:
         self._closed = threading.Event()
         self._wanted = threading.Event()
         self._wanted.set()
-        # Held while pages are asked for: whoever closes this may give the memory back at once. The thread itself may be
-        # the one that finds nobody uses the cache any more.
+        # Held during the system call: the memory may be freed right after `close`. Reentrant, because the finalizer may
+        # run in the thread itself.
         self._asking = threading.RLock()
 
     def rest(self) -> None:
-        """Note that a step has ended."""
+        """Record the end of a step, and wake the thread where pages are missing."""
         self.is_stepping = False
         self._rested_s = time.monotonic()
         if self.ready < self._target():
             self._wanted.set()
 
     def close(self) -> None:
-        """Ask for no more pages."""
+        """Stop populating pages."""
         with self._asking:
             self._closed.set()
         self._wanted.set()
 
     def run(self) -> None:
-        """Ask for pages whenever some are wanted and nobody steps, until this is closed or the system refuses."""
+        """Populate pages while the engine is idle, until `close` or until the system refuses."""
         while not self._closed.is_set():
             self._wanted.wait()
             self._wanted.clear()
@@ -129,8 +129,8 @@ class _Range:
         return min(self.used + min(max(self.used, LEAST_AHEAD), MOST_AHEAD), self._num_bytes)
 
     def _ask(self) -> bool:
-        """Ask for the next piece; False where there is none to be had."""
-        # What is in use has its pages.
+        """Populate the next piece; return False where the system refuses."""
+        # Used blocks have their pages already.
         start = self._address + max(self.ready, self.used)
         end = min((start // PIECE_BYTES + 1) * PIECE_BYTES, self._address + self._num_bytes)
         first, behind = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE

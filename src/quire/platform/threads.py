@@ -1,4 +1,4 @@
-"""Threads for what event loops must not wait for."""
+"""Threads for work that must not block event loops."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ R = TypeVar("R")
 
 
 class WorkerThreads:
-    """So many threads that do one thing each at a time; who comes then waits.
+    """A fixed number of threads, each with one task at a time; further tasks wait.
 
     Args:
-        count: how many there are.
-        name: of all of them.
+        count: number of threads.
+        name: prefix of the threads' names.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -29,10 +29,10 @@ class WorkerThreads:
         self._is_closed = False
 
     async def run(self, work: Callable[[], R]) -> R:
-        """Do something in a thread, and return what comes of it.
+        """Run `work` in a thread, and return its result.
 
         Raises:
-            WorkerError: the threads were closed before it began.
+            WorkerError: the threads were closed before `work` began.
         """
         try:
             return await asyncio.wrap_future(self._threads.submit(work))
@@ -42,15 +42,15 @@ class WorkerThreads:
             raise WorkerError("the engine was shut down") from error
 
     def give_back_soon(self) -> None:
-        """Give memory back to the system a little later: what was large and went through here is mostly gone then."""
+        """Return freed memory to the system after `GIVE_BACK_S`, when large objects of recent tasks are mostly freed."""
         asyncio.get_running_loop().call_later(GIVE_BACK_S, self.give_back)
 
     def give_back(self) -> None:
-        """Give memory that is free in a thread's part of the heap, and elsewhere, back to the system."""
-        with suppress(RuntimeError):  # there are no threads any more
+        """Return free memory of a thread's arena, and of all others, to the system."""
+        with suppress(RuntimeError):  # the threads were closed
             self._threads.submit(return_freed_memory)
 
     def close(self) -> None:
-        """Begin nothing more."""
+        """Cancel waiting tasks, and end the threads."""
         self._is_closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,10 +1,10 @@
-"""A process in which grammars are tried out, because compiling one may take for ever, or all memory there is.
+"""A process in which grammars are compiled on trial, because compilation may never end, or take all memory.
 
-`llguidance` bounds the work of each step, but a client's grammar may still be made to go wrong where nobody has thought
-of it. So a grammar that nobody asked for before is compiled here first. What a process compiled cannot be handed to
-another; the engine compiles again what was found harmless, which takes as long as it took here.
+`llguidance` bounds the work of each step, but a client's grammar may still find a case without a bound. So an unknown
+grammar is compiled here first. A compiled grammar cannot be moved between processes: the engine compiles it again,
+which takes the same time.
 
-The process knows neither torch nor the model.
+The process imports neither torch nor the model.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from quire.errors import UnsupportedFeature
 from quire.sequences.structured import GrammarSource
 from quire.structured.grammar_cache import compile_grammar, open_tokenizer
 
-# Tokens that may follow each other without a choice; what forces more would only fill the context.
+# Limit of consecutive forced tokens; a grammar that forces more would only fill the context.
 MAX_FORCED = 4096
 READ_TOKENIZER_S = 120.0
 
 
 class CompileSandbox:
-    """A process that waits for grammars.
+    """A process that compiles grammars within limits of time and memory.
 
     Args:
         tokenizer: the text of a `tokenizer.json`.
         vocab_size: V of the logits.
-        end_token_ids: of the model.
-        memory_bytes: that compiling may add to what the process takes at rest.
+        end_token_ids: tokens that end an output of the model.
+        memory_bytes: limit of the memory that a compilation adds to the idle process.
 
     Raises:
         UnsupportedFeature: `llguidance` cannot read the tokenizer.
         WorkerError: the process does not start.
 
     Attributes:
-        num_bytes: of memory that the last grammar that compiled took.
+        num_bytes: memory that the last successful compilation added.
     """
 
     def __init__(self, tokenizer: str, vocab_size: int, end_token_ids: tuple[int, ...], memory_bytes: int) -> None:
@@ -52,12 +52,12 @@ class CompileSandbox:
 
     @property
     def pid(self) -> int:
-        """The process's id."""
+        """Id of the process."""
         return self._process.pid
 
     @property
     def is_alive(self) -> bool:
-        """False once a grammar, or somebody else, has ended the process."""
+        """False once the process has ended."""
         return self._process.is_alive
 
     def compile(self, source: GrammarSource, timeout_s: float) -> str | None:
@@ -75,7 +75,7 @@ class CompileSandbox:
         return reason or None
 
     def stop(self) -> None:
-        """Have a grammar that another thread compiles fail at once."""
+        """Make a compilation that another thread waits for fail at once."""
         self._process.stop()
 
     def close(self) -> None:
@@ -83,13 +83,13 @@ class CompileSandbox:
         self._process.close()
 
     def _send(self, source: GrammarSource | None, timeout_s: float) -> tuple[str, int]:
-        """Return what comes back, see `_compile_once`; for None, why the tokenizer cannot be read, or nothing."""
+        """Return the answer of `_compile_once`; for None the error of the tokenizer, empty where it can be read."""
         reason, num_bytes = json.loads(self._process.ask(json.dumps(source).encode(), timeout_s))
         return str(reason), int(num_bytes)
 
 
 def open_sandbox(setup: bytes) -> Callable[[bytes], bytes]:
-    """Return what tries grammars out, within the process."""
+    """Return the function that compiles grammars on trial, within the process."""
     error, tokenizer = "", None
     try:
         tokenizer = open_tokenizer(*json.loads(setup))
@@ -104,7 +104,7 @@ def open_sandbox(setup: bytes) -> Callable[[bytes], bytes]:
 
 
 def _compile_once(tokenizer: Any, source: GrammarSource) -> tuple[str, int]:
-    """Return why a grammar does not compile, nothing where it does; and the bytes of memory that it took."""
+    """Return why a grammar does not compile, empty where it does; and the bytes of memory that it took."""
     num_before = resident_bytes()
     try:
         matcher = compile_grammar(tokenizer, source)

@@ -1,17 +1,18 @@
-"""How much time the grammars of requests may take, while all requests of a step wait.
+"""Limits of the time that grammars take; all requests of a step wait for that time.
 
-`llguidance` bounds the items that a parser looks at for one mask, but where a text can be read in many ways, each of
-them costs as many steps as there are items before it: masks of an ambiguous grammar grow from 0.04 to 160 ms within 200
-tokens, for each sample. Masks of other grammars cost about as much as one look at each token of the vocabulary, and to
-take a token in costs less. So much is free; what goes beyond it is debt, of the request and of its grammar:
+`llguidance` bounds the parser items of one mask, but for an ambiguous grammar each item costs a number of steps that
+grows with the items before it: masks grow from 0.04 to 160 ms within 200 tokens, for each sample. Masks of other
+grammars cost about one look at each token of the vocabulary, and consuming a token costs less. That time is free; the
+time beyond it is debt, of the request and of its grammar:
 
-- a mask, or a token: the processor's time less `FREE_S` and V times `FREE_S_PER_TOKEN`; where that is below 0 it pays
-  off what the request owes.
-- A step pays off `STEP_S` of what the grammar owes.
-- Where a grammar owes more than `LIMIT_S`, its requests that owe something end with an error; above twice as much, all
-  of them do that want another mask.
+- A mask, or a token, adds its processor time less `FREE_S` and V times `FREE_S_PER_TOKEN`; a negative difference pays
+  off debt of the request.
+- A step pays off `STEP_S` of the grammar's debt.
+- Where a grammar's debt exceeds `LIMIT_S`, its requests with debt end with an error; above twice the limit, all its
+  requests that need another mask do.
 
-So a busy machine ends nobody's request. Requests of one grammar count together, because one body may bring hundreds.
+Processor time is measured, so a busy machine ends no request. Requests of one grammar count together, because one HTTP
+body may start hundreds.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ LIMIT_S = 0.03
 
 
 class GrammarBudget:
-    """What all requests of one grammar may take together.
+    """The time budget that all requests of one grammar share.
 
     Args:
         vocab_size: V.
 
     Attributes:
-        free_s: seconds of a mask, or of a token that is taken in, that are no debt.
-        debt_s: seconds that its requests owe, less what steps have paid off.
+        free_s: free seconds of a mask, or of a consumed token.
+        debt_s: debt of its requests in seconds, less the part that steps have paid off.
     """
 
     __slots__ = ("_step", "debt_s", "free_s")
@@ -43,20 +44,20 @@ class GrammarBudget:
         self._step = 0
 
     def begin_step(self, step: int) -> None:
-        """Pay off what the steps since the last one do, each for all requests together.
+        """Pay off debt for each step since the last call, once for all requests together.
 
         Args:
-            step: the number of the step that begins.
+            step: number of the step that begins.
         """
         self.debt_s = max(0.0, self.debt_s - STEP_S * max(0, step - self._step))
         self._step = step
 
 
 class GrammarAccount:
-    """What the sequences of one request take.
+    """The debt of the sequences of one request.
 
     Args:
-        budget: of its grammar.
+        budget: budget of the request's grammar.
     """
 
     __slots__ = ("_debt_s", "_since_s", "budget")
@@ -72,14 +73,14 @@ class GrammarAccount:
         return self.budget.debt_s > (LIMIT_S if self._debt_s else 2 * LIMIT_S)
 
     def start(self) -> None:
-        """Count this thread's time from now on."""
+        """Start measuring this thread's processor time."""
         self._since_s = time.thread_time()
 
     def charge(self, count: int) -> bool:
-        """Charge this thread's time since `start` or the last call; say whether the request may take more.
+        """Charge this thread's time since `start` or the last call; return False where the budget is overdrawn.
 
         Args:
-            count: masks that were filled, and tokens that were taken in, meanwhile.
+            count: number of masks that were filled, and tokens that were consumed, meanwhile.
         """
         now_s = time.thread_time()
         before = self._debt_s

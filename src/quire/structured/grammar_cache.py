@@ -1,6 +1,6 @@
-"""Grammars, compiled by `llguidance`: what masks and forced tokens come from.
+"""Grammars compiled by `llguidance`, the source of masks and forced tokens.
 
-Nothing here imports torch: the process that tries grammars out (`quire.structured.compile_sandbox`) runs this too.
+Nothing here imports torch: the process of `quire.structured.compile_sandbox` runs this too.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from quire.errors import UnsupportedFeature
 from quire.sequences.structured import GrammarSource
 from quire.structured.grammar_budget import GrammarBudget
 
-# Compiled grammars that are kept although nobody uses them, and what they may have taken when they were compiled.
+# Limits of the compiled grammars that stay cached without a user: their number, and the memory of their compilation.
 NUM_CACHED = 32
 CACHED_BYTES = 256 << 20
-# What one mask, or one look at what is forced, may cost the lexer (some 4 ms); and states that a grammar's lexer may
-# come to while outputs go through it, of one or two kilobytes each.
+# Limit of the lexer's work for one mask, or one query of forced bytes (some 4 ms); and limit of the lexer states of a
+# grammar, of one or two kilobytes each.
 STEP_FUEL = 50_000
 MAX_LEXER_STATES = 50_000
-# Text that is forced for longer than this is not looked at as tokens yet: that would take long, and other threads wait.
+# Longer forced text is not tokenized yet: that would take long, and other threads wait.
 MAX_FORCED_BYTES = 1 << 14
-# One space, or a new line with its indentation: enough for how people write JSON, too little to go on for ever.
+# One space, or a new line with its indentation: enough for common JSON, and bounded.
 WHITESPACE = r" |\n[ \t]{0,40}"
 NO_TEXT = b"\xff"
-# Tokens that `llguidance` looks at as a whole, besides its own choice of them: with words, those masks of texts of
-# words that it does not know yet take half the time.
+# Token classes that `llguidance` precomputes, besides its own: with words, new masks of texts of words take half the
+# time.
 SLICES = ("[A-Za-z]+",)
 NO_EXTENSION = "there is no text that it matches and the model can write"
 
 
 class Grammar:
-    """A compiled grammar: the matcher that all others of it are copies of.
+    """A compiled grammar: the initial matcher, which each sequence copies.
 
     Args:
-        matcher: `llguidance`'s, as it is before the first token.
-        tokenizer: as `open_tokenizer` gives it.
-        budget: the time that its masks may take.
-        num_bytes: that compiling it took.
+        matcher: matcher of `llguidance` before the first token.
+        tokenizer: result of `open_tokenizer`.
+        budget: time budget of its masks.
+        num_bytes: memory that the compilation took.
     """
 
     __slots__ = ("__weakref__", "_matcher", "_tokenizer", "budget", "num_bytes")
@@ -55,37 +55,37 @@ class Grammar:
         self.num_bytes = num_bytes
 
     def open(self) -> Any:
-        """Return a matcher of its own, before its first token; it costs a few microseconds."""
+        """Return a copy of the initial matcher; it costs a few microseconds."""
         return self._matcher.deep_copy()
 
     def forced(self, matcher: Any) -> tuple[int, ...]:
-        """Return the tokens that must come next; none where there is a choice, or what is forced is very long.
+        """Return the tokens that must come next; none where there is a choice, or the forced text is very long.
 
-        Where what must be written has the letters of a special token, the tokenizer gives that token, which is no text
-        to a matcher, and may even end the output. Such a text is cut into other tokens.
+        Where the forced text spells a special token, the tokenizer returns that token, which is no text to a matcher
+        and may even end the output. Such a text is cut into other tokens.
 
         Args:
-            matcher: one that was opened here.
+            matcher: copy of this grammar's matcher.
         """
-        # Bytes come much faster than tokens, and both while the interpreter is held.
+        # Bytes are computed much faster than tokens, and both hold the interpreter lock.
         if not 0 < len(matcher.compute_ff_bytes()) <= MAX_FORCED_BYTES:
             return ()
         tokens: list[int] = matcher.compute_ff_tokens()
         if any(map(self._tokenizer.is_special_token, tokens)) and matcher.validate_tokens(tokens) < len(tokens):
-            # A byte that no text has stands before tokens that the grammar names itself.
+            # A byte that no text contains precedes special tokens that the grammar names explicitly.
             text, _, _ = matcher.compute_ff_bytes().partition(NO_TEXT)
             tokens = self._tokenizer.greedy_tokenize(text.decode("utf-8", "ignore"))
         return tuple(tokens)
 
 
 class GrammarCache:
-    """The compiled grammars of one model; may be asked by several threads.
+    """The compiled grammars of one model; thread-safe.
 
-    A grammar stays as long as somebody holds it, and the last few that were asked for stay longer: `NUM_CACHED` at most,
-    and no more than take `CACHED_BYTES` together.
+    A grammar stays while it is referenced; the most recently used ones stay longer: at most `NUM_CACHED`, and at most
+    `CACHED_BYTES` together.
 
     Args:
-        read_tokenizer: returns the tokenizer as the text of a `tokenizer.json`; called when the first grammar comes.
+        read_tokenizer: function that returns the text of the `tokenizer.json`; called for the first grammar.
         vocab_size: V of the logits, ids without a token included.
         end_token_ids: tokens that may stand where the grammar is complete; at least one.
     """
@@ -100,16 +100,16 @@ class GrammarCache:
         self._recent: OrderedDict[GrammarSource, Grammar] = OrderedDict()
 
     def find(self, source: GrammarSource) -> Grammar | None:
-        """Return a grammar that is compiled already."""
+        """Return a grammar if it is cached."""
         with self._lock:
             return self._touch(source, self._known.get(source))
 
     def compile(self, source: GrammarSource, num_bytes: int = 0) -> Grammar:
-        """Return a grammar, compiled where it is not known.
+        """Return a grammar; compile it if it is not cached.
 
         Args:
             source: the grammar.
-            num_bytes: that compiling it takes, as far as is known.
+            num_bytes: memory that the compilation takes, 0 where it is unknown.
 
         Raises:
             ValueError: it does not compile; the message says why.
@@ -121,14 +121,14 @@ class GrammarCache:
         with self._lock:
             if self._tokenizer is None:
                 self._tokenizer = open_tokenizer(self.read_tokenizer(), self.vocab_size, self.end_token_ids)
-        # Without the lock: who wants another grammar does not wait for this one.
+        # Without the lock, so that requests for other grammars do not wait.
         matcher = compile_grammar(self._tokenizer, source)
         grammar = Grammar(matcher, self._tokenizer, GrammarBudget(self.vocab_size), num_bytes)
         with self._lock:
             return self._touch(source, self._known.setdefault(source, grammar)) or grammar
 
     def _touch(self, source: GrammarSource, grammar: Grammar | None) -> Grammar | None:
-        """Keep a grammar that was asked for, in place of those that were asked for the longest ago."""
+        """Mark a grammar as used most recently, and evict the least recently used ones beyond the limits."""
         recent = self._recent
         if grammar is not None:
             recent[source] = grammar
@@ -139,12 +139,12 @@ class GrammarCache:
 
 
 def open_tokenizer(text: str, vocab_size: int, end_token_ids: Sequence[int]) -> Any:
-    """Return a tokenizer as `llguidance` has it; a second of work for a large vocabulary.
+    """Return a tokenizer of `llguidance`; a second of work for a large vocabulary.
 
     Args:
-        text: of a `tokenizer.json`.
+        text: content of a `tokenizer.json`.
         vocab_size: V of the logits.
-        end_token_ids: the first is the one that `llguidance` writes of itself.
+        end_token_ids: tokens that end an output; `llguidance` itself writes the first.
 
     Raises:
         UnsupportedFeature: `llguidance` is not installed, or cannot read the tokenizer.
@@ -161,7 +161,7 @@ def compile_grammar(tokenizer: Any, source: GrammarSource) -> Any:
     """Return a matcher of a grammar, before its first token.
 
     Args:
-        tokenizer: as `open_tokenizer` gives it.
+        tokenizer: result of `open_tokenizer`.
         source: the grammar.
 
     Raises:
@@ -173,7 +173,7 @@ def compile_grammar(tokenizer: Any, source: GrammarSource) -> Any:
     )
     matcher = llguidance.LLMatcher(tokenizer, _definition(llguidance, source), log_level=0, limits=limits)
     if not matcher.is_error():
-        # What is worked out for a first mask is there for all others; and whether there is one shows.
+        # Copies share the work for the first mask, and a grammar without a first token fails here.
         matcher.compute_bitmask()
     if matcher.is_error():
         raise ValueError(why(matcher))
@@ -181,7 +181,7 @@ def compile_grammar(tokenizer: Any, source: GrammarSource) -> Any:
 
 
 def why(matcher: Any) -> str:
-    """Return a matcher's error, without the state of its parser."""
+    """Return a matcher's error message without the parser state."""
     text: str = matcher.get_error()
     if text.startswith("NoExtension"):
         return NO_EXTENSION
@@ -217,7 +217,7 @@ def _definition(llguidance: ModuleType, source: GrammarSource) -> str:
     elif kind == "regex":
         definition = make.grammar_from_regex(text)
     elif kind == "choice":
-        # One terminal for all of them: alternatives of a rule would each be a state of the parser.
+        # One terminal for all choices: each alternative of a rule would be a parser state.
         choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
         definition = make.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
     else:

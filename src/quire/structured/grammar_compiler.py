@@ -1,4 +1,4 @@
-"""The grammars of requests: tried out in a process of their own, then compiled for the engine and held while in use."""
+"""The grammars of requests: compiled on trial in another process, then compiled for the engine and held while in use."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from quire.sequences.structured import StructuredOutputs
 from quire.structured.compile_sandbox import CompileSandbox
 from quire.structured.grammar_cache import Grammar, GrammarCache, import_llguidance
 
-# So that a grammar that takes long does not hold up all others. Each process holds the vocabulary.
+# More than one, so that a slow grammar does not delay all others. Each process holds the vocabulary.
 MAX_SANDBOXES = 2
 WANTED = {"json": "a JSON schema", "regex": "a regular expression", "choice": "choices", "grammar": "a Lark grammar"}
 
 
 class GrammarCompiler:
-    """Opens grammars; may be asked by several threads.
+    """Opens grammars; thread-safe.
 
     Args:
         cache: where compiled ones are looked for, by the data plane too.
@@ -36,7 +36,7 @@ class GrammarCompiler:
         self._threads = WorkerThreads(MAX_SANDBOXES, "quire-grammars")
 
     def find(self, wanted: StructuredOutputs) -> Grammar | None:
-        """Return a grammar that is compiled already."""
+        """Return a grammar if it is cached."""
         return self.cache.find(wanted.source)
 
     def open(self, wanted: StructuredOutputs) -> Grammar:
@@ -46,7 +46,7 @@ class GrammarCompiler:
 
         Raises:
             InvalidParameter: it does not compile, or not within the limits; the field is that of `wanted`.
-            UnsupportedFeature: the package `llguidance` is missing, or the tokenizer is one that it cannot read.
+            UnsupportedFeature: the package `llguidance` is missing, or cannot read the tokenizer.
             WorkerError: the process for sandboxes does not start.
         """
         known = self.find(wanted)
@@ -64,7 +64,7 @@ class GrammarCompiler:
         raise InvalidParameter(wanted.field, source.text, f"{allowed}: {error}")
 
     async def wait_for(self, wanted: StructuredOutputs | None) -> Grammar | None:
-        """Do the same from an event loop, which goes on meanwhile; None where nothing is wanted.
+        """Return the grammar of `open` without blocking the event loop; None for None.
 
         Raises:
             WorkerError: the engine was shut down.
@@ -80,7 +80,7 @@ class GrammarCompiler:
         self.sandboxes.close()
 
     def _start_sandbox(self) -> CompileSandbox:
-        # Only now: the tokenizer's text is long, and most engines are asked for no grammar.
+        # Started late: the tokenizer's text is long, and most engines never get a grammar.
         cache = self.cache
         return CompileSandbox(cache.read_tokenizer(), cache.vocab_size, cache.end_token_ids, self._memory_bytes)
 

@@ -1,9 +1,9 @@
-"""One sequence's way through its grammar: which tokens it may be given, and which it must be.
+"""The grammar state of one sequence: the tokens that are allowed next, and those that are forced.
 
-Where the grammar leaves no choice of text, the only token is the one that the tokenizer would write the text with, but
-that special tokens are no text. So what is forced is the same whether it is drawn row by row, verified as drafts, or
-appended without a step. Where it leaves none for very long, the tokens are those that the grammar allows, until the
-rest of the text is shorter.
+Where the grammar leaves no choice of text, the only allowed token is the tokenizer's own for that text (special tokens
+are no text). So forced tokens are the same whether they are sampled row by row, verified as drafts, or appended without
+a step. Where the forced text is very long, all tokens that the grammar allows stay allowed until the rest of the text
+is shorter.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ TOO_SLOW = (
     "the grammar of the output takes too long, as where a text can be read in many ways, and others would wait for it "
     "(structured_outputs)"
 )
-# Of forced tokens, so many are taken in before the time is looked at.
+# Number of forced tokens that are consumed between two checks of the time.
 RUN_PART = 8
-# What is forced from a position on, and how much of it lies before the position.
+# Forced tokens, and the number of them that lie before the position.
 Forced = tuple[tuple[int, ...], int]
 NOT_FORCED: Forced = ((), 0)
 
 
 class GrammarState:
-    """Follows the output of one sequence through a grammar, forwards and backwards.
+    """The matcher of one sequence's output, which can advance and roll back.
 
     Args:
-        grammar: None where there is none, for the reason in `error`.
-        opening: what the plan says of the sequence.
-        end_token_ids: what ends an output; the matcher never sees them.
-        error: why the sequence cannot be sampled.
+        grammar: the grammar; None where it does not compile, for the reason in `error`.
+        new_sequence: the sequence, from the plan.
+        end_token_ids: tokens that end an output; the matcher never sees them.
+        error: reason for which the sequence cannot be sampled.
 
     Attributes:
-        error: why it cannot go on; it ends its request.
-        fork_key: what sequences that were forked from each other have in common.
-        num_prompt: tokens before the output.
-        token_ids: of the output, as far as the matcher knows it.
+        error: reason for which the sequence cannot continue; it ends its request.
+        fork_key: value that is equal for the sequences of one request.
+        num_prompt: number of tokens before the output.
+        token_ids: tokens of the output that the matcher has consumed.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class GrammarState:
         self.num_prompt = new_sequence.num_prompt
         self._end_token_ids = end_token_ids
         self._first_end = new_sequence.num_prompt + params.min_tokens
-        # Where something else may forbid a forced token, it is drawn, and having none left is an error.
+        # Where another parameter may forbid a forced token, it is sampled; no allowed token left is then an error.
         may_be_forbidden = (
             params.allowed_token_ids is not None
             or params.bad_words
@@ -79,7 +79,7 @@ class GrammarState:
         self._num_masks = 0
 
     def fork(self, new_sequence: NewSequence) -> GrammarState:
-        """Return a constraint of another sequence of the request, which has got as far as this one."""
+        """Return a copy of this state for another sequence of the request."""
         child = object.__new__(GrammarState)
         for name, value in self.__dict__.items():
             setattr(child, name, value)
@@ -90,10 +90,10 @@ class GrammarState:
         return child
 
     def is_prefix_of(self, token_ids: list[int]) -> bool:
-        """Say whether an output begins with all the tokens of this one."""
+        """Return True where an output begins with all the tokens of this one."""
         known = self.token_ids
         num_known = len(known)
-        # The last token is looked at first: of many beams, most differ there.
+        # The last token is compared first: most beams differ there.
         return (
             num_known <= len(token_ids) and known[-1:] == token_ids[:num_known][-1:] and known == token_ids[:num_known]
         )
@@ -101,7 +101,7 @@ class GrammarState:
     # ---- tokens ----
 
     def sync(self, start: int, token_ids: Sequence[int]) -> None:
-        """Make the output's tokens from `start` on those given, and none behind them."""
+        """Roll back or advance until the output's tokens from `start` on are `token_ids`."""
         if self.error is not None:
             return
         same = start + next(
@@ -124,11 +124,11 @@ class GrammarState:
                 return
 
     def append(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """Take in the tokens that were drawn, and return them with those that must follow."""
+        """Consume the sampled tokens, and return them with the forced tokens after them."""
         self._account.start()
         num_taken = self._advance(token_ids)
         if not self._charge(num_taken) or num_taken < len(token_ids) or not self._appends:
-            return token_ids  # they end the sequence, or what follows is drawn in turn
+            return token_ids  # they end the sequence, or forced tokens are sampled
         run = list(token_ids)
         limit = len(run) + MAX_RUN
         while len(run) < limit:
@@ -145,18 +145,18 @@ class GrammarState:
         return tuple(run)
 
     def _charge(self, count: int) -> bool:
-        """Charge the time of so many masks and tokens; False where there is an error, such as that none is left."""
+        """Charge the time of `count` masks and tokens; return False where there is an error, such as no time left."""
         if not self._account.charge(count) and self.error is None:
             self.error = TOO_SLOW
         return self.error is None
 
     @property
     def _position(self) -> int:
-        """Of the next token, in prompt and output."""
+        """Position of the next token in prompt and output."""
         return self.num_prompt + len(self.token_ids)
 
     def _advance(self, token_ids: Sequence[int]) -> int:
-        """Take in tokens, up to one that ends the output or that the grammar does not have; return how many."""
+        """Consume tokens up to one that ends the output or that the grammar forbids; return the number consumed."""
         for num_taken, token_id in enumerate(token_ids):
             if token_id in self._end_token_ids or self._matcher.try_consume_tokens([token_id]) != 1:
                 return num_taken
@@ -167,7 +167,7 @@ class GrammarState:
         return len(token_ids)
 
     def _roll_back(self, num_tokens: int) -> bool:
-        """Take back the last tokens; False where the matcher cannot."""
+        """Remove the last tokens; return False where the matcher cannot."""
         if not num_tokens:
             return True
         del self.token_ids[-num_tokens:], self._forced[-num_tokens:]
@@ -176,7 +176,7 @@ class GrammarState:
         return self.error is None
 
     def _find_forced(self) -> Forced:
-        """Return what the grammar forces here, where nothing that it forced before still holds."""
+        """Return the tokens that the grammar forces at the current position."""
         if self.error is not None or self._grammar is None:
             return NOT_FORCED
         if self._matcher.is_stopped():
@@ -187,23 +187,23 @@ class GrammarState:
     # ---- masks ----
 
     def begin_step(self, step: int) -> None:
-        """Note that a step begins, in which the grammar has time to take."""
+        """Pay off the grammar's debt at the start of a step."""
         self._account.budget.begin_step(step)
 
     def begin(self, masks: torch.Tensor, job: Future[None] | None) -> None:
-        """Note what will fill the masks of the next rows.
+        """Set the masks of the step's rows.
 
         Args:
-            masks: int32 [n, ceil(V / 32)], n rows at most, of which the first is for the next token.
-            job: has filled them when it is done; None where the caller fills them.
+            masks: int32 [n, ceil(V / 32)], at most n rows; the first is for the next token.
+            job: future that completes once the masks are filled; None where the caller fills them.
         """
         self._masks, self._num_masks, self._job = masks, 0, job
 
     def mask_at(self, position: int) -> torch.Tensor | None:
-        """Return which tokens may stand at a position of the prompt and output, a bit each, int32 [ceil(V / 32)].
+        """Return the bitmask of the tokens allowed at a position of prompt and output, int32 [ceil(V / 32)].
 
         Returns:
-            None behind a draft that the grammar does not have, or that ends the output: no run gets so far.
+            None after a draft that the grammar forbids, or that ends the output: such a draft is never accepted.
         """
         if self._job is not None:
             self._job.result()
@@ -211,7 +211,7 @@ class GrammarState:
         return self._masks[idx] if 0 <= idx < self._num_masks else None
 
     def fill(self, draft: Sequence[int]) -> None:
-        """Fill the masks of the next row, and of those behind the drafts that the grammar has."""
+        """Fill the mask of the next row, and those after the drafts that the grammar allows."""
         if self.error is None and self._account.is_overdrawn:
             self.error = TOO_SLOW
         if self.error is not None:
@@ -224,8 +224,8 @@ class GrammarState:
         self._charge(2 * self._num_masks)  # with the drafts between them
 
     def _fill_drafts(self, draft: Sequence[int]) -> None:
-        """Fill the masks behind drafts: what comes of those is nobody's error until they are accepted."""
-        # A matcher with an error is lost.
+        """Fill the masks after drafts; an error there is ignored, since the drafts may not be accepted."""
+        # A matcher cannot recover from an error.
         before, num_before = self._matcher.deep_copy(), len(self.token_ids)
         for idx, token_id in enumerate(draft, 1):
             if not self._advance((token_id,)) or not self._fill_row(self._masks[idx]):

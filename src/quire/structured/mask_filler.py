@@ -1,13 +1,13 @@
-"""The constraints of all open sequences; their masks are computed while the model runs, or before it.
+"""The grammar states of all open sequences; their masks are filled while the model runs, or before it.
 
 ```
- this thread     follow: who is open, what is known |  layers ...  | adjust: take the masks | append: what must follow
- mask thread                                        '-> fill ... ->'
+ this thread     open, close, begin |  layers ...  | apply the masks to logits | append forced tokens
+ mask thread                        '-> fill ... ->'
 ```
 
-Where the model's threads have all cores, another thread would take one of them, and the others would wait for that one
-at the end of each kernel: then this thread fills the masks, before the layers. To share the work between threads gains
-nothing anyway: those who follow one grammar wait for each other's look at its lexer.
+Where the model's threads occupy all cores, a mask thread would slow one of them, and the others would wait for it at
+the end of each kernel: then this thread fills the masks, before the layers. Several mask threads would gain nothing:
+matchers of one grammar wait for the lock of its lexer.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from quire.structured.grammar_state import GrammarState
 
 
 class MaskJob(NamedTuple):
-    """What is to be done for one state in a step.
+    """The mask work of one sequence in a step.
 
     Args:
-        state: whose.
-        start: of the tokens, counted from the first of the output.
-        token_ids: what is known of the output from there on.
-        draft: what may come behind them.
-        is_sampled: whether a token is drawn in this step.
+        state: grammar state of the sequence.
+        start: index in the output of the first of `token_ids`.
+        token_ids: known tokens of the output from `start` on.
+        draft: drafted tokens after them.
+        is_sampled: True where a token is sampled in this step.
     """
 
     state: GrammarState
@@ -43,11 +43,11 @@ class MaskJob(NamedTuple):
 
 
 class GrammarStates:
-    """Opens and closes constraints, and fills their masks.
+    """Opens and closes grammar states, and fills their masks.
 
     Args:
         cache: the model's grammars.
-        uses_thread: whether there is a core for masks beside those that the model's threads have.
+        uses_thread: True to fill masks in a thread, where the model's threads leave a core free.
     """
 
     def __init__(self, cache: GrammarCache, *, uses_thread: bool = True) -> None:
@@ -55,7 +55,7 @@ class GrammarStates:
         self._uses_thread = uses_thread
         self._num_words = -(-cache.vocab_size // 32)
         self._open: dict[int, GrammarState] = {}
-        # Closed by the plan at hand, and maybe what its openings were forked from.
+        # Closed by the current plan; its new sequences may be forks of them.
         self._finished: list[GrammarState] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-masks")
         self._job: Future[None] | None = None
@@ -63,11 +63,11 @@ class GrammarStates:
 
     @property
     def num_open(self) -> int:
-        """Sequences with a state."""
+        """Number of open sequences with a grammar."""
         return len(self._open)
 
     def close(self, seq_id: int) -> None:
-        """Forget a sequence, once the plan that closes it was followed."""
+        """Close a sequence that the current plan names as finished."""
         known = self._open.pop(seq_id, None)
         if known is not None:
             self._finished.append(known)
@@ -82,7 +82,7 @@ class GrammarStates:
         fork_key = (wanted, new_sequence.seed, new_sequence.num_prompt)
         output = list(new_sequence.token_ids[new_sequence.num_prompt :])
         known = (*self._open.values(), *self._finished) if output else ()
-        # What another sequence of the request went through need not be gone through again.
+        # A sibling's matcher has consumed these tokens already.
         siblings = [one for one in known if one.fork_key == fork_key and one.error is None and one.is_prefix_of(output)]
         nearest = max(siblings, key=lambda one: len(one.token_ids), default=None)
         if nearest is not None:
@@ -109,7 +109,7 @@ class GrammarStates:
         masks = torch.split(torch.empty((sum(num_rows), self._num_words), dtype=torch.int32), num_rows)
         for mask_job in mask_jobs:
             mask_job.state.begin_step(self._num_steps)
-        # The constraints must have their masks before the thread looks for them.
+        # The states must have their masks before the thread fills them.
         begun: Future[None] = Future()
         if self._uses_thread:
             self._job = self._thread.submit(_fill, mask_jobs, begun)
@@ -120,18 +120,18 @@ class GrammarStates:
             _fill(mask_jobs, begun)
 
     def append(self, items: Sequence[ScheduledSequence], results: Sequence[ItemResult]) -> list[ItemResult]:
-        """Take in what was drawn, and append what must follow.
+        """Consume the sampled tokens, and append the tokens that the grammars force after them.
 
         Args:
-            items: those that were sampled.
-            results: one for each.
+            items: sampled items.
+            results: one result for each item.
         """
         if not self._open:
             return list(results)
         extended = list(results)
         for idx, (item, result) in enumerate(zip(items, results, strict=True)):
             state = self._open.get(item.seq_id)
-            # Each of several samples will be a sequence of its own.
+            # Each of several samples becomes a sequence with a state of its own.
             if state is not None and result.error is None and item.num_samples == 1:
                 try:
                     token_ids = state.append(result.token_ids)
@@ -158,24 +158,24 @@ class GrammarStates:
         return MaskJob(state, start - num_prompt, certain[start - item.start :], draft, True)
 
     def _wait(self) -> None:
-        """Wait for the thread, which may still be at the masks of a step that failed."""
+        """Wait for the mask thread, which may still fill the masks of a failed step."""
         if self._job is not None:
             self._job.result()
             self._job = None
 
 
 def _failure(error: Exception) -> str:
-    """Return what the request of a grammar that raised is told."""
+    """Return the error message for the request of a grammar that raised."""
     return f"the grammar of the output failed: {describe(error)}"
 
 
 def _fill(mask_jobs: Sequence[MaskJob], begun: Future[None]) -> None:
-    """Bring constraints up to what is known, and fill their masks."""
+    """Sync grammar states with the known tokens, and fill their masks."""
     begun.result()
     with torch.inference_mode():
         for mask_job in mask_jobs:
             state = mask_job.state
-            # Whatever goes wrong is that sequence's affair.
+            # An error ends this sequence's request only.
             try:
                 state.sync(mask_job.start, mask_job.token_ids)
                 if mask_job.is_sampled:
