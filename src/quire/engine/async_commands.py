@@ -1,4 +1,4 @@
-"""What the thread of an engine is told: to start a request, to end one, to do something between two steps."""
+"""Commands for the thread of an engine: start a request, abort one, run a function between two steps."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ Item = RequestOutput | Exception
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """One request on its way through the engine's thread, and what is new of it.
+    """One request in the engine's thread, and the stream of its output deltas.
 
-    News that nobody has taken yet are merged, so a reader that is slow holds no more than one output.
+    Deltas that were not read yet are merged, so a slow reader holds at most one output.
 
     Args:
-        submit: starts the request.
-        loop: the event loop of the task that follows.
-        on_end: done once the request has ended, before the next step; its error ends the stream.
-        grammar: what its request needs compiled, held until the request holds it.
+        request_id: id of the request.
+        submit: function that adds the request to the engine.
+        loop: event loop of the reading task.
+        on_end: function that is called once the request has ended, before the next step; its error ends the stream.
+        grammar: compiled grammar of the request, referenced until the request itself references it.
     """
 
     request_id: str
@@ -54,7 +55,7 @@ class Stream:
         return delta
 
     def put(self, item: Item) -> None:
-        """Take an item, on the event loop."""
+        """Add an item; called on the event loop."""
         if isinstance(item, Exception):
             self._error = item
         elif self._delta is None:
@@ -65,12 +66,12 @@ class Stream:
 
 
 def post_items(items: Iterable[tuple[Stream, Item]]) -> None:
-    """Hand items to the tasks that follow their streams, from the engine's thread: one call for each event loop."""
+    """Add items to their streams from the engine's thread, with one call for each event loop."""
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Stream, Item]]] = {}
     for stream, item in items:
         by_loop.setdefault(stream.loop, []).append((stream, item))
     for loop, loop_items in by_loop.items():
-        # The loop may have closed under a task that is being torn down; there is nobody left to tell.
+        # The loop may have closed already; then no task reads the stream.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(_put_all, loop_items)
 
@@ -81,25 +82,25 @@ def _put_all(items: list[tuple[Stream, Item]]) -> None:
 
 
 class Abort(NamedTuple):
-    """Ends a stream's request; it names the stream, since another request may have taken its id."""
+    """Aborts a stream's request; it has the stream, since another request may have taken its id."""
 
     stream: Stream
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """Something to do between two steps, and who waits for it.
+    """A function to run between two steps.
 
     Args:
-        run: what to do.
-        answer: gets the result or the error; None where nobody waits.
+        run: the function.
+        answer: future for the result or the error; None where no task waits.
     """
 
     run: Callable[[Engine], Any]
     answer: asyncio.Future[Any] | None = None
 
     def execute(self, engine: Engine) -> None:
-        """Do it, from the engine's thread; what goes wrong goes back to who waits."""
+        """Run the function in the engine's thread; an error goes to `answer`."""
         if self.answer is None:
             self.run(engine)
             return
@@ -111,7 +112,7 @@ class Call:
             self._answer(self.answer.set_result, result)
 
     def fail(self, error: Exception) -> None:
-        """Tell who waits that it was not done."""
+        """Set the error of a function that was not run."""
         if self.answer is not None:
             self._answer(self.answer.set_exception, error)
 
@@ -120,7 +121,7 @@ class Call:
         assert answer is not None
 
         def set_answer() -> None:
-            # Whoever waited may have been cancelled.
+            # The waiting task may have been cancelled.
             if not answer.done():
                 setter(value)
 

@@ -1,4 +1,4 @@
-"""The engine behind an event loop: it steps in its own thread, and outputs stream to the tasks that asked for them."""
+"""The asynchronous interface: the engine steps in its own thread, and outputs stream to the tasks of event loops."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from quire.memory.usage import Usage
 from quire.sequences.params import SamplingParams
 from quire.text.tokenizer import Tokenizer
 
-# With work at hand and no step completed for so long, the engine counts as stuck.
+# Seconds without a completed step after which an engine with work counts as stuck.
 STUCK_AFTER_S = 60.0
 
 
@@ -57,7 +57,7 @@ class AsyncLLM:
         self.texts = TokenizerPool(model.engine.requests, self.tokenizer, self.resolved.max_model_len)
         self._defaults = model.default_params
         self._engine = model.engine
-        # In the names that requests get here, so that no caller's own name is one of them.
+        # Part of generated request ids, so that they differ from the callers' own.
         self._name = secrets.token_hex(4)
         self._lock = threading.Lock()
         waiting = self._engine.scheduler.waiting
@@ -78,7 +78,7 @@ class AsyncLLM:
 
     @classmethod
     def from_options(cls, model: str = "bundled", **options: Any) -> AsyncLLM:
-        """Do the same from flat options, as `LLM(...)` takes them."""
+        """Load a model from flat options, those of `LLM(...)`, and start its engine."""
         return cls.from_config(EngineConfig.from_options(model=model, **options))
 
     async def __aenter__(self) -> AsyncLLM:
@@ -90,14 +90,14 @@ class AsyncLLM:
     # ---- requests ----
 
     def reserve(self, count: int) -> SlotReservation:
-        """Hold places in the waiting queue, before any other work is done for a request.
+        """Reserve slots of the waiting queue, before any other work is done for a request.
 
         Args:
-            count: requests (prompts) to come.
+            count: number of requests (prompts).
 
         Raises:
-            InvalidParameter: the queue never has so many.
-            QueueFull: fewer places are left; nothing is held.
+            InvalidParameter: the queue has fewer slots in all.
+            QueueFull: fewer slots are free; nothing is reserved.
             EngineClosed: the engine was shut down.
             WorkerError: the engine is dead.
         """
@@ -106,10 +106,10 @@ class AsyncLLM:
         return self._slots.reserve(count)
 
     def check_room(self) -> None:
-        """See that the waiting queue has a place left, which costs next to nothing.
+        """Check that the waiting queue has a free slot; cheap.
 
         Raises:
-            QueueFull: it has none.
+            QueueFull: no slot is free.
         """
         self._slots.check()
 
@@ -133,18 +133,18 @@ class AsyncLLM:
         is in, and frees its memory before the next step.
 
         Args:
-            prompt: text, token ids, or a mapping with one of them; or what `texts.prepare` made of it.
-            sampling_params: how its tokens are chosen.
-            request_id: None makes one.
+            prompt: text, token ids, or a mapping with one of them; or the result of `texts.prepare`.
+            sampling_params: parameters of the sampling.
+            request_id: unique id; None generates one.
             priority: lower runs first, under the priority policy.
-            flow: requests of one flow take turns with others, however many they are; None for one by itself.
-            place: a reservation to take the request's place from; None reserves here.
-            add_special_tokens: for text prompts.
-            cache_salt, tenant: only requests with the same of both share cached prefixes.
-            retain_cache: have the blocks that it leaves in the prefix cache evicted last, within `retention_limit`.
+            flow: name of a flow; flows take turns, whatever their number of requests. None makes a flow of its own.
+            place: reservation with a slot for the request; None reserves one here.
+            add_special_tokens: True to add the tokenizer's special tokens to a text prompt.
+            cache_salt, tenant: only requests with equal values of both share cached prefixes.
+            retain_cache: True to evict the request's cached blocks last, within `retention_limit`.
 
         Raises:
-            RequestError: at the first item: the request was refused. `QueueFull` where no place is left.
+            RequestError: the request was refused; raised at the first item. `QueueFull` where no slot is free.
             EngineClosed: the engine was shut down.
             WorkerError: the engine is dead.
         """
@@ -167,7 +167,7 @@ class AsyncLLM:
         request_id: str | None = None,
         on_end: Callable[[Engine], None] | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Put a request, once its texts are tokens, and yield its outputs; see `generate`, and `Stream` for `on_end`."""
+        """Submit a request, once its texts are tokens, and yield its outputs; see `generate` and `Stream`."""
         arrival_s = time.monotonic()
 
         def submit(engine: Engine) -> None:
@@ -190,7 +190,7 @@ class AsyncLLM:
         is_finished = False
         collector = OutputCollector(params.output_kind)
         try:
-            # Put before the engine's last look at its commands, it is told; put later, it must see this.
+            # A command that the thread's final drain of the queue missed gets no answer: `has_ended` is set by then.
             if self._thread.has_ended:
                 raise self._thread.dead()
             while not is_finished:
@@ -208,11 +208,11 @@ class AsyncLLM:
                 self._thread.put(Abort(stream))
 
     async def abort(self, request_id: str) -> bool:
-        """End a request, whatever state it is in; its iteration ends with an output of the finish reason "abort".
+        """End a request in any state; its iteration ends with an output of the finish reason "abort".
 
         Args:
-            request_id: name given to `generate`, which must have handed the request to the engine: it does so at its
-                first item, once texts are tokens.
+            request_id: id given to `generate`, which submits the request at its first item, once texts are tokens; a
+                request that is not submitted yet is unknown.
 
         Returns:
             False for a request that is unknown or has finished.
@@ -224,7 +224,7 @@ class AsyncLLM:
         return bool(await self._call(lambda _: self._thread.abort_request(request_id)))
 
     def reset_prefix_cache(self) -> None:
-        """Let no request that is made after this call find what was computed before it; pins go too."""
+        """Drop all cached prefixes, pinned ones included, for requests that are made after this call."""
         self._thread.put(Call(Engine.reset_prefix_cache))
 
     async def pin_prefix(
@@ -236,10 +236,10 @@ class AsyncLLM:
         tenant: str | None = None,
         add_special_tokens: bool = True,
     ) -> int:
-        """Keep a prompt's whole blocks in the prefix cache until `unpin_prefix`; compute them first if need be.
+        """Keep a prompt's whole blocks in the prefix cache until `unpin_prefix`; compute them first if needed.
 
-        Arguments, result and errors are those of `LLM.pin_prefix`; a prompt that must be computed needs a place in the
-        queue, as any request does.
+        Arguments, result and errors are those of `LLM.pin_prefix`; a prompt that must be computed needs a slot of the
+        queue, like any request.
         """
         options: dict[str, Any] = {"cache_salt": cache_salt, "tenant": tenant}
         (read,) = await self.texts.prepare([prompt], ONE_TOKEN, add_special_tokens=add_special_tokens)
@@ -257,19 +257,19 @@ class AsyncLLM:
         return int(num_tokens)
 
     async def unpin_prefix(self, name: str, tenant: str | None = None) -> None:
-        """Let go of a pinned prefix.
+        """Unpin a prefix.
 
         Raises:
-            RequestError: the tenant has none of that name.
+            RequestError: the tenant has no pin of that name.
             WorkerError: the engine is dead.
         """
         await self._call(lambda engine: engine.pins.unpin(name, tenant))
 
     async def _call(self, run: Callable[[Engine], Any]) -> Any:
-        """Have the engine's thread do something between two steps, and return what comes of it."""
+        """Run a function in the engine's thread between two steps, and return its result."""
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._thread.put(Call(run, answer))
-        # Put before the engine's last look at its commands, it is told; put later, it must see this.
+        # A command that the thread's final drain of the queue missed gets no answer: `has_ended` is set by then.
         if self._thread.has_ended:
             answer.cancel()
             raise self._thread.dead()
@@ -282,7 +282,7 @@ class AsyncLLM:
         return dict(self._defaults)
 
     def health(self) -> Health:
-        """Say whether the engine makes progress."""
+        """Return whether the engine makes progress."""
         scheduler = self._engine.scheduler
         has_work = bool(self._thread.streams)
         since = time.monotonic() - self._thread.progress_s if has_work else 0.0
@@ -297,11 +297,11 @@ class AsyncLLM:
 
     @property
     def has_failed(self) -> bool:
-        """True once the engine has died, which it never does of being shut down."""
+        """True once the engine has died of an error; False after a shutdown."""
         return self._thread.failure is not None
 
     def usage(self) -> Usage:
-        """Return the memory manager's counts as they are, maybe in the middle of a step."""
+        """Return the memory manager's counts, possibly in the middle of a step."""
         return self._engine.usage()
 
     def stats(self) -> EngineStats:
@@ -309,14 +309,14 @@ class AsyncLLM:
         return self._engine.stats
 
     def kv_report(self) -> KvReport:
-        """Return which blocks are kept, and how long blocks live."""
+        """Return the pinned and retained blocks, and the lifetimes of blocks."""
         return KvReport.of(self._engine)
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests and wait for those in progress.
 
         Returns:
-            True when all have ended in time.
+            True where all have ended in time.
         """
         self._is_draining = True
         deadline = time.monotonic() + timeout_s

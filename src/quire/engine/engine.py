@@ -1,4 +1,4 @@
-"""The engine: requests in, steps, outputs out. One thread owns it."""
+"""The engine: it accepts requests, runs steps, and returns outputs. One thread owns it."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ class Engine:
 
     Args:
         config: the resolved configuration.
-        scheduler: owns all sequences and commands the memory.
+        scheduler: scheduler, which owns all sequences and calls the memory manager.
         executor: the data plane.
         tokenizer: None when the engine works on token ids only. Closed with the engine.
         end_token_ids: the model's own end-of-sequence tokens.
-        cache_name: what, of the model, the prefix cache depends on.
+        cache_name: identity of the model for the prefix cache.
         clock: seconds, monotonic.
-        disk_prefetch: brings up what is on disk; None without a prefix cache there. Closed with the engine.
-        media_reader: reads what comes with prompts; None where the data plane computes no embeddings.
+        disk_prefetch: loader of blocks on disk; None without a prefix cache there. Closed with the engine.
+        media_reader: reader of prompts' embeddings; None where the data plane accepts none.
         speculation: chooser of the number of drafts, adjusted after each step; None without speculative decoding.
-        grammars: of outputs that must have a form; None where there can be none. Closed with the engine.
+        grammars: compiler of grammars for structured outputs; None where they are unsupported. Closed with the engine.
 
     Attributes:
-        pins: the prefixes that are held by name.
-        requests: reads requests; its `prepare` may be called from any thread.
-        step_recorder: receives the duration of each step.
-        block_lifetimes: how long blocks live; None where no share of them is measured.
+        pins: pinned prefixes.
+        requests: builder of requests; its `prepare` may be called from any thread.
+        step_recorder: recorder of the duration of each step.
+        block_lifetimes: lifetimes of sampled blocks; None where no share of them is sampled.
     """
 
     def __init__(
@@ -114,18 +114,18 @@ class Engine:
         Args:
             request_id: unique among the requests that are not finished.
             prompt: text, token ids, or a mapping with one of them; token ids with `media`, see `EmbeddingsReader`. Or
-                the result of `requests.prepare` for it and `params`.
+                the result of `requests.prepare` for the prompt and `params`.
             params: valid sampling parameters.
             priority: lower runs first, under the priority policy.
-            flow: requests of one flow take turns with others, however many they are; None for one by itself.
+            flow: name of a flow; flows take turns, whatever their number of requests. None makes a flow of its own.
             cache_salt: only requests with the same salt share cached prefixes.
-            tenant: only requests of the same tenant do.
-            retain_cache: have the blocks that it leaves in the prefix cache evicted last, within `retention_limit`.
-            add_special_tokens: for text prompts.
-            arrival_s: when the request came, on the engine's clock; None is now.
+            tenant: only requests of the same tenant share cached prefixes.
+            retain_cache: True to evict the request's cached blocks last, within `retention_limit`.
+            add_special_tokens: True to add the tokenizer's special tokens to a text prompt.
+            arrival_s: time of arrival on the engine's clock; None is now.
 
         Raises:
-            RequestError: naming the field, the value and what is allowed; nothing is queued.
+            RequestError: the request is refused, with the field, the value and the allowed values; nothing is queued.
         """
         if type(request_id) is not str or not request_id:
             raise InvalidParameter("request_id", request_id, "a non-empty string")
@@ -149,10 +149,10 @@ class Engine:
         self._outputs.add_request(request, text, self._clock() if arrival_s is None else arrival_s)
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
-        """End a request in whatever state it is, and free its memory.
+        """End a request in any state, and free its memory.
 
         Returns:
-            Its last output, None for an unknown or finished request.
+            The last output of the request, None for an unknown or finished request.
         """
         return self._end_request(request_id, FinishReason.ABORT, None)
 
@@ -164,9 +164,9 @@ class Engine:
     # ---- steps ----
 
     def step(self) -> list[RequestOutput]:
-        """Run one step and return the news of every request that has some.
+        """Run one step and return the output deltas of the requests that have any.
 
-        A failure of the data plane ends the requests of that step with an error; the others go on.
+        A failure of the data plane ends the requests of that step with an error; the others continue.
 
         Raises:
             WorkerError: the data plane failed in several steps in a row.
@@ -193,7 +193,7 @@ class Engine:
         return self.scheduler.memory.usage()
 
     def reset_prefix_cache(self) -> None:
-        """Let no request find what was computed before this call; who runs goes on with what it has, pins are gone."""
+        """Drop all cached prefixes, pinned ones included; running sequences keep their blocks."""
         self.scheduler.memory.reset_prefix_cache()
         if self.scheduler.drafter is not None:
             self.scheduler.drafter.reset()
@@ -207,15 +207,15 @@ class Engine:
         return self._stats.totals(self.num_steps, disk)
 
     def measure(self) -> StepStats:
-        """Return the state of the queues and the memory, and what was counted since the last call."""
+        """Return the state of the queues and the memory, and the counters' changes since the last call."""
         return self._stats.measure(self._clock())
 
     def close(self) -> None:
-        """End what is unfinished, and release the data plane."""
+        """Abort unfinished requests, save the prefix cache to disk, and close all parts."""
         try:
             for request_id in self._outputs.request_ids:
                 self.abort_request(request_id)
-            # After a failure of the worker, nobody knows what its blocks hold.
+            # After a failure of the worker the contents of its blocks are unknown.
             if self._disk_prefetch is not None and not self._num_failures:
                 self._disk_prefetch.save_all(self.executor, self.scheduler.memory.take_ops(), self._clock)
         finally:
@@ -232,7 +232,7 @@ class Engine:
     # ---- parts of a step ----
 
     def _mark_scheduled(self, plan: StepPlan) -> None:
-        """Stamp the requests that a plan opens for the first time."""
+        """Record the time at which a plan schedules requests for the first time."""
         for item in plan.items:
             if item.new_sequence is not None:
                 request = self.scheduler.sequences[item.seq_id].request
@@ -240,7 +240,7 @@ class Engine:
                     self._stats.prompt_tokens += request.num_prompt
 
     def _check_items(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
-        """End the requests of items that failed, and take the log probabilities of prompts from the others.
+        """End the requests of failed items, and collect the prompt log probabilities of the others.
 
         Returns:
             The last outputs of the requests that failed.
@@ -254,7 +254,7 @@ class Engine:
         return failed
 
     def _update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
-        """Append a step's tokens to sequences and outputs, and end what is complete.
+        """Append a step's tokens to sequences and outputs, and finish complete sequences.
 
         Returns:
             The outputs, those of failed requests first.
@@ -286,7 +286,7 @@ class Engine:
         return [] if output is None else [output]
 
     def _fail_step(self, plan: StepPlan, error: WorkerError) -> list[RequestOutput]:
-        """End every request of a step that the data plane could not execute, and trust nothing that it was to write."""
+        """End every request of a step that the data plane could not execute, and discard the blocks it was to write."""
         self._num_failures += 1
         if self._num_failures >= MAX_CONSECUTIVE_FAILURES:
             raise WorkerError(f"{self._num_failures} steps in a row failed; the last one: {error}") from error

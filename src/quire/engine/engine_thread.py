@@ -1,4 +1,4 @@
-"""The thread that an engine runs in: it obeys commands between two steps, and hands outputs to event loops."""
+"""The thread of an engine: it runs commands between two steps, and posts outputs to event loops."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ logger = logging.getLogger(__name__)
 
 
 class EngineThread:
-    """Runs an engine until it is told to end, or fails.
+    """Runs an engine until `shutdown`, or until the engine fails.
 
     Args:
-        engine: which this thread owns from now on.
-        metrics: are told of each step and output.
-        slots: of the waiting queue; told of each request that starts and ends.
+        engine: the engine, owned by this thread from now on.
+        metrics: metrics, updated after each step and output.
+        slots: slots of the waiting queue, updated when a request starts or ends.
 
     Attributes:
-        streams: of the requests that have not ended, by id.
-        progress_s: when something was done last, or there was nothing to do; seconds, monotonic.
-        has_ended: True once no command is obeyed any more.
-        failure: what it died of, None while it lives and when it was told to end.
+        streams: streams of the unfinished requests, by request id.
+        progress_s: time of the last step, command or idle moment; seconds, monotonic.
+        has_ended: True once no command is run any more.
+        failure: error that the engine died of, else None.
     """
 
     def __init__(self, engine: Engine, metrics: Metrics, slots: QueueSlots) -> None:
@@ -46,16 +46,16 @@ class EngineThread:
         self._thread.start()
 
     def put(self, command: Stream | Abort | Call) -> None:
-        """Give a command.
+        """Queue a command.
 
-        Who waits for what comes of it looks at `has_ended` behind this: put before the last look at the commands it is
-        told, put later it must see that.
+        A caller that waits for its result checks `has_ended` afterwards: the thread answers commands of before its
+        final drain of the queue, and sets `has_ended` before that drain.
         """
         self._commands.put(command)
 
     @property
     def is_alive(self) -> bool:
-        """True while the thread runs and the engine has not failed; what has failed may take a while to end."""
+        """True while the thread runs and the engine has not failed."""
         return self.failure is None and self._thread.is_alive()
 
     def shutdown(self, timeout_s: float) -> None:
@@ -64,13 +64,13 @@ class EngineThread:
         self._thread.join(timeout_s)
 
     def dead(self) -> WorkerError:
-        """Return the error for what comes too late."""
+        """Return the error for calls after the end of the thread."""
         if self.failure is None:
             return EngineClosed("the engine was shut down; make another one")
         return WorkerError(f"the engine does not run: {self.failure}")
 
     def abort_request(self, request_id: str) -> bool:
-        """End a request, from this thread, and send its last output to its stream, if it still has one.
+        """End a request, in this thread, and send its last output to its stream, if it still has one.
 
         Returns:
             False for an unknown or finished request.
@@ -84,7 +84,7 @@ class EngineThread:
         return True
 
     def _run(self) -> None:
-        """Obey commands and step while there is work; sleep while there is none."""
+        """Run commands and steps while there is work; sleep while there is none."""
         error = WorkerError("the engine has shut down")
         try:
             while self._run_commands():
@@ -101,10 +101,10 @@ class EngineThread:
             self._engine.close()
 
     def _run_commands(self) -> bool:
-        """Start and abort requests; wait for a command when there is nothing else to do.
+        """Run all queued commands; wait for one while the engine is idle.
 
         Returns:
-            False when it is time to end.
+            False after the command to end.
         """
         while True:
             is_idle = not self._engine.has_unfinished
@@ -125,7 +125,7 @@ class EngineThread:
                 self._start(command)
 
     def _start(self, stream: Stream) -> None:
-        """Hand a request to the engine; whatever goes wrong goes back to its task alone."""
+        """Add a request to the engine; an error goes to the request's stream only."""
         try:
             stream.submit(self._engine)
         except Exception as error:
@@ -141,20 +141,20 @@ class EngineThread:
             self._slots.start()
 
     def _abort(self, stream: Stream) -> None:
-        """End a stream's request, unless it has ended, or was refused because another has its id."""
+        """End a stream's request, unless it has ended, or was refused because its id was in use."""
         if self.streams.get(stream.request_id) is stream:
             del self.streams[stream.request_id]
             self.abort_request(stream.request_id)
 
     def _publish(self, outputs: list[RequestOutput]) -> None:
-        """Count a step's outputs, then send them to their streams: who has an output finds it counted."""
+        """Count a step's outputs, then send them to their streams, so that the metrics include each output sent."""
         self._metrics.on_step(self._engine.measure())
         for output in outputs:
             self._metrics.on_output(output)
         self._send((output.request_id, output) for output in outputs)
 
     def _send(self, items: Iterable[tuple[str, Item]]) -> None:
-        """Hand items to the streams of the requests with these ids; nobody follows a request that was aborted."""
+        """Post items to the streams of their requests; an aborted request may have none."""
         addressed: list[tuple[Stream, Item]] = []
         for request_id, item in items:
             is_last = isinstance(item, Exception) or item.finished
@@ -172,7 +172,7 @@ class EngineThread:
         post_items(addressed)
 
     def _fail_commands(self) -> None:
-        """Tell the tasks whose requests never started."""
+        """Fail the commands that were never run."""
         while True:
             try:
                 command = self._commands.get(block=False)

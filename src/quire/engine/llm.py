@@ -1,4 +1,4 @@
-"""The offline door: `LLM(model).generate(prompts, params)`."""
+"""The offline interface: `LLM(model).generate(prompts, params)`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class LLM:
-    """A model and its engine, in this process; not for use by several threads at once.
+    """A model and its engine, in this process; not thread-safe.
 
     `with LLM(...) as llm:` closes it at the end of the block. A closed one raises `EngineClosed`.
 
@@ -75,7 +75,7 @@ class LLM:
 
     @property
     def resolved(self) -> ResolvedConfig:
-        """The configuration with no open question."""
+        """The resolved configuration."""
         return self.engine.config
 
     @property
@@ -88,24 +88,24 @@ class LLM:
         return self.engine.usage()
 
     def kv_report(self) -> KvReport:
-        """Return which blocks are kept, and how long blocks live."""
+        """Return the pinned and retained blocks, and the lifetimes of blocks."""
         return KvReport.of(self.engine)
 
     def reset_prefix_cache(self) -> None:
-        """Let no request find what was computed before this call; pins go too."""
+        """Drop all cached prefixes, pinned ones included."""
         self._check_open()
         self.engine.reset_prefix_cache()
 
     def pin_prefix(self, name: str, prompt: Prompt, cache_salt: str | None = None, *, tenant: str | None = None) -> int:
-        """Keep a prompt's whole blocks in the prefix cache until `unpin_prefix`; compute them first if need be.
+        """Keep a prompt's whole blocks in the prefix cache until `unpin_prefix`; compute them first if needed.
 
         Args:
-            name: to let go of it by; not in use by this tenant.
+            name: name of the pin; not in use by this tenant.
             prompt: text, token ids, or `{"prompt_token_ids": [...]}`; at least a block long.
-            cache_salt, tenant: of the requests that shall hit it.
+            cache_salt, tenant: values of the requests that can hit the prefix.
 
         Returns:
-            The tokens that are pinned.
+            The number of pinned tokens.
 
         Raises:
             RequestError: a name in use, a prompt shorter than a block, more than `pin_limit` allows (`PinLimitReached`,
@@ -123,16 +123,16 @@ class LLM:
         return num_tokens
 
     def unpin_prefix(self, name: str, tenant: str | None = None) -> None:
-        """Let go of a pinned prefix.
+        """Unpin a prefix.
 
         Raises:
-            RequestError: the tenant has none of that name.
+            RequestError: the tenant has no pin of that name.
         """
         self._check_open()
         self.engine.pins.unpin(name, tenant)
 
     def default_sampling_params(self) -> SamplingParams:
-        """Return sampling parameters as the model's generation config sets them."""
+        """Return the sampling parameters of the model's generation config."""
         return SamplingParams(**self._default_params)
 
     def generate(
@@ -197,17 +197,17 @@ class LLM:
 
         Args:
             messages: a list of `{"role": ..., "content": ...}`, or a list of such lists.
-            sampling_params: as for `generate`.
+            sampling_params: see `generate`.
             use_tqdm: show a progress bar.
-            cache_salt, tenant, retain_cache: as for `generate`.
+            cache_salt, tenant, retain_cache: see `generate`.
             tools: functions that the model may call, as in OpenAI's API; outputs then have `content` and `tool_calls`.
-            tool_choice: "auto" (or None), "required", "none", or an object that names what may be called.
-            parallel_tool_calls: False allows one call at most.
-            tool_call_parser: how the model writes calls, a name of `FORMATS`; "auto" finds it in the chat template.
-            template_args: `add_generation_prompt`, and what else the model's chat template knows.
+            tool_choice: "auto" (or None), "required", "none", or an object that names the allowed tools.
+            parallel_tool_calls: False allows at most one call.
+            tool_call_parser: format of the model's calls, a name of `FORMATS`; "auto" finds it in the chat template.
+            template_args: `add_generation_prompt`, and other variables of the model's chat template.
 
         Raises:
-            RequestError: messages that the template refuses, a model without a template, or tools that cannot be had.
+            RequestError: messages that the template refuses, a model without a template, or unsupported tools.
         """
         use = self._tool_model(tool_call_parser).read(tools, tool_choice, parallel_tool_calls)
         if use is not None:
@@ -237,8 +237,8 @@ class LLM:
         """Return the token ids of a conversation, by default ready for the assistant's turn.
 
         Args:
-            tools: functions that the model is told of.
-            template_args: variables that the model's chat template knows.
+            tools: functions for the template to list.
+            template_args: variables of the model's chat template.
         """
         self._check_open()
         if self.tokenizer is None:
@@ -281,7 +281,7 @@ class LLM:
                     yield output
 
     def close(self) -> None:
-        """End what is unfinished, and release weights and KV memory; may be called twice."""
+        """Abort unfinished requests, and free weights and KV memory; may be called twice."""
         if not self._is_closed:
             self._is_closed = True
             self.engine.close()
@@ -297,7 +297,7 @@ class LLM:
         on_start: Any = None,
         **options: Any,
     ) -> Generator[RequestOutput, None, None]:
-        """Queue all prompts, or none, with options of `Engine.add_request`; then step until they are finished."""
+        """Queue all prompts, or none, with options of `Engine.add_request`; then step until they have finished."""
         self._check_open()
         many = _as_prompts(prompts)
         each = self._params_of(params, len(many))
@@ -316,7 +316,7 @@ class LLM:
                 self.engine.abort_request(name)
 
     def _tool_model(self, tool_call_parser: str) -> ToolModel:
-        """Return what of the model matters for calls of tools."""
+        """Return the model's properties for tool calls."""
         if tool_call_parser not in ("auto", *FORMATS):
             raise InvalidParameter("tool_call_parser", tool_call_parser, f"one of auto, {', '.join(FORMATS)}")
         template = None if self.tokenizer is None else self.tokenizer.chat_template
@@ -342,7 +342,7 @@ class _Progress:
         self._bar: Any = None
         self._num_tokens = 0
         self._task: Any = None
-        # Standard output is the program's own; and where nobody looks, a bar is noise.
+        # Standard output is the program's own; without a terminal, a bar is noise.
         if is_shown and sys.stderr.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -367,12 +367,12 @@ class _Progress:
             self._bar.stop()
 
     def start(self, total: int) -> None:
-        """Note how many sequences there will be."""
+        """Start the bar with the number of sequences."""
         if self._bar is not None:
             self._task = self._bar.add_task("", total=total, num_tokens=0)
 
     def advance(self, delta: RequestOutput) -> None:
-        """Take in a step's news."""
+        """Add the delta of one request."""
         if self._bar is not None:
             self._num_tokens += sum(len(output.token_ids) for output in delta.outputs)
             finished = sum(output.finished for output in delta.outputs)
@@ -380,7 +380,7 @@ class _Progress:
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """Tell one prompt from several: a list of integers is one prompt."""
+    """Return a list of prompts; a list of integers is one prompt."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if not isinstance(prompts, Sequence):

@@ -1,4 +1,4 @@
-"""Places in the waiting queue, held for requests to come."""
+"""Slots of the waiting queue, reserved before requests are prepared."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Self
 from quire.errors import InvalidParameter, QueueFull
 
 LONGEST_RETRY_S = 60
-# Of the mean time between two requests that leave, what the last one counts.
+# Weight of the last interval in the mean time between two requests that end.
 WEIGHT = 1 / 16
 
 
 class SlotReservation:
-    """Places in the waiting queue, held before any work is done for a request; unused ones return on exit.
+    """Reserved slots of the waiting queue; unused ones are released on exit.
 
     Args:
-        return_slots: takes back so many.
-        count: how many are held.
+        return_slots: function that releases a number of slots.
+        count: number of reserved slots.
     """
 
     def __init__(self, return_slots: Callable[[int], None], count: int) -> None:
@@ -29,13 +29,13 @@ class SlotReservation:
         self._count = count
 
     def take(self) -> None:
-        """Use one place; from now on the request itself counts as waiting.
+        """Use one slot; from now on the request itself counts as waiting.
 
         Raises:
-            ValueError: none is left.
+            ValueError: no slot is left.
         """
         if not self._count:
-            raise ValueError("more requests than reserved places")
+            raise ValueError("more requests than reserved slots")
         self._count -= 1
         self._return_slots(1)
 
@@ -50,7 +50,7 @@ class SlotReservation:
 
 
 class DepartureRate:
-    """Measures how often a request ends while others wait: so often one of those gets its turn.
+    """Measures the rate at which requests end while others wait, which is the rate of admissions.
 
     Args:
         clock: seconds, monotonic.
@@ -59,11 +59,11 @@ class DepartureRate:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._interval_s: float | None = None
-        # The last one that left somebody waiting; what follows it says how long that one waited for its turn.
+        # Time of the last end with requests waiting; the next end closes the interval.
         self._last_s: float | None = None
 
     def note(self, num_waiting: int) -> None:
-        """Note that a request has ended, and how many wait now."""
+        """Record the end of a request, and the number of requests that wait then."""
         now = self._clock()
         if self._last_s is not None:
             interval_s, known = now - self._last_s, self._interval_s
@@ -71,24 +71,24 @@ class DepartureRate:
         self._last_s = now if num_waiting else None
 
     def wait_s(self, num_waiting: int) -> int:
-        """Return whole seconds after which a queue of this length will be empty; 1 before anything was measured."""
+        """Return the whole seconds until a queue of this length is empty; 1 before the first measurement."""
         interval_s, last_s = self._interval_s or 0.0, self._last_s
         if last_s is not None:
-            # None has ended since: the next one takes so long at least.
+            # No request has ended since: the current interval is at least this long.
             interval_s = max(interval_s, self._clock() - last_s)
         return max(1, min(LONGEST_RETRY_S, math.ceil(interval_s * num_waiting)))
 
 
 class QueueSlots:
-    """Counts the places of the waiting queue, from any thread.
+    """Counts the slots of the waiting queue; thread-safe.
 
     Args:
-        limit: how many there are; None for as many as are asked for.
-        num_queued: says how many requests wait in the scheduler.
+        limit: number of slots; None for no limit.
+        num_queued: function that returns the number of requests waiting in the scheduler.
         clock: seconds, monotonic.
 
     Attributes:
-        num_unstarted: requests that were put, but neither started nor refused yet.
+        num_unstarted: number of requests that were submitted, but neither started nor refused yet.
     """
 
     def __init__(
@@ -103,15 +103,15 @@ class QueueSlots:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait, those on their way to the scheduler among them."""
+        """Number of requests that wait, submitted ones included."""
         return self._num_queued() + self.num_unstarted
 
     def reserve(self, count: int) -> SlotReservation:
-        """Hold places.
+        """Reserve slots.
 
         Raises:
-            InvalidParameter: there are never so many.
-            QueueFull: fewer are left; nothing is held.
+            InvalidParameter: the queue has fewer slots in all.
+            QueueFull: fewer slots are free; nothing is reserved.
         """
         if self._limit is not None and count > self._limit:
             raise InvalidParameter("prompt", f"{count} prompts", f"at most {self._limit} prompts, as many as may wait")
@@ -121,25 +121,25 @@ class QueueSlots:
         return SlotReservation(self._give_back, count)
 
     def check(self) -> None:
-        """See that a place is left.
+        """Check that a slot is free.
 
         Raises:
-            QueueFull: none is.
+            QueueFull: no slot is free.
         """
         self._check(1)
 
     def put(self) -> None:
-        """Note that a request is on its way."""
+        """Count a submitted request."""
         with self._lock:
             self.num_unstarted += 1
 
     def start(self) -> None:
-        """Note that a request was started, or refused."""
+        """Count a submitted request as started, or refused."""
         with self._lock:
             self.num_unstarted -= 1
 
     def end(self) -> None:
-        """Note that a request that was started has ended."""
+        """Record the end of a started request."""
         self._departures.note(self._num_queued())
 
     def _check(self, count: int) -> None:

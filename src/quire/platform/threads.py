@@ -42,7 +42,7 @@ class WorkerThreads:
             raise WorkerError("the engine was shut down") from error
 
     def give_back_soon(self) -> None:
-        """Return freed memory to the system after `GIVE_BACK_S`, when large objects of recent tasks are mostly freed."""
+        """Return freed memory to the system after `GIVE_BACK_S`, when most objects of recent tasks are freed."""
         asyncio.get_running_loop().call_later(GIVE_BACK_S, self.give_back)
 
     def give_back(self) -> None:

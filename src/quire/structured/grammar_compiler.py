@@ -1,4 +1,4 @@
-"""The grammars of requests: compiled on trial in another process, then compiled for the engine and held while in use."""
+"""The grammars of requests: compiled on trial in another process, then for the engine, and held while in use."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class GrammarStates:
             self._finished.append(known)
 
     def open(self, seq_id: int, new_sequence: NewSequence) -> GrammarState | None:
-        """Return the state of a sequence that was not known; None where it has none."""
+        """Return the grammar state of a new sequence; None where it has no grammar."""
         wanted = new_sequence.params.structured_outputs
         if wanted is None:
             return None

@@ -1,7 +1,7 @@
-"""Staging: what of a waiting prompt lies on disk is brought to host memory before its prefix is matched.
+"""Disk prefetch: a waiting prompt's blocks on disk are loaded to host memory before its prefix is matched.
 
-The scheduler calls it for the sequence that is next to be let in: nothing is read for those who still wait long.
-A step reads no more tokens than it could compute; a sequence with more on disk waits until all of it is there.
+The scheduler calls it for the next sequence to be admitted only. A step loads at most the number of tokens that it
+could compute; a sequence with more blocks on disk waits until all are loaded.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from quire.sequences.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
-# Of the loads that seem slower than computing, so many are left out before one is made, which measures anew.
+# Number of loads that are skipped as slower than computing before one is made, to measure again.
 REFUSALS = 16
-# Saving at the end takes no longer than this, and one part of so many bytes: whoever shuts the engine down waits.
+# Limits of saving at the shutdown: seconds, and bytes of one part, between two checks of the time.
 SAVE_S = 20.0
 PART_BYTES = 16 << 20
 
@@ -31,11 +31,11 @@ class DiskPrefetcher:
     """Loads stored blocks where that is faster than computing their tokens.
 
     Args:
-        disk_tier: the memory's verbs for it.
-        disk: has the blocks; closed with this.
-        block_size: tokens of a block.
-        block_bytes: of each cache group.
-        step_tokens: the most tokens of a step.
+        disk_tier: the memory manager's disk tier.
+        disk: blocks on disk; closed with this.
+        block_size: number of tokens of a block.
+        block_bytes: bytes of a block of each cache group.
+        step_tokens: largest number of tokens of a step.
     """
 
     def __init__(
@@ -57,16 +57,16 @@ class DiskPrefetcher:
         self._num_refused = 0
 
     def begin_step(self, tokens_per_s: float | None) -> None:
-        """Note that a step begins: it may load as much as one may.
+        """Reset the number of blocks that may be loaded, at the start of a step.
 
         Args:
-            tokens_per_s: how fast prompts are computed; None while nobody knows.
+            tokens_per_s: prefill rate; None while it is unknown.
         """
         self._free_blocks = self._step_blocks
         self._tokens_per_s = tokens_per_s
 
     def prepare(self, sequence: Sequence) -> bool:
-        """Bring up what is on disk of a sequence that is to be let in; False while there is more to come."""
+        """Load the blocks on disk of the sequence to be admitted next; return False while more must be loaded."""
         if sequence.is_staged:
             return True
         num_blocks, loads = self._disk_tier.find_loads(sequence.chain, self._disk.holds, sequence.request.hit_limit)
@@ -75,7 +75,7 @@ class DiskPrefetcher:
             indices = sorted({load.block_idx for load in loads})[: self._free_blocks]
             self._free_blocks -= len(indices)
             part = [load for load in loads if load.block_idx in indices]
-            # What was lost again meanwhile is not loaded twice: the host is too small for it.
+            # Blocks that were evicted again meanwhile are not loaded twice: the host tier is too small for them.
             is_new = sequence.staged.isdisjoint(indices)
             if is_new and self._load(sequence, num_blocks, part) and len(part) < len(loads):
                 return False
@@ -83,22 +83,22 @@ class DiskPrefetcher:
         return True
 
     def reset(self) -> None:
-        """Make nothing that was saved until now be hit again."""
+        """Delete all blocks that were saved until now."""
         self._disk.reset()
 
     def drop(self, ops: MemoryOps) -> None:
-        """Let go of what was read for copies that may not have been made."""
+        """Drop the blocks that were read for copies of a failed step."""
         self._disk.drop(copy.src_id for copy in ops.copies if copy.src_tier is Tier.DISK)
 
     def save_all(self, executor: Executor, pending: MemoryOps, clock: Callable[[], float]) -> None:
-        """Save what is published, so that it is found after a restart; the process may be killed on the way.
+        """Save the published blocks for the next start; the process may be killed meanwhile.
 
-        What is evicted last is worth most: it is saved first, as far as the disk has room and there is time.
+        The blocks that would be evicted last are saved first, as far as disk space and time allow.
 
         Args:
-            executor: makes the movements.
-            pending: movements that were asked for and not made yet.
-            clock: in seconds.
+            executor: executor of the copies.
+            pending: copies that were planned and not executed yet.
+            clock: clock in seconds.
         """
         deadline_s = clock() + SAVE_S
         ops = self._disk_tier.saving_ops()
@@ -113,11 +113,11 @@ class DiskPrefetcher:
                 saved_bytes += num_bytes
         except WorkerError as error:
             logger.warning("not all of the prefix cache could be saved: %s", error)
-        # And it is to be deleted last.
+        # These blocks are to be deleted last.
         self._disk.touch(ops.saves)
 
     def _parts(self, copies: Seq[BlockCopy]) -> Iterator[tuple[tuple[BlockCopy, ...], int]]:
-        """Yield copies from the last one back, as far as the disk holds them, in parts; and the bytes of each part."""
+        """Yield copies in parts, from the last one back until the disk is full, with the bytes of each part."""
         part: list[BlockCopy] = []
         part_bytes, num_bytes = 0, 0
         for copy in reversed(copies):
@@ -133,7 +133,7 @@ class DiskPrefetcher:
         yield tuple(part), part_bytes
 
     def close(self) -> None:
-        """Write what waits, and let go of the disk."""
+        """Complete the queued writes, and close the disk."""
         self._disk.close()
 
     @property
@@ -142,7 +142,7 @@ class DiskPrefetcher:
         return self._disk.stats
 
     def _load(self, sequence: Sequence, num_blocks: int, loads: Seq[DiskLoad]) -> bool:
-        """Read blocks and publish them on the host; False where not all of them could be had."""
+        """Load blocks and publish them on the host; return False where some could not be loaded."""
         fetched = []
         for load in loads:
             ticket = self._disk.fetch(load.block)
@@ -155,7 +155,7 @@ class DiskPrefetcher:
         return len(published) == len(loads)
 
     def _is_worth_it(self, loads: Seq[DiskLoad]) -> bool:
-        """Say whether loading is faster than computing, as far as both have been measured."""
+        """Return True where loading is faster than computing, or one of them has not been measured."""
         stats = self._disk.stats
         if self._tokens_per_s is None or not stats.loaded_bytes:
             return True

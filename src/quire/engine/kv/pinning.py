@@ -1,4 +1,4 @@
-"""Pins by name: prompts whose blocks stay until they are let go."""
+"""Pins by name: prompts whose blocks stay in the prefix cache until they are unpinned."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
 class PinReport(NamedTuple):
-    """What is pinned.
+    """The pinned prefixes.
 
     Args:
-        limit: slabs (with one cache group: blocks) that pins may fill.
-        filled: slabs that they fill.
-        tokens: of each pin, by name; one of a tenant is listed as `tenant/name`.
+        limit: limit of the slabs (with one cache group: blocks) that pins fill.
+        filled: number of slabs that they fill.
+        tokens: number of tokens of each pin, by name; a tenant's pin is listed as `tenant/name`.
     """
 
     limit: int
@@ -31,7 +31,7 @@ class PinReport(NamedTuple):
     tokens: dict[str, int]
 
     def of_tenant(self, tenant: str) -> PinReport:
-        """Return the same with the pins of one tenant only."""
+        """Return the report with the pins of one tenant only."""
         own = _key("", tenant)
         return self._replace(tokens={name: count for name, count in self.tokens.items() if name.startswith(own)})
 
@@ -40,10 +40,10 @@ class PrefixPins:
     """Pins prompts of one model.
 
     Args:
-        config: the engine's.
-        memory: the engine's.
-        prompts: reads what is to be pinned.
-        cache_name: what, of the model, the prefix cache depends on.
+        config: configuration of the engine.
+        memory: memory manager of the engine.
+        prompts: reader of prompts.
+        cache_name: identity of the model for the prefix cache.
     """
 
     def __init__(
@@ -66,15 +66,15 @@ class PrefixPins:
         Args:
             name: not in use by this tenant; at most `MAX_NAME_LEN` characters.
             prompt: text, token ids, or a mapping with one of them; at least a block long.
-            cache_salt, tenant: of the requests that shall hit it.
+            cache_salt, tenant: values of the requests that can hit the prefix.
 
         Returns:
-            The tokens that are pinned; 0 when some must be computed first, and nothing is pinned.
+            The number of pinned tokens; 0 where some must be computed first, and nothing is pinned.
 
         Raises:
             InvalidParameter: a name that is in use; a prompt shorter than a block.
-            PinLimitReached: with the pins that there are it would be more than the limit.
-            UnsupportedFeature: nothing may be pinned, or there is no prefix cache.
+            PinLimitReached: all pins together would exceed the limit.
+            UnsupportedFeature: the pin limit is 0, or there is no prefix cache.
         """
         self._check_name(name)
         namespace = read_namespace(self._cache_name, cache_salt, tenant)
@@ -86,7 +86,7 @@ class PrefixPins:
         whole, spans = tokens[: len(tokens) // block_size * block_size], [each.span for each in media]
         if not whole:
             raise InvalidParameter("prompt", f"{len(tokens)} tokens", f"at least a block of {block_size} tokens long")
-        # A hit leaves a token to compute; here it is one that nobody asked for.
+        # A hit leaves the last token to compute; the appended token is the one.
         hit = self._memory.match_prefix(self._memory.chain([*whole, 0], namespace, spans))
         if hit.num_tokens < len(whole):
             return 0
@@ -95,10 +95,10 @@ class PrefixPins:
         return self._memory.pin(key, self._memory.chain(whole, namespace, spans))
 
     def unpin(self, name: str, tenant: str | None = None) -> None:
-        """Let go of a pinned prefix.
+        """Unpin a prefix.
 
         Raises:
-            InvalidParameter: there is none of that name, or another tenant has it.
+            InvalidParameter: no pin of this tenant has that name.
         """
         self._check_name(name)
         key = _key(name, read_namespace(self._cache_name, None, tenant).tenant)
@@ -107,7 +107,7 @@ class PrefixPins:
         self._memory.unpin(key)
 
     def report(self) -> PinReport:
-        """Return what is pinned; any thread may ask."""
+        """Return the pinned prefixes; thread-safe."""
         pins = self._memory.pins
         return PinReport(pins.limit, pins.num_filled(), pins.tokens())
 
@@ -121,8 +121,8 @@ class PrefixPins:
 
 
 def _key(name: str, tenant: str | None) -> str:
-    """Return what memory calls a pin: each tenant has names of its own, and no two pins the same key."""
+    """Return the memory manager's unique key of a pin: names are per tenant."""
     if tenant is not None:
-        # Quoted it has no slash: the first one ends it.
+        # A quoted tenant contains no slash, so the first slash ends it.
         return f"{quote(tenant, safe='', errors='surrogatepass')}/{name}"
     return f"/{name}" if "/" in name else name

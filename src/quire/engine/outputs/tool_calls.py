@@ -1,4 +1,4 @@
-"""Calls of tools in the outputs of a chat: parameters that hold it to them, and outputs that tell them."""
+"""Tool calls of a chat: the sampling parameters that enforce their format, and the calls in outputs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from quire.text.tool_calls.use import ONE_GRAMMAR
 
 
 def with_calls(params: SamplingParams, use: ToolUse) -> SamplingParams:
-    """Return parameters under which an output is text, calls, or both.
+    """Return sampling parameters under which an output is text, calls, or both.
 
     Raises:
-        UnsupportedFeature: it has a grammar of its own, or no text that calls could be read from.
-        InvalidParameter: no parameters; the tools are too large, or something contradicts their grammar.
+        UnsupportedFeature: the parameters have a grammar of their own, or disable the text that calls are read from.
+        InvalidParameter: not `SamplingParams`; tools that are too large, or parameters that contradict their grammar.
     """
     if not isinstance(params, SamplingParams):
         raise InvalidParameter("sampling_params", params, "SamplingParams")
@@ -29,7 +29,7 @@ def with_calls(params: SamplingParams, use: ToolUse) -> SamplingParams:
 
 
 def as_tools_error(error: InvalidParameter) -> InvalidParameter:
-    """Return an error that names the tools where it is their grammar that does not compile."""
+    """Return the error with the field `tools` where the grammar of the tools does not compile."""
     is_theirs = error.field == "structured_outputs.grammar"
     return InvalidParameter("tools", error.value, error.allowed) if is_theirs else error
 
