@@ -12,7 +12,7 @@ from quire.engine.engine import Engine
 from quire.engine.outputs.outputs import RequestOutput
 from quire.structured.grammar_cache import Grammar
 
-# What goes to who follows a request: delta of it, or the error that ends it.
+# Item of a request's stream: a delta of its output, or the error that ends it.
 Item = RequestOutput | Exception
 
 
@@ -40,10 +40,10 @@ class Stream:
     _has_item: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def next(self) -> RequestOutput:
-        """Return what is new, as soon as something is.
+        """Wait for the next delta and return it.
 
         Raises:
-            Exception: what ended the stream, once all delta were taken.
+            Exception: the error that ended the stream, after all deltas.
         """
         await self._has_item.wait()
         delta, self._delta = self._delta, None

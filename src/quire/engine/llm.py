@@ -150,11 +150,11 @@ class LLM:
         Args:
             prompts: one prompt or several: text, token ids, or `{"prompt_token_ids": [...]}`. The latter may have
                 `"media": [{"offset": ..., "embeddings": ...}, ...]`: tensors [tokens, E] of the model's dtype, which
-                are computed as they are in index of the embeddings of the tokens from `offset` on.
-            sampling_params: one for all, or one for each; None takes the model's own.
+                replace the embeddings of the tokens from `offset` on.
+            sampling_params: parameters of all prompts, or one object for each; None takes the model's own.
             use_tqdm: show a progress bar on standard error, where that is a terminal.
-            cache_salt, tenant: only requests with the same of both share cached prefixes.
-            retain_cache: have the blocks that they leave in the prefix cache evicted last, within `retention_limit`.
+            cache_salt, tenant: only requests with equal values of both share cached prefixes.
+            retain_cache: True to evict the requests' cached blocks last, within `retention_limit`.
 
         Returns:
             One output for each prompt, in their order. A request that failed is logged at level ERROR; its outputs
@@ -258,9 +258,9 @@ class LLM:
         tenant: str | None = None,
         retain_cache: bool = False,
     ) -> Iterator[RequestOutput]:
-        """Generate for all prompts at once, yielding each step's news, or what `output_kind` says.
+        """Generate for all prompts at once, yielding each step's deltas, or the outputs that `output_kind` selects.
 
-        Leaving the iteration early aborts what is unfinished. An output's `request_id` is the prompt's index as a
+        Leaving the iteration early aborts unfinished requests. An output's `request_id` is the prompt's index as a
         decimal number. One iteration at a time: end or close one before the next call. The arguments are those of
         `generate`.
 

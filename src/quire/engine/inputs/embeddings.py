@@ -1,4 +1,4 @@
-"""Media as users give them with a prompt: embeddings, and where in the prompt they stand."""
+"""Media of a prompt: embeddings that replace those of its tokens, and their offsets."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class EmbeddingsReader:
     """Reads the media of prompts for one model.
 
     Args:
-        width: E of its hidden states.
-        dtype: of them.
-        key: a secret of at most 64 bytes, the same as long as what was computed is kept: without it, nobody can make
-            media that pass for others.
+        width: E of the hidden states.
+        dtype: dtype of the hidden states.
+        key: secret of at most 64 bytes, constant as long as the cache is kept: without it, clients cannot construct
+            media with the digest of other media.
     """
 
     def __init__(self, width: int, dtype: torch.dtype, key: bytes) -> None:
@@ -34,16 +34,16 @@ class EmbeddingsReader:
         self._key = key
 
     def read(self, value: object, num_tokens: int) -> tuple[Media, ...]:
-        """Return a prompt's media in the order of their places; the embeddings are copied.
+        """Return a prompt's media in the order of their offsets; the embeddings are copied.
 
         Args:
-            value: a list of mappings with `offset` (the first token that they stand for) and `embeddings`, a tensor
+            value: a list of mappings with `offset` (index of the first replaced token) and `embeddings`, a tensor
                 [tokens, E].
-            num_tokens: of the prompt.
+            num_tokens: number of tokens of the prompt.
 
         Raises:
-            InvalidParameter: something else; embeddings of another width or dtype, none, or some that are not finite;
-                media outside the prompt, or at the same tokens as others.
+            InvalidParameter: another type; embeddings of another width or dtype, empty, or not finite; media outside
+                the prompt, or overlapping media.
         """
         if not isinstance(value, Sequence) or isinstance(value, str | bytes):
             raise InvalidParameter("media", value, "a list of mappings with offset and embeddings")
@@ -70,7 +70,7 @@ class EmbeddingsReader:
         return Media(MediaSpan(offset, count, self._digest(embeddings)), embeddings)
 
     def _checked(self, field: str, value: object) -> Tensor:
-        """Return a copy of embeddings [tokens, E], in the memory of the host and without gaps."""
+        """Return a contiguous copy of embeddings [tokens, E] in host memory."""
         if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_meta:
             raise InvalidParameter(field, value, "a dense tensor")
         if value.ndim != 2 or value.shape[1] != self._width or not len(value):

@@ -1,4 +1,4 @@
-"""Prompts as users give them, made into token ids."""
+"""Converts prompts of users to token ids."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.text.long_texts import TooManyTokens
 from quire.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, object]
-# A compiled loop holds other threads up for its length.
+# Tokens checked at a time: a compiled loop holds the interpreter lock, and other threads wait.
 CHECKED_AT_ONCE = 1 << 16
 _ALLOWED = (
     'a string, a list of token ids, {"prompt": string} or {"prompt_token_ids": list of token ids}, or that and "media"'
@@ -23,9 +23,9 @@ class TokenPrompt(NamedTuple):
     """A prompt ready for the engine.
 
     Args:
-        token_ids: never empty, each in `[0, vocab_size)`.
-        text: the text it came from, None where it came as token ids.
-        media: what some of the tokens stand for.
+        token_ids: token ids, never empty, each in `[0, vocab_size)`.
+        text: text of the prompt, None for a prompt of token ids.
+        media: embeddings that replace those of some tokens.
     """
 
     token_ids: list[int]
@@ -34,13 +34,13 @@ class TokenPrompt(NamedTuple):
 
 
 class PromptReader(NamedTuple):
-    """Makes prompts into token ids, for one model.
+    """Converts prompts to token ids, for one model.
 
     Args:
-        tokenizer: None when the engine runs without one; then text is refused.
-        vocab_size: token ids must lie below.
-        max_model_len: a prompt must leave room for one more token.
-        media_reader: None when the data plane computes no embeddings; then media are refused.
+        tokenizer: the tokenizer; None refuses text.
+        vocab_size: exclusive upper limit of token ids.
+        max_model_len: context length; a prompt must leave room for one more token.
+        media_reader: reader of media; None, where the data plane accepts no embeddings, refuses them.
     """
 
     tokenizer: Tokenizer | None
@@ -49,18 +49,18 @@ class PromptReader(NamedTuple):
     media_reader: EmbeddingsReader | None = None
 
     def read(self, prompt: object, *, add_special_tokens: bool = True) -> TokenPrompt:
-        """Make a prompt into token ids.
+        """Convert a prompt to token ids.
 
         Args:
-            prompt: text, token ids, or a mapping with `prompt` or `prompt_token_ids`; beside the latter, `media`. What
-                was read before comes back as it is.
-            add_special_tokens: have the tokenizer add what it adds to a text (a beginning-of-text token, say).
+            prompt: text, token ids, or a mapping with `prompt` or `prompt_token_ids`, the latter with optional `media`;
+                a `TokenPrompt` is returned unchanged.
+            add_special_tokens: True to add the tokenizer's special tokens to a text (a beginning-of-text token, say).
 
         Raises:
             InvalidParameter: another type, an empty prompt, a token id outside the vocabulary, text that is not
-                Unicode, or media that cannot be; see `EmbeddingsReader`.
+                Unicode, or invalid media; see `EmbeddingsReader`.
             PromptTooLong: more than `max_model_len - 1` tokens.
-            UnsupportedFeature: text without a tokenizer, or media for a data plane that computes no embeddings.
+            UnsupportedFeature: text without a tokenizer, or media for a data plane that accepts no embeddings.
         """
         if isinstance(prompt, TokenPrompt):
             return prompt
@@ -95,7 +95,7 @@ class PromptReader(NamedTuple):
 
     def _read_mapping(self, prompt: Mapping[str, object], *, add_special_tokens: bool) -> TokenPrompt:
         given = [name for name in ("prompt", "prompt_token_ids") if prompt.get(name) is not None]
-        # Where media stand is counted in tokens, which a text does not show.
+        # Offsets of media count tokens, so they need a prompt of token ids.
         known = {"prompt", "prompt_token_ids", *(("media",) if given == ["prompt_token_ids"] else ())}
         if len(given) != 1 or set(prompt) - known:
             raise InvalidParameter("prompt", sorted(map(str, prompt)), _ALLOWED)
@@ -114,17 +114,17 @@ def check_token_ids(name: str, token_ids: Sequence[object], vocab_size: int) -> 
     """Return token ids as a list.
 
     Args:
-        name: of the field that they are in.
-        token_ids: what may be some.
-        vocab_size: they must lie below.
+        name: name of the field with the token ids.
+        token_ids: values to check.
+        vocab_size: exclusive upper limit of token ids.
 
     Raises:
-        InvalidParameter: naming the first one that is none.
+        InvalidParameter: a value is no token id; the error names the first.
     """
     found: list[Any] = list(token_ids)
     for start in range(0, len(found), CHECKED_AT_ONCE):
         part = found[start : start + CHECKED_AT_ONCE]
-        # Compiled loops first: most lists are right.
+        # Compiled loops first: most lists are valid.
         if not {*map(type, part)} <= {int} or not 0 <= min(part) <= max(part) < vocab_size:
             wrong = next(each for each in part if type(each) is not int or not 0 <= each < vocab_size)
             raise InvalidParameter(name, wrong, f"token ids from 0 to {vocab_size - 1}")
@@ -135,9 +135,9 @@ def too_long(error: TooManyTokens, limit: int, max_model_len: int) -> PromptTooL
     """Return the error for a text of too many tokens.
 
     Args:
-        error: says how many there are.
-        limit: how many there could be.
-        max_model_len: the context length, which is the reason.
+        error: error with the number of tokens.
+        limit: largest number of tokens.
+        max_model_len: context length, which is the reason.
     """
     reason = f"the context length of {max_model_len} tokens"
     return PromptTooLong(error.num_tokens, limit, reason, is_exact=error.is_exact)

@@ -1,4 +1,4 @@
-"""Requests as clients make them, checked and made into what the scheduler queues."""
+"""Checks requests of clients and builds the scheduler's `Request` from them."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ MAX_TENANT_BYTES = 256
 def read_namespace(cache_name: str, cache_salt: object, tenant: object) -> Namespace:
     """Return the namespace of a request.
 
-    Of a salt it has a digest: memory, drafts and the disk keep namespaces for long, and need to tell them apart only.
+    It holds a digest of the salt, not the salt: memory, drafts and the disk keep namespaces for long, and only compare
+    them.
 
     Args:
-        cache_name: what, of the model, the prefix cache depends on.
-        cache_salt: the client's own secret, None for none.
-        tenant: who the client is, as the operator has it; None where all are one.
+        cache_name: identity of the model for the prefix cache.
+        cache_salt: the client's own secret, or None.
+        tenant: operator's name of the client; None where clients are not distinguished.
 
     Raises:
-        InvalidParameter: one of the last two is neither None nor a non-empty string, or is too long.
+        InvalidParameter: the salt or the tenant is neither None nor a non-empty string, or is too long.
     """
     salt, owner = _bytes("cache_salt", cache_salt, MAX_SALT_BYTES), _bytes("tenant", tenant, MAX_TENANT_BYTES)
     digest = None if salt is None else blake2b(salt, digest_size=32).hexdigest()
@@ -40,7 +41,7 @@ def read_namespace(cache_name: str, cache_salt: object, tenant: object) -> Names
 def _bytes(field: str, value: object, limit: int) -> bytes | None:
     if value is None:
         return None
-    # A character has a byte at least: what is far too long is not encoded first.
+    # A character has at least one byte, so strings that are far too long are not encoded.
     if type(value) is str and 0 < len(value) <= limit:
         data = value.encode("utf-8", "surrogatepass")
         if len(data) <= limit:
@@ -55,8 +56,8 @@ class PreparedRequest(NamedTuple):
     """A prompt, and the strings of its request's parameters, as tokens.
 
     Args:
-        prompt: the prompt.
-        words: the strings.
+        prompt: the prompt as tokens.
+        words: the strings as tokens.
     """
 
     prompt: TokenPrompt
@@ -64,14 +65,14 @@ class PreparedRequest(NamedTuple):
 
 
 class RequestBuilder:
-    """Checks what only an engine knows of a request: vocabulary, context length, seats and features.
+    """Checks requests against the engine's vocabulary, context length, number of sequences and features.
 
     Args:
         config: the resolved configuration.
-        prompts: makes prompts into token ids.
-        grammars: of outputs that must have a form; None where there can be none.
+        prompts: reader of prompts.
+        grammars: compiler of grammars for structured outputs; None where they are unsupported.
         end_token_ids: the model's own end-of-sequence tokens.
-        cache_name: what, of the model, the prefix cache depends on.
+        cache_name: identity of the model for the prefix cache.
     """
 
     def __init__(
@@ -87,14 +88,14 @@ class RequestBuilder:
         self._prompts = prompts
         self._grammars = grammars
         self._cache_name = cache_name
-        # Requests of one batch share their parameters.
+        # Requests of one batch share their parameters, so the last tokenized strings are kept.
         self._last_words: tuple[SamplingParams | None, TokenizedParams] = (None, TokenizedParams())
 
     def prepare(self, prompt: Prompt, params: SamplingParams, *, add_special_tokens: bool) -> PreparedRequest:
-        """Make the texts of a request into tokens, which may take long; any thread may.
+        """Convert the texts of a request to tokens, which may take long; thread-safe.
 
         Raises:
-            RequestError: naming the field, the value and what is allowed.
+            RequestError: a field is refused; the error names the field, the value and the allowed values.
         """
         if type(params) is not SamplingParams:
             raise InvalidParameter("sampling_params", params, "SamplingParams")
@@ -123,19 +124,19 @@ class RequestBuilder:
         retain_cache: bool,
         add_special_tokens: bool,
     ) -> tuple[Request, str | None]:
-        """Check a request and make it.
+        """Check a request and build it.
 
         Args:
-            arrival: how many requests came before it.
-            can_guess: whether somebody guesses tokens.
+            arrival: number of requests before this one.
+            can_guess: True where the engine has a drafter.
 
-        The others are those of `Engine.add_request`.
+        The other arguments are those of `Engine.add_request`.
 
         Returns:
-            The request, and its prompt's text where it came as text.
+            The request, and the text of its prompt, None for a prompt of token ids.
 
         Raises:
-            RequestError: naming the field, the value and what is allowed.
+            RequestError: a field is refused; the error names the field, the value and the allowed values.
         """
         if type(priority) is not int or abs(priority) > MAX_PRIORITY:
             raise InvalidParameter("priority", priority, f"an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}")
@@ -175,6 +176,6 @@ class RequestBuilder:
         return request, tokens.text
 
     def _seed(self, number: int) -> int:
-        """Return the seed of a request that came without one: of the engine's seed and the request's number."""
+        """Return the seed of a request without one, derived from the engine's seed and the request's number."""
         data = self._config.seed.to_bytes(16, "little") + number.to_bytes(16, "little")
         return int.from_bytes(blake2b(data, digest_size=8).digest(), "little") >> 1

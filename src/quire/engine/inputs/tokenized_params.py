@@ -1,4 +1,4 @@
-"""Strings of sampling parameters, made into the tokens that they are looked for as."""
+"""Converts the strings of sampling parameters to the tokens that are matched in outputs."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from quire.text.tokenizer import Tokenizer
 
 
 class TokenizedParams(NamedTuple):
-    """The strings of one request, as tokens; named as in `Request`."""
+    """The strings of one request's parameters as tokens; the fields are those of `Request`."""
 
     bad_words: tuple[tuple[int, ...], ...] = ()
     dry_breakers: tuple[int, ...] = ()
 
 
 def tokenize_params(params: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int) -> TokenizedParams:
-    """Make the strings of a request into tokens.
+    """Convert the strings of a request's parameters to tokens.
 
-    A bad word is looked for as it is written within a text, and as it is written behind a space. Of a breaker the last
-    token counts, in a text that goes before it.
+    A bad word gives two token sequences: within a text, and after a space. A breaker gives its last token, tokenized
+    after other text.
 
     Args:
-        params: of the request.
-        tokenizer: None when the engine runs without one.
-        vocab_size: token ids that the model does not have are not looked for.
+        params: parameters of the request.
+        tokenizer: the tokenizer, or None.
+        vocab_size: exclusive upper limit of token ids; words with larger ids are ignored.
 
     Raises:
         InvalidParameter: text that is not Unicode, or bad words that leave none of `allowed_token_ids`.

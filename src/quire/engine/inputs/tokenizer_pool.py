@@ -1,4 +1,4 @@
-"""Texts on their way to tokens, in threads in which they hold up nobody but each other."""
+"""Tokenizes and renders texts in threads, so that event loops and the engine do not wait."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from quire.text.long_texts import TooManyTokens
 from quire.text.rendering import MAX_PROCESSES
 from quire.text.tokenizer import Tokenizer
 
-# Characters (or tokens) that take less time than handing them to a thread and back, and those that take long.
+# Characters (or tokens) up to which a text takes less time than a thread switch, and above which it takes long.
 FEW_CHARS = 1 << 10
 MANY_CHARS = 1 << 16
 SHORT_THREADS = 2
-# Characters of long texts, and of chats, that may wait: those of 32 of the longest bodies, unless those are set longer.
+# Limit of the characters of waiting long texts and chats: 32 bodies of the default largest size.
 MAX_WAITING_CHARS = 1 << 28
 
 R = TypeVar("R")
 
 
 class TokenizerPool:
-    """Makes texts into tokens for event loops, and does what else takes long with either.
+    """Tokenizes texts and renders chats for event loops.
 
-    Texts up to `MANY_CHARS` go through threads of their own, and longer ones one after the other through another:
-    however long they are, one core and one such text's memory are what they take.
+    Texts up to `MANY_CHARS` have threads of their own; longer ones share one thread, so that they take one core and the
+    memory of one such text.
 
     Args:
-        reader: of the engine.
+        reader: request builder of the engine.
         tokenizer: None when the engine works on token ids only.
-        max_model_len: tokens of the longest text that tokens are asked for.
+        max_model_len: largest number of tokens of a text to encode.
     """
 
     def __init__(self, reader: RequestBuilder, tokenizer: Tokenizer | None, max_model_len: int) -> None:
@@ -45,26 +45,26 @@ class TokenizerPool:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         if tokenizer is not None:
-            # A vocabulary is read at a stretch; now nobody waits for it.
+            # The vocabulary is read in one call; at this time no request waits for it.
             tokenizer.prepare_long_texts()
         self._short = WorkerThreads(SHORT_THREADS, "quire-texts")
         self._long = WorkerThreads(1, "quire-long-texts")
-        # These only wait for the processes that render.
+        # Threads that wait for the rendering processes.
         self._chats = WorkerThreads(MAX_PROCESSES, "quire-chats")
         self._num_waiting = 0
 
     async def prepare(
         self, prompts: Sequence[Prompt], params: SamplingParams, *, add_special_tokens: bool = True
     ) -> list[PreparedRequest]:
-        """Make the prompts of a request into tokens, and the strings of its parameters.
+        """Convert the prompts of a request, and the strings of its parameters, to tokens.
 
         Args:
-            prompts: see `PromptReader.read`.
-            params: the same for all of them.
-            add_special_tokens: for text prompts.
+            prompts: prompts; see `PromptReader.read`.
+            params: sampling parameters of all prompts.
+            add_special_tokens: True to add the tokenizer's special tokens to text prompts.
 
         Raises:
-            RequestError: a prompt, or a parameter, that is refused.
+            RequestError: a prompt or a parameter is refused.
         """
         if not isinstance(params, SamplingParams):
             raise InvalidParameter("sampling_params", params, "SamplingParams")
@@ -79,8 +79,8 @@ class TokenizerPool:
         """Return the token ids of a text.
 
         Raises:
-            PromptTooLong: there are more than `max_model_len`.
-            RequestError: see `Tokenizer.encode`; or there is no tokenizer.
+            PromptTooLong: the text has more than `max_model_len` tokens.
+            RequestError: see `Tokenizer.encode`; or the engine has no tokenizer.
         """
         encode = partial(self._known_tokenizer.encode, text, add_special_tokens=add_special_tokens)
         try:
@@ -96,11 +96,11 @@ class TokenizerPool:
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Write a conversation as a prompt; see `ChatTemplate.render`.
+        """Render a conversation as a prompt; see `ChatTemplate.render`.
 
         Raises:
             QueueFull: too many texts wait.
-            RequestError: there is no tokenizer, no template, or the template refuses the conversation.
+            RequestError: the engine has no tokenizer or no template, or the template refuses the conversation.
         """
         template = require_chat_template(self._known_tokenizer.chat_template)
         render = partial(template.render, messages, add_generation_prompt=add_generation_prompt)
@@ -111,11 +111,11 @@ class TokenizerPool:
         return text
 
     async def run(self, length: int, work: Callable[[], R]) -> R:
-        """Do something with texts in the thread that their length is for.
+        """Run work on texts in the thread for their length.
 
         Args:
-            length: characters or tokens.
-            work: what to do.
+            length: number of characters or tokens.
+            work: function to run.
 
         Raises:
             QueueFull: too many texts wait.
@@ -141,7 +141,7 @@ class TokenizerPool:
             self._num_waiting -= length
 
     def close(self) -> None:
-        """End the threads; what has not begun never will."""
+        """End the threads; waiting work is cancelled."""
         for threads in (self._short, self._long, self._chats):
             threads.close()
 
@@ -153,7 +153,7 @@ class TokenizerPool:
 
 
 def _chat_length(messages: object) -> int:
-    """Return the characters of what may be messages: of their contents, which are texts or parts with texts."""
+    """Return the number of characters of messages' contents (texts, or parts with texts); other types count as 0."""
     contents = [each.get("content") for each in _as_list(messages) if isinstance(each, Mapping)]
     parts = chain.from_iterable(_as_list(content) or [content] for content in contents)
     texts = (part.get("text") if isinstance(part, Mapping) else part for part in parts)
@@ -165,7 +165,7 @@ def _as_list(value: object) -> list[Any]:
 
 
 def _length(prompt: object) -> int:
-    """Return the characters of a prompt; token ids take no time to speak of."""
+    """Return the number of characters of a prompt; token ids count as 0, since they take no time."""
     if isinstance(prompt, Mapping):
         prompt = prompt.get("prompt")
     return len(prompt) if isinstance(prompt, str) else 0

@@ -71,7 +71,7 @@ class DiskPrefetcher:
             return True
         num_blocks, loads = self._disk_tier.find_loads(sequence.chain, self._disk.holds, sequence.request.hit_limit)
         if loads and (sequence.staged or self._is_worth_it(loads)):
-            # The first indices of the chain, each with the blocks of all groups.
+            # The first missing block indices of the chain, each with the blocks of all groups.
             indices = sorted({load.block_idx for load in loads})[: self._free_blocks]
             self._free_blocks -= len(indices)
             part = [load for load in loads if load.block_idx in indices]

@@ -1,4 +1,4 @@
-"""How long blocks live, lie idle and wait to be hit again: clocks on a sample of the blocks."""
+"""Lifetimes, idle times and reuse gaps of a sample of the blocks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 from quire.memory.pool.pool import BlockPool
 
-# Seconds. A block may be hit again within a step, and rest for days.
+# Bucket bounds in seconds. A block may be hit again within a step, or stay idle for days.
 BOUNDS_S = (
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0),
     *(1_000.0, 2_000.0, 5_000.0, 10_000.0, 20_000.0, 50_000.0, 100_000.0),
 )
-# However small the share: of a small pool it would be no block at all.
+# Smallest number of sampled blocks of a pool: a small share of a small pool would be no block.
 MIN_SAMPLED = 16
 
 
@@ -22,9 +22,9 @@ class TimeHistogram:
     """A histogram of times.
 
     Attributes:
-        counts: for each bound, the times that are no longer and longer than the bound before; the last for all beyond.
-        sum_s: of all times.
-        longest_s: of all times.
+        counts: number of times per bucket; the last bucket is for times above all bounds.
+        sum_s: sum of all times.
+        longest_s: longest time.
     """
 
     __slots__ = ("counts", "longest_s", "sum_s")
@@ -41,7 +41,7 @@ class TimeHistogram:
         self.longest_s = max(self.longest_s, seconds)
 
     def summary(self) -> TimeSummary:
-        """Return what a person wants to know."""
+        """Return the number, the mean, and percentiles of the times."""
         counts = tuple(self.counts)
         num_times = sum(counts)
         return TimeSummary(
@@ -49,7 +49,7 @@ class TimeHistogram:
         )
 
     def _at_most(self, counts: Sequence[int], share: float) -> float:
-        """Return a bound that a share of the times keeps."""
+        """Return an upper bound for a share of the times."""
         wanted, seen = share * sum(counts), 0
         for bound, count in zip(BOUNDS_S, counts, strict=False):
             seen += count
@@ -59,13 +59,13 @@ class TimeHistogram:
 
 
 class TimeSummary(NamedTuple):
-    """Times in short.
+    """Summary of a histogram.
 
     Args:
-        num_times: how many there were.
-        mean_s: 0 without any.
-        p50_s: half of them are no longer.
-        p90_s: nine in ten of them are no longer.
+        num_times: number of times.
+        mean_s: mean time, 0 without any.
+        p50_s: upper bound of the median.
+        p90_s: upper bound of the 90th percentile.
     """
 
     num_times: int
@@ -75,17 +75,18 @@ class TimeSummary(NamedTuple):
 
 
 class BlockLifetimes:
-    """Watches a sample of the blocks: always the same ids, evenly spread.
+    """Measures a sample of the blocks: always the same ids, evenly spread.
 
     Args:
-        pools: of all cache groups; they tell this object from now on.
-        share: of the blocks, above 0.
+        pools: block pools of all cache groups; this object becomes their observer.
+        share: share of sampled blocks, above 0.
         clock: seconds, monotonic.
 
     Attributes:
-        lifetime: from when a block was taken until it was evicted.
-        idle: how long it had been idle by then.
-        reuse_gap: how long blocks had been idle when they were hit again.
+        lifetime: times from allocation to eviction.
+        idle: times from the last use to eviction.
+        reuse_gap: times from the last use to the next hit.
+        num_sampled: number of sampled blocks.
     """
 
     def __init__(self, pools: Iterable[BlockPool], share: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -99,7 +100,7 @@ class BlockLifetimes:
             pool.observer = PoolLifetimes(self, sample, clock)
 
     def summary(self) -> dict[str, TimeSummary]:
-        """Return each kind of time in short, by name."""
+        """Return the summary of each histogram, by name."""
         return {
             "lifetime": self.lifetime.summary(),
             "idle_before_evict": self.idle.summary(),
@@ -108,11 +109,11 @@ class BlockLifetimes:
 
 
 class PoolLifetimes:
-    """Stamps the sampled blocks of one pool.
+    """Observer of the sampled blocks of one pool.
 
     Args:
-        lifetimes: takes the times.
-        sample: ids of the blocks.
+        lifetimes: histograms of the times.
+        sample: ids of the sampled blocks.
         clock: seconds, monotonic.
     """
 
@@ -126,22 +127,22 @@ class PoolLifetimes:
         self._idle_since: dict[int, float] = {}
 
     def on_allocate(self, block_ids: Sequence[int]) -> None:
-        """Note a birth."""
+        """Record the time of allocation."""
         for block_id in self._sample.intersection(block_ids):
             self._taken_at[block_id] = self._clock()
 
     def on_reuse(self, block_ids: Sequence[int]) -> None:
-        """Note a hit."""
+        """Count the reuse gap of a hit."""
         for block_id in self._sample.intersection(block_ids):
             self._lifetimes.reuse_gap.add(self._clock() - self._idle_since[block_id])
 
     def on_idle(self, block_ids: Sequence[int]) -> None:
-        """Note the last use."""
+        """Record the time of the last use."""
         for block_id in self._sample.intersection(block_ids):
             self._idle_since[block_id] = self._clock()
 
     def on_evict(self, block_ids: Sequence[int]) -> None:
-        """Note an end."""
+        """Count the idle time and the lifetime of evicted blocks."""
         for block_id in self._sample.intersection(block_ids):
             now_s = self._clock()
             self._lifetimes.idle.add(now_s - self._idle_since[block_id])
@@ -149,6 +150,6 @@ class PoolLifetimes:
                 self._lifetimes.lifetime.add(now_s - self._taken_at[block_id])
 
     def on_move(self, src_id: int, dst_id: int) -> None:
-        """Forget the birth of what is somewhere else now: it would not be of one sampled block."""
+        """Forget the allocation of moved contents: their lifetime would span two block ids."""
         self._taken_at.pop(src_id, None)
         self._taken_at.pop(dst_id, None)

@@ -1,4 +1,4 @@
-"""Numbers of an engine: what it counted, and its state."""
+"""Statistics of an engine: counters and state."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ class Health(NamedTuple):
     """Whether the engine makes progress.
 
     Args:
-        is_alive: its thread runs.
-        is_stuck: it has work, but has completed no step for a minute.
-        seconds_since_progress: since the last step or idle moment.
+        is_alive: True while its thread runs.
+        is_stuck: True where it has work, but has completed no step for a minute.
+        seconds_since_progress: seconds since the last step or idle moment.
     """
 
     is_alive: bool

@@ -22,10 +22,10 @@ read_scheduler_counters = attrgetter(*SCHEDULER_COUNTERS)
 
 
 class StatsCollector:
-    """Reads the counters of scheduler and memory, and keeps the engine's own.
+    """Reads the counters of scheduler and memory, and holds the engine's own.
 
     Args:
-        scheduler: the engine's.
+        scheduler: scheduler of the engine.
 
     Attributes:
         prompt_tokens: number of prompt tokens of the requests that were admitted.
@@ -66,7 +66,7 @@ class StatsCollector:
         )
 
     def measure(self, now_s: float) -> StepStats:
-        """Return the engine's state, and what was added to the counters since the last call.
+        """Return the engine's state, and the counters' changes since the last call.
 
         Args:
             now_s: seconds of the engine's clock.
