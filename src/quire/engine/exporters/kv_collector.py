@@ -1,4 +1,4 @@
-"""Prometheus metrics of the KV memory, read from its own counts whenever they are asked for."""
+"""Prometheus metrics of the KV memory, read from its counters at each scrape."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ NOT_IN_STEPS = {name: metric for name, metric in metrics_of(EngineStats).items()
 
 
 class KvMetrics(Collector):
-    """Shows an engine's blocks, its prefix cache on disk, and the counters that its steps do not report.
+    """Exports an engine's blocks, its prefix cache on disk, and the counters that its steps do not report.
 
     Args:
-        engine: looked at from any thread.
+        engine: the engine, read from any thread.
         model_name: value of the label `model_name`.
-        prefix: what stands before the colon of each name.
+        prefix: part of each name before the colon.
     """
 
     def __init__(self, engine: Engine, model_name: str, prefix: str) -> None:
@@ -34,7 +34,7 @@ class KvMetrics(Collector):
         self._prefix = prefix
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics as they are now."""
+        """Yield the present metrics."""
         usage, stats = self._engine.usage(), self._engine.stats
         blocks = GaugeMetricFamily(
             f"{self._prefix}:kv_blocks",

@@ -1,4 +1,4 @@
-"""What is known of the blocks of a running engine beside their counts."""
+"""Report of a running engine's pinned and retained blocks, and of the lifetimes of blocks."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from quire.engine.metrics.block_lifetimes import TimeSummary
 
 
 class KvReport(NamedTuple):
-    """Which blocks are kept, and how long blocks live.
+    """Pinned and retained blocks, and the lifetimes of blocks.
 
     Args:
-        pins: what is held by name.
+        pins: pinned prefixes.
         retained_bytes: bytes of the blocks that are to be evicted last.
-        retention_limit_bytes: the most that they may be.
-        residency: times of a sample of the blocks, by name; None where none is measured.
+        retention_limit_bytes: limit of those bytes.
+        residency: summaries of the times of sampled blocks, by name; None where no block is sampled.
     """
 
     pins: PinReport
@@ -26,7 +26,7 @@ class KvReport(NamedTuple):
 
     @classmethod
     def of(cls, engine: Engine) -> KvReport:
-        """Look at an engine now, from any thread."""
+        """Return the report of an engine; thread-safe."""
         retention = engine.scheduler.memory.arena.retention
         residency = None if engine.block_lifetimes is None else engine.block_lifetimes.summary()
         return cls(engine.pins.report(), retention.num_bytes, retention.limit_bytes, residency)

@@ -1,4 +1,4 @@
-"""Prometheus metrics, with the names and meanings that dashboards for LLM servers know."""
+"""Prometheus metrics, with the names and meanings of common dashboards for LLM servers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from quire.engine.outputs.outputs import RequestMetrics, RequestOutput
 from quire.memory.results import NO_TOKENS, HitEnd, TokenAccount, TokenSources
 from quire.scheduling.stats import metrics_of
 
-# A request whose sequences ended for several reasons counts once, under the first of these.
+# A request whose sequences ended for several reasons is counted once, under the first of these.
 FINISH_REASONS = ("error", "abort", "length", "stop")
-# Name, meaning, and the two stamps of `RequestMetrics` between which the time of a finished request is taken.
+# Name, meaning, and the two fields of `RequestMetrics` whose difference is the time of a finished request.
 REQUEST_TIMES = (
     ("e2e_request_latency_seconds", "Arrival to end.", "arrival_s", "finished_s"),
     ("request_queue_time_seconds", "Arrival to first step.", "arrival_s", "first_scheduled_s"),
@@ -30,17 +30,17 @@ REQUEST_TIMES = (
 
 
 class Metrics:
-    """Counts what the engine does, for one model.
+    """Metrics of one engine and model.
 
     Each object has a registry of its own, so that two engines of a process never mix. Labels hold the model's name,
-    a finish reason, a preemption's mode, a draft's place, a source of tokens or why they were computed, and the
-    engine's configuration; nothing that a client wrote.
+    a finish reason, the mode of a preemption, the position of a draft, a source of tokens, the reason for which they
+    were computed, and the engine's configuration; no text of clients.
 
     Args:
         model_name: value of the label `model_name`, as the server shows it.
-        prefix: what stands before the colon of each name.
-        registry: where to register; None makes a new one.
-        clock: the one that the engine stamps requests with; seconds, monotonic.
+        prefix: part of each name before the colon.
+        registry: registry of the metrics; None makes a new one.
+        clock: clock of the engine's time stamps; seconds, monotonic.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Metrics:
         self._make_request_metrics()
 
     def set_config(self, config: ResolvedConfig) -> None:
-        """Show the engine's configuration as `cache_config_info`; once."""
+        """Export the engine's configuration as `cache_config_info`; called once."""
         shown = {
             "model_name": self._model_name,
             "device": config.device,
@@ -75,11 +75,11 @@ class Metrics:
         Gauge(name, "The KV cache, in labels.", list(shown), registry=self.registry).labels(**shown).set(1)
 
     def set_engine(self, engine: Engine) -> None:
-        """Show an engine's memory, and its prefix cache on disk, as they are when the metrics are rendered; once."""
+        """Export an engine's memory, and its prefix cache on disk, at each rendering; called once."""
         self.registry.register(KvMetrics(engine, self._model_name, self._prefix))
 
     def on_step(self, stats: StepStats) -> None:
-        """Take in the numbers of one step."""
+        """Update the metrics with the statistics of one step."""
         for read, set_level in self._gauges:
             set_level(read(stats))
         for read, add in self._counters:
@@ -97,7 +97,7 @@ class Metrics:
                     self._accepted_by_position.labels(self._model_name, str(position)).inc(count)
 
     def on_output(self, delta: RequestOutput) -> None:
-        """Take in the news of one request, when it comes: every delta, in order, up to the finished one."""
+        """Update the metrics with a delta of one request; called for every delta, in order, when it is made."""
         now_s = self._clock()
         live = self._live.setdefault(delta.request_id, _Live())
         for output in delta.outputs:
@@ -129,7 +129,7 @@ class Metrics:
             self._first_token_time.observe(max(0.0, first_s - times.arrival_s))
         last_s = live.last_token_s.get(idx)
         if last_s is not None:
-            # Tokens that came together share the wait, so that the sum is the time and the count the tokens.
+            # Tokens of one delta share the time, so that the sum is the time and the count is the number of tokens.
             for _ in range(num_tokens):
                 self._inter_token_time.observe(max(0.0, now_s - last_s) / num_tokens)
         live.last_token_s[idx] = now_s
@@ -142,12 +142,12 @@ class Metrics:
         self._request_generation_tokens.observe(live.num_generated)
         for read_stamps, histogram in self._request_times:
             start_s, end_s = read_stamps(delta.metrics)
-            # A request that ended early never reached the later stages.
+            # A request that ended early has no times of later stages.
             if start_s is not None and end_s is not None:
                 histogram.observe(max(0.0, end_s - start_s))
 
     def _make_step_metrics(self) -> None:
-        """Make a metric for each field of `StepStats` that names one, and those that have more labels."""
+        """Make a metric for each field of `StepStats` that declares one, and the metrics with more labels."""
         self._gauges: list[_Exporter] = []
         self._counters: list[_Exporter] = []
         for field_name, metric in metrics_of(StepStats).items():
@@ -206,18 +206,18 @@ class Metrics:
         return histogram.labels(self._model_name)
 
 
-# Reads a field of `StepStats`, and passes its value on to a metric.
+# Getter of a field of `StepStats`, and setter of its metric.
 _Exporter = tuple[Callable[[StepStats], float], Callable[[float], None]]
 
 
 @dataclass(slots=True)
 class _Live:
-    """What is remembered of a request until it ends.
+    """The state of an unfinished request.
 
     Args:
-        last_token_s: when each sequence, by index, had its last token.
-        num_generated: tokens so far, all sequences together.
-        reasons: why the sequences that have ended did.
+        last_token_s: time of the last token of each sequence, by index.
+        num_generated: number of tokens so far, all sequences together.
+        reasons: finish reasons of the ended sequences.
     """
 
     last_token_s: dict[int, float] = field(default_factory=dict)

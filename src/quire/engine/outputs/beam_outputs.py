@@ -17,11 +17,14 @@ from quire.text.tokenizer import Tokenizer
 
 
 class BeamTexts:
-    """What the beams of a request say; nothing of it is shown before the search is over.
+    """The texts of a request's beams, held back until the search ends.
 
     Args:
-        request: with a search.
-        tokenizer: None gives token ids only.
+        request: request with a beam search.
+        tokenizer: the tokenizer; None gives token ids only.
+
+    Attributes:
+        reason: finish reason of the search, None while it runs.
     """
 
     __slots__ = ("_candidates", "_request", "_texts", "_tokenizer", "reason")
@@ -29,17 +32,17 @@ class BeamTexts:
     def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
         self._request = request
         self._tokenizer = tokenizer
-        # By place; and of the candidates of a step, by theirs. Both empty where no stop string is looked for.
+        # Texts of the beams by sample index, and of a step's candidates by rank; both empty without stop strings.
         self._texts: dict[int, SampleText] = {}
         self._candidates: dict[int, SampleText] = {}
         self.reason: FinishReason | None = None
 
     def find_stops(self, beams: Sequence[Beam], candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
-        """Return a step's candidates, those whose texts reach a stop string with that string.
+        """Return a step's candidates, each with the stop string that its text reaches, if any.
 
         Args:
-            beams: those that were advanced, by place.
-            candidates: of them.
+            beams: beams of the step, by index.
+            candidates: continuations of the beams.
         """
         if not self._request.params.stop:
             return tuple(candidates)
@@ -52,19 +55,19 @@ class BeamTexts:
             is_end_token = end is not None and end[0] is FinishReason.STOP
             _, stop = text.take(candidate.token_id, beam.num_output + 1, is_end_token=is_end_token)
             found.append(candidate if stop is None else candidate._replace(stop=stop))
-        # Of all that was held, only what the step makes of it is needed.
+        # Only the texts of chosen candidates are needed from here on; see `choose`.
         self._texts.clear()
         return tuple(found)
 
     def choose(self, sample_idx: int, rank: int) -> None:
-        """Note that a candidate of the last step is what the beam at a place is now."""
+        """Make a candidate of the last step the beam with a sample index."""
         if self._candidates:
             self._texts[sample_idx] = self._candidates[rank]
 
     def outputs(self) -> tuple[list[CompletionOutput], int]:
-        """Return the best hypotheses, best first, and the tokens that are in none of them.
+        """Return the best hypotheses, best first, and the number of tokens that are in none of them.
 
-        Where the request was ended instead, each of its `n` outputs says so.
+        Where the request was aborted or failed, its `n` outputs have only that finish reason.
         """
         search, num_best = self._request.search, self._request.params.n
         assert search is not None
@@ -76,7 +79,7 @@ class BeamTexts:
         return outputs, search.num_dropped(best)
 
     def _text_of(self, beam: Beam) -> SampleText:
-        # A search that begins again has a prompt where a beam was.
+        # A search that was preempted starts again from the prompt, without a beam's text.
         return self._texts[beam.sample_idx] if beam.num_output else SampleText(self._request, self._tokenizer)
 
     def _output(self, index: int, hypothesis: Hypothesis) -> CompletionOutput:

@@ -1,4 +1,4 @@
-"""The best of several samples: those whose tokens were the likeliest on average."""
+"""Selects the best of several samples, by the mean log probability of their tokens."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from quire.engine.outputs.outputs import CompletionOutput
 
 
 class BestOf:
-    """Keeps the samples of a request back until they can be compared.
+    """Holds the samples of a request back until all have ended.
 
     Args:
-        num_best: samples to hand out.
+        num_best: number of samples to return.
     """
 
     __slots__ = ("_num_best", "_samples")
@@ -22,9 +22,9 @@ class BestOf:
         self._num_best = num_best
         self._samples: dict[int, CompletionOutput] = {}
 
-    def add(self, news: Iterable[CompletionOutput]) -> None:
-        """Take in what is new of some samples."""
-        for output in news:
+    def add(self, deltas: Iterable[CompletionOutput]) -> None:
+        """Merge the deltas of some samples."""
+        for output in deltas:
             known = self._samples.get(output.index)
             if known is None:
                 self._samples[output.index] = output
@@ -32,14 +32,14 @@ class BestOf:
                 known.add(output)
 
     def best(self) -> tuple[list[CompletionOutput], int]:
-        """Return the samples with the highest mean log probability, best first, and the tokens of all others."""
+        """Return the samples with the highest mean log probability, best first, and the token count of the others."""
         ranked = sorted(self._samples.values(), key=lambda sample: (-_mean_logprob(sample), sample.index))
         best, others = ranked[: self._num_best], ranked[self._num_best :]
         return [replace(sample, index=idx) for idx, sample in enumerate(best)], sum(len(o.token_ids) for o in others)
 
 
 def _mean_logprob(sample: CompletionOutput) -> float:
-    # One that was stopped before it had a token is the last.
+    # A sample without tokens ranks last.
     if sample.cumulative_logprob is None or not sample.token_ids:
         return -inf
     return sample.cumulative_logprob / len(sample.token_ids)

@@ -1,6 +1,6 @@
-"""Log probabilities of many positions in a few arrays: 12 bytes an entry, where an object of its own takes 250.
+"""Log probabilities of many positions in a few arrays: 12 bytes per entry, where an object takes 250.
 
-Outputs hold these sequences; a position becomes a dictionary of `Logprob` when somebody looks at it.
+Outputs hold these sequences; a position becomes a dictionary of `Logprob` on access.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class FlatLogprobs(Sequence[PositionLogprobs]):
     """The log probabilities of the tokens of an output, position by position.
 
     Args:
-        tokenizer: gives tokens their text; None leaves it out.
+        tokenizer: tokenizer for the texts of tokens; None leaves them out.
     """
 
     __slots__ = ("_ends", "_logprobs", "_ranks", "_token_ids", "_tokenizer")
 
     def __init__(self, tokenizer: Tokenizer | None = None) -> None:
         self._tokenizer = tokenizer
-        # Of each position the chosen token, then the likeliest ones; `_ends` says where the next position begins.
+        # For each position the chosen token, then the likeliest ones; `_ends` has the end index of each position.
         self._token_ids = array("i")
         self._logprobs = array("d")
         self._ends = array("q")
@@ -71,7 +71,7 @@ class FlatLogprobs(Sequence[PositionLogprobs]):
         self._ends.extend(start + end for end in other._ends)
 
     def copy(self) -> FlatLogprobs:
-        """Return a sequence with the same positions, to which others can be added."""
+        """Return an independent copy."""
         copied = FlatLogprobs(self._tokenizer)
         copied.extend(self)
         return copied
@@ -119,10 +119,10 @@ class FlatLogprobs(Sequence[PositionLogprobs]):
 
 
 class PromptLogprobs(Sequence[PositionLogprobs | None]):
-    """The log probabilities of the tokens of a prompt; None stands for the first one, which nothing comes before.
+    """The log probabilities of the tokens of a prompt; None for the first token, which has no predecessor.
 
     Args:
-        known: of the other tokens.
+        known: log probabilities of the other tokens.
     """
 
     __slots__ = ("known",)

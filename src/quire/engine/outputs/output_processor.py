@@ -1,4 +1,4 @@
-"""From the tokens of a step to the outputs of requests: texts, stop strings, beams, and the end of each request."""
+"""Converts the tokens of a step to the outputs of requests: texts, stop strings, beams, and ends of requests."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class OutputProcessor:
         """Take the tokens of a step, which the scheduler has appended to their sequences.
 
         Args:
-            events: what happened to sequences, in order, each with the index of the item's result.
+            events: events of the sequences, in order, each with the index of the item's result.
             results: one for each item of the step.
         """
         states, updated = self._states, self._updated
@@ -129,7 +129,7 @@ class OutputProcessor:
         """Take the candidates that became beams.
 
         Args:
-            events: what happened to the beams of a step, in order.
+            events: events of the beams of a step, in order.
 
         Returns:
             Number of tokens that beams were given, and the ids of the requests whose search ended without a hypothesis.

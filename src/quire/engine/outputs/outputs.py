@@ -1,4 +1,4 @@
-"""What comes out of the engine: a `RequestOutput` for each request with news, or one for the whole request."""
+"""Outputs of the engine: a `RequestOutput` per step for each request with new tokens, or one for the whole request."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ class CompletionOutput:
     """One sequence of a request.
 
     Args:
-        index: which of the `n` samples; of a beam search, 0 is the best output.
+        index: index among the `n` samples; in a beam search, 0 is the best output.
         text: the output's text (in a delta: the new part).
         token_ids: the output's token ids (in a delta: the new ones).
         cumulative_logprob: sum over the output so far of the chosen tokens' log probabilities; None without `logprobs`
             and `best_of`.
-        beam_score: of a beam search: the sum of the log probabilities of the output's tokens, as penalties and the like
-            have changed them, divided by its length to the power of `length_penalty`.
-        logprobs: for each token of `token_ids` a dictionary of `Logprob` by token id; None without `logprobs`.
+        beam_score: score of a beam search: the sum of the log probabilities of the output's tokens, after penalties and
+            other processing, divided by its length to the power of `length_penalty`.
+        logprobs: a dictionary of `Logprob` by token id for each token of `token_ids`; None without `logprobs`.
         finish_reason: None while running; then "stop", "length", "abort" or "error"; "tool_calls" where a chat with
-            tools came to its end and called one of its own choice.
+            tools ended by itself with calls that were not forced.
         stop_reason: the stop string or stop token id that ended the output; None for the model's own end token.
-        num_draft_tokens: drafts that were verified for the output so far.
-        num_accepted_tokens: of those, drafts that were right.
-        content: of a chat with tools, the text outside calls; else None.
-        tool_calls: of a chat with tools, the calls; the last is a part where the length or a stop string cut it off.
+        num_draft_tokens: number of drafts that were verified for the output so far.
+        num_accepted_tokens: number of drafts that were accepted.
+        content: text outside calls in a chat with tools; else None.
+        tool_calls: calls in a chat with tools; the last is incomplete where the length or a stop string cut it off.
     """
 
     index: int
@@ -51,30 +51,30 @@ class CompletionOutput:
         return self.finish_reason is not None
 
     def copy(self) -> CompletionOutput:
-        """Return a copy that later deltas leave as it is."""
+        """Return a copy that later deltas do not change."""
         logprobs = None if self.logprobs is None else self.logprobs.copy()
         return replace(self, token_ids=self.token_ids.copy(), logprobs=logprobs)
 
-    def add(self, news: CompletionOutput) -> None:
+    def add(self, delta: CompletionOutput) -> None:
         """Merge a later delta of the same sequence into this output."""
-        self.text += news.text
-        self.token_ids += news.token_ids
+        self.text += delta.text
+        self.token_ids += delta.token_ids
         if self.logprobs is None:
-            self.logprobs = news.logprobs
-        elif news.logprobs is not None:
-            self.logprobs.extend(news.logprobs)
-        if news.cumulative_logprob is not None:
-            self.cumulative_logprob = news.cumulative_logprob
-        self.finish_reason = news.finish_reason
-        self.stop_reason = news.stop_reason
-        self.num_draft_tokens = news.num_draft_tokens
-        self.num_accepted_tokens = news.num_accepted_tokens
-        self.beam_score = news.beam_score
+            self.logprobs = delta.logprobs
+        elif delta.logprobs is not None:
+            self.logprobs.extend(delta.logprobs)
+        if delta.cumulative_logprob is not None:
+            self.cumulative_logprob = delta.cumulative_logprob
+        self.finish_reason = delta.finish_reason
+        self.stop_reason = delta.stop_reason
+        self.num_draft_tokens = delta.num_draft_tokens
+        self.num_accepted_tokens = delta.num_accepted_tokens
+        self.beam_score = delta.beam_score
 
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When things happened to a request, in seconds of a monotonic clock, and what its prompt cost."""
+    """Times of a request's events, in seconds of a monotonic clock, and its number of preemptions."""
 
     arrival_s: float = 0.0
     first_scheduled_s: float | None = None
@@ -85,27 +85,27 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """The state of one request, whole (`LLM.generate`) or as the news of a step (streams; see `RequestOutputKind`).
+    """The output of one request, whole (`LLM.generate`) or as the delta of a step (streams; see `RequestOutputKind`).
 
     Args:
         request_id: the caller's or the engine's name for the request.
         prompt: the prompt's text, None when it came as token ids.
         prompt_token_ids: the prompt's token ids; one list for all outputs of the request, not to be changed.
         outputs: whole: the sequences by index, all `n` unless the request failed before it forked, or a beam search
-            found fewer. Delta: only those with news; of a beam search, and where `best_of` exceeds `n`, none before the
-            last delta.
+            found fewer. Delta: only the sequences with new tokens or an end; in a beam search, and where `best_of`
+            exceeds `n`, none before the last delta.
         finished: True in the last output of the request.
-        prompt_logprobs: for each prompt token, None for the first one; only once, in the first delta.
-        num_cached_tokens: tokens of the prompt that came from the prefix cache (first admission).
-        num_disk_tokens: of those, tokens for which blocks were loaded from disk.
-        cache_hit_end: why no more of them did, in words; None until the request was let in.
+        prompt_logprobs: log probabilities of the prompt's tokens, None for the first one; only in the first delta.
+        num_cached_tokens: number of prompt tokens that came from the prefix cache (first admission).
+        num_disk_tokens: number of cached tokens whose blocks were loaded from disk.
+        cache_hit_end: reason for the end of the hit, in words; None until the request was admitted.
         cache_differs_at: position of the first token that differs from the cached block that continues the hit, where
             the hit ended because no cached prefix continues with the prompt's tokens and there is such a block.
-        prompt_account: the prompt's tokens by source, and those that were computed by reason; None until it was let in.
-        num_pruned_tokens: tokens of candidates that are in none of the outputs: samples that `best_of` left out, or
-            beams that a search gave up; in the last output.
-        error: why the request failed when a sequence's `finish_reason` is "error".
-        error_code: then "request_failed" where what it asked for is to blame, and "engine_failed" elsewhere.
+        prompt_account: the prompt's tokens by source, and computed ones by reason; None until it was admitted.
+        num_pruned_tokens: number of tokens of samples that `best_of` left out, or of beams that a search dropped; in
+            the last output.
+        error: error of the request when a sequence's `finish_reason` is "error".
+        error_code: code of the error: "request_failed" where the request is the cause, else "engine_failed".
         metrics: times and preemptions.
     """
 
@@ -128,12 +128,12 @@ class RequestOutput:
     def add(self, delta: RequestOutput) -> None:
         """Merge a later delta of the same request into this output."""
         by_index = {output.index: output for output in self.outputs}
-        for news in delta.outputs:
-            known = by_index.get(news.index)
+        for output in delta.outputs:
+            known = by_index.get(output.index)
             if known is None:
-                self.outputs.append(news)
+                self.outputs.append(output)
             else:
-                known.add(news)
+                known.add(output)
         self.outputs.sort(key=lambda output: output.index)
         self.finished = delta.finished
         self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
@@ -149,10 +149,10 @@ class RequestOutput:
 
 
 class OutputCollector:
-    """Makes the outputs that a caller wants from the deltas of one request.
+    """Converts the deltas of one request to the kind of outputs that the caller chose.
 
     Args:
-        kind: content of the outputs.
+        kind: kind of the outputs.
     """
 
     def __init__(self, kind: RequestOutputKind) -> None:
@@ -160,7 +160,7 @@ class OutputCollector:
         self._whole: RequestOutput | None = None
 
     def add(self, delta: RequestOutput) -> RequestOutput | None:
-        """Take a delta; return the output to show for it, or None where there is none."""
+        """Add a delta; return the output to yield, or None."""
         if self._kind is RequestOutputKind.DELTA:
             return delta
         if self._whole is None:

@@ -1,4 +1,4 @@
-"""From tokens to what a client reads: text, log probabilities and finish reasons of one request."""
+"""The output state of one request: texts, log probabilities and finish reasons of its sequences."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class RequestState:
 
     Args:
         request: the request.
-        prompt: its text, None where it came as token ids.
-        tokenizer: None gives token ids only.
+        prompt: text of its prompt, None for a prompt of token ids.
+        tokenizer: the tokenizer; None gives token ids only.
         metrics: times of the request, shared with every output.
 
     Attributes:
-        beams: what the beams of a search say; None for samples.
+        beams: texts of the beams of a search; None for samples.
     """
 
     def __init__(
@@ -45,16 +45,16 @@ class RequestState:
     def add_token(
         self, sequence: Sequence, num_tokens: int, token_id: int, logprobs: TokenLogprobs | None
     ) -> str | None:
-        """Take a token of one of the samples.
+        """Append a token to one of the samples.
 
         Args:
-            sequence: as it is after the step that gave the token, and maybe further ones.
-            num_tokens: prompt and output up to this token.
-            token_id: the token.
-            logprobs: of it, where they are measured.
+            sequence: the sequence after the step, possibly with further tokens.
+            num_tokens: number of tokens of prompt and output up to this token.
+            token_id: id of the token.
+            logprobs: log probabilities of the token's position, None where they are not requested.
 
         Returns:
-            The stop string that its text completed, if any.
+            The stop string that the text completed, if any.
         """
         idx = sequence.sample_idx
         sample = self._samples.get(idx)
@@ -77,7 +77,7 @@ class RequestState:
         return stop
 
     def add_finish(self, sequence: Sequence) -> None:
-        """Take the end of a sample or of a beam search; text that was held back for a stop string is released."""
+        """Record the end of a sample or of a beam search; text that was held back for a stop string is released."""
         if self.beams is not None:
             self.beams.reason = sequence.finish_reason
             return
@@ -86,7 +86,7 @@ class RequestState:
             output.text += self._samples[sequence.sample_idx].flush()
 
     def add_prompt_logprobs(self, start: int, logprobs: tuple[TokenLogprobs, ...]) -> None:
-        """Take the log probabilities of prompt positions from `start + 1` on; known ones are skipped."""
+        """Add the log probabilities of prompt positions from `start + 1` on; known ones are skipped."""
         assert self._prompt_logprobs is not None
         self._prompt_logprobs.add(logprobs[len(self._prompt_logprobs) - start - 1 :])
         self.request.num_known_prompt_logprobs = len(self._prompt_logprobs) - 1
@@ -97,7 +97,7 @@ class RequestState:
         """Return the output since the last call."""
         deltas, self._deltas = self._deltas, {}
         for index, output in deltas.items():
-            # A stop string ends a sequence after its text was taken, and wins over its length or a stop token.
+            # A stop string ends a sequence after `add_token`, and overrides the length or a stop token.
             sequence = self.request.sequences[index]
             if sequence.finish_reason is not None:
                 output.finish_reason, output.stop_reason = sequence.finish_reason.value, sequence.stop_reason

@@ -9,11 +9,11 @@ from quire.text.tokenizer import Tokenizer
 
 
 class SampleText:
-    """One sample's text as far as it may be shown; bytes of a character that its end cuts off are left out.
+    """The text of one sample that may be shown; bytes of an incomplete character at its end are left out.
 
     Args:
-        request: the sample's request.
-        tokenizer: None gives no text.
+        request: request of the sample.
+        tokenizer: the tokenizer; None gives no text.
     """
 
     __slots__ = ("_detokenizer", "_min_tokens", "_shows_stop", "_stops")
@@ -33,12 +33,12 @@ class SampleText:
             )
 
     def take(self, token_id: int, num_output: int, *, is_end_token: bool) -> tuple[str, str | None]:
-        """Take one more token.
+        """Append a token.
 
         Args:
-            token_id: the token.
-            num_output: tokens of the output up to this one.
-            is_end_token: the sample ends because of it; it is part of the text only where stop strings are.
+            token_id: id of the token.
+            num_output: number of tokens of the output up to this one.
+            is_end_token: True where the token ends the sample; its text is included only where stop strings are.
 
         Returns:
             The text that may be shown now, and the stop string that it completed, if any.
@@ -49,14 +49,14 @@ class SampleText:
         return self._stops.push(text, can_stop=num_output > self._min_tokens)
 
     def flush(self) -> str:
-        """Return the text still held back, of a sample that ended without a stop string."""
+        """Return the text that is still held back, after an end without a stop string."""
         return self._stops.flush()
 
     def fork(self) -> SampleText:
-        """Return a text that goes on from here by itself."""
-        twin = SampleText.__new__(SampleText)
-        twin._stops = self._stops.fork()
-        twin._shows_stop = self._shows_stop
-        twin._min_tokens = self._min_tokens
-        twin._detokenizer = None if self._detokenizer is None else self._detokenizer.fork()
-        return twin
+        """Return an independent copy."""
+        copy = SampleText.__new__(SampleText)
+        copy._stops = self._stops.fork()
+        copy._shows_stop = self._shows_stop
+        copy._min_tokens = self._min_tokens
+        copy._detokenizer = None if self._detokenizer is None else self._detokenizer.fork()
+        return copy

@@ -1,4 +1,4 @@
-"""From a configuration to the prefix cache on disk, and to what brings it up."""
+"""Builds the prefix cache on disk, and its prefetcher, from a configuration."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ def open_disk(
     """Open the prefix cache on disk.
 
     Args:
-        config: with a `prefix_cache_dir`.
-        checkpoints: of the model, and of a draft model behind it.
-        resolved: the configuration.
+        config: configuration with a `prefix_cache_dir`.
+        checkpoints: checkpoint of the model, and that of a draft model after it.
+        resolved: the resolved configuration.
         groups: the cache groups.
-        dtype: of the weights.
+        dtype: dtype of the weights.
 
     Raises:
-        ConfigError: the folder cannot be used, its size is too small, or LMDB is not installed.
+        ConfigError: the folder cannot be used, `prefix_cache_disk_bytes` is too small, or LMDB is not installed.
     """
     cache = config.cache
     assert cache.prefix_cache_dir is not None
     block_bytes = [group.bytes_per_block for group in groups]
     folder = StoreFolder(Path(cache.prefix_cache_dir).expanduser())
     try:
-        # Other kernels, or another device, round otherwise: what they computed is not what this engine would.
+        # Other kernels, or another device, round differently, so their KV must not be hit.
         layout = [
             str(dtype),
             resolved.kv_cache_dtype,
@@ -72,7 +72,7 @@ def open_disk(
 def make_disk_prefetcher(
     memory: KVCacheManager, disk: DiskBlocks, resolved: ResolvedConfig, groups: Sequence[KVCacheSpec]
 ) -> DiskPrefetcher:
-    """Return what brings blocks up from disk."""
+    """Return the prefetcher of blocks on disk."""
     assert memory.archive is not None, "the memory was made without a disk"
     return DiskPrefetcher(
         memory.archive,

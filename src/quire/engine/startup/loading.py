@@ -1,4 +1,4 @@
-"""From a configuration to a running engine: checkpoint, tokenizer, weights, then the KV memory that is left."""
+"""Builds an engine from a configuration: checkpoint, tokenizer, weights, then the KV memory that is left."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ class LoadedModel:
     """A model, ready to serve.
 
     Args:
-        name: the name that it is served under.
-        engine: with memory of its own.
+        name: name under which it is served.
+        engine: engine of the model.
         default_params: sampling parameters from the model's generation config.
     """
 
@@ -87,11 +87,11 @@ def load(config: EngineConfig, instruments: Instruments | None = None) -> Loaded
     """Load a model and build its engine; the KV memory is allocated last.
 
     Args:
-        config: what was asked for.
-        instruments: put round the kernels and the decoder.
+        config: configuration of the engine.
+        instruments: wrappers of the kernels and the decoder, for measurements.
 
     Raises:
-        ConfigError: an option or a checkpoint that cannot be honoured; the message says what to change.
+        ConfigError: an option or a checkpoint that cannot be honoured; the message names the fix.
     """
     options = config.model
     device = pick_device(options.device)
@@ -149,12 +149,12 @@ def load(config: EngineConfig, instruments: Instruments | None = None) -> Loaded
             end_token_ids=ends,
             cache_name=":".join((name, str(dtype), stored, *filter(None, [options.quantization]))),
             disk_prefetch=disk_prefetch,
-            # The memory's secret, which outlives a restart where what it names does.
+            # Keyed with the memory manager's secret, which is stored with a prefix cache on disk.
             media_reader=EmbeddingsReader(decoder.spec.width, dtype, memory.chain([], Namespace("media")).root[0]),
             speculation=speculation,
             grammars=grammars,
         )
-        # From here on the engine closes it.
+        # From here on the engine closes the disk.
         stack.pop_all()
     return LoadedModel(name, engine, _default_params(checkpoint))
 
@@ -186,11 +186,14 @@ def _groups(config: EngineConfig, decoder: Decoder, stored: str) -> tuple[KVCach
 def _facts(
     config: EngineConfig, decoder: Decoder, groups: Sequence[KVCacheSpec], step: StepCost, device: str
 ) -> ModelFacts:
-    """Return what the configuration is resolved by.
+    """Return the model's facts for the resolution of the configuration.
 
     Args:
+        config: configuration of the engine.
+        decoder: the model.
         groups: the cache groups.
-        step: what the worst step takes.
+        step: memory of the largest step.
+        device: "cpu" or "cuda".
     """
 
     def concurrency(num_blocks: int) -> int:
@@ -217,10 +220,10 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _stored(config: EngineConfig, dtype: torch.dtype) -> str:
-    """Return what keys and values are stored as.
+    """Return the name of the dtype of stored keys and values.
 
     Raises:
-        ConfigError: something that native kernels do not read, where results are to be deterministic.
+        ConfigError: a dtype that the deterministic kernels do not support, with `deterministic`.
     """
     stored, plain = config.cache.kv_cache_dtype, _name(dtype)
     if stored == "auto":
@@ -233,10 +236,13 @@ def _stored(config: EngineConfig, dtype: torch.dtype) -> str:
 
 
 def _step_cost(config: EngineConfig, decoders: Sequence[Decoder], device: str, stored: str) -> StepCost:
-    """Return what a step takes of a GPU; on a CPU, where memory is shared with others anyway, it is not looked at.
+    """Return the GPU memory of a step; zero on a CPU, where it is not measured.
 
     Args:
+        config: configuration of the engine.
         decoders: the model, and a draft model, which run one after the other.
+        device: "cpu" or "cuda".
+        stored: dtype of stored keys and values.
     """
     if device == "cpu":
         return StepCost()
@@ -259,10 +265,10 @@ def _longest_bytes(groups: Sequence[KVCacheSpec], max_model_len: int) -> int:
 
 
 def _open_log(path: str | None) -> TextIO | None:
-    """Open the file that memory commands are to be recorded in, if they are.
+    """Open the file for the record of memory commands; None without a path.
 
     Raises:
-        ConfigError: it is there already, and may be what is left of a crash; or it cannot be written.
+        ConfigError: the file exists, possibly from a crash, or cannot be written.
     """
     if path is None:
         return None
@@ -279,7 +285,7 @@ def _open_log(path: str | None) -> TextIO | None:
 def _memory(
     resolved: ResolvedConfig, sizing: ArenaSizing, log: TextIO | None, disk: DiskBlocks | None
 ) -> KVCacheManager:
-    """Return the manager of as many bytes as `num_blocks` blocks of every group of tokens have, and the null blocks.
+    """Return the memory manager, with the bytes of `num_blocks` blocks of every token group and the null blocks.
 
     Raises:
         ConfigError: the swap space holds no block.
@@ -321,7 +327,7 @@ def _scheduler(
         policy=resolved.scheduling_policy,
         priority_aging=resolved.priority_aging,
         preemption_policy=resolved.preemption_policy,
-        # What is there for the disk alone is not for sequences.
+        # A host tier that exists only for the disk has no space for preempted sequences.
         preemption_mode=resolved.preemption_mode if resolved.swap_space else "recompute",
         prepare=None if disk_prefetch is None else disk_prefetch.prepare,
         drafter=drafter,
@@ -329,7 +335,7 @@ def _scheduler(
 
 
 def _end_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """Return the tokens that end a sequence: what the configs say, and the tokenizer's own end token."""
+    """Return the tokens that end a sequence: those of the configs, and the tokenizer's own end token."""
     ids = set(checkpoint.eos_token_ids)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
@@ -339,7 +345,7 @@ def _end_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> froze
 def _grammars(
     config: EngineConfig, tokenizer: Tokenizer | None, vocab_size: int, end_token_ids: frozenset[int]
 ) -> GrammarCompiler | None:
-    """Return what opens grammars; None where an output could not be written, or not be ended."""
+    """Return the compiler of grammars; None without a tokenizer or an end token."""
     ends = sorted(token_id for token_id in end_token_ids if token_id < vocab_size)
     if tokenizer is None or not ends:
         return None
@@ -349,7 +355,7 @@ def _grammars(
 
 
 def _default_params(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the generation config's sampling parameters; values that no request could have are left out."""
+    """Return the generation config's sampling parameters; invalid values are left out with a warning."""
     generation = checkpoint.generation_config
     params: dict[str, Any] = {}
     for theirs, ours in GENERATION_FIELDS.items():

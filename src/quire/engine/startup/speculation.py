@@ -16,7 +16,7 @@ from quire.text.tokenizer import Tokenizer
 
 
 def make_speculation(config: SpeculativeConfig) -> AdaptiveDrafter | None:
-    """Return what guesses how sequences go on; None where nobody does."""
+    """Return the drafter of speculative decoding; None without a method."""
     source: Drafter
     match config.speculative_method:
         case "ngram":
@@ -31,15 +31,15 @@ def make_speculation(config: SpeculativeConfig) -> AdaptiveDrafter | None:
 
 
 def open_draft(config: EngineConfig, decoder: Decoder, tokenizer: Tokenizer | None) -> Checkpoint | None:
-    """Open the draft model's files, if there is one, and see that it can guess for the target.
+    """Open the draft model's checkpoint, if there is one, and check that it can make drafts for the target.
 
     Args:
-        config: of the engine.
-        decoder: the target.
-        tokenizer: the target's, None where token ids are all that is known of tokens.
+        config: configuration of the engine.
+        decoder: decoder of the target.
+        tokenizer: tokenizer of the target, None where the engine works on token ids only.
 
     Raises:
-        ConfigError: it cannot be found or read, has another vocabulary, or was made for shorter contexts.
+        ConfigError: the draft model cannot be found or read, has another vocabulary, or a shorter context.
     """
     name = config.speculative.draft_model
     if name is None:
