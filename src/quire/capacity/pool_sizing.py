@@ -40,7 +40,7 @@ def memory_concurrency(config: EngineConfig, sizing: ArenaSizing, num_tokens: in
 
 
 def check_pin_limit(resolved: ResolvedConfig, sizing: ArenaSizing) -> None:
-    """Refuse a limit beside which no sequence of `max_model_len` tokens would fit.
+    """Refuse a pin limit that leaves no room for a sequence of `max_model_len` tokens.
 
     Raises:
         ConfigError: with the numbers.

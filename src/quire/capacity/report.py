@@ -97,7 +97,7 @@ class MemoryPlan:
         never: sentence that says which prompts never fit, and why; None without a budget.
         lengths: plans for single sequence lengths.
         sequence_bytes: most bytes that a sequence holds while it grows to `max_model_len` tokens.
-        notes: assumptions behind the numbers.
+        notes: assumptions of the numbers.
     """
 
     model: str

@@ -1,1 +1,1 @@
-"""The engine: the doors of Python, and the loop behind all doors."""
+"""The engine: the Python interfaces `LLM` and `AsyncLLM`, and the step loop of both."""

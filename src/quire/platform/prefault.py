@@ -133,11 +133,11 @@ class _Range:
         # Used blocks have their pages already.
         start = self._address + max(self.ready, self.used)
         end = min((start // PIECE_BYTES + 1) * PIECE_BYTES, self._address + self._num_bytes)
-        first, behind = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+        first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
         with self._asking:
             if self._closed.is_set():
                 return False
-            if first < behind and self._madvise(first, behind - first, MADV_POPULATE_WRITE) != 0:
+            if first < last and self._madvise(first, last - first, MADV_POPULATE_WRITE) != 0:
                 return False  # an older kernel, or no memory left
         self.ready = end - self._address
         return True

@@ -29,7 +29,7 @@ class StepRecorder:
 
     Attributes:
         tokens_per_s: prefill rate; None before the first step with many tokens.
-        speculation: as given; None stops the adjustment of draft costs.
+        speculation: chooser of the number of drafts; None stops the adjustment of draft costs.
     """
 
     def __init__(

@@ -49,10 +49,10 @@ class EmbeddingsReader:
             raise InvalidParameter("media", value, "a list of mappings with offset and embeddings")
         read = [self._read_one(f"media[{idx}]", one, num_tokens) for idx, one in enumerate(value)]
         placed = sorted(enumerate(read), key=lambda one: one[1].span.start)
-        for (_, before), (idx, behind) in pairwise(placed):
-            if behind.span.start < before.span.end:
+        for (_, before), (idx, after) in pairwise(placed):
+            if after.span.start < before.span.end:
                 allowed = f"at least {before.span.end}, where the media before it end"
-                raise InvalidParameter(f"media[{idx}].offset", behind.span.start, allowed)
+                raise InvalidParameter(f"media[{idx}].offset", after.span.start, allowed)
         return tuple(media for _, media in placed)
 
     def _read_one(self, field: str, value: object, num_tokens: int) -> Media:

@@ -24,7 +24,7 @@ def with_calls(params: SamplingParams, use: ToolUse) -> SamplingParams:
     if params.structured_outputs is not None:
         raise UnsupportedFeature("structured_outputs", ONE_GRAMMAR)
     if not params.detokenize:
-        raise UnsupportedFeature("detokenize", "calls are read from text; leave it true beside tools")
+        raise UnsupportedFeature("detokenize", "calls are read from text; leave it true with tools")
     return replace(params, **use.sampling())
 
 
