@@ -109,7 +109,7 @@ def run(specs: Sequence[KVCacheSpec], factor: float, *, with_host: bool = False)
                     for copy in plan.ops.copies
                     if {copy.src_tier, copy.dst_tier} == {Tier.DEVICE, Tier.HOST}
                 )
-                scheduler.advance(plan.items, executor.execute(plan).items)
+                scheduler.update_from_results(plan.items, executor.execute(plan).items)
             tokens += [executor.token_id] * OUTPUT_TOKENS
             if turn:
                 assert request.account is not None

@@ -96,7 +96,7 @@ def serve(case: Case, num_requests: int, seed: int) -> Figures:
         seconds += STEP_S + num_tokens * TOKEN_S + moved / COPY_BYTES_PER_S
         num_computed += num_tokens
         moved_bytes += moved
-        scheduler.advance(plan.items, executor.execute(plan).items)
+        scheduler.update_from_results(plan.items, executor.execute(plan).items)
     # The last token of a sample is never computed.
     needed = sum(len(work.prompt) + case.num_samples * (work.num_new - 1) for work in works)
     generated = case.num_samples * sum(work.num_new for work in works)

@@ -48,7 +48,7 @@ def step(scheduler: Scheduler, executor: CountingExecutor, tick: int) -> tuple[f
     planned = time.perf_counter()
     result = executor.execute(plan)
     executed = time.perf_counter()
-    scheduler.advance(plan.items, result.items)
+    scheduler.update_from_results(plan.items, result.items)
     return planned - started, time.perf_counter() - executed
 
 

@@ -151,7 +151,7 @@ def test_an_unknown_option_lists_the_known_ones() -> None:
         assert name in str(error)
 
 
-def test_a_budget_below_the_seats_names_both() -> None:
+def test_a_budget_below_the_slots_names_both() -> None:
     error = refused(max_num_batched_tokens=100, max_num_seqs=101)
     assert error.field == "max_num_batched_tokens"
     assert {"100", "101"} <= set(re.findall(r"\d+", str(error)))

@@ -36,7 +36,7 @@ class Oracle:
         draft = [*known, *([3] * count)][:count]
         return [token if rng.random() < 0.85 else rng.randrange(self.vocab_size) for token in draft]
 
-    def note(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
+    def record(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         """Learn nothing."""
 
     def forget(self, sequence: Sequence) -> None:

@@ -179,7 +179,7 @@ def edits_of(scores: dict[int, float], candidates: list[Candidate], width: int =
     assert request.search is not None
     places = sorted(scores)
     request.sequences[:] = [sequence_of(request, place, [*PROMPT, 9, place]) for place in range(max(places) + 1)]
-    request.search.scores, request.search.trails = dict(scores), dict.fromkeys(scores)
+    request.search.scores, request.search.last_steps = dict(scores), dict.fromkeys(scores)
     return advance_beams(request.search, [request.sequences[place] for place in places], candidates)
 
 

@@ -24,7 +24,7 @@ class Always:
     def propose(self, sequence: Sequence, limit: int) -> Tokens[int]:  # noqa: ARG002
         return (1,) * limit
 
-    def note(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:  # noqa: ARG002
+    def record(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:  # noqa: ARG002
         self.noted.append((num_drafted, num_accepted))
 
     def forget(self, sequence: Sequence) -> None:
@@ -46,7 +46,7 @@ def serve(speculation: AdaptiveDrafter, share: float, num_tokens: int, seed: int
         draft = len(speculation.propose(sequence, 8))
         num_right = next((place for place in range(draft) if rng.random() >= share), draft)
         if draft:
-            speculation.note(sequence, draft, num_right)
+            speculation.record(sequence, draft, num_right)
         took += speculation.step_costs[draft]
         num_made += num_right + 1
     speculation.forget(sequence)
@@ -91,14 +91,14 @@ def test_a_text_that_changes_is_tried_again() -> None:
     speculation, sequence = costly(0.1), sequence_of(0, [1], [2])
     for _ in range(2000):
         if speculation.propose(sequence, 8):
-            speculation.note(sequence, 1, 0)
+            speculation.record(sequence, 1, 0)
     steps = 0
     depths: list[int] = []
     while len(depths) < 16:
         steps += 1
         draft = len(speculation.propose(sequence, 8))
         if draft:
-            speculation.note(sequence, draft, draft)
+            speculation.record(sequence, draft, draft)
             depths.append(draft)
     assert depths[0] == 1
     assert depths[-1] > 3
@@ -123,7 +123,7 @@ def test_limits_opting_out_and_rests_are_honoured() -> None:
     assert speculation.propose(sequence_of(2, [1], [2], speculative=True), 8)
     speculation.is_measuring = True
     assert speculation.propose(sequence_of(3, [1], [2]), 8) == ()
-    speculation.note(sequence_of(4, [1], [2]), 3, 1)
+    speculation.record(sequence_of(4, [1], [2]), 3, 1)
     speculation.forget(sequence_of(5, [1], [2]))
     speculation.reset()
     assert (source.noted, source.forgotten, source.num_resets) == ([(3, 1)], [5], 1)
@@ -150,13 +150,13 @@ class Failing(Always):
         raise ZeroDivisionError
 
 
-@pytest.mark.parametrize("method", ["propose", "note", "forget", "reset"])
+@pytest.mark.parametrize("method", ["propose", "record", "forget", "reset"])
 def test_a_drafter_that_raises_is_asked_no_more(method: str, caplog: pytest.LogCaptureFixture) -> None:
     source = Failing(method)
     speculation, sequence = AdaptiveDrafter(source, 8), sequence_of(0, [1], [2])
     for _ in range(3):
         speculation.propose(sequence, 4)
-        speculation.note(sequence, 4, 2)
+        speculation.record(sequence, 4, 2)
         speculation.forget(sequence)
         speculation.reset()
     assert speculation.propose(sequence, 4) == ()

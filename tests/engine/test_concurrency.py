@@ -53,7 +53,7 @@ def most_running(scheduler: Scheduler, num_tokens: int, num_requests: int) -> in
     def run_until_nobody_can_grow() -> None:
         while True:
             plan = scheduler.plan(0)
-            scheduler.advance(plan.items, count_only(plan).items)
+            scheduler.update_from_results(plan.items, count_only(plan).items)
 
     # All that were let in are computed in the end, and wait for a token that never comes.
     with pytest.raises(InvariantViolation, match="S3"):

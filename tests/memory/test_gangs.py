@@ -31,7 +31,7 @@ def memory_of(specs: tuple[KVCacheSpec, ...], num_blocks: int, **options: int | 
     return KVCacheManager(specs, num_blocks if num_bytes is None else None, num_bytes=num_bytes, **options)  # type: ignore[arg-type]
 
 
-def spread(memory: KVCacheManager, num_prompt: int, num_tokens: int, width: int) -> bool:
+def fork_and_append(memory: KVCacheManager, num_prompt: int, num_tokens: int, width: int) -> bool:
     """Grow sequences that part behind their prompt to a length, all in the same steps; say whether they got there."""
     prompt = [0] * num_prompt
     chain = memory.chain(prompt, Namespace())
@@ -62,7 +62,7 @@ def spread(memory: KVCacheManager, num_prompt: int, num_tokens: int, width: int)
     width=st.integers(1, 5),
     caching=st.booleans(),
 )
-def test_the_worst_of_a_gang_is_foretold_exactly(
+def test_the_peak_of_a_lockstep_group_is_computed_exactly(
     specs: tuple[KVCacheSpec, ...], num_prompt: int, num_more: int, width: int, caching: bool
 ) -> None:
     """In the least memory that is said to hold it, it gets there; in less, it does not."""
@@ -73,13 +73,13 @@ def test_the_worst_of_a_gang_is_foretold_exactly(
 
     for num_blocks in range(1, 200):
         memory = memory_of(specs, num_blocks, enable_prefix_caching=caching, snapshot_interval=2 * SIZE)
-        is_foretold = fits(memory)
-        assert spread(memory, num_prompt, num_tokens, width) == is_foretold
-        if is_foretold:
+        is_computed = fits(memory)
+        assert fork_and_append(memory, num_prompt, num_tokens, width) == is_computed
+        if is_computed:
             break
 
 
-def test_a_gang_that_lacks_one_block_gets_none() -> None:
+def test_a_lockstep_group_that_lacks_one_block_gets_none() -> None:
     memory = memory_of((FULL,), 4)
     chain = memory.chain([1, 2, 3, 4, 5, 6], Namespace())
     memory.allocate(0, chain, memory.match_prefix(chain))
@@ -98,7 +98,7 @@ def test_a_gang_that_lacks_one_block_gets_none() -> None:
 
 
 def test_who_does_not_belong_keeps_its_share() -> None:
-    """A holder from outside the gang: then even the last of the gang needs a copy."""
+    """A holder from outside the group: then even the last of the group needs a copy."""
     memory = memory_of((FULL,), 3)
     chain = memory.chain([1, 2], Namespace())
     memory.allocate(0, chain, memory.match_prefix(chain))

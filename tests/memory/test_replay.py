@@ -137,9 +137,9 @@ def grow(memory: KVCacheManager, rng: random.Random, seq_id: int) -> None:
 def advance(memory: KVCacheManager, seq_ids: list[int]) -> None:
     """Give all sequences that are not swapped out a slot more, or none of them, and compute it."""
     states = {seq_id: memory.sequences[seq_id] for seq_id in seq_ids}
-    gang = {seq_id: state for seq_id, state in states.items() if not state.is_swapped}
-    if gang and memory.append_slots([*gang], atomic=True):
-        for seq_id, state in gang.items():
+    group = {seq_id: state for seq_id, state in states.items() if not state.is_swapped}
+    if group and memory.append_slots([*group], atomic=True):
+        for seq_id, state in group.items():
             state.chain.tokens += [seq_id % 2] * max(0, state.num_slots - len(state.chain.tokens))
             memory.publish(seq_id, state.num_slots)
 
@@ -224,7 +224,7 @@ def test_a_scheduler_under_pressure_is_recorded(specs: tuple[KVCacheSpec, ...]) 
     tick = 0
     while scheduler.has_unfinished:
         plan = scheduler.plan(tick)
-        scheduler.advance(plan.items, executor.execute(plan).items)
+        scheduler.update_from_results(plan.items, executor.execute(plan).items)
         tick += 1
     report = play(log.getvalue())
     assert report.fault is None

@@ -23,7 +23,7 @@ from quire.memory.prefix.radix_node import RadixNode
 from quire.memory.sequence_blocks import SequenceBlocks
 from quire.memory.tables import publish as publishing
 from quire.memory.tables.tables import BlockTables
-from quire.scheduling import admission as seating
+from quire.scheduling import admission
 from quire.scheduling.queues import Queues
 from tests.memory.nets import (
     HONEST_NETS,
@@ -331,7 +331,7 @@ def keep_a_preempted_sequence_open(patch: Patch) -> None:
 
 
 def give_no_slots_to_samples(patch: Patch) -> None:
-    patch.setattr(seating, "slots_needed", lambda _: 1)
+    patch.setattr(admission, "slots_needed", lambda _: 1)
 
 
 CAUGHT: list[tuple[Callable[[Patch], None], tuple[Callable[[], None], ...]]] = [

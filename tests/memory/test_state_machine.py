@@ -130,7 +130,7 @@ class MemoryMachine(RuleBasedStateMachine):
         able = [seq_id for seq_id in self.residents() if not world.is_lookahead(seq_id)]
         if not able:
             return
-        seq_ids = data.draw(st.lists(st.sampled_from(able), min_size=1, unique=True), label="gang")
+        seq_ids = data.draw(st.lists(st.sampled_from(able), min_size=1, unique=True), label="lockstep group")
         if world.grow_together(seq_ids) and is_stored:
             for seq_id in seq_ids:
                 missing = world.num_slots(seq_id) - len(world.tokens[seq_id])

@@ -30,7 +30,7 @@ class Auditor:
         self.statuses: dict[Sequence, SequenceStatus] = {}
 
     def check_queues(self) -> None:
-        """S1, S2 (seats), S4, S5, and the order of each queue (S6)."""
+        """S1, S2 (slots), S4, S5, and the order of each queue (S6)."""
         scheduler = self.scheduler
         queues = {
             SequenceStatus.WAITING: scheduler.waiting,
@@ -45,7 +45,7 @@ class Auditor:
         assert len(set(everybody)) == len(everybody), "S1: a sequence is in two queues"
         assert {sequence.seq_id for sequence in everybody} == scheduler.sequences.keys()
         running, swapped = scheduler.running, scheduler.swapped
-        assert len(running) <= scheduler.max_num_seqs, "S2: more sequences run than there are seats"
+        assert len(running) <= scheduler.max_num_seqs, "S2: more sequences run than there are slots"
         for request in scheduler.requests.values():
             alive = request.unfinished
             if request.search is not None and alive:
@@ -53,8 +53,8 @@ class Auditor:
                 assert len({len(sequence.tokens) for sequence in alive}) == 1, "beams are not of one length"
                 assert sorted(request.search.scores) == [sequence.sample_idx for sequence in alive]
                 assert len(request.sequences) <= request.params.num_sequences, "beams take more places than they have"
-        seats = [max(len(r.unfinished), r.params.num_sequences * (r.search is not None)) for r in self._running()]
-        assert sum(seats) <= scheduler.max_num_seqs, "S2: beams to come have no seats"
+        slots = [max(len(r.unfinished), r.params.num_sequences * (r.search is not None)) for r in self._running()]
+        assert sum(slots) <= scheduler.max_num_seqs, "S2: beams to come have no slots"
         held = {seq_id: state.is_swapped for seq_id, state in scheduler.memory.sequences.items()}
         should_be = {s.seq_id: False for s in running} | {s.seq_id: True for s in swapped}
         assert held == should_be, "S4: who holds memory, and where, is not who runs or is swapped out"
@@ -106,7 +106,7 @@ class Auditor:
             assert planned[0] == before.running[0].seq_id, "the first in order does not go on"
         elif before.running:
             assert scheduler.running[0].key < before.running[0].key, "the first in order lost its memory for nobody"
-        self._check_gangs(set(planned), plan)
+        self._check_lockstep(set(planned), plan)
         for sequence in before.running:
             is_left_out = sequence in still_running and sequence.seq_id not in planned
             if sequence.num_pending == 1 and is_left_out and not sequence.is_beam:
@@ -124,13 +124,13 @@ class Auditor:
             assert admitted[-1].key < left[0].key, "S6: somebody was overtaken"
         if before.running and scheduler.stats.num_preemptions > before.num_preemptions and admitted:
             first = admitted[0].request
-            has_made_way = [s.request.priority > first.priority and s.request.place > first.place for s in lost]
+            has_made_way = [s.request.priority > first.priority and s.request.order_key > first.order_key for s in lost]
             assert all(has_made_way), "somebody came in while others lost their memory"
         for sequence in scheduler.swapped:
             samples = sequence.request.sequences
             assert all(s.status is not SequenceStatus.RUNNING for s in samples), "a family was torn apart"
 
-    def _check_gangs(self, planned: set[int], plan: StepPlan) -> None:
+    def _check_lockstep(self, planned: set[int], plan: StepPlan) -> None:
         """All beams of a search are in a step, as one group, or none is; and none only where blocks are lacking."""
         memory, groups = self.scheduler.memory, {group.seq_ids: group for group in plan.beams}
         for request in self._running():

@@ -98,14 +98,14 @@ class Guesser:
         rng = random.Random(repr((sequence.seq_id, sequence.tokens)))
         draft: list[int] = []
         while len(draft) < min(limit, 4) and rng.random() < 0.8:
-            known = self.executor.foresee(sequence.seq_id, (*sequence.tokens[sequence.num_computed :], *draft))
+            known = self.executor.predict_next(sequence.seq_id, (*sequence.tokens[sequence.num_computed :], *draft))
             if self.leaves_them:
                 draft.append(UNKNOWN)
                 continue
             draft.append(known if known is not None and rng.random() < 0.8 else rng.randrange(VOCAB_SIZE))
         return tuple(draft)
 
-    def note(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
+    def record(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         """Count."""
         assert 0 <= num_accepted <= num_drafted == len(sequence.draft)
         self.counts[0] += num_drafted
@@ -227,7 +227,7 @@ class Rig:
         for start in range(0, len(plan.items), max(per_call, 1)):
             items = plan.items[start : start + per_call]
             sequences = [self.scheduler.sequences.get(item.seq_id) for item in items]
-            self.scheduler.advance(items, result.items[start : start + per_call])
+            self.scheduler.update_from_results(items, result.items[start : start + per_call])
             for sequence, item in zip(sequences, items, strict=True):
                 if sequence is not None:
                     self._know_prompt_logprobs(sequence, item.start, len(item.token_ids))

@@ -48,7 +48,7 @@ def test_a_higher_priority_takes_memory_from_a_running_lower_one_at_once() -> No
     assert [len(request.sequences[0].output_token_ids) for request in rig.requests] == [20, 20, 20]
 
 
-def test_a_higher_priority_takes_a_seat_where_memory_is_plenty() -> None:
+def test_a_higher_priority_takes_a_slot_where_memory_is_plenty() -> None:
     rig = started(LONG, LONG, setting=replace(SMALL, num_blocks=200, max_num_seqs=2))
     urgent = rig.add(replace(URGENT, n=2), seed=2)
     rig.step()
@@ -139,7 +139,7 @@ def test_a_stream_of_higher_priorities_overtakes_a_lower_one_so_often_and_no_mor
         rig.step()
         if low.is_finished or seed > 10 * aging * levels:
             break
-    overtaking = [request for request in rig.requests[1:] if request.place < low.place]
+    overtaking = [request for request in rig.requests[1:] if request.order_key < low.order_key]
     assert len(overtaking) == aging * levels - 1, "one that comes as many requests later is level, and behind"
     assert all(request.is_finished for request in overtaking)
     assert low.is_finished, "it waits for ever"
@@ -187,8 +187,8 @@ def request_of(arrival: int, flow: str | None, n: int = 1, priority: int = 0) ->
 
 def test_requests_of_one_flow_come_apart_and_others_in_between() -> None:
     order = Order("fcfs", 256)
-    body = [order.place(request_of(arrival, "body")) for arrival in range(100)]
-    single = order.place(request_of(100, None))
+    body = [order.key_of(request_of(arrival, "body")) for arrival in range(100)]
+    single = order.key_of(request_of(100, None))
     assert [turn for turn, _ in body] == [FLOW_STRIDE * idx for idx in range(100)]
     assert sum(place < single for place in body) == 100 // FLOW_STRIDE + 1
     assert body == sorted(body)
@@ -196,12 +196,12 @@ def test_requests_of_one_flow_come_apart_and_others_in_between() -> None:
 
 def test_samples_count_as_requests_of_a_flow() -> None:
     order = Order("fcfs", 256)
-    assert [order.place(request_of(idx, "body", n=4))[0] for idx in range(3)] == [0, 64, 128]
+    assert [order.key_of(request_of(idx, "body", n=4))[0] for idx in range(3)] == [0, 64, 128]
 
 
 def test_no_flow_is_delayed_for_ever() -> None:
     order = Order("fcfs", 256)
-    turns = [order.place(request_of(idx, "tenant", n=8))[0] for idx in range(5000)]
+    turns = [order.key_of(request_of(idx, "tenant", n=8))[0] for idx in range(5000)]
     assert max(turn - idx for idx, turn in enumerate(turns)) == MAX_FLOW_DELAY
     assert turns == sorted(turns)
 
@@ -209,7 +209,7 @@ def test_no_flow_is_delayed_for_ever() -> None:
 def test_flows_whose_turn_has_come_are_forgotten() -> None:
     order = Order("fcfs", 256)
     for arrival in range(50_000):
-        order.place(request_of(arrival, f"body {arrival // 2}", n=1 + arrival % 5))
+        order.key_of(request_of(arrival, f"body {arrival // 2}", n=1 + arrival % 5))
     assert len(order._next_turns) <= MAX_FLOW_DELAY
 
 
@@ -227,7 +227,7 @@ def test_a_small_request_does_not_wait_for_all_of_a_large_flow() -> None:
 def test_an_earlier_place_alone_takes_no_memory() -> None:
     rig = started(*[replace(LONG, flow="body")] * 2)
     single = rig.add(LONG, seed=2)
-    assert single.place < rig.requests[1].place
+    assert single.order_key < rig.requests[1].order_key
     rig.step()
     assert rig.scheduler.stats.num_preemptions == 0
     finish_all(rig)

@@ -73,7 +73,7 @@ def test_prompts_are_cut_to_the_pace_only_beside_decodes() -> None:
     finish_all(rig)
 
 
-def test_a_budget_below_the_seats_is_refused() -> None:
+def test_a_budget_below_the_slots_is_refused() -> None:
     memory = KVCacheManager([FullAttention(block_size=4)], 4)
     with pytest.raises(ValueError, match="3 tokens a step cannot serve 4 sequences"):
         Scheduler(memory, max_num_seqs=4, max_num_batched_tokens=3)
@@ -140,7 +140,7 @@ def test_samples_share_their_prompt_blocks() -> None:
     assert outcome.scheduler.memory.usage().num_copies == 0
 
 
-def test_seats_are_kept_for_samples_that_are_still_to_fork() -> None:
+def test_slots_are_kept_for_samples_that_are_still_to_fork() -> None:
     rig = Rig(Setting(max_num_seqs=4, budget=8))
     rig.add(Job(prompt=prompt(20), n=3, max_tokens=4, ignore_eos=True), seed=0)
     rig.add(Job(prompt=prompt(4), n=2, max_tokens=4, ignore_eos=True), seed=1)
@@ -156,9 +156,9 @@ def test_advance_reports_draws_and_endings_in_order() -> None:
     request = rig.add(Job(prompt=prompt(3), n=2, max_tokens=1, ignore_eos=True), seed=0)
     plan = rig.plan()
     results = [ItemResult(0, (5, 6))]
-    news = rig.scheduler.advance(plan.items, results)
+    events = rig.scheduler.update_from_results(plan.items, results)
     first, second = request.sequences
-    assert news == [
+    assert events == [
         (0, first, Append(0, 0), 4),
         (0, second, Append(1, 1), 4),
         (0, first, Finish(0, FinishReason.LENGTH, None), 4),
@@ -166,7 +166,7 @@ def test_advance_reports_draws_and_endings_in_order() -> None:
     ]
     assert (first.output_token_ids, second.output_token_ids) == ([5], [6])
     assert rig.scheduler.requests == {}
-    assert rig.scheduler.advance(plan.items, results) == [], "a sequence that ended takes no more tokens"
+    assert rig.scheduler.update_from_results(plan.items, results) == [], "a sequence that ended takes no more tokens"
 
 
 # ---- prefixes ----
@@ -240,7 +240,7 @@ def test_the_refusal_names_the_longest_prompt_that_would_do(max_tokens: int, lim
         finish_all(rig)
 
 
-def test_more_samples_than_seats_are_refused_at_the_door() -> None:
+def test_more_samples_than_slots_are_refused_at_the_door() -> None:
     rig = Rig(Setting(max_num_seqs=3, budget=8))
     with pytest.raises(InvalidParameter, match=r"n must be at most max_num_seqs \(3\), got 4"):
         rig.add(Job(prompt=prompt(3), n=4), seed=0)

@@ -111,7 +111,7 @@ def count_the_last_holder_too(patch: Patch) -> None:
     patch.setattr(slots, "count_growth", one_more)
 
 
-def give_no_seats_to_beams(patch: Patch) -> None:
+def give_no_slots_to_beams(patch: Patch) -> None:
     patch.setattr(admission, "slots_needed", lambda _: 1)
 
 
@@ -145,7 +145,7 @@ CAUGHT: list[tuple[Callable[[Patch], None], tuple[Callable[[], None], ...]]] = [
     (advance_beams_one_by_one, (crowded_run,)),
     (foretell_no_copies, (crowded_run,)),
     (count_the_last_holder_too, (crowded_run,)),
-    (give_no_seats_to_beams, (crowded_run,)),
+    (give_no_slots_to_beams, (crowded_run,)),
     (take_one_beam_alone, (crowded_run,)),
     (go_on_where_it_began_again, (crowded_run,)),
 ]

@@ -30,22 +30,22 @@ def watched(patch: pytest.MonkeyPatch, setting: Setting, seed: int) -> tuple[Out
     """Run jobs, and note all that was planned, and all that came of it."""
     plans: list[StepPlan] = []
     told: list[Told] = []
-    honest_plan, honest_advance = Scheduler.plan, Scheduler.advance
+    honest_plan, honest_update = Scheduler.plan, Scheduler.update_from_results
 
     def plan(scheduler: Scheduler, tick: int) -> StepPlan:
         plans.append(honest_plan(scheduler, tick))
         return plans[-1]
 
-    def advance(
+    def update_from_results(
         scheduler: Scheduler, items: Iterable[ScheduledSequence], results: Iterable[ItemResult]
     ) -> list[SequenceEvent]:
-        news = honest_advance(scheduler, items, results)
-        told.extend((idx, sequence.seq_id, edit, num_tokens) for idx, sequence, edit, num_tokens in news)
-        return news
+        events = honest_update(scheduler, items, results)
+        told.extend((idx, sequence.seq_id, edit, num_tokens) for idx, sequence, edit, num_tokens in events)
+        return events
 
     with patch.context() as inner:
         inner.setattr(Scheduler, "plan", plan)
-        inner.setattr(Scheduler, "advance", advance)
+        inner.setattr(Scheduler, "update_from_results", update_from_results)
         return run(random_jobs(random.Random(seed), 25), setting), plans, told
 
 

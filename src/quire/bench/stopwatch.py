@@ -168,7 +168,9 @@ class Observer:
 
         timed_executor: Any = Timed(engine.executor, execute=noting)
         timed_scheduler: Any = Timed(
-            scheduler, plan=timed(PLANNING, scheduler.plan), advance=timed(ADVANCING, scheduler.advance)
+            scheduler,
+            plan=timed(PLANNING, scheduler.plan),
+            update_from_results=timed(ADVANCING, scheduler.update_from_results),
         )
         engine.executor, engine.scheduler = timed_executor, timed_scheduler
 

@@ -17,7 +17,7 @@ from quire.config.checks import (
     put_size,
 )
 from quire.config.hints import OPTION_HINTS, hint_for
-from quire.config.speculative import SpeculativeConfig, spread
+from quire.config.speculative import SpeculativeConfig, flatten
 from quire.errors import ConfigError, shown
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -287,7 +287,7 @@ class EngineConfig:
         """
         homes = option_sections()
         parts: dict[str, dict[str, Any]] = {part: {} for part in PARTS}
-        for name, value in spread(options).items():
+        for name, value in flatten(options).items():
             if name not in homes:
                 raise ConfigError(
                     f"unknown option {shown(name)}{hint_for(name, OPTION_HINTS, homes)}; known options are "

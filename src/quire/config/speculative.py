@@ -99,7 +99,7 @@ class SpeculativeConfig:
         return self.suffix_cache_bytes or DEFAULT_CACHE_BYTES
 
 
-def spread(options: Mapping[str, Any]) -> dict[str, Any]:
+def flatten(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return flat options in which those of `speculative_config`, a mapping as vLLM takes it, are options of their own.
 
     Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence as Tokens
+from collections.abc import Sequence
 
 # What a state takes, and, where several tokens may follow, its table and an entry of that.
 STATE_BYTES = 24
@@ -50,7 +50,7 @@ class SuffixAutomaton:
         tables = len(self._tables) * TABLE_BYTES + self._num_entries * ENTRY_BYTES
         return len(self._lengths) * STATE_BYTES + len(self._text) * TOKEN_BYTES + tables
 
-    def add(self, tokens: Tokens[int]) -> None:
+    def add(self, tokens: Sequence[int]) -> None:
         """Add a text."""
         state = ROOT
         for token in tokens:

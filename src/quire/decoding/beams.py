@@ -15,10 +15,10 @@ hypotheses when they are among the `width` best; the best others are the next be
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence as Row
+from collections.abc import Sequence as Seq
 
 from quire.decoding.stop import end_of_tokens
-from quire.sequences.beams import BeamSearch, Candidate, Hypothesis, Trail
+from quire.sequences.beams import BeamSearch, BeamStep, Candidate, Hypothesis
 from quire.sequences.sequence import Request, Sequence
 from quire.sequences.status import FinishReason
 from quire.sequences.strategy import Append, BeamEdit, Drop, Edit, Finish, Fork
@@ -31,7 +31,7 @@ class Beams:
         """Return 1: the logits are asked for; the beams fork once the candidates are known."""
         return 1
 
-    def advance(self, sequence: Sequence, token_ids: Row[int]) -> Row[Edit]:  # noqa: ARG002
+    def advance(self, sequence: Sequence, token_ids: Seq[int]) -> Seq[Edit]:  # noqa: ARG002
         """Return nothing: no beam is given a token of its own."""
         return ()
 
@@ -41,7 +41,7 @@ def num_candidates(request: Request) -> int:
     return request.params.num_sequences * max(2, 1 + len(request.end_ids))
 
 
-def advance_beams(search: BeamSearch, beams: Row[Sequence], candidates: Row[Candidate]) -> list[BeamEdit]:
+def advance_beams(search: BeamSearch, beams: Seq[Sequence], candidates: Seq[Candidate]) -> list[BeamEdit]:
     """Take in the candidates of a step, and say what becomes of the beams.
 
     Args:
@@ -70,10 +70,10 @@ def advance_beams(search: BeamSearch, beams: Row[Sequence], candidates: Row[Cand
     search.finished = sorted([*search.finished, *ended], key=lambda known: -known.score)[:width]
     if not going or _is_over(request, search, beams[0].num_output + 1, going[0][1].score):
         reason = FinishReason.STOP if search.finished else FinishReason.ERROR
-        search.scores, search.trails = {}, {}
+        search.scores, search.last_steps = {}, {}
         return [Finish(beam.sample_idx, reason) for beam in beams]
     search.num_tokens += len(going)
-    return _follow(search, beams, going)
+    return _continue_beams(search, beams, going)
 
 
 def _end_of(beam: Sequence, candidate: Candidate) -> tuple[FinishReason, str | int | None] | None:
@@ -88,7 +88,9 @@ def _hypothesis(
 ) -> Hypothesis:
     output = (*beam.output_token_ids, candidate.token_id)
     score = candidate.score / len(output) ** beam.request.params.length_penalty
-    return Hypothesis(output, score, reason, stop_reason, Trail(candidate.logprobs, search.trails[beam.sample_idx]))
+    return Hypothesis(
+        output, score, reason, stop_reason, BeamStep(candidate.logprobs, search.last_steps[beam.sample_idx])
+    )
 
 
 def _is_over(request: Request, search: BeamSearch, num_output: int, best_score: float) -> bool:
@@ -112,7 +114,7 @@ def _is_over(request: Request, search: BeamSearch, num_output: int, best_score: 
     return best_possible <= search.finished[-1].score
 
 
-def _follow(search: BeamSearch, beams: Row[Sequence], going: Row[tuple[int, Candidate]]) -> list[BeamEdit]:
+def _continue_beams(search: BeamSearch, beams: Seq[Sequence], going: Seq[tuple[int, Candidate]]) -> list[BeamEdit]:
     """Return the edits that leave the beams which go on: each parent's first child continues it, others fork."""
     children: dict[int, list[tuple[int, Candidate]]] = defaultdict(list)
     for rank, candidate in going:
@@ -122,7 +124,7 @@ def _follow(search: BeamSearch, beams: Row[Sequence], going: Row[tuple[int, Cand
     forks: list[BeamEdit] = []
     appends: list[BeamEdit] = []
     scores: dict[int, float] = {}
-    trails: dict[int, Trail | None] = {}
+    last_steps: dict[int, BeamStep | None] = {}
     for parent_idx, own in children.items():
         parent_place = beams[parent_idx].sample_idx
         for child_idx, (rank, candidate) in enumerate(own):
@@ -131,7 +133,7 @@ def _follow(search: BeamSearch, beams: Row[Sequence], going: Row[tuple[int, Cand
                 forks.append(Fork(place, parent_place))
             appends.append(Append(place, rank))
             scores[place] = candidate.score
-            trails[place] = Trail(candidate.logprobs, search.trails[parent_place])
-    search.scores, search.trails = scores, trails
+            last_steps[place] = BeamStep(candidate.logprobs, search.last_steps[parent_place])
+    search.scores, search.last_steps = scores, last_steps
     drops: list[BeamEdit] = [Drop(beam.sample_idx) for beam in beams if beam.sample_idx not in kept]
     return drops + forks + appends

@@ -8,7 +8,7 @@ Each edit is checked when it is taken, so against what those before it have made
 from __future__ import annotations
 
 from collections.abc import Iterator
-from collections.abc import Sequence as Tokens
+from collections.abc import Sequence as Seq
 from typing import Any
 
 from quire.errors import describe
@@ -46,7 +46,7 @@ class CustomStrategy:
             return 1
         return count
 
-    def advance(self, sequence: Sequence, token_ids: Tokens[int]) -> Iterator[Edit]:
+    def advance(self, sequence: Sequence, token_ids: Seq[int]) -> Iterator[Edit]:
         """Yield the strategy's edits, each once those before it are made; a `Fail` last where it went wrong."""
         if self._failure is not None:
             yield self._failure
@@ -117,7 +117,7 @@ def _refusal_of_fork(edit: Fork, sequence: Sequence, own: list[int]) -> str | No
     return None
 
 
-def _is_in(value: object, allowed: Tokens[int]) -> bool:
+def _is_in(value: object, allowed: Seq[int]) -> bool:
     """Say whether a value is one of some integers, and an integer itself: True and 1.0 are equal to one."""
     return type(value) is int and value in allowed
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Tokens
+from collections.abc import Sequence as Seq
 from typing import Protocol
 
 from quire.sequences.sequence import Sequence
@@ -14,7 +14,7 @@ UNKNOWN = -1
 class Drafter(Protocol):
     """Guesses how sequences go on."""
 
-    def propose(self, sequence: Sequence, limit: int) -> Tokens[int]:
+    def propose(self, sequence: Sequence, limit: int) -> Seq[int]:
         """Return the tokens that may come next.
 
         Args:
@@ -23,7 +23,7 @@ class Drafter(Protocol):
         """
         ...
 
-    def note(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
+    def record(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         """Learn what became of a sequence's drafts: how many were verified, and how many of them were right."""
         ...
 
@@ -39,11 +39,11 @@ class Drafter(Protocol):
 class ModelDrafter:
     """Leaves drafts to a model in the data plane: says how many there are to be, and nothing else."""
 
-    def propose(self, sequence: Sequence, limit: int) -> Tokens[int]:  # noqa: ARG002
+    def propose(self, sequence: Sequence, limit: int) -> Seq[int]:  # noqa: ARG002
         """See `Drafter`."""
         return (UNKNOWN,) * limit
 
-    def note(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
+    def record(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         """See `Drafter`: nothing is learnt."""
 
     def forget(self, sequence: Sequence) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence as Tokens
+from collections.abc import Sequence as Seq
 
 from quire.sequences.sequence import Sequence
 
@@ -49,7 +49,7 @@ class NgramIndex:
         tokens, num_tokens = self._tokens, len(self._tokens)
         if num_tokens <= self._shortest:
             return 0, 0
-        self._follow()
+        self._index_new_positions()
         place = self._heads[self._slot(num_tokens)]
         best_place, best = 0, self._shortest - 1
         for _ in range(MAX_TRIES):
@@ -81,7 +81,7 @@ class NgramIndex:
             length += 1
         return length
 
-    def _follow(self) -> None:
+    def _index_new_positions(self) -> None:
         """Index the places that have a token behind them and are not indexed yet."""
         num_tokens = len(self._tokens)
         if num_tokens > len(self._heads):
@@ -116,7 +116,7 @@ class PromptLookup:
         self._longest = longest
         self._indices: dict[int, NgramIndex] = {}
 
-    def propose(self, sequence: Sequence, limit: int) -> Tokens[int]:
+    def propose(self, sequence: Sequence, limit: int) -> Seq[int]:
         """See `Drafter`."""
         index = self._indices.get(sequence.seq_id)
         if index is None:
@@ -124,7 +124,7 @@ class PromptLookup:
         place, _ = index.find()
         return index.continuation(place, limit) if place else ()
 
-    def note(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
+    def record(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         """See `Drafter`: nothing is learnt."""
 
     def forget(self, sequence: Sequence) -> None:

@@ -10,7 +10,7 @@ Nobody's tokens depend on drafts. So a drafter that raises is asked no more, and
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence as Tokens
+from collections.abc import Sequence as Seq
 from typing import Any
 
 from quire.decoding.drafting import Drafter
@@ -78,19 +78,19 @@ class AdaptiveDrafter:
 
     Attributes:
         step_costs: what a step takes in which every running sequence has 0, 1, 2, ... drafts, beside the first of them.
-        is_resting: True where no sequence is to have drafts, so that a step without them can be measured.
+        is_measuring: True where no sequence is to have drafts, so that a step without them can be measured.
     """
 
     def __init__(self, source: Drafter, num_tokens: int) -> None:
         self.num_tokens = num_tokens
-        self.step_costs: Tokens[float] = [1.0 + FIRST_ROW_COST * k for k in range(num_tokens + 1)]
+        self.step_costs: Seq[float] = [1.0 + FIRST_ROW_COST * k for k in range(num_tokens + 1)]
         self.is_measuring = False
         self._source: Drafter | None = source
         self._records: dict[int, _Record] = {}
         # At first drafts are believed in, enough to be tried.
         self._common = AcceptanceRate(COMMON_MEMORY, 1.0, 1.0)
 
-    def propose(self, sequence: Sequence, limit: int) -> Tokens[int]:
+    def propose(self, sequence: Sequence, limit: int) -> Seq[int]:
         """See `Drafter`."""
         if self._source is None or self.is_measuring or sequence.request.params.speculative is False:
             return ()
@@ -103,9 +103,9 @@ class AdaptiveDrafter:
         depth = best_depth(record.hits.share(self._common.share(0.0, 0.0), PRIOR_DRAFTS), self.step_costs)
         record.is_probing = depth == 0
         limit = min(limit, max(depth, 1))
-        return tuple(self._ask("propose", sequence, limit) or ())[:limit]
+        return tuple(self._call("propose", sequence, limit) or ())[:limit]
 
-    def note(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
+    def record(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         """See `Drafter`."""
         num_wrong = int(num_accepted < num_drafted)
         self._common.add(num_accepted, num_wrong)
@@ -117,18 +117,18 @@ class AdaptiveDrafter:
             elif record.is_probing:
                 record.pause = record.interval
                 record.interval = min(2 * record.interval, LONGEST_PAUSE)
-        self._ask("note", sequence, num_drafted, num_accepted)
+        self._call("record", sequence, num_drafted, num_accepted)
 
     def forget(self, sequence: Sequence) -> None:
         """See `Drafter`."""
         self._records.pop(sequence.seq_id, None)
-        self._ask("forget", sequence)
+        self._call("forget", sequence)
 
     def reset(self) -> None:
         """See `Drafter`."""
-        self._ask("reset")
+        self._call("reset")
 
-    def _ask(self, method: str, *args: Any) -> Any:
+    def _call(self, method: str, *args: Any) -> Any:
         """Call a method of the drafter; None where it raises, or has raised before."""
         if self._source is None:
             return None
@@ -140,7 +140,7 @@ class AdaptiveDrafter:
             return None
 
 
-def best_depth(share: float, step_costs: Tokens[float]) -> int:
+def best_depth(share: float, step_costs: Seq[float]) -> int:
     """Return how many drafts give the most tokens for what the step costs; 0 where none pay.
 
     Args:

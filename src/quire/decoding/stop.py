@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Strings
+from collections.abc import Sequence as Seq
 from copy import copy
 
 from quire.sequences.sequence import Sequence
@@ -42,7 +42,7 @@ class StopStrings:
 
     __slots__ = ("_held", "_is_included", "_longest", "_strings")
 
-    def __init__(self, strings: Strings[str], *, is_included: bool) -> None:
+    def __init__(self, strings: Seq[str], *, is_included: bool) -> None:
         self._strings = tuple(strings)
         self._is_included = is_included
         self._longest = max(map(len, self._strings), default=0)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Edits
-from collections.abc import Sequence as Tokens
+from collections.abc import Sequence as Seq
 from itertools import takewhile
 
 from quire.decoding.beams import Beams
@@ -22,7 +21,7 @@ class Sampling:
             return 1
         return sequence.request.params.num_sequences - len(sequence.request.sequences) + 1
 
-    def advance(self, sequence: Sequence, token_ids: Tokens[int]) -> Edits[Edit]:
+    def advance(self, sequence: Sequence, token_ids: Seq[int]) -> Seq[Edit]:
         """Return one append per token; before it, one fork for each sample after the first; finishes last.
 
         A run is cut where the sequence ends.
@@ -42,7 +41,7 @@ class Sampling:
         return edits
 
 
-def _appends(sequence: Sequence, token_ids: Tokens[int]) -> list[Edit]:
+def _appends(sequence: Sequence, token_ids: Seq[int]) -> list[Edit]:
     """Append a run of tokens up to the one that ends the sequence, and drop the drafts that were not accepted."""
     sample_idx, draft = sequence.sample_idx, sequence.draft
     edits: list[Edit] = []

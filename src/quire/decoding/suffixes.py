@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from collections.abc import Sequence as Tokens
+from collections.abc import Sequence as Seq
 
 from quire.decoding.automaton import ROOT, SuffixAutomaton
 from quire.decoding.lookup import NgramIndex
@@ -43,7 +43,7 @@ class OutputHistory:
         """Bytes of all volumes, about."""
         return self._num_bytes
 
-    def add(self, namespace: Namespace, tokens: Tokens[int]) -> None:
+    def add(self, namespace: Namespace, tokens: Seq[int]) -> None:
         """Add an output; of one that would fill a volume by itself, the end."""
         tokens = tokens[-self._most_tokens :]
         numbers = self._numbers.setdefault(namespace, [])
@@ -103,7 +103,7 @@ class SuffixDrafter:
         self._archive = OutputHistory(num_bytes)
         self._readers: dict[int, _Reader] = {}
 
-    def propose(self, sequence: Sequence, limit: int) -> Tokens[int]:
+    def propose(self, sequence: Sequence, limit: int) -> Seq[int]:
         """See `Drafter`."""
         reader = self._readers.get(sequence.seq_id)
         if reader is None:
@@ -129,7 +129,7 @@ class SuffixDrafter:
         reader.matches, reader.end = matches, len(tokens)
         return draft
 
-    def note(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
+    def record(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         """See `Drafter`: nothing is learnt."""
 
     def forget(self, sequence: Sequence) -> None:

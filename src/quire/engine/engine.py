@@ -260,7 +260,9 @@ class Engine:
             The outputs, those of failed requests first.
         """
         scheduler, outputs = self.scheduler, self._outputs
-        num_generated, stopped, failures = outputs.add_tokens(scheduler.advance(plan.items, result.items), result.items)
+        num_generated, stopped, failures = outputs.add_tokens(
+            scheduler.update_from_results(plan.items, result.items), result.items
+        )
         self._stats.generation_tokens += num_generated
         for sequence, stop in stopped:
             scheduler.finish_at_stop_string(sequence, stop)

@@ -69,7 +69,7 @@ class Admission:
         preemption: recomputes swapped samples of a request that no longer fit all at once.
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: tokens of a step.
-        prepare: called for each sequence before its prefix is matched; it waits while that says False.
+        prefetch: called for each sequence before its prefix is matched; it waits while that says False.
         order: says who may take whose memory.
     """
 
@@ -82,7 +82,7 @@ class Admission:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        prepare: Callable[[Sequence], bool] | None = None,
+        prefetch: Callable[[Sequence], bool] | None = None,
         order: Order,
     ) -> None:
         self._memory = memory
@@ -91,26 +91,26 @@ class Admission:
         self._preemption = preemption
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._prepare = prepare
+        self._prefetch = prefetch
         self._order = order
 
-    def make_way(self) -> None:
+    def preempt_lower_priority(self) -> None:
         """Take the memory of running sequences of a lower priority where the first who is out lacks room.
 
         Nobody loses memory where that of all whom it outranks would not be enough.
         """
-        first = self._queues.first_out() if self._order.has_priorities else None
+        first = self._queues.first_not_running() if self._order.has_priorities else None
         while first is not None:
             lower = [s for s in self._queues.running if self._order.outranks(first.request, s.request)]
-            if not lower or not self._is_prepared(first) or not self._lacks_what_they_have(first, lower):
+            if not lower or not self._is_prefetched(first) or not self._needs_memory_of(first, lower):
                 return
             self._preemption.preempt(lower)
 
-    def _is_prepared(self, sequence: Sequence) -> bool:
+    def _is_prefetched(self, sequence: Sequence) -> bool:
         """Say whether the prefix of a sequence may be matched; one that is swapped out needs none."""
-        return self._prepare is None or sequence.status is SequenceStatus.SWAPPED or self._prepare(sequence)
+        return self._prefetch is None or sequence.status is SequenceStatus.SWAPPED or self._prefetch(sequence)
 
-    def _lacks_what_they_have(self, first: Sequence, lower: list[Sequence]) -> bool:
+    def _needs_memory_of(self, first: Sequence, lower: list[Sequence]) -> bool:
         """Say whether a sequence that is out lacks room which others, if they all lost their memory, would give it."""
         memory, is_swapped = self._memory, first.status is SequenceStatus.SWAPPED
         coming = self._swapped_siblings(first) if is_swapped else [first]
@@ -136,7 +136,7 @@ class Admission:
         """
         budget = self._budget_left(scheduled, num_tokens)
         while budget.num_tokens > 0:
-            first = self._queues.first_out()
+            first = self._queues.first_not_running()
             if first is None:
                 break
             is_swapped = first.status is SequenceStatus.SWAPPED
@@ -157,7 +157,7 @@ class Admission:
     def _admit(self, sequence: Sequence, budget: StepBudget) -> bool:
         """Open a waiting sequence on its longest hit and grant its first tokens, if there is room for all it has."""
         memory, num_tokens = self._memory, len(sequence.tokens)
-        if slots_needed(sequence) > budget.num_slots or not self._is_prepared(sequence):
+        if slots_needed(sequence) > budget.num_slots or not self._is_prefetched(sequence):
             return False
         hit = memory.match_prefix(sequence.chain, sequence.request.hit_limit)
         step = self._max_num_batched_tokens
@@ -251,7 +251,7 @@ class Admission:
         num_staged = len({load.block_idx for load in hit.loads} & sequence.staged)
         account = hit.account(len(sequence.tokens), num_staged * self._memory.block_size)
         if request.account is None:
-            request.note_hit(hit, account)
+            request.record_hit(hit, account)
             stats.first_time = stats.first_time.plus(account)
             stats.prefix_queries += num_queried
             stats.prefix_hits += hit.num_tokens

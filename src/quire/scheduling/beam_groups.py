@@ -7,7 +7,7 @@ The beams of a search are always in the same queue, side by side.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from collections.abc import Sequence as Group
+from collections.abc import Sequence as Seq
 
 from quire.decoding.beams import num_candidates
 from quire.memory.manager import KVCacheManager
@@ -34,7 +34,7 @@ def lockstep_groups(queue: list[Sequence], start: int = 0) -> Iterator[tuple[int
         start += len(group)
 
 
-def append_to_group(memory: KVCacheManager, group: Group[Sequence], num_tokens: int) -> bool:
+def append_to_group(memory: KVCacheManager, group: Seq[Sequence], num_tokens: int) -> bool:
     """Give each sequence of a group slots for its next tokens; False, and no slots at all, where blocks are lacking."""
     seq_ids = [sequence.seq_id for sequence in group]
     return memory.append_slots(seq_ids, num_tokens, atomic=len(group) > 1) > 0

@@ -80,7 +80,7 @@ class DraftSlots:
         num_states = self._later_states[position] + 1
         return [num_states if group.is_recurrent else num_blocks for group in self._memory.groups]
 
-    def keep(self, sequence: Sequence, num_tokens: int) -> None:
+    def commit(self, sequence: Sequence, num_tokens: int) -> None:
         """Keep of what was computed for drafts what turned out right; states that went further begin again.
 
         Args:
@@ -91,8 +91,8 @@ class DraftSlots:
         end = sequence.num_computed + 1 + num_drafted
         num_accepted = num_tokens - sequence.num_computed - 1
         if self.drafter is not None:
-            self.drafter.note(sequence, num_drafted, num_accepted)
-        self._stats.note_drafts(num_drafted, num_accepted)
+            self.drafter.record(sequence, num_drafted, num_accepted)
+        self._stats.record_drafts(num_drafted, num_accepted)
         sequence.num_drafted += num_drafted
         sequence.num_accepted += num_accepted
         sequence.draft = ()

@@ -71,7 +71,7 @@ class ScheduledSequence(NamedTuple):
             when `new_sequence` is given. After them the tables hold slots for `start + len(token_ids)` tokens at least.
         num_samples: tokens to draw from the logits of the last token; 0 in a prefill chunk that is not the last.
             Draw `i` uses `sample_idx + i`.
-        opening: given when the data plane does not know the sequence (new, forked or resumed).
+        new_sequence: given when the data plane does not know the sequence (new, forked or resumed).
         num_draft: the last so many of `token_ids` are drafts, or each `UNKNOWN` where the data plane has a model that
             makes them. A token is drawn at each of them too, and at the token
             before them; the first that differs from the draft behind it ends the run. Then `num_samples` is 1.

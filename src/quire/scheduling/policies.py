@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Sequence as Candidates
+from collections.abc import Sequence as Seq
 
 from quire.sequences.sequence import Request, Sequence
 
@@ -13,7 +13,7 @@ FLOW_STRIDE = 16
 MAX_FLOW_DELAY = 4096
 
 # Candidates in order, and what taking the memory of one would waste.
-PreemptionPolicy = Callable[[Candidates[Sequence], Callable[[Sequence], float]], Sequence]
+PreemptionPolicy = Callable[[Seq[Sequence], Callable[[Sequence], float]], Sequence]
 
 
 class Order:
@@ -38,7 +38,7 @@ class Order:
         # By flow, the turn that its next request has at least.
         self._next_turns: dict[str, int] = {}
 
-    def place(self, request: Request) -> tuple[int, int]:
+    def key_of(self, request: Request) -> tuple[int, int]:
         """Return the place of a request that has just come (S6)."""
         turn = request.arrival
         if request.flow is not None:
@@ -58,15 +58,15 @@ class Order:
 
     def outranks(self, request: Request, other: Request) -> bool:
         """Say whether a request may take the memory of another that runs: it is more urgent, and comes before it."""
-        return self.has_priorities and request.priority < other.priority and request.place < other.place
+        return self.has_priorities and request.priority < other.priority and request.order_key < other.order_key
 
 
-def last_in_order(candidates: Candidates[Sequence], waste: Callable[[Sequence], float]) -> Sequence:  # noqa: ARG001
+def last_in_order(candidates: Seq[Sequence], waste: Callable[[Sequence], float]) -> Sequence:  # noqa: ARG001
     """Take the memory of the sequence that comes last: it has waited least and computed least."""
     return candidates[-1]
 
 
-def least_waste(candidates: Candidates[Sequence], waste: Callable[[Sequence], float]) -> Sequence:
+def least_waste(candidates: Seq[Sequence], waste: Callable[[Sequence], float]) -> Sequence:
     """Take the memory whose loss costs least for what it frees; of equals, the last in order."""
     return min(reversed(candidates), key=waste)
 

@@ -11,7 +11,7 @@ meanwhile, and at last it is the first itself. Nobody starves, and a victim is t
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Candidates
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -68,7 +68,7 @@ class Preemption:
     Args:
         memory: the manager.
         queues: queues of the scheduler.
-        roster: restarts searches.
+        registry: registry of the sequences, which restarts searches.
         stats: counters of the scheduler.
         policy: a name in `PREEMPTION_POLICIES`.
         mode: "recompute"; "swap", wherever the siblings and the host allow it; or "auto", what wastes less. Without a
@@ -96,7 +96,7 @@ class Preemption:
         self._choose = PREEMPTION_POLICIES[policy]
         self._mode = mode if memory.usage().host else "recompute"
 
-    def preempt(self, candidates: Candidates[Sequence]) -> None:
+    def preempt(self, candidates: Seq[Sequence]) -> None:
         """Preempt one running sequence with its lockstep group, or swap it out with all its siblings.
 
         Args:
@@ -154,7 +154,7 @@ class Preemption:
         self._memory.discard_copies(ops)
         return lost.pins
 
-    def _cost(self, victim: Sequence, candidates: Candidates[Sequence]) -> PreemptionCost:
+    def _cost(self, victim: Sequence, candidates: Seq[Sequence]) -> PreemptionCost:
         """Return the cost of the cheaper way, or of the configured one, to preempt a sequence."""
         victims = tuple(lockstep_group(victim))
         release = self._memory.capacity.would_release([sequence.seq_id for sequence in victims])
@@ -166,7 +166,7 @@ class Preemption:
             return recompute
         return swap if self._mode == "swap" else min(recompute, swap, key=lambda cost: cost.waste)
 
-    def _swap_cost(self, victim: Sequence, candidates: Candidates[Sequence]) -> PreemptionCost | None:
+    def _swap_cost(self, victim: Sequence, candidates: Seq[Sequence]) -> PreemptionCost | None:
         """Return the cost of swapping all running samples of a request; None where they cannot be swapped together."""
         samples = victim.request.sequences
         siblings = tuple(sequence for sequence in samples if sequence.status is SequenceStatus.RUNNING)

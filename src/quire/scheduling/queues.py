@@ -58,7 +58,7 @@ class Queues:
             sequence.is_open = False
             self.finished_ids.append(sequence.seq_id)
 
-    def first_out(self) -> Sequence | None:
+    def first_not_running(self) -> Sequence | None:
         """Return the first in order of those that do not run; a family that is swapped out comes as one."""
         return min((*self.waiting[:1], *self.swapped[:1]), key=_KEY, default=None)
 

@@ -39,7 +39,7 @@ class SequenceRegistry:
 
     def add(self, request: Request) -> None:
         """Take a request in: its prompt waits."""
-        request.place = self._order.place(request)
+        request.order_key = self._order.key_of(request)
         self.requests[request.request_id] = request
         self.num_searches += request.params.beam_width is not None
         self._begin(request)
@@ -87,7 +87,7 @@ class SequenceRegistry:
             chain = self._memory.chain(tokens, request.namespace, [media.span for media in request.media])
         else:
             chain = self._memory.fork(parent.seq_id, seq_id, tokens)
-        key = (*request.place, sample_idx)
+        key = (*request.order_key, sample_idx)
         strategy = strategy_of(request)
         default_edit = default_edit_of(strategy, sample_idx)
         sequence = Sequence(seq_id, request, sample_idx, tokens, chain, key, strategy, default_edit)

@@ -12,7 +12,7 @@ Invariants: S1 to S6.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Tokens
+from collections.abc import Sequence as Seq
 
 from quire.decoding import beams as beam_search
 from quire.decoding.drafting import Drafter
@@ -47,7 +47,7 @@ class Scheduler:
         policy, priority_aging: see `Order`.
         preemption_policy: a name in `PREEMPTION_POLICIES`: whose memory is taken.
         preemption_mode: "recompute", "swap" or "auto": how it is given back; see `Preemption`.
-        prepare: called for each sequence before its prefix is matched; it, and who is behind it, waits while that
+        prefetch: called for each sequence before its prefix is matched; it, and who is behind it, waits while that
             says False.
         drafter: guesses how sequences go on; None verifies no drafts.
 
@@ -68,7 +68,7 @@ class Scheduler:
         priority_aging: int = 256,
         preemption_policy: str = "last",
         preemption_mode: str = "auto",
-        prepare: Callable[[Sequence], bool] | None = None,
+        prefetch: Callable[[Sequence], bool] | None = None,
         drafter: Drafter | None = None,
     ) -> None:
         if max_num_batched_tokens < max_num_seqs:
@@ -95,7 +95,7 @@ class Scheduler:
             self.preemption,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
-            prepare=prepare,
+            prefetch=prefetch,
             order=order,
         )
 
@@ -153,7 +153,7 @@ class Scheduler:
     def plan(self, tick: int) -> StepPlan:
         """Decide the next step. Every running sequence that can grow is in it, in policy order."""
         if self.waiting or self.swapped:
-            self._admission.make_way()
+            self._admission.preempt_lower_priority()
         preemptions_before = self.stats.num_preemptions
         scheduled, spare = self._schedule_running()
         if spare > 0 and self.stats.num_preemptions == preemptions_before and (self.waiting or self.swapped):
@@ -173,7 +173,9 @@ class Scheduler:
         beams = beam_groups_of(scheduled, [item.num_samples for item in items]) if self._registry.num_searches else ()
         return StepPlan(tick, items, self.memory.take_ops(), finished_ids, beams)
 
-    def advance(self, items: Iterable[ScheduledSequence], results: Iterable[ItemResult]) -> list[SequenceEvent]:
+    def update_from_results(
+        self, items: Iterable[ScheduledSequence], results: Iterable[ItemResult]
+    ) -> list[SequenceEvent]:
         """Apply the results of a step, item by item: publish, fork, append, finish.
 
         Args:
@@ -184,7 +186,7 @@ class Scheduler:
             What happened, in order; nothing for an item whose sequence ended while the step ran. A `Fail` is reported,
             and ends nothing yet.
         """
-        news: list[SequenceEvent] = []
+        events: list[SequenceEvent] = []
         find, publish = self.sequences.get, self.memory.publish
         for idx, (item, result) in enumerate(zip(items, results, strict=True)):
             seq_id, token_ids = item.seq_id, result.token_ids
@@ -201,12 +203,12 @@ class Scheduler:
                     token_id = token_ids[0]
                     if end_of_tokens(sequence, token_id) is None:
                         sequence.tokens.append(token_id)
-                        news.append((idx, sequence, default_edit, len(sequence.tokens)))
+                        events.append((idx, sequence, default_edit, len(sequence.tokens)))
                         continue
                 elif not token_ids:
                     continue
-            news += self._apply(idx, sequence, token_ids, sequence.strategy.advance(sequence, token_ids))
-        return news
+            events += self._apply_edits(idx, sequence, token_ids, sequence.strategy.advance(sequence, token_ids))
+        return events
 
     def recover(self, plan: StepPlan) -> tuple[str, ...]:
         """Take back what rests on a plan whose execution failed, at whatever point.
@@ -235,18 +237,18 @@ class Scheduler:
         Returns:
             What happened, in order, with the place of the group; nothing of a request that ended while the step ran.
         """
-        news: list[SequenceEvent] = []
+        events: list[SequenceEvent] = []
         for idx, (group, candidates) in enumerate(zip(groups, found, strict=True)):
             beams = [self.sequences[seq_id] for seq_id in group.seq_ids if seq_id in self.sequences]
             if len(beams) == len(group.seq_ids):
                 search = beams[0].request.search
                 assert search is not None
                 edits = beam_search.advance_beams(search, beams, candidates)
-                news += self._apply(idx, beams[0], [candidate.token_id for candidate in candidates], edits)
-        return news
+                events += self._apply_edits(idx, beams[0], [candidate.token_id for candidate in candidates], edits)
+        return events
 
-    def _apply(
-        self, idx: int, sequence: Sequence, token_ids: Tokens[int], edits: Iterable[Edit | BeamEdit]
+    def _apply_edits(
+        self, idx: int, sequence: Sequence, token_ids: Seq[int], edits: Iterable[Edit | BeamEdit]
     ) -> list[SequenceEvent]:
         """Make edits of a request's sequences, each before the next is taken.
 
@@ -259,26 +261,26 @@ class Scheduler:
         Returns:
             What happened, in order.
         """
-        news: list[SequenceEvent] = []
+        events: list[SequenceEvent] = []
         samples = sequence.request.sequences
         for edit in edits:
             if isinstance(edit, Append):
                 target = samples[edit.sample_idx]
                 target.tokens.append(token_ids[edit.draw_idx])
-                news.append((idx, target, edit, len(target.tokens)))
+                events.append((idx, target, edit, len(target.tokens)))
             elif isinstance(edit, Fork):
                 self._registry.fork(samples[edit.parent_idx], edit.sample_idx)
             elif isinstance(edit, Truncate):
-                self.drafts.keep(samples[edit.sample_idx], edit.num_tokens)
+                self.drafts.commit(samples[edit.sample_idx], edit.num_tokens)
             elif isinstance(edit, Drop):
                 self._registry.end(samples[edit.sample_idx], FinishReason.DROPPED)
             elif isinstance(edit, Finish):
                 target = samples[edit.sample_idx]
                 self.finish(target, edit.reason, edit.stop_reason)
-                news.append((idx, target, edit, len(target.tokens)))
+                events.append((idx, target, edit, len(target.tokens)))
             else:
-                news.append((idx, sequence, edit, len(sequence.tokens)))
-        return news
+                events.append((idx, sequence, edit, len(sequence.tokens)))
+        return events
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
         """End a sequence and free its memory; forget the request when it was the last one."""

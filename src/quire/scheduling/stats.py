@@ -69,7 +69,7 @@ class SchedulerStats:
         list[int], Metric("Drafts that were right, by their place behind the last token.")
     ] = field(default_factory=list)
 
-    def note_drafts(self, num_drafted: int, num_accepted: int) -> None:
+    def record_drafts(self, num_drafted: int, num_accepted: int) -> None:
         """Count the drafts of a sequence in a step."""
         self.num_drafts += 1
         self.num_draft_tokens += num_drafted

@@ -28,11 +28,11 @@ class Candidate(NamedTuple):
     stop: str | None = None
 
 
-class Trail(NamedTuple):
+class BeamStep(NamedTuple):
     """One chosen token, and those before it; beams that part share what is before."""
 
     logprobs: TokenLogprobs | None
-    before: Trail | None
+    previous: BeamStep | None
 
 
 class Hypothesis(NamedTuple):
@@ -43,19 +43,19 @@ class Hypothesis(NamedTuple):
         score: its sum of log probabilities, divided by its length to the power of the length penalty.
         reason: why it ended.
         stop_reason: the stop string or the request's own stop token that ended it.
-        trail: of its last token.
+        last_step: step of its last token.
     """
 
     token_ids: tuple[int, ...]
     score: float
     reason: FinishReason
     stop_reason: str | int | None
-    trail: Trail
+    last_step: BeamStep
 
     @property
     def logprobs(self) -> list[TokenLogprobs]:
         """Log probabilities of its tokens, where they are wanted."""
-        steps = walk(self.trail)
+        steps = beam_steps(self.last_step)
         return [step.logprobs for step in steps if step.logprobs is not None][::-1]
 
 
@@ -65,14 +65,14 @@ class BeamSearch:
 
     Args:
         scores: sums of log probabilities of the beams that run, by their place among the request's sequences.
-        trails: their last tokens, by place.
+        last_steps: step of the last token of each of these beams, by the same index; None for one without output.
         finished: the best hypotheses so far, as many as the width at most, best first.
         num_tokens: tokens that were chosen so far, for beams that were given up too.
         num_computed: of those, tokens that went through the model.
     """
 
     scores: dict[int, float] = field(default_factory=lambda: {0: 0.0})
-    trails: dict[int, Trail | None] = field(default_factory=lambda: {0: None})
+    last_steps: dict[int, BeamStep | None] = field(default_factory=lambda: {0: None})
     finished: list[Hypothesis] = field(default_factory=list)
     num_tokens: int = 0
     num_computed: int = 0
@@ -80,13 +80,13 @@ class BeamSearch:
     def num_dropped(self, kept: Iterable[Hypothesis]) -> int:
         """Return how many of the chosen tokens are in none of some hypotheses."""
         # Trails hold on to what they name, so no two have one id.
-        return self.num_tokens - len({id(step) for hypothesis in kept for step in walk(hypothesis.trail)})
+        return self.num_tokens - len({id(step) for hypothesis in kept for step in beam_steps(hypothesis.last_step)})
 
 
-def walk(trail: Trail | None) -> list[Trail]:
-    """Return a trail's steps, the last one first."""
+def beam_steps(last_step: BeamStep | None) -> list[BeamStep]:
+    """Return a step and all steps before it, the last one first."""
     steps = []
-    while trail is not None:
-        steps.append(trail)
-        trail = trail.before
+    while last_step is not None:
+        steps.append(last_step)
+        last_step = last_step.previous
     return steps

@@ -29,8 +29,8 @@ class Sequence:
         tokens: prompt and output; owned here, referenced by `chain`.
         chain: the identities of its blocks.
         strategy: how its request is decoded.
-        usual: what that says of a token that comes alone and does not end the sequence, whatever else; None where it is
-            to be asked each time.
+        default_edit: edit that the strategy always returns for a single token that does not end the sequence; None
+            where the strategy must be called for each token.
 
     Attributes:
         num_computed: tokens whose KV is stored.
@@ -166,7 +166,7 @@ class Request:
             the client may know; None before it.
         hit_end: why no more of the prompt was found; None before.
         differs_at: see `PrefixHit.differs_at`.
-        place: among all requests, the smaller the earlier; the scheduler's.
+        order_key: position in the scheduler's order; requests with smaller keys come first.
     """
 
     request_id: str
@@ -191,7 +191,7 @@ class Request:
     hit_end: HitEnd | None = None
     differs_at: int | None = None
     num_preemptions: int = 0
-    place: tuple[int, int] = (0, 0)
+    order_key: tuple[int, int] = (0, 0)
 
     @property
     def num_prompt(self) -> int:
@@ -208,7 +208,7 @@ class Request:
         """Of the cached tokens, those for which blocks were loaded from disk."""
         return 0 if self.account is None else self.account.sources.disk
 
-    def note_hit(self, hit: PrefixHit, account: TokenAccount) -> None:
+    def record_hit(self, hit: PrefixHit, account: TokenAccount) -> None:
         """Note the prefix hit on which the prompt was opened."""
         self.account = account
         self.hit_end = hit.end

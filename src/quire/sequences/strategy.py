@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from collections.abc import Sequence as Tokens
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 from quire.sequences.status import FinishReason
@@ -69,7 +68,7 @@ class Strategy(Protocol[SequenceT_contra]):
         """Return how many tokens to draw from the logits of the sequence's last token, when these are its prompt's."""
         ...
 
-    def advance(self, sequence: SequenceT_contra, token_ids: Tokens[int]) -> Iterable[Edit]:
+    def advance(self, sequence: SequenceT_contra, token_ids: Sequence[int]) -> Iterable[Edit]:
         """Return what to do with the tokens that a step gave for a sequence.
 
         Each edit is made before the next is taken.

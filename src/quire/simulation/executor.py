@@ -91,7 +91,7 @@ class SimulatedExecutor:
         drawing = [item._replace(num_samples=0) if item.seq_id in searching else item for item in items]
         return StepResult(plan.tick, tuple(map(self._draw, drawing)), found)
 
-    def foresee(self, seq_id: int, token_ids: Sequence[int]) -> int | None:
+    def predict_next(self, seq_id: int, token_ids: Sequence[int]) -> int | None:
         """Return the token that comes after what a sequence has computed and these; None where it is not open."""
         sequence = self._open.get(seq_id)
         if sequence is None:
@@ -134,7 +134,7 @@ class SimulatedExecutor:
         if item.new_sequence is not None:
             self._open[item.seq_id] = _OpenSequence(item.new_sequence, len(self.specs))
         sequence = self._open[item.seq_id]
-        item = self._guess(item)
+        item = self._fill_drafts(item)
         sequence.write(item.start, item.token_ids)
         for delta in item.table_deltas:
             sequence.tables[delta.group_idx][delta.start :] = delta.block_ids
@@ -149,7 +149,7 @@ class SimulatedExecutor:
         self.num_computed_tokens += len(item.token_ids)
         return item
 
-    def _guess(self, item: ScheduledSequence) -> ScheduledSequence:
+    def _fill_drafts(self, item: ScheduledSequence) -> ScheduledSequence:
         """Put guesses in place of drafts that are left to the data plane: two right ones, and one that may be wrong."""
         if UNKNOWN not in item.token_ids:
             return item
@@ -157,8 +157,8 @@ class SimulatedExecutor:
         token_ids = list(item.token_ids[: len(item.token_ids) - item.num_draft])
         while len(token_ids) < len(item.token_ids):
             context = [*sequence.tokens[: item.start], *token_ids]
-            guess = self._next_token(sequence.new_sequence, context, 0)
-            token_ids.append(guess if len(context) % 3 else (guess + 1) % self.vocab_size)
+            draft = self._next_token(sequence.new_sequence, context, 0)
+            token_ids.append(draft if len(context) % 3 else (draft + 1) % self.vocab_size)
         return item._replace(token_ids=tuple(token_ids))
 
     def _claim(self, slot: tuple[int, int], seq_id: int, written: dict[tuple[int, int], int]) -> None:

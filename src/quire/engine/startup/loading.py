@@ -329,7 +329,7 @@ def _scheduler(
         preemption_policy=resolved.preemption_policy,
         # A host tier that exists only for the disk has no space for preempted sequences.
         preemption_mode=resolved.preemption_mode if resolved.swap_space else "recompute",
-        prepare=None if disk_prefetch is None else disk_prefetch.prepare,
+        prefetch=None if disk_prefetch is None else disk_prefetch.prepare,
         drafter=drafter,
     )
 
