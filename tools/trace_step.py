@@ -2,7 +2,7 @@
 
 Greedy requests decode with the bundled model on the CPU; a step in which a sequence gets a new block is traced. Printed
 are the files of the step with their lines and functions, in the order of their first call; then the totals, and the
-changes of file between consecutive calls within `Scheduler.plan` and `Scheduler.advance`, for one sequence (a loop over
+changes of file between consecutive calls within `Scheduler.plan` and `Scheduler.update_from_results`, for one sequence (a loop over
 sequences repeats them) and for four.
 """
 
@@ -30,7 +30,7 @@ class Call(NamedTuple):
     Args:
         path: path of its file below the package, with slashes.
         function: qualified name of the function.
-        is_control: True for the control plane within `Scheduler.plan` or `Scheduler.advance`.
+        is_control: True for the control plane within `Scheduler.plan` or `Scheduler.update_from_results`.
     """
 
     path: str
@@ -49,7 +49,7 @@ def trace_step(num_requests: int) -> list[Call]:
         code = frame.f_code
         if event not in ("call", "return") or not code.co_filename.startswith(root):
             return
-        is_entry = code in (Scheduler.plan.__code__, Scheduler.advance.__code__)
+        is_entry = code in (Scheduler.plan.__code__, Scheduler.update_from_results.__code__)
         if event == "return":
             control_depth -= is_entry
             return
