@@ -152,10 +152,9 @@ class Scheduler:
 
     def plan(self, tick: int) -> StepPlan:
         """Decide the next step. Every running sequence that can grow is in it, in policy order."""
-        if self.waiting or self.swapped:
-            self._admission.preempt_lower_priority()
+        has_preempted = bool(self.waiting or self.swapped) and self._admission.preempt_lower_priority()
         preemptions_before = self.stats.num_preemptions
-        scheduled, spare = self._schedule_running()
+        scheduled, spare = self._schedule_running(leaves_room=has_preempted)
         if spare > 0 and self.stats.num_preemptions == preemptions_before and (self.waiting or self.swapped):
             self._admission.admit_waiting(scheduled, spare)
         if not scheduled and self.running:
@@ -306,8 +305,12 @@ class Scheduler:
 
     # ---- parts of a plan ----
 
-    def _schedule_running(self) -> tuple[dict[Sequence, int], int]:
+    def _schedule_running(self, *, leaves_room: bool = False) -> tuple[dict[Sequence, int], int]:
         """Give slots to the running sequences, in order.
+
+        Args:
+            leaves_room: True where others were preempted for a sequence of a higher priority. A token of the budget is
+                left for it then, and no drafts take the blocks that were freed.
 
         Returns:
             The scheduled sequences with their numbers of tokens, and the tokens of the budget that are left.
@@ -315,20 +318,21 @@ class Scheduler:
         running, memory = self.running, self.memory
         pending_counts = [len(sequence.tokens) - sequence.num_computed for sequence in running]
         num_decoding = pending_counts.count(1)
-        spare = self.max_num_batched_tokens - num_decoding
+        # The sequence to admit has a slot, so that this leaves at least a token for a prompt that runs.
+        spare = self.max_num_batched_tokens - num_decoding - leaves_room
         if num_decoding and self.chunk_tokens is not None:
             spare = min(spare, self.chunk_tokens)
         num_leading = self._num_leading_decodes(pending_counts, num_decoding)
         num_served = memory.append_slots([sequence.seq_id for sequence in running[:num_leading]])
         scheduled = dict.fromkeys(running[:num_served], 1)
         if num_served == len(running):
-            return scheduled, spare
+            return scheduled, spare + leaves_room
         self.drafts.start_step(running, spare)
         # A preemption on the way removes only sequences behind the group.
         for position, group in lockstep_groups(running, num_served):
             first = group[0]
             pending = first.num_pending
-            if pending == 1 and self.drafts.reserve(first, position, spare):
+            if pending == 1 and not leaves_room and self.drafts.reserve(first, position, spare):
                 spare -= len(first.draft)
                 scheduled[first] = 1
                 continue
@@ -338,7 +342,7 @@ class Scheduler:
                 spare -= count
             if count:
                 scheduled |= dict.fromkeys(group, count)
-        return scheduled, spare
+        return scheduled, spare + leaves_room
 
     def _num_leading_decodes(self, pending_counts: list[int], num_decoding: int) -> int:
         """Return the number of running sequences, from the first on, to which one call appends a token each.
