@@ -42,7 +42,7 @@ def test_digests_do_not_depend_on_when_they_are_asked_for(tokens: list[int], cut
     chain = chain_of(growing)
     for cut in sorted(min(cut, len(tokens)) for cut in cuts):
         growing.extend(tokens[len(growing) : cut])
-        chain.know(len(growing) // BLOCK_SIZE)
+        chain.encode(len(growing) // BLOCK_SIZE)
         chain.digests(len(growing) // BLOCK_SIZE // 2)
     growing.extend(tokens[len(growing) :])
     assert digests_of(chain, len(tokens) // BLOCK_SIZE) == all_digests(tokens)
@@ -55,7 +55,7 @@ def test_blocks_known_one_by_one_are_those_known_at_once(
     media = [MediaSpan(1, 3, b"d" * 16), MediaSpan(5, 1, b"e")] if with_media else []
     num_blocks = len(tokens) // BLOCK_SIZE
     chain, at_once = (TokenChain(tokens, root_of(PLAIN, b""), BLOCK_SIZE, media) for _ in range(2))
-    at_once.know(num_blocks)
+    at_once.encode(num_blocks)
     contents = {idx: chain.content(idx) for idx in data.draw(st.permutations(range(num_blocks)))}
     assert [contents[idx] for idx in range(num_blocks)] == [at_once.content(idx) for idx in range(num_blocks)]
     assert (chain.data, chain.entries) == (at_once.data, at_once.entries)
@@ -204,7 +204,7 @@ def test_without_media_a_block_is_its_tokens(tokens: list[int]) -> None:
 
 @pytest.mark.parametrize("span", [MediaSpan(-1, 3, b"a"), MediaSpan(0, 0, b"a"), MediaSpan(5, -1, b"a")])
 def test_media_stand_for_tokens(span: MediaSpan) -> None:
-    with pytest.raises(ValueError, match=f"at {span.num_tokens} tokens from {span.start} on"):
+    with pytest.raises(ValueError, match=f"span {span.num_tokens} tokens from {span.start} on"):
         TokenChain([], root_of(PLAIN, b""), BLOCK_SIZE, [span])
 
 
@@ -212,7 +212,7 @@ def test_media_stand_for_tokens(span: MediaSpan) -> None:
 def test_what_is_cut_is_no_entry(cut: slice) -> None:
     entry = MediaSpan(2, 5, b"digest").entry(3, 6)
     assert read_entries(entry * 2) == [MediaSpan(-1, 4, b"digest")] * 2
-    with pytest.raises(ValueError, match="not what a block keeps of media"):
+    with pytest.raises(ValueError, match="are no media entries"):
         read_entries(entry[cut])
 
 

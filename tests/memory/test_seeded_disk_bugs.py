@@ -69,7 +69,7 @@ def load_into_the_next_place(patch: Patch) -> None:
 
 
 def let_loads_make_room_for_each_other(patch: Patch) -> None:
-    patch.setattr(DiskTier, "_resting", lambda *_: [])
+    patch.setattr(DiskTier, "_idle_blocks_needed", lambda *_: [])
 
 
 def keep_what_was_adopted(patch: Patch) -> None:

@@ -51,7 +51,7 @@ def share_nothing_on_the_way_back(patch: Patch) -> None:
 
 
 def free_host_blocks_twice(patch: Patch) -> None:
-    honest = swap.leave
+    honest = swap.release_tier
 
     def leave(tables: BlockTables, state: SequenceBlocks, src: Tier, *args: Any) -> None:
         last = [table[-1:] for table in state.tables_on(src)]
@@ -59,14 +59,14 @@ def free_host_blocks_twice(patch: Patch) -> None:
         if src is Tier.HOST:
             tables.groups_on(src)[0].pool.release([block_id for block_id in last[0] if block_id])
 
-    patch.setattr(swap, "leave", leave)
+    patch.setattr(swap, "release_tier", leave)
 
 
 def keep_host_blocks_of_the_freed(patch: Patch) -> None:
     def leave(_: BlockTables, state: SequenceBlocks, *__: Any) -> None:
         state.host_tables = None
 
-    patch.setattr(manager.swap, "leave", leave)
+    patch.setattr(manager.swap, "release_tier", leave)
 
 
 def demote_what_is_evicted_first(patch: Patch) -> None:
@@ -126,13 +126,13 @@ def promote_without_publishing(patch: Patch) -> None:
 
 
 def forget_that_host_blocks_moved(patch: Patch) -> None:
-    honest = BlockTables._follow
+    honest = BlockTables._apply_move
 
     def follow(tables: BlockTables, move: BlockCopy) -> None:
         if move.src_tier is Tier.DEVICE:
             honest(tables, move)
 
-    patch.setattr(BlockTables, "_follow", follow)
+    patch.setattr(BlockTables, "_apply_move", follow)
 
 
 def find_on_the_host_what_a_reset_forgot(patch: Patch) -> None:

@@ -56,12 +56,12 @@ def keep_blocks_behind_a_window(patch: Patch) -> None:
 
 def forget_where_prompts_part(patch: Patch) -> None:
     """What the next prompt that parts reads goes first too."""
-    patch.setattr(hit, "_parted_at", lambda *_: 0)
+    patch.setattr(hit, "_diverged_at", lambda *_: 0)
 
 
 def let_the_last_whole_block_lack_its_window(patch: Patch) -> None:
     """A sequence that ends inside a block leaves no hit of whole blocks."""
-    patch.setattr(manager, "keep_for_next_turn", lambda *_: None)
+    patch.setattr(manager, "retain_for_next_turn", lambda *_: None)
 
 
 def release_group_by_group(patch: Patch) -> None:

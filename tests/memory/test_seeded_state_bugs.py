@@ -33,7 +33,7 @@ def write_a_shared_state_in_place(patch: Patch) -> None:
     honest = BlockTables._shared
 
     def shared(tables: BlockTables, state: SequenceBlocks, members: Any, checkpoint: Any = None) -> list[int]:
-        return [idx for idx in honest(tables, state, members, checkpoint) if idx in tables.kept]
+        return [idx for idx in honest(tables, state, members, checkpoint) if idx in tables.token_groups]
 
     patch.setattr(BlockTables, "_shared", shared)
 

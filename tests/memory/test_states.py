@@ -149,12 +149,12 @@ def test_a_hit_ends_at_the_last_snapshot_and_says_so() -> None:
     world = hybrid(num_blocks=20, interval=6)
     world.enter(1, list(range(17)))
     hit = ask(world, [*range(15), 99, 99])
-    assert (hit.num_tokens, hit.end, hit.group_idx, hit.parted_at) == (12, HitEnd.GROUP, 1, 14)
+    assert (hit.num_tokens, hit.end, hit.group_idx, hit.diverged_at) == (12, HitEnd.GROUP, 1, 14)
     assert [block_id == 0 for block_id in hit.block_ids[1]] == [True] * 5 + [False]
     hit = ask(world, list(range(17)))
-    assert (hit.num_tokens, hit.end, hit.parted_at) == (16, HitEnd.LAST_TOKEN, 0)
+    assert (hit.num_tokens, hit.end, hit.diverged_at) == (16, HitEnd.LAST_TOKEN, 0)
     hit = ask(world, [99] * 9)
-    assert (hit.num_tokens, hit.end, hit.group_idx, hit.parted_at) == (0, HitEnd.NOT_CACHED, None, 0)
+    assert (hit.num_tokens, hit.end, hit.group_idx, hit.diverged_at) == (0, HitEnd.NOT_CACHED, None, 0)
 
 
 def test_the_second_prompt_that_parts_takes_the_snapshot_that_the_third_hits() -> None:

@@ -151,15 +151,15 @@ class Twin:
 
     # ---- commands ----
 
-    def open(self, seq_id: int, namespace: Namespace, tokens: list[int], hit: Match, parted_at: int = 0) -> None:
+    def open(self, seq_id: int, namespace: Namespace, tokens: list[int], hit: Match, diverged_at: int = 0) -> None:
         """Open a sequence on a hit; states will be published before the prompt's end and where it was seen to part."""
         for group, pages in zip(self.groups, hit.pages, strict=True):
             group.idle = [page for page in group.idle if page not in pages]
         mine = [[None if self.is_on_host(idx, page) else page for page in pages] for idx, pages in enumerate(hit.pages)]
         sequence = TwinSequence(namespace, tokens, mine, hit.num_tokens)
         last = (len(tokens) - 1) // self.page_size * self.page_size
-        sequence.snapshot_points = {stop for stop in (last, parted_at) if stop > hit.num_tokens and self.states}
-        sequence.kept_places = {last // self.page_size, parted_at // self.page_size}
+        sequence.snapshot_points = {stop for stop in (last, diverged_at) if stop > hit.num_tokens and self.states}
+        sequence.kept_places = {last // self.page_size, diverged_at // self.page_size}
         sequence.opened_on = hit.num_tokens
         self.sequences[seq_id] = sequence
         if self.host is not None:

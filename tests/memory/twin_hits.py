@@ -38,7 +38,7 @@ def match(twin: Twin, namespace: Namespace, tokens: list[int], max_tokens: int |
     return Match(pages, num_tokens, _reasons(twin, namespace, tokens, start))
 
 
-def parted_at(twin: Twin, namespace: Namespace, tokens: list[int], max_tokens: int | None) -> set[int]:
+def diverged_at(twin: Twin, namespace: Namespace, tokens: list[int], max_tokens: int | None) -> set[int]:
     """Return where the prompt may be said to part from what is published, or was and is not forgotten."""
     if not twin.caching or (not twin.states and all(group.kind.name == "full" for group in twin.groups)):
         return {0}

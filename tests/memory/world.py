@@ -28,8 +28,8 @@ from tests.memory.host_twin import HostTwin
 from tests.memory.host_world import can_load, verify_host_index
 from tests.memory.media import like, spans_of
 from tests.memory.twin import Twin
+from tests.memory.twin_hits import diverged_at as parted_at_of
 from tests.memory.twin_hits import match as match_prefix
-from tests.memory.twin_hits import parted_at as parted_at_of
 from tests.memory.twin_pages import Page
 from tests.memory.twin_world import compare_verdict, compare_with_twin, goes_first
 from tests.memory.world_size import WorldSize, spec_of
@@ -159,8 +159,8 @@ class World:
             ]
             assert (found, match.num_tokens) == (places, hit.num_tokens), "the twin found another hit"
             assert hit.end in match.ends, "the twin gives another reason"
-            parted_at = parted_at_of(twin, namespace, tokens, max_tokens)
-            assert hit.parted_at in parted_at, "the twin sees prompts part elsewhere"
+            diverged_at = parted_at_of(twin, namespace, tokens, max_tokens)
+            assert hit.diverged_at in diverged_at, "the twin sees prompts part elsewhere"
             compare_verdict(self, status, len(tokens), match, step or len(tokens), reserved)
         if status.verdict is Verdict.LATER and not can_load(self, hit):
             self.refuses(ValueError, lambda: manager.allocate(seq_id, chain, hit))
@@ -168,7 +168,7 @@ class World:
             manager.allocate(seq_id, chain, hit)
             self._adopt(seq_id, chain, namespace)
             if self.has_twin:
-                twin.open(seq_id, namespace, tokens, match, hit.parted_at)
+                twin.open(seq_id, namespace, tokens, match, hit.diverged_at)
         self.verify()
         return status
 

@@ -302,7 +302,7 @@ def _check_places(
     """
     size, is_recurrent = group.spec.block_size, group.spec.is_recurrent
     chain, index = state.chain, group.pool.index
-    chain.know(state.num_published)
+    chain.encode(state.num_published)
     # Looked for anew: what the chain has found before may be wrong.
     found = index.published(chain.fresh(), 0, state.num_published)
     for i in range(state.num_skipped[group_idx], len(table) if is_recurrent else state.num_published):

@@ -33,7 +33,7 @@ from quire.memory.results import NO_OPS, HitEnd, MemoryOps, PrefixHit, TableDelt
 from quire.memory.sequence_blocks import SequenceBlocks
 from quire.memory.specs import NEVER_FREED, KVCacheSpec
 from quire.memory.tables import append
-from quire.memory.tables.publish import free_out_of_window, keep_for_next_turn, next_publish_at, publish_blocks
+from quire.memory.tables.publish import free_out_of_window, next_publish_at, publish_blocks, retain_for_next_turn
 from quire.memory.tables.rollback import Rollback
 from quire.memory.tables.snapshots import Snapshots
 from quire.memory.tables.tables import BlockTables
@@ -180,7 +180,7 @@ class KVCacheManager:
         state.num_published = hit.num_tokens // self.block_size
         state.next_publish_at = next_publish_at(self.groups, self.windowed_groups, state)
         state.snapshot_points = self._snapshots.snapshot_points_of(chain, hit, self.block_size)
-        state.kept_places = ((len(chain.tokens) - 1) // self.block_size, hit.parted_at // self.block_size)
+        state.branch_points = ((len(chain.tokens) - 1) // self.block_size, hit.diverged_at // self.block_size)
         state.opened_on = hit.num_tokens
         self.sequences[seq_id] = state
         if hit.loads:
@@ -308,13 +308,13 @@ class KVCacheManager:
         if not state.is_swapped:
             tail = publish_tail(self.groups, state)
             for idx in self.windowed_groups:
-                keep_for_next_turn(self.groups[idx], state)
+                retain_for_next_turn(self.groups[idx], state)
         if retain:
             self.arena.evict_last(state.tables)
         self.tables.release(state)
         if self.host is not None and state.is_swapped:
             self.host.num_sequences -= 1
-            swap.leave(self.tables, state, Tier.HOST)
+            swap.release_tier(self.tables, state, Tier.HOST)
         if self.tables.observer is not None:
             self.tables.observer.freed(seq_id, state, retain=retain, tail=tail)
 

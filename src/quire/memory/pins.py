@@ -13,12 +13,12 @@ from quire.memory.results import BlockCopy
 
 
 class Pins:
-    """Who holds which prefix, within a limit.
+    """Prefixes that are held by name, within a limit.
 
     Args:
-        arena: of the blocks.
-        limit: slabs (with one group: blocks) that all pinned blocks may fill, lying close. What could never be held
-            beside so many is refused from the start, so that pins never keep anything waiting for ever.
+        arena: arena of the blocks.
+        limit: greatest number of slabs (with one group: blocks) that pinned blocks fill, packed densely. Sequences that
+            would not fit in the rest are refused from the start, so that pins never block a sequence without end.
 
     Invariants: M2 counts pins.
     """
@@ -39,24 +39,24 @@ class Pins:
         return tuple(self._tables)
 
     def tokens(self) -> dict[str, int]:
-        """Return the tokens of each pin, by name."""
+        """Return the number of tokens of each pin, by name."""
         return dict(self._tokens)
 
     def blocks_of(self, name: str, group_idx: int) -> tuple[int, ...]:
-        """Return the blocks of a group that a name holds, in order."""
+        """Return the blocks of a group that a pin holds, in order."""
         return tuple(self._tables[name][group_idx])
 
     def blocks(self, group_idx: int) -> Iterator[int]:
-        """Yield the blocks of a group, each as often as it is pinned."""
+        """Yield the pinned blocks of a group, each once for each pin."""
         for tables in tuple(self._tables.values()):
             yield from tables[group_idx]
 
     def can_add(self, block_ids: Sequence[Sequence[int]]) -> bool:
-        """Say whether the limit allows further blocks, given for each group."""
+        """Return whether the limit allows further blocks, given for each group."""
         return self.num_filled(block_ids) <= self.limit
 
     def num_filled(self, block_ids: Sequence[Sequence[int]] = ()) -> int:
-        """Return the slabs that pinned blocks fill, together with further ones, given for each group."""
+        """Return the number of slabs that pinned blocks fill, together with further ones, given for each group."""
         return sum(
             self._arena.num_slabs_for(idx, len({*self.blocks(idx), *blocks} - {NULL_BLOCK}))
             for idx, blocks in enumerate(block_ids or ((),) * len(self._arena.pools))
@@ -74,7 +74,7 @@ class Pins:
         return run.num_blocks * size
 
     def add(self, name: str, block_ids: Sequence[Sequence[int]], num_tokens: int) -> None:
-        """Hold the blocks of a prefix of so many tokens, given for each group; null entries are left out."""
+        """Hold the blocks of a prefix of `num_tokens` tokens, given for each group; null entries are left out."""
         tables = [[block_id for block_id in blocks if block_id != NULL_BLOCK] for blocks in block_ids]
         for pool, table in zip(self._arena.pools, tables, strict=True):
             pool.retain(table)
@@ -82,28 +82,28 @@ class Pins:
         self._tokens[name] = num_tokens
 
     def remove(self, name: str) -> None:
-        """Let go of a name's blocks, the tail first."""
+        """Release the blocks of a pin, the tail first."""
         tables = self._tables.pop(name)
         del self._tokens[name]
         for pool, table in zip(self._arena.pools, tables, strict=True):
             pool.release(reversed(table))
 
     def clear(self) -> None:
-        """Let go of everything."""
+        """Remove all pins."""
         for name in tuple(self._tables):
             self.remove(name)
 
-    def follow(self, move: BlockCopy) -> None:
-        """Name a block that moved by its new id."""
+    def apply_move(self, move: BlockCopy) -> None:
+        """Replace the id of a block that moved."""
         for tables in self._tables.values():
             table = tables[move.group_idx]
             if move.src_id in table:
                 table[table.index(move.src_id)] = move.dst_id
 
     def snapshot(self) -> tuple[object, ...]:
-        """Return what is pinned as a comparable value."""
+        """Return all pins as a comparable value."""
         return tuple((name, tuple(map(tuple, tables))) for name, tables in sorted(self._tables.items()))
 
     def counts(self, group_idx: int) -> Counter[int]:
-        """Return how often each block of a group is pinned."""
+        """Return the number of pins of each block of a group."""
         return Counter(self.blocks(group_idx))

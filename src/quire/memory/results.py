@@ -1,4 +1,4 @@
-"""Values that memory returns: verdicts of questions, hits and why they end, operations for the data plane."""
+"""Values that memory returns: verdicts, prefix hits with the reasons of their end, operations for the data plane."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Verdict(Enum):
-    """Whether memory can be had: now, once others give some back, or not at all."""
+    """Availability of memory: now (OK), once other sequences release some (LATER), or never (NEVER)."""
 
     OK = "ok"
     LATER = "later"
@@ -15,13 +15,13 @@ class Verdict(Enum):
 
 
 class AllocStatus(NamedTuple):
-    """The answer to a `can_` question, with its reason.
+    """The answer to a `can_` query, with its numbers.
 
     Args:
         verdict: OK, LATER or NEVER.
-        group_idx: the cache group that limits.
-        needed: blocks of that group that the request needs; for LATER beyond its hit, with those reserved for others.
-        available: blocks that it could have: now, with the watermark left free (OK, LATER), or ever (NEVER).
+        group_idx: index of the cache group that limits.
+        needed: number of blocks of that group that are needed; for LATER beyond the hit, and with those reserved.
+        available: number of blocks that could be taken: now, with the watermark left free (OK, LATER), or ever (NEVER).
     """
 
     verdict: Verdict
@@ -31,7 +31,7 @@ class AllocStatus(NamedTuple):
 
 
 class HitEnd(Enum):
-    """Why a prefix hit ended where it did."""
+    """The reason for the end of a prefix hit."""
 
     NOT_CACHED = "no cached prefix continues with the next tokens"
     EVICTED = "the next block was cached and has been evicted"
@@ -46,12 +46,12 @@ class HitEnd(Enum):
 
 
 class BlockLoad(NamedTuple):
-    """A block of a hit that is on the host.
+    """A block of a hit that is on the host only.
 
     Args:
-        group_idx: the cache group.
-        block_idx: its place in the table.
-        host_id: the block of the host tier that holds it.
+        group_idx: index of the cache group.
+        block_idx: index in the block table.
+        host_id: block id on the host tier.
     """
 
     group_idx: int
@@ -60,14 +60,14 @@ class BlockLoad(NamedTuple):
 
 
 class TokenSources(NamedTuple):
-    """Where the KV of tokens came from; all together are all tokens.
+    """Token counts by the source of their keys and values; they sum to all tokens.
 
     Args:
-        device: whole published blocks on the device.
-        host: blocks that came back from host memory.
-        disk: blocks that came back from disk.
-        copied: the first part of a published block, which was copied, or a published tail that was continued.
-        computed: went through the model.
+        device: tokens of whole published blocks on the device.
+        host: tokens of blocks that were copied from host memory.
+        disk: tokens of blocks that were loaded from disk.
+        copied: tokens of a partial block hit, or of a published tail that was continued.
+        computed: tokens that the model computed.
     """
 
     device: int = 0
@@ -89,12 +89,12 @@ class TokenAccount(NamedTuple):
     reasons: tuple[int, ...] = (0,) * len(HitEnd)
 
     def plus(self, other: TokenAccount) -> TokenAccount:
-        """Return both together."""
+        """Return the sum of both accounts."""
         sources = TokenSources(*(mine + theirs for mine, theirs in zip(self.sources, other.sources, strict=True)))
         return TokenAccount(sources, tuple(map(sum, zip(self.reasons, other.reasons, strict=True))))
 
     def minus(self, earlier: TokenAccount) -> TokenAccount:
-        """Return what came since an earlier count."""
+        """Return the difference to an earlier account."""
         if earlier is self:
             return NO_TOKENS
         sources = TokenSources(*(new - old for new, old in zip(self.sources, earlier.sources, strict=True)))
@@ -114,21 +114,20 @@ class PrefixHit(NamedTuple):
     Valid until the manager's next command; `allocate` refuses a stale one.
 
     Args:
-        num_tokens: tokens whose KV is reused; less than the chain's tokens.
-        block_ids: for each cache group, the blocks that hold them; null where the group needs them no more, and where
-            they are only on the host.
-        end: why the hit is not longer.
-        group_idx: the cache group that lacks a block or a snapshot, where `end` is `GROUP`; else None.
-        version: the manager's count of changes when the question was asked.
-        num_copied: of the tokens, those in a last block of which only they are used; who writes behind them gets
-            a copy of it.
+        num_tokens: number of tokens whose keys and values are reused; less than the chain's tokens.
+        block_ids: block ids for each cache group; null where the group does not read the block any more, and where it
+            is on the host only.
+        end: reason for the end of the hit.
+        group_idx: index of the cache group that lacks a block or a snapshot, where `end` is `GROUP`; else None.
+        version: the manager's `version` at the time of the query.
+        num_copied: number of tokens in a last block that is used in part; the next write copies it.
         differs_at: position of the first token that differs from the published block that continues the hit, where
             `end` is `NOT_CACHED` and there is such a block; else None.
-        loads: the blocks that are on the host, group by group; each needs a block of the device to be copied to.
-        num_host_tokens: tokens of the hit for which some group has a block on the host only.
-        parted_at: tokens of whole blocks after which the prompt parts from what the prefix tree has, which goes on
-            otherwise there; 0 where it does not, and where all groups keep all tokens. The next prompt may part there
-            too: a snapshot of states is worth its block, and blocks that are read there are kept like others.
+        loads: blocks that are on the host, group by group; each is copied to a block of the device.
+        num_host_tokens: number of tokens of the hit for which some group has a block on the host only.
+        diverged_at: number of tokens of whole blocks after which the prompt diverges from a branch of the prefix tree;
+            0 where it does not, and where all groups retain all tokens. The next prompt may diverge there, too: a
+            snapshot of states is worth its block, and blocks that are read there are not evicted first.
     """
 
     num_tokens: int
@@ -140,16 +139,16 @@ class PrefixHit(NamedTuple):
     differs_at: int | None = None
     loads: tuple[BlockLoad, ...] = ()
     num_host_tokens: int = 0
-    parted_at: int = 0
+    diverged_at: int = 0
 
     def account(self, num_tokens: int, num_disk_tokens: int = 0) -> TokenAccount:
-        """Return the account of a sequence of so many tokens that opens on this hit.
+        """Return the account of a sequence that opens on this hit.
 
-        The last token is computed whatever is published; the others that are computed, because the hit ended.
+        The last token is always computed; the other computed tokens count for the reason of the hit's end.
 
         Args:
-            num_tokens: of the sequence.
-            num_disk_tokens: of those that the host has, the ones that were loaded from disk for this sequence.
+            num_tokens: number of tokens of the sequence.
+            num_disk_tokens: number of host tokens of the hit that were loaded from disk for this sequence.
         """
         num_computed = num_tokens - self.num_tokens
         reasons = dict.fromkeys(HitEnd, 0)
@@ -162,7 +161,7 @@ class PrefixHit(NamedTuple):
 
 
 class Tier(IntEnum):
-    """Where blocks lie."""
+    """The tiers of memory."""
 
     DEVICE = 0
     HOST = 1
@@ -170,13 +169,13 @@ class Tier(IntEnum):
 
 
 class StoredBlock(NamedTuple):
-    """What a published block is, in a form that outlives the process.
+    """The identity of a published block, in a form that outlives the process.
 
     Args:
-        group_idx: the cache group.
-        digest: its identity.
-        tokens: the content of the block: its token ids, and its media entry behind them.
-        parent: the identity of the block before it, or of the namespace.
+        group_idx: index of the cache group.
+        digest: identity of the block.
+        tokens: content of the block: its token ids, then its media entry.
+        parent: identity of the block before it, or of the namespace.
     """
 
     group_idx: int
@@ -189,10 +188,10 @@ class BlockCopy(NamedTuple):
     """Copy a whole block of one cache group (all layers, K and V, or their states).
 
     Args:
-        group_idx: the group.
+        group_idx: index of the group.
         src_id, dst_id: block ids, each of its own tier. From disk: the ticket under which the block was read. To disk:
-            the place of what it is in `MemoryOps.saves`.
-        src_tier, dst_tier: where the blocks lie.
+            the index of its identity in `MemoryOps.saves`.
+        src_tier, dst_tier: tiers of the blocks.
     """
 
     group_idx: int
@@ -203,12 +202,12 @@ class BlockCopy(NamedTuple):
 
 
 class FetchedBlock(NamedTuple):
-    """A block of a chain that was read from disk and found whole.
+    """A block of a chain that was read from disk and verified.
 
     Args:
-        group_idx: the cache group.
-        block_idx: its place in the chain.
-        ticket: the number under which the data plane has its bytes.
+        group_idx: index of the cache group.
+        block_idx: index in the chain.
+        ticket: number under which the data plane has its bytes.
     """
 
     group_idx: int
@@ -217,11 +216,11 @@ class FetchedBlock(NamedTuple):
 
 
 class MemoryOps(NamedTuple):
-    """Ordered byte movements; a later one may read what an earlier one wrote, so they are never reordered.
+    """Copies of blocks, in order: a later copy may read the target of an earlier one.
 
     Args:
-        copies: the movements.
-        saves: what those are that go to disk.
+        copies: the copies.
+        saves: identities of the blocks that are copied to disk.
     """
 
     copies: tuple[BlockCopy, ...] = ()
@@ -229,7 +228,7 @@ class MemoryOps(NamedTuple):
 
 
 class TableDelta(NamedTuple):
-    """How one cache group's block table of one sequence changed: `table[start:] = block_ids`.
+    """A change of a sequence's block table in one cache group: `table[start:] = block_ids`.
 
     Appends, copy-on-write, merges of duplicates and truncation (then without ids) are all of this form.
     """

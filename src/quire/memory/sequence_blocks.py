@@ -1,4 +1,4 @@
-"""What memory keeps of one live sequence: its block tables and how far they are filled, stored and published."""
+"""One live sequence in memory: its block tables, and the numbers of tokens with slots, computed and published."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from quire.memory.results import BlockCopy, TableDelta, Tier
 
 
 class StateBackup(NamedTuple):
-    """States that are held so that a sequence can go back to them.
+    """Recurrent states that are held so that a sequence can go back to them.
 
     Args:
-        num_tokens: that they sum up.
-        block_ids: by group; none where no token was computed.
+        num_tokens: number of tokens that the states include.
+        block_ids: block of each recurrent group; empty where no token was computed.
     """
 
     num_tokens: int
@@ -21,44 +21,44 @@ class StateBackup(NamedTuple):
 
 
 class SequenceBlocks:
-    """What the manager keeps of one live sequence.
+    """Block tables and counters of one live sequence.
 
     Args:
-        chain: its tokens and their identities.
-        num_groups: cache groups.
-        is_publishing: False when full blocks are not to enter the prefix index: caching is off, or was reset since.
+        chain: tokens of the sequence and their identities.
+        num_groups: number of cache groups.
+        is_publishing: False where full blocks do not enter the prefix index: caching is off, or was reset since.
 
     Attributes:
-        tables: per group, the block ids; dead blocks are null entries, as is all but the last of a state's. Empty while
-            the sequence is swapped out.
-        host_tables: the same with ids of the host tier while it is swapped out, else None.
-        num_dead: per group, the leading null entries.
-        num_slots: tokens with a slot.
-        num_computed: tokens whose KV is stored.
-        num_published: leading blocks that are in the prefix index, or were when they filled.
-        is_publishing: becomes False once a digest of the chain is found to collide; nothing after it is published.
-        next_event: the least `num_computed` at which a block fills that is to be published, or a block dies.
-        stops: lengths at which snapshots of states are taken besides the regular ones.
-        kept_places: numbers of blocks behind which the next prompt may go on or part: where this one ends, as far as it
-            can be hit, and where it was seen to part. What is read there is not evicted before other blocks.
-        opened_on: the length of the snapshots of states that it opened on, as long as no later one of its own takes
-            their place; else 0.
-        regular_snapshot: the same of its last regular snapshots.
-        checkpoint: states from before what is looked ahead, None where nothing is.
-        has_exclusive_tail: True when the partly filled last block is known to be held by this sequence alone and not
-            published; `fork` and `truncate` are all that can change it.
-        dirty_from: per group, the first table entry that the data plane does not know.
-        is_dirty: True when any such entry exists.
+        tables: block ids of each group; blocks out of the window are null entries, as are all but the last of a
+            recurrent group. Empty while the sequence is swapped out.
+        host_tables: block ids of the host tier while the sequence is swapped out, else None.
+        num_skipped: number of leading null entries of each group.
+        num_slots: number of tokens with a slot.
+        num_computed: number of tokens whose keys and values are stored.
+        num_published: number of leading blocks that are published, or were when they filled.
+        is_publishing: False once a digest of the chain collides; no later block is published.
+        next_publish_at: least `num_computed` at which a block is published, or leaves the window.
+        snapshot_points: lengths at which snapshots of states are taken besides the regular ones.
+        branch_points: numbers of blocks after which the next prompt may continue or diverge: the longest possible hit
+            of this prompt, and where it diverged from the tree. Blocks that are read there are not evicted first.
+        opened_on: length of the snapshots that the sequence opened on, until a later one of its own supersedes them;
+            else 0.
+        regular_snapshot: length of its last regular snapshots, with the same rule.
+        checkpoint: states from before the lookahead slots; None without them.
+        tail_is_private: True where the partly filled last block is known to have no other holder and not to be
+            published; only `fork` and `truncate` change it.
+        dirty_from: first table entry of each group that the data plane does not know.
+        is_dirty: True where there is such an entry.
     """
 
     __slots__ = (
+        "branch_points",
         "chain",
         "checkpoint",
         "dirty_from",
         "host_tables",
         "is_dirty",
         "is_publishing",
-        "kept_places",
         "next_publish_at",
         "num_computed",
         "num_published",
@@ -82,7 +82,7 @@ class SequenceBlocks:
         self.is_publishing = is_publishing
         self.next_publish_at = 0
         self.snapshot_points: tuple[int, ...] = ()
-        self.kept_places: tuple[int, ...] = ()
+        self.branch_points: tuple[int, ...] = ()
         self.opened_on = 0
         self.regular_snapshot = 0
         self.checkpoint: StateBackup | None = None
@@ -92,22 +92,22 @@ class SequenceBlocks:
 
     @property
     def is_swapped(self) -> bool:
-        """Say whether its blocks are on the host."""
+        """True where the blocks are on the host."""
         return self.host_tables is not None
 
     def tables_on(self, tier: Tier) -> list[list[int]]:
-        """Return the block tables with ids of a tier; without entries where it has nothing there."""
+        """Return the block tables with ids of a tier; empty where the sequence has no blocks there."""
         if tier is Tier.DEVICE:
             return self.tables
         return [[] for _ in self.tables] if self.host_tables is None else self.host_tables
 
     def mark_dirty(self, group_idx: int, start: int) -> None:
-        """Note that table entries from `start` on changed."""
+        """Record that table entries from `start` on changed."""
         self.dirty_from[group_idx] = min(self.dirty_from[group_idx], start)
         self.is_dirty = True
 
-    def follow(self, move: BlockCopy) -> None:
-        """Name a block that moved within its tier by its new id."""
+    def apply_move(self, move: BlockCopy) -> None:
+        """Replace the id of a block that moved within its tier."""
         table = self.tables_on(move.src_tier)[move.group_idx]
         if move.src_id in table:
             block_idx = table.index(move.src_id)
@@ -119,7 +119,7 @@ class SequenceBlocks:
             held[move.group_idx] = move.dst_id
 
     def take_deltas(self) -> tuple[TableDelta, ...]:
-        """Hand over the table entries that changed since the last call."""
+        """Return the table entries that changed since the last call."""
         if not self.is_dirty:
             return ()
         deltas = []
@@ -130,7 +130,7 @@ class SequenceBlocks:
         return tuple(deltas)
 
     def fork(self, chain: TokenChain) -> SequenceBlocks:
-        """Return what memory keeps of a child that has all that this sequence has; holders are not counted here."""
+        """Return a child with the same tables and counters; the caller counts the new holders."""
         child = SequenceBlocks(chain, len(self.tables), is_publishing=self.is_publishing)
         child.tables = [table.copy() for table in self.tables]
         child.num_skipped = self.num_skipped.copy()
@@ -139,7 +139,7 @@ class SequenceBlocks:
         child.num_published = self.num_published
         child.next_publish_at = self.next_publish_at
         child.snapshot_points = self.snapshot_points
-        child.kept_places = self.kept_places
+        child.branch_points = self.branch_points
         child.opened_on = self.opened_on
         child.regular_snapshot = self.regular_snapshot
         self.tail_is_private = child.tail_is_private = False

@@ -1,4 +1,4 @@
-"""What memory is used for, in blocks and in bytes."""
+"""Use of memory, in blocks and in bytes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class GroupUsage(NamedTuple):
     """Block counts of one cache group.
 
     Args:
-        used: blocks with holders.
-        idle: blocks without holders that are still published.
-        free: blocks that hold nothing that can be hit, in slabs that the group has.
-        num_slabs: slabs that the group has.
+        used: number of blocks with holders.
+        idle: number of published blocks without holders.
+        free: number of other blocks, in slabs of the group.
+        num_slabs: number of slabs of the group.
         bytes_per_block: bytes of a block.
     """
 
@@ -33,19 +33,19 @@ class HostUsage(NamedTuple):
     """Block counts of the host tier: `used + idle + free == num_blocks` (M1); and counters since the start.
 
     Args:
-        num_blocks: usable blocks; see `Usage`, as for the others.
-        used: blocks of sequences that are swapped out.
-        idle: blocks without holders that are published.
-        free: blocks that hold nothing.
-        num_sequences: those that are swapped out.
-        num_evictions: published blocks taken back for reuse.
-        num_swap_outs: blocks copied from the device for sequences that were swapped out.
-        num_swap_ins: blocks copied to the device when they came back.
-        num_demotions: published blocks copied from the device before they were evicted there.
-        num_promotions: blocks copied to the device for hits.
+        num_blocks: number of usable blocks; see `Usage`, as for the others.
+        used: number of blocks of swapped sequences.
+        idle: number of published blocks without holders.
+        free: number of other blocks.
+        num_sequences: number of swapped sequences.
+        num_evictions: number of published blocks that were evicted.
+        num_swap_outs: number of blocks that swapping out copied from the device.
+        num_swap_ins: number of blocks that swapping in copied to the device.
+        num_demotions: number of published blocks that were copied from the device when it evicted them.
+        num_promotions: number of blocks that were copied to the device for hits.
         num_bytes: bytes of all blocks and slabs.
-        used_bytes: of those, bytes of blocks with holders.
-        groups: the counts of each cache group.
+        used_bytes: bytes of blocks with holders.
+        groups: counts of each cache group.
     """
 
     num_blocks: int
@@ -66,24 +66,24 @@ class HostUsage(NamedTuple):
 class Usage(NamedTuple):
     """Block counts of the device tier: `used + idle + free == num_blocks` (M1); and counters since the start.
 
-    With one group, or groups whose blocks are alike, `num_blocks` is fixed. Else it depends on how the slabs are lent.
+    With one group, or groups of equal blocks, `num_blocks` is fixed. Otherwise it depends on the groups' slabs.
 
     Args:
-        num_blocks: usable blocks, the null block not counted; a slab that no group has counts as one.
-        used: blocks with holders.
-        idle: blocks without holders that are still published: free to reuse and free to evict.
-        free: blocks that hold nothing, slabs that no group has among them.
-        num_sequences: live sequences, those that are swapped out among them.
-        num_tokens: tokens with slots on the device, a shared block's tokens counted for each holder.
-        num_evictions: published blocks taken back for reuse.
-        num_copies: blocks copied on write.
-        num_merges: duplicate blocks given back when they filled.
-        num_bytes: bytes of all blocks and slabs, the null block's not counted.
-        used_bytes: of those, bytes of blocks with holders.
-        lost_bytes: of those, bytes in lent slabs that blocks of the group's size leave over.
-        saved_bytes: what the holders of used blocks, sequences and pins, would take more if nobody shared one.
-        groups: the counts of each cache group.
-        host: the host tier, None without one.
+        num_blocks: number of usable blocks without the null block; a slab of no group counts as one.
+        used: number of blocks with holders.
+        idle: number of published blocks without holders, which can be hit or evicted.
+        free: number of other blocks, slabs of no group included.
+        num_sequences: number of live sequences, swapped ones included.
+        num_tokens: number of tokens with slots on the device, those of a shared block counted for each holder.
+        num_evictions: number of published blocks that were evicted.
+        num_copies: number of blocks copied on write.
+        num_merges: number of duplicate blocks that were released when they filled.
+        num_bytes: bytes of all blocks and slabs without the null block.
+        used_bytes: bytes of blocks with holders.
+        lost_bytes: bytes at the ends of slabs that are too short for another block of the group.
+        saved_bytes: bytes that sequences and pins would hold more if they shared no block.
+        groups: counts of each cache group.
+        host: the host tier; None without one.
     """
 
     num_blocks: int
@@ -104,22 +104,22 @@ class Usage(NamedTuple):
 
     @property
     def used_fraction(self) -> float:
-        """Share of the bytes whose blocks have holders."""
+        """Fraction of the bytes whose blocks have holders."""
         return self.used_bytes / self.num_bytes
 
 
 def used_fraction(arena: Arena) -> float:
-    """Return the share of the bytes whose blocks have holders, without counting anything else."""
+    """Return the fraction of the bytes whose blocks have holders, without the other counts."""
     layout = arena.layout
     used_bytes = sum([pool.num_used * size for pool, size in zip(arena.pools, layout.block_bytes, strict=True)])
     return used_bytes / (layout.num_slabs * layout.slab_bytes)
 
 
 def measure(tables: BlockTables, num_merges: int) -> Usage:
-    """Return how the tiers are used.
+    """Return the use of the tiers.
 
     Args:
-        tables: of all sequences.
+        tables: block tables of all sequences.
         num_merges: see `Usage`.
     """
     arena, host, states = tables.arena, tables.host, tuple(tables.sequences.values())
@@ -150,7 +150,7 @@ def measure(tables: BlockTables, num_merges: int) -> Usage:
 
 
 def _count_held(tables: BlockTables, on_device: Sequence[SequenceBlocks], group_idx: int) -> int:
-    """Return the blocks of a group that holders have, one that two of them hold counted twice."""
+    """Return the number of blocks of a group that sequences and pins hold, each counted once for each holder."""
     num_held = sum(1 for _ in tables.pins.blocks(group_idx))
     for state in on_device:
         num_held += len(state.tables[group_idx]) - state.num_skipped[group_idx]
@@ -192,6 +192,6 @@ def _measure_groups(arena: Arena) -> tuple[GroupUsage, ...]:
 
 
 def _count_blocks(arena: Arena, groups: Sequence[GroupUsage]) -> tuple[int, int, int]:
-    """Return the used, idle and free blocks of all groups, a slab that no group has as one."""
+    """Return the numbers of used, idle and free blocks of all groups; a slab of no group counts as a free block."""
     used, idle, free = (sum(counts) for counts in zip(*(group[:3] for group in groups), strict=True))
     return used, idle, free + len(arena.free_slabs)

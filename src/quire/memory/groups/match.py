@@ -67,13 +67,13 @@ def find_hit(
         is_parting = next_one.num_tokens * TOKEN_BYTES < len(next_one.content)
         differs_at = start + next_one.num_tokens if is_parting else None
     num_host_tokens = len({load.block_idx for load in loads}) * size if loads else 0
-    parted_at = 0 if keeps_all else _parted_at(groups, chain, limit // size)
+    diverged_at = 0 if keeps_all else _diverged_at(groups, chain, limit // size)
     return PrefixHit(
-        end, block_ids, reason, group_idx, version, num_copied, differs_at, loads, num_host_tokens, parted_at
+        end, block_ids, reason, group_idx, version, num_copied, differs_at, loads, num_host_tokens, diverged_at
     )
 
 
-def _parted_at(groups: Sequence[CacheGroup], chain: TokenChain, most_blocks: int) -> int:
+def _diverged_at(groups: Sequence[CacheGroup], chain: TokenChain, most_blocks: int) -> int:
     """Return the tokens of the first blocks that the tree knows, where it goes on otherwise behind them; else 0."""
     cursor = groups[0].pool.index.tree.match(chain, most_blocks)
     num_known = cursor.num_known

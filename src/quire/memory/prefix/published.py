@@ -32,7 +32,7 @@ class PublishedBlocks:
     def __init__(self, tree: RadixTree, pool_idx: int, num_ids: int) -> None:
         self.tree = tree
         self._pool_idx = pool_idx
-        # By block: the node that has it, None where it is not published, and its position in that node.
+        # Node of each block, None where it is not published, and the position in that node.
         self._nodes: list[RadixNode | None] = [None] * num_ids
         self._positions = [0] * num_ids
         self._num_published = 0
@@ -48,7 +48,7 @@ class PublishedBlocks:
         """Number of blocks of the pool, the null block included."""
         return len(self._nodes)
 
-    # ---- questions ----
+    # ---- queries ----
 
     def at(self, where: NodePosition) -> int:
         """Return the block that is published at a position, or the null block."""
@@ -78,11 +78,11 @@ class PublishedBlocks:
         return published, [block_id for block_id in block_ids if block_id not in self]
 
     def view(self, chain: TokenChain, num_blocks: int) -> ChainView:
-        """Return what this index holds of a chain's first blocks."""
+        """Return a view of a chain's first published blocks."""
         return ChainView(self, chain, num_blocks)
 
     def published(self, chain: TokenChain, start: int, end: int) -> list[int]:
-        """Return which blocks hold a chain's full blocks `[start, end)`; the null block for those not published."""
+        """Return the published blocks of a chain's full blocks `[start, end)`; the null block where there is none."""
         found: list[int] = []
         for node, first, last in self.tree.match(chain, end).ranges(start, end):
             found += node.blocks[self._pool_idx][first:last]
@@ -90,17 +90,17 @@ class PublishedBlocks:
         return found + [NULL_BLOCK] * (end - start - len(found))
 
     def leading(self, chain: TokenChain, num_blocks: int) -> list[int]:
-        """Return the blocks that hold a chain's first blocks without a gap.
+        """Return the leading published blocks of a chain, up to the first gap.
 
         Args:
-            chain: whose blocks.
-            num_blocks: full blocks of the chain, the most to return.
+            chain: the chain.
+            num_blocks: greatest number of blocks to return, at most the full blocks of the chain.
         """
         found = self.published(chain, 0, num_blocks)
         return found[: found.index(NULL_BLOCK)] if NULL_BLOCK in found else found
 
     def holds(self, chain: TokenChain, block_idx: int) -> bool:
-        """Say whether a chain's block is published, whatever is before it."""
+        """Return whether a chain's block is published, with or without the blocks before it."""
         return self.published(chain, block_idx, block_idx + 1) != [NULL_BLOCK]
 
     # ---- commands ----
@@ -114,7 +114,7 @@ class PublishedBlocks:
         """Publish consecutive blocks at positions where the pool has none.
 
         Args:
-            ranges: nodes, each with the first position and the one behind the last.
+            ranges: nodes, each with the first position and the end.
             block_ids: one block for each of these positions.
         """
         start = 0
@@ -137,7 +137,7 @@ class PublishedBlocks:
             self._remove(node, [position for _, position in run])
 
     def move(self, src_id: int, dst_id: int) -> None:
-        """Publish another block in place of one, if that is published at all."""
+        """Publish another block in place of one, if that is published."""
         node = self._nodes[src_id]
         if node is not None:
             position = self._positions[src_id]
@@ -146,13 +146,13 @@ class PublishedBlocks:
             node.replace(self._pool_idx, position, dst_id)
 
     def clear(self) -> None:
-        """Forget all blocks; the owner of the tree clears the tree too."""
+        """Unpublish all blocks; the owner of the tree clears the tree, too."""
         self._nodes = [None] * self.num_ids
         self._num_published = 0
 
     def _remove(self, node: RadixNode | None, positions: list[int]) -> None:
         """Withdraw the blocks at some positions of one node."""
-        assert node is not None, "only what is published can be removed"
+        assert node is not None, "only published blocks can be removed"
         node.unpublish(self._pool_idx, positions)
         self.tree.add_tombstones(node, len(positions))
 
@@ -167,12 +167,12 @@ class PublishedBlocks:
 
 
 class ChainView:
-    """One chain's published blocks in one index: what `quire.memory.specs.PublishedRun` asks for.
+    """The published blocks of one chain in one pool; implements `quire.memory.specs.PublishedRun`.
 
     Args:
-        index: the index.
-        chain: whose blocks.
-        num_blocks: full blocks of the chain that may be asked about.
+        index: published blocks of the pool.
+        chain: the chain.
+        num_blocks: greatest number of full blocks of the chain that will be queried.
     """
 
     __slots__ = ("_chain", "_index", "_leading", "_num_blocks")
@@ -184,7 +184,7 @@ class ChainView:
         self._leading: list[int] | None = None
 
     def leading(self, limit: int) -> int:
-        """Return how many of the first `limit` blocks are published without a gap."""
+        """Return the number of leading blocks, at most `limit`, that are all published."""
         if self._leading is None:
             self._leading = self._index.leading(self._chain, self._num_blocks)
         return min(len(self._leading), limit)

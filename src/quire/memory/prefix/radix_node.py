@@ -12,7 +12,7 @@ NULL_BLOCK = 0
 
 
 class TreeLayout(NamedTuple):
-    """What all nodes of one tree have in common.
+    """Properties that all nodes of one tree share.
 
     Args:
         block_bytes: bytes of one block's token ids.
@@ -40,12 +40,12 @@ class RadixNode:
     Attributes:
         length: number of blocks; 0 for a root.
         data: token ids of the blocks, as bytes.
-        entries: by position, the media entry of a block.
-        blocks: by pool, the published block at each position; 0, or no item, where none is published.
+        entries: position -> media entries of the block.
+        blocks: published block of each pool at each position; 0, or no item, where none is published.
         num_published: number of published blocks of all pools.
-        branches: by position, the nodes whose first block comes at that position instead, by its digest.
-        children: by position, the nodes (this one included) that have a published block there, mapped to that block's
-            first token; the most recently published last. Only positions with a branch and a published block.
+        branches: position -> nodes whose first block is an alternative at that position, by its digest.
+        children: position -> nodes (this one included) with a published block there, mapped to that block's first
+            token; the most recently published last. Only positions with a branch and a published block.
         never_published: positions where no block was ever published.
         version: rises when positions are dropped, and when the node is removed.
     """
@@ -217,7 +217,7 @@ class RadixNode:
                     self.add_child(position, self)
 
     def unpublish(self, pool_idx: int, positions: Sequence[int]) -> None:
-        """Withdraw a pool's blocks at some positions; the positions stay."""
+        """Unpublish a pool's blocks at some positions; the positions stay."""
         self.num_published -= len(positions)
         blocks = self.blocks[pool_idx]
         if self.num_published:

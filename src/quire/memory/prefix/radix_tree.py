@@ -131,7 +131,7 @@ class RadixTree:
             chain.cursor = cursor
         if cursor.num_known >= num_blocks or not cursor.nodes or cursor.generation == self.generation:
             return cursor
-        chain.know(num_blocks)
+        chain.encode(num_blocks)
         node, known = cursor.nodes[-1], cursor.num_known
         while True:
             if known - node.first < node.length:
@@ -185,7 +185,7 @@ class RadixTree:
             return num_blocks
         if not cursor.nodes:
             self._add_root(cursor, chain.root)
-        chain.know(num_blocks)
+        chain.encode(num_blocks)
         node = cursor.nodes[-1]
         if known - node.first < node.length or node.parent is None:
             branch = node.add_branch(known - node.first, chain.content(known))

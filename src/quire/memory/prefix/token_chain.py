@@ -1,13 +1,13 @@
-"""What a sequence's KV depends on: its namespace, its tokens and the media that some of them stand for, block by block.
+"""The identity of a sequence's blocks: namespace, tokens and the media that some of the tokens stand for.
 
 ```
  namespace <--root-- [block 0] <--digest 0-- [block 1] <--digest 1-- [block 2] ...
 ```
 
-Whether blocks are the same is decided by comparing all that: see `quire.memory.prefix.radix_tree`. A *digest* is what a
-block is called where its contents are not at hand, on disk and in logs, and what the tree's branches are looked up by.
-It is keyed, and covers the block's content and the digest before it. So equal digests mean equal prefixes, namespaces
-included, unless the hash collides; whoever finds something by its digest compares contents.
+Two blocks are equal if all of that is equal, which `quire.memory.prefix.radix_tree` compares. A *digest* identifies a
+block where its content is not at hand, on disk and in logs, and is the key of the tree's branches. It is keyed, and
+covers the block's content and the digest before it. So equal digests mean equal prefixes, namespaces included, unless
+the hash collides; a look-up by digest compares contents, too.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ DIGEST_BYTES = 16
 
 
 class Namespace(NamedTuple):
-    """What, besides the tokens, KV depends on or must be kept apart by.
+    """The scope within which blocks with equal tokens are shared.
 
     Args:
-        model: the weights' name.
-        adapter: an adapter's name, or None.
-        cache_salt: a secret of the client's own; sequences with different salts never share a block.
-        tenant: whose sequences these are, as the operator has it; those of different tenants never share a block.
+        model: name of the weights.
+        adapter: name of an adapter, or None.
+        cache_salt: secret of the client; sequences with different salts never share a block.
+        tenant: tenant of the operator; sequences of different tenants never share a block.
     """
 
     model: str = ""
@@ -52,11 +52,11 @@ class Namespace(NamedTuple):
 
 
 class Root(NamedTuple):
-    """What the first blocks of a namespace come after.
+    """The parent of the first blocks of a namespace.
 
     Args:
-        digest: keyed, so that nobody outside can construct a collision.
-        content: the namespace.
+        digest: keyed digest, so that a client cannot construct a collision.
+        content: the encoded namespace.
     """
 
     digest: bytes
@@ -68,8 +68,8 @@ def root_of(namespace: Namespace, key: bytes) -> Root:
     """Return the root of a namespace.
 
     Args:
-        namespace: where blocks may be shared.
-        key: a secret of at most 64 bytes.
+        namespace: scope within which blocks are shared.
+        key: secret of at most 64 bytes.
 
     Raises:
         ValueError: the key is longer.
@@ -79,7 +79,7 @@ def root_of(namespace: Namespace, key: bytes) -> Root:
 
 
 class Cursor(Protocol):
-    """A position in a prefix tree: `quire.memory.prefix.radix_tree.PrefixCursor`, of which a chain needs one method."""
+    """A position in a prefix tree: the method of `quire.memory.prefix.radix_tree.PrefixCursor` that a chain needs."""
 
     def copy(self) -> Cursor:
         """Return an independent copy."""
@@ -87,22 +87,22 @@ class Cursor(Protocol):
 
 
 class TokenChain:
-    """The tokens of one sequence, and the contents and digests of its full blocks, each computed once, when asked for.
+    """The tokens of one sequence, and the contents and digests of its full blocks, each computed once, on demand.
 
     Args:
-        tokens: the sequence's tokens. The chain keeps the reference: the owner appends to the list, and after
-            `truncate` shortens it; it never changes a token in place.
-        root: of the namespace in which the sequence's blocks may be shared.
-        block_size: tokens of a block.
-        media: which tokens stand for media; behind the present tokens too.
+        tokens: tokens of the sequence. The chain keeps the reference: the owner appends to the list, and shortens it
+            after `truncate`; it never changes a token in place.
+        root: root of the namespace of the sequence.
+        block_size: number of tokens of a block.
+        media: spans of tokens that stand for media, also beyond the present tokens.
 
     Attributes:
-        data: the tokens of the first blocks, those that were asked for, as bytes.
-        entries: by block, what it keeps of media behind its tokens.
+        data: token ids of the first blocks, as far as they were encoded, as bytes.
+        entries: block index -> media entries of the block.
         cursor: positions of the blocks in a prefix tree, as far as they were matched; only the tree reads and sets it.
 
     Raises:
-        ValueError: a span before the first token, or without any.
+        ValueError: a span begins before the first token, or is empty.
     """
 
     __slots__ = ("_block_size", "_digests", "cursor", "data", "entries", "media", "root", "tokens")
@@ -112,7 +112,7 @@ class TokenChain:
         self.media = tuple(sorted(media))
         for span in self.media:
             if span.start < 0 or span.num_tokens < 1:
-                raise ValueError(f"media cannot stand at {span.num_tokens} tokens from {span.start} on")
+                raise ValueError(f"media cannot span {span.num_tokens} tokens from {span.start} on")
         self.root = root
         self.data = bytearray()
         self.entries: dict[int, bytes] = {}
@@ -120,11 +120,11 @@ class TokenChain:
         self._block_size = block_size
         self._digests: list[bytes] = []
 
-    def know(self, num_blocks: int) -> None:
-        """See that `data` and `entries` are those of the first blocks.
+    def encode(self, num_blocks: int) -> None:
+        """Extend `data` and `entries` to the first blocks.
 
         Args:
-            num_blocks: full blocks wanted, at most `len(tokens) // block_size`.
+            num_blocks: number of full blocks, at most `len(tokens) // block_size`.
         """
         size = self._block_size
         known = len(self.data) // (size * TOKEN_BYTES)
@@ -135,8 +135,8 @@ class TokenChain:
                 self.entries |= self._entries_of(known, num_blocks)
 
     def content(self, block_idx: int) -> bytes:
-        """Return what a full block holds: its tokens, and behind them its media's entries."""
-        self.know(block_idx + 1)
+        """Return the content of a full block: its tokens, then its media entries."""
+        self.encode(block_idx + 1)
         size = self._block_size * TOKEN_BYTES
         tokens = bytes(self.data[block_idx * size : (block_idx + 1) * size])
         return tokens + self.entries.get(block_idx, b"") if self.entries else tokens
@@ -145,41 +145,41 @@ class TokenChain:
         """Return the digests of the first blocks, at least `num_blocks` of them; do not change the list.
 
         Args:
-            num_blocks: see `know`.
+            num_blocks: see `encode`.
         """
         digests = self._digests
         known = len(digests)
         if known < num_blocks:
-            self.know(num_blocks)
+            self.encode(num_blocks)
             parent = digests[-1] if known else self.root.digest
             digests += digests_of(parent, self.data, self.entries, self._block_size, known, num_blocks)
         return digests
 
     def digest_before(self, block_idx: int) -> bytes:
-        """Return the digest before a block: the root's, or that of a full block."""
+        """Return the digest of the block before one, or of the root."""
         return self.digests(block_idx)[block_idx - 1] if block_idx else self.root.digest
 
     def part(self, start: int, end: int) -> bytes:
-        """Return the tokens `[start, end)`, of one block and from its beginning on, as `content` holds them.
+        """Return the tokens `[start, end)` at the beginning of one block, encoded as in `content`.
 
-        With media among them, it is all that the block holds, or nothing where the block is not full.
+        With media among them: the content of the block, or no bytes where it is not full.
         """
         if self.has_media(start, end):
             return self.content(start // self._block_size) if end - start == self._block_size else b""
         return array("I", self.tokens[start:end]).tobytes()
 
     def has_media(self, start: int, end: int) -> bool:
-        """Say whether any of the tokens `[start, end)` stands for media."""
+        """Return whether any of the tokens `[start, end)` stands for media."""
         return bool(self.media) and any(span.start < end and start < span.end for span in self.media)
 
     def fresh(self) -> TokenChain:
-        """Return a chain over the same tokens that knows nothing yet."""
+        """Return a chain over the same tokens with nothing encoded."""
         return TokenChain(self.tokens, self.root, self._block_size, self.media)
 
     def truncate(self, num_tokens: int) -> None:
-        """Forget the blocks that are not full at `num_tokens` tokens; the owner then shortens `tokens`.
+        """Drop the blocks that are not full at `num_tokens` tokens; the owner then shortens `tokens`.
 
-        Media belong to their places, and stay: whatever comes there again stands for them.
+        Media belong to positions, and stay: tokens that are appended there again stand for them.
         """
         num_blocks, size = num_tokens // self._block_size, self._block_size * TOKEN_BYTES
         if num_blocks * size < len(self.data):
@@ -189,7 +189,7 @@ class TokenChain:
         del self._digests[num_blocks:]
 
     def fork(self, tokens: list[int]) -> TokenChain:
-        """Return a chain over `tokens`, a copy of this chain's tokens, with its media and what is known so far."""
+        """Return a chain over `tokens`, a copy of this chain's tokens, with its media and what was encoded so far."""
         child = TokenChain.__new__(TokenChain)
         child.tokens = tokens
         child.media = self.media
@@ -202,7 +202,7 @@ class TokenChain:
         return child
 
     def _entries_of(self, start: int, end: int) -> dict[int, bytes]:
-        """Return what those of the blocks `[start, end)` that media touch keep of them."""
+        """Return the media entries of the blocks `[start, end)` that overlap media."""
         size = self._block_size
         entries: dict[int, bytes] = {}
         for span in self.media:
@@ -214,33 +214,33 @@ class TokenChain:
 def digests_of(
     parent: bytes, data: bytearray, entries: dict[int, bytes], block_size: int, start: int, end: int
 ) -> list[bytes]:
-    """Return the digests of the blocks `[start, end)`, of tokens as bytes and the entries of media, behind one."""
+    """Return the digests of the blocks `[start, end)` of encoded tokens and media, after the digest `parent`."""
     size = block_size * TOKEN_BYTES
-    contents = [bytes(data[place : place + size]) for place in range(start * size, end * size, size)]
+    contents = [bytes(data[offset : offset + size]) for offset in range(start * size, end * size, size)]
     if entries:
         contents = [content + entries.get(idx, b"") for idx, content in enumerate(contents, start)]
     return block_digests(parent, contents)
 
 
 def num_common(one: bytes | bytearray, other: bytes | bytearray) -> int:
-    """Return how many leading tokens two contents have in common."""
+    """Return the number of leading tokens that two contents have in common."""
     size = min(len(one), len(other))
     # The lowest bit that differs lies in the first token that does.
-    parting = int.from_bytes(one[:size], "little") ^ int.from_bytes(other[:size], "little")
-    num_bytes = ((parting & -parting).bit_length() - 1) // 8 if parting else size
+    difference = int.from_bytes(one[:size], "little") ^ int.from_bytes(other[:size], "little")
+    num_bytes = ((difference & -difference).bit_length() - 1) // 8 if difference else size
     return num_bytes // TOKEN_BYTES
 
 
 def block_digest(parent: bytes, content: bytes) -> bytes:
-    """Return the digest of the block with this content after the one with this digest."""
+    """Return the digest of a block from the digest before it and its content."""
     return block_digests(parent, (content,))[0]
 
 
 def block_digests(parent: bytes, contents: Sequence[bytes]) -> list[bytes]:
-    """Return the digests of the blocks with these contents, one after the other, behind the one with a digest."""
+    """Return the digests of consecutive blocks from the digest before the first and their contents."""
     if len(contents) == 1:
         return [blake2b(parent + contents[0], digest_size=DIGEST_BYTES).digest()]
-    # Of several, a copy of a hasher costs less than a new one.
+    # Copying a hasher costs less than making one.
     new = blake2b(digest_size=DIGEST_BYTES).copy
     digests = []
     for content in contents:

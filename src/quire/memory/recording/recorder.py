@@ -106,7 +106,7 @@ class MemoryRecorder:
             place = self.manager.groups[0].pool.index.position_of(hit.block_ids[0][-1])
             assert place is not None
             names += self._name_at(place)
-        self._write(f"a {seq_id} {len(chain.tokens)} {hit.parted_at} {hit.num_tokens}{names}")
+        self._write(f"a {seq_id} {len(chain.tokens)} {hit.diverged_at} {hit.num_tokens}{names}")
 
     def appended(
         self, seq_ids: Sequence[int], num_tokens: int, lookahead: int, num_granted: int, *, atomic: bool

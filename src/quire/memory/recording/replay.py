@@ -265,14 +265,14 @@ class _Replay:
         return self.memory.chain(tokens, Namespace())
 
     def _allocate(self, words: list[str]) -> None:
-        seq_id, num_prompt, parted_at, num_tokens = map(int, words[:4])
+        seq_id, num_prompt, diverged_at, num_tokens = map(int, words[:4])
         names, num_copied = words[4:], num_tokens % self.memory.block_size
         last = names.pop() if num_copied else UNKNOWN
         chain = self._prefix(num_tokens - num_copied, names)
         chain.tokens.extend([self._blocks.numbers.get(last, 0)] * num_copied)
         # A hit leaves a token to compute; which one is not known yet.
         chain.tokens.append(0)
-        hit = self.memory.match_prefix(chain, num_tokens)._replace(parted_at=parted_at)
+        hit = self.memory.match_prefix(chain, num_tokens)._replace(diverged_at=diverged_at)
         chain.tokens[num_tokens:] = [0] * (num_prompt - num_tokens)
         self.memory.allocate(seq_id, chain, hit)
         self.hit_tokens += hit.num_tokens

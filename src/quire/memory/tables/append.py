@@ -1,14 +1,14 @@
-"""How sequences are given slots: one after the other, or all of them together.
+"""Appending of slots: to one sequence after the other, or to all of a lockstep group.
 
-Most sequences of a step decode, and a token changes one counter of most of those. A call costs more than that; here it
-is a turn of a loop. Sequences whose last blocks are full get their next ones together; whatever else is more than
-counting is done for one sequence at a time.
+Most sequences of a step decode, and for most of those a token changes one counter, which costs less than a call; here
+it is one iteration of a loop. Sequences whose last blocks are full get their next blocks together. All other cases are
+handled one sequence at a time.
 
-Sequences that advance together, the beams of a search, get a slot each or none:
+The beams of a search get a slot each or none:
 
 ```
- tail    [ a b c . ]  held by three of them: two get a copy, the last writes it in place
- tail    [ a b c d ]  full: whoever holds it needs a block of its own
+ tail    [ a b c . ]  held by three beams: two get a copy, the last writes it in place
+ tail    [ a b c d ]  full: each holder needs a new block
 ```
 """
 
@@ -25,9 +25,9 @@ from quire.memory.tables.tables import BlockTables
 
 
 def append_slots(tables: BlockTables, seq_ids: Sequence[int], num_tokens: int, lookahead: int, *, atomic: bool) -> int:
-    """Give sequences slots, and return how many of them have theirs; see `KVCacheManager.append_slots`."""
+    """Give sequences slots, and return the number of those that got them; see `KVCacheManager.append_slots`."""
     if atomic and (num_tokens, lookahead) != (1, 0):
-        raise ValueError(f"sequences that advance together get 1 slot each, not {num_tokens} and {lookahead}")
+        raise ValueError(f"an atomic append takes 1 token and no lookahead, not {num_tokens} and {lookahead}")
     if atomic:
         return len(seq_ids) if append_one_to_all(tables, seq_ids) else 0
     if (num_tokens, lookahead) == (1, 0):
@@ -43,10 +43,10 @@ def append_to_one(tables: BlockTables, seq_id: int, num_tokens: int, lookahead: 
         False when some group lacks the blocks.
 
     Raises:
-        ValueError: fewer than one token, a negative lookahead, or the sequence is swapped out.
+        ValueError: `num_tokens` is below 1, `lookahead` is negative, or the sequence is swapped out.
     """
     if num_tokens < 1 or lookahead < 0:
-        raise ValueError(f"cannot append {num_tokens} slots and {lookahead} to look ahead")
+        raise ValueError(f"cannot append {num_tokens} slots and {lookahead} lookahead slots")
     state = tables.sequences[seq_id]
     end = state.num_slots + num_tokens + lookahead
     size = tables.groups[0].spec.block_size
@@ -83,7 +83,7 @@ def append_one_to_each(tables: BlockTables, seq_ids: Sequence[int]) -> int:
         elif len(crossing) < num_available and state.host_tables is None:
             crossing.append(state)
             continue
-        # This one may take blocks too, or find that there are none: those before it have theirs first.
+        # This sequence may take blocks, too, or lack them: the sequences before it get theirs first.
         _add_block_to_each(tables, crossing)
         crossing.clear()
         if not append_to_one(tables, seq_id, 1, 0):
@@ -94,7 +94,7 @@ def append_one_to_each(tables: BlockTables, seq_ids: Sequence[int]) -> int:
 
 
 def _num_plain_blocks(tables: BlockTables) -> int:
-    """Return the number of blocks that sequences can get in any order: 0 where several groups share the memory."""
+    """Return the number of blocks that sequences can take in any order; 0 where several groups share the memory."""
     if tables.recurrent_groups or len(tables.groups) > 1:
         return 0
     pool = tables.groups[0].pool
@@ -125,7 +125,7 @@ def append_one_to_all(tables: BlockTables, seq_ids: Sequence[int]) -> bool:
         False when some group lacks the blocks.
 
     Raises:
-        ValueError: one is swapped out.
+        ValueError: a sequence is swapped out.
     """
     states = [tables.resident(seq_id) for seq_id in seq_ids]
     size = tables.groups[0].spec.block_size
@@ -136,20 +136,20 @@ def append_one_to_all(tables: BlockTables, seq_ids: Sequence[int]) -> bool:
     needs = count_growth(tables, states)
     if any(needs) and not tables.arena.fits(needs):
         return False
-    # What is published may be copied instead of written in place only where nobody lacks the room for it.
+    # Published blocks are copied instead of written in place only where all sequences have room for that.
     has_plenty = tables.arena.fits(list(map(add, needs, [len(states)] * len(needs))))
     for state in states:
         if not tables.grow(state, state.num_slots + 1, may_copy_published=has_plenty):
-            raise InvariantViolation("M7", f"sequences that need {needs} blocks together were refused one of them")
+            raise InvariantViolation("M7", f"a lockstep group that needs {needs} blocks was refused one of them")
     return True
 
 
 def count_growth(tables: BlockTables, states: Sequence[SequenceBlocks]) -> list[int]:
-    """Return the blocks of each group that a slot more for each of some sequences takes, at least.
+    """Return the least number of blocks of each group that one more slot for each of some sequences takes.
 
     Args:
         tables: block tables of all sequences.
-        states: different sequences on the device that look ahead to nothing.
+        states: different sequences on the device, without lookahead slots.
     """
     needs = []
     for idx, group in enumerate(tables.groups):
@@ -163,6 +163,6 @@ def count_growth(tables: BlockTables, states: Sequence[SequenceBlocks]) -> list[
             elif group.spec.is_recurrent or not state.tail_is_private:
                 growers[table[-1]] += 1
         holders = group.pool.ref_counts
-        # Who writes to a block that is shared gets a copy, but for its last holder.
+        # A write to a shared block copies it, except for the last holder.
         needs.append(num_blocks + sum(count - (count == holders[tail]) for tail, count in growers.items()))
     return needs

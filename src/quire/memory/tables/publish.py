@@ -1,4 +1,4 @@
-"""What happens as a sequence is computed: blocks fill and are published, and blocks die."""
+"""Progress of a sequence: full blocks are published, blocks out of the window are freed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from quire.memory.specs import NEVER_FREED
 
 
 def next_publish_at(groups: Sequence[CacheGroup], windowed_groups: Sequence[int], state: SequenceBlocks) -> int:
-    """Return the least number of computed tokens at which there is more to do than to count.
+    """Return the least number of computed tokens at which a block is published or freed.
 
     Args:
         groups: all cache groups, with one block size.
-        mortal: which of them have blocks that die.
-        state: of the sequence.
+        windowed_groups: indices of the groups with a window or chunks.
+        state: the sequence.
     """
     event = NEVER_FREED
     if state.is_publishing:
@@ -28,14 +28,14 @@ def next_publish_at(groups: Sequence[CacheGroup], windowed_groups: Sequence[int]
 
 
 def publish_blocks(groups: Sequence[CacheGroup], state: SequenceBlocks, num_full: int) -> int:
-    """Publish the blocks `[num_published, num_full)` of a sequence, or merge them with their equals.
+    """Publish the blocks `[num_published, num_full)` of a sequence, or merge them with published equals.
 
-    Groups of states publish snapshots only, and are left out. Where all groups are states, the tree gets no positions
-    here: a position where no block is ever published is never trimmed. After a digest collision the sequence publishes
-    no more: its later blocks would have no positions.
+    Recurrent groups are skipped; they publish snapshots only. Where all groups are recurrent, the tree gets no
+    positions here: a position where no block is ever published is never trimmed. After a digest collision the sequence
+    stops publishing, since its later blocks would have no positions in the tree.
 
     Returns:
-        The duplicates that were given back.
+        The number of duplicates that were released.
     """
     start, chain, tree = state.num_published, state.chain, groups[0].pool.index.tree
     if all(group.is_recurrent for group in groups):
@@ -56,10 +56,10 @@ def publish_blocks(groups: Sequence[CacheGroup], state: SequenceBlocks, num_full
 
 
 def _publish_or_merge(group: CacheGroup, state: SequenceBlocks, group_idx: int, start: int, end: int) -> int:
-    """Publish blocks one by one in a group that may have their equals.
+    """Publish blocks one by one in a group that may have equal ones.
 
     Returns:
-        The duplicates that were given back.
+        The number of duplicates that were released.
     """
     index, table = group.pool.index, state.tables[group_idx]
     num_merges = 0
@@ -73,7 +73,7 @@ def _publish_or_merge(group: CacheGroup, state: SequenceBlocks, group_idx: int, 
 
 
 def merge(group: CacheGroup, state: SequenceBlocks, group_idx: int, block_idx: int, known: int) -> None:
-    """Let a table take a published block in place of its own equal one, and give that back."""
+    """Replace a block of a table by the equal published one, and release it."""
     table = state.tables[group_idx]
     group.pool.retain((known,))
     group.pool.release((table[block_idx],))
@@ -81,12 +81,12 @@ def merge(group: CacheGroup, state: SequenceBlocks, group_idx: int, block_idx: i
     state.mark_dirty(group_idx, block_idx)
 
 
-def keep_for_next_turn(group: CacheGroup, state: SequenceBlocks) -> None:
-    """Keep like others what of a group has died since the last whole block: a hit of whole blocks reads it.
+def retain_for_next_turn(group: CacheGroup, state: SequenceBlocks) -> None:
+    """Restore the priority of blocks that were freed after the last whole block: a hit of whole blocks reads them.
 
     Args:
-        group: a cache group whose blocks die.
-        state: of a sequence that ends.
+        group: cache group with a window or chunks.
+        state: sequence that ends.
     """
     pool, size = group.pool, group.spec.block_size
     num_full = max(0, state.num_computed - 1) // size
@@ -98,21 +98,21 @@ def keep_for_next_turn(group: CacheGroup, state: SequenceBlocks) -> None:
 
 
 def free_out_of_window(group: CacheGroup, state: SequenceBlocks, group_idx: int) -> None:
-    """Give the blocks of a group back that have died, and put null entries in their place.
+    """Release the blocks of a group that left the window, and replace them by null entries.
 
-    They are evicted before all that sequences left when they ended: the next turn of a conversation reads none of them.
-    But those which are read where the prompt ends, and where prompts are known to part, are kept like others: the next
-    prompt may go on from there.
+    They are evicted before the blocks of ended sequences, since the next turn of a conversation reads none of them.
+    Blocks that are read at the end of the prompt, or where prompts are known to diverge, have the default priority: the
+    next prompt may continue there.
     """
     table = state.tables[group_idx]
     old, new = state.num_skipped[group_idx], group.num_skipped(state.num_computed)
     if old < new:
-        low, kept = table[old:new], list[int]()
-        for first, last in _read_at_kept_places(group, state, old, new):
-            kept += filter(None, low[first - old : last - old])
+        low, default = table[old:new], list[int]()
+        for first, last in _read_at_branch_points(group, state, old, new):
+            default += filter(None, low[first - old : last - old])
             low[first - old : last - old] = [NULL_BLOCK] * (last - first)
-        if kept:
-            group.pool.release(kept)
+        if default:
+            group.pool.release(default)
             low = list(filter(None, low))
         group.pool.release(low, RetentionPriority.LOW)
         table[old:new] = [NULL_BLOCK] * (new - old)
@@ -120,13 +120,13 @@ def free_out_of_window(group: CacheGroup, state: SequenceBlocks, group_idx: int)
         state.mark_dirty(group_idx, old)
 
 
-def _read_at_kept_places(group: CacheGroup, state: SequenceBlocks, start: int, end: int) -> list[tuple[int, int]]:
-    """Return runs of a sequence's blocks `[start, end)` that are read where the next prompt may go on or part."""
+def _read_at_branch_points(group: CacheGroup, state: SequenceBlocks, start: int, end: int) -> list[tuple[int, int]]:
+    """Return runs of a sequence's blocks `[start, end)` that are read where the next prompt may continue or diverge."""
     size, runs = group.spec.block_size, []
     partings = group.pool.index.tree.partings(state.chain, start + 1, state.num_published)
-    for place in sorted((*state.kept_places, *partings)):
-        if place > start:
-            first, last = max(start, group.num_skipped(place * size)), min(end, place)
+    for num_blocks in sorted((*state.branch_points, *partings)):
+        if num_blocks > start:
+            first, last = max(start, group.num_skipped(num_blocks * size)), min(end, num_blocks)
             if first < last:
                 runs.append((first, last))
     return runs

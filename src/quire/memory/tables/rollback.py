@@ -1,4 +1,4 @@
-"""The rollback of a live sequence: how far it can go, and how it is done."""
+"""Rollback of a live sequence, and its limits."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from quire.memory.tables.tables import BlockTables
 
 
 class Rollback:
-    """Takes back slots at the end of a sequence.
+    """Removes slots from the end of a sequence.
 
     Args:
-        tables: of all sequences.
-        mortal: the groups whose blocks die while the sequence lives.
+        tables: block tables of all sequences.
+        windowed_groups: indices of the groups with a window or chunks.
     """
 
     __slots__ = ("_tables", "windowed_groups")
@@ -21,9 +21,9 @@ class Rollback:
         self.windowed_groups = windowed_groups
 
     def limit(self, seq_id: int) -> int:
-        """Return the least length to which a live sequence can be truncated: before it, live tokens would be gone.
+        """Return the least length to which a live sequence can be truncated: a shorter one would need freed blocks.
 
-        With groups of states it is the only one: where it looked ahead from, else the length that it has.
+        With recurrent groups it is the only one: the length before the lookahead slots, else the present one.
         """
         state = self._tables.sequences[seq_id]
         if self._tables.recurrent_groups:
@@ -38,23 +38,22 @@ class Rollback:
         """Return the greatest length, `num_tokens` at most, to which a live sequence can be truncated.
 
         Args:
-            seq_id: a live sequence.
-            num_tokens: from `limit` to the slots that it has.
+            seq_id: live sequence.
+            num_tokens: length between `limit` and the present number of slots.
         """
         is_all = num_tokens == self._tables.sequences[seq_id].num_slots
         return num_tokens if is_all or not self._tables.recurrent_groups else self.limit(seq_id)
 
     def truncate(self, seq_id: int, num_tokens: int) -> None:
-        """Take back the slots from `num_tokens` on; the owner shortens the chain's tokens afterwards.
+        """Remove the slots from `num_tokens` on; the owner shortens the chain's tokens afterwards.
 
         Args:
-            seq_id: a live sequence.
-            num_tokens: slots to keep, at most those it has, and at least `limit`: dead blocks are gone. With
-                groups of states it is the limit or all: what lies between was computed, but no state was kept there.
+            seq_id: live sequence.
+            num_tokens: number of slots to keep, from `limit` to the present number. With recurrent groups one of these
+                two: no state was stored for the lengths between them.
 
         Raises:
-            ValueError: more slots than there are, fewer than the dead blocks allow, or a length without a state; or the
-                sequence is swapped out.
+            ValueError: another number of slots, or the sequence is swapped out.
         """
         tables = self._tables
         state = tables.resident(seq_id)

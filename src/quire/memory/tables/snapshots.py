@@ -1,7 +1,7 @@
-"""Groups of recurrent state: where snapshots are taken, how they are published, and what is kept to go back to.
+"""Snapshots of recurrent states: the lengths at which they are taken, and their publication.
 
-A state is one block, written by every step. What must outlive that is held once more, and the one rule does the rest:
-the next step finds a block that it may not write, and copies it first.
+A state is one block, written by every step. A snapshot retains that block, and copy on write does the rest: the next
+step finds a shared or published block, and copies it before its write.
 
 ```
  tokens   |<------ 512 ------>|<------ 512 ------>|<- prompt ->|<- decoded ...
@@ -26,11 +26,11 @@ DEFAULT_SNAPSHOT_INTERVAL = 512
 
 
 class Snapshots(NamedTuple):
-    """Where the states of a manager's groups are published.
+    """The snapshots of a manager's recurrent groups.
 
     Args:
-        carried: the groups of states.
-        interval: tokens between regular ones, a multiple of the block size.
+        recurrent_groups: indices of the recurrent groups.
+        interval: number of tokens between regular snapshots, a multiple of the block size.
     """
 
     recurrent_groups: tuple[int, ...]
@@ -38,10 +38,10 @@ class Snapshots(NamedTuple):
 
     @classmethod
     def of(cls, groups: Sequence[CacheGroup], interval: int | None) -> Snapshots:
-        """Choose the interval unless one is given.
+        """Return the snapshots of groups; the default interval is a multiple of the block size.
 
         Raises:
-            ValueError: it is not a positive multiple of the block size.
+            ValueError: `interval` is not a positive multiple of the block size.
         """
         size = groups[0].spec.block_size
         if interval is None:
@@ -54,33 +54,33 @@ class Snapshots(NamedTuple):
         """Return the lengths at which a new sequence takes snapshots besides the regular ones.
 
         Args:
-            chain: the sequence's tokens: the last block boundary that leaves one of them to compute is a stop, and
-                where the prompt was seen to part from what is published.
-            hit: that it is opened on.
-            block_size: tokens of a block.
+            chain: tokens of the sequence. Snapshot points are the last block boundary that leaves a token to compute,
+                and the length at which the prompt diverged from the tree.
+            hit: hit that the sequence opens on.
+            block_size: number of tokens of a block.
         """
         if not self.recurrent_groups:
             return ()
         last = max(0, len(chain.tokens) - 1) // block_size * block_size
-        return tuple(sorted({stop for stop in (last, hit.parted_at) if stop > hit.num_tokens}))
+        return tuple(sorted({point for point in (last, hit.diverged_at) if point > hit.num_tokens}))
 
     def next_after(self, num_tokens: int, snapshot_points: Iterable[int]) -> int:
-        """Return the next length at which a snapshot is wanted."""
+        """Return the next length at which a snapshot is taken."""
         regular = (num_tokens // self.interval + 1) * self.interval
-        return min((stop for stop in snapshot_points if num_tokens < stop < regular), default=regular)
+        return min((point for point in snapshot_points if num_tokens < point < regular), default=regular)
 
     def is_due(self, state: SequenceBlocks) -> bool:
-        """Say whether the states that a sequence has are of a length at which a snapshot is wanted."""
+        """Return whether a snapshot is taken at the present length of a sequence."""
         num_tokens = state.num_slots
         return num_tokens == state.num_computed and (
             num_tokens % self.interval == 0 or num_tokens in state.snapshot_points
         )
 
     def publish(self, groups: Sequence[CacheGroup], state: SequenceBlocks) -> int:
-        """Publish a sequence's states, or merge them with their equals; earlier snapshots are worth less from then on.
+        """Publish a sequence's states, or merge them with published equals, and lower earlier snapshots' priority.
 
         Returns:
-            The duplicates that were given back.
+            The number of duplicates that were released.
         """
         chain = state.chain
         block_idx = state.num_computed // groups[0].spec.block_size - 1
@@ -102,11 +102,11 @@ class Snapshots(NamedTuple):
         return num_merges
 
     def _supersede(self, groups: Sequence[CacheGroup], state: SequenceBlocks) -> None:
-        """Have the snapshots before a sequence's newest one evicted before others.
+        """Lower the retention priority of the snapshots before a sequence's newest one.
 
-        The next turn of a conversation goes on from the newest. A regular snapshot takes the place of the regular one
-        before it; one at the end of a prompt also that of the snapshot which the sequence opened on. Snapshots where
-        prompts were seen to part keep their worth.
+        The next turn of a conversation continues from the newest. A regular snapshot supersedes the regular one before
+        it; one at the end of a prompt also supersedes the snapshot that the sequence opened on. Snapshots where prompts
+        diverged keep their priority.
         """
         newest = state.num_computed
         older = [state.regular_snapshot]
@@ -116,11 +116,11 @@ class Snapshots(NamedTuple):
             state.opened_on = 0
         for num_tokens in older:
             num_blocks = num_tokens // groups[0].spec.block_size
-            if 0 < num_tokens < newest and num_blocks not in state.kept_places:
+            if 0 < num_tokens < newest and num_blocks not in state.branch_points:
                 self._lower(groups, state.chain, num_blocks)
 
     def _lower(self, groups: Sequence[CacheGroup], chain: TokenChain, num_blocks: int) -> None:
-        """Give the idle snapshots behind a chain's first blocks a low retention priority, unless prompts part there."""
+        """Lower the priority of idle snapshots after a chain's first blocks, unless prompts diverge there."""
         if groups[0].pool.index.tree.partings(chain, num_blocks, num_blocks + 1):
             return
         for idx in self.recurrent_groups:

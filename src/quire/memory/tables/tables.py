@@ -1,4 +1,4 @@
-"""The block tables of all live sequences, on both tiers: how they grow, and what must be copied for that."""
+"""Block tables of all live sequences, on both tiers: growth, copy on write, release."""
 
 from __future__ import annotations
 
@@ -18,40 +18,42 @@ from quire.memory.sequence_blocks import SequenceBlocks, StateBackup
 
 
 class BlockTables:
-    """Who has which blocks, and the movements that are asked for but not yet handed over.
+    """Block tables of all live sequences, and the copies that `take_ops` has not returned yet.
 
     Args:
-        arena: of the blocks.
-        groups: the cache groups, one for each of its pools.
-        pins: what is held by name.
-        host: the tier below the device, if there is one.
+        arena: arena of the device's blocks.
+        groups: cache groups, one for each pool of the arena.
+        pins: pinned prefixes.
+        host: host tier, if there is one.
 
     Attributes:
-        sequences: by id, those that are live.
-        pending_copies: movements, in order.
-        kept, carried: the groups of tokens, and those of states.
-        version: rises with every change that could make a prefix hit stale.
-        num_copies: blocks copied on write.
+        sequences: live sequences by id.
+        pending_copies: copies, in order.
+        token_groups: indices of the groups that store tokens.
+        recurrent_groups: indices of the groups that store recurrent states.
+        version: counter of changes that could make a prefix hit stale.
+        num_copies: number of blocks copied on write.
+        observer: receives every command, if set.
     """
 
     __slots__ = (
         "arena",
         "groups",
         "host",
-        "kept",
         "num_copies",
         "observer",
         "pending_copies",
         "pins",
         "recurrent_groups",
         "sequences",
+        "token_groups",
         "version",
     )
 
     def __init__(self, arena: Arena, groups: Sequence[CacheGroup], pins: Pins, host: HostTier | None = None) -> None:
         self.arena = arena
         self.groups = tuple(groups)
-        self.kept = tuple(idx for idx, group in enumerate(groups) if not group.spec.is_recurrent)
+        self.token_groups = tuple(idx for idx, group in enumerate(groups) if not group.spec.is_recurrent)
         self.recurrent_groups = tuple(idx for idx, group in enumerate(groups) if group.spec.is_recurrent)
         self.pins = pins
         self.host = host
@@ -62,7 +64,7 @@ class BlockTables:
         self.observer: CommandObserver | None = None
 
     def share(self, state: SequenceBlocks, hit: PrefixHit) -> None:
-        """Give a sequence that opens the blocks of a hit, and the slots that are filled; not those on the host."""
+        """Give a new sequence the blocks of a hit and their slots, except for blocks on the host."""
         for idx, (group, shared) in enumerate(zip(self.groups, hit.block_ids, strict=True)):
             num_skipped = state.num_skipped[idx] = group.num_skipped(hit.num_tokens)
             live = shared[num_skipped:]
@@ -76,19 +78,18 @@ class BlockTables:
     ) -> bool:
         """Give a sequence slots up to `end` in every group, or change nothing.
 
-        Before the last block is written (M3), it is copied where it is shared. Where it is published, it is copied too
-        as long as there is room for that: a state, which every step writes, and a tail of which this sequence uses a
-        part. Else, and where it is a published tail of which this sequence uses all, its last holder takes it out of
-        the prefix index and writes it in place.
+        The last block is copied before a write (M3) if it is shared. A published state, and a published tail that the
+        sequence uses in part, are copied too if there is room. Otherwise, and for a published tail that the sequence
+        uses whole, the last holder unpublishes the block and writes it in place.
 
         Args:
-            state: of the sequence.
-            end: its slots afterwards.
-            is_looking_ahead: hold states as they are, so that `shrink` can go back to them.
-            may_spare: copy what is published even where it could be written in place.
+            state: the sequence.
+            end: number of slots afterwards.
+            is_lookahead: True to hold the present states, so that `shrink` can restore them.
+            may_copy_published: True to copy published blocks that could also be written in place.
 
         Returns:
-            False when some group lacks the blocks.
+            False where some group lacks the blocks.
         """
         needs = [
             group.spec.num_blocks(end) - len(table) for group, table in zip(self.groups, state.tables, strict=True)
@@ -101,7 +102,7 @@ class BlockTables:
             state.num_slots = end
             self._extend(state, needs)
             return True
-        copied = self._shared(state, self.kept) if is_tail_written else []
+        copied = self._shared(state, self.token_groups) if is_tail_written else []
         copied_to_preserve = self._used_in_part(state, offset) if is_tail_written else []
         checkpoint = None
         if self.recurrent_groups:
@@ -118,13 +119,13 @@ class BlockTables:
         if any(needs) and not self.arena.fits(needs):
             return False
         needs_more = [need + (idx in copied_to_preserve) for idx, need in enumerate(needs)]
-        # All or none: of what is missing in one group, the others make no hit.
+        # All groups or none: a block that one group lacks is no hit in the others either.
         if copied_to_preserve and may_copy_published and self.arena.fits(needs_more):
             needs, copied = needs_more, sorted(copied + copied_to_preserve)
         state.num_slots = end
         if checkpoint is not None:
             self._hold(state, checkpoint)
-        self._unpublish(state, [*(self.kept if is_tail_written else ()), *self.recurrent_groups], copied)
+        self._unpublish(state, [*(self.token_groups if is_tail_written else ()), *self.recurrent_groups], copied)
         if is_tail_written:
             state.tail_is_private = True
         for idx in copied:
@@ -136,8 +137,8 @@ class BlockTables:
         return True
 
     def shrink(self, state: SequenceBlocks, num_tokens: int) -> None:
-        """Give back the blocks of a sequence behind `num_tokens` tokens, the last one first; states go back too."""
-        for idx in self.kept:
+        """Release a sequence's blocks after `num_tokens` tokens, the last one first; restore its states."""
+        for idx in self.token_groups:
             table = state.tables[idx]
             keep = self.groups[idx].spec.num_blocks(num_tokens)
             if keep < len(table):
@@ -155,10 +156,10 @@ class BlockTables:
         tier: Tier = Tier.DEVICE,
         priority: RetentionPriority = RetentionPriority.DEFAULT,
     ) -> None:
-        """Let go of all that a sequence holds in a tier, its tail first; see `BlockPool.release` for the priority.
+        """Release all blocks that a sequence holds in a tier, its tail first; see `BlockPool.release` for the priority.
 
-        Blocks of several groups become idle in turn, block by block: a hit needs the same tokens of all groups, so what
-        is evicted first should be the tail of all of them.
+        Blocks of several groups become idle in turn, block by block: a hit needs the same tokens in all groups, so that
+        the tails of all groups should be evicted first.
         """
         groups, tables = self.groups_on(tier), state.tables_on(tier)
         if len(groups) == 1:
@@ -171,7 +172,7 @@ class BlockTables:
                 first = start + (length - len(table)) * stride + idx
                 held = table[state.num_skipped[idx] :][::-1]
                 moments: Sequence[int] = range(first, first + len(held) * stride, stride)
-                if tier is Tier.HOST and NULL_BLOCK in held:  # of a hit, it has some blocks only
+                if tier is Tier.HOST and NULL_BLOCK in held:  # the table of a hit has host blocks in part only
                     moments = list(compress(moments, held))
                     held = list(filter(None, held))
                 group.pool.release(held, priority, moments)
@@ -179,38 +180,38 @@ class BlockTables:
             self.drop_checkpoint(state)
 
     def commit_lookahead(self, state: SequenceBlocks, num_computed: int) -> None:
-        """Let go of the states that a sequence looked ahead from: all that it looked ahead to is kept.
+        """Release the states from before the lookahead, all of whose tokens were accepted.
 
         Raises:
-            ValueError: it is not.
+            ValueError: some were not.
         """
         if num_computed < state.num_slots:
-            raise ValueError(f"states looked ahead to {state.num_slots} tokens, and only {num_computed} are kept")
+            raise ValueError(f"states include {state.num_slots} tokens, and only {num_computed} were accepted")
         self.drop_checkpoint(state)
         self.version += 1
 
     def drop_checkpoint(self, state: SequenceBlocks) -> None:
-        """Let go of the states that a sequence could go back to, if there are any."""
+        """Release the state backup of a sequence, if there is one."""
         if state.checkpoint is not None:
             for idx, block_id in state.checkpoint.block_ids.items():
                 self.groups[idx].pool.release((block_id,))
             state.checkpoint = None
 
     def take(self, group_idx: int, count: int, tier: Tier = Tier.DEVICE) -> list[int]:
-        """Take blocks of a group; where others had to move for that, their tables follow."""
+        """Take blocks of a group; where others had to move for them, update the tables of these."""
         block_ids = self.groups_on(tier)[group_idx].pool.take(count)
         for move in self.arena.moves:
             self.pending_copies.append(move)
             if move.src_tier is move.dst_tier:
-                self._follow(move)
+                self._apply_move(move)
         self.arena.moves.clear()
         return block_ids
 
     def resident(self, seq_id: int) -> SequenceBlocks:
-        """Return what is kept of a live sequence whose blocks are on the device.
+        """Return the block tables of a live sequence whose blocks are on the device.
 
         Raises:
-            ValueError: it is swapped out.
+            ValueError: the sequence is swapped out.
         """
         state = self.sequences[seq_id]
         if state.host_tables is not None:
@@ -232,10 +233,10 @@ class BlockTables:
         return self.host.groups
 
     def siblings(self, seq_ids: Sequence[int], tier: Tier) -> list[SequenceBlocks]:
-        """Return what is kept of sequences that are to leave a tier together.
+        """Return the block tables of sequences that leave a tier together.
 
         Raises:
-            ValueError: one is not there, is named twice, or has slots that are not written yet.
+            ValueError: a sequence is on the other tier, is named twice, or has slots that are not written yet.
         """
         if len(set(seq_ids)) != len(seq_ids):
             raise ValueError(f"a sequence is named twice in {list(seq_ids)}")
@@ -248,7 +249,7 @@ class BlockTables:
         return states
 
     def _extend(self, state: SequenceBlocks, needs: Sequence[int]) -> None:
-        """Add new blocks to the tables of a sequence, so many in each group."""
+        """Add new blocks to the tables of a sequence; `needs` has their number for each group."""
         for idx, fresh in enumerate(needs):
             if fresh:
                 block_ids = self.take(idx, fresh)
@@ -257,17 +258,17 @@ class BlockTables:
                 table += block_ids
                 self.version += 1
 
-    def _follow(self, move: BlockCopy) -> None:
-        """Name a block that moved within its tier by its new id."""
+    def _apply_move(self, move: BlockCopy) -> None:
+        """Replace the id of a block that moved within its tier."""
         if move.src_tier is Tier.DEVICE:
-            self.pins.follow(move)
+            self.pins.apply_move(move)
         for state in self.sequences.values():
-            state.follow(move)
+            state.apply_move(move)
 
     def _shared(
         self, state: SequenceBlocks, members: Sequence[int], checkpoint: StateBackup | None = None
     ) -> list[int]:
-        """Return the groups whose last block somebody else holds too, or will as a checkpoint."""
+        """Return the groups whose last block has another holder, or will have one as a state backup."""
         held = {} if checkpoint is None else checkpoint.block_ids
         tables, groups = state.tables, self.groups
         return [
@@ -275,9 +276,9 @@ class BlockTables:
         ]
 
     def _used_in_part(self, state: SequenceBlocks, offset: int) -> list[int]:
-        """Return the groups whose last block this sequence alone holds, and is published with more than it uses."""
+        """Return the groups whose last block has no other holder, and is published with more tokens than it uses."""
         found = []
-        for idx in self.kept:
+        for idx in self.token_groups:
             pool, block_id = self.groups[idx].pool, state.tables[idx][-1]
             content = pool.index.content_of(block_id)
             if content is not None and pool.ref_counts[block_id] == 1 and offset * TOKEN_BYTES < len(content):
@@ -289,7 +290,7 @@ class BlockTables:
         return bool(table) and table[-1] in self.groups[group_idx].pool.index
 
     def _unpublish(self, state: SequenceBlocks, members: Sequence[int], copied: Sequence[int]) -> None:
-        """Take last blocks that are about to be written in place out of the prefix index, but not those copied."""
+        """Unpublish last blocks that are about to be written in place, except for those that are copied."""
         for idx in members:
             if idx not in copied and self._is_published(state, idx):
                 self.groups[idx].pool.withdraw(state.tables[idx][-1])
@@ -297,8 +298,8 @@ class BlockTables:
 
     def _copy_on_write(self, state: SequenceBlocks, group_idx: int) -> None:
         """Replace the last entry of a table by a private copy of its block."""
-        # Take before release: the copy must not be made onto its own source. Once it is released, the source may be
-        # evicted and written by a later copy of the list, or by the step; both come after this copy has read it.
+        # Take before release: the target must not be the source. Once released, the source may be evicted and written
+        # by a later copy of the list, or by the step; both run after this copy has read it.
         (new,) = self.take(group_idx, 1)
         table = state.tables[group_idx]
         old, table[-1] = table[-1], new
@@ -311,7 +312,7 @@ class BlockTables:
     # ---- states ----
 
     def _move_state(self, state: SequenceBlocks, group_idx: int) -> None:
-        """Take a state along to the last place of a table that has grown."""
+        """Move a state to the last entry of a table that has grown."""
         table = state.tables[group_idx]
         num_new = self.groups[group_idx].spec.num_blocks(state.num_slots) - len(table)
         if num_new:
@@ -320,7 +321,7 @@ class BlockTables:
             state.num_skipped[group_idx] += num_new
 
     def _checkpoint(self, state: SequenceBlocks) -> StateBackup:
-        """Return the states that a sequence has, which nobody holds for it yet."""
+        """Return a backup of the present states, which are not retained yet."""
         num_tokens = state.num_computed
         return StateBackup(
             num_tokens, {idx: state.tables[idx][-1] for idx in self.recurrent_groups} if num_tokens else {}
@@ -332,7 +333,7 @@ class BlockTables:
         state.checkpoint = checkpoint
 
     def _restore_state(self, state: SequenceBlocks) -> None:
-        """Put the states of the checkpoint in place of the present ones."""
+        """Replace the present states by those of the backup."""
         if state.checkpoint is None:
             return
         num_tokens, block_ids = state.checkpoint

@@ -1,8 +1,8 @@
-"""Copies that were handed over and may not have been made, since the step failed that was to begin with them.
+"""Copies of a failed step, which may not have been made.
 
-Nobody knows how far a failed step came. So whatever one of its copies was to write is taken as garbage, on both tiers:
-blocks that were demoted, promoted, swapped, loaded from disk, copied on write or moved by it. All other blocks are as
-they were: copies write to their targets only, and a step's kernels to blocks of its own sequences.
+The progress of a failed step is unknown. So the target of each of its copies is treated as garbage, on both tiers:
+blocks that were demoted, promoted, swapped, loaded from disk, copied on write or moved. All other blocks are unchanged:
+copies write to their targets only, and a step's kernels to blocks of its own sequences.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from quire.memory.tables.tables import BlockTables
 
 
 class Holders(NamedTuple):
-    """What holds blocks that copies were to write.
+    """Holders of the targets of copies.
 
     Args:
-        seq_ids: live sequences, on whichever tier they are.
+        seq_ids: live sequences, on either tier.
         pins: names of pins.
     """
 
@@ -27,11 +27,11 @@ class Holders(NamedTuple):
 
 
 def holders_of(tables: BlockTables, ops: MemoryOps) -> Holders:
-    """Return the live sequences and pins that hold blocks which copies were to write.
+    """Return the live sequences and pins that hold targets of copies.
 
     Args:
         tables: block tables of all sequences.
-        ops: from `take_ops`, of a step that failed.
+        ops: operations of the failed step, from `take_ops`.
     """
     targets = _targets(ops)
     seq_ids = tuple(
@@ -55,14 +55,14 @@ def holders_of(tables: BlockTables, ops: MemoryOps) -> Holders:
 
 
 def discard_copies(tables: BlockTables, ops: MemoryOps) -> None:
-    """Note that copies may not have been made: nothing that they were to write can be hit any more.
+    """Unpublish the targets of copies that may not have been made.
 
     Args:
         tables: block tables of all sequences.
-        ops: from `take_ops`, of a step that failed; `holders_of` names nobody any more.
+        ops: operations of the failed step, from `take_ops`, for which `holders_of` finds no holders any more.
 
     Raises:
-        ValueError: somebody holds such a block.
+        ValueError: a target has a holder.
     """
     published: list[tuple[BlockPool, list[int]]] = []
     for (tier, idx), block_ids in _targets(ops).items():

@@ -1,8 +1,8 @@
-"""Sequences on their way from one tier to the other: each block moves once, however many of them hold it.
+"""Swapping of sequences between tiers. A block that several sequences hold moves once.
 
 ```
- from   [ 3 ][ 7 ][ 4 ]      3 is published on the other tier as 5: taken from there
- to     [ 5 ][ 1 ][ 2 ]      7 > 1 and 4 > 2 are copied, and published where 7 and 4 were
+ source       [ 3 ][ 7 ][ 4 ]      3 is published on the other tier as 5, which is shared
+ destination  [ 5 ][ 1 ][ 2 ]      7 to 1 and 4 to 2 are copied, and published at the same positions
 ```
 """
 
@@ -25,11 +25,11 @@ OTHER_TIER = {Tier.DEVICE: Tier.HOST, Tier.HOST: Tier.DEVICE}
 
 
 class SwapSize(NamedTuple):
-    """What must be copied to swap a family.
+    """Size of the copies that swap the sequences of a request.
 
     Args:
         num_blocks: blocks of all groups.
-        num_bytes: their bytes.
+        num_bytes: bytes of these blocks.
     """
 
     num_blocks: int
@@ -37,11 +37,11 @@ class SwapSize(NamedTuple):
 
 
 class TransferPlan(NamedTuple):
-    """How the blocks of one group get to the other tier.
+    """The transfer of the blocks of one cache group to the other tier.
 
     Args:
-        found: by id, the block of the other tier that is published as its equal.
-        missing: the others, in the order in which they are met.
+        found: source block id -> block of the other tier that is published at the same position.
+        missing: block ids that must be copied, in the order of the block tables.
         num_woken: blocks of `found` that are idle.
     """
 
@@ -51,12 +51,12 @@ class TransferPlan(NamedTuple):
 
     @property
     def num_needed(self) -> int:
-        """Blocks of the other tier that will have holders and have none now."""
+        """Number of blocks of the other tier that will have holders and have none now."""
         return self.num_woken + len(self.missing)
 
 
 def find_routes(tables: BlockTables, states: Sequence[SequenceBlocks], src: Tier) -> list[TransferPlan]:
-    """Say for each group how the blocks of some sequences would leave a tier."""
+    """Return for each cache group the transfer of some sequences' blocks to the other tier."""
     groups = zip(tables.groups_on(src), tables.groups_on(OTHER_TIER[src]), strict=True)
     routes = []
     for idx, (here, there) in enumerate(groups):
@@ -70,7 +70,7 @@ def find_routes(tables: BlockTables, states: Sequence[SequenceBlocks], src: Tier
 
 
 def measure_swap(tables: BlockTables, states: Sequence[SequenceBlocks], src: Tier) -> SwapSize:
-    """Return what would be copied if some sequences left a tier."""
+    """Return the size of the copies if some sequences left a tier."""
     if tables.host is None:
         return SwapSize(0, 0)
     counts = [len(route.missing) for route in find_routes(tables, states, src)]
@@ -78,7 +78,7 @@ def measure_swap(tables: BlockTables, states: Sequence[SequenceBlocks], src: Tie
 
 
 def check_swap_out(tables: BlockTables, states: Sequence[SequenceBlocks]) -> AllocStatus:
-    """Say whether the host has room for sequences that would go there."""
+    """Return whether the host has room for sequences that would be swapped out."""
     totals = [len(_distinct_blocks(states, Tier.DEVICE, idx)) for idx in range(len(tables.groups))]
     if tables.host is None:
         idx = totals.index(max(totals))
@@ -98,16 +98,16 @@ def check_swap_in(
     num_kept_free: int,
     num_slabs: int,
 ) -> AllocStatus:
-    """Say whether the device has room for sequences that come back, and then grow.
+    """Return whether the device has room for sequences that are swapped in, and then grow.
 
     Args:
-        tables: of all sequences.
-        states: those that would come back.
-        num_tokens: the length that each would reach.
-        step_tokens: the most tokens that will be appended to one at once, None for all.
-        reserved: blocks of each group that others will ask for.
-        num_kept_free: slabs that must stay free.
-        num_slabs: slabs that a family alone can count on.
+        tables: block tables of all sequences.
+        states: sequences to swap in.
+        num_tokens: length that each sequence would reach.
+        step_tokens: greatest number of tokens that one step appends to a sequence; None for all at once.
+        reserved: number of blocks of each group that other sequences will ask for.
+        num_kept_free: number of slabs that must stay free.
+        num_slabs: number of slabs that the siblings can use if they run alone.
     """
     routes = find_routes(tables, states, Tier.HOST)
     growth = [_growth(tables, states, idx, route, num_tokens, step_tokens) for idx, route in enumerate(routes)]
@@ -127,11 +127,11 @@ def _growth(
     num_tokens: Sequence[int],
     step_tokens: int | None,
 ) -> int:
-    """Return the blocks of a group that a family will ask for after it has come back."""
+    """Return the number of blocks of a group that siblings will ask for after they are swapped in."""
     group = tables.groups[group_idx]
     spec, ref_counts = group.spec, group.pool.ref_counts
     siblings = Counter(block_id for state in states for block_id in state.tables_on(Tier.HOST)[group_idx])
-    # Others hold some of what is found: it does not become free when the family no longer reads it.
+    # Other sequences hold some of the found blocks, which do not become free when the siblings release them.
     holders = Counter({block_id: ref_counts[route.found.get(block_id, NULL_BLOCK)] for block_id in siblings}) + siblings
     growers: Counter[int] = Counter()
     num_blocks = 0
@@ -140,7 +140,7 @@ def _growth(
             continue
         table = state.tables_on(Tier.HOST)[group_idx]
         if spec.is_recurrent:
-            # Whatever it is to reach, it writes the one state that it has.
+            # A sequence of any length writes to its one state.
             growers[table[-1] if table else NULL_BLOCK] += 1
             continue
         num_own = sum(block_id != NULL_BLOCK and holders[block_id] == 1 for block_id in table)
@@ -149,21 +149,21 @@ def _growth(
         if state.num_slots % spec.block_size:
             growers[table[-1]] += 1
     num_blocks += growers.pop(NULL_BLOCK, 0)
-    # Who writes to a shared tail gets a copy, but for its last holder.
+    # A write to a shared tail copies it, except for the last holder.
     return num_blocks + sum(count - (count == holders[block_id]) for block_id, count in growers.items())
 
 
 def transfer(tables: BlockTables, states: Sequence[SequenceBlocks], src: Tier, routes: Sequence[TransferPlan]) -> int:
-    """Move all blocks of some sequences to the other tier, their sharing with them.
+    """Move all blocks of some sequences to the other tier; they share there what they share now.
 
     Args:
-        tables: of all sequences; the movements are added to its `pending_copies`.
-        states: the sequences; the other tier has room for them.
-        src: where they are.
-        routes: see `find_routes`.
+        tables: block tables of all sequences; the copies are added to `pending_copies`.
+        states: sequences, for which the other tier has room.
+        src: tier of the sequences.
+        routes: result of `find_routes`.
 
     Returns:
-        The blocks that are copied.
+        The number of copied blocks.
     """
     dst = OTHER_TIER[src]
     for state in states:
@@ -173,7 +173,7 @@ def transfer(tables: BlockTables, states: Sequence[SequenceBlocks], src: Tier, r
             state.host_tables = blank
         else:
             state.tables = blank
-    # What is there already is held first, in all groups: nothing that is taken then may evict it.
+    # Found blocks of all groups are retained first, so that the allocations below cannot evict them.
     for idx, (route, group) in enumerate(zip(routes, tables.groups_on(dst), strict=True)):
         for state in states:
             table = state.tables_on(dst)[idx]
@@ -183,20 +183,20 @@ def transfer(tables: BlockTables, states: Sequence[SequenceBlocks], src: Tier, r
                     group.pool.retain((table[block_idx],))
     num_copied = sum(copy_blocks(tables, states, src, idx) for idx in range(len(routes)))
     for state in states:
-        leave(tables, state, src, _priority_left(src))
+        release_tier(tables, state, src, _priority_left(src))
     return num_copied
 
 
 def copy_blocks(tables: BlockTables, states: Sequence[SequenceBlocks], src: Tier, group_idx: int) -> int:
-    """Copy those blocks of one group to the other tier for which the tables there have null entries.
+    """Copy blocks of one group to the other tier where its block tables have null entries.
 
     Returns:
-        The blocks that are copied.
+        The number of copied blocks.
     """
     dst = OTHER_TIER[src]
     here, there = tables.groups_on(src)[group_idx].pool, tables.groups_on(dst)[group_idx].pool
 
-    def places() -> list[tuple[SequenceBlocks, int, int]]:
+    def entries_to_copy() -> list[tuple[SequenceBlocks, int, int]]:
         return [
             (state, block_idx, src_id)
             for state in states
@@ -206,29 +206,29 @@ def copy_blocks(tables: BlockTables, states: Sequence[SequenceBlocks], src: Tier
             if src_id != NULL_BLOCK and dst_id == NULL_BLOCK
         ]
 
-    new_ids = iter(tables.take(group_idx, len({src_id for _, _, src_id in places()}), dst))
-    recurrent_groups: dict[int, int] = {}
-    # To take blocks may have moved those that are left: only now their ids are what will be read.
-    for state, block_idx, src_id in places():
-        if src_id in recurrent_groups:
-            there.retain((recurrent_groups[src_id],))
+    new_ids = iter(tables.take(group_idx, len({src_id for _, _, src_id in entries_to_copy()}), dst))
+    copied_to: dict[int, int] = {}
+    # The allocation may have moved source blocks, so their ids are read after it.
+    for state, block_idx, src_id in entries_to_copy():
+        if src_id in copied_to:
+            there.retain((copied_to[src_id],))
         else:
-            recurrent_groups[src_id] = next(new_ids)
-            tables.pending_copies.append(BlockCopy(group_idx, src_id, recurrent_groups[src_id], src, dst))
-            place = here.index.position_of(src_id)
-            if place is not None and there.index.at(place) == NULL_BLOCK:
-                there.index.put(place, recurrent_groups[src_id])
-        state.tables_on(dst)[group_idx][block_idx] = recurrent_groups[src_id]
-    return len(recurrent_groups)
+            copied_to[src_id] = next(new_ids)
+            tables.pending_copies.append(BlockCopy(group_idx, src_id, copied_to[src_id], src, dst))
+            position = here.index.position_of(src_id)
+            if position is not None and there.index.at(position) == NULL_BLOCK:
+                there.index.put(position, copied_to[src_id])
+        state.tables_on(dst)[group_idx][block_idx] = copied_to[src_id]
+    return len(copied_to)
 
 
-def leave(
+def release_tier(
     tables: BlockTables,
     state: SequenceBlocks,
     src: Tier,
     priority: RetentionPriority = RetentionPriority.DEFAULT,
 ) -> None:
-    """Release what a sequence holds in a tier, the tail before the head."""
+    """Release the blocks that a sequence holds in a tier, its tail first."""
     tables.release(state, src, priority)
     if src is Tier.HOST:
         state.host_tables = None
@@ -238,7 +238,7 @@ def leave(
         state.tables = [[] for _ in state.tables]
         state.dirty_from = [0] * len(state.tables)
         state.is_dirty = False
-        # Whoever tries to publish more looks closely, and is refused.
+        # The next attempt to publish takes the slow path, which refuses it.
         state.next_publish_at = 0
     state.tail_is_private = False
 
@@ -276,29 +276,29 @@ def swap_in(tables: BlockTables, seq_ids: Sequence[int], windowed_groups: Sequen
 
 
 def load_hit(tables: BlockTables, state: SequenceBlocks, loads: Sequence[BlockLoad]) -> None:
-    """Copy what a new sequence hit on the host to the device, and publish it there."""
+    """Copy the blocks that a new sequence hit on the host to the device, and publish them there."""
     assert tables.host is not None
-    # Held at once, so that what must leave the device for them does not take their place on the host.
+    # All are retained first: blocks that the device evicts for them must not evict them from the host.
     state.host_tables = [[NULL_BLOCK] * len(table) for table in state.tables]
     for load in loads:
         state.host_tables[load.group_idx][load.block_idx] = load.host_id
         tables.host.groups[load.group_idx].pool.retain((load.host_id,))
     for idx in range(len(state.tables)):
         tables.host.traffic.num_promotions += copy_blocks(tables, (state,), Tier.HOST, idx)
-    leave(tables, state, Tier.HOST, _priority_left(Tier.HOST))
+    release_tier(tables, state, Tier.HOST, _priority_left(Tier.HOST))
 
 
 def _priority_left(src: Tier) -> RetentionPriority:
-    """Return the retention priority of published blocks in a tier that were copied to the other.
+    """Return the retention priority of published blocks in a tier whose copies are on the other tier now.
 
-    The host's are evicted first: the device has them too, and copies them back only if they are gone when it evicts
-    them. So both tiers together hold more than one of them does.
+    Those of the host are evicted first, since the device has them too; when the device evicts them, they are copied
+    back only if the host has lost them. So the two tiers together hold more blocks than one of them.
     """
     return RetentionPriority.LOW if src is Tier.HOST else RetentionPriority.DEFAULT
 
 
 def require_room(tables: BlockTables, woken: Sequence[int], missing: Sequence[int]) -> None:
-    """Raise ValueError unless so many idle blocks of each group, and so many others, can all have holders."""
+    """Raise ValueError unless `woken` idle blocks and `missing` other blocks of each group can have holders at once."""
     needs = [one + other for one, other in zip(woken, missing, strict=True)]
     status = check_fit(tables.arena, needs, woken)
     if status.verdict is not Verdict.OK:
@@ -306,13 +306,13 @@ def require_room(tables: BlockTables, woken: Sequence[int], missing: Sequence[in
 
 
 def _distinct_blocks(states: Sequence[SequenceBlocks], tier: Tier, group_idx: int) -> list[int]:
-    """Return the blocks of a group that some sequences hold in a tier, each once, as they are met."""
+    """Return the distinct blocks of a group that some sequences hold in a tier, in the order of their tables."""
     block_ids = dict.fromkeys(block_id for state in states for block_id in state.tables_on(tier)[group_idx])
     block_ids.pop(NULL_BLOCK, None)
     return list(block_ids)
 
 
 def _find_equal(here: BlockPool, there: BlockPool, block_id: int) -> int | None:
-    """Return the block of another pool that is published at the same place."""
-    place = here.index.position_of(block_id)
-    return None if place is None else there.index.at(place) or None
+    """Return the block of another pool that is published at the same position."""
+    position = here.index.position_of(block_id)
+    return None if position is None else there.index.at(position) or None
