@@ -14,8 +14,9 @@ import pytest
 from quire.memory import NO_OPS, KVCacheManager, Namespace, SlidingWindow, TokenChain, manager
 from quire.memory.groups.cache_group import CacheGroup
 from quire.memory.pool.arena import Arena
-from quire.memory.pool.group_slabs import GroupSlabs
+from quire.memory.pool.multi_block_slabs import MultiBlockSlabs
 from quire.memory.pool.pool import NULL_BLOCK, BlockPool
+from quire.memory.pool.single_block_slabs import SingleBlockSlabs
 from quire.memory.pool.slab_layout import SlabLayout
 from quire.memory.prefix import token_chain
 from quire.memory.prefix.published import ChainView, PublishedBlocks
@@ -205,23 +206,23 @@ def promise_without_the_step(patch: Patch) -> None:
 
 
 def lend_a_slab_twice(patch: Patch) -> None:
-    honest = GroupSlabs._give_back
+    for kind in (SingleBlockSlabs, MultiBlockSlabs):
 
-    def give_back(loan: GroupSlabs, slabs: list[int]) -> None:
-        honest(loan, slabs)
-        loan._arena.free_slabs.append(slabs[0])
+        def return_slabs(group: Any, slabs: list[int], honest: Any = kind.return_slabs) -> None:
+            honest(group, slabs)
+            group._supply.free.append(slabs[0])
 
-    patch.setattr(GroupSlabs, "_give_back", give_back)
+        patch.setattr(kind, "return_slabs", return_slabs)
 
 
 def keep_empty_slabs(patch: Patch) -> None:
-    honest = GroupSlabs._give_back
+    for kind in (SingleBlockSlabs, MultiBlockSlabs):
 
-    def give_back(loan: GroupSlabs, slabs: list[int]) -> None:
-        if len(slabs) > 1:
-            honest(loan, slabs[1:])
+        def return_slabs(group: Any, slabs: list[int], honest: Any = kind.return_slabs) -> None:
+            if len(slabs) > 1:
+                honest(group, slabs[1:])
 
-    patch.setattr(GroupSlabs, "_give_back", give_back)
+        patch.setattr(kind, "return_slabs", return_slabs)
 
 
 def move_blocks_without_copying(patch: Patch) -> None:

@@ -141,7 +141,7 @@ def test_what_lies_scattered_is_moved_together() -> None:
     assert [move.group_idx for move in arena.moves] == [0, 0]
     kept = {move.src_id: move.dst_id for move in arena.moves}
     held = [kept.get(block_id, block_id) for block_id in blocks[::3]]
-    assert {layout.slab_of(0, block_id) for block_id in held} & set(arena.loans[1].slabs()) == set()
+    assert {layout.slab_of(0, block_id) for block_id in held} & set(arena.group_slabs[1].slabs()) == set()
     assert not arena.fits((1, 0))
 
 

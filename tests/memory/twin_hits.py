@@ -113,10 +113,10 @@ def longest_partial_match(twin: Twin, namespace: Namespace, tokens: list[int], s
 def _reasons(twin: Twin, namespace: Namespace, tokens: list[int], start: int) -> set[HitEnd]:
     """Return the reasons that are true of a hit that ends early; the tree may have forgotten an evicted block."""
     words = tuple(tokens[: start + twin.page_size])
-    one_block_per_slab = len(words) == start + twin.page_size
-    if one_block_per_slab and any((namespace, words) in group.published for group in twin.groups):
+    is_whole = len(words) == start + twin.page_size
+    if is_whole and any((namespace, words) in group.published for group in twin.groups):
         return {HitEnd.GROUP}
-    is_departed = one_block_per_slab and (namespace, words) in twin.departed
+    is_departed = is_whole and (namespace, words) in twin.departed
     return {HitEnd.NOT_CACHED, HitEnd.EVICTED} if is_departed else {HitEnd.NOT_CACHED}
 
 

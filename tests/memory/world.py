@@ -23,6 +23,7 @@ from quire.memory import (
     check,
 )
 from quire.memory.invariants import snapshot
+from quire.memory.pool.single_block_slabs import SingleBlockSlabs
 from tests.memory.disk import Disk
 from tests.memory.host_twin import HostTwin
 from tests.memory.host_world import can_load, verify_host_index
@@ -291,14 +292,15 @@ class World:
 
     def evict(self, group_idx: int, block_id: int) -> None:
         """Evict an idle block out of turn; the twin does not know."""
-        loan, pool = self.manager.arena.loans[group_idx], self.manager.groups[group_idx].pool
+        slabs, pool = self.manager.arena.group_slabs[group_idx], self.manager.groups[group_idx].pool
         assert self.manager.arena.layout.blocks_per_slab[group_idx] == 1
         if pool.source is None:
             pool.evict((block_id,))
             pool.free.append(block_id)
         else:
-            loan._evict((block_id,))
-            loan._give_back(loan._slabs_of((block_id,)))
+            assert isinstance(slabs, SingleBlockSlabs)
+            slabs.evict((block_id,))
+            slabs.on_free((block_id,))
 
     def reset(self) -> None:
         """Forget all that is published."""

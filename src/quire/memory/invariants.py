@@ -56,7 +56,7 @@ def _check_tier(manager: KVCacheManager, tier: Tier) -> None:
                 for state in manager.sequences.values()
                 if state.checkpoint is not None and idx in state.checkpoint.block_ids
             )
-        _check_partition(group, holders, _lent_blocks(arena, idx))
+        _check_partition(group, holders, _blocks_of_slabs(arena, idx))
         _check_index(group)
         for seq_id, state in manager.sequences.items():
             if state.is_swapped != on_device:
@@ -99,10 +99,10 @@ def snapshot(manager: KVCacheManager) -> tuple[object, ...]:
     slabs = tuple(
         (
             tuple(arena.free_slabs),
-            tuple(tuple(sorted(loan.slabs())) for loan in arena.loans),
+            tuple(tuple(sorted(group.slabs())) for group in arena.group_slabs),
             tuple(
-                (tuple(loan.used.items()), tuple(tuple(queue.items()) for queue in loan.idle_slabs))
-                for loan in arena.loans
+                (tuple(group.used.items()), tuple(tuple(queue.items()) for queue in group.idle_slabs))
+                for group in arena.group_slabs
             ),
             tuple(arena.retention.hints()),
         )
@@ -112,38 +112,41 @@ def snapshot(manager: KVCacheManager) -> tuple[object, ...]:
     return sequences, pools, slabs, manager.tree.snapshot(), manager.pins.snapshot(), pending
 
 
-def _lent_blocks(arena: Arena, group_idx: int) -> list[int]:
+def _blocks_of_slabs(arena: Arena, group_idx: int) -> list[int]:
     """Return the blocks that a group has."""
     if len(arena.pools) == 1:
         return list(range(1, arena.layout.num_slabs + 1))
-    return sorted(block for slab in arena.loans[group_idx].slabs() for block in arena.layout.blocks_of(group_idx, slab))
+    return sorted(
+        block for slab in arena.group_slabs[group_idx].slabs() for block in arena.layout.blocks_of(group_idx, slab)
+    )
 
 
 def _check_slabs(arena: Arena) -> None:
-    """M1: a slab is free or lent to one group, which uses some of it; what is counted of it is so."""
+    """M1: a slab is free or belongs to one group, which uses or has cached some of its blocks; its counts are right."""
     if len(arena.pools) == 1:
         return
-    slabs = sorted([*arena.free_slabs, *(slab for loan in arena.loans for slab in loan.slabs())])
+    slabs = sorted([*arena.free_slabs, *(slab for group in arena.group_slabs for slab in group.slabs())])
     if slabs != list(range(arena.layout.num_slabs)):
-        raise InvariantViolation("M1", f"free and lent slabs are {slabs}, not {arena.layout.num_slabs} of them")
-    for loan in arena.loans:
+        raise InvariantViolation(
+            "M1", f"free slabs and those of groups are {slabs}, not {arena.layout.num_slabs} of them"
+        )
+    for group, per_slab in zip(arena.group_slabs, arena.layout.blocks_per_slab, strict=True):
         at_rest = [
-            set(arena.layout.slabs_of(loan.group_idx, queue) if loan.one_block_per_slab else queue)
-            for queue in loan.idle_slabs
+            set(queue if per_slab > 1 else arena.layout.slabs_of(group.group_idx, queue)) for queue in group.idle_slabs
         ]
         expected: list[set[int]] = [set() for _ in RetentionPriority]
-        for slab in loan.slabs():
-            blocks = arena.layout.blocks_of(loan.group_idx, slab)
-            num_used = sum(loan.pool.ref_counts[block_id] > 0 for block_id in blocks)
-            if not loan.one_block_per_slab and loan.used[slab] != num_used:
-                raise InvariantViolation("M1", f"slab {slab} counts {loan.used[slab]} used blocks, and has {num_used}")
+        for slab in group.slabs():
+            blocks = arena.layout.blocks_of(group.group_idx, slab)
+            num_used = sum(group.pool.ref_counts[block_id] > 0 for block_id in blocks)
+            if per_slab > 1 and group.used[slab] != num_used:
+                raise InvariantViolation("M1", f"slab {slab} counts {group.used[slab]} used blocks, and has {num_used}")
             priorities = [
                 priority
-                for priority, queue in zip(RetentionPriority, loan.pool.idle.queues, strict=True)
+                for priority, queue in zip(RetentionPriority, group.pool.idle.queues, strict=True)
                 if any(block_id in queue for block_id in blocks)
             ]
             if not num_used and not priorities:
-                raise InvariantViolation("M1", f"slab {slab} is lent to group {loan.group_idx} for nothing")
+                raise InvariantViolation("M1", f"group {group.group_idx} has slab {slab}, and uses none of its blocks")
             if not num_used:
                 expected[max(priorities)].add(slab)
         if at_rest != expected:

@@ -184,10 +184,10 @@ def _measure_groups(arena: Arena) -> tuple[GroupUsage, ...]:
             pool.num_used,
             len(pool.idle),
             len(pool.free),
-            loan.num_slabs if len(arena.pools) > 1 else arena.layout.num_slabs,
+            slabs.num_slabs if len(arena.pools) > 1 else arena.layout.num_slabs,
             arena.layout.block_bytes[idx],
         )
-        for idx, (pool, loan) in enumerate(zip(arena.pools, arena.loans, strict=True))
+        for idx, (pool, slabs) in enumerate(zip(arena.pools, arena.group_slabs, strict=True))
     )
 
 

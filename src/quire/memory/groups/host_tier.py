@@ -1,8 +1,8 @@
-"""The host tier: blocks of sequences that are swapped out, and published blocks that were evicted from the device.
+"""The host tier: blocks of swapped sequences, and published blocks that were evicted from the device.
 
 It has an arena of its own with the device's block sizes, so its blocks are held, published, hit and evicted by the
-same rules. A published device block is copied to it before it goes (*demoted*), where the host has room; what was
-demoted longest ago makes room for it.
+same rules. A published device block is copied to it when it is evicted (*demoted*), if the host has room; the block
+that was demoted longest ago is evicted for it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from quire.memory.results import BlockCopy, Tier
 
 @dataclass(slots=True)
 class Traffic:
-    """Blocks that were copied between the tiers, since the start.
+    """Numbers of blocks that were copied between the tiers since the start.
 
     Args:
-        num_swap_outs: to the host, of sequences that were swapped out.
-        num_swap_ins: to the device, when they came back.
-        num_demotions: to the host, before they were evicted from the device.
-        num_promotions: to the device, for hits.
+        num_swap_outs: blocks copied to the host by swapping out.
+        num_swap_ins: blocks copied to the device by swapping in.
+        num_demotions: blocks copied to the host when the device evicted them.
+        num_promotions: blocks copied to the device for hits.
     """
 
     num_swap_outs: int = 0
@@ -40,17 +40,17 @@ class HostTier:
     """The blocks on the host.
 
     Args:
-        device: the arena of the blocks on the device; its movements and those here are one ordered list.
-        groups: the cache groups, with their blocks on the device.
-        num_bytes: of the host's memory.
+        device: arena of the device; both tiers record their moves in one list.
+        groups: cache groups with their blocks on the device.
+        num_bytes: number of bytes of host memory.
         policy: makes the eviction policy of a group.
-        tree: where blocks are published.
+        tree: prefix tree.
 
     Attributes:
-        arena: of the blocks.
-        groups: the cache groups, with their blocks on the host.
-        num_sequences: those that are swapped out.
-        traffic: what was copied.
+        arena: arena of the host blocks.
+        groups: cache groups with their blocks on the host.
+        num_sequences: number of swapped sequences.
+        traffic: numbers of copied blocks.
 
     Raises:
         ValueError: the bytes hold no slab.
@@ -66,8 +66,9 @@ class HostTier:
         policy: PolicyMaker | None,
         tree: RadixTree,
     ) -> None:
-        self.arena = build_arena(device.layout.block_bytes, None, num_bytes, policy, tree, tier=Tier.HOST)
-        self.arena.moves = device.moves
+        self.arena = build_arena(
+            device.layout.block_bytes, None, num_bytes, policy, tree, tier=Tier.HOST, moves=device.moves
+        )
         self.groups = tuple(CacheGroup(group.spec, pool) for group, pool in zip(groups, self.arena.pools, strict=True))
         self.num_sequences = 0
         self.traffic = Traffic()
@@ -76,12 +77,12 @@ class HostTier:
 
 
 class HostSink:
-    """Keeps what one group's device pool evicts.
+    """Copies the published blocks that one group's device pool evicts to the host.
 
     Args:
-        host: where to.
-        group_idx: the group.
-        group: with its blocks on the device.
+        host: the host tier.
+        group_idx: index of the group.
+        group: cache group with its blocks on the device.
     """
 
     __slots__ = ("_group_idx", "_host", "_pool")
@@ -94,24 +95,24 @@ class HostSink:
     def keep(self, block_ids: Sequence[int]) -> None:
         """Copy published blocks that are about to be evicted to the host, as long as it has room.
 
-        A block that is published there already counts as used again, and is not copied. Tails and blocks of low
-        retention priority are not worth a copy.
+        A block that is published there already becomes the most recently used, and is not copied. Tails and blocks of
+        low retention priority are not copied.
         """
-        arena, idx, not_kept = self._host.arena, self._group_idx, self._pool.idle.queues[RetentionPriority.LOW]
+        arena, idx, low = self._host.arena, self._group_idx, self._pool.idle.queues[RetentionPriority.LOW]
         pool = arena.pools[idx]
         needs = [int(other == idx) for other in range(len(arena.pools))]
         for block_id in block_ids:
-            place = self._pool.index.position_of(block_id)
-            assert place is not None, "only published blocks are evicted"
-            if place[0].is_tail or block_id in not_kept:
+            position = self._pool.index.position_of(block_id)
+            assert position is not None, "only published blocks are evicted"
+            if position[0].is_tail or block_id in low:
                 continue
-            host_ids = [pool.index.at(place)]
+            host_ids = [pool.index.at(position)]
             if host_ids != [NULL_BLOCK]:
                 pool.retain(host_ids)
             elif arena.fits(needs):
                 host_ids = pool.take(1)
                 arena.moves.append(BlockCopy(idx, block_id, host_ids[0], Tier.DEVICE, Tier.HOST))
-                pool.index.put(place, host_ids[0])
+                pool.index.put(position, host_ids[0])
                 self._host.traffic.num_demotions += 1
             else:
                 continue

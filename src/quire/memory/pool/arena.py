@@ -1,9 +1,9 @@
-"""The arena: one range of bytes that all cache groups share, lent to them in slabs.
+"""The arena: one range of bytes that all cache groups share, in slabs.
 
-A group that needs blocks gets, in this order: a slab that nobody has; the blocks that have been idle for longest,
-its own or, by the slab, another group's; and when what is free lies scattered over slabs of another group, that group
-moves its blocks together and gives a slab up. So what counts is only how many slabs the blocks with holders fill when
-they lie close, and that is what `fits` adds up: its answer is exact.
+A group that needs blocks gets, in this order: a slab of no group; the blocks that have been idle for longest, its own
+or, by the slab, another group's; and where free blocks lie scattered over the slabs of another group, that group
+compacts them and returns a slab. So only the number of slabs counts that blocks with holders fill when they are packed
+densely. `fits` adds these up: its answer is exact.
 """
 
 from __future__ import annotations
@@ -14,35 +14,39 @@ from itertools import accumulate, chain, groupby, zip_longest
 
 from quire.errors import InvariantViolation
 from quire.memory.pool.eviction import PolicyMaker
-from quire.memory.pool.group_slabs import GroupSlabs
 from quire.memory.pool.idle_blocks import Age, IdleBlocks, RetentionPriority
 from quire.memory.pool.idle_queue import Ticker
+from quire.memory.pool.multi_block_slabs import MultiBlockSlabs
 from quire.memory.pool.pool import NULL_BLOCK, BlockPool
 from quire.memory.pool.retention import Retention
+from quire.memory.pool.single_block_slabs import SingleBlockSlabs
 from quire.memory.pool.slab_layout import SlabLayout, lay_out
+from quire.memory.pool.slab_supply import GroupSlabs, SlabSupply, ages_of_idle
 from quire.memory.prefix.published import PublishedBlocks
 from quire.memory.prefix.radix_tree import RadixTree
 from quire.memory.results import BlockCopy, Tier
 
 
 class Arena:
-    """The slabs, and the groups that they are lent to.
+    """The pools of all groups, and the slabs that they share.
 
-    With one group a slab is a block, and the group has them all from the start.
+    With one group a slab is a block, and the pool has all blocks from the start: it has no `source`, and none of the
+    classes of slabs is involved.
 
     Args:
-        layout: of the bytes.
-        pools: of the groups; when there are several, they have no blocks of their own.
-        retention: which blocks are to be evicted last; None is none.
-        tier: where the bytes are.
-        clock: of the pools.
+        layout: layout of the bytes.
+        pools: pools of the groups; where there are several, they have no blocks yet.
+        retention: blocks that are evicted last; None for none.
+        tier: tier of the bytes.
+        clock: clock of the pools.
+        moves: see `SlabSupply`; default: an empty list.
 
     Attributes:
-        moves: blocks that were moved and that tables still name by their old ids, and copies that were made of blocks
-            before they went; the manager empties it. Arenas of several tiers share one list: the order counts.
+        free_slabs, moves: see `SlabSupply`.
+        group_slabs: slabs of each group.
     """
 
-    __slots__ = ("_is_uniform", "clock", "free_slabs", "layout", "loans", "moves", "pools", "retention", "tier")
+    __slots__ = ("_is_uniform", "clock", "free_slabs", "group_slabs", "layout", "moves", "pools", "retention", "tier")
 
     def __init__(
         self,
@@ -51,26 +55,34 @@ class Arena:
         retention: Retention | None = None,
         tier: Tier = Tier.DEVICE,
         clock: Ticker | None = None,
+        moves: list[BlockCopy] | None = None,
     ) -> None:
         self.layout = layout
         self.tier = tier
         self.retention = retention or Retention(layout, 0)
         self.pools = tuple(pools)
-        # Slabs are blocks, of whatever group.
+        # Each slab is a block, in every group.
         self._is_uniform = set(layout.blocks_per_slab) == {1}
         # A stack with the lowest slab on top.
         self.free_slabs = list(range(layout.num_slabs - 1, -1, -1)) if len(pools) > 1 else []
-        self.moves: list[BlockCopy] = []
+        self.moves: list[BlockCopy] = [] if moves is None else moves
         self.clock = clock or Ticker()
-        self.loans = tuple(GroupSlabs(self, idx, pool) for idx, pool in enumerate(self.pools))
+        supply = SlabSupply(layout, self.free_slabs, self.moves, tier, self.clock)
+        group_slabs: list[GroupSlabs] = []
+        for idx, (pool, per_slab) in enumerate(zip(self.pools, layout.blocks_per_slab, strict=True)):
+            slabs = (SingleBlockSlabs if per_slab == 1 else MultiBlockSlabs)(supply, idx, pool, self.reclaim)
+            group_slabs.append(slabs)
+            if len(pools) > 1:
+                pool.source = slabs
+        self.group_slabs = tuple(group_slabs)
 
     def num_slabs_for(self, group_idx: int, num_blocks: int) -> int:
-        """Return the slabs that so many blocks of a group fill."""
+        """Return the number of slabs that blocks of a group fill."""
         return -(-num_blocks // self.layout.blocks_per_slab[group_idx])
 
     def fits(self, needs: Sequence[int]) -> bool:
-        """Say whether every group can have so many blocks with holders more than it has now."""
-        # What is free in a group's own slabs takes no slab from anybody.
+        """Return whether every group can have `needs` more blocks with holders than now."""
+        # Free blocks in a group's own slabs need no further slab.
         for need, pool in zip(needs, self.pools, strict=True):
             if need > len(pool.free):
                 break
@@ -81,13 +93,14 @@ class Arena:
         return sum(self._filled(needs)) <= self.layout.num_slabs
 
     def available_blocks(self, needs: Sequence[int], num_kept_free: int = 0) -> list[int]:
-        """Return for each group the blocks that it could have beyond its used ones if all others got what they need.
+        """Return for each group the number of blocks beyond its used ones if all other groups got what they need.
 
-        `fits(needs)` exactly when no group needs more than that; negative when even nothing is too much.
+        `fits(needs)` is True exactly where no group needs more than that. The number is negative where no block is left
+        even without its own need.
 
         Args:
-            needs: blocks of each group.
-            num_kept_free: slabs that nobody may count on.
+            needs: number of blocks that each group needs.
+            num_kept_free: number of slabs that stay free.
         """
         num_slabs = self.layout.num_slabs - num_kept_free
         if self._is_uniform:
@@ -101,46 +114,49 @@ class Arena:
         ]
 
     def _filled(self, needs: Sequence[int]) -> list[int]:
-        """Return for each group the slabs that its used blocks and so many more fill."""
+        """Return for each group the number of slabs that its used blocks and `needs` more fill."""
         return self.layout.filled([pool.num_used + need for pool, need in zip(self.pools, needs, strict=True)])
 
-    def reclaim(self, wanted_by: GroupSlabs, num_blocks: int) -> None:
-        """Evict what is idle for a group that lacks blocks: its own blocks, and slabs at rest of other groups.
+    def reclaim(self, own_idx: int, num_blocks: int) -> None:
+        """Evict idle blocks for a group that lacks some: its own, and those of idle slabs of other groups.
 
-        What has the lowest retention priority goes first, and of that what has been idle for longest; no more of it
-        than is wanted. Where nothing is idle, a slab whose used blocks fit into others is vacated.
+        Blocks of the lowest retention priority are evicted first, of these the ones that have been idle for longest.
+        Where no block is idle, a slab is compacted whose used blocks fit into others.
+
+        Args:
+            own_idx: index of the group.
+            num_blocks: number of blocks that it lacks.
         """
-        own_idx = wanted_by.group_idx
-        per_slab = self.layout.blocks_per_slab[own_idx]
+        own, per_slab = self.group_slabs[own_idx], self.layout.blocks_per_slab[own_idx]
         # An eviction policy may have a younger block before an older one.
         ages = [
-            list(accumulate(loan.pool.idle.ages_of_victims(num_blocks), max))
-            if loan is wanted_by
-            else loan.ages_of_resting(-(-num_blocks // per_slab))
-            for loan in self.loans
+            list(accumulate(own.pool.idle.ages_of_victims(num_blocks), max))
+            if slabs is own
+            else ages_of_idle(slabs.idle_slabs, -(-num_blocks // per_slab))
+            for slabs in self.group_slabs
         ]
         if per_slab == 1 and self.pools[0].keeper is None:
             first = sorted(chain.from_iterable(ages))[:num_blocks]
             runs = [(idx, bisect_right(each, first[-1])) for idx, each in enumerate(ages)] if first else []
         else:
-            # A tier below takes over what is evicted, in this very order.
+            # The tier below stores evicted blocks, in this order.
             chosen = self._first_of(ages, own_idx, num_blocks)
             runs = [(idx, len(list(run))) for idx, run in groupby(chosen)]
         if not runs:
-            self._scattered(wanted_by).compact_slab()
+            self._scattered(own).compact_slab()
         for idx, count in runs:
             if idx == own_idx:
-                wanted_by.evict_oldest(count)
+                own.evict_oldest(count)
             elif count:
-                self.loans[idx].return_resting_slabs(count)
+                self.group_slabs[idx].return_idle_slabs(count)
 
     def _first_of(self, ages: Sequence[Sequence[Age]], own_idx: int, num_blocks: int) -> list[int]:
-        """Return the groups of what goes first, in order, until a group has so many blocks.
+        """Return the groups of the first victims, in order, until a group gets the blocks that it lacks.
 
         Args:
-            ages: of the blocks of the group itself and of other groups' slabs, each in order.
-            own_idx: the group.
-            num_blocks: that it wants.
+            ages: ages of the group's own blocks and of the other groups' slabs, each in order.
+            own_idx: index of the group.
+            num_blocks: number of blocks that it lacks.
         """
         chosen: list[int] = []
         for _, idx in sorted((age, idx) for idx, each in enumerate(ages) for age in each):
@@ -150,20 +166,20 @@ class Arena:
             num_blocks -= 1 if idx == own_idx else self.layout.blocks_per_slab[own_idx]
         return chosen
 
-    def _scattered(self, wanted_by: GroupSlabs) -> GroupSlabs:
+    def _scattered(self, own: GroupSlabs) -> GroupSlabs:
         """Return another group whose used blocks would fill fewer slabs than it has."""
-        for loan in self.loans:
-            if loan is not wanted_by and loan.is_scattered():
-                return loan
-        raise InvariantViolation("M1", "more blocks are taken than can_hold allows")
+        for slabs in self.group_slabs:
+            if slabs is not own and slabs.is_scattered():
+                return slabs
+        raise InvariantViolation("M1", "more blocks are taken than `fits` allows")
 
     def evict_last(self, tables: Sequence[Sequence[int]]) -> None:
-        """Give the hint to the published blocks of a sequence.
+        """Retain the published blocks of a sequence, so that they are evicted last.
 
-        Tails get it first, in all groups, so that they lose it before the heads.
+        Tails are added first, in all groups, so that they are dropped before the heads.
 
         Args:
-            tables: its block ids in each group; they have holders.
+            tables: block ids of the sequence in each group; they have holders.
         """
         if not self.retention.limit:
             return
@@ -183,20 +199,22 @@ def build_arena(
     *,
     retention_limit: int = 0,
     tier: Tier = Tier.DEVICE,
+    moves: list[BlockCopy] | None = None,
 ) -> Arena:
-    """Return an arena with nothing in it.
+    """Return an empty arena.
 
     Args:
-        block_bytes: of each group.
-        num_blocks: for each group, when all blocks are of the same bytes; or
-        num_bytes: the whole range.
-        policy: makes the eviction policy of a group; None is LRU.
-        tree: where blocks are published; the groups of the device have its first slots, those of the host the next.
-        retention_limit: slabs that blocks which are to be evicted last may fill.
-        tier: where the bytes are.
+        block_bytes: bytes of a block of each group.
+        num_blocks: number of blocks of each group, where all blocks have the same bytes; or
+        num_bytes: number of bytes of the arena.
+        policy: makes the eviction policy of a group; None for LRU.
+        tree: prefix tree; the groups of the device have its first pools, those of the host the next.
+        retention_limit: greatest number of slabs that blocks which are evicted last fill.
+        tier: tier of the bytes.
+        moves: see `Arena`.
 
     Raises:
-        ValueError: the groups' blocks differ and no bytes are given; and what `lay_out` raises.
+        ValueError: the groups' blocks differ and no bytes are given; see also `lay_out`.
     """
     if num_blocks is not None and len(set(block_bytes)) > 1:
         raise ValueError(f"blocks of {sorted(set(block_bytes))} bytes share an arena: give num_bytes")
@@ -209,4 +227,4 @@ def build_arena(
         idle = IdleBlocks(policy, clock, retention, idx)
         slot = idx if tier is Tier.DEVICE else len(block_bytes) + idx
         pools.append(BlockPool(PublishedBlocks(tree, slot, layout.num_ids(idx)), idle, own, clock))
-    return Arena(layout, pools, retention, tier, clock)
+    return Arena(layout, pools, retention, tier, clock, moves)

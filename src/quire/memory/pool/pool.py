@@ -35,7 +35,7 @@ class BlockSource(Protocol):
         """Note that blocks have no holders any more, but are published."""
         ...
 
-    def reprioritised(self, old: Sequence[Part], new: Sequence[Part]) -> None:
+    def on_reprioritise(self, old: Sequence[Part], new: Sequence[Part]) -> None:
         """Note that idle blocks have another retention priority, or are as if they had just become idle."""
         ...
 
@@ -43,7 +43,7 @@ class BlockSource(Protocol):
         """Note that blocks have no holders any more and hold nothing."""
         ...
 
-    def emptied(self, parts: Sequence[Part]) -> None:
+    def on_empty(self, parts: Sequence[Part]) -> None:
         """Note that idle blocks are free."""
         ...
 
@@ -215,7 +215,7 @@ class BlockPool:
             old = self.idle.remove((block_id,))
             new = self.idle.add((block_id,), priority, self._clock.ticks(1))
             if self.source is not None:
-                self.source.reprioritised(old, new)
+                self.source.on_reprioritise(old, new)
 
     def evict(self, block_ids: Sequence[int]) -> list[Part]:
         """Take idle blocks out of the index; return them by retention priority."""
@@ -248,7 +248,7 @@ class BlockPool:
         parts = self.idle.remove(block_ids)
         self.free += block_ids
         if self.source is not None and parts:
-            self.source.emptied(parts)
+            self.source.on_empty(parts)
 
     def move(self, src_id: int, dst_id: int) -> None:
         """Let a free block take the place of a used one: holders and identity."""
