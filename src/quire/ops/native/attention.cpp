@@ -2,14 +2,14 @@
 // chunks of prompts.
 //
 // The query rows of one KV head (all heads of its group, for some tokens of one sequence, or of several that share
-// blocks) meet a tile of keys and values at a time, which stays in the CPU's cache meanwhile: see attending.h. (Block
-// tables: PagedAttention, arXiv 2309.06180.)
+// blocks) meet a tile of keys and values at a time, which stays in the CPU's cache meanwhile: see attention_task.h.
+// (Block tables: PagedAttention, arXiv 2309.06180.)
 //
 // Under a deterministic plan a row gets the same bits whatever rows are beside it, in its sequence or in others: tiles
 // and parts begin at multiples of their lengths, parts are joined from front to back, whoever computed them, and all
 // jobs take paths that give the same bits. Under others a row's bits depend on how many rows its job has, on what its
 // sequence shares, and on how many tokens and threads there are, by which parts are cut.
-#include "attending.h"
+#include "attention_task.h"
 
 #include <memory>
 
@@ -24,40 +24,40 @@ void store_scaled(T* to, const float* from, int count, float factor) {
   for (; idx < count; ++idx) narrow(to + idx, from[idx] * factor);
 }
 
-// Finishes the rows of a job, or keeps what they have collected until all pieces are there.
+// Finishes the rows of a job, or keeps what they have collected until all splits are there.
 template <typename T>
-void put(const Layer& layer, const Job& job, int64_t kv_head, const Collected& whole) {
+void store_result(const Layer& layer, const Job& job, int64_t kv_head, const PartialSoftmax& result) {
   AttentionPlan& plan = layer.plan;
   const int head_dim = int(layer.cache.head_dim);
   int row = 0;
-  for (int64_t idx = job.first_piece; idx < job.first_piece + job.num_pieces; ++idx) {
-    const Strip& strip = plan.strips[plan.pieces[idx].strip];
-    int64_t slot = kv_head * plan.num_slots + plan.pieces[idx].slot(plan.strips);
-    for (int64_t of_strip = 0; of_strip < strip.num_rows; ++of_strip, ++row, ++slot) {
-      const float* sums = whole.sums + row * kMaxDim;
-      if (strip.num_pieces == 0) {
-        store_scaled(layer.output_row<T>(strip, of_strip, kv_head), sums, head_dim, 1.0f / whole.total[row]);
+  for (int64_t idx = job.first_split; idx < job.first_split + job.num_splits; ++idx) {
+    const QueryTile& query_tile = plan.query_tiles[plan.splits[idx].query_tile];
+    int64_t slot = kv_head * plan.num_slots + plan.splits[idx].slot(plan.query_tiles);
+    for (int64_t tile_row = 0; tile_row < query_tile.num_rows; ++tile_row, ++row, ++slot) {
+      const float* sums = result.sums + row * kMaxDim;
+      if (query_tile.num_splits == 0) {
+        store_scaled(layer.output_row<T>(query_tile, tile_row, kv_head), sums, head_dim, 1.0f / result.total[row]);
       } else {
         std::memcpy(&plan.sums[slot * head_dim], sums, head_dim * sizeof(float));
-        plan.largest[slot] = whole.largest[row];
-        plan.total[slot] = whole.total[row];
+        plan.largest[slot] = result.largest[row];
+        plan.total[slot] = result.total[row];
       }
     }
   }
 }
 
-// Joins the pieces of a strip.
+// Joins the splits of a query_tile.
 template <typename T>
-void merge(const Layer& layer, const Strip& strip, int64_t kv_head) {
+void merge_splits(const Layer& layer, const QueryTile& query_tile, int64_t kv_head) {
   const AttentionPlan& plan = layer.plan;
   const int head_dim = int(layer.cache.head_dim);
   alignas(64) float sums[kMaxDim];
-  for (int64_t row = 0; row < strip.num_rows; ++row) {
+  for (int64_t row = 0; row < query_tile.num_rows; ++row) {
     float largest = -kInfinity, total = 0.0f;
-    int64_t slot = kv_head * plan.num_slots + strip.first_slot + row;
-    for (int64_t piece = 0; piece < strip.num_pieces; ++piece, slot += strip.num_rows)
-      join(&plan.sums[slot * head_dim], plan.largest[slot], plan.total[slot], head_dim, sums, largest, total);
-    store_scaled(layer.output_row<T>(strip, row, kv_head), sums, head_dim, 1.0f / total);
+    int64_t slot = kv_head * plan.num_slots + query_tile.first_slot + row;
+    for (int64_t split = 0; split < query_tile.num_splits; ++split, slot += query_tile.num_rows)
+      merge_partial(&plan.sums[slot * head_dim], plan.largest[slot], plan.total[slot], head_dim, sums, largest, total);
+    store_scaled(layer.output_row<T>(query_tile, row, kv_head), sums, head_dim, 1.0f / total);
   }
 }
 
@@ -69,14 +69,14 @@ void attend_all(const Layer& layer) {
   quire::in_turns(int64_t(plan.jobs.size()) * num_heads, [&](int64_t idx) {
     thread_local std::unique_ptr<Scratch<Steps>> scratch(new Scratch<Steps>);
     plan.at(idx, num_heads, [&](const Job& job, int64_t kv_head) {
-      put<T>(layer, job, kv_head, Attending<Steps, T, S>(layer, job, kv_head, *scratch).run());
+      store_result<T>(layer, job, kv_head, AttentionTask<Steps, T, S>(layer, job, kv_head, *scratch).run());
     });
   });
   if (plan.num_slots == 0) return;
-  quire::in_parallel(int64_t(plan.strips.size()) * num_heads, 16, [&](int64_t begin, int64_t end) {
+  quire::in_parallel(int64_t(plan.query_tiles.size()) * num_heads, 16, [&](int64_t begin, int64_t end) {
     for (int64_t idx = begin; idx < end; ++idx) {
-      const Strip& strip = plan.strips[idx / num_heads];
-      if (strip.num_pieces > 0) merge<T>(layer, strip, idx % num_heads);
+      const QueryTile& query_tile = plan.query_tiles[idx / num_heads];
+      if (query_tile.num_splits > 0) merge_splits<T>(layer, query_tile, idx % num_heads);
     }
   });
 }

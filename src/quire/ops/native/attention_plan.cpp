@@ -11,26 +11,26 @@ namespace {
 using quire::AttentionPlan;
 using quire::kPartTokens;
 using quire::kRows;
-using quire::Piece;
-using quire::Strip;
+using quire::KVSplit;
+using quire::QueryTile;
 
 // Blocks are compared for so many tokens at a time.
 constexpr int64_t kSharedTokens = 128;
-// A strip of more rows is worth a job of its own: to join what it collects would cost more than to read once more.
+// A query_tile of more rows is worth a job of its own: to join what it collects would cost more than to read once more.
 constexpr int64_t kSharingRows = kRows / 4;
-// Each job waits for its first tokens, and what it collects is joined: so parts are as long as leaves each thread so many
-// jobs, and no longer than that.
+// Each job waits for its first tokens, and what it collects is joined: so parts are as long as leaves each thread so
+// many jobs, and no longer than that.
 constexpr int64_t kLongestPart = 4 * kPartTokens;
 constexpr int64_t kThreadJobs = 16;
 
-// A strip's context, while it is cut.
+// A query_tile's context, while it is cut.
 struct Context {
-  int64_t strip;
+  int64_t query_tile;
   int64_t begin;  // what its rows see: [begin, end)
   int64_t end;
   int64_t whole_begin;  // what all of its rows see: [whole_begin, whole_end)
   int64_t whole_end;
-  int64_t shared_begin = 0;  // what it shares: [shared_begin, shared_end), in `num_shared` pieces
+  int64_t shared_begin = 0;  // what it shares: [shared_begin, shared_end), in `num_shared` splits
   int64_t shared_end = 0;
   int64_t num_shared = 0;
   int64_t group = -1;  // the last it was in
@@ -41,7 +41,7 @@ struct Context {
 struct Group {
   int64_t begin;
   int64_t end;
-  std::vector<Piece> pieces;
+  std::vector<KVSplit> splits;
 };
 
 class Planner {
@@ -66,7 +66,7 @@ class Planner {
     return std::clamp(length / kPartTokens * kPartTokens, kPartTokens, kLongestPart);
   }
 
-  // A sequence's strips; those of a long chunk are jobs as they are, the only one of few rows is cut.
+  // A sequence's query_tiles; those of a long chunk are jobs as they are, the only one of few rows is cut.
   void add_strips(int64_t seq) {
     const int64_t num_tokens = rows_.row_starts[seq + 1] - rows_.row_starts[seq];
     const int64_t num_rows = num_tokens * plan_.group, before = rows_.context_lens[seq] - num_tokens;
@@ -75,21 +75,22 @@ class Planner {
       const int64_t count = std::min<int64_t>(kRows, num_rows - first);
       const int64_t first_position = before + first / plan_.group;
       const int64_t last_position = before + (first + count - 1) / plan_.group;
-      const int64_t strip = int64_t(plan_.strips.size());
-      const int64_t begin = plan_.sight.first_seen(first_position);
-      plan_.strips.push_back({seq, first, count, 0, 0});
+      const int64_t query_tile = int64_t(plan_.query_tiles.size());
+      const int64_t begin = plan_.mask.first_seen(first_position);
+      plan_.query_tiles.push_back({seq, first, count, 0, 0});
       if (num_rows > kRows) {
-        add_job(begin, last_position + 1, strip, 0);
+        add_job(begin, last_position + 1, query_tile, 0);
       } else {
-        contexts_.push_back({strip, begin, last_position + 1, plan_.sight.first_seen(last_position), first_position + 1});
+        contexts_.push_back(
+            {query_tile, begin, last_position + 1, plan_.mask.first_seen(last_position), first_position + 1});
       }
     }
     bring_together(first_job);
   }
 
-  void add_job(int64_t begin, int64_t end, int64_t strip, int64_t idx) {
-    plan_.jobs.push_back({begin, end, int64_t(plan_.pieces.size()), 1, int64_t(plan_.jobs.size()), 1});
-    plan_.pieces.push_back({strip, idx});
+  void add_job(int64_t begin, int64_t end, int64_t query_tile, int64_t idx) {
+    plan_.jobs.push_back({begin, end, int64_t(plan_.splits.size()), 1, int64_t(plan_.jobs.size()), 1});
+    plan_.splits.push_back({query_tile, idx});
   }
 
   // Says that all jobs from the first given one on are over much the same tokens.
@@ -105,7 +106,7 @@ class Planner {
     const int64_t length = plan_.is_deterministic ? kPartTokens : kSharedTokens;
     std::vector<Context*> open, here;
     for (Context& context : contexts_)
-      if (plan_.strips[context.strip].num_rows <= kSharingRows) open.push_back(&context);
+      if (plan_.query_tiles[context.query_tile].num_rows <= kSharingRows) open.push_back(&context);
     for (int64_t begin = 0; open.size() > 1; begin += length) {
       const int64_t end = begin + length;
       open.erase(std::remove_if(open.begin(), open.end(),
@@ -114,7 +115,7 @@ class Planner {
       here.clear();
       std::copy_if(open.begin(), open.end(), std::back_inserter(here),
                    [&](Context* context) { return context->whole_begin <= begin; });
-      // The order that equal ones have is that of their strips, so a step is always planned alike.
+      // The order that equal ones have is that of their query_tiles, so a step is always planned alike.
       std::stable_sort(here.begin(), here.end(),
                        [&](Context* a, Context* b) { return compare(*a, *b, begin, end) < 0; });
       for (size_t first = 0, last; first < here.size(); first = last) {
@@ -137,13 +138,13 @@ class Planner {
   }
 
   const int64_t* table_of(const Context& context) const {
-    return rows_.block_ids + rows_.block_starts[plan_.strips[context.strip].seq];
+    return rows_.block_ids + rows_.block_starts[plan_.query_tiles[context.query_tile].seq];
   }
 
   // Has contexts share [begin, end): as more of what they have shared together so far, or as a group of their own.
   void add_to_group(Context** contexts, size_t count, int64_t begin, int64_t end) {
     const int64_t before = contexts[0]->group;
-    bool goes_on = before >= 0 && begin % part_tokens_ != 0 && groups_[before].pieces.size() == count;
+    bool goes_on = before >= 0 && begin % part_tokens_ != 0 && groups_[before].splits.size() == count;
     for (size_t idx = 0; idx < count; ++idx) goes_on = goes_on && contexts[idx]->group == before;
     if (goes_on) {
       groups_[before].end = end;
@@ -156,8 +157,8 @@ class Planner {
       if (goes_on) continue;
       if (context.num_shared == 0) context.shared_begin = begin;
       context.group = int64_t(groups_.size()) - 1;
-      const int64_t num_before = context.begin < context.shared_begin;  // less than a part, so one piece
-      groups_.back().pieces.push_back({context.strip, num_before + context.num_shared++});
+      const int64_t num_before = context.begin < context.shared_begin;  // less than a part, so one split
+      groups_.back().splits.push_back({context.query_tile, num_before + context.num_shared++});
     }
   }
 
@@ -165,14 +166,14 @@ class Planner {
   void add_jobs(const Group& group) {
     const size_t first_job = plan_.jobs.size();
     int64_t num_rows = kRows;
-    for (const Piece& piece : group.pieces) {
-      const int64_t count = plan_.strips[piece.strip].num_rows;
+    for (const KVSplit& split : group.splits) {
+      const int64_t count = plan_.query_tiles[split.query_tile].num_rows;
       if (num_rows + count > kRows) {
-        plan_.jobs.push_back({group.begin, group.end, int64_t(plan_.pieces.size()), 0, 0, 0});
+        plan_.jobs.push_back({group.begin, group.end, int64_t(plan_.splits.size()), 0, 0, 0});
         num_rows = 0;
       }
-      plan_.pieces.push_back(piece);
-      ++plan_.jobs.back().num_pieces;
+      plan_.splits.push_back(split);
+      ++plan_.jobs.back().num_splits;
       num_rows += count;
     }
     bring_together(first_job);
@@ -180,20 +181,20 @@ class Planner {
 
   // Cuts what a context does not share.
   void cut(const Context& context) {
-    Strip& strip = plan_.strips[context.strip];
+    QueryTile& query_tile = plan_.query_tiles[context.query_tile];
     const bool is_shared = context.num_shared > 0;
     if (!is_shared && context.begin / part_tokens_ == (context.end - 1) / part_tokens_)
-      return add_job(context.begin, context.end, context.strip, 0);
+      return add_job(context.begin, context.end, context.query_tile, 0);
     if (is_shared && context.begin < context.shared_begin) {
-      add_job(context.begin, context.shared_begin, context.strip, strip.num_pieces++);
+      add_job(context.begin, context.shared_begin, context.query_tile, query_tile.num_splits++);
     }
-    strip.num_pieces += context.num_shared;
+    query_tile.num_splits += context.num_shared;
     for (int64_t begin = is_shared ? context.shared_end : context.begin, end; begin < context.end; begin = end) {
       end = std::min(context.end, (begin / part_tokens_ + 1) * part_tokens_);
-      add_job(begin, end, context.strip, strip.num_pieces++);
+      add_job(begin, end, context.query_tile, query_tile.num_splits++);
     }
-    strip.first_slot = plan_.num_slots;
-    plan_.num_slots += strip.num_pieces * strip.num_rows;
+    query_tile.first_slot = plan_.num_slots;
+    plan_.num_slots += query_tile.num_splits * query_tile.num_rows;
   }
 
   const StepRows& rows_;
@@ -211,7 +212,7 @@ QUIRE_EXPORT AttentionPlan* quire_plan_attention(const StepRows* rows, const Cac
                                                  int64_t window, int64_t chunk, int64_t is_deterministic) {
   auto plan = std::make_unique<AttentionPlan>();
   plan->group = group;
-  plan->sight = {window, chunk};
+  plan->mask = {window, chunk};
   plan->is_deterministic = is_deterministic != 0;
   Planner(*rows, *cache, *plan).make();
   const int64_t num_kept = cache->num_kv_heads * plan->num_slots;

@@ -1,14 +1,14 @@
 // What is computed of a step's attention, made once for all layers: which query rows meet which tokens in one go.
 //
-//   strip   query rows of one sequence, as many as a job takes
-//   piece   what a strip sees of its context from one cut to the next
-//   job     pieces of the same tokens in the same blocks, of one strip or of several: what is read once
+//   query_tile   query rows of one sequence, as many as a job takes
+//   split   what a query_tile sees of its context from one cut to the next
+//   job     splits of the same tokens in the same blocks, of one query_tile or of several: what is read once
 //
-//   context of strip 0   |<-- shared by 0, 1, 2 -->|<-- shared by 0, 1 -->|<-- its own -->|
-//   context of strip 1   |<-- shared by 0, 1, 2 -->|<-- shared by 0, 1 -->|<-- its own ------->|
-//   context of strip 2   |<-- shared by 0, 1, 2 -->|<-- its own -->|
+//   context of query_tile 0   |<-- shared by 0, 1, 2 -->|<-- shared by 0, 1 -->|<-- its own -->|
+//   context of query_tile 1   |<-- shared by 0, 1, 2 -->|<-- shared by 0, 1 -->|<-- its own ------->|
+//   context of query_tile 2   |<-- shared by 0, 1, 2 -->|<-- its own -->|
 //
-// What the pieces of a strip give is joined in the order of its context. All KV heads go through the same jobs.
+// What the splits of a query_tile give is joined in the order of its context. All KV heads go through the same jobs.
 #pragma once
 
 #include <cstdint>
@@ -17,11 +17,11 @@
 
 namespace quire {
 
-constexpr int kRows = 128;         // query rows of a job, at most
+constexpr int kRows = 128;            // query rows of a job, at most
 constexpr int64_t kPartTokens = 512;  // contexts are cut at multiples of it
 
 // How far back rows see.
-struct Sight {
+struct MaskRange {
   int64_t window;  // tokens that a row sees, itself included; 0: all
   int64_t chunk;   // a row sees its own chunk of so many tokens, up to itself; 0: no chunks
 
@@ -33,20 +33,20 @@ struct Sight {
 };
 
 // Rows are counted token by token, and within a token by the head of the group.
-struct Strip {
+struct QueryTile {
   int64_t seq;
-  int64_t first_row;   // of the sequence's
+  int64_t first_row;  // of the sequence's
   int64_t num_rows;
-  int64_t num_pieces;  // whose results are kept until all are there; 0: the strip is one job's, which finishes it
-  int64_t first_slot;  // where they are kept: piece by piece, row by row
+  int64_t num_splits;  // whose results are kept until all are there; 0: the query_tile is one job's, which finishes it
+  int64_t first_slot;  // where they are kept: split by split, row by row
 };
 
-struct Piece {
-  int64_t strip;
-  int64_t idx;  // among the strip's
+struct KVSplit {
+  int64_t query_tile;
+  int64_t idx;  // among the query_tile's
 
-  int64_t slot(const std::vector<Strip>& strips) const {
-    return strips[strip].first_slot + idx * strips[strip].num_rows;
+  int64_t slot(const std::vector<QueryTile>& query_tiles) const {
+    return query_tiles[query_tile].first_slot + idx * query_tiles[query_tile].num_rows;
   }
 };
 
@@ -54,23 +54,23 @@ struct Piece {
 struct Job {
   int64_t begin;
   int64_t end;
-  int64_t first_piece;
-  int64_t num_pieces;
+  int64_t first_split;
+  int64_t num_splits;
   int64_t first_beside;  // of the jobs over much the same tokens, itself among them
   int64_t num_beside;
 };
 
 struct AttentionPlan {
   int64_t group;  // query heads of a KV head
-  Sight sight;
+  MaskRange mask;
   bool is_deterministic;
-  std::vector<Strip> strips;
-  std::vector<Piece> pieces;
+  std::vector<QueryTile> query_tiles;
+  std::vector<KVSplit> splits;
   std::vector<Job> jobs;
   int64_t num_slots = 0;  // of kept results, for one KV head
 
-  // Calls `body(job, KV head)` with what comes at place `idx` of all jobs of all heads. Jobs over the same tokens follow
-  // each other for one head before the next head comes, so that what they read stays in the cache.
+  // Calls `body(job, KV head)` with what comes at place `idx` of all jobs of all heads. Jobs over the same tokens
+  // follow each other for one head before the next head comes, so that what they read stays in the cache.
   template <typename Body>
   void at(int64_t idx, int64_t num_heads, Body body) const {
     const Job& near = jobs[idx / num_heads];

@@ -1,11 +1,11 @@
-// All layers of a dense model in one call: a step of few rows runs hundreds of kernels, and what a caller in Python does
-// for each of them takes longer than some of them run.
+// All layers of a dense model in one call: a step of few rows runs hundreds of kernels, and what a caller in Python
+// does for each of them takes longer than some of them run.
 //
 // A layer is two halves over fixed buffers: norm, projection to queries, keys and values, rotation and store,
 // attention, output projection with the residual; then norm, gated projection, down projection with the residual.
 #include <atomic>
 
-#include "activations.h"
+#include "activation_functions.h"
 #include "attention_plan.h"
 #include "cache.h"
 #include "parallel.h"
@@ -118,13 +118,13 @@ QUIRE_EXPORT void quire_dense_layers(Type type, const DenseLayer* layers, int64_
   };
   const int64_t num_threads = quire::max_threads();
   if (num_threads <= 1) return run_all();
-  quire::Team team(num_threads);
+  quire::SpinPool spin_pool(num_threads);
   std::atomic<bool> is_led{false};
   quire::in_parallel(num_threads, 1, [&](int64_t, int64_t) {
-    if (is_led.exchange(true)) return team.help();
-    quire::team = &team;
+    if (is_led.exchange(true)) return spin_pool.help();
+    quire::spin_pool = &spin_pool;
     run_all();
-    quire::team = nullptr;
-    team.end();
+    quire::spin_pool = nullptr;
+    spin_pool.end();
   });
 }

@@ -78,13 +78,13 @@ struct PanelSteps {
   }
 };
 
-struct NothingAhead {
+struct NoPrefetch {
   QUIRE_INLINE void step() {}
 };
 
 // Rows of A that lie one behind the other.
 template <typename Steps>
-struct RowsApart {
+struct StridedRows {
   const typename Steps::Value* data;
   int stride;  // values from row to row
 
@@ -95,7 +95,7 @@ struct RowsApart {
 
 // Rows of A that lie side by side, step by step.
 template <typename Steps>
-struct RowsBeside {
+struct ContiguousRows {
   const typename Steps::Value* data;
   int stride;  // values from step to step
 
@@ -106,7 +106,7 @@ struct RowsBeside {
 
 // Rows of A that lie anywhere.
 template <typename Steps, int kRows>
-struct RowsAnywhere {
+struct GatheredRows {
   const typename Steps::Value* rows[kRows];
 
   QUIRE_INLINE Floats at(int row, int step) const { return Steps::broadcast(rows[row] + step * Steps::kValues); }
@@ -117,9 +117,9 @@ struct RowsAnywhere {
 // a: `at(row, step)` gives a step of a row, in every lane.
 // panel: `take(step, columns)` gives vectors of columns of a step.
 // ahead: asks at each step for what is read later.
-template <typename Steps, int kRows, int kVectors, typename Rows, typename Panel, typename Ahead = NothingAhead>
+template <typename Steps, int kRows, int kVectors, typename Rows, typename Panel, typename PanelPrefetch = NoPrefetch>
 void multiply_tile(const Rows& a, const Panel& panel, int depth, float* c, int c_stride, const float* scale,
-                   Ahead ahead = {}) {
+                   PanelPrefetch ahead = {}) {
   Floats sums[kRows][kVectors];
 #pragma GCC unroll 6
   for (int row = 0; row < kRows; ++row)
@@ -157,8 +157,9 @@ template <typename Steps, int kVectors>
 void multiply_panel(const typename Steps::Value* a, int a_stride, const typename Steps::Value* panel, int depth,
                     float* c, int c_stride, const float* scale, int num_rows) {
   in_tiles<kTileRows>(num_rows, [&](int row, auto rows) {
-    multiply_tile<Steps, rows.value, kVectors>(RowsApart<Steps>{a + row * a_stride, a_stride}, PanelSteps<Steps>{panel},
-                                               depth, c + row * c_stride, c_stride, scale ? scale + row : nullptr);
+    multiply_tile<Steps, rows.value, kVectors>(StridedRows<Steps>{a + row * a_stride, a_stride},
+                                               PanelSteps<Steps>{panel}, depth, c + row * c_stride, c_stride,
+                                               scale ? scale + row : nullptr);
   });
 }
 

@@ -3,8 +3,8 @@
 // Where the instruction set multiplies pairs of bfloat16, panels hold pairs. Elsewhere each weight is widened to a
 // float on its way from memory.
 #include "cache.h"
-#include "paired.h"
-#include "widened.h"
+#include "dpbf16.h"
+#include "upcast_weights.h"
 
 namespace {
 
@@ -35,7 +35,9 @@ QUIRE_EXPORT bool quire_packs(Type type) {
 }
 
 // The columns that a packed weight has room for.
-QUIRE_EXPORT int64_t quire_packed_columns(int64_t num_columns) { return num_panels<kWeightPanel>(num_columns) * kWeightPanel; }
+QUIRE_EXPORT int64_t quire_packed_columns(int64_t num_columns) {
+  return num_panels<kWeightPanel>(num_columns) * kWeightPanel;
+}
 
 // The columns of a panel of weights of two bytes, and of rounded ones: half of them must divide what is gated.
 QUIRE_EXPORT int64_t quire_panel_columns(bool is_rounded) { return is_rounded ? kPanel : kWeightPanel; }
@@ -51,8 +53,8 @@ QUIRE_EXPORT void quire_pack(Type type, const void* weight, int64_t num_columns,
         const int count = int(std::min<int64_t>(kWeightPanel, num_columns - panel * kWeightPanel));
         const Value* columns[kWeightPanel];
         for (int column = 0; column < count; ++column)
-          columns[column] = static_cast<const Value*>(weight) +
-                            column_of<kWeightPanel>(panel, column, num_columns, is_gated) * width;
+          columns[column] =
+              static_cast<const Value*>(weight) + column_of<kWeightPanel>(panel, column, num_columns, is_gated) * width;
         Weight::pack(columns, count, int(width), static_cast<Value*>(packed) + panel * width * kWeightPanel);
       }
     });

@@ -8,7 +8,7 @@
 
 #include <algorithm>
 
-#include "activations.h"
+#include "activation_functions.h"
 #include "cache.h"
 #include "parallel.h"
 #include "tiles.h"
@@ -44,7 +44,7 @@ struct Operands {
   const void* residual;  // [rows, columns], or null
   void* output;          // [rows, columns], or half as many where they are gated
   int num_columns;
-  Activation gate;       // of the first half of the columns, which is multiplied with the second; then there is no residual
+  Activation gate;  // of the first half of the columns, which is multiplied with the second; then there is no residual
 };
 
 // Gates a row's sums of one panel, with the roundings that there are where sums come back from memory first.
@@ -75,7 +75,8 @@ void finish(float* sums, const Operands& operands, int64_t row, int panel) {
   const int64_t place = row * operands.num_columns + begin;
   const auto add = [&](const T* addend) {
     int column = 0;
-    for (; column + kLanes <= count; column += kLanes) store(sums + column, load(sums + column) + load(addend + column));
+    for (; column + kLanes <= count; column += kLanes)
+      store(sums + column, load(sums + column) + load(addend + column));
     for (; column < count; ++column) sums[column] += widen(addend[column]);
   };
   if (operands.bias != nullptr) add(static_cast<const T*>(operands.bias) + begin);
@@ -89,11 +90,11 @@ void finish(float* sums, const Operands& operands, int64_t row, int panel) {
 // ---- tiles of a job ----
 
 // What a tile asks for while it computes: its share, by its rows, of what is read after the bytes that all tiles meet.
-class Ahead {
+class PanelPrefetch {
  public:
   // from: what is read first, `num_bytes` of it while all tiles take `num_steps` steps each.
   // row, tile_rows, num_rows: the tile's first, how many it has, and all.
-  Ahead(const uint8_t* from, int num_bytes, int num_steps, int row, int tile_rows, int num_rows)
+  PanelPrefetch(const uint8_t* from, int num_bytes, int num_steps, int row, int tile_rows, int num_rows)
       : next_(from + int64_t(num_bytes) * row / num_rows) {
     const int64_t unit = int64_t(num_rows) * num_steps * kLineBytes;
     num_lines_ = int((int64_t(num_bytes) * tile_rows + unit - 1) / unit);
@@ -129,7 +130,8 @@ void in_blocks(int64_t num_columns, int64_t num_rows, Body body) {
 // Finishes the rows [first, first + num_rows) of a panel, whose sums are [rows, kWeightPanel].
 template <typename T>
 void finish_rows(const Operands& operands, int64_t panel, int64_t first, int num_rows, float* sums) {
-  for (int row = 0; row < num_rows; ++row) finish<T, kWeightPanel>(sums + row * kWeightPanel, operands, first + row, int(panel));
+  for (int row = 0; row < num_rows; ++row)
+    finish<T, kWeightPanel>(sums + row * kWeightPanel, operands, first + row, int(panel));
 }
 
 // Calls `body(panel, column, idx)` for each of the columns `ids` of a weight, on threads; where one of them is none of

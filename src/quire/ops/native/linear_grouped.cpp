@@ -4,7 +4,7 @@
 // are there: a row gets the same bits in every batch.
 #include <cmath>
 
-#include "bytes.h"
+#include "int8_activations.h"
 
 namespace {
 
@@ -101,13 +101,14 @@ void unpack_groups(const uint8_t* groups, int num_groups, uint8_t* steps) {
 // ahead: what is fetched meanwhile.
 template <int kBits, int kRows, bool kIsUnpacked>
 void multiply_groups(const int8_t* x, int width, const int32_t* starts, const uint8_t* groups, const uint8_t* unpacked,
-                     int num_groups, Ahead ahead, float* sums) {
+                     int num_groups, PanelPrefetch ahead, float* sums) {
   const int all_groups = width / kGroup;
   Floats totals[kRows][kTileVectors];
 #pragma GCC unroll 3
   for (int row = 0; row < kRows; ++row)
 #pragma GCC unroll 4
-    for (int vector = 0; vector < kTileVectors; ++vector) totals[row][vector] = load(sums + row * kPanel + vector * kLanes);
+    for (int vector = 0; vector < kTileVectors; ++vector)
+      totals[row][vector] = load(sums + row * kPanel + vector * kLanes);
   for (int group = 0; group < num_groups; ++group) {
     const uint8_t* from = groups + group * kGroupBytes<kBits>;
     const auto* scales = reinterpret_cast<const BFloat16*>(from);
@@ -118,13 +119,15 @@ void multiply_groups(const int8_t* x, int width, const int32_t* starts, const ui
 #pragma GCC unroll 4
       for (int vector = 0; vector < kTileVectors; ++vector)
         products[row][vector] = Sums<kBits>::first(starts[row * all_groups + group]);
-#pragma GCC unroll 1  // else the compiler adds up a group's products in an order that takes more registers than there are
+#pragma GCC \
+    unroll 1  // else the compiler adds up a group's products in an order that takes more registers than there are
     for (int pair = 0; pair < kGroupPairs; ++pair) {
       Ints weights[2][kTileVectors];  // of both steps
 #pragma GCC unroll 4
       for (int vector = 0; vector < kTileVectors; ++vector) {
         if constexpr (kIsUnpacked) {
-          const uint8_t* steps = unpacked + (group * kGroupSteps + 2 * pair) * kPairBytes + vector * kLanes * kStepBytes;
+          const uint8_t* steps =
+              unpacked + (group * kGroupSteps + 2 * pair) * kPairBytes + vector * kLanes * kStepBytes;
           weights[0][vector] = load_bits<Ints>(steps);
           weights[1][vector] = load_bits<Ints>(steps + kPairBytes);
         } else {
@@ -156,14 +159,16 @@ void multiply_groups(const int8_t* x, int width, const int32_t* starts, const ui
 #pragma GCC unroll 3
   for (int row = 0; row < kRows; ++row)
 #pragma GCC unroll 4
-    for (int vector = 0; vector < kTileVectors; ++vector) store(sums + row * kPanel + vector * kLanes, totals[row][vector]);
+    for (int vector = 0; vector < kTileVectors; ++vector)
+      store(sums + row * kPanel + vector * kLanes, totals[row][vector]);
 }
 
 // Rows [first, first + num_rows) and the columns of one panel.
 //
-// kIsUnpacked: to unpack six bits costs a tile more than its products do; for several tiles bytes are made of them once.
+// kIsUnpacked: to unpack six bits costs a tile more than its products do; for several tiles bytes are made of them
+// once.
 template <int kBits, bool kIsUnpacked, typename T>
-void multiply_rows(const ByteRows& rows, const uint8_t* groups, const Operands& operands, int panel, int64_t first,
+void multiply_rows(const Int8Rows& rows, const uint8_t* groups, const Operands& operands, int panel, int64_t first,
                    int num_rows) {
   constexpr int kUnpackedGroups = 8;
   alignas(64) float sums[kJobRows * kPanel];
@@ -179,10 +184,10 @@ void multiply_rows(const ByteRows& rows, const uint8_t* groups, const Operands& 
     const uint8_t* from = groups + group * kGroupBytes<kBits>;
     if constexpr (kIsUnpacked) unpack_groups<kBits>(from, count, unpacked);
     in_tiles<kGroupRows>(num_rows, [&](int row, auto tile_rows) {
-      const Ahead ahead(from + num_bytes, num_bytes, count * kGroupPairs, row, tile_rows.value, num_rows);
-      multiply_groups<kBits, tile_rows.value, kIsUnpacked>(
-          x + row * rows.width + group * kGroup, rows.width, starts + row * rows.num_groups + group, from, unpacked, count,
-          ahead, sums + row * kPanel);
+      const PanelPrefetch ahead(from + num_bytes, num_bytes, count * kGroupPairs, row, tile_rows.value, num_rows);
+      multiply_groups<kBits, tile_rows.value, kIsUnpacked>(x + row * rows.width + group * kGroup, rows.width,
+                                                           starts + row * rows.num_groups + group, from, unpacked,
+                                                           count, ahead, sums + row * kPanel);
     });
   }
   for (int row = 0; row < num_rows; ++row) {
@@ -211,7 +216,8 @@ BFloat16 round_group(const T* from, int8_t* to) {
   const float step = widen(scale);
   if (std::abs(step) < kInfinity)
     for (int idx = 0; idx < kGroup; ++idx)
-      to[idx] = int8_t(std::min(std::max(nearest(splat(widen(from[idx]) / step))[0], -kOffset<kBits>), kOffset<kBits> - 1));
+      to[idx] =
+          int8_t(std::min(std::max(nearest(splat(widen(from[idx]) / step))[0], -kOffset<kBits>), kOffset<kBits> - 1));
   return scale;
 }
 
@@ -266,7 +272,8 @@ void multiply(Type type, const void* x, int64_t row_stride, int64_t num_rows, co
   with_type(type, [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
     const Operands operands{x, row_stride, bias, residual, output, int(num_columns), gate};
-    const ByteRows rows(static_cast<const T*>(x), row_stride, num_rows, int(width), int(width / kGroup), kOffset<kBits>);
+    const Int8Rows rows(static_cast<const T*>(x), row_stride, num_rows, int(width), int(width / kGroup),
+                        kOffset<kBits>);
     in_blocks<kPanel>(operands.num_columns, num_rows, [&](int panel, int64_t first, int count) {
       const uint8_t* groups = static_cast<const uint8_t*>(packed) + panel * panel_bytes<kBits>(width);
       if (kBits == 6 && count > 2 * kGroupRows)
@@ -281,18 +288,18 @@ void multiply(Type type, const void* x, int64_t row_stride, int64_t num_rows, co
 
 // For four bits, and for six: the bytes of a packed weight, `width` a multiple of 32; what rounds and packs a weight
 // [num_columns, width]; and what multiplies rows [num_rows, width] by it, where bias and residual may be null.
-#define QUIRE_GROUPED(name, kBits)                                                                                      \
-  QUIRE_EXPORT int64_t quire_bytes_##name(int64_t num_columns, int64_t width) {                                        \
-    return num_panels(int(num_columns)) * panel_bytes<kBits>(width);                                                   \
-  }                                                                                                                    \
-  QUIRE_EXPORT void quire_pack_##name(int64_t type, const void* weight, int64_t num_columns, int64_t width,            \
-                                      bool is_gated, void* packed) {                                                   \
-    pack<kBits>(Type(type), weight, num_columns, width, is_gated, packed);                                             \
-  }                                                                                                                    \
-  QUIRE_EXPORT void quire_linear_##name(Type type, const void* x, int64_t row_stride, int64_t num_rows,                \
-                                        const void* packed, int64_t num_columns, int64_t width, const void* bias,      \
-                                        const void* residual, Activation gate, void* output) {                         \
-    multiply<kBits>(type, x, row_stride, num_rows, packed, num_columns, width, bias, residual, gate, output);          \
+#define QUIRE_GROUPED(name, kBits)                                                                                \
+  QUIRE_EXPORT int64_t quire_bytes_##name(int64_t num_columns, int64_t width) {                                   \
+    return num_panels(int(num_columns)) * panel_bytes<kBits>(width);                                              \
+  }                                                                                                               \
+  QUIRE_EXPORT void quire_pack_##name(int64_t type, const void* weight, int64_t num_columns, int64_t width,       \
+                                      bool is_gated, void* packed) {                                              \
+    pack<kBits>(Type(type), weight, num_columns, width, is_gated, packed);                                        \
+  }                                                                                                               \
+  QUIRE_EXPORT void quire_linear_##name(Type type, const void* x, int64_t row_stride, int64_t num_rows,           \
+                                        const void* packed, int64_t num_columns, int64_t width, const void* bias, \
+                                        const void* residual, Activation gate, void* output) {                    \
+    multiply<kBits>(type, x, row_stride, num_rows, packed, num_columns, width, bias, residual, gate, output);     \
   }
 
 QUIRE_GROUPED(int4, 4)

@@ -1,7 +1,7 @@
 // Linear layers on int8 weights, one scale for each output column, and rows of int8, one scale for each row.
 //
 // Sums are whole numbers and exact, so a row gets the same bits in every batch.
-#include "bytes.h"
+#include "int8_activations.h"
 
 namespace {
 
@@ -23,8 +23,8 @@ struct Int8Weight {
 // starts: what the rows' sums begin with, or null where they have begun.
 // ahead: what is fetched meanwhile.
 template <int kRows>
-void multiply_tile(const int8_t* x, int width, const uint8_t* steps, int depth, const int32_t* starts, Ahead ahead,
-                   int32_t* sums) {
+void multiply_tile(const int8_t* x, int width, const uint8_t* steps, int depth, const int32_t* starts,
+                   PanelPrefetch ahead, int32_t* sums) {
   Ints totals[kRows][kTileVectors];
 #pragma GCC unroll 6
   for (int row = 0; row < kRows; ++row)
@@ -55,7 +55,7 @@ void multiply_tile(const int8_t* x, int width, const uint8_t* steps, int depth, 
 // Scales the sums [rows, kPanel] of one panel, and adds bias and residual. Those of a whole panel that is not gated go
 // from registers to the output: beside products of bytes, a way through memory is a twentieth of the time of 16 rows.
 template <typename T>
-void finish_sums(const ByteRows& rows, const float* scales, const Operands& operands, int panel, int64_t first,
+void finish_sums(const Int8Rows& rows, const float* scales, const Operands& operands, int panel, int64_t first,
                  int num_rows, const int32_t* sums) {
   const T* bias = operands.bias == nullptr ? nullptr : static_cast<const T*>(operands.bias) + panel * kPanel;
   const bool is_plain = operands.gate == Activation::kNone && (panel + 1) * kPanel <= operands.num_columns;
@@ -81,7 +81,7 @@ void finish_sums(const ByteRows& rows, const float* scales, const Operands& oper
 
 // Rows [first, first + num_rows) and the columns of one panel.
 template <typename T>
-void multiply_rows(const ByteRows& rows, const Int8Weight& weight, const Operands& operands, int panel, int64_t first,
+void multiply_rows(const Int8Rows& rows, const Int8Weight& weight, const Operands& operands, int panel, int64_t first,
                    int num_rows) {
   alignas(64) int32_t sums[kJobRows * kPanel];
   const int8_t* x = rows.values.get() + first * rows.width;
@@ -91,7 +91,7 @@ void multiply_rows(const ByteRows& rows, const Int8Weight& weight, const Operand
     const int depth = std::min(piece, weight.depth - step), num_bytes = depth * kPanel * kStepBytes;
     const uint8_t* from = steps + step * kPanel * kStepBytes;
     in_tiles<kTileRows>(num_rows, [&](int row, auto count) {
-      const Ahead ahead(from + num_bytes, num_bytes, depth, row, count.value, num_rows);
+      const PanelPrefetch ahead(from + num_bytes, num_bytes, depth, row, count.value, num_rows);
       multiply_tile<count.value>(x + row * rows.width + step * kStepBytes, rows.width, from, depth,
                                  step == 0 ? rows.starts.get() + first + row : nullptr, ahead, sums + row * kPanel);
     });
@@ -132,16 +132,16 @@ QUIRE_EXPORT void quire_pack_int8(int64_t type, const void* weight, int64_t num_
 }
 
 // Multiplies rows [num_rows, width] by a packed weight; bias and residual may be null.
-QUIRE_EXPORT void quire_linear_int8(Type type, const void* x, int64_t row_stride, int64_t num_rows,
-                                    const void* packed, int64_t num_columns, int64_t width, const void* bias,
-                                    const void* residual, Activation gate, void* output) {
+QUIRE_EXPORT void quire_linear_int8(Type type, const void* x, int64_t row_stride, int64_t num_rows, const void* packed,
+                                    int64_t num_columns, int64_t width, const void* bias, const void* residual,
+                                    Activation gate, void* output) {
   with_type(type, [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
     const Int8Weight weight{static_cast<const uint8_t*>(packed), int(width / kStepBytes)};
     const Operands operands{x, row_stride, bias, residual, output, int(num_columns), gate};
-    const ByteRows rows(static_cast<const T*>(x), row_stride, num_rows, int(width), 1, kWeightOffset);
-    in_blocks<kPanel>(
-        operands.num_columns, num_rows,
-        [&](int panel, int64_t first, int count) { multiply_rows<T>(rows, weight, operands, panel, first, count); });
+    const Int8Rows rows(static_cast<const T*>(x), row_stride, num_rows, int(width), 1, kWeightOffset);
+    in_blocks<kPanel>(operands.num_columns, num_rows, [&](int panel, int64_t first, int count) {
+      multiply_rows<T>(rows, weight, operands, panel, first, count);
+    });
   });
 }

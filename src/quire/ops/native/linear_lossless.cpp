@@ -1,8 +1,8 @@
 // Linear layers on weights that are coded, bit for bit what `quire_linear` gives.
 #include "cache.h"
-#include "coded.h"
-#include "paired.h"
-#include "widened.h"
+#include "dict_packed_bf16.h"
+#include "dpbf16.h"
+#include "upcast_weights.h"
 
 #if defined(__AVX2__)
 
@@ -125,12 +125,15 @@ using PlainWeight = WidenedWeight<BFloat16>;
 #endif
 
 int num_blocks(int64_t width) { return int((width + kBlockValues - 1) / kBlockValues); }
-int block_values(int64_t width, int block) { return int(std::min<int64_t>(kBlockValues, width - block * kBlockValues)); }
+int block_values(int64_t width, int block) {
+  return int(std::min<int64_t>(kBlockValues, width - block * kBlockValues));
+}
 int64_t block_bytes(const Table& table, int num_values) {
   return num_values / kStepValues * (table.is_raw() ? kStepBytes : kCodedStepBytes);
 }
 
-// Calls `body_of(panel)(block, columns, how many, values of each)` for each block of a weight, the panels on all threads.
+// Calls `body_of(panel)(block, columns, how many, values of each)` for each block of a weight, the panels on all
+// threads.
 template <typename BodyOf>
 void for_each_block(const void* weight, int64_t num_columns, int64_t width, bool is_gated, BodyOf body_of) {
   quire::in_parallel(num_panels<kWeightPanel>(num_columns), 1, [&](int64_t begin, int64_t end) {
@@ -141,7 +144,8 @@ void for_each_block(const void* weight, int64_t num_columns, int64_t width, bool
         const BFloat16* columns[kWeightPanel];
         for (int column = 0; column < count; ++column)
           columns[column] = static_cast<const BFloat16*>(weight) +
-                            column_of<kWeightPanel>(panel, column, num_columns, is_gated) * width + block * kBlockValues;
+                            column_of<kWeightPanel>(panel, column, num_columns, is_gated) * width +
+                            block * kBlockValues;
         body(block, columns, count, block_values(width, block));
       }
     }
@@ -198,12 +202,12 @@ QUIRE_EXPORT void quire_lossless_linear(Type, const void* x, int64_t row_stride,
                                         Activation gate, void* output) {
   const LosslessWeight weight = *static_cast<const LosslessWeight*>(packed);
   const Operands operands{x, row_stride, bias, residual, output, int(num_columns), gate};
-  multiply_coded(operands, num_rows, num_columns, int(width), [=](int64_t panel) {
-    return weight.panel(panel, width);
-  });
+  multiply_coded(operands, num_rows, num_columns, int(width),
+                 [=](int64_t panel) { return weight.panel(panel, width); });
 }
 
-// Looks columns of a weight packed so up: ids [num_ids] to output [num_ids, width]. Returns false for an id that is none.
+// Looks columns of a weight packed so up: ids [num_ids] to output [num_ids, width]. Returns false for an id that is
+// none.
 QUIRE_EXPORT bool quire_lossless_rows(Type, const void* packed, int64_t num_columns, int64_t width, const int64_t* ids,
                                       int64_t num_ids, void* output) {
   const LosslessWeight weight = *static_cast<const LosslessWeight*>(packed);

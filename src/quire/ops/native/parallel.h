@@ -6,7 +6,7 @@
 #include <atomic>
 #include <cstdint>
 
-#include "team.h"
+#include "spin_pool.h"
 
 namespace quire {
 
@@ -21,7 +21,7 @@ extern GetNumThreads get_num_threads;
 
 // The threads that may work at once.
 inline int64_t max_threads() {
-  if (team != nullptr) return team->num_threads;
+  if (spin_pool != nullptr) return spin_pool->num_threads;
   uint32_t num_threads = 1;
   if (parallel_for != nullptr && get_num_threads != nullptr) get_num_threads(&num_threads);
   return num_threads;
@@ -35,10 +35,10 @@ void in_parallel(int64_t count, int64_t grain, Body body) {
     return;
   }
   const auto run = [](int64_t begin, int64_t end, void* context) { (*static_cast<Body*>(context))(begin, end); };
-  if (Team* const led = team) {
-    team = nullptr;  // what a part wants to share is its own affair
+  if (SpinPool* const led = spin_pool) {
+    spin_pool = nullptr;  // what a part wants to share is its own affair
     led->share(count, std::max(grain, (count + led->num_threads - 1) / led->num_threads), run, &body);
-    team = led;
+    spin_pool = led;
     return;
   }
   parallel_for(0, count, grain, run, &body);

@@ -51,11 +51,11 @@ const typename Steps::Value* const* widen_vectors(const T* const* vectors, int c
 
 // Asks for vectors of the cache a few at a time, for requests that come faster than memory answers hold products up.
 template <typename T>
-class Coming {
+class VectorPrefetch {
  public:
   // vectors: where they lie, `ahead` values before. width: in values, a scale included.
   // num_calls: that `step` will have at least.
-  Coming(const T* const* vectors, int64_t ahead, int count, int width, int num_calls)
+  VectorPrefetch(const T* const* vectors, int64_t ahead, int count, int width, int num_calls)
       : vectors_(vectors), ahead_(ahead), count_(count), width_(width), each_((count + num_calls - 1) / num_calls) {}
 
   void step() {
@@ -72,16 +72,16 @@ class Coming {
 
 // The scores of a panel's rows: scores[token, row] = key(token) . query(row).
 //
-// coming: what is asked for meanwhile.
+// prefetch: what is asked for meanwhile.
 template <typename Steps, typename T>
 void score_panel(const typename Steps::Value* const* keys, Span tokens, const typename Steps::Value* queries,
-                 int num_rows, int depth, float* scores, Coming<T>& coming) {
+                 int num_rows, int depth, float* scores, VectorPrefetch<T>& prefetch) {
   with_vectors(num_rows, [&](auto vectors) {
     in_tiles<kTileRows>(tokens.end - tokens.begin, [&](int idx, auto count) {
       const int token = tokens.begin + idx;
-      RowsAnywhere<Steps, count.value> rows;
+      GatheredRows<Steps, count.value> rows;
       for (int beside = 0; beside < count.value; ++beside) rows.rows[beside] = keys[token + beside];
-      coming.step();
+      prefetch.step();
       multiply_tile<Steps, count.value, vectors.value>(rows, PanelSteps<Steps>{queries}, depth, scores + token * kPanel,
                                                        kPanel, nullptr);
     });
@@ -150,14 +150,14 @@ void weigh_lanes(float* scores, Span tokens, float scale, const Scales* scales, 
 // Adds a panel's weighted values: sums[row] = rescale[row] * sums[row] + weights[token, row] * value(token).
 //
 // weights, values: from the first of `depth` steps on; values are one panel of dimensions, `num_dims` of them.
-// coming: what is asked for meanwhile.
+// prefetch: what is asked for meanwhile.
 template <typename Steps, typename T>
 void add_panel(const typename Steps::Value* weights, int num_rows, const typename Steps::Value* values, int depth,
-               int num_dims, float* sums, int sums_stride, const float* rescale, Coming<T>& coming) {
+               int num_dims, float* sums, int sums_stride, const float* rescale, VectorPrefetch<T>& prefetch) {
   with_vectors(num_dims, [&](auto vectors) {
     in_tiles<kTileRows>(num_rows, [&](int row, auto count) {
-      const RowsBeside<Steps> rows{weights + row * Steps::kValues, kPanel * Steps::kValues};
-      coming.step();
+      const ContiguousRows<Steps> rows{weights + row * Steps::kValues, kPanel * Steps::kValues};
+      prefetch.step();
       multiply_tile<Steps, count.value, vectors.value>(rows, PanelSteps<Steps>{values}, depth, sums + row * sums_stride,
                                                        sums_stride, rescale + row);
     });

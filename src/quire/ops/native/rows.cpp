@@ -1,6 +1,6 @@
 // What is done to each row of hidden states between the matrix products: norms, rotations, gates, and the store of
 // keys and values.
-#include "activations.h"
+#include "activation_functions.h"
 #include "cache.h"
 #include "parallel.h"
 
@@ -90,9 +90,9 @@ struct Heads {
   const void* weights;  // [normed heads, head dim] of the heads' norms
   const void* cos;      // [rows, head dim]
   const void* sin;
-  void* queries;        // [rows, query heads, head dim]
+  void* queries;  // [rows, query heads, head dim]
   int64_t num_heads;
-  int64_t num_normed;   // the first of a row's heads: 0, all but the values, or all
+  int64_t num_normed;  // the first of a row's heads: 0, all but the values, or all
   float eps;
 };
 
@@ -124,8 +124,7 @@ void prepare(const StepRows& rows, const Cache& cache, int64_t layer, const Head
     T* slot = cache.slot<T>(block, layer, 1, head, offset);
     const int64_t idx = num_heads + num_kv_heads + head;
     const bool is_normed = idx < heads.num_normed;
-    if (is_normed)
-      normalise(from, weights + idx * head_dim, heads.eps, head_dim, cache.is_quantised ? normed : slot);
+    if (is_normed) normalise(from, weights + idx * head_dim, heads.eps, head_dim, cache.is_quantised ? normed : slot);
     if (cache.is_quantised)
       quantise(is_normed ? normed : from, head_dim, cache.slot<int8_t>(block, layer, 1, head, offset));
     else if (!is_normed)

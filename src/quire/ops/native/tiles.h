@@ -3,7 +3,7 @@
 // Many query rows are worth packing a tile into panels for `multiply`; few are not.
 #pragma once
 
-#include "few_rows.h"
+#include "decode_rows.h"
 
 namespace {
 
@@ -16,7 +16,8 @@ struct Scales {
 
   // Reads what lies behind vectors, `ahead` values behind each given one. Past the tokens, scales are 0.
   static void read(const int8_t* const* vectors, int64_t ahead, int num_tokens, int head_dim, float* scales) {
-    for (int token = 0; token < num_tokens; ++token) scales[token] = load_bits<float>(vectors[token] + ahead + head_dim);
+    for (int token = 0; token < num_tokens; ++token)
+      scales[token] = load_bits<float>(vectors[token] + ahead + head_dim);
     for (int token = num_tokens; token < round_up(num_tokens, kLanes); ++token) scales[token] = 0.0f;
   }
 };

@@ -33,8 +33,8 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 typedef float Floats __attribute__((vector_size(4 * QUIRE_LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * QUIRE_LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * QUIRE_LANES)));
-typedef int8_t Bytes __attribute__((vector_size(QUIRE_LANES)));               // a quarter as wide
-typedef uint16_t Halves __attribute__((vector_size(2 * QUIRE_LANES)));    // half as wide
+typedef int8_t Bytes __attribute__((vector_size(QUIRE_LANES)));            // a quarter as wide
+typedef uint16_t Halves __attribute__((vector_size(2 * QUIRE_LANES)));     // half as wide
 typedef uint16_t HalfPairs __attribute__((vector_size(4 * QUIRE_LANES)));  // as wide as Floats
 
 struct BFloat16 {
@@ -97,9 +97,7 @@ QUIRE_INLINE Halves narrow_words(Words values) {
 #endif
 }
 
-QUIRE_INLINE Floats load(const BFloat16* from) {
-  return bit_cast<Floats>(widen_words(load_bits<Halves>(from)) << 16);
-}
+QUIRE_INLINE Floats load(const BFloat16* from) { return bit_cast<Floats>(widen_words(load_bits<Halves>(from)) << 16); }
 
 QUIRE_INLINE float widen(BFloat16 value) { return bit_cast<float>(uint32_t(value.bits) << 16); }
 
@@ -303,15 +301,14 @@ QUIRE_INLINE HalfPairs pairs_of(Floats a, Floats b) {
 
 // ---- functions ----
 
-// The largest magnitude of some values, or NaN where there is one: as integers, magnitudes have the order that they have
-// as floats, and a NaN is the largest.
+// The largest magnitude of some values, or NaN where there is one: as integers, magnitudes have the order that they
+// have as floats, and a NaN is the largest.
 template <typename T>
 QUIRE_INLINE float largest_magnitude(const T* from, int64_t count) {
   const auto magnitude = [](auto value) { return value & 0x7fffffff; };
   Ints highest{};
   int64_t idx = 0;
-  for (; idx + kLanes <= count; idx += kLanes)
-    highest = max(highest, magnitude(bit_cast<Ints>(load(from + idx))));
+  for (; idx + kLanes <= count; idx += kLanes) highest = max(highest, magnitude(bit_cast<Ints>(load(from + idx))));
   int32_t largest = max_of(highest)[0];
   for (; idx < count; ++idx) {
     const int32_t here = magnitude(bit_cast<int32_t>(widen(from[idx])));
@@ -326,7 +323,8 @@ QUIRE_INLINE float largest_magnitude(const T* from, int64_t count) {
 QUIRE_INLINE Floats exponential(Floats x) {
   const Floats limited = x > 88.0f ? splat(88.0f) : x;
 #if defined(__AVX512F__)
-  const Floats power = (Floats)_mm512_roundscale_ps((__m512)(limited * 1.44269504088896341f), _MM_FROUND_TO_NEAREST_INT);
+  const Floats power =
+      (Floats)_mm512_roundscale_ps((__m512)(limited * 1.44269504088896341f), _MM_FROUND_TO_NEAREST_INT);
 #else
   const Floats magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   const Floats rounded = limited * 1.44269504088896341f + magic;

@@ -21,22 +21,42 @@ namespace {
 constexpr int kStepValues = 2;  // of each column
 typedef uint8_t CodeBytes __attribute__((vector_size(64)));
 
-QUIRE_INLINE CodeBytes look_up(CodeBytes table, CodeBytes codes) { return (CodeBytes)_mm512_shuffle_epi8((__m512i)table, (__m512i)codes); }
-QUIRE_INLINE CodeBytes table_bytes(const uint8_t* values) { return (CodeBytes)_mm512_broadcast_i32x4(load_bits<__m128i>(values)); }
-QUIRE_INLINE CodeBytes interleave_low(CodeBytes a, CodeBytes b) { return (CodeBytes)_mm512_unpacklo_epi8((__m512i)a, (__m512i)b); }
-QUIRE_INLINE CodeBytes interleave_high(CodeBytes a, CodeBytes b) { return (CodeBytes)_mm512_unpackhi_epi8((__m512i)a, (__m512i)b); }
-QUIRE_INLINE CodeBytes join_words(CodeBytes a, CodeBytes b) { return (CodeBytes)_mm512_packus_epi16((__m512i)a, (__m512i)b); }
+QUIRE_INLINE CodeBytes look_up(CodeBytes table, CodeBytes codes) {
+  return (CodeBytes)_mm512_shuffle_epi8((__m512i)table, (__m512i)codes);
+}
+QUIRE_INLINE CodeBytes table_bytes(const uint8_t* values) {
+  return (CodeBytes)_mm512_broadcast_i32x4(load_bits<__m128i>(values));
+}
+QUIRE_INLINE CodeBytes interleave_low(CodeBytes a, CodeBytes b) {
+  return (CodeBytes)_mm512_unpacklo_epi8((__m512i)a, (__m512i)b);
+}
+QUIRE_INLINE CodeBytes interleave_high(CodeBytes a, CodeBytes b) {
+  return (CodeBytes)_mm512_unpackhi_epi8((__m512i)a, (__m512i)b);
+}
+QUIRE_INLINE CodeBytes join_words(CodeBytes a, CodeBytes b) {
+  return (CodeBytes)_mm512_packus_epi16((__m512i)a, (__m512i)b);
+}
 
 #else
 
 constexpr int kStepValues = 1;
 typedef uint8_t CodeBytes __attribute__((vector_size(32)));
 
-QUIRE_INLINE CodeBytes look_up(CodeBytes table, CodeBytes codes) { return (CodeBytes)_mm256_shuffle_epi8((__m256i)table, (__m256i)codes); }
-QUIRE_INLINE CodeBytes table_bytes(const uint8_t* values) { return (CodeBytes)_mm256_broadcastsi128_si256(load_bits<__m128i>(values)); }
-QUIRE_INLINE CodeBytes interleave_low(CodeBytes a, CodeBytes b) { return (CodeBytes)_mm256_unpacklo_epi8((__m256i)a, (__m256i)b); }
-QUIRE_INLINE CodeBytes interleave_high(CodeBytes a, CodeBytes b) { return (CodeBytes)_mm256_unpackhi_epi8((__m256i)a, (__m256i)b); }
-QUIRE_INLINE CodeBytes join_words(CodeBytes a, CodeBytes b) { return (CodeBytes)_mm256_packus_epi16((__m256i)a, (__m256i)b); }
+QUIRE_INLINE CodeBytes look_up(CodeBytes table, CodeBytes codes) {
+  return (CodeBytes)_mm256_shuffle_epi8((__m256i)table, (__m256i)codes);
+}
+QUIRE_INLINE CodeBytes table_bytes(const uint8_t* values) {
+  return (CodeBytes)_mm256_broadcastsi128_si256(load_bits<__m128i>(values));
+}
+QUIRE_INLINE CodeBytes interleave_low(CodeBytes a, CodeBytes b) {
+  return (CodeBytes)_mm256_unpacklo_epi8((__m256i)a, (__m256i)b);
+}
+QUIRE_INLINE CodeBytes interleave_high(CodeBytes a, CodeBytes b) {
+  return (CodeBytes)_mm256_unpackhi_epi8((__m256i)a, (__m256i)b);
+}
+QUIRE_INLINE CodeBytes join_words(CodeBytes a, CodeBytes b) {
+  return (CodeBytes)_mm256_packus_epi16((__m256i)a, (__m256i)b);
+}
 
 #endif
 
@@ -46,10 +66,11 @@ constexpr int kBlockValues = 32;  // of each column
 constexpr int kBlockSteps = kBlockValues / kStepValues;
 constexpr int kStepBytes = kStepValues * kWeightPanel * int(sizeof(BFloat16));
 constexpr int kCodedStepBytes = 3 * int(sizeof(CodeBytes));
-static_assert(kStepBytes == 4 * sizeof(CodeBytes));  // two groups: two vectors of values, one of low or of high bytes each
+static_assert(kStepBytes ==
+              4 * sizeof(CodeBytes));  // two groups: two vectors of values, one of low or of high bytes each
 
-// The high bytes of a block, and perhaps others, in rising order, the last one repeated; a falling pair at the ends marks
-// a raw block.
+// The high bytes of a block, and perhaps others, in rising order, the last one repeated; a falling pair at the ends
+// marks a raw block.
 struct Table {
   uint8_t values[16];
 
@@ -105,8 +126,9 @@ inline void pack_step(const BFloat16* step, const Table& table, uint8_t* to) {
   store_bits(to, codes[0] | codes[1] << 4);
 }
 
-// Looks for a table of eight neighbouring exponents with either sign, which nearly all blocks are content with and which
-// takes a fraction of the time of looking at each value. Returns whether `table` is one for whole columns of a block.
+// Looks for a table of eight neighbouring exponents with either sign, which nearly all blocks are content with and
+// which takes a fraction of the time of looking at each value. Returns whether `table` is one for whole columns of a
+// block.
 inline bool find_neighbours(const BFloat16* const* columns, int count, Table& table) {
   constexpr int kWords = sizeof(HalfPairs) / sizeof(uint16_t);
   HalfPairs least = HalfPairs{} + uint16_t(0x7fff), most{};

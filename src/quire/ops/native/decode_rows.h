@@ -1,7 +1,7 @@
 // Products of few rows with the keys and values of a tile where they lie: to pack them would take longer.
 #pragma once
 
-#include "byte_rows.h"
+#include "int8_kv_attention.h"
 #include "gemm.h"
 
 namespace {
@@ -45,7 +45,8 @@ void score(const typename Steps::Value* queries, const T* const* keys, int64_t a
       for (int row = 0; row < kRows; ++row) sums[row][part] = sums_of<side, 1>(products[row]);
     }
 #pragma GCC unroll 4
-    for (int row = 0; row < kRows; ++row) store(scores + row * stride + column, sums_of<kLanes / side, side>(sums[row]));
+    for (int row = 0; row < kRows; ++row)
+      store(scores + row * stride + column, sums_of<kLanes / side, side>(sums[row]));
   }
 }
 
@@ -54,8 +55,8 @@ void score(const typename Steps::Value* queries, const T* const* keys, int64_t a
 // This does it for the dimensions of `kVectors` vectors from `first_dim` on.
 template <typename Steps, int kRows, int kVectors, typename T>
 void add_columns(const typename Steps::Value* weights, int stride, const T* const* values, const T* const* next,
-                 int num_tokens, int num_next, [[maybe_unused]] int head_dim, int first_dim, float* sums, int sums_stride,
-                 const float* rescale) {
+                 int num_tokens, int num_next, [[maybe_unused]] int head_dim, int first_dim, float* sums,
+                 int sums_stride, const float* rescale) {
   Floats totals[kRows][kVectors];
 #pragma GCC unroll 4
   for (int row = 0; row < kRows; ++row)
@@ -76,8 +77,7 @@ void add_columns(const typename Steps::Value* weights, int stride, const T* cons
       for (int vector = 0; vector < kVectors; vector += 2) {
         const T* first = values[token] + first_dim + vector * kLanes;
         // A pair's second half without a token must be zero: its weight is, but zero times anything need not be.
-        const HalfPairs second =
-            is_pair ? load_halves(values[token + 1] + first_dim + vector * kLanes) : HalfPairs{};
+        const HalfPairs second = is_pair ? load_halves(values[token + 1] + first_dim + vector * kLanes) : HalfPairs{};
         const Interleaved pairs = interleave(load_halves(first), second);
         columns[vector] = bit_cast<Floats>(pairs.low);
         columns[vector + 1] = bit_cast<Floats>(pairs.high);
@@ -91,7 +91,8 @@ void add_columns(const typename Steps::Value* weights, int stride, const T* cons
     for (int row = 0; row < kRows; ++row) {
       const Floats weight = Steps::broadcast(weights + row * stride + token);
 #pragma GCC unroll 8
-      for (int vector = 0; vector < kVectors; ++vector) Steps::multiply_add(totals[row][vector], weight, columns[vector]);
+      for (int vector = 0; vector < kVectors; ++vector)
+        Steps::multiply_add(totals[row][vector], weight, columns[vector]);
     }
   }
 #pragma GCC unroll 4

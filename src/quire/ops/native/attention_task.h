@@ -22,17 +22,17 @@ using quire::AttentionPlan;
 using quire::Job;
 using quire::kPartTokens;
 using quire::kRows;
-using quire::Strip;
+using quire::QueryTile;
 
 constexpr int kTokens = kTileTokens;
 constexpr float kExponents = 1.44269504088896341f;  // the weight of a score is e to its power, and computed as 2's
-// For so few rows it takes longer to multiply whole vectors of them than to pack keys.
+// For so few rows it takes longer to multiply result vectors of them than to pack keys.
 constexpr int kPackedRows = 12;
 
 static_assert(kPartTokens % kTokens == 0);
 
 // What some rows have collected of a context.
-struct Collected {
+struct PartialSoftmax {
   alignas(64) float sums[kRows * kMaxDim];
   alignas(64) float largest[kRows];  // score, as an exponent of two
   alignas(64) float total[kRows];    // of the weights relative to it
@@ -46,7 +46,7 @@ struct Collected {
   }
 
   // Adds what follows.
-  void join(const Collected& next, int num_rows, int head_dim);
+  void join(const PartialSoftmax& next, int num_rows, int head_dim);
 };
 
 // One thread's tiles: 1.1 MiB at most, a third of it touched for heads of 128 in bfloat16.
@@ -58,12 +58,12 @@ struct Scratch {
   alignas(64) Value values[kTokens * kMaxDim];
   alignas(64) float scores[kRows * kTokens];
   alignas(64) Value weights[kRows * kTokens];
-  Collected part;    // of the part at hand
-  Collected before;  // of the parts before it
+  PartialSoftmax part;    // of the part at hand
+  PartialSoftmax before;  // of the parts before it
   alignas(64) float rescale[kRows];
   Scales scales;
 #if defined(QUIRE_HAS_BYTE_ROWS)
-  ByteRow byte_queries[kFewRows], byte_weights[kFewRows];
+  SplitInt16Row byte_queries[kFewRows], byte_weights[kFewRows];
 #endif
   const Value* places[kTokens];
   int num_rows;
@@ -79,27 +79,27 @@ struct Layer {
   int64_t idx;
   const void* queries;  // [rows, heads, head dim]
   int64_t row_stride;
-  float scale;  // of scores, as exponents of two
+  float scale;   // of scores, as exponents of two
   void* output;  // [rows, heads, head dim], contiguous
 
-  // A strip's row, as the step counts rows.
-  int64_t row_of(const Strip& strip, int64_t row) const {
-    return rows.row_starts[strip.seq] + (strip.first_row + row) / plan.group;
+  // A query_tile's row, as the step counts rows.
+  int64_t row_of(const QueryTile& query_tile, int64_t row) const {
+    return rows.row_starts[query_tile.seq] + (query_tile.first_row + row) / plan.group;
   }
-  // A strip's row, as the query heads of a step's row are counted.
-  int64_t head_of(const Strip& strip, int64_t row, int64_t kv_head) const {
-    return kv_head * plan.group + (strip.first_row + row) % plan.group;
-  }
-  template <typename T>
-  const T* query(const Strip& strip, int64_t row, int64_t kv_head) const {
-    return static_cast<const T*>(queries) + row_of(strip, row) * row_stride +
-           head_of(strip, row, kv_head) * cache.head_dim;
+  // A query_tile's row, as the query heads of a step's row are counted.
+  int64_t head_of(const QueryTile& query_tile, int64_t row, int64_t kv_head) const {
+    return kv_head * plan.group + (query_tile.first_row + row) % plan.group;
   }
   template <typename T>
-  T* output_row(const Strip& strip, int64_t row, int64_t kv_head) const {
+  const T* query(const QueryTile& query_tile, int64_t row, int64_t kv_head) const {
+    return static_cast<const T*>(queries) + row_of(query_tile, row) * row_stride +
+           head_of(query_tile, row, kv_head) * cache.head_dim;
+  }
+  template <typename T>
+  T* output_row(const QueryTile& query_tile, int64_t row, int64_t kv_head) const {
     const int64_t num_heads = cache.num_kv_heads * plan.group;
     return static_cast<T*>(output) +
-           (row_of(strip, row) * num_heads + head_of(strip, row, kv_head)) * cache.head_dim;
+           (row_of(query_tile, row) * num_heads + head_of(query_tile, row, kv_head)) * cache.head_dim;
   }
 };
 
@@ -107,7 +107,7 @@ struct Layer {
 template <typename S>
 struct Tile {
   int num_tokens;
-  int num_missing;         // the first of them, which nobody sees
+  int num_missing;          // the first of them, which nobody sees
   const S* slots[kTokens];  // where each token's key lies; a missing one's, where some other's does
 
   // Looks up the tokens from `start` to the next tile's start, those outside the job's left out.
@@ -128,8 +128,8 @@ struct Tile {
 
 // Adds what a row collected of one part, or of several, to what it collected before (of nothing, its total is 0 and its
 // sums may be anything). Never inlined: one function gives the same bits wherever it is called.
-__attribute__((noinline)) void join(const float* sums, float largest, float total, int head_dim, float* sums_before,
-                                    float& largest_before, float& total_before) {
+__attribute__((noinline)) void merge_partial(const float* sums, float largest, float total, int head_dim,
+                                             float* sums_before, float& largest_before, float& total_before) {
   if (total == 0.0f) return;
   if (total_before == 0.0f) {
     std::memcpy(sums_before, sums, head_dim * sizeof(float));
@@ -145,17 +145,17 @@ __attribute__((noinline)) void join(const float* sums, float largest, float tota
   for (int dim = 0; dim < head_dim; ++dim) sums_before[dim] = sums_before[dim] * factor_before + sums[dim] * factor;
 }
 
-void Collected::join(const Collected& next, int num_rows, int head_dim) {
+void PartialSoftmax::join(const PartialSoftmax& next, int num_rows, int head_dim) {
   for (int row = 0; row < num_rows; ++row)
-    ::join(next.sums + row * kMaxDim, next.largest[row], next.total[row], head_dim, sums + row * kMaxDim, largest[row],
-           total[row]);
+    merge_partial(next.sums + row * kMaxDim, next.largest[row], next.total[row], head_dim, sums + row * kMaxDim,
+                  largest[row], total[row]);
 }
 
 // A job for one KV head. Rows are of the type T, slots of S: the same, or int8 with scales.
 template <typename Steps, typename T, typename S>
-class Attending {
+class AttentionTask {
  public:
-  Attending(const Layer& layer, const Job& job, int64_t kv_head, Scratch<Steps>& scratch)
+  AttentionTask(const Layer& layer, const Job& job, int64_t kv_head, Scratch<Steps>& scratch)
       : layer_(layer),
         job_(job),
         kv_head_(kv_head),
@@ -164,9 +164,9 @@ class Attending {
         to_values_(layer.cache.num_kv_heads * layer.cache.block_size * layer.cache.slot_bytes / int64_t(sizeof(S))) {}
 
   // Goes through the context; returns what the rows have collected of it.
-  const Collected& run() {
+  const PartialSoftmax& run() {
     const bool is_deterministic = layer_.plan.is_deterministic;
-    const int64_t seq = layer_.plan.strips[layer_.plan.pieces[job_.first_piece].strip].seq;
+    const int64_t seq = layer_.plan.query_tiles[layer_.plan.splits[job_.first_split].query_tile].seq;
     const int64_t* table = layer_.rows.block_ids + layer_.rows.block_starts[seq];
     // What a token's column is must not depend on where a row of another position begins to see.
     start_ = is_deterministic ? job_.begin / kTokens * kTokens : job_.begin;
@@ -179,7 +179,7 @@ class Attending {
     const int num_rows = scratch_.num_rows;
     // Elsewhere a chunk of a prompt walks through its context in one go.
     const bool has_parts = is_deterministic && job_.begin / kPartTokens != (job_.end - 1) / kPartTokens;
-    Collected &part = scratch_.part, &before = scratch_.before;
+    PartialSoftmax &part = scratch_.part, &before = scratch_.before;
     part.clear(num_rows, head_dim_);
     if (has_parts) before.clear(num_rows, head_dim_);
     for (int64_t next_start; start_ < job_.end; start_ = next_start) {
@@ -199,18 +199,18 @@ class Attending {
   using Value = typename Steps::Value;
   static constexpr bool kHasScales = std::is_same_v<S, int8_t>;
 
-  // Lays the rows of the job's strips one behind the other, or side by side.
+  // Lays the rows of the job's query_tiles one behind the other, or side by side.
   void gather() {
     const AttentionPlan& plan = layer_.plan;
     const T* queries[kRows];
     int row = 0;
-    for (int64_t piece = job_.first_piece; piece < job_.first_piece + job_.num_pieces; ++piece) {
-      const Strip& strip = plan.strips[plan.pieces[piece].strip];
-      const int64_t to_position = layer_.rows.context_lens[strip.seq] - layer_.rows.row_starts[strip.seq + 1];
-      for (int64_t of_strip = 0; of_strip < strip.num_rows; ++of_strip, ++row) {
-        const int64_t position = to_position + layer_.row_of(strip, of_strip);
-        queries[row] = layer_.query<T>(strip, of_strip, kv_head_);
-        scratch_.first[row] = plan.sight.first_seen(position);
+    for (int64_t split = job_.first_split; split < job_.first_split + job_.num_splits; ++split) {
+      const QueryTile& query_tile = plan.query_tiles[plan.splits[split].query_tile];
+      const int64_t to_position = layer_.rows.context_lens[query_tile.seq] - layer_.rows.row_starts[query_tile.seq + 1];
+      for (int64_t tile_row = 0; tile_row < query_tile.num_rows; ++tile_row, ++row) {
+        const int64_t position = to_position + layer_.row_of(query_tile, tile_row);
+        queries[row] = layer_.query<T>(query_tile, tile_row, kv_head_);
+        scratch_.first[row] = plan.mask.first_seen(position);
         scratch_.last[row] = position + 1;
       }
     }
@@ -265,10 +265,10 @@ class Attending {
   void weigh_rows() {
     read_scales_of_values();
     for (int row = 0; row < scratch_.num_rows; ++row)
-      scratch_.rescale[row] = weigh(scratch_.scores + row * kTokens, in_tile(scratch_.first[row]),
-                                    in_tile(scratch_.last[row]), tile_.num_tokens, layer_.scale, scales(),
-                                    scratch_.weights + row * kTokens, scratch_.part.largest[row],
-                                    scratch_.part.total[row]);
+      scratch_.rescale[row] =
+          weigh(scratch_.scores + row * kTokens, in_tile(scratch_.first[row]), in_tile(scratch_.last[row]),
+                tile_.num_tokens, layer_.scale, scales(), scratch_.weights + row * kTokens, scratch_.part.largest[row],
+                scratch_.part.total[row]);
   }
 
   // Goes on from the keys of the tile to its values.
@@ -333,8 +333,8 @@ class Attending {
     const Value* const* keys =
         widen_vectors<Steps, S>(tile_.slots, tile_.num_tokens, head_dim_, scratch_.keys, scratch_.places);
     Span spans[kRows / kPanel];
-    Coming<S> values(tile_.slots, to_values_, tile_.num_tokens, head_dim_ + scale_width,
-                     num_panels * (tile_.num_tokens / kTileRows) + 1);
+    VectorPrefetch<S> values(tile_.slots, to_values_, tile_.num_tokens, head_dim_ + scale_width,
+                             num_panels * (tile_.num_tokens / kTileRows) + 1);
     for (int row = 0; row < num_rows; row += kPanel) {
       const int count = std::min(kPanel, num_rows - row);
       const Span span = spans[row / kPanel] = find_span(row, count);
@@ -346,8 +346,8 @@ class Attending {
     turn_to_values();
     const int depth = (tile_.num_tokens + Steps::kValues - 1) / Steps::kValues;
     pack_values<Steps, S>(tile_.slots, next_.slots, tile_.num_tokens, 0, head_dim_, scratch_.values);
-    Coming<S> next_keys(next_.slots, 0, next_.num_tokens, head_dim_ + scale_width,
-                        (head_dim_ + kPanel - 1) / kPanel * (num_rows / kTileRows));
+    VectorPrefetch<S> next_keys(next_.slots, 0, next_.num_tokens, head_dim_ + scale_width,
+                                (head_dim_ + kPanel - 1) / kPanel * (num_rows / kTileRows));
     for (int dim = 0; dim < head_dim_; dim += kPanel) {
       for (int row = 0; row < num_rows; row += kPanel) {
         const Span span = spans[row / kPanel];
@@ -371,18 +371,18 @@ class Attending {
   }
 
   void weigh_panel(int row, int count, Span span) {
-    const Span whole{span.begin, round_up(span.end, kLanes)};
-    Collected& part = scratch_.part;
+    const Span result{span.begin, round_up(span.end, kLanes)};
+    PartialSoftmax& part = scratch_.part;
     for (int lane = row; lane < row + count; lane += kLanes) {
       Lanes lanes{load(part.largest + lane), load(part.total + lane), {}, {}, {}};
       bool sees_all = true;
       for (int idx = 0; idx < kLanes; ++idx) {
         lanes.first[idx] = in_tile(scratch_.first[lane + idx]);
         lanes.last[idx] = in_tile(scratch_.last[lane + idx]);
-        sees_all = sees_all && lanes.first[idx] <= whole.begin && lanes.last[idx] >= whole.end;
+        sees_all = sees_all && lanes.first[idx] <= result.begin && lanes.last[idx] >= result.end;
       }
       const int of_panel = lane - row;
-      weigh_lanes<Steps>(scratch_.scores + of_panel, whole, layer_.scale, scales(),
+      weigh_lanes<Steps>(scratch_.scores + of_panel, result, layer_.scale, scales(),
                          scratch_.weights + row * kTokens + of_panel * Steps::kValues, sees_all, lanes);
       store(part.largest + lane, lanes.largest);
       store(part.total + lane, lanes.total);
@@ -399,7 +399,7 @@ class Attending {
   bool is_few_;
   bool in_panels_;
   bool are_bytes_ = false;  // rows of bytes meet bytes
-  int64_t start_;  // of the tile
+  int64_t start_;           // of the tile
   Tile<S> tile_, next_;
 };
 

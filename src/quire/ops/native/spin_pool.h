@@ -18,7 +18,7 @@
 namespace quire {
 
 // Looks at something again and again, and lets other threads of the system go first when it takes long.
-class Patience {
+class SpinBackoff {
  public:
   void wait() {
     if (++num_looks_ > kLooks) return std::this_thread::yield();
@@ -35,11 +35,11 @@ class Patience {
   int num_looks_ = 0;
 };
 
-class Team {
+class SpinPool {
  public:
   using Run = void (*)(int64_t begin, int64_t end, void* context);
 
-  explicit Team(int64_t num_threads) : num_threads(num_threads) {}
+  explicit SpinPool(int64_t num_threads) : num_threads(num_threads) {}
 
   const int64_t num_threads;  // that there may be
 
@@ -53,7 +53,7 @@ class Team {
     turn_.fetch_add(1);  // odd: open
     take_parts();
     turn_.fetch_add(1);
-    for (Patience patience; num_helping_.load() != 0;) patience.wait();
+    for (SpinBackoff backoff; num_helping_.load() != 0;) backoff.wait();
   }
 
   // In the leader: there is no more to come.
@@ -62,11 +62,11 @@ class Team {
   // In the others: takes parts until then.
   void help() {
     uint64_t seen = 0;
-    for (Patience patience;;) {
+    for (SpinBackoff backoff;;) {
       const uint64_t turn = turn_.load();
       if (turn == kOver) return;
       if (turn % 2 == 0 || turn == seen) {
-        patience.wait();
+        backoff.wait();
         continue;
       }
       // Either the leader closes behind this, and waits, or it has closed, which is seen here.
@@ -74,7 +74,7 @@ class Team {
       if (turn_.load() == turn) take_parts();
       num_helping_.fetch_sub(1);
       seen = turn;
-      patience = Patience();
+      backoff = SpinBackoff();
     }
   }
 
@@ -96,6 +96,6 @@ class Team {
 };
 
 // That this thread leads; null where it leads none.
-inline thread_local Team* team = nullptr;
+inline thread_local SpinPool* spin_pool = nullptr;
 
 }  // namespace quire

@@ -1,8 +1,8 @@
 // Products of few rows of bfloat16 with keys and values of int8, by instructions that multiply bytes.
 //
-// To widen bytes would take longer than the products. So a row becomes whole numbers of 16 bits instead, in proportion to
-// its largest magnitude, and each of them two bytes, which are multiplied apart. What that loses, 2^-16 of the largest
-// magnitude, is far below a rounding to bfloat16; the sums of the products are exact.
+// To widen bytes would take longer than the products. So a row becomes whole numbers of 16 bits instead, in proportion
+// to its largest magnitude, and each of them two bytes, which are multiplied apart. What that loses, 2^-16 of the
+// largest magnitude, is far below a rounding to bfloat16; the sums of the products are exact.
 #pragma once
 
 #include "cache.h"
@@ -22,12 +22,10 @@ QUIRE_INLINE void multiply_bytes(Ints& sum, Ints bytes, Ints row) {
   sum = (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)bytes, (__m512i)row);
 }
 
-QUIRE_INLINE Ints load_bytes(const int8_t* from) {
-  return bit_cast<Ints>(load_bits<Words>(from) ^ 0x80808080u);
-}
+QUIRE_INLINE Ints load_bytes(const int8_t* from) { return bit_cast<Ints>(load_bits<Words>(from) ^ 0x80808080u); }
 
 // A row of the numbers 256 * high + low, one of which is worth `scale`.
-struct ByteRow {
+struct SplitInt16Row {
   alignas(64) int8_t high[kMaxDim];
   alignas(64) int8_t low[kMaxDim];
   float scale;
@@ -54,10 +52,10 @@ struct ByteRow {
   QUIRE_INLINE Floats value(Ints sums) const { return __builtin_convertvector(sums - excess, Floats) * scale; }
 };
 
-// As `score`, for one row or two: more sums than theirs do not fit in registers. The scales behind the keys are read on the
-// way: to read them by themselves would wait for lines that come with the keys.
+// As `score`, for one row or two: more sums than theirs do not fit in registers. The scales behind the keys are read on
+// the way: to read them by themselves would wait for lines that come with the keys.
 template <int kRows>
-void score_rows(const ByteRow* rows, const int8_t* const* keys, int64_t ahead, int num_tokens, int head_dim,
+void score_rows(const SplitInt16Row* rows, const int8_t* const* keys, int64_t ahead, int num_tokens, int head_dim,
                 float* scores, int stride, float* scales) {
   constexpr int side = 4;
   for (int column = 0; column < num_tokens; column += kLanes) {
@@ -125,8 +123,8 @@ QUIRE_INLINE void order_quarters(Words (&sums)[4]) {
 
 // As `add_values`, for one row or two.
 template <int kRows>
-void add_rows(const ByteRow* rows, const int8_t* const* values, const int8_t* const* next, int num_tokens, int num_next,
-              int head_dim, float* sums, int sums_stride, const float* rescale) {
+void add_rows(const SplitInt16Row* rows, const int8_t* const* values, const int8_t* const* next, int num_tokens,
+              int num_next, int head_dim, float* sums, int sums_stride, const float* rescale) {
   for (int dim = 0; dim < head_dim; dim += kByteDims) {
     Ints high[kRows][4]{}, low[kRows][4]{};
     for (int token = 0; token < num_tokens; token += 4) {
@@ -176,7 +174,7 @@ QUIRE_INLINE void in_pairs(Body body) {
 
 // scales: of the keys, in whole vectors; filled in.
 template <int kRows>
-void score_bytes(const ByteRow* rows, const int8_t* const* keys, int64_t ahead, int num_tokens, int head_dim,
+void score_bytes(const SplitInt16Row* rows, const int8_t* const* keys, int64_t ahead, int num_tokens, int head_dim,
                  float* scores, int stride, float* scales) {
   in_pairs<kRows>([&](int row, auto count) {
     score_rows<count.value>(rows + row, keys, ahead, num_tokens, head_dim, scores + row * stride, stride, scales);
@@ -185,8 +183,8 @@ void score_bytes(const ByteRow* rows, const int8_t* const* keys, int64_t ahead, 
 
 // rows: of weights; 0 past the tokens, up to a whole vector.
 template <int kRows>
-void add_bytes(const ByteRow* rows, const int8_t* const* values, const int8_t* const* next, int num_tokens, int num_next,
-               int head_dim, float* sums, int sums_stride, const float* rescale) {
+void add_bytes(const SplitInt16Row* rows, const int8_t* const* values, const int8_t* const* next, int num_tokens,
+               int num_next, int head_dim, float* sums, int sums_stride, const float* rescale) {
   in_pairs<kRows>([&](int row, auto count) {
     add_rows<count.value>(rows + row, values, next, num_tokens, num_next, head_dim, sums + row * sums_stride,
                           sums_stride, rescale + row);

@@ -36,8 +36,8 @@ constexpr int kWeightOffset = 0;
 
 // No pair of products leaves 16 bits: neither factor is -128.
 QUIRE_INLINE void multiply_add(Ints& sum, Ints weights, Ints values) {
-  const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8((__m256i)values),
-                                             _mm256_sign_epi8((__m256i)weights, (__m256i)values));
+  const __m256i pairs =
+      _mm256_maddubs_epi16(_mm256_abs_epi8((__m256i)values), _mm256_sign_epi8((__m256i)weights, (__m256i)values));
   sum += (Ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 }
 
@@ -118,16 +118,16 @@ float round_row(const T* from, int width, int8_t* to) {
 }
 
 // Rows of int8 that a product goes by.
-struct ByteRows {
+struct Int8Rows {
   int width;
-  int num_groups;  // parts of a row whose sums are wanted
+  int num_groups;                     // parts of a row whose sums are wanted
   std::unique_ptr<int8_t[]> values;   // [rows, width]
   std::unique_ptr<float[]> scales;    // [rows]
   std::unique_ptr<int32_t[]> starts;  // [rows, groups]: what sums start with
 
   // offset: that weights have.
   template <typename T>
-  ByteRows(const T* x, int64_t row_stride, int64_t num_rows, int width, int num_groups, int offset)
+  Int8Rows(const T* x, int64_t row_stride, int64_t num_rows, int width, int num_groups, int offset)
       : width(width),
         num_groups(num_groups),
         values(new int8_t[num_rows * width]),

@@ -17,8 +17,8 @@ struct PairRows {
   const BFloat16* x;  // [rows, width]
   int stride;
   int count;
-  float* sums;        // [rows, kWeightPanel]
-  bool is_begun;      // the sums are to be added to
+  float* sums;    // [rows, kWeightPanel]
+  bool is_begun;  // the sums are to be added to
 
   // Multiplies the values from `step` on by steps of a panel.
   //
@@ -27,8 +27,8 @@ struct PairRows {
   void multiply(int step, const Panel& panel, int depth, const uint8_t* next, int next_bytes) const {
     alignas(64) constexpr float kOnes[kTileRows] = {1, 1, 1, 1, 1, 1};
     in_tiles<kTileRows>(count, [&](int row, auto tile_rows) {
-      const Ahead ahead(next, next_bytes, depth, row, tile_rows.value, count);
-      const RowsApart<Pairs> rows{x + int64_t(row) * stride + step * Pairs::kValues, stride};
+      const PanelPrefetch ahead(next, next_bytes, depth, row, tile_rows.value, count);
+      const StridedRows<Pairs> rows{x + int64_t(row) * stride + step * Pairs::kValues, stride};
       multiply_tile<Pairs, tile_rows.value, kTileVectors>(rows, panel, depth, sums + row * kWeightPanel, kWeightPanel,
                                                           is_begun ? kOnes : nullptr, ahead);
     });
@@ -78,7 +78,8 @@ struct PairedWeight {
   static constexpr int kStepValues = Pairs::kValues;
   static int place_of(int column) { return column * kStepValues; }
 
-  static void multiply(const Operands& operands, int64_t num_rows, const Value* packed, int64_t num_columns, int width) {
+  static void multiply(const Operands& operands, int64_t num_rows, const Value* packed, int64_t num_columns,
+                       int width) {
     multiply_pairs(operands, num_rows, num_columns, width,
                    [=](int64_t panel) { return PlainPairs{packed + panel * width * kWeightPanel}; });
   }

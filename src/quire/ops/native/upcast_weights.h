@@ -104,7 +104,8 @@ void multiply_directly(const float* x, int64_t width, const Steps& steps, int co
 #pragma GCC unroll 4
   for (int row = 0; row < kRows; ++row)
 #pragma GCC unroll 8
-    for (int vector = 0; vector < kVectors; ++vector) totals[row][vector] = load(sums + row * kWeightPanel + vector * kLanes);
+    for (int vector = 0; vector < kVectors; ++vector)
+      totals[row][vector] = load(sums + row * kWeightPanel + vector * kLanes);
   for (int step = 0; step < depth; ++step) {
     Floats values[kVectors];
     steps.template widen<kDirectSteps>(step, column, values);
@@ -118,7 +119,8 @@ void multiply_directly(const float* x, int64_t width, const Steps& steps, int co
 #pragma GCC unroll 4
   for (int row = 0; row < kRows; ++row)
 #pragma GCC unroll 8
-    for (int vector = 0; vector < kVectors; ++vector) store(sums + row * kWeightPanel + vector * kLanes, totals[row][vector]);
+    for (int vector = 0; vector < kVectors; ++vector)
+      store(sums + row * kWeightPanel + vector * kLanes, totals[row][vector]);
 }
 
 // For few rows; as many columns at once as there are registers for their sums.
@@ -155,7 +157,8 @@ void multiply_many(const float* x, Panel panel, int width, float* sums, int num_
 #pragma GCC unroll 8
             for (int vector = 0; vector < at_once; ++vector) {
               const int column = first + vector * kLanes;
-              store(widened + column / kPanel * kPanel * depth + (begin + step) * kPanel + column % kPanel, values[vector]);
+              store(widened + column / kPanel * kPanel * depth + (begin + step) * kPanel + column % kPanel,
+                    values[vector]);
             }
           }
         }
@@ -196,7 +199,9 @@ template <typename T>
 struct WidenedWeight {
   using Value = T;
 
-  static void pack(const T* const* columns, int count, int width, T* panel) { pack_pairs(columns, count, width, panel); }
+  static void pack(const T* const* columns, int count, int width, T* panel) {
+    pack_pairs(columns, count, width, panel);
+  }
 
   // Where values of a column lie in a step, side by side, and how many.
   static constexpr int kStepValues = 1;
