@@ -87,17 +87,17 @@ def test_a_state_is_one_range_of_bytes(kept: StateCacheShape, dtype: torch.dtype
     storage.data.zero_()
     assert storage.data.shape == (4, 3 * layer_bytes)
     for layer_idx in range(3):
-        assert storage.inputs[layer_idx].shape == (4, kept.num_columns, kept.num_channels)
-        assert storage.sums[layer_idx].shape == (4, *kept.sums)
-        assert storage.sums[layer_idx].data_ptr() % 4 == 0
-        storage.inputs[layer_idx][2] = 1.0 + layer_idx
-        storage.sums[layer_idx][2] = -1.0 - layer_idx
+        assert storage.conv_states[layer_idx].shape == (4, kept.num_columns, kept.num_channels)
+        assert storage.ssm_states[layer_idx].shape == (4, *kept.sums)
+        assert storage.ssm_states[layer_idx].data_ptr() % 4 == 0
+        storage.conv_states[layer_idx][2] = 1.0 + layer_idx
+        storage.ssm_states[layer_idx][2] = -1.0 - layer_idx
     for layer_idx in range(3):
-        assert storage.inputs[layer_idx][2].eq(1.0 + layer_idx).all()
-        assert storage.sums[layer_idx][2].eq(-1.0 - layer_idx).all()
+        assert storage.conv_states[layer_idx][2].eq(1.0 + layer_idx).all()
+        assert storage.ssm_states[layer_idx][2].eq(-1.0 - layer_idx).all()
     assert not storage.data[[0, 1, 3]].any()
     BlockCopier([storage]).apply([BlockCopy(0, 2, 3), BlockCopy(0, 0, 2)])
-    assert storage.inputs[1][3].eq(2.0).all()
+    assert storage.conv_states[1][3].eq(2.0).all()
     assert not storage.data[[0, 1, 2]].any()
 
 

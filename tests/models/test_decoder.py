@@ -136,7 +136,7 @@ def test_a_layer_is_in_the_cache_group_of_each_of_its_parts() -> None:
     assert decoder.cache_groups == spec.cache_groups
     shapes = decoder.weight_shapes()
     assert shapes["layers.0.mixer.1.qkv.weight"] == shapes["layers.1.mixer.qkv.weight"] == (8 * 16, 32)
-    assert shapes["layers.0.mixer.0.decays"] == (2,)
+    assert shapes["layers.0.mixer.0.A_log"] == (2,)
 
 
 def test_a_layer_that_reads_another_ones_cache_keeps_nothing() -> None:

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from quire.execution.kv_storage import StateStorage
 from quire.models.spec import StateCacheShape
-from quire.ops.interface import Ops, ScanHeads, StateBatch
+from quire.ops.interface import Ops, SSMHeads, StateBatch
 from quire.ops.torch_ops import TorchOps
 from quire.ops.torch_states import CHUNK_ROWS
 from tests.ops.backends import BACKENDS, Backend
@@ -65,7 +65,10 @@ class World:
             if has_state:
                 for layer_idx in range(3):
                     seed = 3 * block_id + layer_idx
-                    inputs, sums = self.states.inputs[layer_idx][block_id], self.states.sums[layer_idx][block_id]
+                    inputs, sums = (
+                        self.states.conv_states[layer_idx][block_id],
+                        self.states.ssm_states[layer_idx][block_id],
+                    )
                     inputs.copy_(randn(*inputs.shape, seed=seed))
                     sums.copy_(randn(*sums.shape, seed=seed))
         row_starts = list(accumulate((rows for rows, _ in spans), initial=0))
@@ -79,7 +82,7 @@ class World:
         self.taps = randn(kernel, num_channels, device=device, seed=1) / kernel
         self.bias = randn(num_channels, device=device, seed=2)
         decays = -randn(num_heads, device=device, seed=3).exp()
-        self.heads = ScanHeads(decays, randn(num_heads, device=device, seed=4), randn(num_heads, device=device, seed=5))
+        self.heads = SSMHeads(decays, randn(num_heads, device=device, seed=4), randn(num_heads, device=device, seed=5))
 
     def part(self, seq: int, start: int, end: int, has_state: bool) -> World:
         """Return a step of some of a sequence's rows, over the same storage."""
@@ -93,14 +96,14 @@ class World:
     def run(self, ops: Ops) -> list[torch.Tensor]:
         """Convolve and scan in one layer, and correct in another; return the outputs."""
         step = ops.step_states(self.batch, self.states)
-        convolved = step.convolve(LAYER, self.rows, self.taps, self.bias, True)
+        convolved = step.causal_conv(LAYER, self.rows, self.taps, self.bias, True)
         plain = self.rows.split_with_sizes(self.parts, 1)
-        scanned = step.scan(LAYER, *plain, self.steps, self.heads)
-        key_dim, wide = self.states.sums[CORRECTED].shape[2], self.steps.float()
+        scanned = step.ssm_scan(LAYER, *plain, self.steps, self.heads)
+        key_dim, wide = self.states.ssm_states[CORRECTED].shape[2], self.steps.float()
         keys = functional.normalize(self.pairs[:, 1].unflatten(1, (-1, key_dim)), dim=-1).flatten(1)
-        decays = functional.softplus(wide) * self.heads.decays
+        decays = functional.softplus(wide) * self.heads.A
         values = self.values[:, :-3]  # their rows lie apart
-        corrected = step.correct(CORRECTED, self.pairs[:, 0], keys, values, decays, wide.sigmoid())
+        corrected = step.gated_delta_rule(CORRECTED, self.pairs[:, 0], keys, values, decays, wide.sigmoid())
         return [convolved, scanned, corrected]
 
     def check(self, ops: Ops) -> None:
@@ -109,7 +112,7 @@ class World:
         before, kept = self.states.data.clone(), [each.clone() for each in given]
         expected = self.run(REFERENCE)
         written = self.states.data.clone()
-        inputs, sums = self.states.inputs[LAYER].clone(), [each.clone() for each in self.states.sums]
+        inputs, sums = self.states.conv_states[LAYER].clone(), [each.clone() for each in self.states.ssm_states]
         self.states.data.copy_(before)
         found = self.run(ops)
         assert [y.dtype for y in found] == [self.rows.dtype, torch.float32, torch.float32]
@@ -119,9 +122,9 @@ class World:
             # Sums of products of numbers near 1: their rounding grows with the largest of them.
             near = {"rtol": 1e-5, "atol": 2e-6 * expected[y].abs().max().item()}
             torch.testing.assert_close(found[y], expected[y], **near)
-            torch.testing.assert_close(self.states.sums[layer_idx], sums[layer_idx], **near, equal_nan=True)
+            torch.testing.assert_close(self.states.ssm_states[layer_idx], sums[layer_idx], **near, equal_nan=True)
         # Not near but equal: inputs are kept as they are, and nothing else is touched.
-        assert torch.equal(self.states.inputs[LAYER].nan_to_num(), inputs.nan_to_num())
+        assert torch.equal(self.states.conv_states[LAYER].nan_to_num(), inputs.nan_to_num())
         unused = [idx for idx in range(len(before)) if idx not in self.batch.block_ids]
         assert torch.equal(self.states.data[unused], before[unused])
         layers, layers_before = (data.view(len(data), 3, -1) for data in (self.states.data, before))
@@ -159,9 +162,9 @@ def test_steps_carry_a_state_as_one_step_does(backend: Backend, cuts: list[int])
     for pieces, y in zip(zip(*found, strict=True), expected, strict=True):
         torch.testing.assert_close(torch.cat(pieces), y, rtol=1e-5, atol=2e-6 * y.abs().max().item())
     for layer_idx in (LAYER, CORRECTED):
-        sums, same = parts.states.sums[layer_idx], whole.states.sums[layer_idx]
+        sums, same = parts.states.ssm_states[layer_idx], whole.states.ssm_states[layer_idx]
         torch.testing.assert_close(sums, same, rtol=1e-5, atol=1e-5, equal_nan=True)
-    assert torch.equal(parts.states.inputs[LAYER].nan_to_num(), whole.states.inputs[LAYER].nan_to_num())
+    assert torch.equal(parts.states.conv_states[LAYER].nan_to_num(), whole.states.conv_states[LAYER].nan_to_num())
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

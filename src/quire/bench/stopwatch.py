@@ -133,7 +133,9 @@ class Observer:
             return _all_timed(timed, ATTENTION, ops.step_attention(batch, kv), "prepare", "prepare_queries", "attend")
 
         def step_states(batch: StateBatch, states: PagedStates) -> Any:
-            return _all_timed(timed, RECURRENCE, ops.step_states(batch, states), "convolve", "scan", "correct")
+            return _all_timed(
+                timed, RECURRENCE, ops.step_states(batch, states), "causal_conv", "ssm_scan", "gated_delta_rule"
+            )
 
         made: Any = Timed(
             ops,

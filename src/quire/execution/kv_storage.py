@@ -87,10 +87,10 @@ class StateStorage:
 
     Attributes:
         data: [B, bytes].
-        inputs, sums: see `quire.ops.interface.PagedStates`.
+        conv_states, ssm_states: see `quire.ops.interface.PagedStates`.
     """
 
-    __slots__ = ("data", "inputs", "sums")
+    __slots__ = ("conv_states", "data", "ssm_states")
 
     def __init__(
         self,
@@ -108,11 +108,11 @@ class StateStorage:
         self.data = memory[:num_bytes].view(num_blocks, num_layers * layer_bytes)
         layers = self.data.view(num_blocks, num_layers, layer_bytes)
         inputs_end = kept.sum_bytes + kept.num_inputs * dtype.itemsize
-        sums = layers[:, :, : kept.sum_bytes].view(torch.float32).view(num_blocks, num_layers, *kept.sums)
-        inputs = layers[:, :, kept.sum_bytes : inputs_end].view(dtype)
-        inputs = inputs.view(num_blocks, num_layers, kept.num_columns, kept.num_channels)
-        self.inputs: tuple[Tensor, ...] = inputs.unbind(1)
-        self.sums: tuple[Tensor, ...] = sums.unbind(1)
+        ssm_states = layers[:, :, : kept.sum_bytes].view(torch.float32).view(num_blocks, num_layers, *kept.sums)
+        conv_states = layers[:, :, kept.sum_bytes : inputs_end].view(dtype)
+        conv_states = conv_states.view(num_blocks, num_layers, kept.num_columns, kept.num_channels)
+        self.conv_states: tuple[Tensor, ...] = conv_states.unbind(1)
+        self.ssm_states: tuple[Tensor, ...] = ssm_states.unbind(1)
 
 
 Storage = KVStorage | StateStorage

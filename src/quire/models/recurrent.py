@@ -17,7 +17,7 @@ from quire.models.blocks import (
     nested,
     scale_slot,
 )
-from quire.ops.interface import Ops, ScanHeads, StepStates
+from quire.ops.interface import Ops, SSMHeads, StepStates
 
 # Added to the squared length of queries and keys before they are divided by it.
 LENGTH_EPS = 1e-6
@@ -50,7 +50,7 @@ class Convolution:
 
     def __call__(self, x: Tensor, step: StepStates, layer_idx: int, activation: bool = False) -> Tensor:
         """Convolve [T, C]; `activation` sends the result through silu."""
-        return step.convolve(layer_idx, x, self._taps, self._bias, activation)
+        return step.causal_conv(layer_idx, x, self._taps, self._bias, activation)
 
 
 class ShortConvBlock:
@@ -90,9 +90,9 @@ class Mamba2Block:
     """A selective state space over paged states.
 
     ```
-     x -> input -> | gates | values, writes, reads | steps |
-                              conv, silu -> scan <---'
-                       '--------------------> gate, norm -> output
+     x -> input -> | gates | values, B, C | dt |
+                        |     conv, silu -> ssm_scan <-'
+                        '--------------------> gate, norm -> output
     ```
 
     Args:
@@ -102,7 +102,7 @@ class Mamba2Block:
         addition: how the result is added to the residual.
 
     Attributes:
-        slots: "input", "conv", "decays" (logarithms), "step_biases", "skips", "output" and, if there is one, "norm".
+        slots: "input", "conv", "A_log", "dt_bias", "D", "output" and, if there is one, "norm".
     """
 
     def __init__(
@@ -112,30 +112,30 @@ class Mamba2Block:
         self._layer_idx = layer_idx
         self._gated_norm = ops.gated_norm
         self._norm = mamba.norm
-        self._gate_scale, *conv_scales, self._step_scale = mamba.scales
+        self._gate_scale, *conv_scales, self._dt_scale = mamba.scales
         self._parts = (inner, mamba.num_channels, num_heads)
         self._conv_parts = (inner, written, written)
         self._input = Projection(width, sum(self._parts), mamba.input_bias, ops, min_bits=8)
         scales = torch.tensor(conv_scales).repeat_interleave(torch.tensor(self._conv_parts)).to(device)
         self._conv = Convolution(mamba.num_channels, mamba.kernel, mamba.conv_bias, device, scales)
-        heads = self._heads = ScanHeads(*torch.empty(3, num_heads, device=device))
+        heads = self._heads = SSMHeads(*torch.empty(3, num_heads, device=device))
         self._output = ResidualProjection(inner, width, mamba.output_bias, addition, ops)
         self.slots = nested(input=self._input.slots, conv=self._conv.slots, output=self._output.slots)
-        self.slots["decays"] = WeightSlot((num_heads,), lambda weight: heads.decays.copy_(weight).exp_().neg_())
-        self.slots["step_biases"] = WeightSlot((num_heads,), heads.step_biases.copy_)
-        self.slots["skips"] = WeightSlot((num_heads,), heads.skips.copy_)
+        self.slots["A_log"] = WeightSlot((num_heads,), lambda weight: heads.A.copy_(weight).exp_().neg_())
+        self.slots["dt_bias"] = WeightSlot((num_heads,), heads.dt_bias.copy_)
+        self.slots["D"] = WeightSlot((num_heads,), heads.D.copy_)
         if self._norm is not None:
             scale = self._scale = torch.empty(mamba.num_groups, inner // mamba.num_groups, device=device)
             self.slots["norm.weight"] = WeightSlot((inner,), lambda weight: scale.copy_(weight.view_as(scale)))
 
     def __call__(self, x: Tensor, residual: Tensor, step: StepStates, picked: SelectedRows | None = None) -> Tensor:
         """Add to `residual` [T, E] what the block makes of `x` [T, E]; the states of the rows' sequences go on."""
-        gates, conv_inputs, steps = self._input.run(x).split_with_sizes(self._parts, 1)
-        if self._step_scale != 1.0:
-            steps = steps.float() * self._step_scale
+        gates, conv_inputs, dt = self._input.run(x).split_with_sizes(self._parts, 1)
+        if self._dt_scale != 1.0:
+            dt = dt.float() * self._dt_scale
         convolved = self._conv(conv_inputs, step, self._layer_idx, activation=True)
-        values, writes, reads = convolved.split_with_sizes(self._conv_parts, 1)
-        y = step.scan(self._layer_idx, values, writes, reads, steps, self._heads)
+        values, B, C = convolved.split_with_sizes(self._conv_parts, 1)
+        y = step.ssm_scan(self._layer_idx, values, B, C, dt, self._heads)
         if picked is not None:
             if not len(residual):
                 return residual
@@ -155,8 +155,8 @@ class GatedDeltaNetBlock:
     """The gated delta rule over paged states.
 
     ```
-     x -> input -> | queries, keys, values | gates | rates | steps |
-                     conv, silu -> correct <----------'-------'
+     x -> input -> | q, k, v | gates | beta | dt |
+                     conv, silu -> gated_delta_rule <-'------'
                                       '-> norm --> gate -> output
     ```
 
@@ -167,7 +167,7 @@ class GatedDeltaNetBlock:
         addition: how the result is added to the residual.
 
     Attributes:
-        slots: "input", "conv", "decays" (logarithms), "step_biases", "norm" and "output".
+        slots: "input", "conv", "A_log", "dt_bias", "norm" and "output".
     """
 
     def __init__(
@@ -181,26 +181,26 @@ class GatedDeltaNetBlock:
         self._conv_parts = (net.num_channels - net.inner, net.inner)
         self._input = Projection(width, sum(self._parts), False, ops, min_bits=8)
         self._conv = Convolution(net.num_channels, net.kernel, False, device)
-        decays, step_biases = self._decays, self._step_biases = torch.empty(2, num_heads, device=device)
+        A, dt_bias = self._A, self._dt_bias = torch.empty(2, num_heads, device=device)
         # A length of 1 is a root mean square of K ** -0.5.
         self._unit = torch.full((net.key_dim,), net.key_dim**-0.5, device=device)
         self._scale = torch.empty(net.value_dim, device=device)
         self._output = ResidualProjection(net.inner, width, False, addition, ops)
         self.slots = nested(input=self._input.slots, conv=self._conv.slots, output=self._output.slots)
-        self.slots["decays"] = WeightSlot((num_heads,), lambda weight: decays.copy_(weight).exp_().neg_())
-        self.slots["step_biases"] = WeightSlot((num_heads,), step_biases.copy_)
+        self.slots["A_log"] = WeightSlot((num_heads,), lambda weight: A.copy_(weight).exp_().neg_())
+        self.slots["dt_bias"] = WeightSlot((num_heads,), dt_bias.copy_)
         self.slots["norm.weight"] = scale_slot(net.norm, self._scale, (net.value_dim,))
 
     def __call__(self, x: Tensor, residual: Tensor, step: StepStates, picked: SelectedRows | None = None) -> Tensor:
         """Add to `residual` [T, E] what the block makes of `x` [T, E]; the states of the rows' sequences go on."""
         num_rows, key_dim = len(x), self._net.key_dim
-        conv_inputs, gates, rates, steps = self._input.run(x).split_with_sizes(self._parts, 1)
+        conv_inputs, gates, beta, dt = self._input.run(x).split_with_sizes(self._parts, 1)
         convolved = self._conv(conv_inputs, step, self._layer_idx, activation=True)
         pairs, values = convolved.split_with_sizes(self._conv_parts, 1)
         pairs = self._rms_norm(pairs.float().reshape(-1, key_dim), self._unit, LENGTH_EPS / key_dim)
-        queries, keys = pairs.view(num_rows, 2, -1).unbind(1)
-        decays = functional.softplus(steps.float() + self._step_biases) * self._decays
-        y = step.correct(self._layer_idx, queries * key_dim**-0.5, keys, values, decays, rates.float().sigmoid())
+        q, k = pairs.view(num_rows, 2, -1).unbind(1)
+        g = functional.softplus(dt.float() + self._dt_bias) * self._A
+        y = step.gated_delta_rule(self._layer_idx, q * key_dim**-0.5, k, values, g, beta.float().sigmoid())
         if picked is not None:
             if not len(residual):
                 return residual

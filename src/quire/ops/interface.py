@@ -104,18 +104,18 @@ class StateBatch:
 
 
 class PagedStates(Protocol):
-    """The states of one cache group: a block is one state, of all layers.
+    """The recurrent states of one cache group: a block is the state of all layers.
 
     Attributes:
-        inputs: for each layer a view [B, k - 1, C], of the model's dtype: what its convolution saw last, oldest first.
-        sums: for each layer a view [B, H, D, N] of float32: what each head adds up over all tokens; [B, H, K, V] where
-            rows correct it.
+        conv_states: for each layer a view [B, k - 1, C], of the model's dtype: the last inputs of its convolution, the
+            oldest first.
+        ssm_states: for each layer a view [B, H, D, N] of float32; [B, H, K, V] of the gated delta rule.
     """
 
     @property
-    def inputs(self) -> Sequence[Tensor]: ...
+    def conv_states(self) -> Sequence[Tensor]: ...
     @property
-    def sums(self) -> Sequence[Tensor]: ...
+    def ssm_states(self) -> Sequence[Tensor]: ...
 
 
 class HeadNorms(NamedTuple):
@@ -186,50 +186,52 @@ class StepAttention(Protocol):
         ...
 
 
-class ScanHeads(NamedTuple):
-    """What the heads of a selective state space have learned, [H] of float32 each.
+class SSMHeads(NamedTuple):
+    """The learned parameters of the heads of a selective state space, [H] of float32 each.
 
     Args:
-        decays: how fast a head forgets; negative.
-        step_biases: added to a token's step before the softplus.
-        skips: how much of a token's value goes past the state.
+        A: decay rates, negative.
+        dt_bias: added to a token's `dt` before the softplus.
+        D: factor of a token's value that bypasses the state.
     """
 
-    decays: Tensor
-    step_biases: Tensor
-    skips: Tensor
+    A: Tensor
+    dt_bias: Tensor
+    D: Tensor
 
 
 class StepStates(Protocol):
     """Recurrence of one step over one cache group; made once a step, used by every layer of the group."""
 
-    def convolve(self, layer_idx: int, x: Tensor, taps: Tensor, bias: Tensor | None, activation: bool) -> Tensor:
-        """Let each row see itself and the inputs before it, each channel by itself, and keep the last inputs.
+    def causal_conv(
+        self, layer_idx: int, x: Tensor, conv_weight: Tensor, conv_bias: Tensor | None, activation: bool
+    ) -> Tensor:
+        """Convolve each channel of the rows with the inputs before them, and store the last inputs.
 
         Args:
             x: [T, C].
-            taps: [k, C] of float32, that of the row itself last.
-            bias: [C] of float32.
-            activation: whether the sum goes through silu.
+            conv_weight: [k, C] of float32, the tap of the row itself last.
+            conv_bias: [C] of float32.
+            activation: True to apply silu to the sum.
 
         Returns:
             [T, C], contiguous, of the dtype of `x`; summed in float32, rounded once.
         """
         ...
 
-    def scan(self, layer_idx: int, x: Tensor, write: Tensor, read: Tensor, steps: Tensor, heads: ScanHeads) -> Tensor:
-        """Take each row into its sequence's state, and read from it.
+    def ssm_scan(self, layer_idx: int, x: Tensor, B: Tensor, C: Tensor, dt: Tensor, heads: SSMHeads) -> Tensor:
+        """Update each sequence's state with its rows, and read from it: a selective state space.
 
-        For each head, with `step = softplus(steps + step_bias)` and a [D, N] matrix S:
+        For each head, with `dt = softplus(dt + dt_bias)` and the state S [D, N]:
 
-            S = exp(step * decay) * S + step * outer(x, write)
-            y = S @ read + skip * x
+            S = exp(dt * A) * S + dt * outer(x, B)
+            y = S @ C + D * x
 
         Args:
             x: [T, H * D].
-            write, read: [T, G * N]; heads `[g * H / G, (g + 1) * H / G)` share part `g`.
-            steps: [T, H].
-            heads: of the layer.
+            B, C: [T, G * N]; heads `[g * H / G, (g + 1) * H / G)` share group `g`.
+            dt: [T, H].
+            heads: parameters of the layer.
 
         Returns:
             [T, H * D] of float32, contiguous.
@@ -238,23 +240,21 @@ class StepStates(Protocol):
         """
         ...
 
-    def correct(
-        self, layer_idx: int, queries: Tensor, keys: Tensor, values: Tensor, decays: Tensor, rates: Tensor
-    ) -> Tensor:
-        """Correct each sequence's state by its rows, and read from it: the gated delta rule.
+    def gated_delta_rule(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        """Update each sequence's state with its rows, and read from it: the gated delta rule.
 
-        For each head, with a [K, V] matrix S:
+        For each head, with the state S [K, V]:
 
-            S = exp(decay) * S
-            S = S + outer(key, rate * (value - key @ S))
-            y = query @ S
+            S = exp(g) * S
+            S = S + outer(k, beta * (v - k @ S))
+            y = q @ S
 
         Args:
-            queries, keys: [T, G * K] of float32, keys of a length of 1 at most; heads `[g * H / G, (g + 1) * H / G)`
-                share part `g`.
-            values: [T, H * V].
-            decays: [T, H] of float32, the logarithms of what each row leaves of the state.
-            rates: [T, H] of float32, from 0 to 1: how far a row takes what its key finds to its value.
+            q, k: [T, G * K] of float32, keys of a length of 1 at most; heads `[g * H / G, (g + 1) * H / G)` share
+                group `g`.
+            v: [T, H * V].
+            g: [T, H] of float32, logarithms of the decay.
+            beta: [T, H] of float32, from 0 to 1: rate of the correction.
 
         Returns:
             [T, H * V] of float32, contiguous.

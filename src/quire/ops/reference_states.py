@@ -1,4 +1,4 @@
-"""The slow twin of recurrence: each state carried from token to token, in float32."""
+"""The slow twin of recurrence: each state updated token by token, in float32."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quire.ops.interface import PagedStates, ScanHeads, StateBatch
+from quire.ops.interface import PagedStates, SSMHeads, StateBatch
 
 
 class ReferenceStepStates:
@@ -19,65 +19,63 @@ class ReferenceStepStates:
         self._batch = batch
         self._states = states
 
-    def convolve(self, layer_idx: int, x: Tensor, taps: Tensor, bias: Tensor | None, activation: bool) -> Tensor:
+    def causal_conv(
+        self, layer_idx: int, x: Tensor, conv_weight: Tensor, conv_bias: Tensor | None, activation: bool
+    ) -> Tensor:
         """Multiply each token and those before it by the taps."""
-        kernel = len(taps)
+        kernel = len(conv_weight)
         output = torch.empty_like(x)
         for block_id, start, end, has_state in self._sequences():
-            kept = self._states.inputs[layer_idx][block_id]
-            seen = list(kept if has_state else torch.zeros_like(kept))
+            conv_state = self._states.conv_states[layer_idx][block_id]
+            inputs = list(conv_state if has_state else torch.zeros_like(conv_state))
             for row in range(start, end):
-                seen.append(x[row])
-                y = sum(
-                    (tap * value.float() for tap, value in zip(taps, seen[-kernel:], strict=True)), taps.new_zeros(())
-                )
-                if bias is not None:
-                    y = y + bias
+                inputs.append(x[row])
+                products = (tap * value.float() for tap, value in zip(conv_weight, inputs[-kernel:], strict=True))
+                y = sum(products, conv_weight.new_zeros(()))
+                if conv_bias is not None:
+                    y = y + conv_bias
                 output[row] = y * torch.sigmoid(y) if activation else y
-            kept.copy_(torch.stack(seen[-(kernel - 1) :]))
+            conv_state.copy_(torch.stack(inputs[-(kernel - 1) :]))
         return output
 
-    def scan(self, layer_idx: int, x: Tensor, write: Tensor, read: Tensor, steps: Tensor, heads: ScanHeads) -> Tensor:
-        """Forget, take in, read."""
-        num_heads, head_dim, state_dim = self._states.sums[layer_idx].shape[1:]
-        values = x.float().view(-1, num_heads, head_dim)
-        writes, reads = (
+    def ssm_scan(self, layer_idx: int, x: Tensor, B: Tensor, C: Tensor, dt: Tensor, heads: SSMHeads) -> Tensor:
+        """Decay, add, read."""
+        num_heads, head_dim, state_dim = self._states.ssm_states[layer_idx].shape[1:]
+        x = x.float().view(-1, num_heads, head_dim)
+        B, C = (
             part.float().view(len(x), -1, state_dim).repeat_interleave(num_heads * state_dim // part.shape[1], 1)
-            for part in (write, read)
+            for part in (B, C)
         )
-        lengths = functional.softplus(steps.float() + heads.step_biases)
-        output = torch.empty_like(values)
+        dt = functional.softplus(dt.float() + heads.dt_bias)
+        output = torch.empty_like(x)
         for block_id, start, end, has_state in self._sequences():
-            state = self._states.sums[layer_idx][block_id]
+            state = self._states.ssm_states[layer_idx][block_id]
             if not has_state:
                 state.zero_()
             for row in range(start, end):
-                taken = values[row] * lengths[row, :, None]
-                state.mul_((lengths[row] * heads.decays).exp()[:, None, None])
-                state.add_(torch.einsum("hd,hn->hdn", taken, writes[row]))
-                output[row] = torch.einsum("hdn,hn->hd", state, reads[row]) + heads.skips[:, None] * values[row]
+                state.mul_((dt[row] * heads.A).exp()[:, None, None])
+                state.add_(torch.einsum("hd,hn->hdn", x[row] * dt[row, :, None], B[row]))
+                output[row] = torch.einsum("hdn,hn->hd", state, C[row]) + heads.D[:, None] * x[row]
         return output.flatten(1)
 
-    def correct(
-        self, layer_idx: int, queries: Tensor, keys: Tensor, values: Tensor, decays: Tensor, rates: Tensor
-    ) -> Tensor:
-        """Forget, look the key up, put right what it finds, read."""
-        num_heads, key_dim, value_dim = self._states.sums[layer_idx].shape[1:]
-        queries, keys = (
+    def gated_delta_rule(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        """Decay, look the key up, correct its value, read."""
+        num_heads, key_dim, value_dim = self._states.ssm_states[layer_idx].shape[1:]
+        q, k = (
             part.view(len(part), -1, key_dim).repeat_interleave(num_heads * key_dim // part.shape[1], 1)
-            for part in (queries, keys)
+            for part in (q, k)
         )
-        wanted = values.float().view(-1, num_heads, value_dim)
-        output = torch.empty_like(wanted)
+        v = v.float().view(-1, num_heads, value_dim)
+        output = torch.empty_like(v)
         for block_id, start, end, has_state in self._sequences():
-            state = self._states.sums[layer_idx][block_id]
+            state = self._states.ssm_states[layer_idx][block_id]
             if not has_state:
                 state.zero_()
             for row in range(start, end):
-                state.mul_(decays[row].exp()[:, None, None])
-                found = torch.einsum("hk,hkv->hv", keys[row], state)
-                state.add_(torch.einsum("hk,hv->hkv", keys[row], rates[row, :, None] * (wanted[row] - found)))
-                output[row] = torch.einsum("hk,hkv->hv", queries[row], state)
+                state.mul_(g[row].exp()[:, None, None])
+                found = torch.einsum("hk,hkv->hv", k[row], state)
+                state.add_(torch.einsum("hk,hv->hkv", k[row], beta[row, :, None] * (v[row] - found)))
+                output[row] = torch.einsum("hk,hkv->hv", q[row], state)
         return output.flatten(1)
 
     def _sequences(self) -> Iterator[tuple[int, int, int, bool]]:

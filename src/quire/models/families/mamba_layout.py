@@ -12,7 +12,7 @@ from quire.models.spec import Mamba2, RMSNorm, WeightMap
 
 # How checkpoints say that the length of a step has no limits.
 NO_LIMITS: Final = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}], [0.0, "inf"])
-HEADS: Final = {"decays": "A_log", "step_biases": "dt_bias", "skips": "D"}
+HEADS: Final = {"A_log": "A_log", "dt_bias": "dt_bias", "D": "D"}
 
 
 def read_mamba2(config: HFConfig, inner: int, norm: RMSNorm | None) -> Mamba2:

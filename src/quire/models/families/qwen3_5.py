@@ -52,7 +52,7 @@ DELTA_NET: Final = {
     "mixer.norm": ("linear_attn.norm",),
     "mixer.output": ("linear_attn.out_proj",),
 }
-HEADS: Final = {"mixer.decays": "linear_attn.A_log", "mixer.step_biases": "linear_attn.dt_bias"}
+HEADS: Final = {"mixer.A_log": "linear_attn.A_log", "mixer.dt_bias": "linear_attn.dt_bias"}
 
 
 def qwen3_5(config: HFConfig, prefix: str = "model") -> tuple[ModelSpec, WeightMap]:
