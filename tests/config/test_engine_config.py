@@ -297,7 +297,7 @@ def test_so_is_what_comes_from_disk_through_it() -> None:
     half = resolved(roomy, prefix_cache_dir="cache")
     assert (half.host_bytes, half.num_blocks) == (1 << 30, (1 << 28) // half.bytes_per_block - 1)
     assert resolved(prefix_cache_dir="cache", swap_space=1 << 20).host_bytes == 1 << 20
-    with pytest.raises(ConfigError, match=r"prefix_cache_dir .* is more .*; ask for less with swap_space") as caught:
+    with pytest.raises(ConfigError, match=r"prefix_cache_dir .* is more .*; set a smaller swap_space") as caught:
         resolved(dataclasses.replace(CPU, available_bytes=(1 << 30) - 1), prefix_cache_dir="cache")
     assert caught.value.field == "prefix_cache_dir"
 
