@@ -2,8 +2,8 @@
 
 Greedy requests decode with the bundled model on the CPU; a step in which a sequence gets a new block is traced. Printed
 are the files of the step with their lines and functions, in the order of their first call; then the totals, and the
-changes of file between consecutive calls within `Scheduler.plan` and `Scheduler.update_from_results`, for one sequence (a loop over
-sequences repeats them) and for four.
+changes of file between consecutive calls within `Scheduler.plan` and `Scheduler.update_from_results`, for one sequence
+(a loop over sequences repeats them) and for four.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from quire.bench.workloads import Request, Workload, workload
 from quire.config import EngineConfig
 from quire.errors import PromptTooLong
 from quire.ops import make_ops
-from quire.ops.captures import Capture
 from quire.ops.interface import Ops
+from quire.ops.native_dense import NativeDenseLayers
 from quire.ops.native_library import find_library
 
 OPTIONS = {"num_kv_blocks": 80, "max_model_len": 600, "num_threads": 1, "skip_tokenizer_init": True}
@@ -73,13 +73,13 @@ def test_only_a_profile_looks_into_the_layers(bench: Bench, request: pytest.Fixt
 def test_a_profile_runs_every_step_by_its_parts(
     bench: Bench, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step that is replayed as one call has no parts to time; without timers in the layers, it is of the layers."""
-    replays = []
-    replay = Capture.replay
-    monkeypatch.setattr(Capture, "replay", lambda *args: replays.append(args) or replay(*args))
+    """Layers that run as one call have no parts to time; without timers in the layers, a step's time is theirs."""
+    calls = []
+    run = NativeDenseLayers.__call__
+    monkeypatch.setattr(NativeDenseLayers, "__call__", lambda *args: calls.append(args) or run(*args))
     report = bench.measure(Workload([Request([1, 2, 3], 12)], before=[]))
     assert report.step_time_s["layers"] > 0
-    assert bool(replays) == (request.node.callspec.id == "plain")
+    assert bool(calls) == (request.node.callspec.id == "plain")
 
 
 def test_a_prefix_that_was_served_before_is_found(bench: Bench) -> None:

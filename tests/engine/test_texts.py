@@ -128,7 +128,7 @@ async def test_the_engine_s_thread_reads_no_texts(llm: AsyncLLM, monkeypatch: py
 async def test_a_prompt_that_is_refused_holds_no_place(llm: AsyncLLM, prompt: Any) -> None:
     with pytest.raises((InvalidParameter, PromptTooLong)):
         await text_of(llm, prompt, greedy(), add_special_tokens=False)
-    assert llm._places.num_waiting == 0
+    assert llm._slots.num_waiting == 0
 
 
 @scenario

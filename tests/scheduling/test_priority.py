@@ -127,6 +127,37 @@ def test_whoever_takes_memory_tokens_stay_the_same(host_blocks: int, has_states:
         assert tokens == [sequence.output_token_ids for sequence in expected.sequences]
 
 
+def test_the_prompts_of_others_leave_a_token_of_the_step_for_which_one_was_preempted() -> None:
+    """Of two, the older is preempted (its last block is not full), and the chunk of the younger would fill the step."""
+    setting = replace(SMALL, num_blocks=200, budget=8, max_num_seqs=2, preemption_policy="least_waste")
+    rig = started(replace(LONG, prompt=prompt(21)), setting=setting)
+    rig.add(replace(LONG, prompt=prompt(60)), seed=1)
+    while rig.requests[1].sequences[0].num_computed < 28:
+        rig.step()
+    urgent = rig.add(URGENT, seed=2)
+    plan = rig.step()
+    assert [request.num_preemptions for request in rig.requests] == [1, 0, 0]
+    assert is_running(urgent)
+    assert [len(item.token_ids) for item in plan.items] == [7, 1]
+    finish_all(rig)
+
+
+def test_drafts_leave_to_a_higher_priority_what_was_freed_for_it() -> None:
+    """Drafts of the sequences that go on would fill the step for which a search, the first of all, lost its memory."""
+    setting = Setting(num_blocks=41, block_size=1, budget=7, max_num_seqs=6, watermark=0, caching=False)
+    rig = Rig(replace(setting, policy="priority", preemption_policy="least_waste", drafts="guesser"))
+    low = replace(LONG, prompt=(0,) * 11, ignore_eos=False)
+    rig.add(replace(low, max_tokens=5, beam_width=3), seed=1)
+    rig.add(replace(low, prompt=(0,) * 12, max_tokens=4, n=3), seed=2)
+    for _ in range(5):
+        rig.step()
+    urgent = rig.add(Job(prompt=(0,), max_tokens=2, beam_width=2), seed=3)
+    rig.step()
+    assert [request.num_preemptions for request in rig.requests] == [3, 0, 0]
+    assert is_running(urgent)
+    finish_all(rig)
+
+
 # ---- nothing waits for ever ----
 
 

@@ -140,7 +140,7 @@ class Observer:
             pack_linear=pack_linear,
             step_attention=timed(ATTENTION, step_attention),
             step_states=timed(RECURRENCE, step_states),
-            captured=lambda layers: layers,  # a step that is one call has no parts to time
+            fuse_layers=lambda _: None,  # a step that is one call has no parts to time
         )
         return made  # type: ignore[no-any-return]
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quire.models import spec
 from quire.models.rope import turning_order
+from quire.ops.fused_layers import DenseAttention, DenseMLP, RowNorm
 from quire.ops.interface import Activation, HeadNorms, Linear, Ops, Rotation, StepAttention
 
 
@@ -88,6 +89,11 @@ class Norm:
         self._scale = unit_scale(norm, (width,), dtype, device)
         self.slots: WeightSlots = {"weight": scale_slot(norm, self._scale, (width,))}
 
+    @property
+    def row_norm(self) -> RowNorm:
+        """Scales and epsilon."""
+        return RowNorm(self._scale, self._eps)
+
     def __call__(self, x: Tensor) -> Tensor:
         """Normalise [T, E]."""
         return self._rms_norm(x, self._scale, self._eps)
@@ -136,6 +142,11 @@ class ResidualProjection:
         self.slots: WeightSlots = self._projection.slots
         if self._norm is not None:
             self.slots = self.slots | nested(norm=self._norm.slots)
+
+    @property
+    def plain(self) -> Linear | None:
+        """The projection, where its result is added as it is."""
+        return self._projection.run if self._norm is None and self._scale == 1.0 else None
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
         """Add to `residual` [T, out] what `x` [T, in] is projected to."""
@@ -219,7 +230,7 @@ class AttentionBlock:
     ) -> None:
         num_heads, num_kv_heads, head_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
         self._score_scale = _score_scale(attention)
-        self._layer_idx = layer_idx
+        self._layer_idx, self._num_heads = layer_idx, num_heads
         self._qkv = Projection(width, (num_heads + 2 * num_kv_heads) * head_dim, attention.qkv_bias, ops)
         self._output = ResidualProjection(num_heads * head_dim, width, attention.output_bias, addition, ops)
         self._gate: Projection | None = None
@@ -237,6 +248,14 @@ class AttentionBlock:
                 order = turning_order(attention.rope, head_dim)
                 self.slots["q_norm.weight"] = scale_slot(norm, q_scales, (head_dim,), order)
                 self.slots["k_norm.weight"] = scale_slot(norm, k_scales, (head_dim,), order)
+
+    @property
+    def dense(self) -> DenseAttention | None:
+        """The block as fused layers take it; None where it does more."""
+        output = self._output.plain
+        if output is None or self._gate is not None:
+            return None
+        return DenseAttention(self._qkv.run, self._norms, self._layer_idx, self._num_heads, self._score_scale, output)
 
     def __call__(
         self, x: Tensor, residual: Tensor, inputs: AttentionInputs, picked: SelectedRows | None = None
@@ -359,6 +378,12 @@ class GatedMLPBlock:
         self._gate = ops.gate
         self._mlp = mlp
         self.slots = nested(gate_up=self._gate_up.slots, down=self._down.slots)
+
+    @property
+    def dense(self) -> DenseMLP | None:
+        """The block as fused layers take it; None where it does more."""
+        down = self._down.plain
+        return None if down is None or self._mlp.gate_scale != 1.0 else DenseMLP(self._gate_up.run, down)
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
         """Add to `residual` [T, E] what the perceptron makes of `x` [T, E]."""

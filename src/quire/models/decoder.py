@@ -43,17 +43,8 @@ from quire.models.spec import (
     Parallel,
     ShortConv,
 )
-from quire.ops.interface import (
-    AttentionBatch,
-    Captures,
-    KeepsRows,
-    Layers,
-    Ops,
-    PagedKV,
-    PagedStates,
-    Rotation,
-    StateBatch,
-)
+from quire.ops.fused_layers import DenseLayer, FusedLayers, FusesLayers
+from quire.ops.interface import AttentionBatch, KeepsRows, Ops, PagedKV, PagedStates, Rotation, StateBatch
 
 # A cache group and, of attention, the rotation with the head dim, and the temperature.
 InputKind = tuple[int, tuple[Rope | None, int] | None, Temperature | None]
@@ -152,7 +143,7 @@ class Decoder:
             slots |= nested(**{f"layers.{idx}": parts})
             placed = [*zip(mixers.values(), input_idxs, strict=True)]
             self._layers.append((mixer_norm, placed, ffn_norm, ffn, gate, scale))
-        self._run: Layers = ops.captured(self._run_layers) if isinstance(ops, Captures) else self._run_layers
+        self._fused: FusedLayers | None = None
         slots |= nested(norm=self._norm.slots)
         if not spec.tied_head:
             slots |= nested(head=self._head.slots)
@@ -233,6 +224,23 @@ class Decoder:
             raise CheckpointError(f"{name} was loaded before")
         del self._missing[name]
         slot.fill(tensor.to(self._device))
+        if not self._missing and isinstance(self.ops, FusesLayers):
+            layers = self._dense_layers()
+            self._fused = None if layers is None else self.ops.fuse_layers(layers)
+
+    def _dense_layers(self) -> list[DenseLayer] | None:
+        """Return the layers as fused layers take them; None where one has other parts or does more."""
+        dense, rotations = [], list(self._rotations)
+        for mixer_norm, ((mixer, input_idx), *others), ffn_norm, ffn, gate, scale in self._layers:
+            group_idx, turn, temperature = self._inputs[input_idx]
+            if not isinstance(mixer, AttentionBlock) or not isinstance(ffn, GatedMLPBlock):
+                return None
+            attention, mlp = mixer.dense, ffn.dense
+            if attention is None or mlp is None or others or gate or scale or turn is None or temperature is not None:
+                return None
+            norms = mixer_norm.row_norm, ffn_norm.row_norm
+            dense.append(DenseLayer(norms[0], attention, group_idx, rotations.index(turn), norms[1], mlp))
+        return dense
 
     def __call__(
         self,
@@ -263,27 +271,13 @@ class Decoder:
             x = x * self._embedding_scale
         if given is not None:
             x = x.index_copy(0, *given)
-        told = () if self._per_layer_inputs is None else (self._per_layer_inputs(input_ids, x),)
-        rotations = chain.from_iterable([rotate(positions) for rotate in self._rotations.values()])
-        scales = [query_scales(temperature, positions) for temperature in self._temperatures]
-        tensors = (x, *rotations, *scales, *told)
-        if read is None:
-            return self._run(tensors, groups, storages)
-        return self._run_layers(tensors, groups, storages, read)
-
-    def _run_layers(
-        self,
-        tensors: Sequence[Tensor],
-        groups: Sequence[AttentionBatch | StateBatch],
-        storages: Sequence[PagedKV | PagedStates],
-        read: OutputRows | None = None,
-    ) -> Tensor:
-        """Run the layers over embeddings, the first of a step's tensors; the others are in the order of `__call__`."""
-        x, *others = tensors
-        rest = iter(others)
-        rotations = {turn: Rotation(next(rest), next(rest)) for turn in self._rotations}
-        scales = {temperature: next(rest) for temperature in self._temperatures}
-        told = next(rest, None)
+        told = None if self._per_layer_inputs is None else self._per_layer_inputs(input_ids, x)
+        rotations = {turn: rotate(positions) for turn, rotate in self._rotations.items()}
+        if read is None and self._fused is not None:
+            hidden = self._fused(x, list(rotations.values()), groups, storages)
+            if hidden is not None:
+                return hidden
+        scales = {temperature: query_scales(temperature, positions) for temperature in self._temperatures}
         steps = [self._step(batch, storage) for batch, storage in zip(groups, storages, strict=True)]
         inputs = [_make_input(kind, steps, rotations, scales) for kind in self._inputs]
         for idx, (mixer_norm, mixers, ffn_norm, ffn, gate, scale) in enumerate(self._layers):

@@ -1,6 +1,7 @@
 """The door to the kernels: what a backend computes, and what it is told about a step.
 
-A backend is one class and one row in `quire.ops.BACKENDS`. Models and execution know this file only.
+A backend is one class and one row in `quire.ops.BACKENDS`. Models and execution know this file only, and
+`fused_layers`.
 """
 
 from __future__ import annotations
@@ -281,38 +282,6 @@ class KeepsRows(Protocol):
         Raises:
             IndexError: an id that is no row.
         """
-        ...
-
-
-class Layers(Protocol):
-    """A model's layers: what they compute of a step is a function of these arguments, and of nothing else."""
-
-    def __call__(
-        self,
-        tensors: Sequence[Tensor],
-        groups: Sequence[AttentionBatch | StateBatch],
-        storages: Sequence[PagedKV | PagedStates],
-        /,
-    ) -> Tensor:
-        """Run them.
-
-        Args:
-            tensors: what they read besides weights and caches, row by row: [T, ...] each.
-            groups: the step's part in each cache group.
-            storages: one for each cache group.
-
-        Returns:
-            A tensor that nothing writes to later.
-        """
-        ...
-
-
-@runtime_checkable
-class Captures(Protocol):
-    """A backend that notes the kernels of a step, to run those of a like one without asking the model again."""
-
-    def captured(self, layers: Layers) -> Layers:
-        """Return what gives the bits that `layers` gives; `layers` makes its steps by this backend."""
         ...
 
 

@@ -23,7 +23,7 @@ from quire.ops.weight_memory import WeightMemory
 
 FOLDER: Final = Path(__file__).parent / "native"
 # The number that `quire_interface_version` must return.
-INTERFACE_VERSION: Final = 16
+INTERFACE_VERSION: Final = 17
 # The best last; a processor that runs one runs those before it.
 LEVELS: Final = ("portable", "avx2", "avx512", "avx512_bf16")
 # An environment variable with the best level to take, where that is not to be the processor's: for tests of the others.
@@ -35,7 +35,11 @@ ACTIVATIONS: Final[dict[Activation | None, int]] = {None: 0, "silu": 1, "gelu_ta
 # Lossless weights: columns of a panel, values of a column in a block, bytes of a block's table.
 PANEL_COLUMNS, BLOCK_WIDTH, TABLE_BYTES = 64, 32, 16
 
-_POINTER, _INT, _FLOAT, _BOOL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_bool
+_POINTER, _INT, _BOOL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_bool
+_FLOAT, _DOUBLE = ctypes.c_float, ctypes.c_double
+# Arguments of a product with a packed weight, and of a look-up of its rows, in every format of weights.
+_PRODUCT: Final = (_INT, _POINTER, _INT, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _POINTER)
+_LOOK_UP: Final = (_INT, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER)
 
 
 class StepRows(ctypes.Structure):
@@ -67,6 +71,44 @@ class Cache(ctypes.Structure):
     )
 
 
+class LinearCall(ctypes.Structure):
+    """A linear layer (`Linear` in dense_layers.cpp)."""
+
+    _fields_ = (
+        ("kernel", _POINTER),
+        ("packed", _POINTER),
+        ("num_columns", _INT),
+        ("width", _INT),
+        ("bias", _POINTER),
+        ("gate", _INT),
+    )
+
+
+class NormScales(ctypes.Structure):
+    """Scales of a norm, or of the norms of heads (`Norm` in dense_layers.cpp)."""
+
+    _fields_ = (("type", _INT), ("scales", _POINTER), ("num_heads", _INT), ("eps", _DOUBLE))
+
+
+class DenseLayerCall(ctypes.Structure):
+    """A layer of attention and a gated perceptron (`DenseLayer` in dense_layers.cpp)."""
+
+    _fields_ = (
+        ("mixer_norm", NormScales),
+        ("qkv", LinearCall),
+        ("head_norms", NormScales),
+        ("rotation_idx", _INT),
+        ("group_idx", _INT),
+        ("layer_idx", _INT),
+        ("num_heads", _INT),
+        ("score_scale", _DOUBLE),
+        ("output", LinearCall),
+        ("ffn_norm", NormScales),
+        ("gate_up", LinearCall),
+        ("down", LinearCall),
+    )
+
+
 class WeightKernels(NamedTuple):
     """The kernels of one format of weights that is one range of bytes: plain weights, or rounded ones.
 
@@ -83,14 +125,10 @@ class WeightKernels(NamedTuple):
     rows: Callable[..., Any] | None = None
 
     def pack_weight(self, memory: WeightMemory, weight: Tensor, is_gated: bool) -> tuple[Tensor, ...]:
-        """Pack a contiguous weight; return the tensors whose pointers `multiply` and `rows` take, in this order."""
+        """Pack a contiguous weight; return the tensor whose pointer `multiply` and `rows` take."""
         packed = memory.take(self.num_bytes(weight))
         self.pack(TYPES[weight.dtype], weight.data_ptr(), *weight.shape, is_gated, packed.data_ptr())
         return (packed,)
-
-    def leading_arguments(self, dtype: torch.dtype) -> tuple[int, ...]:
-        """Return the first arguments of `multiply` and `rows`: the dtype of activations and of plain weights."""
-        return (TYPES[dtype],)
 
 
 class LosslessKernels(NamedTuple):
@@ -115,15 +153,12 @@ class LosslessKernels(NamedTuple):
         return cls(
             _typed(library.quire_lossless_tables, *weight, _BOOL, _POINTER, _POINTER),
             _typed(library.quire_lossless_pack, *weight, _BOOL, _POINTER, _POINTER, _POINTER),
-            _typed(
-                library.quire_lossless_linear,
-                *(_POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _POINTER),
-            ),
-            _typed(library.quire_lossless_rows, *(_POINTER,) * 3, _INT, _INT, _POINTER, _INT, _POINTER, returns=_BOOL),
+            _typed(library.quire_lossless_linear, *_PRODUCT),
+            _typed(library.quire_lossless_rows, *_LOOK_UP, returns=_BOOL),
         )
 
     def pack_weight(self, memory: WeightMemory, weight: Tensor, is_gated: bool) -> tuple[Tensor, ...]:
-        """Pack as `WeightKernels.pack_weight` does, to tables, places of panels, and data."""
+        """Pack a contiguous weight; return a tensor with pointers to the others: tables, starts of panels, panels."""
         num_columns, width = weight.shape
         num_panels, num_blocks = -(-num_columns // PANEL_COLUMNS), -(-width // BLOCK_WIDTH)
         tables = torch.empty(num_panels, num_blocks, TABLE_BYTES, dtype=torch.uint8)
@@ -133,37 +168,8 @@ class LosslessKernels(NamedTuple):
         starts.cumsum_(0)
         data = memory.take(int(starts[-1]))
         self.pack(*arguments, tables.data_ptr(), starts.data_ptr(), data.data_ptr())
-        return tables, starts, data
-
-    def leading_arguments(self, dtype: torch.dtype) -> tuple[int, ...]:
-        """Return no arguments: all values are bfloat16."""
-        assert dtype == torch.bfloat16
-        return ()
-
-
-class CaptureCalls(NamedTuple):
-    """The functions that have a thread note its calls of kernels, and make them again (`capture.cpp`).
-
-    Args:
-        begin, end: `quire_begin_capture`, `quire_end_capture`.
-        replay: `quire_replay`.
-        free: `quire_free_capture`.
-    """
-
-    begin: Callable[..., Any]
-    end: Callable[..., Any]
-    replay: Callable[..., Any]
-    free: Callable[..., Any]
-
-    @classmethod
-    def of(cls, library: ctypes.CDLL) -> CaptureCalls:
-        """Find them in a library."""
-        return cls(
-            _typed(library.quire_begin_capture, returns=_POINTER),
-            _typed(library.quire_end_capture, _POINTER, returns=_INT),
-            _typed(library.quire_replay, _POINTER),
-            _typed(library.quire_free_capture, _POINTER),
-        )
+        pointers = torch.tensor([part.data_ptr() for part in (tables, starts, data)])  # `LosslessWeight` of the sources
+        return pointers, tables, starts, data
 
 
 class NativeLibrary:
@@ -176,9 +182,8 @@ class NativeLibrary:
     Attributes:
         packed_types: the types of weights that it packs and multiplies faster than torch does.
         panel_columns: columns of a panel, of weights that are rounded (True) and of those that are not.
-        attend, plan_attention, replan_attention, free_attention_plan, tokens_read, gate, prepare, rms_norm,
-            keep_tokens: the functions of the same names, with `quire_` before, of the sources.
-        captures: those that note calls and make them again.
+        attend, plan_attention, free_attention_plan, tokens_read, gate, prepare, rms_norm, dense_layers, keep_tokens:
+            the functions of the same names, with `quire_` before, of the sources.
         plain: the kernels of weights that are not rounded.
         weight_kernels: the kernels of each format of rounded weights.
         lossless: the kernels of weights packed to three quarters, on AVX2 and better.
@@ -201,7 +206,6 @@ class NativeLibrary:
         rows, kv = ctypes.POINTER(StepRows), ctypes.POINTER(Cache)
         self.attend = _typed(library.quire_attend, rows, kv, _POINTER, _INT, _POINTER, _INT, _FLOAT, _POINTER)
         self.plan_attention = _typed(library.quire_plan_attention, rows, kv, _INT, _INT, _INT, _INT, returns=_POINTER)
-        self.replan_attention = _typed(library.quire_replan_attention, _POINTER, rows, kv)
         self.free_attention_plan = _typed(library.quire_free_attention_plan, _POINTER)
         self.tokens_read = _typed(library.quire_tokens_read, _POINTER, returns=_INT)
         self.gate = _typed(library.quire_gate, _INT, _INT, _POINTER, _INT, _INT, _POINTER)
@@ -214,6 +218,9 @@ class NativeLibrary:
         self.rms_norm = _typed(
             library.quire_rms_norm, _INT, _POINTER, _INT, _INT, _POINTER, _FLOAT, _INT, _INT, _POINTER
         )
+        self.dense_layers = _typed(
+            library.quire_dense_layers, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _POINTER
+        )
         self.apply_token_bitmask = _typed(library.quire_keep_tokens, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER)
         panel_columns = _typed(library.quire_panel_columns, _BOOL, returns=_INT)
         self.panel_columns = {is_rounded: panel_columns(is_rounded) for is_rounded in (False, True)}
@@ -221,7 +228,6 @@ class NativeLibrary:
         self.weight_kernels = {name: _rounded_kernels(library, name) for name in UNITS}
         packs = _typed(library.quire_packs, _INT, returns=_BOOL)
         self.packed_types = frozenset(dtype for dtype, number in TYPES.items() if packs(number))
-        self.captures = CaptureCalls.of(library)
         self.lossless = LosslessKernels.of(library) if hasattr(library, "quire_lossless_linear") else None
 
 
@@ -263,7 +269,7 @@ def _plain_kernels(library: Any) -> WeightKernels:
         num_bytes=lambda weight: packed_columns(weight.shape[0]) * weight.shape[1] * weight.itemsize,
         pack=pack,
         multiply=multiply,
-        rows=_typed(library.quire_rows, _INT, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER, returns=_BOOL),
+        rows=_typed(library.quire_rows, *_LOOK_UP, returns=_BOOL),
     )
 
 
@@ -275,8 +281,7 @@ def _rounded_kernels(library: Any, name: WeightFormat) -> WeightKernels:
 
 
 def _pack_and_multiply(pack: Any, multiply: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    product = (_INT, _POINTER, _INT, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _POINTER)
-    return _typed(pack, _INT, _POINTER, _INT, _INT, _BOOL, _POINTER), _typed(multiply, *product)
+    return _typed(pack, _INT, _POINTER, _INT, _INT, _BOOL, _POINTER), _typed(multiply, *_PRODUCT)
 
 
 def _typed(function: Any, *types: Any, returns: Any = None) -> Callable[..., Any]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from quire.ops.interface import Activation
-from quire.ops.native_library import ACTIVATIONS, LosslessKernels, WeightKernels
+from quire.ops.native_library import ACTIVATIONS, TYPES, LinearCall, LosslessKernels, WeightKernels
 from quire.ops.weight_memory import WeightMemory
 
 
@@ -24,9 +27,10 @@ class NativeLinear:
 
     Attributes:
         num_bytes: number of bytes of the packed weight.
+        num_outputs: number of columns of the result.
     """
 
-    __slots__ = ("_bias", "_dtype", "_gate", "_kernels", "_leading", "_num_outputs", "_tensors", "_weight", "num_bytes")
+    __slots__ = ("_bias", "_dtype", "_gate", "_kernels", "_tensors", "_weight", "num_bytes", "num_outputs")
 
     def __init__(
         self,
@@ -39,19 +43,17 @@ class NativeLinear:
         weight = weight.contiguous()
         self._kernels, self._dtype = kernels, weight.dtype
         self._tensors = kernels.pack_weight(memory, weight, gate is not None)
-        # The arguments in which kernels take the weight; formats differ in their number.
-        self._leading = kernels.leading_arguments(weight.dtype)
-        self._weight = (*(tensor.data_ptr() for tensor in self._tensors), *weight.shape)
+        self._weight = (self._tensors[0].data_ptr(), *weight.shape)
         self._bias = None if bias is None else bias.contiguous()
-        self._gate, self._num_outputs = ACTIVATIONS[gate], weight.shape[0] // (1 if gate is None else 2)
+        self._gate, self.num_outputs = ACTIVATIONS[gate], weight.shape[0] // (1 if gate is None else 2)
         self.num_bytes = sum(tensor.nbytes for tensor in self._tensors)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Multiply, add and gate in one call."""
         num_rows = x.shape[0]
-        output = x.new_empty(num_rows, self._num_outputs)
+        output = x.new_empty(num_rows, self.num_outputs)
         self._kernels.multiply(
-            *self._leading,
+            TYPES[self._dtype],
             x.data_ptr(),
             x.stride(0),
             num_rows,
@@ -62,6 +64,16 @@ class NativeLinear:
             output.data_ptr(),
         )
         return output
+
+    def as_call(self) -> LinearCall:
+        """Return the layer as fused layers take it; it is valid as long as the layer lives."""
+        kernel: Any = self._kernels.multiply
+        return LinearCall(
+            ctypes.cast(kernel, ctypes.c_void_p),
+            *self._weight,
+            None if self._bias is None else self._bias.data_ptr(),
+            self._gate,
+        )
 
 
 class ExactNativeLinear(NativeLinear):
@@ -79,6 +91,6 @@ class ExactNativeLinear(NativeLinear):
         output, ids = torch.empty(len(ids), width, dtype=self._dtype), ids.contiguous()
         look_up = self._kernels.rows
         assert look_up is not None
-        if not look_up(*self._leading, *self._weight, ids.data_ptr(), len(ids), output.data_ptr()):
+        if not look_up(TYPES[self._dtype], *self._weight, ids.data_ptr(), len(ids), output.data_ptr()):
             raise IndexError(f"rows are from 0 to {num_columns - 1}, got ids from {ids.min()} to {ids.max()}")
         return output

@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from ctypes import byref
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from quire.config import Quantization
 from quire.errors import ConfigError
-from quire.ops.captures import CapturedLayers
+from quire.ops.fused_layers import DenseLayer
 from quire.ops.gated import GatedLinear
 from quire.ops.interface import (
     Activation,
     AttentionBatch,
-    HeadNorms,
-    Layers,
     Linear,
     PagedKV,
     PagedStates,
-    Rotation,
     StateBatch,
     StepAttention,
     StepStates,
 )
-from quire.ops.native_library import ACTIVATIONS, MAX_HEAD_DIM, TYPES, Cache, NativeLibrary, StepRows
+from quire.ops.native_attention import NativeStepAttention
+from quire.ops.native_dense import NativeDenseLayers, can_fuse
+from quire.ops.native_library import ACTIVATIONS, MAX_HEAD_DIM, TYPES, NativeLibrary
 from quire.ops.native_linear import ExactNativeLinear, NativeLinear
 from quire.ops.torch_ops import TorchOps
 from quire.ops.weight_formats import weight_format
@@ -62,7 +57,6 @@ class NativeOps:
         self._is_deterministic = deterministic
         self._memory = WeightMemory()
         self._torch = TorchOps(torch.device("cpu"))
-        self._noted: list[NativeStepAttention] | None = None
 
     @property
     def name(self) -> str:
@@ -166,153 +160,8 @@ class NativeOps:
         is_known = kv.data.dtype in (kv.dtype, torch.int8)
         if kv.head_dim > MAX_HEAD_DIM or kv.head_dim % 2 or not is_known:
             return self._torch.step_attention(batch, kv)
-        step = NativeStepAttention(self._library, batch, kv, self._is_deterministic)
-        if self._noted is not None:
-            self._noted.append(step)
-        return step
+        return NativeStepAttention(self._library, batch, kv, self._is_deterministic)
 
-    def captured(self, layers: Layers) -> CapturedLayers:
-        """Run steps of few rows in one call, where all that they compute are kernels of these."""
-        return CapturedLayers(layers, self._library.captures, self._noting)
-
-    @contextmanager
-    def _noting(self) -> Iterator[Sequence[NativeStepAttention]]:
-        noted: list[NativeStepAttention] = []
-        self._noted = noted
-        try:
-            yield noted
-        finally:
-            self._noted = None
-
-
-class AttentionPlan:
-    """How a step's attention is cut into jobs, for all layers with as many query heads a KV head.
-
-    Args:
-        rows: a pointer to the step's `StepRows`.
-        cache: a pointer to its `Cache`.
-        group: query heads of a KV head.
-        batch: of the step.
-        deterministic: see `NativeOps`.
-
-    Attributes:
-        handle: a pointer for `NativeLibrary.attend`.
-    """
-
-    __slots__ = ("_free", "_replan", "_tokens_read", "handle")
-
-    def __init__(
-        self, library: NativeLibrary, rows: Any, cache: Any, group: int, batch: AttentionBatch, deterministic: bool
-    ) -> None:
-        self._free, self._tokens_read = library.free_attention_plan, library.tokens_read
-        sight = batch.window or 0, batch.chunk or 0
-        self.handle = library.plan_attention(rows, cache, group, *sight, deterministic)
-        self._replan = partial(library.replan_attention, self.handle, rows, cache)
-
-    def follow(self) -> None:
-        """Become the plan of what `rows` says now; `handle` stays."""
-        self._replan()
-
-    def __del__(self) -> None:
-        self._free(self.handle)
-
-    @property
-    def tokens_read(self) -> int:
-        """Tokens whose keys and values each KV head reads in a layer, as often as it reads them."""
-        return int(self._tokens_read(self.handle))
-
-
-class NativeStepAttention:
-    """Attention of one step over one cache group, read straight from its block tables.
-
-    What sequences share is read once for as many of their rows as a job takes, however their tables branch.
-
-    Attributes:
-        batch: of the step.
-    """
-
-    def __init__(self, library: NativeLibrary, batch: AttentionBatch, kv: PagedKV, deterministic: bool = False) -> None:
-        self._num_kv_heads, block_size = kv.data.shape[3:5]
-        self._head_dim = kv.head_dim
-        self._library = library
-        self._is_deterministic = deterministic
-        self._plans: dict[int, AttentionPlan] = {}
-        self._step_rows = StepRows()
-        self._rows = byref(self._step_rows)
-        self._point_to(batch)
-        self._kv: PagedKV | None = kv  # what the pointers below point into
-        strides = [kv.data.stride(dim) * kv.data.itemsize for dim in (0, 1, 4)]
-        place = (kv.data.data_ptr(), TYPES[kv.dtype], kv.data.dtype == torch.int8, *strides)
-        self._cache = byref(Cache(*place, self._num_kv_heads, block_size, self._head_dim))
-        self._no_cache = byref(Cache(*place, 0, block_size, self._head_dim))  # without heads: nothing is stored
-
-    def _point_to(self, batch: AttentionBatch) -> None:
-        numbers = [array("q", part) for part in (batch.row_starts, batch.context_lens, batch.block_starts)]
-        self.batch, self._numbers = batch, numbers  # what the pointers point into
-        self._num_rows = batch.row_starts[-1]
-        rows = self._step_rows
-        rows.num_seqs = len(batch.context_lens)
-        rows.row_starts, rows.context_lens, rows.block_starts = [part.buffer_info()[0] for part in numbers]
-        rows.block_ids, rows.slot_mapping = batch.block_ids.data_ptr(), batch.slot_mapping.data_ptr()
-
-    def rebind(self, batch: AttentionBatch) -> None:
-        """Become another step's, over the same cache and as far back; calls that were made before are then for it.
-
-        From now on the cache is the caller's to keep.
-        """
-        self._kv = None
-        self._point_to(batch)
-        for plan in self._plans.values():
-            plan.follow()
-
-    def prepare(self, layer_idx: int, qkv: Tensor, norms: HeadNorms | None, rotation: Rotation) -> Tensor:
-        """Norm heads, rotate queries and keys, store keys and values; return the queries [T, H, D]."""
-        num_heads = qkv.shape[1] // self._head_dim - 2 * self._num_kv_heads
-        return self._prepare(self._cache, layer_idx, qkv, num_heads, norms, rotation)
-
-    def prepare_queries(self, q: Tensor, norms: HeadNorms | None, rotation: Rotation) -> Tensor:
-        """Norm and rotate queries; return them as [T, H, D]."""
-        return self._prepare(self._no_cache, 0, q, q.shape[1] // self._head_dim, norms, rotation)
-
-    def _prepare(
-        self, cache: Any, layer_idx: int, heads: Tensor, num_heads: int, norms: HeadNorms | None, rotation: Rotation
-    ) -> Tensor:
-        queries = heads.new_empty(self._num_rows, num_heads, self._head_dim)
-        scale_type, scales, num_normed, eps = TYPES[heads.dtype], None, 0, 0.0
-        if norms is not None:
-            scale_type, scales, num_normed = TYPES[norms.scales.dtype], norms.scales.data_ptr(), len(norms.scales)
-            eps = norms.eps
-        self._library.prepare(
-            self._rows,
-            cache,
-            layer_idx,
-            heads.data_ptr(),
-            scale_type,
-            scales,
-            num_normed,
-            eps,
-            rotation.cos.data_ptr(),
-            rotation.sin.data_ptr(),
-            num_heads,
-            queries.data_ptr(),
-        )
-        return queries
-
-    def attend(self, layer_idx: int, q: Tensor, scale: float) -> Tensor:
-        """Let each row of [T, H, D] see its sequence up to itself; return [T, H * D]."""
-        num_rows, num_heads, head_dim = q.shape
-        output = q.new_empty(num_rows, num_heads * head_dim)
-        handle = self.plan(num_heads).handle
-        self._library.attend(
-            self._rows, self._cache, handle, layer_idx, q.data_ptr(), q.stride(0), scale, output.data_ptr()
-        )
-        return output
-
-    def plan(self, num_heads: int) -> AttentionPlan:
-        """Return the plan of layers with so many query heads."""
-        group = num_heads // self._num_kv_heads
-        plan = self._plans.get(group)
-        if plan is None:
-            plan = AttentionPlan(self._library, self._rows, self._cache, group, self.batch, self._is_deterministic)
-            self._plans[group] = plan
-        return plan
+    def fuse_layers(self, layers: Sequence[DenseLayer]) -> NativeDenseLayers | None:
+        """Run the layers of steps of few rows in one call, where none of their products is torch's."""
+        return NativeDenseLayers(self._library, layers, self.step_attention) if can_fuse(layers) else None

@@ -94,27 +94,34 @@ class Admission:
         self._prefetch = prefetch
         self._order = order
 
-    def preempt_lower_priority(self) -> None:
-        """Take the memory of running sequences of a lower priority where the first who is out lacks room.
+    def preempt_lower_priority(self) -> bool:
+        """Preempt running sequences of a lower priority where the first sequence that does not run lacks memory.
 
-        Nobody loses memory where that of all whom it outranks would not be enough.
+        None is preempted where the memory of all of them would not be enough.
+
+        Returns:
+            True where some were preempted. A step with a token of the budget left, in which running sequences get no
+            more blocks than those for the tokens that they have, then admits the first sequence.
         """
         first = self._queues.first_not_running() if self._order.has_priorities else None
+        has_preempted = False
         while first is not None:
             lower = [s for s in self._queues.running if self._order.outranks(first.request, s.request)]
             if not lower or not self._is_prefetched(first) or not self._needs_memory_of(first, lower):
-                return
+                break
             self._preemption.preempt(lower)
+            has_preempted = True
+        return has_preempted
 
     def _is_prefetched(self, sequence: Sequence) -> bool:
         """Say whether the prefix of a sequence may be matched; one that is swapped out needs none."""
         return self._prefetch is None or sequence.status is SequenceStatus.SWAPPED or self._prefetch(sequence)
 
     def _needs_memory_of(self, first: Sequence, lower: list[Sequence]) -> bool:
-        """Say whether a sequence that is out lacks room which others, if they all lost their memory, would give it."""
+        """Return whether a sequence that does not run lacks memory that others would give it if all were preempted."""
         memory, is_swapped = self._memory, first.status is SequenceStatus.SWAPPED
         coming = self._swapped_siblings(first) if is_swapped else [first]
-        budget, num_slots = self._budget_left({}, 1), sum(map(slots_needed, coming))
+        budget, num_slots = self._budget_left({}, 1, min_pending=1), sum(map(slots_needed, coming))
         if num_slots > budget.num_slots + sum(map(slots_needed, lower)):
             return False
         if is_swapped:
@@ -124,7 +131,8 @@ class Admission:
         if status.verdict is Verdict.OK:
             return num_slots > budget.num_slots
         # In bytes of the group that lacks most: an estimate from above, since others may hold some of the blocks too.
-        lacking_bytes = (status.needed - status.available) * memory.groups[status.group_idx].spec.bytes_per_block
+        num_lacking = status.needed - status.available - sum(self._missing(s)[status.group_idx] for s in lower)
+        lacking_bytes = num_lacking * memory.groups[status.group_idx].spec.bytes_per_block
         return memory.capacity.would_release([s.seq_id for s in lower]).freed_bytes >= lacking_bytes
 
     def admit_waiting(self, scheduled: dict[Sequence, int], num_tokens: int) -> None:
@@ -143,14 +151,19 @@ class Admission:
             if not (self._swap_in(first, budget) if is_swapped else self._admit(first, budget)):
                 break
 
-    def _budget_left(self, scheduled: dict[Sequence, int], num_tokens: int) -> StepBudget:
-        """Return what the running sequences leave for admissions; see `admit_waiting`."""
+    def _budget_left(self, scheduled: dict[Sequence, int], num_tokens: int, min_pending: int = 2) -> StepBudget:
+        """Return the part of the budget and of memory that running sequences leave for admissions.
+
+        Args:
+            scheduled, num_tokens: see `admit_waiting`.
+            min_pending: number of pending tokens from which on a running sequence will still ask for blocks: 2 once
+                all that decode have their slots, 1 before.
+        """
         running = self._queues.running
         num_slots = self._max_num_seqs - sum(map(slots_needed, running))
         budget = StepBudget(scheduled, num_tokens, num_slots, [0] * len(self._memory.groups))
-        # Running sequences will ask for the rest of their prompts.
         for sequence in running:
-            if sequence.num_pending > 1:
+            if sequence.num_pending >= min_pending:
                 self._reserve(budget, sequence)
         return budget
 
@@ -236,11 +249,13 @@ class Admission:
 
     def _reserve(self, budget: StepBudget, sequence: Sequence) -> None:
         """Add the blocks of each group that a sequence will still ask for to hold all the tokens it has."""
-        missing = self._memory.capacity.blocks_missing(
-            sequence.seq_id, len(sequence.tokens), self._max_num_batched_tokens
-        )
-        for idx, count in enumerate(missing):
+        for idx, count in enumerate(self._missing(sequence)):
             budget.reserved[idx] += count
+
+    def _missing(self, sequence: Sequence) -> tuple[int, ...]:
+        """Return the blocks of each group that a running sequence lacks for the tokens that it has."""
+        capacity, step = self._memory.capacity, self._max_num_batched_tokens
+        return capacity.blocks_missing(sequence.seq_id, len(sequence.tokens), step)
 
     def _count_hit(self, sequence: Sequence, hit: PrefixHit) -> None:
         """Count an admission's prefix hit: first-time and resumed apart, and only what was looked up."""

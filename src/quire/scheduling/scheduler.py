@@ -150,10 +150,9 @@ class Scheduler:
 
     def plan(self, tick: int) -> StepPlan:
         """Return the plan of the next step; it contains every running sequence that can grow, in policy order."""
-        if self.waiting or self.swapped:
-            self._admission.preempt_lower_priority()
+        has_preempted = bool(self.waiting or self.swapped) and self._admission.preempt_lower_priority()
         preemptions_before = self.stats.num_preemptions
-        scheduled, spare = self._schedule_running()
+        scheduled, spare = self._schedule_running(leaves_room=has_preempted)
         if spare > 0 and self.stats.num_preemptions == preemptions_before and (self.waiting or self.swapped):
             self._admission.admit_waiting(scheduled, spare)
         if not scheduled and self.running:
@@ -295,29 +294,31 @@ class Scheduler:
 
     # ---- parts of a plan ----
 
-    def _schedule_running(self) -> tuple[dict[Sequence, int], int]:
-        """Append slots to the running sequences, in order.
+    def _schedule_running(self, *, leaves_room: bool = False) -> tuple[dict[Sequence, int], int]:
+        """Append slots to running sequences, in order; return their numbers of tokens, and the rest of the budget.
 
-        Returns:
-            The scheduled sequences with their numbers of tokens, and the number of tokens left in the budget.
+        Args:
+            leaves_room: True where others were preempted for a sequence of a higher priority. A token of the budget is
+                left for it then, and no drafts take the blocks that were freed.
         """
         running, memory = self.running, self.memory
         pending_counts = [len(sequence.tokens) - sequence.num_computed for sequence in running]
         num_decoding = pending_counts.count(1)
-        spare = self.max_num_batched_tokens - num_decoding
+        # The sequence to admit has a slot, so at least one token is left for a running prompt.
+        spare = self.max_num_batched_tokens - num_decoding - leaves_room
         if num_decoding and self.chunk_tokens is not None:
             spare = min(spare, self.chunk_tokens)
         num_leading = self._num_leading_decodes(pending_counts, num_decoding)
         num_served = memory.append_slots([sequence.seq_id for sequence in running[:num_leading]])
         scheduled = dict.fromkeys(running[:num_served], 1)
         if num_served == len(running):
-            return scheduled, spare
+            return scheduled, spare + leaves_room
         self.drafts.start_step(running, spare)
         # A preemption during the loop removes only sequences after the group.
         for position, group in lockstep_groups(running, num_served):
             first = group[0]
             pending = first.num_pending
-            if pending == 1 and self.drafts.reserve(first, position, spare):
+            if pending == 1 and not leaves_room and self.drafts.reserve(first, position, spare):
                 spare -= len(first.draft)
                 scheduled[first] = 1
                 continue
@@ -327,7 +328,7 @@ class Scheduler:
                 spare -= count
             if count:
                 scheduled |= dict.fromkeys(group, count)
-        return scheduled, spare
+        return scheduled, spare + leaves_room
 
     def _num_leading_decodes(self, pending_counts: list[int], num_decoding: int) -> int:
         """Return the number of leading running sequences to which one call appends a slot each.

@@ -13,7 +13,6 @@
 
 #include <memory>
 
-#include "capture.h"
 #include "parallel.h"
 
 namespace {
@@ -88,7 +87,6 @@ void attend_all(const Layer& layer) {
 // 256 values, an even number, and as many query heads as the plan is for share one of its heads.
 QUIRE_EXPORT void quire_attend(const StepRows* rows, const Cache* cache, AttentionPlan* plan, int64_t layer,
                                const void* queries, int64_t row_stride, float scale, void* output) {
-  quire::note([=] { quire_attend(rows, cache, plan, layer, queries, row_stride, scale, output); });
   with_type(cache->type, [&](auto* as) {
     using T = std::remove_pointer_t<decltype(as)>;
     const Layer of_step{*rows, *cache, *plan, layer, queries, row_stride, scale * kExponents, output};

@@ -206,21 +206,6 @@ class Planner {
 
 }  // namespace
 
-// Plans another step in place of a plan's own, for the same layers.
-QUIRE_EXPORT void quire_replan_attention(AttentionPlan* plan, const StepRows* rows, const Cache* cache) {
-  plan->strips.clear();
-  plan->pieces.clear();
-  plan->jobs.clear();
-  plan->num_slots = 0;
-  Planner(*rows, *cache, *plan).make();
-  const int64_t num_kept = cache->num_kv_heads * plan->num_slots;
-  if (num_kept <= plan->num_kept) return;
-  plan->sums.reset(new float[num_kept * cache->head_dim]);
-  plan->largest.reset(new float[num_kept]);
-  plan->total.reset(new float[num_kept]);
-  plan->num_kept = num_kept;
-}
-
 // Plans a step for layers of `group` query heads a KV head. The plan is freed by `quire_free_attention_plan`.
 QUIRE_EXPORT AttentionPlan* quire_plan_attention(const StepRows* rows, const Cache* cache, int64_t group,
                                                  int64_t window, int64_t chunk, int64_t is_deterministic) {
@@ -228,7 +213,13 @@ QUIRE_EXPORT AttentionPlan* quire_plan_attention(const StepRows* rows, const Cac
   plan->group = group;
   plan->sight = {window, chunk};
   plan->is_deterministic = is_deterministic != 0;
-  quire_replan_attention(plan.get(), rows, cache);
+  Planner(*rows, *cache, *plan).make();
+  const int64_t num_kept = cache->num_kv_heads * plan->num_slots;
+  if (num_kept > 0) {
+    plan->sums.reset(new float[num_kept * cache->head_dim]);
+    plan->largest.reset(new float[num_kept]);
+    plan->total.reset(new float[num_kept]);
+  }
   return plan.release();
 }
 

@@ -82,7 +82,6 @@ struct AttentionPlan {
   std::unique_ptr<float[]> sums;  // [heads, slots, head dim]
   std::unique_ptr<float[]> largest;
   std::unique_ptr<float[]> total;
-  int64_t num_kept = 0;  // results that there is room for
 };
 
 }  // namespace quire

@@ -8,7 +8,7 @@ GetNumThreads get_num_threads = nullptr;
 }  // namespace quire
 
 // Raised with every change of a signature or a structure; the loader refuses a library of another number.
-QUIRE_EXPORT int32_t quire_interface_version() { return 16; }
+QUIRE_EXPORT int32_t quire_interface_version() { return 17; }
 
 // The best level that this processor runs, of those that the build makes; asked of the portable library.
 QUIRE_EXPORT const char* quire_best_level() {

@@ -3,7 +3,6 @@
 // Where the instruction set multiplies pairs of bfloat16, panels hold pairs. Elsewhere each weight is widened to a
 // float on its way from memory.
 #include "cache.h"
-#include "capture.h"
 #include "paired.h"
 #include "widened.h"
 
@@ -64,9 +63,6 @@ QUIRE_EXPORT void quire_pack(Type type, const void* weight, int64_t num_columns,
 QUIRE_EXPORT void quire_linear(Type type, const void* x, int64_t row_stride, int64_t num_rows, const void* packed,
                                int64_t num_columns, int64_t width, const void* bias, const void* residual,
                                Activation gate, void* output) {
-  quire::note([=] {
-    quire_linear(type, x, row_stride, num_rows, packed, num_columns, width, bias, residual, gate, output);
-  });
   const Operands operands{x, row_stride, bias, residual, output, int(num_columns), gate};
   with_weight(type, [&](auto* kind) {
     using Weight = std::remove_pointer_t<decltype(kind)>;
@@ -77,7 +73,6 @@ QUIRE_EXPORT void quire_linear(Type type, const void* x, int64_t row_stride, int
 // Looks columns of a packed weight up: ids [num_ids] to output [num_ids, width]. Returns false for an id that is none.
 QUIRE_EXPORT bool quire_rows(Type type, const void* packed, int64_t num_columns, int64_t width, const int64_t* ids,
                              int64_t num_ids, void* output) {
-  quire::note_nothing();
   bool is_found = false;
   with_weight(type, [&](auto* kind) {
     using Weight = std::remove_pointer_t<decltype(kind)>;

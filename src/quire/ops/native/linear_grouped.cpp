@@ -5,7 +5,6 @@
 #include <cmath>
 
 #include "bytes.h"
-#include "capture.h"
 
 namespace {
 
@@ -290,13 +289,10 @@ void multiply(Type type, const void* x, int64_t row_stride, int64_t num_rows, co
                                       bool is_gated, void* packed) {                                                   \
     pack<kBits>(Type(type), weight, num_columns, width, is_gated, packed);                                             \
   }                                                                                                                    \
-  QUIRE_EXPORT void quire_linear_##name(int64_t type, const void* x, int64_t row_stride, int64_t num_rows,             \
+  QUIRE_EXPORT void quire_linear_##name(Type type, const void* x, int64_t row_stride, int64_t num_rows,                \
                                         const void* packed, int64_t num_columns, int64_t width, const void* bias,      \
                                         const void* residual, Activation gate, void* output) {                         \
-    quire::note([=] {                                                                                                  \
-      quire_linear_##name(type, x, row_stride, num_rows, packed, num_columns, width, bias, residual, gate, output);    \
-    });                                                                                                                \
-    multiply<kBits>(Type(type), x, row_stride, num_rows, packed, num_columns, width, bias, residual, gate, output);    \
+    multiply<kBits>(type, x, row_stride, num_rows, packed, num_columns, width, bias, residual, gate, output);          \
   }
 
 QUIRE_GROUPED(int4, 4)

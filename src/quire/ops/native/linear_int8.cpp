@@ -2,7 +2,6 @@
 //
 // Sums are whole numbers and exact, so a row gets the same bits in every batch.
 #include "bytes.h"
-#include "capture.h"
 
 namespace {
 
@@ -133,13 +132,10 @@ QUIRE_EXPORT void quire_pack_int8(int64_t type, const void* weight, int64_t num_
 }
 
 // Multiplies rows [num_rows, width] by a packed weight; bias and residual may be null.
-QUIRE_EXPORT void quire_linear_int8(int64_t type, const void* x, int64_t row_stride, int64_t num_rows,
+QUIRE_EXPORT void quire_linear_int8(Type type, const void* x, int64_t row_stride, int64_t num_rows,
                                     const void* packed, int64_t num_columns, int64_t width, const void* bias,
                                     const void* residual, Activation gate, void* output) {
-  quire::note([=] {
-    quire_linear_int8(type, x, row_stride, num_rows, packed, num_columns, width, bias, residual, gate, output);
-  });
-  with_type(Type(type), [&](auto* null) {
+  with_type(type, [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
     const Int8Weight weight{static_cast<const uint8_t*>(packed), int(width / kStepBytes)};
     const Operands operands{x, row_stride, bias, residual, output, int(num_columns), gate};

@@ -1,6 +1,5 @@
 // Linear layers on weights that are coded, bit for bit what `quire_linear` gives.
 #include "cache.h"
-#include "capture.h"
 #include "coded.h"
 #include "paired.h"
 #include "widened.h"
@@ -182,30 +181,35 @@ QUIRE_EXPORT void quire_lossless_pack(const void* weight, int64_t num_columns, i
   });
 }
 
-// Multiplies rows [num_rows, width] by a weight packed so; bias and residual may be null.
-QUIRE_EXPORT void quire_lossless_linear(const void* x, int64_t row_stride, int64_t num_rows, const void* tables,
-                                        const int64_t* panel_starts, const void* packed, int64_t num_columns,
-                                        int64_t width, const void* bias, const void* residual, Activation gate,
-                                        void* output) {
-  quire::note([=] {
-    quire_lossless_linear(x, row_stride, num_rows, tables, panel_starts, packed, num_columns, width, bias, residual,
-                          gate, output);
-  });
+// A packed weight; the signatures of what takes it are those of other formats.
+struct LosslessWeight {
+  const Table* tables;
+  const int64_t* panel_starts;
+  const uint8_t* panels;
+
+  CodedPanel panel(int64_t idx, int64_t width) const {
+    return CodedPanel{panels + panel_starts[idx], tables + idx * num_blocks(width)};
+  }
+};
+
+// Multiplies rows [num_rows, width] of bfloat16 by a packed weight; bias and residual may be null.
+QUIRE_EXPORT void quire_lossless_linear(Type, const void* x, int64_t row_stride, int64_t num_rows, const void* packed,
+                                        int64_t num_columns, int64_t width, const void* bias, const void* residual,
+                                        Activation gate, void* output) {
+  const LosslessWeight weight = *static_cast<const LosslessWeight*>(packed);
   const Operands operands{x, row_stride, bias, residual, output, int(num_columns), gate};
   multiply_coded(operands, num_rows, num_columns, int(width), [=](int64_t panel) {
-    return CodedPanel{static_cast<const uint8_t*>(packed) + panel_starts[panel],
-                      static_cast<const Table*>(tables) + panel * num_blocks(width)};
+    return weight.panel(panel, width);
   });
 }
 
 // Looks columns of a weight packed so up: ids [num_ids] to output [num_ids, width]. Returns false for an id that is none.
-QUIRE_EXPORT bool quire_lossless_rows(const void* tables, const int64_t* panel_starts, const void* packed,
-                                      int64_t num_columns, int64_t width, const int64_t* ids, int64_t num_ids,
-                                      void* output) {
-  quire::note_nothing();
+QUIRE_EXPORT bool quire_lossless_rows(Type, const void* packed, int64_t num_columns, int64_t width, const int64_t* ids,
+                                      int64_t num_ids, void* output) {
+  const LosslessWeight weight = *static_cast<const LosslessWeight*>(packed);
   return for_each_column(ids, num_ids, num_columns, [&](int64_t panel, int column, int64_t idx) {
-    const Table* table = static_cast<const Table*>(tables) + panel * num_blocks(width);
-    const uint8_t* from = static_cast<const uint8_t*>(packed) + panel_starts[panel];
+    const Table* table = weight.tables + panel * num_blocks(width);
+    const uint8_t* from = weight.panels + weight.panel_starts[panel];
     auto* to = static_cast<BFloat16*>(output) + idx * width;
     const int place = PlainWeight::place_of(column);
     for (int block = 0; block < num_blocks(width); ++block, ++table) {

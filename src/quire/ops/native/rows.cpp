@@ -2,7 +2,6 @@
 // keys and values.
 #include "activations.h"
 #include "cache.h"
-#include "capture.h"
 #include "parallel.h"
 
 namespace {
@@ -139,7 +138,6 @@ void prepare(const StepRows& rows, const Cache& cache, int64_t layer, const Head
 // Divides each row [width] by its root mean square, then scales it by `weight` [width] of the same type or of float.
 QUIRE_EXPORT void quire_rms_norm(int64_t type, const void* x, int64_t row_stride, int64_t weight_type,
                                  const void* weight, float eps, int64_t num_rows, int64_t width, void* output) {
-  quire::note([=] { quire_rms_norm(type, x, row_stride, weight_type, weight, eps, num_rows, width, output); });
   with_types(static_cast<Type>(type), static_cast<Type>(weight_type), [&](auto* as, auto* weight_as) {
     using T = std::remove_pointer_t<decltype(as)>;
     using W = std::remove_pointer_t<decltype(weight_as)>;
@@ -154,7 +152,6 @@ QUIRE_EXPORT void quire_rms_norm(int64_t type, const void* x, int64_t row_stride
 // Multiplies the second half of each row [2 * width] by the activation of the first.
 QUIRE_EXPORT void quire_gate(int64_t type, Activation activation, const void* gate_up, int64_t num_rows, int64_t width,
                              void* output) {
-  quire::note([=] { quire_gate(type, activation, gate_up, num_rows, width, output); });
   (activation == Activation::kSilu ? gate_rows<Silu> : gate_rows<GeluTanh>)(type, gate_up, num_rows, width, output);
 }
 
@@ -163,9 +160,6 @@ QUIRE_EXPORT void quire_gate(int64_t type, Activation activation, const void* ga
 QUIRE_EXPORT void quire_prepare(const StepRows* rows, const Cache* cache, int64_t layer, const void* qkv,
                                 int64_t weight_type, const void* weights, int64_t num_normed, float eps,
                                 const void* cos, const void* sin, int64_t num_heads, void* queries) {
-  quire::note([=] {
-    quire_prepare(rows, cache, layer, qkv, weight_type, weights, num_normed, eps, cos, sin, num_heads, queries);
-  });
   const Heads heads{qkv, weights, cos, sin, queries, num_heads, num_normed, eps};
   const int64_t num_rows = rows->row_starts[rows->num_seqs];
   const int64_t width = (num_heads + 2 * cache->num_kv_heads) * cache->head_dim;

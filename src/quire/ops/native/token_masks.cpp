@@ -1,6 +1,5 @@
 // What may not be drawn: tokens of rows of logits, by masks of a bit for each token.
 #include "cache.h"
-#include "capture.h"
 #include "parallel.h"
 #include "vec.h"
 
@@ -52,7 +51,6 @@ void keep_words(float* logits, int64_t num_tokens, const uint32_t* mask, int64_t
 // token's; `masks` has a pointer for each of the rows.
 QUIRE_EXPORT void quire_keep_tokens(float* logits, int64_t row_stride, int64_t num_tokens, const int64_t* rows,
                                     int64_t num_rows, const uint32_t* const* masks) {
-  quire::note_nothing();
   const int64_t num_words = (num_tokens + kWordBits - 1) / kWordBits;
   const int64_t num_parts = (num_words + kJobWords - 1) / kJobWords;
   quire::in_parallel(num_rows * num_parts, kGrain, [&](int64_t first, int64_t last) {

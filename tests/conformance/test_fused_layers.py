@@ -1,13 +1,11 @@
-"""Steps that are run again as one call, under every history: hidden states and caches have the bits of the layers' own.
+"""Layers that run as one call, under every history: hidden states and caches have the bits of the layers one by one.
 
-Each captured step of an engine is run a second time, by the layers themselves: what they store is stored in the same
-slots. So hidden states are compared bit by bit, and so is all memory behind the step.
+Each such step of an engine is run a second time, layer by layer, and stores in the same slots. So hidden states are
+compared bit by bit, and so is all memory after the step.
 """
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,12 +17,12 @@ from quire import LLM, SamplingParams
 from quire.memory import check
 from quire.models.checkpoint import locate
 from quire.models.decoder import Decoder
-from quire.ops.captures import MAX_ROWS, Capture, CapturedLayers
+from quire.ops.native_dense import MAX_ROWS, NativeDenseLayers
 from quire.ops.native_library import find_library
 from tests.conformance.checkpoints import FAMILIES, ragged_prompts, save_checkpoint
 
-# Families that compute only what kernels do; others have operations of torch in between.
-CAPTURED = ("bundled", "llama2", "llama3", "mistral", "mistral-window", "qwen2", "qwen2-window", "qwen3")
+# Families of attention and gated perceptrons alone.
+FUSED = ("bundled", "llama2", "llama3", "mistral", "mistral-window", "qwen2", "qwen2-window", "qwen3")
 # Norms of heads, a window, and weights that were trained; the others under every history are slow.
 REPRESENTATIVES = ("bundled", "mistral-window", "qwen3")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
@@ -33,46 +31,50 @@ pytestmark = pytest.mark.skipif(isinstance(find_library(), str), reason="no nati
 
 
 class Net:
-    """Watches all captured layers of a process.
+    """Watches all decoders of a process.
 
     Attributes:
-        replays: the rows and the sequences of each step that was replayed.
-        seen: the layers.
+        fused: the rows and the sequences of each step whose layers ran as one call.
+        seen: the decoders.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.replays: list[tuple[int, int]] = []
-        self.seen: list[CapturedLayers] = []
-        replay, call = Capture.replay, CapturedLayers.__call__
+        self.fused: list[tuple[int, int]] = []
+        self.seen: list[Decoder] = []
+        self.is_off = False
+        run, call = NativeDenseLayers.__call__, Decoder.__call__
 
-        def noting(capture: Capture, tensors: Sequence[torch.Tensor], groups: Sequence[Any]) -> torch.Tensor:
-            self.replays.append((len(tensors[0]), len(groups[0].context_lens)))
-            return replay(capture, tensors, groups)
+        def counted(layers: NativeDenseLayers, x: Any, rotations: Any, groups: Any, storages: Any) -> Any:
+            hidden = None if self.is_off else run(layers, x, rotations, groups, storages)
+            if hidden is not None:
+                self.fused.append((len(x), len(groups[0].context_lens)))
+            return hidden
 
-        def checked(layers: CapturedLayers, tensors: Any, groups: Any, storages: Any) -> torch.Tensor:
-            if layers not in self.seen:
-                self.seen.append(layers)
-            given = [tensor.clone() for tensor in tensors]
-            num_replays = len(self.replays)
-            hidden = call(layers, tensors, groups, storages)
-            assert all(map(torch.equal, tensors, given))
-            if len(self.replays) > num_replays:
+        def checked(
+            decoder: Decoder, input_ids: Any, positions: Any, groups: Any, storages: Any, *args: Any, **options: Any
+        ) -> Any:
+            if decoder not in self.seen:
+                self.seen.append(decoder)
+            num_fused = len(self.fused)
+            hidden = call(decoder, input_ids, positions, groups, storages, *args, **options)
+            if len(self.fused) > num_fused:
                 stored, found = contents(storages), hidden.clone()
-                assert torch.equal(layers._layers(tensors, groups, storages), found)
+                self.is_off = True
+                assert torch.equal(call(decoder, input_ids, positions, groups, storages, *args, **options), found)
+                self.is_off = False
                 assert all(map(torch.equal, contents(storages), stored))
                 assert torch.equal(hidden, found)
             return hidden
 
-        monkeypatch.setattr(Capture, "replay", noting)
-        monkeypatch.setattr(CapturedLayers, "__call__", checked)
+        monkeypatch.setattr(NativeDenseLayers, "__call__", counted)
+        monkeypatch.setattr(Decoder, "__call__", checked)
 
     def run(self, llm: LLM, prompts: list[Any], params: SamplingParams = GREEDY) -> list[list[list[int]]]:
-        """Return the tokens of all samples; see that steps were replayed."""
-        self.replays.clear()
+        """Return the tokens of all samples; see that layers ran as one call."""
+        self.fused.clear()
         outputs = llm.generate(prompts, params, use_tqdm=False)
         check(llm.engine.scheduler.memory)
-        assert self.replays
-        assert [layers.refusal for layers in self.seen] == [None] * len(self.seen)
+        assert self.fused
         return [[sample.token_ids for sample in output.outputs] for output in outputs]
 
 
@@ -93,7 +95,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(
-    params=[pytest.param(name, marks=[] if name in REPRESENTATIVES else pytest.mark.slow) for name in CAPTURED]
+    params=[pytest.param(name, marks=[] if name in REPRESENTATIVES else pytest.mark.slow) for name in FUSED]
 )
 def folder(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Path:
     return folders[request.param]
@@ -106,17 +108,10 @@ def load(folder: Path, **options: Any) -> LLM:
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "bundled"])
-def test_which_families_are_captured(folders: dict[str, Path], net: Net, name: str) -> None:
+def test_which_families_are_fused(folders: dict[str, Path], net: Net, name: str) -> None:
     llm = load(folders[name], num_kv_blocks=1000)
     llm.generate(ragged_prompts()[:2], GREEDY, use_tqdm=False)
-    (layers,) = net.seen
-    if name in CAPTURED:
-        assert layers.refusal is None
-        assert 2 in layers.captures
-    else:
-        assert layers.refusal is not None
-        assert layers.refusal.startswith("aten.")
-        assert not net.replays
+    assert bool(net.fused) == (name in FUSED)
 
 
 def test_sequences_join_and_leave(folder: Path, net: Net) -> None:
@@ -130,8 +125,7 @@ def test_sequences_join_and_leave(folder: Path, net: Net) -> None:
     while engine.has_unfinished:
         engine.step()
     check(engine.scheduler.memory)
-    assert len(net.seen[0].captures) > 3
-    assert {rows for rows, _ in net.replays} == {*net.seen[0].captures}
+    assert len({rows for rows, _ in net.fused}) > 3
 
 
 def test_batches_of_all_sizes(folder: Path, net: Net) -> None:
@@ -142,10 +136,10 @@ def test_batches_of_all_sizes(folder: Path, net: Net) -> None:
         if count <= MAX_ROWS:
             net.run(llm, prompts, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
         else:
-            net.replays.clear()
+            net.fused.clear()
             llm.generate(prompts, GREEDY, use_tqdm=False)
-            assert all(rows <= MAX_ROWS for rows, _ in net.replays)
-    assert len(net.seen[0].captures) == MAX_ROWS
+            assert all(rows <= MAX_ROWS for rows, _ in net.fused)
+        assert count > MAX_ROWS or (count, count) in net.fused
 
 
 def test_preempted_and_recomputed(folder: Path, net: Net) -> None:
@@ -181,15 +175,14 @@ def test_drafts(folder: Path, net: Net) -> None:
     assert llm.stats.num_draft_tokens > 0
 
 
-def test_a_draft_model_has_captures_of_its_own(folder: Path, net: Net) -> None:
+def test_a_draft_model_is_fused_too(folder: Path, net: Net) -> None:
     llm = load(folder, speculative_method="draft", draft_model=str(folder), num_speculative_tokens=3)
     llm.engine.step_recorder.speculation = None
     speculation: Any = llm.engine.scheduler.drafter
     speculation.step_costs = [1.0] * 4
     net.run(llm, ragged_prompts()[:3])
-    assert any(rows > sequences for rows, sequences in net.replays)
+    assert any(rows > sequences for rows, sequences in net.fused)
     assert len(net.seen) == 2
-    assert all(layers.captures for layers in net.seen)
 
 
 def test_log_probabilities_of_prompts(folder: Path, net: Net) -> None:
@@ -199,9 +192,8 @@ def test_log_probabilities_of_prompts(folder: Path, net: Net) -> None:
     llm = load(folder, **options)
     prompts = ragged_prompts()[:3]
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    assert net.replays
+    assert net.fused
     assert [len(output.prompt_logprobs or ()) for output in outputs] == [*map(len, prompts)]
-    assert net.seen[0].refusal is None
 
 
 @pytest.mark.parametrize(
@@ -231,35 +223,8 @@ def test_every_form_of_weights_and_cache(folders: dict[str, Path], net: Net, opt
 
 
 @pytest.mark.parametrize("options", [{"dtype": "float32"}, {"kv_cache_dtype": "fp8"}], ids=["products", "attention"])
-def test_what_torch_computes_is_not_captured(folders: dict[str, Path], net: Net, options: dict[str, Any]) -> None:
+def test_what_torch_computes_is_not_fused(folders: dict[str, Path], net: Net, options: dict[str, Any]) -> None:
     llm = load(folders["qwen3"], **options)
     llm.generate(ragged_prompts(), GREEDY, use_tqdm=False)
-    assert [bool(layers.refusal) for layers in net.seen] == [True]
-    assert not net.replays
-
-
-def test_a_decoder_without_native_kernels_runs_its_layers(folders: dict[str, Path]) -> None:
-    llm = load(folders["qwen3"], kernels="torch")
-    executor: Any = llm.engine.executor
-    decoder = next(value for value in vars(executor._runner).values() if isinstance(value, Decoder))
-    assert not isinstance(decoder._run, CapturedLayers)
-
-
-def test_capturing_imports_nothing() -> None:
-    """Torch's compiler, which its modes ask for unless told not to, takes a second to import, and 70 MB."""
-    code = """
-import sys
-from quire import LLM, SamplingParams
-from quire.ops.captures import Capture
-replays, replay = [], Capture.replay
-Capture.replay = lambda *args: replays.append(1) or replay(*args)
-llm = LLM("bundled", num_threads=1, max_model_len=128, skip_tokenizer_init=True)
-params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in (1, 5)]
-llm.generate([[5, 6, 7]], params[0], use_tqdm=False)
-before = set(sys.modules)
-llm.generate([[5, 6, 7]], params[1], use_tqdm=False)
-assert replays
-print(*sorted(set(sys.modules) - before))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == []
+    assert net.seen
+    assert not net.fused

@@ -1,0 +1,109 @@
+"""Layers of a dense model, described for a backend that runs them as one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from quire.ops.interface import AttentionBatch, HeadNorms, Linear, PagedKV, PagedStates, Rotation, StateBatch
+
+
+class RowNorm(NamedTuple):
+    """A norm of hidden states.
+
+    Args:
+        scales: [E], of a dtype as `Ops.rms_norm` takes it.
+        eps: added to the mean square.
+    """
+
+    scales: Tensor
+    eps: float
+
+
+class DenseAttention(NamedTuple):
+    """Attention whose result is added to the residual as it is.
+
+    Args:
+        qkv: projection to queries, keys and values.
+        head_norms: norms of heads, where the model has them.
+        layer_idx: index of the layer in its cache group.
+        num_heads: H.
+        score_scale: factor of the scores before the softmax.
+        output: projection of what attention gives.
+    """
+
+    qkv: Linear
+    head_norms: HeadNorms | None
+    layer_idx: int
+    num_heads: int
+    score_scale: float
+    output: Linear
+
+
+class DenseMLP(NamedTuple):
+    """A gated perceptron whose result is added to the residual as it is.
+
+    Args:
+        gate_up: projection to gated columns.
+        down: projection of these.
+    """
+
+    gate_up: Linear
+    down: Linear
+
+
+class DenseLayer(NamedTuple):
+    """A layer of attention and a gated perceptron.
+
+    Args:
+        mixer_norm: norm before attention.
+        attention: attention.
+        group_idx: index of the cache group.
+        rotation_idx: index of the rotation among those of a step.
+        ffn_norm: norm before the perceptron.
+        mlp: the perceptron.
+    """
+
+    mixer_norm: RowNorm
+    attention: DenseAttention
+    group_idx: int
+    rotation_idx: int
+    ffn_norm: RowNorm
+    mlp: DenseMLP
+
+
+class FusedLayers(Protocol):
+    """The layers of a dense model, run by one call of a step."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        rotations: Sequence[Rotation],
+        groups: Sequence[AttentionBatch | StateBatch],
+        storages: Sequence[PagedKV | PagedStates],
+        /,
+    ) -> Tensor | None:
+        """Run the layers; keys and values are stored.
+
+        Args:
+            x: [T, E], contiguous.
+            rotations: rotations of the rows.
+            groups: the step's part in each cache group, of attention all.
+            storages: storage of each cache group.
+
+        Returns:
+            [T, E] with the bits that the layers give one by one; None, and nothing is stored, for a step that they
+            compute as fast.
+        """
+        ...
+
+
+@runtime_checkable
+class FusesLayers(Protocol):
+    """A backend that runs the layers of a dense model by one call."""
+
+    def fuse_layers(self, layers: Sequence[DenseLayer]) -> FusedLayers | None:
+        """Return the fused layers; None where the backend computes some of their parts otherwise."""
+        ...

@@ -1,0 +1,130 @@
+// All layers of a dense model in one call: a step of few rows runs hundreds of kernels, and what a caller in Python does
+// for each of them takes longer than some of them run.
+//
+// A layer is two halves over fixed buffers: norm, projection to queries, keys and values, rotation and store,
+// attention, output projection with the residual; then norm, gated projection, down projection with the residual.
+#include <atomic>
+
+#include "activations.h"
+#include "attention_plan.h"
+#include "cache.h"
+#include "parallel.h"
+
+using quire::AttentionPlan;
+
+QUIRE_EXPORT void quire_rms_norm(int64_t type, const void* x, int64_t row_stride, int64_t weight_type,
+                                 const void* weight, float eps, int64_t num_rows, int64_t width, void* output);
+QUIRE_EXPORT void quire_prepare(const StepRows* rows, const Cache* cache, int64_t layer, const void* qkv,
+                                int64_t weight_type, const void* weights, int64_t num_normed, float eps,
+                                const void* cos, const void* sin, int64_t num_heads, void* queries);
+QUIRE_EXPORT void quire_attend(const StepRows* rows, const Cache* cache, AttentionPlan* plan, int64_t layer,
+                               const void* queries, int64_t row_stride, float scale, void* output);
+
+namespace {
+
+// A linear layer in any format of weights. Formats differ in the kernel and in what `packed` points to.
+struct Linear {
+  using Kernel = void (*)(Type type, const void* x, int64_t row_stride, int64_t num_rows, const void* packed,
+                          int64_t num_columns, int64_t width, const void* bias, const void* residual, Activation gate,
+                          void* output);
+
+  Kernel kernel;
+  const void* packed;
+  int64_t num_columns;
+  int64_t width;
+  const void* bias;
+  Activation gate;
+
+  void operator()(Type type, const void* x, int64_t num_rows, const void* residual, void* output) const {
+    kernel(type, x, width, num_rows, packed, num_columns, width, bias, residual, gate, output);
+  }
+};
+
+// Scales of a norm, or of the norms of a layer's heads.
+struct Norm {
+  int64_t type;
+  const void* scales;
+  int64_t num_heads;  // of the norms of heads: the heads that are normed, from the first on
+  double eps;
+};
+
+struct DenseLayer {
+  Norm mixer_norm;
+  Linear qkv;
+  Norm head_norms;
+  int64_t rotation_idx;
+  int64_t group_idx;
+  int64_t layer_idx;  // in the cache group
+  int64_t num_heads;
+  double score_scale;
+  Linear output;
+  Norm ffn_norm;
+  Linear gate_up;
+  Linear down;
+};
+
+// A step's part in one cache group.
+struct GroupStep {
+  const StepRows* rows;
+  const Cache* cache;
+  AttentionPlan* plan;
+};
+
+// Cosines and sines of a step's rows.
+struct Rotation {
+  const void* cos;
+  const void* sin;
+};
+
+// Memory of a step. Each holds all rows; what is not needed at the same time shares a buffer.
+struct Buffers {
+  void* normed;   // also what attention gives
+  void* product;  // queries, keys and values; gated columns
+  void* queries;
+  void* between;  // hidden states between the halves of a layer
+  void* hidden;   // hidden states between layers, and the result
+};
+
+void run(Type type, const DenseLayer& layer, int64_t num_rows, const GroupStep& step, const Rotation& rotation,
+         const void* x, const Buffers& buffers) {
+  const auto norm = [=](const Norm& norm, const void* from, int64_t width) {
+    quire_rms_norm(int64_t(type), from, width, norm.type, norm.scales, float(norm.eps), num_rows, width,
+                   buffers.normed);
+  };
+  norm(layer.mixer_norm, x, layer.qkv.width);
+  layer.qkv(type, buffers.normed, num_rows, nullptr, buffers.product);
+  const Norm& heads = layer.head_norms;
+  quire_prepare(step.rows, step.cache, layer.layer_idx, buffers.product, heads.type, heads.scales, heads.num_heads,
+                float(heads.eps), rotation.cos, rotation.sin, layer.num_heads, buffers.queries);
+  quire_attend(step.rows, step.cache, step.plan, layer.layer_idx, buffers.queries, layer.output.width,
+               float(layer.score_scale), buffers.normed);
+  layer.output(type, buffers.normed, num_rows, x, buffers.between);
+  norm(layer.ffn_norm, buffers.between, layer.gate_up.width);
+  layer.gate_up(type, buffers.normed, num_rows, nullptr, buffers.product);
+  layer.down(type, buffers.product, num_rows, buffers.between, buffers.hidden);
+}
+
+}  // namespace
+
+// Runs layers over hidden states `x` [num_rows, width] of a type. The threads stay together for all kernels: the first
+// that comes makes the calls, and the others help with each.
+QUIRE_EXPORT void quire_dense_layers(Type type, const DenseLayer* layers, int64_t num_layers, int64_t num_rows,
+                                     const GroupStep* steps, const Rotation* rotations, const void* x,
+                                     const Buffers* buffers) {
+  const auto run_all = [=] {
+    const void* from = x;
+    for (const DenseLayer* layer = layers; layer < layers + num_layers; ++layer, from = buffers->hidden)
+      run(type, *layer, num_rows, steps[layer->group_idx], rotations[layer->rotation_idx], from, *buffers);
+  };
+  const int64_t num_threads = quire::max_threads();
+  if (num_threads <= 1) return run_all();
+  quire::Team team(num_threads);
+  std::atomic<bool> is_led{false};
+  quire::in_parallel(num_threads, 1, [&](int64_t, int64_t) {
+    if (is_led.exchange(true)) return team.help();
+    quire::team = &team;
+    run_all();
+    quire::team = nullptr;
+    team.end();
+  });
+}

@@ -1,0 +1,122 @@
+"""All layers of a dense model as one native call, for steps of few rows.
+
+Between the kernels of such a step, most of the time is their caller's: a tensor to write to, pointers, a call. Here the
+weights of all layers lie in structures that are filled once, and a step gives its rows, caches and buffers.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from quire.ops.fused_layers import DenseLayer, RowNorm
+from quire.ops.interface import AttentionBatch, HeadNorms, Linear, PagedKV, Rotation, StepAttention
+from quire.ops.native_attention import NativeStepAttention
+from quire.ops.native_library import TYPES, DenseLayerCall, LinearCall, NativeLibrary, NormScales
+from quire.ops.native_linear import NativeLinear
+
+# Steps of more rows take so long that the time of their calls is not measurable.
+MAX_ROWS: Final = 32
+# Columns at whose multiples buffers begin: a cache line of bfloat16.
+ALIGNMENT: Final = 32
+
+
+class NativeDenseLayers:
+    """The layers of a dense model whose parts are all native kernels.
+
+    Args:
+        library: library of the kernels.
+        layers: layers whose projections are `NativeLinear`; those of a cache group have as many heads.
+        step_attention: see `NativeOps.step_attention`.
+    """
+
+    def __init__(
+        self,
+        library: NativeLibrary,
+        layers: Sequence[DenseLayer],
+        step_attention: Callable[[AttentionBatch, PagedKV], StepAttention],
+    ) -> None:
+        self._run, self._step_attention = library.dense_layers, step_attention
+        self._layers = layers  # the structures point into their tensors
+        self._calls = (DenseLayerCall * len(layers))(*map(_layer_call, layers))
+        self._num_heads = {layer.group_idx: layer.attention.num_heads for layer in layers}
+        # Columns of the buffers: rows that are normed or attended, products, queries, and rows between the halves.
+        columns = (
+            max(max(layer.qkv.width, layer.output.width) for layer in self._calls),
+            max(max(layer.qkv.num_columns, layer.down.width) for layer in self._calls),
+            max(layer.output.width for layer in self._calls),
+            self._calls[0].qkv.width,
+        )
+        *self._starts, self._num_columns = accumulate((-(-n // ALIGNMENT) * ALIGNMENT for n in columns), initial=0)
+
+    def __call__(
+        self, x: Tensor, rotations: Sequence[Rotation], groups: Sequence[Any], storages: Sequence[Any]
+    ) -> Tensor | None:
+        """Run the layers; see `FusedLayers`."""
+        num_rows = len(x)
+        if not 0 < num_rows <= MAX_ROWS:
+            return None
+        # The steps live until the call has returned: the pointers are theirs.
+        steps = [self._step_attention(batch, storage) for batch, storage in zip(groups, storages, strict=True)]
+        step_pointers = array("Q")
+        for idx, step in enumerate(steps):
+            if not isinstance(step, NativeStepAttention):
+                return None
+            step_pointers.extend(step.pointers(self._num_heads[idx]))
+        rotation_pointers = array("Q", [tensor.data_ptr() for rotation in rotations for tensor in rotation])
+        hidden, scratch = torch.empty_like(x), x.new_empty(num_rows, self._num_columns)
+        first, row_bytes = scratch.data_ptr(), num_rows * x.itemsize
+        buffers = array("Q", [*(first + row_bytes * start for start in self._starts), hidden.data_ptr()])
+        self._run(
+            TYPES[x.dtype],
+            self._calls,
+            len(self._calls),
+            num_rows,
+            step_pointers.buffer_info()[0],
+            rotation_pointers.buffer_info()[0],
+            x.data_ptr(),
+            buffers.buffer_info()[0],
+        )
+        return hidden
+
+
+def can_fuse(layers: Sequence[DenseLayer]) -> bool:
+    """Return whether all products are native, and the layers of each cache group have as many heads."""
+    heads = {(layer.group_idx, layer.attention.num_heads) for layer in layers}
+    products = [part for layer in layers for part in (layer.attention.qkv, layer.attention.output, *layer.mlp)]
+    return len(heads) == len(dict(heads)) and all(isinstance(part, NativeLinear) for part in products)
+
+
+def _layer_call(layer: DenseLayer) -> DenseLayerCall:
+    """Return the structure of a layer."""
+    attention, mlp = layer.attention, layer.mlp
+    return DenseLayerCall(
+        mixer_norm=_norm_scales(layer.mixer_norm),
+        qkv=_linear_call(attention.qkv),
+        head_norms=_norm_scales(attention.head_norms),
+        rotation_idx=layer.rotation_idx,
+        group_idx=layer.group_idx,
+        layer_idx=attention.layer_idx,
+        num_heads=attention.num_heads,
+        score_scale=attention.score_scale,
+        output=_linear_call(attention.output),
+        ffn_norm=_norm_scales(layer.ffn_norm),
+        gate_up=_linear_call(mlp.gate_up),
+        down=_linear_call(mlp.down),
+    )
+
+
+def _linear_call(linear: Linear) -> LinearCall:
+    assert isinstance(linear, NativeLinear)
+    return linear.as_call()
+
+
+def _norm_scales(norm: RowNorm | HeadNorms | None) -> NormScales:
+    if norm is None:
+        return NormScales()
+    return NormScales(TYPES[norm.scales.dtype], norm.scales.data_ptr(), len(norm.scales), norm.eps)

@@ -1,0 +1,268 @@
+"""Fused layers give the bits of the layers one by one, and layers with other parts are not fused."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, chain
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.config import Quantization
+from quire.execution.kv_storage import KVStorage
+from quire.ops.fused_layers import DenseAttention, DenseLayer, DenseMLP, RowNorm
+from quire.ops.interface import AttentionBatch, HeadNorms, Linear, Ops, Rotation
+from quire.ops.native_dense import MAX_ROWS, NativeDenseLayers
+from quire.ops.native_library import LEVELS, NativeLibrary
+from quire.ops.native_ops import NativeOps
+from quire.ops.torch_widened import WIDENED, narrowed
+from tests.ops.backends import LIBRARIES
+from tests.ops.world import randn, rotation_of
+
+WIDTH, HEADS, KV_HEADS, HEAD_DIM, BLOCK = 64, 4, 2, 16, 16
+SPANS = [(37, 1), (5, 1)]
+CPU = torch.device("cpu")
+FORMATS = ("plain", "lossless", "int8", "int4")
+NATIVE_LEVELS = [
+    pytest.param(level, marks=[] if level in LIBRARIES else pytest.mark.skip(reason=f"no {level} kernels here"))
+    for level in LEVELS
+]
+
+
+def native_ops(level: str, weights: str) -> NativeOps:
+    roundings: dict[str, Quantization] = {"int8": "int8", "int4": "int4"}
+    return NativeOps(NativeLibrary(level, LIBRARIES[level]), roundings.get(weights), is_lossless=weights == "lossless")
+
+
+class Model:
+    """Four layers of two cache groups: with norms of heads and without, with biases and without.
+
+    Args:
+        width: how many times wider the gates are than rows.
+        mlp_width: width of the gates of the last layer, where it differs.
+    """
+
+    def __init__(self, ops: Ops, width: int = 1, mlp_width: int | None = None) -> None:
+        self.ops = ops
+        self.layers = []
+        for idx in range(4):
+            norm = RowNorm(randn(WIDTH, dtype=torch.float32 if idx % 2 else torch.bfloat16, seed=idx), 1e-6)
+            head_norms = HeadNorms(randn(HEADS + KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, seed=idx + 4), 1e-5)
+            qkv = self._linear((HEADS + 2 * KV_HEADS) * HEAD_DIM, WIDTH, 10 * idx + 2, has_bias=idx > 1)
+            output = self._linear(WIDTH, HEADS * HEAD_DIM, 10 * idx + 3)
+            norms = head_norms if idx < 3 else None
+            attention = DenseAttention(qkv, norms, idx // 2, HEADS, 0.25, output)
+            columns = width * WIDTH * 2 if idx < 3 or mlp_width is None else mlp_width
+            gate_up = self._linear(2 * columns, WIDTH, 10 * idx + 4, gate="silu" if idx else "gelu_tanh")
+            mlp = DenseMLP(gate_up, self._linear(WIDTH, columns, 10 * idx + 5, has_bias=idx < 2))
+            self.layers.append(DenseLayer(norm, attention, idx % 2, (idx + 1) % 2, norm, mlp))
+
+    def _linear(self, num_outputs: int, width: int, seed: int, has_bias: bool = False, gate: Any = None) -> Linear:
+        weight = randn(num_outputs, width, dtype=torch.bfloat16, seed=seed) * width**-0.5
+        bias = randn(num_outputs, dtype=torch.bfloat16, seed=seed + 50) if has_bias else None
+        return self.ops.pack_linear(weight, bias, gate=gate)
+
+    def __call__(
+        self, x: Tensor, rotations: Sequence[Rotation], groups: Sequence[Any], storages: Sequence[Any]
+    ) -> Tensor:
+        """Run the layers one by one."""
+        steps = [self.ops.step_attention(*group) for group in zip(groups, storages, strict=True)]
+        for mixer_norm, attention, group_idx, rotation_idx, ffn_norm, mlp in self.layers:
+            step = steps[group_idx]
+            qkv = attention.qkv(self.ops.rms_norm(x, *mixer_norm))
+            queries = step.prepare(attention.layer_idx, qkv, attention.head_norms, rotations[rotation_idx])
+            x = attention.output(step.attend(attention.layer_idx, queries, attention.score_scale), x)
+            x = mlp.down(mlp.gate_up(self.ops.rms_norm(x, *ffn_norm)), x)
+        return x
+
+
+class Caches:
+    """The memory of two cache groups, full of numbers: one of all tokens, one of a window."""
+
+    def __init__(self, num_blocks: int = 220, stored: str | None = None) -> None:
+        self.num_blocks = num_blocks
+        self.storages = [
+            KVStorage(num_blocks, 2, BLOCK, KV_HEADS, HEAD_DIM, torch.bfloat16, CPU, stored=stored) for _ in range(2)
+        ]
+        for seed, storage in enumerate(self.storages):
+            fill_slots(storage, seed)
+        self.contents = [storage.data.clone() for storage in self.storages]
+
+    def step(self, spans: list[tuple[int, int]], seed: int = 0, num_shared: int = 0, window: int = 9) -> Step:
+        """Return a step of sequences with so many tokens stored, and so many rows.
+
+        Args:
+            seed: of their blocks.
+            num_shared: blocks at the front of every sequence that are the first one's.
+        """
+        groups = [self._batch(spans, seed, num_shared, sight) for seed, sight in ((seed, None), (seed + 1, window))]
+        return Step(self, groups)
+
+    def _batch(self, spans: list[tuple[int, int]], seed: int, num_shared: int, window: int | None) -> AttentionBatch:
+        free = list(range(1, self.num_blocks))
+        random.Random(seed).shuffle(free)
+        tables = [[free.pop() for _ in range(-(-(history + rows) // BLOCK))] for history, rows in spans]
+        slots = []
+        for table, (history, rows) in zip(tables, spans, strict=True):
+            table[:num_shared] = tables[0][:num_shared]
+            slots += [
+                table[position // BLOCK] * BLOCK + position % BLOCK for position in range(history, history + rows)
+            ]
+        return AttentionBatch(
+            torch.tensor(slots),
+            list(accumulate((rows for _, rows in spans), initial=0)),
+            [history + rows for history, rows in spans],
+            torch.tensor(list(chain.from_iterable(tables))),
+            list(accumulate(map(len, tables), initial=0)),
+            window,
+        )
+
+
+def fill_slots(storage: KVStorage, seed: int) -> None:
+    """Store numbers in every slot, as the cache has them."""
+    vectors = randn(*storage.data.shape[:-1], HEAD_DIM, dtype=torch.bfloat16, seed=seed)
+    element = storage.data.dtype
+    storage.data.copy_(narrowed(vectors, element) if element in WIDENED else vectors)
+
+
+class Step:
+    """A step over caches that are as they were before each run."""
+
+    def __init__(self, caches: Caches, groups: list[AttentionBatch]) -> None:
+        self.caches, self.groups = caches, groups
+        self.num_rows = groups[0].row_starts[-1]
+        cos, sin = rotation_of(self.num_rows, HEAD_DIM, torch.bfloat16)
+        self.rotations = [Rotation(cos, sin), Rotation(sin.abs(), cos)]
+
+    def run(self, layers: Any, seed: int = 0) -> tuple[Tensor, list[Tensor]]:
+        """Return the hidden states that layers make of random rows, and what is in the caches behind it."""
+        storages = self.caches.storages
+        for storage, before in zip(storages, self.caches.contents, strict=True):
+            storage.data.copy_(before)
+        x = randn(self.num_rows, WIDTH, dtype=torch.bfloat16, seed=seed)
+        hidden = layers(x, self.rotations, self.groups, storages)
+        assert hidden is not None
+        return hidden, [storage.data.view(torch.uint8).clone() for storage in storages]
+
+
+def assert_same(found: tuple[Tensor, list[Tensor]], expected: tuple[Tensor, list[Tensor]]) -> None:
+    assert torch.equal(found[0], expected[0])
+    assert found[0].isfinite().all()
+    assert all(torch.equal(*caches) for caches in zip(found[1], expected[1], strict=True))
+
+
+def fused(model: Model) -> NativeDenseLayers:
+    assert isinstance(model.ops, NativeOps)
+    made = model.ops.fuse_layers(model.layers)
+    assert made is not None
+    return made
+
+
+def check(layers: NativeDenseLayers, model: Model, steps: Iterable[Step]) -> None:
+    """Run steps with both, and compare all that they leave."""
+    for seed, step in enumerate(steps):
+        assert_same(step.run(layers, seed), step.run(model, seed))
+
+
+@pytest.mark.parametrize("weights", FORMATS)
+@pytest.mark.parametrize("level", NATIVE_LEVELS)
+@torch.inference_mode()
+def test_fused_layers_give_the_bits_of_the_layers(level: str, weights: str) -> None:
+    model = Model(native_ops(level, weights))
+    layers = fused(model)
+    for stored in (None, "int8"):
+        caches = Caches(stored=stored)
+        for spans in (
+            [(37, 1)],
+            [(0, 1), (15, 1), (63, 1)],
+            [(20, 2), (5, 3), (31, 1)],
+            [(40, 1)] * 16,
+            [(600, 1), (3, 4)],
+        ):
+            check(layers, model, [caches.step(spans)] * 2)
+
+
+@pytest.fixture
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Have torch work on so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+# More than there are cores, too: threads that are not there when something is shared are not waited for. Two threads
+# wait for each other, for long where other processes have the cores: one format by default.
+@pytest.mark.parametrize(
+    ("weights", "threads"),
+    [
+        pytest.param(weights, threads, marks=pytest.mark.slow if threads == 2 and weights != "int4" else [])
+        for weights in FORMATS
+        for threads in (2, 3, 16)
+    ],
+    indirect=["threads"],
+)
+@torch.inference_mode()
+def test_threads_that_stay_together_give_the_bits_of_others(weights: str, threads: int) -> None:
+    level = [*LIBRARIES][-1]
+    model = Model(native_ops(level, weights), width=4)
+    layers = fused(model)
+    caches = Caches()
+    for spans in ([(37, 1)], [(700, 2), (5, 3), (600, 1)], [(40, 1)] * 30):
+        check(layers, model, [caches.step(spans, seed) for seed in (0, 0, *range(30 if threads < 16 else 5))])
+    assert torch.get_num_threads() == threads
+
+
+@torch.inference_mode()
+def test_other_sequences_and_caches_of_as_many_rows() -> None:
+    """Other sequences, other lengths, other blocks; rows of one sequence, or of several; another storage."""
+    model = Model(native_ops("portable", "int8"))
+    layers = fused(model)
+    kinds = ([(40, 1), (30, 1), (20, 1), (700, 1)], [(9, 1), (31, 1), (2, 1), (699, 1)], [(5, 4)], [(0, 2), (16, 2)])
+    for caches in (Caches(), Caches(num_blocks=240)):
+        steps = [caches.step(spans, seed) for seed, spans in enumerate((*kinds, [(600, 1), (2, 3)], *kinds))]
+        check(layers, model, [steps[0], *steps])
+
+
+@torch.inference_mode()
+def test_sequences_that_share_blocks() -> None:
+    model = Model(native_ops("portable", "plain"))
+    layers = fused(model)
+    caches = Caches()
+    alone, short = caches.step([(1100, 1)] * 3), caches.step([(2, 1), (1, 1), (0, 1)])
+    shared, longer = caches.step([(1050, 1)] * 3, num_shared=60), caches.step([(1160, 1), (1160, 1), (1000, 1)], 5, 9)
+    check(layers, model, [short, alone, shared, short, shared, longer, alone, short])
+
+
+@torch.inference_mode()
+def test_what_a_step_gave_is_not_overwritten() -> None:
+    layers = fused(Model(native_ops("portable", "plain")))
+    step = Caches().step(SPANS)
+    given = [step.run(layers, seed)[0] for seed in range(5)]
+    assert len({hidden.data_ptr() for hidden in given}) == 5
+    for seed, hidden in enumerate(given):
+        assert torch.equal(hidden, step.run(layers, seed)[0])
+
+
+@torch.inference_mode()
+def test_steps_of_many_rows_and_of_caches_that_torch_reads_are_left_to_the_layers() -> None:
+    layers = fused(Model(native_ops("portable", "plain")))
+    for spans, stored in (([(4, MAX_ROWS + 1)], None), ([(4, 1)], "fp8")):
+        caches = Caches(stored=stored)
+        step = caches.step(spans)
+        x = randn(step.num_rows, WIDTH, dtype=torch.bfloat16, seed=0)
+        assert layers(x, step.rotations, step.groups, caches.storages) is None
+        assert all(map(torch.equal, caches.contents, [storage.data for storage in caches.storages]))
+
+
+def test_layers_with_products_of_torch_or_other_numbers_of_heads_are_not_fused() -> None:
+    ops = native_ops("portable", "plain")
+    (first, *others) = Model(ops).layers
+    assert ops.fuse_layers([first, *others]) is not None
+    odd = Model(ops, mlp_width=WIDTH + 1).layers  # gates that fill no panel
+    assert ops.fuse_layers(odd) is None
+    more_heads = first._replace(attention=first.attention._replace(num_heads=2 * HEADS))
+    assert ops.fuse_layers([more_heads, *others]) is None
