@@ -27,7 +27,7 @@ from quire.config import (
 )
 from quire.errors import ConfigError
 from quire.memory.pool import eviction as memory_eviction
-from quire.scheduling import policies, preemption
+from quire.scheduling import policies
 
 CPU = Machine(device="cpu", available_bytes=1 << 30, num_threads=4)
 FACTS = ModelFacts(max_position=2048, bytes_per_token=1024, vocab_size=500, num_parameters=10**9)
@@ -50,9 +50,8 @@ def test_the_eviction_policies_are_those_of_memory() -> None:
     assert tuple(memory_eviction.EVICTION_POLICIES) == config_module.EVICTION_POLICIES
 
 
-def test_the_preemption_options_are_those_of_the_scheduler() -> None:
+def test_the_preemption_policies_are_those_of_the_scheduler() -> None:
     assert tuple(policies.PREEMPTION_POLICIES) == config_module.PREEMPTION_POLICIES
-    assert preemption.PREEMPTION_MODES == config_module.PREEMPTION_MODES
 
 
 # ---- options one by one ----

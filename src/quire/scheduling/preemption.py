@@ -26,8 +26,6 @@ from quire.scheduling.stats import SchedulerStats
 from quire.sequences.sequence import Sequence
 from quire.sequences.status import SequenceStatus
 
-PREEMPTION_MODES = ("auto", "recompute", "swap")
-
 
 @dataclass(frozen=True, slots=True)
 class TransferRates:
