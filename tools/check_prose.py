@@ -28,7 +28,7 @@ SECTIONS = frozenset(("Args:", "Attributes:"))
 ENTRY = re.compile(r"(?P<indent> +)(?P<name>\*{0,2}\w+(?:, \*{0,2}\w+)*): (?P<text>\S.*)")
 
 
-class Finding(NamedTuple):
+class ProseFinding(NamedTuple):
     """A text that begins with a word that it must not begin with.
 
     Args:
@@ -44,7 +44,7 @@ class Finding(NamedTuple):
     text: str
 
 
-def check_file(path: Path) -> Iterator[Finding]:
+def check_file(path: Path) -> Iterator[ProseFinding]:
     """Yield the findings of a Python file, in the order docstrings, arguments, comments."""
     source = path.read_text(encoding="utf-8")
     name = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.as_posix()
@@ -72,9 +72,9 @@ def _parameters(node: ast.AST) -> set[str]:
     return fields.union(*map(_parameters, inits))
 
 
-def _check_docstring(name: str, line: int, docstring: str, parameters: set[str]) -> Iterator[Finding]:
+def _check_docstring(name: str, line: int, docstring: str, parameters: set[str]) -> Iterator[ProseFinding]:
     if _first_word(docstring) in PRONOUNS:
-        yield Finding(name, line, "docstring", docstring.strip().splitlines()[0])
+        yield ProseFinding(name, line, "docstring", docstring.strip().splitlines()[0])
     section_indent, section = None, ""
     for number, text in enumerate(docstring.splitlines()):
         indent = len(text) - len(text.lstrip())
@@ -86,12 +86,12 @@ def _check_docstring(name: str, line: int, docstring: str, parameters: set[str])
             entry = ENTRY.match(text)
             described = set() if entry is None else {each.strip().lstrip("*") for each in entry["name"].split(",")}
             if section == "Args:" and parameters and described - parameters:
-                yield Finding(name, line + number, "no such argument", text.strip())
+                yield ProseFinding(name, line + number, "no such argument", text.strip())
             if entry is not None and _first_word(entry["text"]) in PREPOSITIONS:
-                yield Finding(name, line + number, "argument", text.strip())
+                yield ProseFinding(name, line + number, "argument", text.strip())
 
 
-def _check_comments(name: str, source: str) -> Iterator[Finding]:
+def _check_comments(name: str, source: str) -> Iterator[ProseFinding]:
     last_line = -1
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type != tokenize.COMMENT:
@@ -100,7 +100,7 @@ def _check_comments(name: str, source: str) -> Iterator[Finding]:
         # A comment of several lines begins once; one behind code goes on with the code.
         is_alone = not token.line[: token.start[1]].strip()
         if is_alone and row != last_line + 1 and _first_word(token.string.lstrip("#: ")) in PRONOUNS:
-            yield Finding(name, row, "comment", token.string)
+            yield ProseFinding(name, row, "comment", token.string)
         last_line = row if is_alone else last_line
 
 

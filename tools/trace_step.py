@@ -24,7 +24,7 @@ CONTROL_PLANE = ("decoding", "memory", "scheduling", "sequences")
 BLOCK_SIZE = 16
 
 
-class Call(NamedTuple):
+class TracedCall(NamedTuple):
     """A call of a function of the package.
 
     Args:
@@ -38,9 +38,9 @@ class Call(NamedTuple):
     is_control: bool
 
 
-def trace_step(num_requests: int) -> list[Call]:
+def trace_step(num_requests: int) -> list[TracedCall]:
     """Return the calls of a decode step, in order; comprehensions and generators belong to the function around them."""
-    calls: list[Call] = []
+    calls: list[TracedCall] = []
     root = f"{PACKAGE}/"
     control_depth = 0
 
@@ -56,7 +56,7 @@ def trace_step(num_requests: int) -> list[Call]:
         control_depth += is_entry
         function = code.co_qualname.split(".<locals>")[0]
         path = code.co_filename[len(root) :]
-        calls.append(Call(path, function, control_depth > 0 and path.split("/")[0] in CONTROL_PLANE))
+        calls.append(TracedCall(path, function, control_depth > 0 and path.split("/")[0] in CONTROL_PLANE))
 
     with LLM("bundled", block_size=BLOCK_SIZE, device="cpu", enable_prefix_caching=True) as llm:
         engine = llm.engine
@@ -83,7 +83,7 @@ def count_lines(path: str) -> int:
     return len((PACKAGE / path).read_text(encoding="utf-8").splitlines())
 
 
-def count_changes(calls: Sequence[Call]) -> int:
+def count_changes(calls: Sequence[TracedCall]) -> int:
     """Return the number of changes of file between consecutive calls of the control plane."""
     control = [call.path for call in calls if call.is_control]
     return sum(first != second for first, second in pairwise(control))

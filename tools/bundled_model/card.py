@@ -66,7 +66,7 @@ The best token at every step (temperature 0), as the files here give it in float
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """What the card says about the training.
 
     Attributes:
@@ -90,7 +90,7 @@ class Run:
     note: str = ""
 
 
-def write_card(folder: Path, run: Run) -> None:
+def write_card(folder: Path, run: TrainingRun) -> None:
     """Writes the card into a finished model folder.
 
     Args:

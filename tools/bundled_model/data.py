@@ -62,7 +62,7 @@ def _without_specials(pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
 
 
 @dataclass
-class Row:
+class TrainingRow:
     """Documents that lie one after the other in one row.
 
     Attributes:
@@ -89,7 +89,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Batch:
+class TrainingBatch:
     """Rows of one length, ready for a step of training.
 
     Attributes:
@@ -152,7 +152,7 @@ def encode(tokenizer: Tokenizer, seed: int, tokens: int) -> list[tuple[list[int]
     return encoded
 
 
-def pack(encoded: list[tuple[list[int], list[bool]]], open_rows: int = 12) -> dict[int, list[Row]]:
+def pack(encoded: list[tuple[list[int], list[bool]]], open_rows: int = 12) -> dict[int, list[TrainingRow]]:
     """Lays whole documents into rows, each where it leaves the least room.
 
     Args:
@@ -162,8 +162,8 @@ def pack(encoded: list[tuple[list[int], list[bool]]], open_rows: int = 12) -> di
     Returns:
         For each length, the rows; a row holds at most one token more than its length.
     """
-    done: dict[int, list[Row]] = {length: [] for length in LENGTHS}
-    filling: dict[int, list[Row]] = {length: [] for length in LENGTHS}
+    done: dict[int, list[TrainingRow]] = {length: [] for length in LENGTHS}
+    filling: dict[int, list[TrainingRow]] = {length: [] for length in LENGTHS}
     for ids, learned in encoded:
         length = next(size for size in LENGTHS if len(ids) <= size + 1)
         rows = filling[length]
@@ -173,7 +173,7 @@ def pack(encoded: list[tuple[list[int], list[bool]]], open_rows: int = 12) -> di
         if fitting:
             max(fitting, key=lambda row: len(row.ids)).add(ids, learned)
             continue
-        row = Row()
+        row = TrainingRow()
         row.add(ids, learned)
         rows.append(row)
         if len(rows) > open_rows:
@@ -185,7 +185,7 @@ def pack(encoded: list[tuple[list[int], list[bool]]], open_rows: int = 12) -> di
     return done
 
 
-def to_batch(rows: list[Row], length: int, pad: int) -> Batch:
+def to_batch(rows: list[TrainingRow], length: int, pad: int) -> TrainingBatch:
     """Stacks rows and hides the documents of a row from each other.
 
     Args:
@@ -204,10 +204,12 @@ def to_batch(rows: list[Row], length: int, pad: int) -> Batch:
     seen = owners[:, :-1]
     same = seen[:, :, None] == seen[:, None, :]
     mask = same & torch.ones(length, length, dtype=torch.bool).tril()
-    return Batch(ids[:, :-1].contiguous(), targets.contiguous(), mask[:, None])
+    return TrainingBatch(ids[:, :-1].contiguous(), targets.contiguous(), mask[:, None])
 
 
-def schedule(packed: dict[int, list[Row]], tokens: int, rng: random.Random) -> list[tuple[int, list[Row]]]:
+def schedule(
+    packed: dict[int, list[TrainingRow]], tokens: int, rng: random.Random
+) -> list[tuple[int, list[TrainingRow]]]:
     """Sorts the rows into batches of about the same number of tokens, in random order.
 
     Args:
@@ -218,7 +220,7 @@ def schedule(packed: dict[int, list[Row]], tokens: int, rng: random.Random) -> l
     Returns:
         Length and rows of each batch.
     """
-    batches: list[tuple[int, list[Row]]] = []
+    batches: list[tuple[int, list[TrainingRow]]] = []
     for length, rows in packed.items():
         rng.shuffle(rows)
         size = max(1, tokens // length)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """The sizes of the model.
 
     Attributes:
@@ -76,7 +76,7 @@ class Shape:
         }
 
 
-def rotary_tables(shape: Shape, length: int) -> tuple[Tensor, Tensor]:
+def rotary_tables(shape: ModelShape, length: int) -> tuple[Tensor, Tensor]:
     """Computes the cosines and sines of the rotary angles.
 
     Args:
@@ -108,10 +108,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + turned * sin
 
 
-class Attention(nn.Module):
+class CausalSelfAttention(nn.Module):
     """Causal attention in which several query heads share a key and value head."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         """Makes the four projections.
 
         Args:
@@ -156,7 +156,7 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """The gated feed-forward part of a block."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         """Makes the three projections.
 
         Args:
@@ -183,7 +183,7 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """One layer: attention and feed-forward, each behind a norm."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         """Makes the parts of the layer.
 
         Args:
@@ -191,7 +191,7 @@ class Block(nn.Module):
         """
         super().__init__()
         self.input_layernorm = nn.RMSNorm(shape.hidden, eps=shape.eps)
-        self.self_attn = Attention(shape)
+        self.self_attn = CausalSelfAttention(shape)
         self.post_attention_layernorm = nn.RMSNorm(shape.hidden, eps=shape.eps)
         self.mlp = FeedForward(shape)
 
@@ -214,7 +214,7 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """The embedding, the blocks and the last norm."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         """Makes the parts of the stack.
 
         Args:
@@ -229,7 +229,7 @@ class Stack(nn.Module):
 class SmallLlama(nn.Module):
     """A Llama whose output layer is its embedding."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         """Makes the model and draws its weights.
 
         Args:

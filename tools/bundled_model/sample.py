@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from tools.bundled_model.corpus import ASSISTANT, BOS, END, EOS, USER
 from tools.bundled_model.data import id_of
-from tools.bundled_model.model import Shape, SmallLlama
+from tools.bundled_model.model import ModelShape, SmallLlama
 
 STORIES = ("Once upon a time, a small fox", "Tom found a red kite", "The old sailor")
 QUESTIONS = (
@@ -33,7 +33,7 @@ def load(folder: Path) -> tuple[SmallLlama, Tokenizer]:
         The model, in float32, and its tokenizer.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    shape = Shape(
+    shape = ModelShape(
         vocab=config["vocab_size"],
         hidden=config["hidden_size"],
         layers=config["num_hidden_layers"],

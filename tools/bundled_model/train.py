@@ -19,11 +19,11 @@ import torch
 from tokenizers import Tokenizer
 from torch import nn
 
-from tools.bundled_model.card import Run, write_card
+from tools.bundled_model.card import TrainingRun, write_card
 from tools.bundled_model.corpus import EOS
-from tools.bundled_model.data import Batch, encode, id_of, pack, schedule, to_batch, train_tokenizer
+from tools.bundled_model.data import TrainingBatch, encode, id_of, pack, schedule, to_batch, train_tokenizer
 from tools.bundled_model.export import export
-from tools.bundled_model.model import Shape, SmallLlama
+from tools.bundled_model.model import ModelShape, SmallLlama
 from tools.bundled_model.sample import load
 
 
@@ -73,7 +73,7 @@ class Result:
     seconds: float
 
 
-def loss_of(model: SmallLlama, batch: Batch) -> torch.Tensor:
+def loss_of(model: SmallLlama, batch: TrainingBatch) -> torch.Tensor:
     """Computes the mean loss over the learned tokens.
 
     Args:
@@ -90,7 +90,7 @@ def loss_of(model: SmallLlama, batch: Batch) -> torch.Tensor:
 
 
 @torch.no_grad()
-def measure(model: SmallLlama, batches: list[Batch]) -> float:
+def measure(model: SmallLlama, batches: list[TrainingBatch]) -> float:
     """Computes the loss on held-out batches.
 
     Args:
@@ -138,7 +138,7 @@ def rate_at(plan: Plan, step: int, progress: float) -> float:
     return plan.rate * rise * fall
 
 
-def held_out(tokenizer: Tokenizer, plan: Plan) -> list[Batch]:
+def held_out(tokenizer: Tokenizer, plan: Plan) -> list[TrainingBatch]:
     """Makes batches of documents that the training does not use.
 
     Args:
@@ -221,7 +221,7 @@ def main() -> None:
         model, tokenizer = load(options.start)
         model.train()
     else:
-        model = SmallLlama(Shape())
+        model = SmallLlama(ModelShape())
         tokenizer = train_tokenizer(plan.seed, 20_000, model.shape.vocab)
     count = sum(weight.numel() for weight in model.parameters())
     print(f"{count} parameters", flush=True)
@@ -230,7 +230,7 @@ def main() -> None:
     command = (
         f"python -m tools.bundled_model.train --out {options.out} --tokens {plan.tokens} --minutes {plan.minutes:g}"
     )
-    write_card(options.out, Run(command=command, machine=options.machine, **asdict(result)))
+    write_card(options.out, TrainingRun(command=command, machine=options.machine, **asdict(result)))
     print(json.dumps(asdict(result)), flush=True)
 
 
