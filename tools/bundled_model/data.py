@@ -1,4 +1,4 @@
-"""Turns documents into token ids and packs them into rows."""
+"""Tokenization of documents, and packing into rows."""
 
 from __future__ import annotations
 
@@ -16,15 +16,12 @@ LENGTHS = (256, 512, 1024)
 
 
 def train_tokenizer(seed: int, count: int, vocab: int) -> Tokenizer:
-    """Trains a byte-level tokenizer on the corpus.
+    """Train a byte-level tokenizer on the corpus.
 
     Args:
-        seed: Seed of the documents.
-        count: Number of documents.
-        vocab: Number of tokens, with the special ones and all bytes.
-
-    Returns:
-        The tokenizer.
+        seed: seed of the documents.
+        count: number of documents.
+        vocab: number of tokens, with the special ones and all bytes.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -45,13 +42,10 @@ def train_tokenizer(seed: int, count: int, vocab: int) -> Tokenizer:
 
 
 def _without_specials(pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
-    """Removes the special tokens, which are not split any further.
+    """Return a document without its special tokens, which the tokenizer does not split.
 
     Args:
-        pieces: A document.
-
-    Returns:
-        The document without them.
+        pieces: a document.
     """
     cleaned = []
     for text, learned in pieces:
@@ -63,12 +57,12 @@ def _without_specials(pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
 
 @dataclass
 class TrainingRow:
-    """Documents that lie one after the other in one row.
+    """A row of consecutive documents.
 
     Attributes:
-        ids: Token ids.
-        learned: Whether the model learns to write the token.
-        owners: Number of the document that the token belongs to.
+        ids: token ids.
+        learned: True where the model learns to write the token.
+        owners: number of the document of each token.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -76,11 +70,11 @@ class TrainingRow:
     owners: list[int] = field(default_factory=list)
 
     def add(self, ids: list[int], learned: list[bool]) -> None:
-        """Appends a document.
+        """Append a document.
 
         Args:
-            ids: Its token ids.
-            learned: Whether the model learns to write each.
+            ids: token ids of the document.
+            learned: True where the model learns to write the token.
         """
         owner = self.owners[-1] + 1 if self.owners else 0
         self.ids += ids
@@ -93,9 +87,9 @@ class TrainingBatch:
     """Rows of one length, ready for a step of training.
 
     Attributes:
-        inputs: Token ids, ``[rows, length]``.
-        targets: The next tokens, with -100 where nothing is to be learned.
-        mask: Which keys each query may see, ``[rows, 1, length, length]``.
+        inputs: token ids, ``[rows, length]``.
+        targets: the next tokens, with -100 where nothing is to be learned.
+        mask: True where a query may attend to a key, ``[rows, 1, length, length]``.
     """
 
     inputs: Tensor
@@ -104,14 +98,11 @@ class TrainingBatch:
 
 
 def id_of(tokenizer: Tokenizer, token: str) -> int:
-    """Gives the id of a token that must exist.
+    """Return the id of a token that must exist.
 
     Args:
-        tokenizer: The tokenizer.
-        token: The text of the token.
-
-    Returns:
-        Its id.
+        tokenizer: the tokenizer.
+        token: the text of the token.
 
     Raises:
         KeyError: If the tokenizer has no such token.
@@ -123,12 +114,12 @@ def id_of(tokenizer: Tokenizer, token: str) -> int:
 
 
 def encode(tokenizer: Tokenizer, seed: int, tokens: int) -> list[tuple[list[int], list[bool]]]:
-    """Makes and encodes documents until there are enough tokens.
+    """Return encoded documents with a total number of tokens.
 
     Args:
-        tokenizer: The tokenizer.
-        seed: Seed of the documents.
-        tokens: How many tokens to make.
+        tokenizer: the tokenizer.
+        seed: seed of the documents.
+        tokens: number of tokens.
 
     Returns:
         Ids and learning flags for each document.
@@ -153,11 +144,11 @@ def encode(tokenizer: Tokenizer, seed: int, tokens: int) -> list[tuple[list[int]
 
 
 def pack(encoded: list[tuple[list[int], list[bool]]], open_rows: int = 12) -> dict[int, list[TrainingRow]]:
-    """Lays whole documents into rows, each where it leaves the least room.
+    """Pack whole documents into rows, each where it leaves the least space.
 
     Args:
-        encoded: Ids and learning flags for each document.
-        open_rows: How many rows of a length are filled at the same time.
+        encoded: ids and learning flags for each document.
+        open_rows: number of rows of a length that are filled at the same time.
 
     Returns:
         For each length, the rows; a row holds at most one token more than its length.
@@ -186,15 +177,12 @@ def pack(encoded: list[tuple[list[int], list[bool]]], open_rows: int = 12) -> di
 
 
 def to_batch(rows: list[TrainingRow], length: int, pad: int) -> TrainingBatch:
-    """Stacks rows and hides the documents of a row from each other.
+    """Return rows as a batch whose mask separates the documents of a row.
 
     Args:
-        rows: The rows.
-        length: Their length.
-        pad: Id that fills the end of short rows.
-
-    Returns:
-        The batch.
+        rows: rows to batch.
+        length: length of the rows.
+        pad: token id that fills the end of short rows.
     """
     size = length + 1
     ids = torch.tensor([row.ids + [pad] * (size - len(row.ids)) for row in rows])
@@ -210,12 +198,12 @@ def to_batch(rows: list[TrainingRow], length: int, pad: int) -> TrainingBatch:
 def schedule(
     packed: dict[int, list[TrainingRow]], tokens: int, rng: random.Random
 ) -> list[tuple[int, list[TrainingRow]]]:
-    """Sorts the rows into batches of about the same number of tokens, in random order.
+    """Return batches of about the same number of tokens, in random order.
 
     Args:
-        packed: Rows for each length.
-        tokens: Tokens per batch.
-        rng: Source of chance.
+        packed: rows for each length.
+        tokens: tokens per batch.
+        rng: random number generator.
 
     Returns:
         Length and rows of each batch.
