@@ -29,7 +29,7 @@ ENTRY = re.compile(r"(?P<indent> +)(?P<name>\*{0,2}\w+(?:, \*{0,2}\w+)*): (?P<te
 
 
 class ProseFinding(NamedTuple):
-    """A text that begins with a word that it must not begin with.
+    """A text whose first word is not allowed, or a described argument that does not exist.
 
     Args:
         path: file, relative to the repository.
@@ -45,7 +45,7 @@ class ProseFinding(NamedTuple):
 
 
 def check_file(path: Path) -> Iterator[ProseFinding]:
-    """Yield the findings of a Python file, in the order docstrings, arguments, comments."""
+    """Yield the findings in a Python file: docstrings with their arguments first, then comments."""
     source = path.read_text(encoding="utf-8")
     name = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.as_posix()
     for node in ast.walk(ast.parse(source, filename=str(path))):
@@ -97,7 +97,7 @@ def _check_comments(name: str, source: str) -> Iterator[ProseFinding]:
         if token.type != tokenize.COMMENT:
             continue
         row = token.start[0]
-        # A comment of several lines begins once; one behind code goes on with the code.
+        # Only the first line of a block of comments is checked; a comment after code continues the code.
         is_alone = not token.line[: token.start[1]].strip()
         if is_alone and row != last_line + 1 and _first_word(token.string.lstrip("#: ")) in PRONOUNS:
             yield ProseFinding(name, row, "comment", token.string)
@@ -110,7 +110,7 @@ def _first_word(text: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the findings and their number; fail where there is one."""
+    """Print the findings and their number; return 1 if there are any."""
     given = sys.argv[1:] if arguments is None else arguments
     folders = [Path(text).resolve() for text in given] or [ROOT / folder for folder in FOLDERS]
     paths = sorted(path for folder in folders for path in ([folder] if folder.is_file() else folder.rglob("*.py")))

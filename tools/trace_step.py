@@ -1,9 +1,9 @@
 """Trace one decode step of the engine: `python -m tools.trace_step`.
 
-Greedy requests decode with the bundled model on the CPU; a step in which a sequence gets a new block is traced. Printed
-are the files of the step with their lines and functions, in the order of their first call; then the totals, and the
-changes of file between consecutive calls within `Scheduler.plan` and `Scheduler.update_from_results`, for one sequence
-(a loop over sequences repeats them) and for four.
+Greedy requests decode with the bundled model on the CPU; a step in which a sequence gets a new block is traced. The
+output has the files of the step with their lines and functions, in the order of their first call; then the totals, and
+the changes of file between consecutive calls within `Scheduler.plan` and `Scheduler.update_from_results`, for one
+sequence and for four (a loop over sequences repeats the changes).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TracedCall(NamedTuple):
     """A call of a function of the package.
 
     Args:
-        path: path of its file below the package, with slashes.
+        path: path of its file relative to the package, with slashes.
         function: qualified name of the function.
         is_control: True for the control plane within `Scheduler.plan` or `Scheduler.update_from_results`.
     """
@@ -39,7 +39,7 @@ class TracedCall(NamedTuple):
 
 
 def trace_step(num_requests: int) -> list[TracedCall]:
-    """Return the calls of a decode step, in order; comprehensions and generators belong to the function around them."""
+    """Return the calls of a decode step in order; a comprehension or generator counts as its enclosing function."""
     calls: list[TracedCall] = []
     root = f"{PACKAGE}/"
     control_depth = 0
@@ -62,7 +62,7 @@ def trace_step(num_requests: int) -> list[TracedCall]:
         engine = llm.engine
         params = SamplingParams(temperature=0.0, max_tokens=3 * BLOCK_SIZE, ignore_eos=True)
         for number in range(num_requests):
-            # Different lengths: some sequence gets a block in every few steps.
+            # Prompts of different lengths, so that some sequence gets a new block every few steps.
             engine.add_request(str(number), list(range(10, 20 + 4 * number)), params)
         for _ in range(BLOCK_SIZE):
             engine.step()  # the first steps compute the prompts and record the kernels
