@@ -115,7 +115,9 @@ def succeeds(program: Path, *arguments: str) -> bool:
 def main() -> int:
     """Create the environment; the Makefile calls this when pyproject.toml has changed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="folder; an existing environment is used as it is")
+    parser.add_argument(
+        "--venv", type=Path, default=ROOT / ".venv", help="folder; an existing environment is used as it is"
+    )
     parser.add_argument("--extra", default="core", help="an extra of pyproject.toml, or 'core' for none")
     options = parser.parse_args()
     requirement = torch_requirement(ROOT / "pyproject.toml")
