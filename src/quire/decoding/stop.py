@@ -68,9 +68,9 @@ class StopStrings:
             end, string = match
             self._held = ""
             return text[: end if self._is_included else end - len(string)], string
-        keep = self._ambiguous_tail(text)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep], None
+        num_held = self._ambiguous_tail(text)
+        self._held = text[len(text) - num_held :]
+        return text[: len(text) - num_held], None
 
     def flush(self) -> str:
         """Return the text held back, when the sequence ends for another reason."""

@@ -96,11 +96,11 @@ class DraftSlots:
         sequence.num_drafted += num_drafted
         sequence.num_accepted += num_accepted
         sequence.draft = ()
-        kept = memory.rollback.point(seq_id, num_tokens)
-        if kept < end:
-            memory.truncate(seq_id, kept)
-        memory.publish(seq_id, kept)
-        sequence.num_computed = kept
+        length = memory.rollback.point(seq_id, num_tokens)
+        if length < end:
+            memory.truncate(seq_id, length)
+        memory.publish(seq_id, length)
+        sequence.num_computed = length
 
 
 def _sums_after(counts: Iterable[int]) -> list[int]:
