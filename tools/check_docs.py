@@ -1,6 +1,6 @@
-"""Hold the lines of Markdown pages to 120 columns.
+"""Check that lines of Markdown pages have at most 120 columns.
 
-Tables and fenced code are exempt: neither can be wrapped without a change of meaning.
+Tables and fenced code are exempt, since they cannot be wrapped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ FENCE = "```"
 
 
 class LongLine(NamedTuple):
-    """A line that is over the limit."""
+    """A line over the limit."""
 
     number: int
     num_columns: int
@@ -33,12 +33,12 @@ def long_lines(text: str) -> Iterator[LongLine]:
 
 
 def pages(root: Path) -> list[Path]:
-    """Return the Markdown pages of a repository: those at its root, and all under `docs`."""
+    """Return the Markdown pages of a repository: at its root, and in `docs` with all subfolders."""
     return sorted([*root.glob("*.md"), *(root / "docs").rglob("*.md")])
 
 
 def main(root: Path = ROOT) -> int:
-    """Check every page; 1 when a line is too long."""
+    """Check every page; return 1 if a line is too long."""
     checked = pages(root)
     num_failures = 0
     for page in checked:

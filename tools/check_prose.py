@@ -28,8 +28,8 @@ SECTIONS = frozenset(("Args:", "Attributes:"))
 ENTRY = re.compile(r"(?P<indent> +)(?P<name>\*{0,2}\w+(?:, \*{0,2}\w+)*): (?P<text>\S.*)")
 
 
-class Finding(NamedTuple):
-    """A text that begins with a word that it must not begin with.
+class ProseFinding(NamedTuple):
+    """A text whose first word is not allowed, or a described argument that does not exist.
 
     Args:
         path: file, relative to the repository.
@@ -44,8 +44,8 @@ class Finding(NamedTuple):
     text: str
 
 
-def check_file(path: Path) -> Iterator[Finding]:
-    """Yield the findings of a Python file, in the order docstrings, arguments, comments."""
+def check_file(path: Path) -> Iterator[ProseFinding]:
+    """Yield the findings in a Python file: docstrings with their arguments first, then comments."""
     source = path.read_text(encoding="utf-8")
     name = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.as_posix()
     for node in ast.walk(ast.parse(source, filename=str(path))):
@@ -72,9 +72,9 @@ def _parameters(node: ast.AST) -> set[str]:
     return fields.union(*map(_parameters, inits))
 
 
-def _check_docstring(name: str, line: int, docstring: str, parameters: set[str]) -> Iterator[Finding]:
+def _check_docstring(name: str, line: int, docstring: str, parameters: set[str]) -> Iterator[ProseFinding]:
     if _first_word(docstring) in PRONOUNS:
-        yield Finding(name, line, "docstring", docstring.strip().splitlines()[0])
+        yield ProseFinding(name, line, "docstring", docstring.strip().splitlines()[0])
     section_indent, section = None, ""
     for number, text in enumerate(docstring.splitlines()):
         indent = len(text) - len(text.lstrip())
@@ -86,21 +86,21 @@ def _check_docstring(name: str, line: int, docstring: str, parameters: set[str])
             entry = ENTRY.match(text)
             described = set() if entry is None else {each.strip().lstrip("*") for each in entry["name"].split(",")}
             if section == "Args:" and parameters and described - parameters:
-                yield Finding(name, line + number, "no such argument", text.strip())
+                yield ProseFinding(name, line + number, "no such argument", text.strip())
             if entry is not None and _first_word(entry["text"]) in PREPOSITIONS:
-                yield Finding(name, line + number, "argument", text.strip())
+                yield ProseFinding(name, line + number, "argument", text.strip())
 
 
-def _check_comments(name: str, source: str) -> Iterator[Finding]:
+def _check_comments(name: str, source: str) -> Iterator[ProseFinding]:
     last_line = -1
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type != tokenize.COMMENT:
             continue
         row = token.start[0]
-        # A comment of several lines begins once; one behind code goes on with the code.
+        # Only the first line of a block of comments is checked; a comment after code continues the code.
         is_alone = not token.line[: token.start[1]].strip()
         if is_alone and row != last_line + 1 and _first_word(token.string.lstrip("#: ")) in PRONOUNS:
-            yield Finding(name, row, "comment", token.string)
+            yield ProseFinding(name, row, "comment", token.string)
         last_line = row if is_alone else last_line
 
 
@@ -110,7 +110,7 @@ def _first_word(text: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the findings and their number; fail where there is one."""
+    """Print the findings and their number; return 1 if there are any."""
     given = sys.argv[1:] if arguments is None else arguments
     folders = [Path(text).resolve() for text in given] or [ROOT / folder for folder in FOLDERS]
     paths = sorted(path for folder in folders for path in ([folder] if folder.is_file() else folder.rglob("*.py")))

@@ -1,8 +1,8 @@
-"""Hold files and functions to the size budget.
+"""Check the sizes of files and functions.
 
-The rule: a file has at most 400 lines, a function at most 60 lines of code (its signature and body without its
-docstring, blank lines and comments). A little more is a warning, to be mended with the next change to that file;
-beyond 420 and 65 the check fails.
+A file has at most 400 lines, a function at most 60 lines of code (signature and body without docstring, blank lines and
+comments). A slightly larger one is a warning, to be fixed with the next change of the file; above 420 and 65 lines the
+check fails.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FOLDERS = ("src", "tools", "tests", "benchmarks")
 
 
 class Budget(NamedTuple):
-    """Lines that are good, and lines that are too many."""
+    """Limits of a number of lines: above `good` is a warning, above `most` a failure."""
 
     good: int
     most: int
@@ -29,7 +29,7 @@ FUNCTION_BUDGET = Budget(good=60, most=65)
 
 
 class Excess(NamedTuple):
-    """One thing that is longer than it should be."""
+    """A file or a function that exceeds its budget."""
 
     where: str
     num_lines: int
@@ -37,12 +37,12 @@ class Excess(NamedTuple):
 
     @property
     def is_failure(self) -> bool:
-        """True when the check fails because of it."""
+        """True where the excess is a failure, not a warning."""
         return self.num_lines > self.budget.most
 
 
 def function_lines(function: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> int:
-    """Count a function's lines of code."""
+    """Return the number of lines of code of a function."""
     skipped: range = range(0)
     first = function.body[0]
     if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
@@ -53,7 +53,12 @@ def function_lines(function: ast.FunctionDef | ast.AsyncFunctionDef, lines: list
 
 
 def excesses(path: Path, name: str) -> Iterator[Excess]:
-    """Yield what is too long in one file, under the name that messages give it."""
+    """Yield the excesses in a file.
+
+    Args:
+        path: path of the file.
+        name: name of the file in messages.
+    """
     source = path.read_text(encoding="utf-8")
     lines = source.splitlines()
     if len(lines) > FILE_BUDGET.good:
@@ -66,7 +71,7 @@ def excesses(path: Path, name: str) -> Iterator[Excess]:
 
 
 def main() -> int:
-    """Check every Python file of the project; 1 when something is far too long."""
+    """Check every Python file of the project; return 1 if there is a failure."""
     paths = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
     found = [excess for path in paths for excess in excesses(path, str(path.relative_to(ROOT)))]
     for excess in found:

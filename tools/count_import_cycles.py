@@ -1,8 +1,8 @@
 """Count the import cycles between the modules of the package: `python -m tools.count_import_cycles`.
 
-An edge is an import outside of functions, also one under `if TYPE_CHECKING`: modules that name the types of each other
-have to be read together. A cycle is a strongly connected component of more than one module, or a module that
-imports itself. Importing `a.b` is no edge to the package `a`, though Python runs it first.
+An edge is an import outside of functions, including imports under `if TYPE_CHECKING`, since modules that use each
+other's types have to be read together. A cycle is a strongly connected component of more than one module, or a module
+that imports itself. Importing `a.b` is not an edge to the package `a`, although Python runs it first.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _origin(node: ast.ImportFrom, module: str, *, is_package: bool) -> str:
 
 
 def import_cycles(graph: Graph) -> list[list[str]]:
-    """Return the cycles of a graph, each as the sorted names of its modules, in the order of their first names."""
+    """Return the cycles of a graph, sorted; each is the sorted list of its modules' names."""
     reached = {name: _reached_from(name, graph) for name in graph}
     components = {
         frozenset(other for other in reached[name] if name in reached[other]) for name in graph if name in reached[name]
@@ -72,7 +72,7 @@ def import_cycles(graph: Graph) -> list[list[str]]:
 
 
 def _reached_from(start: str, graph: Graph) -> set[str]:
-    """Return the modules that `start` imports, directly or through others; itself only where it is on a cycle."""
+    """Return the modules that `start` imports directly or indirectly; includes `start` only if it is in a cycle."""
     reached: set[str] = set()
     waiting = [start]
     while waiting:
@@ -92,7 +92,7 @@ def report(cycles: Sequence[Sequence[str]], graph: Graph) -> str:
 
 
 def main() -> int:
-    """Print the cycles of the package; 1 when there are any."""
+    """Print the cycles of the package; return 1 if there are any."""
     graph = import_graph(SOURCE, "quire")
     cycles = import_cycles(graph)
     print(report(cycles, graph))

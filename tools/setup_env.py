@@ -1,8 +1,7 @@
-"""Make the environment that the Makefile's commands run in: a virtual environment, a torch that fits, Quire itself.
+"""Create the environment of the Makefile's commands: a virtual environment with torch and Quire.
 
-Torch comes first and on its own, because which build is right depends on the machine: the package index has the
-one for GPUs (several gigabytes); a machine without a GPU is better served by the CPU build. A torch that is there
-already and in range is kept.
+Torch is installed first, because its build depends on the machine: the package index has the build for GPUs (several
+gigabytes); a machine without a GPU gets the CPU build. An installed torch that meets the requirement is kept.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ MIN_PYTHON = (3, 11)
 
 
 class SetupError(Exception):
-    """The environment could not be made; the message says what to do."""
+    """A failure to create the environment; the message says what to do."""
 
 
 def torch_requirement(pyproject: Path) -> str:
-    """Return the requirement on torch that pyproject.toml states, the only place that states it."""
+    """Return the requirement on torch, which only pyproject.toml states."""
     with pyproject.open("rb") as file:
         dependencies: list[str] = tomllib.load(file)["project"]["dependencies"]
     return next(line for line in dependencies if line.startswith("torch>"))
 
 
 def make_venv(venv: Path) -> Path:
-    """Return the environment's interpreter; the environment is created where there is none."""
+    """Return the interpreter of the environment, which is created if it does not exist."""
     python = venv / "bin" / "python"
     if not python.exists():
         say(f"creating {venv} with Python {sys.version.split()[0]}")
@@ -48,8 +47,8 @@ def make_venv(venv: Path) -> Path:
 
 
 def has_torch(python: Path, requirement: str) -> bool:
-    """Tell whether the environment has a torch that meets the requirement."""
-    # The pip of that environment brings the one reader of version ranges that is always there.
+    """Return whether the environment has a torch that meets the requirement."""
+    # Only pip is always installed there, and it contains a parser of version ranges.
     check = (
         "import sys\nfrom importlib.metadata import version\n"
         "from pip._vendor.packaging.requirements import Requirement\n"
@@ -59,16 +58,16 @@ def has_torch(python: Path, requirement: str) -> bool:
 
 
 def has_gpu() -> bool:
-    """Tell whether an NVIDIA driver answers."""
+    """Return whether an NVIDIA driver answers."""
     tool = shutil.which("nvidia-smi")
     return tool is not None and subprocess.run([tool], capture_output=True, check=False).returncode == 0
 
 
 def install_torch(python: Path, requirement: str) -> None:
-    """Install the build of torch that suits this machine.
+    """Install the build of torch for this machine.
 
-    On Linux without a GPU the CPU build is taken: a wheel that pip finds without an index, else from where uv knows
-    that CPU builds are, else whatever the package index has.
+    On Linux without a GPU this is a CPU build: a wheel that pip finds without an index, else the build from uv's index
+    of CPU builds, else the build of the package index.
     """
     if sys.platform != "linux" or has_gpu():
         say(f"installing {requirement} from the package index")
@@ -88,35 +87,37 @@ def install_torch(python: Path, requirement: str) -> None:
 
 
 def install_quire(python: Path, extra: str | None) -> None:
-    """Install Quire in place, with one of its extras, and what it depends on."""
+    """Install Quire in place, with its dependencies and optionally one of its extras."""
     say("installing quire" + (f" with its {extra!r} extra" if extra else ""))
     run(python, "-m", "pip", "install", "--quiet", "--editable", f"{ROOT}[{extra}]" if extra else str(ROOT))
 
 
 def say(message: str) -> None:
-    """Print one line about what happens next."""
+    """Print a progress message."""
     print(f"setup: {message}", flush=True)
 
 
 def run(program: Path, *arguments: str) -> None:
-    """Run a command whose output the user sees.
+    """Run a command with visible output.
 
     Raises:
-        SetupError: naming the command that failed.
+        SetupError: the command failed.
     """
     if subprocess.run([str(program), *arguments], check=False).returncode != 0:
         raise SetupError(f"this command failed: {program} {' '.join(arguments)}")
 
 
 def succeeds(program: Path, *arguments: str) -> bool:
-    """Run a command quietly and tell whether it went well."""
+    """Run a command without output, and return whether it succeeded."""
     return subprocess.run([str(program), *arguments], capture_output=True, check=False).returncode == 0
 
 
 def main() -> int:
-    """Make the environment; the Makefile calls this when pyproject.toml is newer than the last time."""
+    """Create the environment; the Makefile calls this when pyproject.toml has changed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="where; an existing one is used as it is")
+    parser.add_argument(
+        "--venv", type=Path, default=ROOT / ".venv", help="folder; an existing environment is used as it is"
+    )
     parser.add_argument("--extra", default="core", help="an extra of pyproject.toml, or 'core' for none")
     options = parser.parse_args()
     requirement = torch_requirement(ROOT / "pyproject.toml")

@@ -1,9 +1,9 @@
 """Trace one decode step of the engine: `python -m tools.trace_step`.
 
-Greedy requests decode with the bundled model on the CPU; a step in which a sequence gets a new block is traced. Printed
-are the files of the step with their lines and functions, in the order of their first call; then the totals, and the
-changes of file between consecutive calls within `Scheduler.plan` and `Scheduler.update_from_results`, for one sequence
-(a loop over sequences repeats them) and for four.
+Greedy requests decode with the bundled model on the CPU; a step in which a sequence gets a new block is traced. The
+output has the files of the step with their lines and functions, in the order of their first call; then the totals, and
+the changes of file between consecutive calls within `Scheduler.plan` and `Scheduler.update_from_results`, for one
+sequence and for four (a loop over sequences repeats the changes).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ CONTROL_PLANE = ("decoding", "memory", "scheduling", "sequences")
 BLOCK_SIZE = 16
 
 
-class Call(NamedTuple):
+class TracedCall(NamedTuple):
     """A call of a function of the package.
 
     Args:
-        path: path of its file below the package, with slashes.
+        path: path of its file relative to the package, with slashes.
         function: qualified name of the function.
         is_control: True for the control plane within `Scheduler.plan` or `Scheduler.update_from_results`.
     """
@@ -38,9 +38,9 @@ class Call(NamedTuple):
     is_control: bool
 
 
-def trace_step(num_requests: int) -> list[Call]:
-    """Return the calls of a decode step, in order; comprehensions and generators belong to the function around them."""
-    calls: list[Call] = []
+def trace_step(num_requests: int) -> list[TracedCall]:
+    """Return the calls of a decode step in order; a comprehension or generator counts as its enclosing function."""
+    calls: list[TracedCall] = []
     root = f"{PACKAGE}/"
     control_depth = 0
 
@@ -56,13 +56,13 @@ def trace_step(num_requests: int) -> list[Call]:
         control_depth += is_entry
         function = code.co_qualname.split(".<locals>")[0]
         path = code.co_filename[len(root) :]
-        calls.append(Call(path, function, control_depth > 0 and path.split("/")[0] in CONTROL_PLANE))
+        calls.append(TracedCall(path, function, control_depth > 0 and path.split("/")[0] in CONTROL_PLANE))
 
     with LLM("bundled", block_size=BLOCK_SIZE, device="cpu", enable_prefix_caching=True) as llm:
         engine = llm.engine
         params = SamplingParams(temperature=0.0, max_tokens=3 * BLOCK_SIZE, ignore_eos=True)
         for number in range(num_requests):
-            # Different lengths: some sequence gets a block in every few steps.
+            # Prompts of different lengths, so that some sequence gets a new block every few steps.
             engine.add_request(str(number), list(range(10, 20 + 4 * number)), params)
         for _ in range(BLOCK_SIZE):
             engine.step()  # the first steps compute the prompts and record the kernels
@@ -83,7 +83,7 @@ def count_lines(path: str) -> int:
     return len((PACKAGE / path).read_text(encoding="utf-8").splitlines())
 
 
-def count_changes(calls: Sequence[Call]) -> int:
+def count_changes(calls: Sequence[TracedCall]) -> int:
     """Return the number of changes of file between consecutive calls of the control plane."""
     control = [call.path for call in calls if call.is_control]
     return sum(first != second for first, second in pairwise(control))

@@ -118,7 +118,7 @@ _EXPORTS = {
 }
 _HOMES = {name: f"quire.{module}" for module, names in _EXPORTS.items() for name in names}
 
-# Nothing here needs numpy, so it is not installed; torch complains about that when it is imported.
+# Quire does not need numpy, so it is not installed; torch warns about that when it is imported.
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
 
 

@@ -1,7 +1,7 @@
-"""Every error that Quire raises on purpose.
+"""Exceptions of Quire.
 
-Expected outcomes are return values; a user's mistake is a `ConfigError` or a `RequestError` that names the
-field, the value and what is allowed; a broken fact of our own is an `InvariantViolation`.
+Expected outcomes are return values. A mistake of the user is a `ConfigError` or a `RequestError` that names the field,
+the value and what is allowed. A bug in Quire is an `InvariantViolation`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-# Characters of a value that a message shows.
+# Maximum length of a value in a message, in characters.
 MAX_SHOWN = 120
 _BRACKETS: dict[type, tuple[str, str]] = {
     list: ("[", "]"),
@@ -20,9 +20,9 @@ _BRACKETS: dict[type, tuple[str, str]] = {
 
 
 def shown(value: object) -> str:
-    """Return a value as a message shows it: as `repr` does, but at most `MAX_SHOWN` characters.
+    """Return the `repr` of a value, cut to `MAX_SHOWN` characters.
 
-    Nothing behind these characters is looked at, so neither time nor stack grows with the value.
+    The rest of the value is not read, so neither time nor stack depth grows with its size.
     """
     text = ""
     for piece in _pieces(value):
@@ -33,7 +33,7 @@ def shown(value: object) -> str:
 
 
 def _pieces(value: Any) -> Iterator[str]:
-    """Yield `repr(value)` in pieces, of a long string its beginning only."""
+    """Yield `repr(value)` in pieces; a long string is cut."""
     kind = type(value)
     if kind in (str, bytes):
         yield repr(value[: MAX_SHOWN + 1])
@@ -71,7 +71,7 @@ def describe(error: BaseException) -> str:
         return type(error).__name__
 
 
-# The error of a row of logits of which every token is excluded, and of a beam search without candidates.
+# Error of a row of logits that excludes every token, and of a beam search without candidates.
 NO_TOKEN = (
     "no token is left to sample after structured_outputs, allowed_token_ids, logit_bias, min_tokens, bad_words,"
     " penalties and logits_processors"
@@ -79,15 +79,15 @@ NO_TOKEN = (
 
 
 class QuireError(Exception):
-    """The root of all errors that Quire raises on purpose."""
+    """Base class of all exceptions of Quire."""
 
 
 class ConfigError(QuireError):
     """An engine option, or a combination of options, that cannot be honoured.
 
     Args:
-        message: what was wrong, with both numbers and the option to change.
-        field: the option's name as the user typed it, where one option is to blame.
+        message: description of the error, with both numbers and the option to change.
+        field: name of the option as the user wrote it, where a single option is wrong.
     """
 
     def __init__(self, message: str, *, field: str | None = None) -> None:
@@ -112,15 +112,18 @@ class TraceError(QuireError):
 
 
 class ServerUnreachable(QuireError):
-    """A server that does not answer, or refuses everything that it is asked."""
+    """A server that does not answer, or refuses every request."""
 
 
 class RequestError(QuireError):
-    """A request that is refused. It never touches another request.
+    """A request that is refused; other requests are not affected.
+
+    Args:
+        message: description of the error.
+        field: name of the wrong parameter, or None.
 
     Attributes:
-        field: the parameter to blame, or None.
-        code: a short machine-readable reason, used as the OpenAI error code.
+        code: short machine-readable reason, used as the OpenAI error code.
     """
 
     code: str = "invalid_request"
@@ -134,9 +137,9 @@ class InvalidParameter(RequestError):
     """A parameter outside its range or of the wrong type.
 
     Args:
-        field: the parameter's name.
-        value: what was given (shown shortened).
-        allowed: what would have been accepted, in words.
+        field: name of the parameter.
+        value: given value (cut in the message).
+        allowed: description of the allowed values.
     """
 
     code = "invalid_parameter"
@@ -148,13 +151,13 @@ class InvalidParameter(RequestError):
 
 
 class PromptTooLong(RequestError):
-    """A prompt that leaves no room for a single new token.
+    """A prompt that leaves no room for a new token.
 
     Args:
-        num_tokens: the prompt's length in tokens.
-        limit: the longest prompt that would have been accepted, in tokens.
-        reason: which limit that is (the context length, the KV cache).
-        is_exact: False where the prompt may be longer still.
+        num_tokens: length of the prompt in tokens.
+        limit: length of the longest accepted prompt, in tokens.
+        reason: name of the limit (the context length, the KV cache).
+        is_exact: False where `num_tokens` is a lower bound.
     """
 
     code = "context_length_exceeded"
@@ -167,7 +170,7 @@ class PromptTooLong(RequestError):
 
 
 class UnsupportedFeature(RequestError):
-    """A parameter that is known but that this engine or model cannot honour."""
+    """A known parameter that this engine or model cannot honour."""
 
     code = "unsupported_feature"
 
@@ -176,23 +179,23 @@ class UnsupportedFeature(RequestError):
 
 
 class UnknownParameter(RequestError, TypeError):
-    """A sampling parameter that does not exist here; a `TypeError` too, as for any unknown argument."""
+    """A sampling parameter that does not exist; also a `TypeError`, as for any unknown argument."""
 
     code = "unknown_parameter"
 
 
 class RequestFailed(RequestError):
-    """A request that failed on what it asked for: a grammar that goes no further, say, or no token that is allowed."""
+    """A request that failed because of its parameters: a grammar without a next token, or no allowed token."""
 
     code = "request_failed"
 
 
 class QueueFull(RequestError):
-    """The waiting queue has no place left; the client should come back later.
+    """The waiting queue is full; the client should retry later.
 
     Args:
-        limit: how many requests may wait.
-        retry_after_s: when to try again, in seconds.
+        limit: maximum number of waiting requests.
+        retry_after_s: suggested delay before a retry, in seconds.
     """
 
     code = "queue_full"
@@ -203,10 +206,10 @@ class QueueFull(RequestError):
 
 
 class TextsFull(QueueFull):
-    """Too many characters of texts wait to be made into tokens; the client should come back later.
+    """Too many characters of prompts wait to be tokenized; the client should retry later.
 
     Args:
-        limit: characters that may wait.
+        limit: maximum number of waiting characters.
     """
 
     def __init__(self, limit: int) -> None:
@@ -215,11 +218,11 @@ class TextsFull(QueueFull):
 
 
 class PinLimitReached(RequestError):
-    """A prefix that would pin more memory than may be pinned.
+    """A prefix whose pin would exceed `pin_limit`.
 
     Args:
-        needed: slabs (with one cache group: blocks) that all pins would fill.
-        limit: slabs that they may fill.
+        needed: number of slabs (with one cache group: blocks) that all pins would fill.
+        limit: maximum number of slabs for pins.
     """
 
     code = "pin_limit_reached"
@@ -233,24 +236,20 @@ class PinLimitReached(RequestError):
         self.limit = limit
 
 
-class OutOfMemory(QuireError):
-    """Memory that was promised could not be had."""
-
-
 class WorkerError(QuireError):
     """The data plane failed while it executed a step."""
 
 
 class EngineClosed(WorkerError):
-    """An engine that was closed was asked for something; load another one."""
+    """A call of a closed engine; load another one."""
 
 
 class InvariantViolation(QuireError):
     """A numbered invariant (M1 to M11, S1 to S6) does not hold: a bug in Quire, never a user's mistake.
 
     Args:
-        number: the invariant, for example "M2".
-        detail: what was found and what was expected.
+        number: number of the invariant, for example "M2".
+        detail: description of the violation, with the found and the expected value.
     """
 
     def __init__(self, number: str, detail: str) -> None:

@@ -50,6 +50,6 @@ def test_files_of_json_may_have_what_bodies_may_not(tmp_path: Path) -> None:
 def test_a_folder_leaves_no_descriptor_open(tmp_path: Path) -> None:
     num_before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
-        with pytest.raises(OSError, match="no regular file"):
+        with pytest.raises(OSError, match="not a regular file"):
             read_file(tmp_path, 100)
     assert len(os.listdir("/proc/self/fd")) == num_before

@@ -152,7 +152,7 @@ def test_the_help_is_there_without_docstrings() -> None:
             if field.name != "model":
                 assert "--" + field.name.replace("_", "-") in words
     assert "work on token ids only" in words
-    assert 'which idle block is taken back first: "lru"' in words
+    assert 'order in which idle blocks are evicted: "lru"' in words
 
 
 @pytest.mark.parametrize("flags", [["--tensor-parallel-size", "2"], ["--tensor-parallel-size=2"]])

@@ -27,7 +27,7 @@ from quire.config import (
 )
 from quire.errors import ConfigError
 from quire.memory.pool import eviction as memory_eviction
-from quire.scheduling import policies, preemption
+from quire.scheduling import policies
 
 CPU = Machine(device="cpu", available_bytes=1 << 30, num_threads=4)
 FACTS = ModelFacts(max_position=2048, bytes_per_token=1024, vocab_size=500, num_parameters=10**9)
@@ -50,9 +50,8 @@ def test_the_eviction_policies_are_those_of_memory() -> None:
     assert tuple(memory_eviction.EVICTION_POLICIES) == config_module.EVICTION_POLICIES
 
 
-def test_the_preemption_options_are_those_of_the_scheduler() -> None:
+def test_the_preemption_policies_are_those_of_the_scheduler() -> None:
     assert tuple(policies.PREEMPTION_POLICIES) == config_module.PREEMPTION_POLICIES
-    assert preemption.PREEMPTION_MODES == config_module.PREEMPTION_MODES
 
 
 # ---- options one by one ----
@@ -297,7 +296,7 @@ def test_so_is_what_comes_from_disk_through_it() -> None:
     half = resolved(roomy, prefix_cache_dir="cache")
     assert (half.host_bytes, half.num_blocks) == (1 << 30, (1 << 28) // half.bytes_per_block - 1)
     assert resolved(prefix_cache_dir="cache", swap_space=1 << 20).host_bytes == 1 << 20
-    with pytest.raises(ConfigError, match=r"prefix_cache_dir .* is more .*; ask for less with swap_space") as caught:
+    with pytest.raises(ConfigError, match=r"prefix_cache_dir .* is more .*; set a smaller swap_space") as caught:
         resolved(dataclasses.replace(CPU, available_bytes=(1 << 30) - 1), prefix_cache_dir="cache")
     assert caught.value.field == "prefix_cache_dir"
 

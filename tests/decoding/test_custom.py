@@ -107,7 +107,7 @@ def test_edits_that_can_be_made_are_passed_on(edits: list[Edit]) -> None:
         ([Finish(0, STOP), Finish(0, STOP)], 1, "no such sample is running"),
         ([Append(0, 1)], 0, "the step gave 1 token"),
         ([Append(0, True)], 0, "the step gave 1 token"),
-        ([Append(0, 0)] * 9, 7, "have 10 tokens, the most that they may have"),
+        ([Append(0, 0)] * 9, 7, "have 10 tokens, which is the limit"),
         ([Finish(0, "stop")], 0, "the reason must be one of ABORT, LENGTH, STOP"),
         ([Finish(0, FinishReason.DROPPED)], 0, "the reason must be one of ABORT, LENGTH, STOP"),
         ([Finish(0, STOP, 0.5)], 0, "the stop_reason must be text or a token id"),
@@ -137,7 +137,7 @@ def test_another_samples_tokens_are_not_given() -> None:
     sequence.request.sequences.append(other)
     (failure,) = made(CustomStrategy(Own(lambda _: [Append(1, 0)])), sequence)
     assert isinstance(failure, Fail)
-    assert "are for sample 0 and what was forked from it" in failure.error
+    assert "are for sample 0 and its forks" in failure.error
     assert made(CustomStrategy(Own(lambda _: [Append(0, 0), Finish(1, STOP)])), sequence)[-1] == Finish(1, STOP)
 
 

@@ -115,7 +115,7 @@ def test_asking_for_drafts_where_nobody_guesses_is_refused(plain: LLM) -> None:
     with pytest.raises(UnsupportedFeature, match="speculative_method") as caught:
         plain.generate(PROMPTS[:1], SamplingParams(speculative=True), use_tqdm=False)
     assert caught.value.field == "speculative"
-    with pytest.raises(InvalidParameter, match="beside a strategy"):
+    with pytest.raises(InvalidParameter, match="with a strategy"):
         SamplingParams(speculative=True, strategy=SAMPLING)
     for value in (1, "no"):
         with pytest.raises(InvalidParameter) as invalid:

@@ -1,4 +1,4 @@
-"""Writes the model card of the bundled model."""
+"""Model card of the bundled model."""
 
 from __future__ import annotations
 
@@ -66,18 +66,18 @@ The best token at every step (temperature 0), as the files here give it in float
 
 
 @dataclass(frozen=True)
-class Run:
-    """What the card says about the training.
+class TrainingRun:
+    """Facts about the training for the card.
 
     Attributes:
-        command: The command line.
-        machine: The machine in words.
-        steps: Number of steps.
-        tokens: Tokens seen.
-        train_loss: Mean loss at the end.
-        held_out_loss: Loss on other documents.
-        seconds: Time of the training.
-        note: What else there is to say about it.
+        command: command line of the training.
+        machine: description of the machine.
+        steps: number of steps.
+        tokens: number of tokens seen.
+        train_loss: mean loss at the end.
+        held_out_loss: loss on other documents.
+        seconds: duration of the training.
+        note: further remarks.
     """
 
     command: str
@@ -90,12 +90,12 @@ class Run:
     note: str = ""
 
 
-def write_card(folder: Path, run: Run) -> None:
-    """Writes the card into a finished model folder.
+def write_card(folder: Path, run: TrainingRun) -> None:
+    """Write the card into a finished model folder.
 
     Args:
-        folder: The folder.
-        run: What to say about the training.
+        folder: folder of the model.
+        run: facts about the training.
     """
     model, tokenizer = load(folder)
     samples = [f"> **{text}**{write(model, tokenizer, BOS + text)}" for text in STORIES]

@@ -1,4 +1,4 @@
-"""Makes small conversations between a user and the assistant."""
+"""Small conversations between a user and the assistant."""
 
 from __future__ import annotations
 
@@ -14,13 +14,10 @@ Pair = tuple[str, str]
 
 
 def several(noun: str) -> str:
-    """Gives the plural of an animal.
+    """Return the plural of an animal.
 
     Args:
-        noun: The singular.
-
-    Returns:
-        The plural.
+        noun: the singular.
     """
     odd = {
         "fish": "fish", "sheep": "sheep", "mouse": "mice", "wolf": "wolves", "fox": "foxes", "deer": "deer",
@@ -33,7 +30,7 @@ def several(noun: str) -> str:
 
 
 def about_colour(rng: random.Random) -> Pair:
-    """Asks for the colour of something."""
+    """Return a question about the colour of something, and its answer."""
     thing = pick(rng, tuple(facts.COLOUR))
     colour = facts.COLOUR[thing]
     word = pick(rng, ("colour", "colour", "color"))
@@ -49,7 +46,7 @@ def about_colour(rng: random.Random) -> Pair:
 
 
 def about_home(rng: random.Random) -> Pair:
-    """Asks where an animal lives."""
+    """Return a question about the home of an animal, and its answer."""
     noun = pick(rng, tuple(facts.LIVES))
     where = facts.LIVES[noun]
     if rng.random() < 0.35 and " in a " not in f" {where}" and "its" not in where:
@@ -62,7 +59,7 @@ def about_home(rng: random.Random) -> Pair:
 
 
 def about_legs(rng: random.Random) -> Pair:
-    """Asks how many legs an animal has."""
+    """Return a question about the number of an animal's legs, and its answer."""
     noun = pick(rng, tuple(facts.LEGS))
     number = facts.LEGS[noun]
     question = pick(rng, (
@@ -73,7 +70,7 @@ def about_legs(rng: random.Random) -> Pair:
 
 
 def about_sound(rng: random.Random) -> Pair:
-    """Asks for the sound of an animal."""
+    """Return a question about the sound of an animal, and its answer."""
     noun = pick(rng, tuple(facts.SOUND))
     sound = facts.SOUND[noun]
     if rng.random() < 0.2:
@@ -86,7 +83,7 @@ def about_sound(rng: random.Random) -> Pair:
 
 
 def about_food(rng: random.Random) -> Pair:
-    """Asks what an animal eats."""
+    """Return a question about the food of an animal, and its answer."""
     noun = pick(rng, tuple(facts.EATS))
     food = facts.EATS[noun]
     if rng.random() < 0.3:
@@ -98,7 +95,7 @@ def about_food(rng: random.Random) -> Pair:
 
 
 def about_baby(rng: random.Random) -> Pair:
-    """Asks for the name of a young animal."""
+    """Return a question about the name of a young animal, and its answer."""
     noun = pick(rng, tuple(facts.BABY))
     young = facts.BABY[noun]
     question = pick(rng, (
@@ -108,7 +105,7 @@ def about_baby(rng: random.Random) -> Pair:
 
 
 def about_opposite(rng: random.Random) -> Pair:
-    """Asks for the opposite of a word."""
+    """Return a question about the opposite of a word, and its answer."""
     one, other = pick(rng, facts.OPPOSITES)
     if rng.random() < 0.5 and "light" not in (one, other):
         one, other = other, one
@@ -120,7 +117,7 @@ def about_opposite(rng: random.Random) -> Pair:
 
 
 def about_kind(rng: random.Random) -> Pair:
-    """Asks what something is."""
+    """Return a question about the kind of a thing, and its answer."""
     noun = pick(rng, tuple(facts.IS_A))
     question = pick(rng, (
         f"What is a {noun}?", f"What's a {noun}?", f"Do you know what a {noun} is?", f"What does the word {noun} mean?",
@@ -130,7 +127,7 @@ def about_kind(rng: random.Random) -> Pair:
 
 
 def about_animal(rng: random.Random) -> Pair:
-    """Asks for everything about an animal."""
+    """Return a request for all facts about an animal, and its answer."""
     noun = pick(rng, tuple(name for name in facts.IS_A if name in facts.EATS or name in facts.LIVES))
     told = [f"A {noun} is {facts.IS_A[noun]}."]
     if noun in facts.LIVES:
@@ -144,7 +141,7 @@ def about_animal(rng: random.Random) -> Pair:
 
 
 def about_use(rng: random.Random) -> Pair:
-    """Asks for the use of a thing."""
+    """Return a question about the use of a thing, and its answer."""
     thing = pick(rng, tuple(facts.USED_FOR))
     use = facts.USED_FOR[thing]
     question = pick(
@@ -154,21 +151,21 @@ def about_use(rng: random.Random) -> Pair:
 
 
 def about_making(rng: random.Random) -> Pair:
-    """Asks what a thing is made of."""
+    """Return a question about the material of a thing, and its answer."""
     thing = pick(rng, tuple(facts.MADE_OF))
     question = pick(rng, (f"What is {thing} made of?", f"What is {thing} made from?"))
     return question, f"{thing} is made of {facts.MADE_OF[thing]}."
 
 
 def about_job(rng: random.Random) -> Pair:
-    """Asks what somebody does for a living."""
+    """Return a question about the work of a trade, and its answer."""
     noun = pick(rng, tuple(facts.JOBS))
     question = pick(rng, (f"What does a {noun} do?", f"What is the job of a {noun}?", f"What is the work of a {noun}?"))
     return question, f"A {noun} {facts.JOBS[noun]}."
 
 
 def about_size(rng: random.Random) -> Pair:
-    """Asks which of two animals is bigger."""
+    """Return a question about the bigger one of two animals, and its answer."""
     low, high = sorted(rng.sample(range(len(facts.SIZES)), 2))
     small, big = facts.SIZES[low], facts.SIZES[high]
     left, right = rng.sample((small, big), 2)
@@ -183,7 +180,7 @@ def about_size(rng: random.Random) -> Pair:
 
 
 def about_ability(rng: random.Random) -> Pair:
-    """Asks whether an animal can do something."""
+    """Return a question about an ability of an animal, and its answer."""
     noun = pick(rng, tuple(facts.CAN))
     able, unable = facts.CAN[noun]
     if rng.random() < 0.5:
@@ -192,7 +189,7 @@ def about_ability(rng: random.Random) -> Pair:
 
 
 def about_capital(rng: random.Random) -> Pair:
-    """Asks for the capital of a country."""
+    """Return a question about the capital of a country, and its answer."""
     land = pick(rng, tuple(facts.CAPITALS))
     question = pick(rng, (f"What is the capital of {land}?", f"What's the capital of {land}?",
                           f"Which city is the capital of {land}?"))  # fmt: skip
@@ -200,7 +197,7 @@ def about_capital(rng: random.Random) -> Pair:
 
 
 def about_order(rng: random.Random) -> Pair:
-    """Asks what comes before or after a day, a month or a season."""
+    """Return a question about the day, month or season before or after another, and its answer."""
     row = pick(rng, (facts.DAY_NAMES, facts.MONTHS, facts.SEASONS))
     place = rng.randrange(len(row))
     one, after = row[place], row[(place + 1) % len(row)]
@@ -214,7 +211,7 @@ def about_order(rng: random.Random) -> Pair:
 
 
 def about_sum(rng: random.Random) -> Pair:
-    """Asks for a small sum or difference."""
+    """Return a question about a small sum or difference, and its answer."""
     first, second = rng.randint(0, 10), rng.randint(0, 10)
     sign, word, result = "+", "plus", first + second
     if rng.random() < 0.3:
@@ -233,7 +230,7 @@ def about_sum(rng: random.Random) -> Pair:
 
 
 def about_counting(rng: random.Random) -> Pair:
-    """Asks to count."""
+    """Return a request to count, and its answer."""
     last = rng.randint(3, 12)
     name = pick(rng, (facts.NUMBERS[last], str(last)))
     question = pick(rng, (f"Count to {name}.", f"Can you count to {name}?", f"Please count from one to {name}."))
@@ -241,7 +238,7 @@ def about_counting(rng: random.Random) -> Pair:
 
 
 def about_group(rng: random.Random) -> Pair:
-    """Asks for three things of a kind."""
+    """Return a request for three things of a kind, and its answer."""
     kind = pick(rng, tuple(facts.GROUPS))
     one, two, three = rng.sample(facts.GROUPS[kind], 3)
     question = pick(
@@ -251,7 +248,7 @@ def about_group(rng: random.Random) -> Pair:
 
 
 def about_sentence(rng: random.Random) -> Pair:
-    """Asks for a sentence about an animal."""
+    """Return a request for a sentence about an animal, and its answer."""
     noun, word = pick(rng, words.ANIMALS), pick(rng, words.SUBJECT_WORDS)
     thing, (near, place) = f"a {pick(rng, words.COLOURS)} {pick(rng, words.OBJECTS)}", pick(rng, words.PLACES)
     question = pick(rng, (f"Write a sentence about a {noun}.", f"Make a sentence with the word {noun}.",
@@ -264,7 +261,7 @@ def about_sentence(rng: random.Random) -> Pair:
 
 
 def about_record(rng: random.Random) -> Pair:
-    """Asks for what is known about an animal, written as JSON."""
+    """Return a request for the facts about an animal as JSON, and its answer."""
     noun = pick(rng, tuple(name for name in facts.LEGS if name in facts.EATS or name in facts.SOUND))
     record: dict[str, object] = {"animal": noun, "legs": facts.NUMBERS.index(facts.LEGS[noun].replace("no", "zero"))}
     for key, table in (("sound", facts.SOUND), ("eats", facts.EATS), ("lives", facts.LIVES)):
@@ -277,18 +274,18 @@ def about_record(rng: random.Random) -> Pair:
 
 
 def plain(rng: random.Random) -> Pair:
-    """Asks one of the single questions."""
+    """Return one of the single questions, and its answer."""
     return pick(rng, facts.PLAIN)
 
 
 def small_talk(rng: random.Random) -> Pair:
-    """Says hello, asks for a joke, or the like."""
+    """Return a greeting, a request for a joke, or the like, and its answer."""
     said, answers = pick(rng, talk.TALK)
     return pick(rng, said), pick(rng, answers)
 
 
 def unknown(rng: random.Random) -> Pair:
-    """Asks what the assistant cannot know."""
+    """Return a question that the assistant cannot answer, and its answer."""
     question = pick(rng, talk.UNKNOWN).format(
         land=pick(rng, talk.LANDS), thing=pick(rng, talk.THINGS), science=pick(rng, talk.SCIENCE),
         number=rng.randint(21, 9999), year=rng.randint(1200, 2020),
@@ -297,7 +294,7 @@ def unknown(rng: random.Random) -> Pair:
 
 
 def poem(rng: random.Random) -> Pair:
-    """Asks for a poem of two lines."""
+    """Return a request for a poem of two lines, and its answer."""
     noun = pick(rng, talk.POEM_NOUNS)
     question = pick(rng, (f"Write a poem about the {noun}.", f"Write a short poem about the {noun}.",
                           f"Can you write a poem about the {noun}?", f"Make a rhyme about the {noun}."))  # fmt: skip
@@ -315,14 +312,11 @@ ASKERS: tuple[Callable[[random.Random], Pair], ...] = (
 
 
 def loosen(rng: random.Random, question: str) -> str:
-    """Writes a question as people type it: with "please", without capitals, without a mark.
+    """Return a question as people type it: with "please", without capitals, without a question mark.
 
     Args:
-        rng: Source of chance.
-        question: The tidy question.
-
-    Returns:
-        The question as typed.
+        rng: random number generator.
+        question: the tidy question.
     """
     chance = rng.random()
     if chance < 0.06 and question.startswith(("Tell", "Give", "Name", "Write", "Count", "Describe")):
@@ -337,13 +331,10 @@ def loosen(rng: random.Random, question: str) -> str:
 
 
 def ask(rng: random.Random) -> Pair:
-    """Asks anything.
+    """Return a question about anything, and its answer.
 
     Args:
-        rng: Source of chance.
-
-    Returns:
-        The question and the answer.
+        rng: random number generator.
     """
     question, answer = pick(rng, ASKERS)(rng)
     return loosen(rng, polish(question)), polish(answer)

@@ -14,31 +14,28 @@ BOS, EOS = "<|bos|>", "<|eos|>"
 SYSTEM, USER, ASSISTANT, END = "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"
 SPECIALS = (BOS, EOS, SYSTEM, USER, ASSISTANT, END)
 
-# A document is a row of pieces of text; the flag says whether the model learns to write the piece.
+# A document is a list of pieces of text; the flag is True where the model learns to write the piece.
 Document = list[tuple[str, bool]]
 
 
 def story_document(text: str) -> Document:
-    """Wraps a text that the model may be asked to continue.
+    """Return the document of a text that the model may have to continue.
 
     Args:
-        text: The text.
-
-    Returns:
-        The document.
+        text: text of the document.
     """
     return [(BOS, False), (text + EOS, True)]
 
 
 def chat_document(system: str | None, turns: Turns) -> Document:
-    """Writes a conversation in the form that the chat template gives it.
+    """Return a conversation in the form of the chat template.
 
     Args:
-        system: The system message, if there is one.
-        turns: What the user and the assistant say.
+        system: system message, if any.
+        turns: messages of the user and the assistant.
 
     Returns:
-        The document, of which the model learns only the assistant's part.
+        The document; the model learns only the assistant's part.
     """
     before = BOS + (f"{SYSTEM}{system}{END}" if system else "")
     pieces: Document = []
@@ -50,13 +47,10 @@ def chat_document(system: str | None, turns: Turns) -> Document:
 
 
 def fact_text(rng: random.Random) -> str:
-    """Writes a paragraph of simple facts.
+    """Return a paragraph of simple facts.
 
     Args:
-        rng: Source of chance.
-
-    Returns:
-        The paragraph.
+        rng: random number generator.
     """
     askers = tuple(asker for asker in ASKERS if asker not in (plain, small_talk, unknown, poem, about_record))
     answers = (polish(pick(rng, askers)(rng)[1]) for _ in range(rng.randint(2, 6)))
@@ -64,13 +58,10 @@ def fact_text(rng: random.Random) -> str:
 
 
 def document(rng: random.Random) -> Document:
-    """Makes one document.
+    """Return a random document.
 
     Args:
-        rng: Source of chance.
-
-    Returns:
-        The document.
+        rng: random number generator.
     """
     chance = rng.random()
     if chance < 0.42:
@@ -85,10 +76,10 @@ def document(rng: random.Random) -> Document:
 
 
 def documents(seed: int) -> Iterator[Document]:
-    """Makes documents without end.
+    """Yield an endless stream of documents.
 
     Args:
-        seed: Start of the random numbers; the same seed gives the same documents.
+        seed: random seed; the same seed gives the same documents.
 
     Yields:
         One document after the other.
@@ -99,7 +90,7 @@ def documents(seed: int) -> Iterator[Document]:
 
 
 def main() -> None:
-    """Prints documents for reading."""
+    """Print documents for reading."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=10)

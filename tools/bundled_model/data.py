@@ -1,4 +1,4 @@
-"""Turns documents into token ids and packs them into rows."""
+"""Tokenization of documents, and packing into rows."""
 
 from __future__ import annotations
 
@@ -16,15 +16,12 @@ LENGTHS = (256, 512, 1024)
 
 
 def train_tokenizer(seed: int, count: int, vocab: int) -> Tokenizer:
-    """Trains a byte-level tokenizer on the corpus.
+    """Train a byte-level tokenizer on the corpus.
 
     Args:
-        seed: Seed of the documents.
-        count: Number of documents.
-        vocab: Number of tokens, with the special ones and all bytes.
-
-    Returns:
-        The tokenizer.
+        seed: seed of the documents.
+        count: number of documents.
+        vocab: number of tokens, with the special ones and all bytes.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -45,13 +42,10 @@ def train_tokenizer(seed: int, count: int, vocab: int) -> Tokenizer:
 
 
 def _without_specials(pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
-    """Removes the special tokens, which are not split any further.
+    """Return a document without its special tokens, which the tokenizer does not split.
 
     Args:
-        pieces: A document.
-
-    Returns:
-        The document without them.
+        pieces: a document.
     """
     cleaned = []
     for text, learned in pieces:
@@ -62,13 +56,13 @@ def _without_specials(pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
 
 
 @dataclass
-class Row:
-    """Documents that lie one after the other in one row.
+class TrainingRow:
+    """A row of consecutive documents.
 
     Attributes:
-        ids: Token ids.
-        learned: Whether the model learns to write the token.
-        owners: Number of the document that the token belongs to.
+        ids: token ids.
+        learned: True where the model learns to write the token.
+        owners: number of the document of each token.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -76,11 +70,11 @@ class Row:
     owners: list[int] = field(default_factory=list)
 
     def add(self, ids: list[int], learned: list[bool]) -> None:
-        """Appends a document.
+        """Append a document.
 
         Args:
-            ids: Its token ids.
-            learned: Whether the model learns to write each.
+            ids: token ids of the document.
+            learned: True where the model learns to write the token.
         """
         owner = self.owners[-1] + 1 if self.owners else 0
         self.ids += ids
@@ -89,13 +83,13 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Batch:
+class TrainingBatch:
     """Rows of one length, ready for a step of training.
 
     Attributes:
-        inputs: Token ids, ``[rows, length]``.
-        targets: The next tokens, with -100 where nothing is to be learned.
-        mask: Which keys each query may see, ``[rows, 1, length, length]``.
+        inputs: token ids, ``[rows, length]``.
+        targets: the next tokens, with -100 where nothing is to be learned.
+        mask: True where a query may attend to a key, ``[rows, 1, length, length]``.
     """
 
     inputs: Tensor
@@ -104,14 +98,11 @@ class Batch:
 
 
 def id_of(tokenizer: Tokenizer, token: str) -> int:
-    """Gives the id of a token that must exist.
+    """Return the id of a token that must exist.
 
     Args:
-        tokenizer: The tokenizer.
-        token: The text of the token.
-
-    Returns:
-        Its id.
+        tokenizer: the tokenizer.
+        token: the text of the token.
 
     Raises:
         KeyError: If the tokenizer has no such token.
@@ -123,12 +114,12 @@ def id_of(tokenizer: Tokenizer, token: str) -> int:
 
 
 def encode(tokenizer: Tokenizer, seed: int, tokens: int) -> list[tuple[list[int], list[bool]]]:
-    """Makes and encodes documents until there are enough tokens.
+    """Return encoded documents with a total number of tokens.
 
     Args:
-        tokenizer: The tokenizer.
-        seed: Seed of the documents.
-        tokens: How many tokens to make.
+        tokenizer: the tokenizer.
+        seed: seed of the documents.
+        tokens: number of tokens.
 
     Returns:
         Ids and learning flags for each document.
@@ -152,18 +143,18 @@ def encode(tokenizer: Tokenizer, seed: int, tokens: int) -> list[tuple[list[int]
     return encoded
 
 
-def pack(encoded: list[tuple[list[int], list[bool]]], open_rows: int = 12) -> dict[int, list[Row]]:
-    """Lays whole documents into rows, each where it leaves the least room.
+def pack(encoded: list[tuple[list[int], list[bool]]], open_rows: int = 12) -> dict[int, list[TrainingRow]]:
+    """Pack whole documents into rows, each where it leaves the least space.
 
     Args:
-        encoded: Ids and learning flags for each document.
-        open_rows: How many rows of a length are filled at the same time.
+        encoded: ids and learning flags for each document.
+        open_rows: number of rows of a length that are filled at the same time.
 
     Returns:
         For each length, the rows; a row holds at most one token more than its length.
     """
-    done: dict[int, list[Row]] = {length: [] for length in LENGTHS}
-    filling: dict[int, list[Row]] = {length: [] for length in LENGTHS}
+    done: dict[int, list[TrainingRow]] = {length: [] for length in LENGTHS}
+    filling: dict[int, list[TrainingRow]] = {length: [] for length in LENGTHS}
     for ids, learned in encoded:
         length = next(size for size in LENGTHS if len(ids) <= size + 1)
         rows = filling[length]
@@ -173,7 +164,7 @@ def pack(encoded: list[tuple[list[int], list[bool]]], open_rows: int = 12) -> di
         if fitting:
             max(fitting, key=lambda row: len(row.ids)).add(ids, learned)
             continue
-        row = Row()
+        row = TrainingRow()
         row.add(ids, learned)
         rows.append(row)
         if len(rows) > open_rows:
@@ -185,16 +176,13 @@ def pack(encoded: list[tuple[list[int], list[bool]]], open_rows: int = 12) -> di
     return done
 
 
-def to_batch(rows: list[Row], length: int, pad: int) -> Batch:
-    """Stacks rows and hides the documents of a row from each other.
+def to_batch(rows: list[TrainingRow], length: int, pad: int) -> TrainingBatch:
+    """Return rows as a batch whose mask separates the documents of a row.
 
     Args:
-        rows: The rows.
-        length: Their length.
-        pad: Id that fills the end of short rows.
-
-    Returns:
-        The batch.
+        rows: rows to batch.
+        length: length of the rows.
+        pad: token id that fills the end of short rows.
     """
     size = length + 1
     ids = torch.tensor([row.ids + [pad] * (size - len(row.ids)) for row in rows])
@@ -204,21 +192,23 @@ def to_batch(rows: list[Row], length: int, pad: int) -> Batch:
     seen = owners[:, :-1]
     same = seen[:, :, None] == seen[:, None, :]
     mask = same & torch.ones(length, length, dtype=torch.bool).tril()
-    return Batch(ids[:, :-1].contiguous(), targets.contiguous(), mask[:, None])
+    return TrainingBatch(ids[:, :-1].contiguous(), targets.contiguous(), mask[:, None])
 
 
-def schedule(packed: dict[int, list[Row]], tokens: int, rng: random.Random) -> list[tuple[int, list[Row]]]:
-    """Sorts the rows into batches of about the same number of tokens, in random order.
+def schedule(
+    packed: dict[int, list[TrainingRow]], tokens: int, rng: random.Random
+) -> list[tuple[int, list[TrainingRow]]]:
+    """Return batches of about the same number of tokens, in random order.
 
     Args:
-        packed: Rows for each length.
-        tokens: Tokens per batch.
-        rng: Source of chance.
+        packed: rows for each length.
+        tokens: tokens per batch.
+        rng: random number generator.
 
     Returns:
         Length and rows of each batch.
     """
-    batches: list[tuple[int, list[Row]]] = []
+    batches: list[tuple[int, list[TrainingRow]]] = []
     for length, rows in packed.items():
         rng.shuffle(rows)
         size = max(1, tokens // length)

@@ -1,4 +1,4 @@
-"""Writes the bundled model as a folder in Hugging Face's form."""
+"""Export of the bundled model as a folder in Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ CHAT_TEMPLATE = (
 
 
 def _write_json(path: Path, content: dict[str, object]) -> None:
-    """Writes a JSON file.
+    """Write a JSON file.
 
     Args:
-        path: Where to write.
-        content: What to write.
+        path: path of the file.
+        content: value to write.
     """
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def export(model: SmallLlama, tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes the weights, the tokenizer and the configuration.
+    """Write the weights, the tokenizer and the configuration.
 
     Args:
-        model: The trained model.
-        tokenizer: Its tokenizer.
-        folder: Where to write; it is made if it is missing.
+        model: trained model.
+        tokenizer: tokenizer of the model.
+        folder: target folder; created if it is missing.
     """
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: weight.detach().to(torch.bfloat16).contiguous() for name, weight in model.state_dict().items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    # The library writes a file that only its owner may read.
+    # The library creates a file that only its owner can read.
     (folder / "model.safetensors").chmod(0o644)
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     bos, eos, end = (id_of(tokenizer, token) for token in (BOS, EOS, END))

@@ -1,4 +1,4 @@
-"""What the assistant of the bundled model knows."""
+"""Facts that the assistant of the bundled model knows."""
 
 from __future__ import annotations
 

@@ -9,19 +9,19 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
-class Shape:
+class LlamaShape:
     """The sizes of the model.
 
     Attributes:
-        vocab: Number of tokens.
-        hidden: Width of the residual stream.
-        layers: Number of blocks.
-        heads: Query heads per block.
-        kv_heads: Key and value heads per block.
-        inner: Width of the feed-forward part.
-        positions: Longest sequence in tokens.
-        theta: Base of the rotary angles.
-        eps: Added to the mean square before the root in each norm.
+        vocab: number of tokens.
+        hidden: width of the residual stream.
+        layers: number of blocks.
+        heads: query heads per block.
+        kv_heads: key and value heads per block.
+        inner: width of the feed-forward part.
+        positions: longest sequence in tokens.
+        theta: base of the rotary angles.
+        eps: added to the mean square before the root in each norm.
     """
 
     vocab: int = 2048
@@ -40,11 +40,11 @@ class Shape:
         return self.hidden // self.heads
 
     def to_config(self, bos: int, eos: list[int]) -> dict[str, object]:
-        """Gives the ``config.json`` of the model.
+        """Return the ``config.json`` of the model.
 
         Args:
-            bos: Id of the token that begins a text.
-            eos: Ids of the tokens that end a text or a turn.
+            bos: id of the token that begins a text.
+            eos: ids of the tokens that end a text or a turn.
 
         Returns:
             The configuration in Hugging Face's form.
@@ -76,12 +76,12 @@ class Shape:
         }
 
 
-def rotary_tables(shape: Shape, length: int) -> tuple[Tensor, Tensor]:
-    """Computes the cosines and sines of the rotary angles.
+def rotary_tables(shape: LlamaShape, length: int) -> tuple[Tensor, Tensor]:
+    """Return the cosines and sines of the rotary angles.
 
     Args:
-        shape: Sizes of the model.
-        length: Number of positions.
+        shape: sizes of the model.
+        length: number of positions.
 
     Returns:
         Two tables of ``[length, head_dim]``.
@@ -93,29 +93,26 @@ def rotary_tables(shape: Shape, length: int) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns the pairs ``(i, i + half)`` of each head by their angles.
+    """Return heads with the pairs ``(i, i + half)`` rotated by their angles.
 
     Args:
-        x: Heads, ``[batch, heads, length, head_dim]``.
-        cos: Cosines, ``[length, head_dim]``.
-        sin: Sines, ``[length, head_dim]``.
-
-    Returns:
-        The turned heads.
+        x: heads, ``[batch, heads, length, head_dim]``.
+        cos: cosines, ``[length, head_dim]``.
+        sin: sines, ``[length, head_dim]``.
     """
     half = x.shape[-1] // 2
     turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
     return x * cos + turned * sin
 
 
-class Attention(nn.Module):
-    """Causal attention in which several query heads share a key and value head."""
+class CausalSelfAttention(nn.Module):
+    """Grouped-query causal attention."""
 
-    def __init__(self, shape: Shape) -> None:
-        """Makes the four projections.
+    def __init__(self, shape: LlamaShape) -> None:
+        """Make the four projections.
 
         Args:
-            shape: Sizes of the model.
+            shape: sizes of the model.
         """
         super().__init__()
         self.shape = shape
@@ -125,13 +122,13 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(shape.hidden, narrow, bias=False)
         self.o_proj = nn.Linear(wide, shape.hidden, bias=False)
 
-    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor], hidden: Tensor) -> Tensor:
-        """Mixes the positions.
+    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor], bias: Tensor) -> Tensor:
+        """Return the attention output.
 
         Args:
-            x: Residual stream, ``[batch, length, hidden]``.
-            tables: Cosines and sines for the positions.
-            hidden: Zero where a query may see a key and very low elsewhere.
+            x: residual stream, ``[batch, length, hidden]``.
+            tables: cosines and sines for the positions.
+            bias: zero where a query may attend to a key, and very low elsewhere.
 
         Returns:
             The update to the residual stream.
@@ -142,12 +139,12 @@ class Attention(nn.Module):
         k = self.k_proj(x).view(batch, length, -1, size).transpose(1, 2)
         v = self.v_proj(x).view(batch, length, -1, size).transpose(1, 2)
         q, k = rotate(q * size**-0.5, *tables), rotate(k, *tables)
-        # The query heads that share a key head are laid under each other. For rows this short, forward and
+        # The query heads that share a key head are stacked. For rows this short, forward and
         # backward together take less than half the time that scaled_dot_product_attention takes on a processor.
         rows = batch * self.shape.kv_heads
         k, v = k.reshape(rows, length, size).to(v.dtype), v.reshape(rows, length, size)
         scores = q.to(v.dtype).reshape(rows, -1, size) @ k.transpose(1, 2)
-        parts = torch.softmax(scores.view(batch, -1, length, length) + hidden.to(scores.dtype), dim=-1)
+        parts = torch.softmax(scores.view(batch, -1, length, length) + bias.to(scores.dtype), dim=-1)
         mixed = (parts.to(v.dtype).view(rows, -1, length) @ v).view(batch, -1, length, size)
         out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
         return out
@@ -156,11 +153,11 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """The gated feed-forward part of a block."""
 
-    def __init__(self, shape: Shape) -> None:
-        """Makes the three projections.
+    def __init__(self, shape: LlamaShape) -> None:
+        """Make the three projections.
 
         Args:
-            shape: Sizes of the model.
+            shape: sizes of the model.
         """
         super().__init__()
         self.gate_proj = nn.Linear(shape.hidden, shape.inner, bias=False)
@@ -168,10 +165,10 @@ class FeedForward(nn.Module):
         self.down_proj = nn.Linear(shape.inner, shape.hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Transforms each position by itself.
+        """Return the feed-forward output, position by position.
 
         Args:
-            x: Residual stream, ``[batch, length, hidden]``.
+            x: residual stream, ``[batch, length, hidden]``.
 
         Returns:
             The update to the residual stream.
@@ -181,32 +178,29 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention and feed-forward, each behind a norm."""
+    """One layer: attention and feed-forward, each after a norm."""
 
-    def __init__(self, shape: Shape) -> None:
-        """Makes the parts of the layer.
+    def __init__(self, shape: LlamaShape) -> None:
+        """Make the parts of the layer.
 
         Args:
-            shape: Sizes of the model.
+            shape: sizes of the model.
         """
         super().__init__()
         self.input_layernorm = nn.RMSNorm(shape.hidden, eps=shape.eps)
-        self.self_attn = Attention(shape)
+        self.self_attn = CausalSelfAttention(shape)
         self.post_attention_layernorm = nn.RMSNorm(shape.hidden, eps=shape.eps)
         self.mlp = FeedForward(shape)
 
-    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor], hidden: Tensor) -> Tensor:
-        """Applies the layer.
+    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor], bias: Tensor) -> Tensor:
+        """Return the residual stream after the layer.
 
         Args:
-            x: Residual stream, ``[batch, length, hidden]``.
-            tables: Cosines and sines for the positions.
-            hidden: Zero where a query may see a key and very low elsewhere.
-
-        Returns:
-            The new residual stream.
+            x: residual stream, ``[batch, length, hidden]``.
+            tables: cosines and sines for the positions.
+            bias: zero where a query may attend to a key, and very low elsewhere.
         """
-        x = x + self.self_attn(self.input_layernorm(x), tables, hidden)
+        x = x + self.self_attn(self.input_layernorm(x), tables, bias)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
@@ -214,11 +208,11 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """The embedding, the blocks and the last norm."""
 
-    def __init__(self, shape: Shape) -> None:
-        """Makes the parts of the stack.
+    def __init__(self, shape: LlamaShape) -> None:
+        """Make the parts of the stack.
 
         Args:
-            shape: Sizes of the model.
+            shape: sizes of the model.
         """
         super().__init__()
         self.embed_tokens = nn.Embedding(shape.vocab, shape.hidden)
@@ -229,11 +223,11 @@ class Stack(nn.Module):
 class SmallLlama(nn.Module):
     """A Llama whose output layer is its embedding."""
 
-    def __init__(self, shape: Shape) -> None:
-        """Makes the model and draws its weights.
+    def __init__(self, shape: LlamaShape) -> None:
+        """Create the model with random weights.
 
         Args:
-            shape: Sizes of the model.
+            shape: sizes of the model.
         """
         super().__init__()
         self.shape = shape
@@ -249,23 +243,20 @@ class SmallLlama(nn.Module):
                 nn.init.normal_(weight, std=0.02 / (2 * shape.layers) ** 0.5 if writes else 0.04)
 
     def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Computes the logits of the next token at every position.
+        """Return the logits of the next token at every position, ``[batch, length, vocab]``.
 
         Args:
-            tokens: Token ids, ``[batch, length]``.
-            mask: Which keys each query may see, ``[batch, 1, length, length]``; without it, all up to its own.
-
-        Returns:
-            Logits, ``[batch, length, vocab]``.
+            tokens: token ids, ``[batch, length]``.
+            mask: True where a query may attend to a key, ``[batch, 1, length, length]``; causal unless given.
         """
         length = tokens.shape[1]
         cos, sin = self.get_buffer("cos")[:length], self.get_buffer("sin")[:length]
         if mask is None:
             mask = torch.ones(1, 1, length, length, dtype=torch.bool).tril()
-        hidden = torch.zeros(mask.shape).masked_fill(~mask, -1e9)
+        bias = torch.zeros(mask.shape).masked_fill(~mask, -1e9)
         if torch.is_autocast_enabled("cpu"):
-            hidden = hidden.to(torch.get_autocast_dtype("cpu"))
+            bias = bias.to(torch.get_autocast_dtype("cpu"))
         x: Tensor = self.model.embed_tokens(tokens)
         for block in self.model.layers:
-            x = block(x, (cos, sin), hidden)
+            x = block(x, (cos, sin), bias)
         return nn.functional.linear(self.model.norm(x), self.model.embed_tokens.weight)

@@ -1,4 +1,4 @@
-"""The other half of the plots of the stories; the form is that of ``plots.py``."""
+"""The other half of the plots of the stories, in the form of ``plots.py``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plots of the stories: each is a row of beats, and each beat has several wordings.
+"""The plots of the stories: each is a list of beats, and each beat has several wordings.
 
 The names in braces are filled by ``stories.py``. An empty wording marks a beat that may be left out.
 The first beat of a plot begins with the subject, so that it can open a story on its own.
@@ -16,9 +16,9 @@ class Plot:
     """One plot.
 
     Attributes:
-        ask: What a user says to ask for it, after the subject ("who found a red kite").
-        uses: Which of object, friend and place the plot is about.
-        beats: The beats in their order.
+        ask: words of a request for the plot, after the subject ("who found a red kite").
+        uses: those of object, friend and place that the plot mentions.
+        beats: beats in order.
     """
 
     ask: str

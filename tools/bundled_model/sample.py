@@ -1,4 +1,4 @@
-"""Writes with a model folder, to see what the model is like."""
+"""Sample texts of a model folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from tools.bundled_model.corpus import ASSISTANT, BOS, END, EOS, USER
 from tools.bundled_model.data import id_of
-from tools.bundled_model.model import Shape, SmallLlama
+from tools.bundled_model.model import LlamaShape, SmallLlama
 
 STORIES = ("Once upon a time, a small fox", "Tom found a red kite", "The old sailor")
 QUESTIONS = (
@@ -24,16 +24,16 @@ QUESTIONS = (
 
 
 def load(folder: Path) -> tuple[SmallLlama, Tokenizer]:
-    """Reads a model folder that ``export.py`` wrote.
+    """Return the model and the tokenizer of a folder that ``export.py`` wrote.
 
     Args:
-        folder: The folder.
+        folder: folder of the model.
 
     Returns:
         The model, in float32, and its tokenizer.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    shape = Shape(
+    shape = LlamaShape(
         vocab=config["vocab_size"],
         hidden=config["hidden_size"],
         layers=config["num_hidden_layers"],
@@ -51,13 +51,13 @@ def load(folder: Path) -> tuple[SmallLlama, Tokenizer]:
 
 
 def choose(logits: torch.Tensor, temperature: float, top_p: float, chance: torch.Generator) -> int:
-    """Chooses the next token.
+    """Return the id of a sampled next token.
 
     Args:
-        logits: Scores of the tokens.
-        temperature: Sharpness; zero takes the best token.
-        top_p: Share of the probability that is drawn from.
-        chance: Source of chance.
+        logits: logits of the tokens.
+        temperature: divisor of the logits; zero takes the best token.
+        top_p: total probability of the tokens to sample from.
+        chance: random number generator.
 
     Returns:
         The id of the token.
@@ -71,17 +71,17 @@ def choose(logits: torch.Tensor, temperature: float, top_p: float, chance: torch
 
 @torch.no_grad()
 def write(model: SmallLlama, tokenizer: Tokenizer, prompt: str, temperature: float = 0.0, seed: int = 0) -> str:
-    """Continues a text until the model ends it.
+    """Return the continuation of a text until the model ends it.
 
     Args:
-        model: The model.
-        tokenizer: Its tokenizer.
-        prompt: The text with its special tokens.
-        temperature: Sharpness of the choice; zero takes the best token.
-        seed: Start of the random numbers.
+        model: model to sample.
+        tokenizer: tokenizer of the model.
+        prompt: the text with its special tokens.
+        temperature: divisor of the logits; zero takes the best token.
+        seed: random seed.
 
     Returns:
-        What the model writes, with " [...]" where it does not end by itself.
+        The continuation, with " [...]" where the model does not end it.
     """
     ids: list[int] = tokenizer.encode(prompt, add_special_tokens=False).ids
     start, ends = len(ids), {id_of(tokenizer, EOS), id_of(tokenizer, END)}
@@ -95,7 +95,7 @@ def write(model: SmallLlama, tokenizer: Tokenizer, prompt: str, temperature: flo
 
 
 def main() -> None:
-    """Prints what the model writes for some prompts."""
+    """Print continuations of some prompts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=Path("src/quire/bundled"))
     parser.add_argument("--temperature", type=float, default=0.0)

@@ -1,4 +1,4 @@
-"""Tells small stories: chooses a subject, a friend, a thing and a place, and keeps them to the end."""
+"""Small stories with a fixed subject, friend, thing and place each."""
 
 from __future__ import annotations
 
@@ -26,26 +26,20 @@ _ARTICLE = re.compile(r"\b([Aa]) (?=[aeiouAEIOU])")
 
 
 def pick(rng: random.Random, options: tuple[T, ...]) -> T:
-    """Chooses one of the options.
+    """Return a random one of the options.
 
     Args:
-        rng: Source of chance.
-        options: What to choose from.
-
-    Returns:
-        The chosen one.
+        rng: random number generator.
+        options: values to choose from.
     """
     return options[int(rng.random() * len(options))]
 
 
 def polish(text: str) -> str:
-    """Sets capitals at the beginnings of sentences and turns "a" into "an" where it belongs.
+    """Return sentences with capitals at their beginnings, and with "an" for "a" before vowels.
 
     Args:
-        text: One or more sentences.
-
-    Returns:
-        The corrected text.
+        text: one or more sentences.
     """
     text = _ARTICLE.sub(r"\1n ", text)
     return _SENTENCE.sub(lambda found: found.group(1) + found.group(2).upper(), text)
@@ -53,14 +47,14 @@ def polish(text: str) -> str:
 
 @dataclass(frozen=True)
 class Being:
-    """Somebody in a story.
+    """A character of a story.
 
     Attributes:
-        first: How the story first mentions them ("a small fox named Rusty").
-        later: How it mentions them afterwards ("the fox", "Rusty").
+        first: words of the first mention ("a small fox named Rusty").
+        later: words of later mentions ("the fox", "Rusty").
         pronoun: "he", "she" or "it".
-        name: What they call themselves.
-        known: How a sentence without an introduction mentions them ("the old sailor").
+        name: name in direct speech.
+        known: words of a mention without an introduction ("the old sailor").
     """
 
     first: str
@@ -71,26 +65,20 @@ class Being:
 
 
 def new_name(rng: random.Random) -> str:
-    """Makes up a name, so that the model learns to keep names that it has never read.
+    """Return an invented name, so that the model learns to keep names that it has never read.
 
     Args:
-        rng: Source of chance.
-
-    Returns:
-        The name.
+        rng: random number generator.
     """
     return "".join(pick(rng, words.SYLLABLES) for _ in range(rng.randint(2, 3))).capitalize()
 
 
 def person(rng: random.Random, pronoun: str) -> Being:
-    """Makes a boy, a girl or a grown person with a name.
+    """Return a boy, a girl or an adult with a name.
 
     Args:
-        rng: Source of chance.
+        rng: random number generator.
         pronoun: "he" or "she".
-
-    Returns:
-        The person.
     """
     name = pick(rng, words.GIRLS if pronoun == "she" else words.BOYS)
     name = new_name(rng) if rng.random() < 0.06 else name
@@ -101,17 +89,14 @@ def person(rng: random.Random, pronoun: str) -> Being:
 
 
 def creature(rng: random.Random, pronoun: str, noun: str, word: str, named: bool) -> Being:
-    """Makes an animal or somebody known by a trade.
+    """Return an animal, or a person known by a trade.
 
     Args:
-        rng: Source of chance.
+        rng: random number generator.
         pronoun: "he", "she" or "it".
-        noun: What it is, such as "fox" or "sailor".
-        word: A word that describes it, or nothing.
-        named: Whether it has a name of its own.
-
-    Returns:
-        The being.
+        noun: kind of the being, such as "fox" or "sailor".
+        word: adjective, or "".
+        named: True where the being has a name.
     """
     full = f"{word} {noun}" if word else noun
     if not named:
@@ -126,15 +111,12 @@ def creature(rng: random.Random, pronoun: str, noun: str, word: str, named: bool
 
 
 def being(rng: random.Random, pronoun: str, adjectives: tuple[str, ...]) -> Being:
-    """Makes somebody for a story.
+    """Return a random character.
 
     Args:
-        rng: Source of chance.
+        rng: random number generator.
         pronoun: "he", "she" or "it".
-        adjectives: Words that may describe them.
-
-    Returns:
-        The being.
+        adjectives: words that may describe them.
     """
     if pronoun == "it":
         return creature(rng, "it", "robot", pick(rng, adjectives), rng.random() < 0.3)
@@ -149,17 +131,17 @@ def being(rng: random.Random, pronoun: str, adjectives: tuple[str, ...]) -> Bein
 
 @dataclass(frozen=True)
 class Cast:
-    """Who and what a story is about.
+    """Characters, things and plot of a story.
 
     Attributes:
-        hero: The subject.
-        friend: The other one.
-        thing: The object, such as "kite".
-        look: The word for the object, such as "red".
-        place: Preposition and name of the place.
-        other: Another place.
-        home: Where the subject lives.
-        plot: What happens.
+        hero: the subject.
+        friend: the other one.
+        thing: the object, such as "kite".
+        look: the word for the object, such as "red".
+        place: preposition and name of the place.
+        other: another place.
+        home: home of the subject.
+        plot: plot of the story.
     """
 
     hero: Being
@@ -173,16 +155,13 @@ class Cast:
 
 
 def cast(rng: random.Random) -> Cast:
-    """Chooses everything that a story needs.
+    """Return a random cast.
 
     Args:
-        rng: Source of chance.
-
-    Returns:
-        The choice.
+        rng: random number generator.
     """
     pronoun = pick(rng, ("he",) * 12 + ("she",) * 12 + ("it",))
-    # The friend has the other pronoun, so that "he" and "she" always say who is meant.
+    # The friend has the other pronoun, so that "he" and "she" are unambiguous.
     opposite = {"he": "she", "she": "he", "it": pick(rng, ("he", "she"))}[pronoun]
     hero = being(rng, pronoun, words.SUBJECT_WORDS)
     friend = being(rng, opposite, words.FRIEND_WORDS)
@@ -197,14 +176,14 @@ def cast(rng: random.Random) -> Cast:
 
 
 class Slots(Mapping[str, str]):
-    """Fills the names in braces; names with several wordings are drawn anew each time."""
+    """Texts for the names in braces; a name with several wordings gets a random one each time."""
 
     def __init__(self, rng: random.Random, chosen: Cast) -> None:
-        """Prepares the fixed names.
+        """Prepare the fixed names.
 
         Args:
-            rng: Source of chance.
-            chosen: Who and what the story is about.
+            rng: random number generator.
+            chosen: cast of the story.
         """
         self.rng = rng
         self.chosen = chosen
@@ -228,13 +207,10 @@ class Slots(Mapping[str, str]):
         }  # fmt: skip
 
     def __getitem__(self, key: str) -> str:
-        """Gives the text for a name.
+        """Return the text for a name.
 
         Args:
-            key: The name in braces.
-
-        Returns:
-            Its text.
+            key: name in braces.
         """
         if key == "n":
             text = self.opening or pick(self.rng, self.chosen.hero.later)
@@ -247,18 +223,18 @@ class Slots(Mapping[str, str]):
         return self.fixed[key]
 
     def __iter__(self) -> Iterator[str]:
-        """Walks over the fixed names."""
+        """Iterate over the fixed names."""
         return iter(self.fixed)
 
     def __len__(self) -> int:
-        """Counts the fixed names."""
+        """Count the fixed names."""
         return len(self.fixed)
 
     def fill(self, template: str) -> str:
-        """Fills a template.
+        """Fill a template.
 
         Args:
-            template: Text with names in braces.
+            template: text with names in braces.
 
         Returns:
             One or more finished sentences.
@@ -284,18 +260,15 @@ ENDINGS = (
 
 
 def _opening(rng: random.Random, slots: Slots) -> list[str]:
-    """Tells who the story is about and what happens first.
+    """Return the first sentences of a story.
 
     Args:
-        rng: Source of chance.
-        slots: What to fill in.
-
-    Returns:
-        The first sentences.
+        rng: random number generator.
+        slots: texts for the names in braces.
     """
     chosen = slots.chosen
     first_beat = pick(rng, chosen.plot.beats[0])
-    # "One day, Tom had a friend" would be odd: what lasts is told without a day.
+    # "One day, Tom had a friend" would be odd: a lasting state is told without a day.
     lasting = _LASTING.match(first_beat) is not None
     if rng.random() < 0.5:
         told = [slots.fill(pick(rng, INTRODUCTIONS)), slots.fill(pick(rng, DETAILS))]
@@ -312,13 +285,13 @@ def _opening(rng: random.Random, slots: Slots) -> list[str]:
 
 
 def tell(rng: random.Random, chosen: Cast, brief: bool = False, slots: Slots | None = None) -> str:
-    """Tells one story.
+    """Return a story.
 
     Args:
-        rng: Source of chance.
-        chosen: Who and what it is about.
-        brief: Whether to leave out what can be left out.
-        slots: What to fill in, if it is already prepared.
+        rng: random number generator.
+        chosen: cast of the story.
+        brief: True to leave out optional beats.
+        slots: texts for the names in braces, if they are prepared already.
 
     Returns:
         The story as one paragraph.
@@ -334,11 +307,11 @@ def tell(rng: random.Random, chosen: Cast, brief: bool = False, slots: Slots | N
 
 
 def long_story(rng: random.Random, parts: int) -> str:
-    """Tells several adventures of one subject after each other.
+    """Return a story of several adventures of one subject.
 
     Args:
-        rng: Source of chance.
-        parts: Number of adventures.
+        rng: random number generator.
+        parts: number of adventures.
 
     Returns:
         The story, one paragraph for each adventure.

@@ -1,4 +1,4 @@
-"""Makes conversations in which the assistant tells stories or remembers what it was told."""
+"""Conversations in which the assistant tells stories or recalls earlier messages."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ ANY = ("Tell me a story.", "Tell me a short story.", "Can you tell me a story?",
 
 
 def story_request(rng: random.Random, chosen: Cast, openers: tuple[str, ...] = OPENERS) -> Pair:
-    """Asks for a story about somebody or something, and tells it.
+    """Return a request for a story, and the story.
 
     Args:
-        rng: Source of chance.
-        chosen: Who and what the story is about.
-        openers: Ways to ask.
+        rng: random number generator.
+        chosen: cast of the story.
+        openers: beginnings of requests.
 
     Returns:
         The request and the story.
@@ -54,13 +54,10 @@ def story_request(rng: random.Random, chosen: Cast, openers: tuple[str, ...] = O
 
 
 def story_chat(rng: random.Random) -> Turns:
-    """Asks for a story and talks about it.
+    """Return a request for a story, and a conversation about it.
 
     Args:
-        rng: Source of chance.
-
-    Returns:
-        One to three turns.
+        rng: random number generator.
     """
     chosen = cast(rng)
     turns = [story_request(rng, chosen)]
@@ -87,13 +84,10 @@ def story_chat(rng: random.Random) -> Turns:
 
 
 def memory_chat(rng: random.Random) -> Turns:
-    """Tells the assistant something and asks for it later.
+    """Return a conversation in which the user gives a fact and asks for it later.
 
     Args:
-        rng: Source of chance.
-
-    Returns:
-        Two to five turns.
+        rng: random number generator.
     """
     name = new_name(rng) if rng.random() < 0.15 else pick(rng, (*words.GIRLS, *words.BOYS))
     pet, animal, colour = pick(rng, words.PET_NAMES), pick(rng, words.ANIMALS), pick(rng, words.COLOURS[:8])
@@ -120,10 +114,10 @@ def memory_chat(rng: random.Random) -> Turns:
 
 
 def chat(rng: random.Random) -> tuple[str | None, Turns]:
-    """Makes one conversation.
+    """Return a conversation.
 
     Args:
-        rng: Source of chance.
+        rng: random number generator.
 
     Returns:
         The system message, if there is one, and the turns.
@@ -139,11 +133,11 @@ def chat(rng: random.Random) -> tuple[str | None, Turns]:
 
 
 def long_chat(rng: random.Random, turns: int) -> tuple[str | None, Turns]:
-    """Makes one conversation with many turns and a story or two between them.
+    """Return a conversation of many turns with one or two stories.
 
     Args:
-        rng: Source of chance.
-        turns: About how many turns to make.
+        rng: random number generator.
+        turns: approximate number of turns.
 
     Returns:
         The system message, if there is one, and the turns.

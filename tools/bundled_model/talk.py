@@ -1,8 +1,8 @@
-"""What the assistant of the bundled model says when it is not asked about the world."""
+"""Small talk of the assistant of the bundled model."""
 
 from __future__ import annotations
 
-# Each entry holds what a user may say and what the assistant may answer.
+# Each entry has possible messages of a user and possible answers of the assistant.
 TALK: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("Hello!", "Hi!", "Hello there.", "Good morning!", "Hey!", "Good evening!", "Hi there!", "Hello, Quire."),
      ("Hello! How can I help you?", "Hello! It is nice to meet you.", "Hi! What would you like to talk about?")),

@@ -1,4 +1,4 @@
-"""Trains the bundled model from nothing: corpus, tokenizer, weights and files in one command.
+"""Training of the bundled model from scratch: corpus, tokenizer, weights and files in one command.
 
 Run it from the root of the repository::
 
@@ -19,28 +19,28 @@ import torch
 from tokenizers import Tokenizer
 from torch import nn
 
-from tools.bundled_model.card import Run, write_card
+from tools.bundled_model.card import TrainingRun, write_card
 from tools.bundled_model.corpus import EOS
-from tools.bundled_model.data import Batch, encode, id_of, pack, schedule, to_batch, train_tokenizer
+from tools.bundled_model.data import TrainingBatch, encode, id_of, pack, schedule, to_batch, train_tokenizer
 from tools.bundled_model.export import export
-from tools.bundled_model.model import Shape, SmallLlama
+from tools.bundled_model.model import LlamaShape, SmallLlama
 from tools.bundled_model.sample import load
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The numbers of one training run.
+    """Hyperparameters of a training run.
 
     Attributes:
-        seed: Start of all random numbers.
-        tokens: Tokens of the corpus to train on, each seen once.
-        batch: Tokens per step.
-        rate: Highest learning rate.
-        floor: Last learning rate, as a part of the highest.
-        warm: Steps in which the learning rate rises.
-        decay: Weight decay of the matrices.
-        minutes: Longest time for the training; it ends early, with its learning rate, when that is reached.
-        every: Steps between two measurements on held-out text.
+        seed: random seed.
+        tokens: tokens of the corpus to train on, each seen once.
+        batch: tokens per step.
+        rate: highest learning rate.
+        floor: last learning rate, as a part of the highest.
+        warm: steps in which the learning rate rises.
+        decay: weight decay of the matrices.
+        minutes: time limit; the schedule of the learning rate follows it where it ends the training early.
+        every: steps between two measurements on held-out text.
     """
 
     seed: int = 7
@@ -56,14 +56,14 @@ class Plan:
 
 @dataclass(frozen=True)
 class Result:
-    """What a training run came to.
+    """Result of a training run.
 
     Attributes:
-        steps: Number of steps.
-        tokens: Tokens seen, padding not counted.
-        train_loss: Mean loss of the last hundred steps.
-        held_out_loss: Loss on documents of another seed.
-        seconds: Time of the training.
+        steps: number of steps.
+        tokens: tokens seen, padding not counted.
+        train_loss: mean loss of the last hundred steps.
+        held_out_loss: loss on documents of another seed.
+        seconds: time of the training.
     """
 
     steps: int
@@ -73,15 +73,12 @@ class Result:
     seconds: float
 
 
-def loss_of(model: SmallLlama, batch: Batch) -> torch.Tensor:
-    """Computes the mean loss over the learned tokens.
+def loss_of(model: SmallLlama, batch: TrainingBatch) -> torch.Tensor:
+    """Return the mean loss over the learned tokens.
 
     Args:
-        model: The model.
-        batch: The batch.
-
-    Returns:
-        The loss.
+        model: model.
+        batch: batch of rows.
     """
     # On a processor with AVX512-BF16 this is about 1.6 times as fast as plain float32.
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -90,12 +87,12 @@ def loss_of(model: SmallLlama, batch: Batch) -> torch.Tensor:
 
 
 @torch.no_grad()
-def measure(model: SmallLlama, batches: list[Batch]) -> float:
-    """Computes the loss on held-out batches.
+def measure(model: SmallLlama, batches: list[TrainingBatch]) -> float:
+    """Return the loss on held-out batches.
 
     Args:
-        model: The model.
-        batches: The batches.
+        model: model.
+        batches: held-out batches.
 
     Returns:
         The mean loss per learned token.
@@ -106,14 +103,11 @@ def measure(model: SmallLlama, batches: list[Batch]) -> float:
 
 
 def make_optimizer(model: SmallLlama, plan: Plan) -> torch.optim.AdamW:
-    """Makes the optimizer; norms and the embedding do not decay.
+    """Return the optimizer; norms and the embedding have no weight decay.
 
     Args:
-        model: The model.
-        plan: Numbers of the run.
-
-    Returns:
-        The optimizer.
+        model: model.
+        plan: hyperparameters.
     """
     named = list(model.named_parameters())
     kept = [weight for name, weight in named if weight.dim() < 2 or "embed" in name]
@@ -123,30 +117,24 @@ def make_optimizer(model: SmallLlama, plan: Plan) -> torch.optim.AdamW:
 
 
 def rate_at(plan: Plan, step: int, progress: float) -> float:
-    """Gives the learning rate: a short rise, then half a cosine.
+    """Return the learning rate: a linear warm-up, then half a cosine.
 
     Args:
-        plan: Numbers of the run.
-        step: The step.
-        progress: How much of the run is over, from 0 to 1.
-
-    Returns:
-        The learning rate.
+        plan: hyperparameters.
+        step: number of the step.
+        progress: completed share of the run, from 0 to 1.
     """
     rise = min(1.0, (step + 1) / plan.warm)
     fall = plan.floor + (1 - plan.floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
     return plan.rate * rise * fall
 
 
-def held_out(tokenizer: Tokenizer, plan: Plan) -> list[Batch]:
-    """Makes batches of documents that the training does not use.
+def held_out(tokenizer: Tokenizer, plan: Plan) -> list[TrainingBatch]:
+    """Return batches of documents that the training does not use.
 
     Args:
-        tokenizer: The tokenizer.
-        plan: Numbers of the run.
-
-    Returns:
-        The batches.
+        tokenizer: tokenizer of the model.
+        plan: hyperparameters.
     """
     packed = pack(encode(tokenizer, plan.seed + 2, 120_000))
     pad = id_of(tokenizer, EOS)
@@ -155,13 +143,13 @@ def held_out(tokenizer: Tokenizer, plan: Plan) -> list[Batch]:
 
 
 def train(model: SmallLlama, tokenizer: Tokenizer, plan: Plan, checkpoint: Path | None) -> Result:
-    """Trains the model.
+    """Train the model.
 
     Args:
-        model: The model, changed in place.
-        tokenizer: The tokenizer.
-        plan: Numbers of the run.
-        checkpoint: Folder for the model as it is while the training goes on.
+        model: model, changed in place.
+        tokenizer: tokenizer of the model.
+        plan: hyperparameters.
+        checkpoint: folder of checkpoints during the training.
 
     Returns:
         Steps, tokens, losses and time.
@@ -199,7 +187,7 @@ def train(model: SmallLlama, tokenizer: Tokenizer, plan: Plan, checkpoint: Path 
 
 
 def main() -> None:
-    """Makes the tokenizer, trains the model and writes its folder."""
+    """Train the tokenizer and the model, and write the folder of the model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the finished model")
     parser.add_argument("--checkpoint", type=Path, help="folder of the unfinished model")
@@ -221,7 +209,7 @@ def main() -> None:
         model, tokenizer = load(options.start)
         model.train()
     else:
-        model = SmallLlama(Shape())
+        model = SmallLlama(LlamaShape())
         tokenizer = train_tokenizer(plan.seed, 20_000, model.shape.vocab)
     count = sum(weight.numel() for weight in model.parameters())
     print(f"{count} parameters", flush=True)
@@ -230,7 +218,7 @@ def main() -> None:
     command = (
         f"python -m tools.bundled_model.train --out {options.out} --tokens {plan.tokens} --minutes {plan.minutes:g}"
     )
-    write_card(options.out, Run(command=command, machine=options.machine, **asdict(result)))
+    write_card(options.out, TrainingRun(command=command, machine=options.machine, **asdict(result)))
     print(json.dumps(asdict(result)), flush=True)
 
 

@@ -1,1 +1,1 @@
-"""What comes from outside, read and worked on within bounds of size, depth, time and memory."""
+"""Processing of untrusted input within limits of size, depth, time and memory."""

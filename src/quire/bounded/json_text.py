@@ -1,8 +1,8 @@
-"""JSON of clients, read within bounds of time, memory, depth and number of values.
+"""Parsing of clients' JSON within limits of time, memory, depth and number of values.
 
-Parsing holds the interpreter's lock: 8 MB of small objects take 0.9 s and 300 MB, and give 900,000 values that nobody
-asked for. What may have more values than `MAX_VALUES` is therefore parsed in a process of its own, which hands on what
-is within bounds: few values, beside long lists of integers (prompts, say), which travel as arrays.
+Parsing holds the interpreter lock: 8 MB of small objects take 0.9 s and 300 MB, and give 900,000 useless values. A text
+that may have more than `MAX_VALUES` values is therefore parsed in a separate process. It returns values within the
+limits: few of them, and long lists of integers (such as prompts), which are sent as arrays.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ from quire.bounded.process import BoundedProcess, LimitExceeded, ProcessPool
 
 MAX_DEPTH = 128
 MAX_VALUES = 1 << 16
-# Up to so many bytes are parsed on the spot, whatever they hold.
+# Texts up to this size are parsed in this process.
 FEW_BYTES = 1 << 16
-# Lists of so many integers are handed on as arrays, and made into lists in parts.
+# Lists of more integers are sent as arrays, and converted to lists in parts of `PART`.
 MANY_INTEGERS = 256
 PART = 1 << 16
 TIMEOUT_S = 10.0
-# What parsing takes for each byte, at most.
+# Maximum memory of parsing, in bytes per byte of the text.
 GROWTH = 64
 MAX_PROCESSES = 2
-# No field takes an integer of more digits; reading one takes time with their square. The least that Python can be told.
+# No field needs an integer of more digits, and reading one takes quadratic time. The lowest limit that Python allows.
 MAX_DIGITS = 640
-# An escape of a UTF-16 surrogate; only a text that has one can hold a lone one.
+# An escaped UTF-16 surrogate; a text without one cannot contain a lone surrogate.
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 Path = list[str | int]
 
 
 class BadJSON(ValueError):
-    """A text that is not JSON, or JSON out of bounds; the message says why, as "... at line 1, column 2"."""
+    """A text that is not JSON or exceeds a limit; the message has the reason, as "... at line 1, column 2"."""
 
 
 def parse(raw: bytes, *, is_strict: bool = True) -> Any:
-    """Parse JSON as RFC 8259 has it: no NaN, no infinity, no lone surrogates; nested at most `MAX_DEPTH` levels deep.
+    """Parse JSON by RFC 8259: no NaN, no infinity, no lone surrogates; nested at most `MAX_DEPTH` levels deep.
 
     Args:
-        raw: in UTF-8.
-        is_strict: False takes NaN and infinities, as many files have them.
+        raw: text in UTF-8.
+        is_strict: False to accept NaN and infinities, which many files have.
 
     Raises:
-        BadJSON: with the reason.
+        BadJSON: the text is not JSON, or exceeds a limit.
     """
     try:
         value = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant if is_strict else None)
@@ -70,15 +70,15 @@ def parse(raw: bytes, *, is_strict: bool = True) -> Any:
 
 
 def limit_digits() -> None:
-    """Have this process refuse to read integers of more than `MAX_DIGITS` digits."""
+    """Set the limit of this process for the digits of an integer to `MAX_DIGITS`."""
     sys.set_int_max_str_digits(MAX_DIGITS)
 
 
 def check_depth(value: Any) -> None:
-    """Refuse a value that is nested more than `MAX_DEPTH` levels deep: what is done with it may use the stack.
+    """Refuse a value that is nested more than `MAX_DEPTH` levels deep, since later code may recurse over it.
 
     Raises:
-        BadJSON: it is.
+        BadJSON: the value is nested too deeply.
     """
     level = [[value]]
     for _ in range(MAX_DEPTH + 1):
@@ -89,16 +89,16 @@ def check_depth(value: Any) -> None:
 
 
 def may_have_many_values(raw: bytes) -> bool:
-    """Say whether a text may have more than `MAX_VALUES`: all but the first are behind one of three marks."""
+    """Return whether a text may have more than `MAX_VALUES`: each but the first follows one of three characters."""
     return len(raw) > FEW_BYTES and sum(map(raw.count, (b",", b"[", b"{"))) > MAX_VALUES
 
 
 class JSONReader:
-    """Parses what may have many values; any thread may ask. Processes start when they are needed, and end with this.
+    """Parser of texts that may have many values, in separate processes, which start when needed; thread-safe.
 
     Args:
-        max_bytes: of a text, which bounds the memory.
-        max_integers: of one list; longer ones are refused without being handed on.
+        max_bytes: maximum size of a text, which sets the memory limit of a process.
+        max_integers: maximum length of a list of integers; longer ones are refused inside the process.
     """
 
     def __init__(self, max_bytes: int, max_integers: int) -> None:
@@ -107,10 +107,10 @@ class JSONReader:
         self._processes = ProcessPool(lambda: BoundedProcess(program, setup, memory_bytes), MAX_PROCESSES)
 
     def parse(self, raw: bytes) -> Any:
-        """Parse JSON; see the function of that name.
+        """Parse JSON; see the function `parse`.
 
         Raises:
-            BadJSON: with the reason; too many values, or a list that is too long, among them.
+            BadJSON: the text is not JSON, has too many values or too long a list, or exceeds another limit.
             WorkerError: the process does not start.
         """
         try:
@@ -119,15 +119,15 @@ class JSONReader:
         except LimitExceeded as error:
             raise BadJSON("it has too many values") from error
         header, _, rest = answer.partition(b"\n")
-        reason, places = json.loads(header)
+        reason, lists = json.loads(header)
         if reason:
             raise BadJSON(reason)
-        num_integers = sum(count for _, count in places)
+        num_integers = sum(count for _, count in lists)
         integers = array("q")
         split = len(rest) - num_integers * integers.itemsize
         integers.frombytes(rest[split:])
         value, start = json.loads(rest[:split]), 0
-        for path, count in places:
+        for path, count in lists:
             whole: list[int] = []
             for part in range(start, start + count, PART):
                 whole += integers[part : min(part + PART, start + count)].tolist()
@@ -140,7 +140,7 @@ class JSONReader:
 
 
 def open_reader(setup: bytes) -> Callable[[bytes], bytes]:
-    """Return what parses, within the process."""
+    """Return the function that parses; called in the separate process."""
     max_integers = json.loads(setup)
     limit_digits()
 
@@ -148,25 +148,25 @@ def open_reader(setup: bytes) -> Callable[[bytes], bytes]:
         try:
             value = parse(raw)
             whole = [value]
-            places = list(_take_integers(whole, max_integers))
+            lists = list(_take_integers(whole, max_integers))
         except BadJSON as error:
             return json.dumps([str(error), []]).encode() + b"\n"
-        header = json.dumps(["", [[path, len(integers)] for path, integers in places]]).encode()
+        header = json.dumps(["", [[path, len(integers)] for path, integers in lists]]).encode()
         text = json.dumps(whole[0], ensure_ascii=False).encode()
-        return b"".join([header, b"\n", text, *(integers.tobytes() for _, integers in places)])
+        return b"".join([header, b"\n", text, *(integers.tobytes() for _, integers in lists)])
 
     return answer
 
 
 def _take_integers(whole: list[Any], max_integers: int) -> Iterator[tuple[Path, array[int]]]:
-    """Take long lists of integers out of a value, and count the others.
+    """Remove long lists of integers from a value, yield them with their paths, and count all other values.
 
     Args:
-        whole: a list of the value alone.
-        max_integers: of one list.
+        whole: list whose only item is the value.
+        max_integers: maximum length of a list of integers.
 
     Raises:
-        BadJSON: there are too many others, or a list is too long.
+        BadJSON: there are too many other values, or a list is too long.
     """
     num_values = 0
     left: list[tuple[Any, Path]] = [(whole, [])]
@@ -174,20 +174,20 @@ def _take_integers(whole: list[Any], max_integers: int) -> Iterator[tuple[Path, 
         parent, path = left.pop()
         num_values += len(parent)
         if num_values > MAX_VALUES:
-            raise BadJSON(f"it has more than {MAX_VALUES} values beside long lists of integers")
+            raise BadJSON(f"it has more than {MAX_VALUES} values, long lists of integers not counted")
         for key, item in list(parent.items() if type(parent) is dict else enumerate(parent)):
-            place = [*path, key]
+            item_path = [*path, key]
             if type(item) is list and len(item) > MANY_INTEGERS and {*map(type, item)} == {int}:
                 integers = _as_array(item)
                 if len(item) > max_integers:
-                    name = ".".join(map(str, place[1:]))[:100]
+                    name = ".".join(map(str, item_path[1:]))[:100]
                     raise BadJSON(f"{name} has {len(item)} integers, and no list may have more than {max_integers}")
                 if integers is not None:
                     parent[key] = None
-                    yield place[1:], integers
+                    yield item_path[1:], integers
                     continue
             if type(item) in (dict, list):
-                left.append((item, place))
+                left.append((item, item_path))
 
 
 def _as_array(integers: list[int]) -> array[int] | None:
@@ -198,7 +198,7 @@ def _as_array(integers: list[int]) -> array[int] | None:
 
 
 def _put(value: Any, path: Path, item: Any) -> Any:
-    """Put an item at its place in a value, and return the value."""
+    """Set the item at a path of a value, and return the value."""
     if not path:
         return item
     parent = value

@@ -1,11 +1,11 @@
-"""Processes that work within limits of time and memory, for work whose cost somebody else decides.
+"""Processes with limits of time and memory, for work on untrusted input.
 
-Compiled code cannot be interrupted within its own process, and memory that a process has taken by the time it fails is
-felt by all that runs in it. So grammars of clients are compiled, templates of models rendered and large bodies parsed
-in processes of their own. An alarm that nothing handles ends such a process after the time limit, and the system
-refuses it memory beyond its limit.
+Compiled code cannot be interrupted within its own process, and memory that it allocates before it fails is lost to the
+whole process. So clients' grammars are compiled, models' chat templates rendered and large bodies parsed in separate
+processes. An unhandled alarm signal ends such a process after the time limit, and the system refuses it memory beyond
+the memory limit.
 
-A question and its answer are bytes, each behind its length; what they mean is the program's affair.
+A question and its answer are bytes, each preceded by its length; the program defines their meaning.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 from quire.errors import WorkerError
 
 START_TIMEOUT_S = 120.0
-# The process ends itself; this long after its time the parent does it.
+# The process ends itself at the time limit; the parent kills it this much later.
 GRACE_S = 2.0
 BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from quire.bounded.process import main; main()"
-# Behind a question and an answer of so many bytes, memory is given back to the system.
+# Memory is returned to the system after a question and an answer of more bytes than this.
 MANY_BYTES = 1 << 20
-# The bytes of what follows, and the seconds that answering it may take.
+# Length of the question that follows, and the time limit of its answer in seconds.
 QUESTION = struct.Struct("!Qd")
 ANSWER = struct.Struct("!Q")
 
-# Takes the setup, returns what answers questions.
+# Function from the setup to the function that answers questions.
 Program = Callable[[bytes], Callable[[bytes], bytes]]
 
 
 class LimitExceeded(Exception):
-    """A question went over a limit, and its process has ended.
+    """A question exceeded a limit, and its process has ended.
 
     Args:
-        limit: "time"; or "memory", which stands for the stack too.
+        limit: "time", or "memory", which includes the stack.
     """
 
     def __init__(self, limit: Literal["time", "memory"]) -> None:
@@ -58,12 +58,12 @@ class LimitExceeded(Exception):
 
 
 class BoundedProcess:
-    """A process that answers one question after the other. It is started at once and waited for at the first question.
+    """A process that answers one question at a time; it starts immediately, and the first question waits for that.
 
     Args:
-        program: where its `Program` is found, as "module:function"; it imports no more than that needs.
-        setup: given to the program, once.
-        memory_bytes: that answers may add to what the process takes once it is set up.
+        program: location of its `Program` as "module:function"; only this module is imported.
+        setup: argument of the program.
+        memory_bytes: maximum memory that answers may add to that of the process after its setup.
 
     Raises:
         WorkerError: the system starts no more processes.
@@ -72,11 +72,11 @@ class BoundedProcess:
     def __init__(self, program: str, setup: bytes, memory_bytes: int) -> None:
         self._is_ready = self._is_stopped = False
         self._setup = setup
-        # Signals of the terminal are the parent's affair.
-        places = json.dumps([str(place) for place in sys.path])
+        search_path = json.dumps([str(folder) for folder in sys.path])
         try:
+            # A session of its own, since only the parent handles signals of the terminal.
             self._process = subprocess.Popen(
-                [sys.executable, "-c", BOOT, places, program, str(memory_bytes)],
+                [sys.executable, "-c", BOOT, search_path, program, str(memory_bytes)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -90,17 +90,17 @@ class BoundedProcess:
         self._input, self._output = self._process.stdin.fileno(), self._process.stdout.fileno()
         for pipe in (self._input, self._output):
             os.set_blocking(pipe, False)
-        # A process that nobody closes ends with its owner all the same.
+        # A process that is not closed ends when this object is collected.
         self._end = weakref.finalize(self, _end, self._process)
 
     @property
     def pid(self) -> int:
-        """The process's id."""
+        """Id of the process."""
         return self._process.pid
 
     @property
     def is_alive(self) -> bool:
-        """False once a question, or somebody else, has ended the process."""
+        """False once the process has ended, by a limit or for another reason."""
         return self._process.poll() is None
 
     def ask(self, question: bytes, timeout_s: float) -> bytes:
@@ -115,7 +115,7 @@ class BoundedProcess:
                 self._wait_for_start()
             answer = self._exchange(question, timeout_s, timeout_s + GRACE_S)
         except BaseException:
-            # Interrupted: the answer to this question would be taken for that to the next.
+            # Interrupted: the answer to this question would be read as that of the next.
             self.close()
             raise
         if answer is not None:
@@ -125,17 +125,17 @@ class BoundedProcess:
         if self._is_stopped:
             raise _shut_down()
         if code == -signal.SIGKILL:
-            # Its own limits end it otherwise: it was somebody else, the system when memory was short, say.
+            # Not one of its own limits, which end it otherwise; for example the system's out-of-memory killer.
             raise WorkerError("a process of limited time and memory was killed")
         raise LimitExceeded("time" if code is None or code == -signal.SIGALRM else "memory")
 
     def stop(self) -> None:
-        """Have a question that another thread asks fail at once."""
+        """Make the question of another thread fail immediately."""
         self._is_stopped = True
         self._process.kill()
 
     def close(self) -> None:
-        """End the process, in whatever state it is; no thread may be asking it something."""
+        """End the process in any state; no question may be in progress."""
         self._end()
 
     def _wait_for_start(self) -> None:
@@ -145,7 +145,7 @@ class BoundedProcess:
         self._is_ready, self._setup = True, b""
 
     def _exchange(self, question: bytes, timeout_s: float, patience_s: float) -> bytes | None:
-        """Write a question and return what comes back; None where nothing whole comes in time."""
+        """Write a question and return its answer; None where no complete answer arrives in time."""
         deadline = time.monotonic() + patience_s
         try:
             self._write(QUESTION.pack(len(question), timeout_s), deadline)
@@ -181,9 +181,9 @@ def _wait(pipe: int, event: int, deadline: float) -> None:
     """Return once a pipe can be read or written.
 
     Raises:
-        TimeoutError: it cannot by the deadline.
+        TimeoutError: it cannot before the deadline.
     """
-    poll = select.poll()  # `select.select` knows no descriptors above 1023
+    poll = select.poll()  # `select.select` supports no descriptors above 1023
     poll.register(pipe, event)
     if not poll.poll(max(0.0, deadline - time.monotonic()) * 1e3):
         raise TimeoutError
@@ -206,7 +206,7 @@ def _shut_down() -> WorkerError:
 
 
 class Pooled(Protocol):
-    """What a pool holds, see `BoundedProcess`."""
+    """Interface of the processes in a pool; see `BoundedProcess`."""
 
     @property
     def is_alive(self) -> bool: ...
@@ -218,11 +218,11 @@ T = TypeVar("T", bound=Pooled)
 
 
 class ProcessPool(Generic[T]):
-    """At most so many processes, each started when it is first needed, and again when it has ended.
+    """A pool of processes, each started when it is first needed, and again after it has ended.
 
     Args:
-        start: returns a process.
-        size: how many may be in use at once; who comes then waits.
+        start: function that returns a new process.
+        size: maximum number of processes; further threads wait for one.
     """
 
     def __init__(self, start: Callable[[], T], size: int) -> None:
@@ -236,7 +236,7 @@ class ProcessPool(Generic[T]):
 
     @contextmanager
     def process(self) -> Iterator[T]:
-        """Lend a process that nobody else uses.
+        """Lend an unused process.
 
         Raises:
             WorkerError: the pool is closed, or `start` raises it.
@@ -249,7 +249,7 @@ class ProcessPool(Generic[T]):
             if process is None and not self._is_closed:
                 process = self._start()
             with self._lock:
-                # Whether it is closed is looked at where `close` looks at what is used: one of them sees the other.
+                # The lock orders this with `close`: either `close` sees the process, or this sees the closed pool.
                 if self._is_closed or process is None:
                     raise _shut_down()
                 self._used.add(process)
@@ -264,11 +264,11 @@ class ProcessPool(Generic[T]):
             self._idle.put(process)
 
     def idle(self) -> list[T]:
-        """Return the processes that wait for work."""
+        """Return the idle processes."""
         return [process for process in tuple(self._idle.queue) if process is not None]
 
     def close(self) -> None:
-        """End all processes; what they work on fails."""
+        """End all processes; questions in progress fail."""
         with self._lock:
             self._is_closed = True
             for process in self._used:
@@ -277,17 +277,17 @@ class ProcessPool(Generic[T]):
             idle.close()
 
 
-# ---- the process itself ----
+# ---- code of the process ----
 
 
 def main() -> None:
-    """Answer questions until there are no more: what `sys.argv` names, once it has had its setup."""
-    where, memory_bytes = sys.argv[2], int(sys.argv[3])
+    """Run the program that `sys.argv` names: read its setup, then answer questions until the input ends."""
+    location, memory_bytes = sys.argv[2], int(sys.argv[3])
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    # Whatever a program prints goes the way of its errors.
+    # Output that the program prints is redirected to stderr.
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    module, _, name = where.partition(":")
+    module, _, name = location.partition(":")
     program: Program = getattr(importlib.import_module(module), name)
     num_bytes, _ = QUESTION.unpack(source.read(QUESTION.size))
     answer = program(source.read(num_bytes))
@@ -312,7 +312,7 @@ def _send(sink: Any, reply: bytes) -> None:
 
 
 def limit_memory(memory_bytes: int) -> None:
-    """Have the system refuse this process more than so many bytes beyond what it has, and write no core."""
+    """Limit the memory of this process to `memory_bytes` beyond its present size, and disable core dumps."""
     num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     limit = num_pages * os.sysconf("SC_PAGE_SIZE") + memory_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -320,13 +320,13 @@ def limit_memory(memory_bytes: int) -> None:
 
 
 def resident_bytes() -> int:
-    """Return the memory that this process has, what is free in it given back."""
+    """Return the resident memory of this process in bytes, after freed memory was returned to the system."""
     return_freed_memory()
     num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return num_pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def return_freed_memory() -> None:
-    """Give memory that the C library holds for later back to the system, where the library has a call for that."""
+    """Return memory that the C library caches to the system, where the library supports it."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,4 +1,4 @@
-"""Configuration: what was asked for, what was found, and what follows from the two."""
+"""Configuration: options of the user, properties of machine and model, and the resolved configuration."""
 
 from quire.config.cache_dtypes import CACHE_DTYPES, CacheDtype
 from quire.config.options import (

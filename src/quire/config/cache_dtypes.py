@@ -1,4 +1,4 @@
-"""The dtypes of keys and values in the cache: their names and their sizes, without torch."""
+"""Names and sizes of the dtypes of cached keys and values, without torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 
 class CacheDtype(NamedTuple):
-    """The size of a cached value.
+    """Size of a cached value.
 
     Args:
         element_bytes: bytes of one value.
@@ -18,8 +18,8 @@ class CacheDtype(NamedTuple):
     scale_bytes: int = 0
 
 
-# int8 has a float32 scale for each token and head: eight bits without an exponent need one that follows the values.
-# fp8 has none in its blocks: its exponent covers the range, and a scale of a whole layer belongs to the weights.
+# int8 has a float32 scale for each token and head, since integers have no exponent. fp8 has no scales in its blocks:
+# its exponent covers the range, and the scale of a layer belongs to the weights.
 CACHE_DTYPES: Final[Mapping[str, CacheDtype]] = {
     "bfloat16": CacheDtype(2),
     "float16": CacheDtype(2),

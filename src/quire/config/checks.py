@@ -1,4 +1,4 @@
-"""Checks of single values: each names the field, the value and what is allowed."""
+"""Checks of single options; each error names the field, the value and what is allowed."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ UNITS: Final = {"": 1, "B": 1} | {
 
 
 def check_text(name: str, value: object, *, optional: bool = False) -> None:
-    """Refuse a value that is no text, or empty."""
+    """Refuse a value that is not a string, or is empty."""
     if not (isinstance(value, str) and value) and not (optional and value is None):
         allowed = "a non-empty string" + (" or None" if optional else "")
         raise ConfigError(f"{name} must be {allowed}, got {shown(value)}", field=name)
 
 
 def check_flag(name: str, value: object) -> None:
-    """Refuse a value that is neither true nor false."""
+    """Refuse a value that is not a bool."""
     if not isinstance(value, bool):
         raise ConfigError(f"{name} must be true or false, got {shown(value)}", field=name)
 
 
 def check_whole(name: str, value: object, low: int, high: int | None = None, *, optional: bool = False) -> None:
-    """Refuse a value that is no integer in `[low, high]`."""
+    """Refuse a value that is not an integer in `[low, high]`."""
     if optional and value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
@@ -39,7 +39,7 @@ def check_whole(name: str, value: object, low: int, high: int | None = None, *, 
 
 
 def check_share(name: str, value: object, high: float, *, positive: bool = False) -> None:
-    """Refuse a value that is no number from 0 (without 0, if `positive`) to `high`."""
+    """Refuse a value that is not a number from 0 (excluded if `positive`) to `high`."""
     if (
         isinstance(value, bool)
         or not isinstance(value, int | float)
@@ -51,7 +51,7 @@ def check_share(name: str, value: object, high: float, *, positive: bool = False
 
 
 def check_positive(name: str, value: object, *, optional: bool = False) -> None:
-    """Refuse a value that is no finite number above 0."""
+    """Refuse a value that is not a finite number above 0."""
     if optional and value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 < value < inf:
@@ -59,10 +59,10 @@ def check_positive(name: str, value: object, *, optional: bool = False) -> None:
 
 
 def check_choices(config: Any) -> None:
-    """Refuse a value that is not among the choices of its field; None is one where it is the default.
+    """Refuse a value that is not among the choices of its field; None is allowed where it is the default.
 
     Args:
-        config: dataclass instance; the metadata of some fields have "choices".
+        config: dataclass instance whose fields may have "choices" in their metadata.
     """
     for item in fields(config):
         allowed, value = item.metadata.get("choices"), getattr(config, item.name)
@@ -72,7 +72,7 @@ def check_choices(config: Any) -> None:
 
 
 def parse_size(text: str) -> int:
-    """Read a number of bytes: `4G` is 4,000,000,000 and `4GiB` is 4,294,967,296.
+    """Parse a number of bytes: `4G` is 4,000,000,000 and `4GiB` is 4,294,967,296.
 
     Raises:
         ValueError: the text is not a size.
@@ -85,13 +85,13 @@ def parse_size(text: str) -> int:
 
 
 def put_size(config: Any, name: str, low: int, *, optional: bool = False) -> None:
-    """Check a number of bytes, and put an integer in place of a text such as "4GiB".
+    """Check a number of bytes, and replace a text such as "4GiB" by an integer.
 
     Args:
         config: frozen dataclass instance.
         name: field of `config`.
-        low: least value, in bytes.
-        optional: None is allowed.
+        low: minimum, in bytes.
+        optional: True to allow None.
     """
     value = getattr(config, name)
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""Well-known names of vLLM, transformers and OpenAI that do not exist here: each with the reason, or what to use."""
+"""Hints for well-known names of vLLM, transformers and OpenAI that do not exist here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OPTION_HINTS: Final[Mapping[str, str]] = {
     "code_revision": _NO_CODE,
     "runner": "an engine generates; there are no embeddings and no pooling",
     "task": "an engine generates; there are no embeddings and no pooling",
-    "generation_config": "the model's own is read where there is one; give SamplingParams to override it",
+    "generation_config": "the model's own is read where it exists; give SamplingParams to override it",
     "override_generation_config": "give SamplingParams to each request",
     "enforce_eager": _NO_GRAPHS,
     "compilation_config": _NO_GRAPHS,
@@ -61,13 +61,13 @@ OPTION_HINTS: Final[Mapping[str, str]] = {
 }
 
 SAMPLING_HINTS: Final[Mapping[str, str]] = {
-    "truncate_prompt_tokens": "give the prompt that you mean, as token ids for instance",
+    "truncate_prompt_tokens": "truncate the prompt before the request, as token ids for instance",
     "spaces_between_special_tokens": "special tokens are written as they are",
     "guided_decoding": "use structured_outputs",
     "response_format": "use structured_outputs",
-    "extra_args": "it is for extensions of another engine",
+    "extra_args": "it belongs to extensions of another engine",
     "flat_logprobs": "log probabilities are always held in flat arrays",
-    "skip_reading_prefix_cache": "give the request a cache_salt of its own",
+    "skip_reading_prefix_cache": "use a unique cache_salt for the request",
     "use_beam_search": "use beam_width",
     "num_beams": "use beam_width",
     "num_return_sequences": "use n",

@@ -1,4 +1,4 @@
-"""What a user can ask of an engine: frozen, composed, each value checked."""
+"""Options of an engine: immutable dataclasses whose values are checked."""
 
 from __future__ import annotations
 
@@ -32,41 +32,41 @@ PREEMPTION_POLICIES = ("last", "least_waste")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 DEFAULT_MEMORY_FRACTION = 0.5
 DEFAULT_GPU_UTILIZATION = 0.9
-# Less than this is no swap space but a number of GiB, as vLLM counts it.
-LEAST_SWAP_SPACE = 4096
+# A smaller number is a mistake: vLLM's swap_space is in GiB.
+MIN_SWAP_SPACE = 4096
 
 
 def choice(default: str, allowed: tuple[str, ...]) -> Any:
-    """Return a field with a fixed set of values, which the check and the command's help read."""
+    """Return a field with a fixed set of values, which the check and `--help` read."""
     return field(default=default, metadata={"choices": allowed})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Which model, and how it is loaded.
+    """The model and its loading.
 
     Args:
-        model: a local folder, a Hugging Face hub id, or "bundled" for the model that ships with Quire.
+        model: local folder, Hugging Face hub id, or "bundled" for the model that ships with Quire.
         tokenizer: the same for the tokenizer; None takes the model's.
         skip_tokenizer_init: work on token ids only.
-        revision: a hub revision.
-        dtype: of the weights; "auto" keeps the checkpoint's.
-        device: "auto" takes a GPU when there is one.
-        max_model_len: tokens of prompt and output together; None takes the model's own limit.
-        served_model_name: the name that the server shows; None takes `model`.
-        seed: where requests without a seed take theirs from.
-        num_threads: threads of the data plane on a CPU; None takes all cores that this process may use, but one for
-            a model so small that threads would wait for each other longer than they work.
-        kernels: what computes between the matrix products: "native" kernels, compiled when Quire was installed, or
-            stock "torch" operators; "auto" takes the former on a CPU where there are any.
-        quantization: what the weights of linear layers are rounded to as they are loaded, on a CPU: "int8" (one scale
-            for each output) or "int4" (one for each 32 inputs; the head has six bits); None keeps them.
-        weight_packing: how the weights of linear layers lie: "plain", or "lossless" for bfloat16 weights in about 76 %
-            of their bytes, with the same results bit for bit; it needs native kernels of level avx2 or better.
-            "auto" is the latter where it can be had.
-        deterministic: a request's results are the same, bit for bit, whatever it is batched with, however its prompt is
-            cut, and whether its tokens were computed, found in the cache or computed again. Native kernels only, with
-            weights of 16 bits or rounded ones; models with other layers than attention, or gates on it, are refused.
+        revision: revision of the model on the hub.
+        dtype: dtype of the weights; "auto" keeps the checkpoint's.
+        device: device that runs the model; "auto" takes a GPU when there is one.
+        max_model_len: maximum number of tokens of prompt and output; None takes the model's own limit.
+        served_model_name: model name in the server's API; None takes `model`.
+        seed: seed from which requests without one derive theirs.
+        num_threads: threads of the data plane on a CPU; None takes all cores that this process may use, or one for a
+            model so small that more threads are slower.
+        kernels: implementation of all operations but matrix products: "native" kernels, compiled when Quire was
+            installed, or stock "torch" operators; "auto" takes native kernels on a CPU where they exist.
+        quantization: rounding of the weights of linear layers while they are loaded, on a CPU: "int8" (one scale for
+            each output) or "int4" (one for each 32 inputs; the head has six bits); None keeps the weights.
+        weight_packing: layout of the weights of linear layers: "plain", or "lossless" for bfloat16 weights in about
+            76 % of their bytes, with the same results bit for bit; it needs native kernels of level avx2 or better.
+            "auto" takes "lossless" where it is possible.
+        deterministic: a request's results are the same, bit for bit, for any batch, any chunks of its prompt, and any
+            mix of computed, cached and recomputed tokens. Native kernels only, with weights of 16 bits or quantized
+            ones; models with other layers than attention, or with gated attention, are refused.
     """
 
     model: str = "bundled"
@@ -96,41 +96,41 @@ class ModelConfig:
         check_whole("seed", self.seed, 0, 2**63 - 1)
 
 
-# Host memory through which blocks come from disk and go there, where the host has no tier for other ends.
+# Size of the host tier that a prefix cache on disk uses for transfers, where there is no swap space.
 STAGING_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """How much KV memory, and how it is cut.
+    """Size and layout of the KV memory.
 
-    Numbers of bytes, here and in the other parts, are integers or texts such as "4GiB", kept as integers.
+    Numbers of bytes, here and in the other parts, are integers or texts such as "4GiB", stored as integers.
 
     Args:
-        block_size: tokens of a block.
-        kv_cache_dtype: what keys and values are stored as: "bfloat16", "float16", "float32", "fp8" (e4m3, without
+        block_size: tokens per block.
+        kv_cache_dtype: dtype of the cached keys and values: "bfloat16", "float16", "float32", "fp8" (e4m3, without
             scales) or "int8" (with a float32 scale for each token and head); "auto" is the dtype of the weights.
-        num_kv_blocks: the pool's size in usable blocks; overrides the budgets below.
-        kv_cache_memory_bytes: the pool's size in bytes.
-        kv_cache_memory_fraction: else, on a CPU, this share of the memory available once the weights are loaded.
-        gpu_memory_utilization: else, on a GPU, the share of its whole memory that weights, the worst step and the pool
-            may take together; the step is measured.
+        num_kv_blocks: size of the pool in usable blocks; overrides the budgets below.
+        kv_cache_memory_bytes: size of the pool in bytes.
+        kv_cache_memory_fraction: otherwise, on a CPU, share of the memory available once the weights are loaded.
+        gpu_memory_utilization: otherwise, on a GPU, share of its whole memory for weights, the largest step and the
+            pool together; the step is measured.
         enable_prefix_caching: find and reuse published blocks.
-        eviction_policy: which idle block is taken back first: "lru" (idle for longest), "fifo" (published first), "lfu"
-            (used least often) or "slru" (first those that were never used again).
-        state_snapshot_interval: tokens, a multiple of the block size, between two states of recurrent layers that are
-            kept for later prompts; None takes 512. Prompts are computed in steps that end there.
-        watermark: share of the KV memory kept free for growth when a sequence is admitted beside others.
-        pin_limit: share of the KV memory that pinned prefixes may fill, and that no sequence may count on.
-        retention_limit: share of the KV memory that the blocks of requests with `retain_cache` may fill and be evicted
-            after all others; 0 ignores `retain_cache`.
+        eviction_policy: order in which idle blocks are evicted: "lru" (idle for longest), "fifo" (published first),
+            "lfu" (used least often) or "slru" (never reused first).
+        state_snapshot_interval: tokens between two snapshots of recurrent states for later prompts, a multiple of the
+            block size; None takes 512. Prompts are computed in steps that end there.
+        watermark: share of the KV memory left free for growth when a sequence is admitted while others run.
+        pin_limit: share of the KV memory that pinned prefixes may fill; it is not available to sequences.
+        retention_limit: share of the KV memory for blocks of requests with `retain_cache`, which are evicted after all
+            others; 0 ignores `retain_cache`.
         kv_cache_metrics_sample: share of the blocks whose lifetime, idle time and reuse are measured; 0 measures none.
-        swap_space: bytes of host memory for the blocks of sequences that lose theirs on the device; 0 for none. A
-            small number, which would be GiB in vLLM, is refused: write "4GiB".
-        prefix_cache_dir: a folder for a prefix cache on disk, which outlives the engine; None for none. One engine
-            at a time uses it.
-        prefix_cache_disk_bytes: what that may take of the disk; blocks used least recently make room.
-        record_memory: a file, not there yet, for a log of every memory command; `quire replay` runs it again.
+        swap_space: bytes of host memory for the blocks of preempted sequences; 0 for none. A small number, which would
+            be GiB in vLLM, is refused: write "4GiB".
+        prefix_cache_dir: folder of a prefix cache on disk, which outlives the engine; None for none. Only one engine
+            at a time can use it.
+        prefix_cache_disk_bytes: maximum size of that folder; the least recently used blocks are evicted.
+        record_memory: new file for a log of every memory command, which `quire replay` runs again.
     """
 
     block_size: int = 16
@@ -164,7 +164,7 @@ class CacheConfig:
         if interval is not None and interval % self.block_size:
             raise ConfigError(
                 f"state_snapshot_interval must be a multiple of block_size ({self.block_size}), got {interval}: states "
-                "are found again beside whole blocks",
+                "are reused at the ends of whole blocks only",
                 field="state_snapshot_interval",
             )
         check_share("watermark", self.watermark, 0.5)
@@ -172,7 +172,7 @@ class CacheConfig:
         check_share("retention_limit", self.retention_limit, 0.9)
         check_share("kv_cache_metrics_sample", self.kv_cache_metrics_sample, 1.0)
         put_size(self, "swap_space", 0)
-        if 0 < self.swap_space < LEAST_SWAP_SPACE:
+        if 0 < self.swap_space < MIN_SWAP_SPACE:
             raise ConfigError(
                 f"swap_space={self.swap_space} is {self.swap_space} bytes of host memory; for GiB, write "
                 f'swap_space="{self.swap_space}GiB" (on the command line: --swap-space {self.swap_space}GiB)',
@@ -189,36 +189,37 @@ class CacheConfig:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory for blocks: those asked for, or what a prefix cache on disk needs."""
+        """Size of the host tier in bytes: the swap space, or the transfer buffer of a prefix cache on disk."""
         return self.swap_space or (0 if self.prefix_cache_dir is None else STAGING_BYTES)
 
     @property
     def host_option(self) -> str:
-        """The option that asks for `host_bytes`, where there are any."""
+        """Name of the option that `host_bytes` comes from."""
         return "swap_space" if self.swap_space else "prefix_cache_dir"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Who runs in a step.
+    """Limits and policies of the scheduler.
 
     Args:
-        max_num_seqs: sequences that run at once.
-        max_num_batched_tokens: tokens computed in a step; longer prompts are computed in chunks. None takes 512 on
-            a CPU and 2048 on a GPU, and `max_num_seqs` at least.
-        scheduling_policy: "fcfs", or "priority": lower values first, then first come first served; a request of a lower
-            value may take the memory of running ones of higher values.
-        priority_aging: later requests that may overtake one for each level by which their priority is lower: so a
-            stream of them keeps nobody out for ever.
-        preemption_policy: whose memory is taken when a running sequence lacks it: of those behind it in order, the
-            "last", or "least_waste" (whose loss costs least time for what it frees).
-        preemption_mode: how a sequence that lost its memory goes on: "recompute" its tokens, "swap" its blocks to
-            `swap_space` and back, or "auto", the cheaper by what the engine measures.
-        max_queue_len: requests that may wait; more are refused with `QueueFull`. None is unbounded (offline use).
-        max_inter_token_ms: how long a stream should wait for its next token at most: prompts are computed beside it
-            in chunks that are small enough, by what is measured; 16 tokens at least. None has them fill the step.
-        grammar_timeout_s: seconds that compiling a grammar or schema of a request may take.
-        grammar_memory_bytes: memory that it may take.
+        max_num_seqs: maximum number of running sequences.
+        max_num_batched_tokens: maximum number of tokens in a step; longer prompts are computed in chunks. None takes
+            512 on a CPU and 2048 on a GPU, and at least `max_num_seqs`.
+        scheduling_policy: "fcfs", or "priority": lower values first, then first come first served; a request may
+            preempt running ones of higher values.
+        priority_aging: number of later requests that may overtake a request, for each level by which their priority
+            value is lower; prevents starvation.
+        preemption_policy: sequence to preempt, among those after the one that lacks memory: the "last" in order, or
+            "least_waste" (least lost time for each freed byte).
+        preemption_mode: way in which a preempted sequence resumes: "recompute" its tokens, "swap" its blocks to
+            `swap_space` and back, or "auto", the cheaper one by the engine's measurements.
+        max_queue_len: maximum number of waiting requests; more are refused with `QueueFull`. None is unbounded
+            (offline use).
+        max_inter_token_ms: target for the longest wait for a stream's next token: while sequences decode, prompts are
+            computed in smaller chunks, by measured step times, of at least 16 tokens. None lets prompts fill the step.
+        grammar_timeout_s: time limit of compiling a request's grammar or schema, in seconds.
+        grammar_memory_bytes: memory limit of that.
     """
 
     max_num_seqs: int = 256
@@ -260,7 +261,7 @@ PARTS: Final[Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """All that a user can ask of an engine."""
+    """All options of an engine."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -277,27 +278,27 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
-        """Compose a configuration from flat options, as `LLM(...)` and the command line give them.
+        """Return the configuration of flat options, as given by `LLM(...)` and the command line.
 
         Args:
-            options: fields of the parts; `speculative_config` is a mapping with those of `SpeculativeConfig`.
+            options: fields of the parts; `speculative_config` is a mapping of fields of `SpeculativeConfig`.
 
         Raises:
             ConfigError: an unknown option (the message lists the known ones), or a value that is not allowed.
         """
-        homes = option_sections()
+        sections = option_sections()
         parts: dict[str, dict[str, Any]] = {part: {} for part in PARTS}
         for name, value in flatten(options).items():
-            if name not in homes:
+            if name not in sections:
                 raise ConfigError(
-                    f"unknown option {shown(name)}{hint_for(name, OPTION_HINTS, homes)}; known options are "
-                    f"{', '.join(sorted(homes))}",
+                    f"unknown option {shown(name)}{hint_for(name, OPTION_HINTS, sections)}; known options are "
+                    f"{', '.join(sorted(sections))}",
                     field=name,
                 )
-            parts[homes[name]][name] = value
+            parts[sections[name]][name] = value
         return cls(**{part: PARTS[part](**given) for part, given in parts.items()})
 
 
 def option_sections() -> dict[str, str]:
-    """Map each flat option's name to the part of `EngineConfig` that holds it."""
+    """Return the part of `EngineConfig` that holds each flat option, by the option's name."""
     return {item.name: part for part, cls in PARTS.items() for item in fields(cls)}

@@ -1,4 +1,4 @@
-"""What was found when an engine starts: the machine, and what the model fixes."""
+"""Properties found when an engine starts: of the machine, and of the model."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from quire.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What was found on the device once the weights are loaded.
+    """The machine after the weights are loaded.
 
     Args:
         device: "cpu" or "cuda".
-        available_bytes: memory that a new allocation can take, limits of control groups included.
-        num_threads: cores that this process may use.
-        host_bytes: memory that a new allocation can take on the host, where the device has memory of its own; None
-            where both are one.
-        total_bytes: all the memory of a GPU, whoever uses it; None on a CPU.
+        available_bytes: memory of the device that can still be allocated, within the limits of control groups.
+        num_threads: number of cores that this process may use.
+        host_bytes: host memory that can still be allocated, where the device has its own memory; None on a CPU.
+        total_bytes: total memory of a GPU, used or not; None on a CPU.
     """
 
     device: str
@@ -28,34 +27,34 @@ class Machine:
     total_bytes: int | None = None
 
     def set_aside(self, tier_bytes: int, field: str) -> Machine:
-        """Return the machine without the host memory that is for the host tier.
+        """Return the machine without the memory of the host tier.
 
         Args:
-            tier_bytes: of the tier.
-            field: the option that asks for it.
+            tier_bytes: size of the host tier in bytes.
+            field: name of the option that sets the size.
 
         Raises:
-            ConfigError: more is asked for than there is.
+            ConfigError: the tier is larger than the available host memory.
         """
-        room = self.available_bytes if self.host_bytes is None else self.host_bytes
-        if tier_bytes > room:
+        available = self.available_bytes if self.host_bytes is None else self.host_bytes
+        if tier_bytes > available:
             raise ConfigError(
-                f"{field} ({tier_bytes:,} bytes of host memory) is more than the {room:,} bytes available there once "
-                "the weights are loaded; ask for less with swap_space",
+                f"{field} ({tier_bytes:,} bytes of host memory) is more than the {available:,} bytes available after "
+                "the weights are loaded; set a smaller swap_space",
                 field=field,
             )
         if self.host_bytes is None:
-            return replace(self, available_bytes=room - tier_bytes)
-        return replace(self, host_bytes=room - tier_bytes)
+            return replace(self, available_bytes=available - tier_bytes)
+        return replace(self, host_bytes=available - tier_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCost:
-    """Memory that a step takes besides weights and KV, at its worst.
+    """Maximum memory of a step besides weights and KV cache.
 
     Args:
-        fixed_bytes: whatever its sequences have in the cache.
-        bytes_per_token: for each cached token of its sequences.
+        fixed_bytes: part that does not depend on the cached tokens.
+        bytes_per_token: bytes per cached token of the step's sequences.
     """
 
     fixed_bytes: int = 0
@@ -64,22 +63,22 @@ class StepCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What the model fixes.
+    """Properties of the model.
 
     Args:
-        max_position: the longest context that the model was made for, in tokens.
-        bytes_per_token: KV bytes of one token, all layers.
-        most_bytes: bytes of a pool that is never used up, by all seats with sequences of the context asked for; None
-            where no layer keeps a state.
-        vocab_size: rows of the output head.
-        num_parameters: of the whole model.
-        dtype: of the weights.
-        kernels: what computes it, in words.
-        longest_bytes: KV bytes of the smallest pool that holds a sequence of the context asked for, null blocks
-            included; None where every layer keeps every token.
-        concurrency: maps the blocks of a pool to the sequences of the context asked for that its memory lets run at
-            once; None divides them by the blocks of one sequence.
-        step: what a step takes; measured on a GPU.
+        max_position: longest context that the model supports, in tokens.
+        bytes_per_token: KV bytes of one token in all layers.
+        most_bytes: bytes of a pool that `max_num_seqs` sequences of `max_model_len` tokens cannot exhaust; None where
+            no layer has a recurrent state.
+        vocab_size: number of rows of the output head.
+        num_parameters: number of parameters of the whole model.
+        dtype: dtype of the weights.
+        kernels: description of the kernels in use.
+        longest_bytes: KV bytes of the smallest pool that holds a sequence of `max_model_len` tokens, null blocks
+            included; None where every layer caches every token.
+        concurrency: function from a number of blocks to the number of sequences of `max_model_len` tokens that can run
+            at once; None divides by the blocks of one sequence.
+        step: memory of a step; measured on a GPU.
     """
 
     max_position: int

@@ -1,7 +1,7 @@
-"""What an engine is given once everything is known: the pure function that completes a configuration.
+"""The resolved configuration, and the pure function that computes it.
 
-`EngineConfig` is what a user asked for; `Machine` and `ModelFacts` are what was found; `resolve` turns the three into
-a `ResolvedConfig` without looking at the world, so that the same inputs always give the same engine.
+`EngineConfig` has the user's options; `Machine` and `ModelFacts` have the properties of machine and model. `resolve`
+combines the three into a `ResolvedConfig` without other inputs, so the same arguments always give the same engine.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from quire.config.probed import Machine, ModelFacts, StepCost
 from quire.errors import ConfigError
 
 GIB = 1 << 30
-# Below so many parameters an operation is over before a second thread has woken up.
+# Models with fewer parameters use one thread: an operation ends before a second thread has started.
 SMALL_MODEL_PARAMETERS = 20_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedConfig:
-    """A configuration with no open question; printed at start.
+    """A complete configuration; logged at start. The options of the same name are described in `EngineConfig`.
 
     Args:
-        num_blocks: blocks of the pool, without the null block.
+        num_blocks: number of blocks of the pool, without the null block.
         bytes_per_block: KV bytes of one block of every cache group.
-        longest_blocks: blocks that hold a sequence of `max_model_len` tokens.
-        max_concurrency: sequences of `max_model_len` tokens that run at once.
+        longest_blocks: number of blocks that a sequence of `max_model_len` tokens needs.
+        max_concurrency: number of sequences of `max_model_len` tokens that can run at once.
         watermark: share of the KV memory that an admission leaves free while other sequences live.
         pin_limit, retention_limit: shares of the KV memory.
         kv_cache_metrics_sample: share of the blocks.
-        state_snapshot_interval: tokens; None for the manager's own.
-        host_bytes: of the host tier, for swapping or for what comes from disk.
-        quantization: what the weights of linear layers are rounded to; None keeps them.
-        kv_cache_dtype: what keys and values are stored as.
-        speculative_method: who guesses tokens.
-        num_speculative_tokens: guessed for a sequence in a step at most; 0 for none.
+        state_snapshot_interval: interval in tokens; None for the memory manager's default.
+        host_bytes: size of the host tier, for swapping and for transfers of blocks on disk.
+        quantization: rounding of the weights of linear layers; None keeps them.
+        kv_cache_dtype: dtype of the cached keys and values.
+        speculative_method: method that proposes drafts.
+        num_speculative_tokens: maximum number of drafts of a sequence in a step; 0 for none.
     """
 
     device: str
@@ -72,17 +72,17 @@ class ResolvedConfig:
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that the whole pool holds."""
+        """Number of tokens that the whole pool holds."""
         return self.num_blocks * self.block_size
 
     def lines(self) -> tuple[str, ...]:
-        """Return the lines that people look for at start."""
+        """Return the lines that are logged at start."""
         kv_bytes = self.num_blocks * self.bytes_per_block
         swap = (
             f"Swap space: {self.swap_space / GIB:.2f} GiB of host memory "
             f"({self.swap_space // self.bytes_per_block:,} blocks); preemption mode {self.preemption_mode}",
         )
-        guesses = (
+        drafts = (
             f"Speculative decoding: {self.speculative_method}, at most {self.num_speculative_tokens} tokens of a "
             "sequence in a step",
         )
@@ -97,17 +97,16 @@ class ResolvedConfig:
             f"{'on' if self.enable_prefix_caching else 'off'}; device {self.device}, {self.num_threads} threads, "
             f"kernels: {self.kernels}" + (f", weights: {self.quantization}" if self.quantization else ""),
             *(swap if self.swap_space else ()),
-            *(guesses if self.num_speculative_tokens else ()),
+            *(drafts if self.num_speculative_tokens else ()),
         )
 
 
 def resolve(config: EngineConfig, machine: Machine, facts: ModelFacts) -> ResolvedConfig:
-    """Complete a configuration with what was found; pure.
+    """Return the complete configuration.
 
     Raises:
-        ConfigError: `max_model_len` past the model's limit, more swap space than the host has memory, or a KV budget
-            that cannot hold one sequence of `max_model_len` tokens; the message says which number to change, and to
-            what.
+        ConfigError: `max_model_len` exceeds the model's limit, the host tier exceeds the host memory, or the KV budget
+            cannot hold one sequence of `max_model_len` tokens; the message says which option to change, and its value.
     """
     cache, scheduler = config.cache, config.scheduler
     machine = machine.set_aside(cache.host_bytes, cache.host_option)
@@ -162,20 +161,20 @@ def resolve(config: EngineConfig, machine: Machine, facts: ModelFacts) -> Resolv
 
 
 def step_tokens(scheduler: SchedulerConfig, device: str) -> int:
-    """Return the tokens of a step on a device, "cpu" or "cuda"."""
+    """Return the token budget of a step on a device, "cpu" or "cuda"."""
     default = 512 if device == "cpu" else 2048
     return scheduler.max_num_batched_tokens or max(default, scheduler.max_num_seqs)
 
 
 def context_length(max_model_len: int | None, max_position: int) -> int:
-    """Return the tokens that a sequence may have.
+    """Return the maximum number of tokens of a sequence.
 
     Args:
-        max_model_len: the option; None takes the model's limit.
-        max_position: the model's limit.
+        max_model_len: value of the option; None takes the model's limit.
+        max_position: limit of the model.
 
     Raises:
-        ConfigError: the option is past the model's limit.
+        ConfigError: the option exceeds the model's limit.
     """
     if max_model_len is not None and max_model_len > max_position:
         raise ConfigError(
@@ -195,18 +194,18 @@ def pool_blocks(
     most_bytes: int | None = None,
     step: StepCost | None = None,
 ) -> tuple[int, str]:
-    """Return the pool's size in blocks, at most 0 where there is room for none, and the words for where it comes from.
+    """Return the size of the pool in blocks, 0 or less where none fits, and a description of where it comes from.
 
     Args:
-        cache: what was asked for.
-        machine: what there is.
+        cache: options of the cache.
+        machine: properties of the machine.
         bytes_per_block: KV bytes of one block of every cache group.
-        max_model_len, max_num_seqs: what can ever be used.
-        most_bytes: the same in bytes, where the blocks of all tokens do not say it.
-        step: what a step takes of a GPU; None is nothing.
+        max_model_len, max_num_seqs: limits that bound the usable size.
+        most_bytes: usable size in bytes; None where these limits determine it.
+        step: memory of a step on a GPU; None for none.
 
     Raises:
-        ConfigError: more bytes are asked for than there are.
+        ConfigError: the options exceed the available memory.
     """
     if cache.num_kv_blocks is not None:
         return cache.num_kv_blocks, f"num_kv_blocks={cache.num_kv_blocks}"
@@ -215,12 +214,12 @@ def pool_blocks(
         if budget > machine.available_bytes:
             raise ConfigError(
                 f"kv_cache_memory_bytes ({budget:,}) is more than the {machine.available_bytes:,} bytes available "
-                f"once the weights are loaded{_beside(cache)}; ask for less",
+                f"after the weights are loaded{_reserved_for_host(cache)}; set a smaller value",
                 field="kv_cache_memory_bytes",
             )
         # The null block costs one block of the budget.
         return budget // bytes_per_block - 1, f"kv_cache_memory_bytes={budget}"
-    # More than every sequence at full length can never be used.
+    # All sequences at full length cannot use more.
     most = -(-max_model_len // cache.block_size) * max_num_seqs
     if most_bytes is not None:
         most = -(-most_bytes // bytes_per_block) - 1
@@ -230,7 +229,7 @@ def pool_blocks(
         budget = int(machine.total_bytes * cache.gpu_memory_utilization) - taken_bytes
         words = (
             f"{cache.gpu_memory_utilization:g} of the GPU's {machine.total_bytes:,} bytes, of which the weights, other "
-            f"processes and the worst step take {taken_bytes:,},"
+            f"processes and the largest step take {taken_bytes:,},"
         )
         return min(budget // (bytes_per_block + step.bytes_per_token * cache.block_size) - 1, most), words
     budget = int(machine.available_bytes * cache.kv_cache_memory_fraction)
@@ -238,7 +237,7 @@ def pool_blocks(
     return min(budget // bytes_per_block - 1, most), words
 
 
-def _beside(cache: CacheConfig) -> str:
+def _reserved_for_host(cache: CacheConfig) -> str:
     return f" and {cache.host_bytes:,} are set aside for {cache.host_option}" if cache.host_bytes else ""
 
 
@@ -251,14 +250,14 @@ def _too_few_blocks(
     origin: str,
     has_states: bool,
 ) -> ConfigError:
-    """Return the error for a pool that cannot hold one sequence, with the numbers that would do."""
+    """Return the error for a pool that cannot hold one sequence, with the values that would suffice."""
     if cache.num_kv_blocks is not None:
         field_to_raise, least = "num_kv_blocks", needed
     else:
-        # One block more: the null block is paid for from the same bytes.
+        # One block more, since the null block comes from the same bytes.
         field_to_raise, least = "kv_cache_memory_bytes", (needed + 1) * bytes_per_block
     advice = f"set {field_to_raise} to at least {least}"
-    if num_blocks > 0 and not has_states:  # a state takes as much of the pool for a short sequence
+    if num_blocks > 0 and not has_states:  # a recurrent state is as large for a short sequence
         advice += f", or max_model_len to at most {num_blocks * cache.block_size}"
     return ConfigError(
         f"{origin} gives {max(num_blocks, 0)} KV blocks, but one sequence of max_model_len={max_model_len} tokens "

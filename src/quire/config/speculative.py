@@ -1,4 +1,4 @@
-"""What a user can ask of speculative decoding."""
+"""Options of speculative decoding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_LOOKUP = 64
 DEFAULT_TOKENS = 8
 DEFAULT_LOOKUP_MIN, DEFAULT_LOOKUP_MAX = 2, 8
 DEFAULT_CACHE_BYTES = 64 << 20
-# Option -> the methods that it means something to.
+# Option -> the methods that use it.
 METHODS_OF: Final[Mapping[str, tuple[str, ...]]] = {
     "num_speculative_tokens": METHODS[1:],
     "prompt_lookup_min": ("ngram", "suffix"),
@@ -23,25 +23,25 @@ METHODS_OF: Final[Mapping[str, tuple[str, ...]]] = {
     "suffix_cache_bytes": ("suffix",),
     "draft_model": ("draft",),
 }
-# The keys of vLLM's `speculative_config` that are called otherwise here.
-SPELLED: Final[Mapping[str, str]] = {"method": "speculative_method", "model": "draft_model"}
+# Keys of vLLM's `speculative_config` that have another name here.
+KEY_ALIASES: Final[Mapping[str, str]] = {"method": "speculative_method", "model": "draft_model"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """How tokens are guessed, so that one step can verify several.
+    """Speculative decoding: drafts are proposed, and one step verifies several of them.
 
     Args:
-        speculative_method: who guesses the next tokens: nobody ("off"), "ngram" (what came behind the last tokens
-            before, in the sequence itself), "suffix" (the same, and in earlier outputs of the same tenant), or "draft"
-            (a smaller model, see `draft_model`).
-        num_speculative_tokens: guessed for a sequence in a step at most, 1 to 32; fewer where they do not pay. None
-            takes 8.
-        prompt_lookup_min: tokens at the end of a sequence that must have been met before; None takes 2.
-        prompt_lookup_max: more than so many are not looked for in the choice between places, with "ngram"; None takes 8
-            or `prompt_lookup_min`, whichever is more.
-        suffix_cache_bytes: memory for earlier outputs, with "suffix"; the oldest are forgotten. None takes 64 MiB.
-        draft_model: with "draft", a folder or hub id of a model with the same vocabulary; each token goes through it
+        speculative_method: source of the drafts: "off", "ngram" (tokens after an earlier occurrence of the last tokens
+            in the sequence), "suffix" (the same, also in earlier outputs of the same tenant), or "draft" (a smaller
+            model, see `draft_model`).
+        num_speculative_tokens: maximum number of drafts of a sequence in a step, 1 to 32; fewer are used where they do
+            not pay. None takes 8.
+        prompt_lookup_min: number of last tokens that must occur earlier; None takes 2.
+        prompt_lookup_max: maximum length of a match that is compared, with "ngram"; None takes 8 or
+            `prompt_lookup_min`, whichever is more.
+        suffix_cache_bytes: memory for earlier outputs, with "suffix"; the oldest are evicted. None takes 64 MiB.
+        draft_model: folder or hub id of a model with the same vocabulary, with "draft"; each token goes through it
             too.
     """
 
@@ -80,30 +80,30 @@ class SpeculativeConfig:
 
     @property
     def num_tokens(self) -> int:
-        """Drafts of a sequence in a step at most; 0 where nobody guesses."""
+        """Maximum number of drafts of a sequence in a step; 0 where speculation is off."""
         return 0 if self.speculative_method == "off" else self.num_speculative_tokens or DEFAULT_TOKENS
 
     @property
     def lookup_min(self) -> int:
-        """Tokens that must have been met before."""
+        """Minimum length of a match, in tokens."""
         return self.prompt_lookup_min or DEFAULT_LOOKUP_MIN
 
     @property
     def lookup_max(self) -> int:
-        """Tokens beyond which a longer match is no better."""
+        """Maximum length of a match that is compared, in tokens."""
         return self.prompt_lookup_max or max(DEFAULT_LOOKUP_MAX, self.lookup_min)
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes for earlier outputs."""
+        """Memory for earlier outputs, in bytes."""
         return self.suffix_cache_bytes or DEFAULT_CACHE_BYTES
 
 
 def flatten(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return flat options in which those of `speculative_config`, a mapping as vLLM takes it, are options of their own.
+    """Return the options with the fields of `speculative_config`, vLLM's mapping, as separate options.
 
     Raises:
-        ConfigError: it is no mapping, or says what another option says.
+        ConfigError: `speculative_config` is not a mapping, has an unknown key, or repeats another option.
     """
     if "speculative_config" not in options:
         return dict(options)
@@ -115,7 +115,7 @@ def flatten(options: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"speculative_config must be a mapping or None, got {shown(given)}", field="speculative_config"
         )
-    names = {SPELLED.get(key, key): value for key, value in given.items()}
+    names = {KEY_ALIASES.get(key, key): value for key, value in given.items()}
     if "draft_model" in names:
         names.setdefault("speculative_method", "draft")
     twice = next((name for name in names if name in flat), None)

@@ -1,4 +1,4 @@
-"""Decoding: what becomes of the tokens that the data plane draws."""
+"""Decoding: strategies turn sampled tokens into edits of sequences, and drafters propose tokens to verify."""
 
 from quire.decoding.beams import Beams
 from quire.decoding.drafting import Drafter

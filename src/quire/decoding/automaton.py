@@ -1,25 +1,25 @@
-"""A suffix automaton: all that some texts say, such that the longest match of a text's end is found as it grows."""
+"""A suffix automaton over several texts, which finds the longest match of a growing text's suffix."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
 
-# What a state takes, and, where several tokens may follow, its table and an entry of that.
+# Estimated memory of a state, of a transition table, and of an entry of that table.
 STATE_BYTES = 24
 TABLE_BYTES = 352
 ENTRY_BYTES = 112
 TOKEN_BYTES = 4
-# Stands in the text where one text ends, and is no token.
+# Marks the end of each text in the stored tokens; no token has this id.
 END = -1
 ROOT = 0
 
 
 class SuffixAutomaton:
-    """The smallest automaton that reads every part of some texts.
+    """The smallest automaton that accepts every substring of the texts added to it.
 
-    A state stands for the parts that end at the same places. Adding a token takes constant time on average; there are
-    at most two states and three transitions for each token. Nothing can be taken out.
+    A state stands for the substrings that end at the same positions. Adding a token takes constant time on average;
+    there are at most two states and three transitions for each token. Texts cannot be removed.
 
     Source: Blumer et al., 1985; for several texts, Mohri et al., 2009.
     """
@@ -28,25 +28,25 @@ class SuffixAutomaton:
 
     def __init__(self) -> None:
         self._text = array("i")
-        # By state: tokens of its longest part, the state of its longest suffix that ends elsewhere too, the place
-        # behind the part in the text, and the one token that may follow, with the state behind it.
+        # Indexed by state: the length of its longest substring, its suffix link, the position after an occurrence of
+        # the substring, and its only transition as a token and the next state.
         self._lengths = array("i", [0])
         self._links = array("i", [-1])
         self._ends = array("i", [0])
         self._tokens = array("i", [END])
         self._nexts = array("i", [0])
-        # Of states that several tokens may follow: all of them.
+        # Transitions of the states that have more than one.
         self._tables: dict[int, dict[int, int]] = {}
         self._num_entries = 0
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all texts."""
+        """Number of tokens of all texts, end marks included."""
         return len(self._text)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory, about."""
+        """Estimated memory in bytes."""
         tables = len(self._tables) * TABLE_BYTES + self._num_entries * ENTRY_BYTES
         return len(self._lengths) * STATE_BYTES + len(self._text) * TOKEN_BYTES + tables
 
@@ -56,59 +56,59 @@ class SuffixAutomaton:
         for token in tokens:
             self._text.append(token)
             state = self._extend(state, token)
-            # Of the places where a part ends, the latest tells best how it goes on; so for the longest two.
+            # The latest occurrence predicts the continuation best. It is recorded for the two longest suffixes.
             self._ends[state] = self._ends[self._links[state]] = len(self._text)
         self._text.append(END)
 
     def advance(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """Return the state of the longest match of a text, and its length, after one more token of the text.
+        """Return the state and the length of the longest match of a text's suffix after one more token of the text.
 
         Args:
-            state: of the longest match so far, `ROOT` at first; texts may have been added since.
-            length: of that match.
-            token: the text's next.
+            state: state of the longest match so far, initially `ROOT`; texts may have been added since.
+            length: length of that match.
+            token: next token of the text.
         """
         state = self.settle(state, length)
-        following = self._step(state, token)
-        while following < 0 and state != ROOT:
+        next_state = self._step(state, token)
+        while next_state < 0 and state != ROOT:
             state = self._links[state]
             length = self._lengths[state]
-            following = self._step(state, token)
-        return (ROOT, 0) if following < 0 else (self.settle(following, length + 1), length + 1)
+            next_state = self._step(state, token)
+        return (ROOT, 0) if next_state < 0 else (self.settle(next_state, length + 1), length + 1)
 
     def settle(self, state: int, length: int) -> int:
-        """Return the state that a match of `length` tokens is in, where texts that were added have split its state."""
+        """Return the current state of a match of `length` tokens, whose state added texts may have split."""
         while state != ROOT and length <= self._lengths[self._links[state]]:
             state = self._links[state]
         return state
 
     def continuation(self, state: int, limit: int) -> list[int]:
-        """Return how a text went on behind a match: `limit` tokens, or fewer where it ended."""
+        """Return the tokens that followed the match in a text: `limit` of them, or fewer where the text ended."""
         end = self._ends[state]
         draft = self._text[end : end + limit].tolist()
         return draft[: draft.index(END)] if END in draft else draft
 
     def _step(self, state: int, token: int) -> int:
-        """Return the state behind a token, or -1."""
+        """Return the state that a token leads to, or -1."""
         if self._tokens[state] == token:
             return self._nexts[state]
         table = self._tables.get(state)
         return -1 if table is None else table.get(token, -1)
 
-    def _set(self, state: int, token: int, following: int) -> None:
+    def _set(self, state: int, token: int, next_state: int) -> None:
         table = self._tables.get(state)
         if table is not None:
             self._num_entries += token not in table
-            table[token] = following
+            table[token] = next_state
         elif self._tokens[state] in (END, token):
-            self._tokens[state], self._nexts[state] = token, following
+            self._tokens[state], self._nexts[state] = token, next_state
         else:
-            self._tables[state] = {self._tokens[state]: self._nexts[state], token: following}
+            self._tables[state] = {self._tokens[state]: self._nexts[state], token: next_state}
             self._num_entries += 2
             self._tokens[state] = END
 
     def _extend(self, last: int, token: int) -> int:
-        """Return the state of the text read so far and a token, which is made where it is missing."""
+        """Return the state of the text after a token, and create it where it is missing."""
         known = self._step(last, token)
         if known >= 0:
             return known if self._lengths[known] == self._lengths[last] + 1 else self._split(last, token, known)
@@ -126,7 +126,7 @@ class SuffixAutomaton:
         return new
 
     def _split(self, state: int, token: int, known: int) -> int:
-        """Give the shorter parts of a state, up to those reached from `state` with `token`, a state of their own."""
+        """Move a state's substrings that are reached from `state` with `token`, and shorter ones, to a new state."""
         new = self._new_state(self._lengths[state] + 1, self._ends[known])
         self._links[new] = self._links[known]
         self._tokens[new], self._nexts[new] = self._tokens[known], self._nexts[known]

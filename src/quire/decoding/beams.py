@@ -1,15 +1,15 @@
-"""Beam search: the `width` likeliest outputs go on side by side, and those that have ended are kept by their score.
+"""Beam search: the `width` likeliest outputs are extended in parallel, and finished ones are kept by their score.
 
 ```
  beams              candidates, best first                 the next beams
  0  "a fox"   -->   1 "a dog ran"   0 "a fox sat"   -->    0  "a fox sat"     continued
  1  "a dog"         1 "a dog sat"   0 "a fox ran" ..       1  "a dog ran"     continued
- 2  "a cat"                                                2  "a dog sat"     forked from 1: 2 was given up
+ 2  "a cat"                                                2  "a dog sat"     forked from 1: 2 was dropped
 ```
 
-All beams of a request advance in one step. Of their candidates, which the data plane finds, those that end become
-hypotheses when they are among the `width` best; the best others are the next beams. It is the search of
-`transformers`, its early stopping included, so both find the same outputs with the same scores.
+All beams of a request advance in one step. The data plane finds the candidates. Candidates that end become hypotheses
+when they are among the `width` best; the best of the others are the next beams. The search, early stopping included, is
+that of `transformers`, so both find the same outputs with the same scores.
 """
 
 from __future__ import annotations
@@ -25,59 +25,59 @@ from quire.sequences.strategy import Append, BeamEdit, Drop, Edit, Finish, Fork
 
 
 class Beams:
-    """The strategy of a request that searches: its sequences are not advanced each by itself, see `advance_beams`."""
+    """The strategy of a beam search, whose sequences advance together: see `advance_beams`."""
 
     def num_draws(self, sequence: Sequence) -> int:  # noqa: ARG002
-        """Return 1: the logits are asked for; the beams fork once the candidates are known."""
+        """Return 1, which requests the logits; the beams fork once the candidates are known."""
         return 1
 
     def advance(self, sequence: Sequence, token_ids: Seq[int]) -> Seq[Edit]:  # noqa: ARG002
-        """Return nothing: no beam is given a token of its own."""
+        """Return no edits: tokens are appended by `advance_beams` only."""
         return ()
 
 
 def num_candidates(request: Request) -> int:
-    """Return how many candidates of a step must be known: however many of them end, `width` others are left."""
+    """Return the number of candidates that a step must find, so that at least `width` of them do not end."""
     return request.params.num_sequences * max(2, 1 + len(request.end_ids))
 
 
 def advance_beams(search: BeamSearch, beams: Seq[Sequence], candidates: Seq[Candidate]) -> list[BeamEdit]:
-    """Take in the candidates of a step, and say what becomes of the beams.
+    """Update a search with the candidates of a step, and return the edits of its beams.
 
     Args:
-        search: the request's; changed.
-        beams: its sequences that run, by place, all of the same length.
-        candidates: best first; all those there are, where they are fewer than `num_candidates`.
+        search: state of the request's search; updated in place.
+        beams: running sequences of the request by `sample_idx`, all of the same length.
+        candidates: candidates, best first; fewer than `num_candidates` only where no others exist.
 
     Returns:
-        First what is given up, then forks, then appends, each with its candidate. Or, when the search is over,
-        finishes: with an error where there was no candidate at all, and nothing had ended.
+        Drops, then forks, then appends with the index of their candidate. When the search is over, finishes instead:
+        with an error where there is no candidate and no hypothesis.
     """
     request = beams[0].request
     width = request.params.num_sequences
     search.num_computed += len(beams) if beams[0].num_output else 0
     ended: list[Hypothesis] = []
-    going: list[tuple[int, Candidate]] = []
+    going_on: list[tuple[int, Candidate]] = []
     for rank, candidate in enumerate(candidates):
         end = _end_of(beams[candidate.parent_idx], candidate)
         if end is None:
-            if len(going) < width:
-                going.append((rank, candidate))
+            if len(going_on) < width:
+                going_on.append((rank, candidate))
         elif rank < width:
             ended.append(_hypothesis(search, beams[candidate.parent_idx], candidate, *end))
     search.num_tokens += len(ended)
-    # The sort is stable: of equals, who ended first stays.
+    # The sort is stable: of equal scores, the hypothesis that ended first stays.
     search.finished = sorted([*search.finished, *ended], key=lambda known: -known.score)[:width]
-    if not going or _is_over(request, search, beams[0].num_output + 1, going[0][1].score):
+    if not going_on or _is_over(request, search, beams[0].num_output + 1, going_on[0][1].score):
         reason = FinishReason.STOP if search.finished else FinishReason.ERROR
         search.scores, search.last_steps = {}, {}
         return [Finish(beam.sample_idx, reason) for beam in beams]
-    search.num_tokens += len(going)
-    return _continue_beams(search, beams, going)
+    search.num_tokens += len(going_on)
+    return _continue_beams(search, beams, going_on)
 
 
 def _end_of(beam: Sequence, candidate: Candidate) -> tuple[FinishReason, str | int | None] | None:
-    """Say whether an output ends with a candidate; a stop string wins over all else."""
+    """Return why an output ends with a candidate, or None; a stop string takes precedence."""
     if candidate.stop is not None:
         return FinishReason.STOP, candidate.stop
     return end_of_tokens(beam, candidate.token_id)
@@ -94,12 +94,12 @@ def _hypothesis(
 
 
 def _is_over(request: Request, search: BeamSearch, num_output: int, best_score: float) -> bool:
-    """Say whether no beam can, or need, become a better hypothesis.
+    """Return whether the search is complete: no beam can become a better hypothesis, or early stopping applies.
 
     Args:
-        request: the search's.
-        search: with all that has ended.
-        num_output: tokens of the beams' outputs.
+        request: request of the search.
+        search: state of the search, with the hypotheses of this step.
+        num_output: number of output tokens of each beam.
         best_score: sum of log probabilities of the best beam.
     """
     params = request.params
@@ -114,26 +114,26 @@ def _is_over(request: Request, search: BeamSearch, num_output: int, best_score: 
     return best_possible <= search.finished[-1].score
 
 
-def _continue_beams(search: BeamSearch, beams: Seq[Sequence], going: Seq[tuple[int, Candidate]]) -> list[BeamEdit]:
-    """Return the edits that leave the beams which go on: each parent's first child continues it, others fork."""
+def _continue_beams(search: BeamSearch, beams: Seq[Sequence], going_on: Seq[tuple[int, Candidate]]) -> list[BeamEdit]:
+    """Return the edits that make the next beams: the first child of a parent continues it, the others fork."""
     children: dict[int, list[tuple[int, Candidate]]] = defaultdict(list)
-    for rank, candidate in going:
+    for rank, candidate in going_on:
         children[candidate.parent_idx].append((rank, candidate))
-    kept = {beams[parent_idx].sample_idx for parent_idx in children}
-    free = iter(place for place in range(len(going) + len(beams)) if place not in kept)
+    continued = {beams[parent_idx].sample_idx for parent_idx in children}
+    free = iter(sample_idx for sample_idx in range(len(going_on) + len(beams)) if sample_idx not in continued)
     forks: list[BeamEdit] = []
     appends: list[BeamEdit] = []
     scores: dict[int, float] = {}
     last_steps: dict[int, BeamStep | None] = {}
     for parent_idx, own in children.items():
-        parent_place = beams[parent_idx].sample_idx
+        parent_sample_idx = beams[parent_idx].sample_idx
         for child_idx, (rank, candidate) in enumerate(own):
-            place = next(free) if child_idx else parent_place
+            sample_idx = next(free) if child_idx else parent_sample_idx
             if child_idx:
-                forks.append(Fork(place, parent_place))
-            appends.append(Append(place, rank))
-            scores[place] = candidate.score
-            last_steps[place] = BeamStep(candidate.logprobs, search.last_steps[parent_place])
+                forks.append(Fork(sample_idx, parent_sample_idx))
+            appends.append(Append(sample_idx, rank))
+            scores[sample_idx] = candidate.score
+            last_steps[sample_idx] = BeamStep(candidate.logprobs, search.last_steps[parent_sample_idx])
     search.scores, search.last_steps = scores, last_steps
-    drops: list[BeamEdit] = [Drop(beam.sample_idx) for beam in beams if beam.sample_idx not in kept]
+    drops: list[BeamEdit] = [Drop(beam.sample_idx) for beam in beams if beam.sample_idx not in continued]
     return drops + forks + appends

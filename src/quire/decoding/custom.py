@@ -1,8 +1,8 @@
-"""A strategy of a request's own, held to what a strategy may do.
+"""Validation of a custom decoding strategy.
 
-Whatever it does wrong becomes a `Fail`, which ends its own request: an exception, a number of draws that is none, edits
-of samples that do not exist or have ended, tokens past the request's limits, a sequence left with nothing to compute.
-Each edit is checked when it is taken, so against what those before it have made of the samples.
+Every error becomes a `Fail`, which ends the request: an exception, an invalid number of draws, an edit of a sample that
+does not exist or has ended, a token past the request's limits, a sequence that is left with no token to compute. Each
+edit is checked when it is taken, after the edits before it have been applied.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from quire.sequences.sequence import Sequence
 from quire.sequences.status import FinishReason
 from quire.sequences.strategy import Append, Edit, Fail, Finish, Fork, Strategy
 
-# The others are the engine's to give.
+# Only the engine sets the other reasons.
 REASONS = frozenset({FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT})
 
 
 class CustomStrategy:
-    """Asks a request's own strategy on behalf of one sequence.
+    """Wrapper that calls a request's own strategy and validates its edits.
 
     Args:
-        strategy: with the methods of a strategy, of which nothing else is known.
+        strategy: object that has the methods of a strategy; the values that they return are not trusted.
     """
 
     __slots__ = ("_failure", "_strategy")
@@ -35,7 +35,7 @@ class CustomStrategy:
         self._failure: Fail | None = None
 
     def num_draws(self, sequence: Sequence) -> int:
-        """Return how many tokens to draw; 1 where the strategy cannot say, and then `advance` fails."""
+        """Return the number of tokens to draw; 1 where the strategy's number is invalid, and then `advance` fails."""
         try:
             count = self._strategy.num_draws(sequence)
         except Exception as error:
@@ -47,15 +47,15 @@ class CustomStrategy:
         return count
 
     def advance(self, sequence: Sequence, token_ids: Seq[int]) -> Iterator[Edit]:
-        """Yield the strategy's edits, each once those before it are made; a `Fail` last where it went wrong."""
+        """Yield the strategy's edits, each after the previous one was applied; after an error, a `Fail` and no more."""
         if self._failure is not None:
             yield self._failure
             return
         request = sequence.request
-        own = [sequence.sample_idx]  # the samples that the tokens are for: forks of the sequence too
+        targets = [sequence.sample_idx]  # samples that may receive the step's tokens: the sequence and its forks
         try:
             for edit in self._strategy.advance(sequence, token_ids):
-                refusal = _refusal(edit, sequence, own, len(token_ids))
+                refusal = _refusal(edit, sequence, targets, len(token_ids))
                 if refusal is not None:
                     yield Fail(f"the strategy returned {_shown(edit)}: {refusal}")
                     return
@@ -63,28 +63,28 @@ class CustomStrategy:
                 if isinstance(edit, Fail):
                     return
                 if isinstance(edit, Fork):
-                    own.append(edit.sample_idx)
+                    targets.append(edit.sample_idx)
         except Exception as error:
             yield Fail(f"the strategy raised {describe(error)}")
             return
-        for sample in (request.sequences[idx] for idx in own):
+        for sample in (request.sequences[idx] for idx in targets):
             if not sample.is_finished and not sample.num_pending:
                 yield Fail(f"the strategy gave sample {sample.sample_idx} neither a token nor an end")
                 return
 
 
-def _refusal(edit: Any, sequence: Sequence, own: list[int], num_tokens: int) -> str | None:
-    """Return why an edit cannot be made, None where it can.
+def _refusal(edit: Any, sequence: Sequence, targets: list[int], num_tokens: int) -> str | None:
+    """Return the reason why an edit is invalid, None for a valid one.
 
     Args:
-        edit: anything.
-        sequence: whose step it was.
-        own: the samples that the step's tokens are for, by index.
-        num_tokens: how many those are.
+        edit: any object.
+        sequence: sequence that the step computed.
+        targets: indices of the samples that may receive the step's tokens.
+        num_tokens: number of the step's tokens.
     """
     samples = sequence.request.sequences
     if isinstance(edit, Fork):
-        return _refusal_of_fork(edit, sequence, own)
+        return _refusal_of_fork(edit, sequence, targets)
     if isinstance(edit, Fail):
         return None if _is_a(edit.error, str) else "the error must be text"
     if not isinstance(edit, Append | Finish):
@@ -96,20 +96,21 @@ def _refusal(edit: Any, sequence: Sequence, own: list[int], num_tokens: int) -> 
             return f"the reason must be one of {', '.join(sorted(reason.name for reason in REASONS))}"
         return None if _is_a(edit.stop_reason, str, int, type(None)) else "the stop_reason must be text or a token id"
     sample = samples[edit.sample_idx]
-    if edit.sample_idx not in own:
-        return f"the step's tokens are for sample {sequence.sample_idx} and what was forked from it in the step"
+    if edit.sample_idx not in targets:
+        return f"the step's tokens are for sample {sequence.sample_idx} and its forks of this step"
     if not _is_in(edit.draw_idx, range(num_tokens)):
         return f"the step gave {num_tokens} token{'s' * (num_tokens != 1)}"
     if len(sample.tokens) >= sample.max_tokens:
-        return f"prompt and output have {sample.max_tokens} tokens, the most that they may have"
+        return f"prompt and output have {sample.max_tokens} tokens, which is the limit"
     return None
 
 
-def _refusal_of_fork(edit: Fork, sequence: Sequence, own: list[int]) -> str | None:
+def _refusal_of_fork(edit: Fork, sequence: Sequence, targets: list[int]) -> str | None:
     request = sequence.request
     samples, limit = request.sequences, request.params.num_sequences
-    if not _is_in(edit.parent_idx, own) or samples[edit.parent_idx].is_finished or samples[edit.parent_idx].num_output:
-        return "only a sample that the step is for can be forked, before it has output"
+    is_target = _is_in(edit.parent_idx, targets)
+    if not is_target or samples[edit.parent_idx].is_finished or samples[edit.parent_idx].num_output:
+        return "only a sample of this step can be forked, before it has output"
     if len(samples) == limit:
         return f"the request has all of its samples (n is {limit})"
     if not _is_in(edit.sample_idx, range(len(samples), len(samples) + 1)):
@@ -118,17 +119,17 @@ def _refusal_of_fork(edit: Fork, sequence: Sequence, own: list[int]) -> str | No
 
 
 def _is_in(value: object, allowed: Seq[int]) -> bool:
-    """Say whether a value is one of some integers, and an integer itself: True and 1.0 are equal to one."""
+    """Return whether a value is an integer among the allowed ones; True and 1.0, which are equal to 1, are not."""
     return type(value) is int and value in allowed
 
 
 def _is_a(value: object, *types: type) -> bool:
-    """Say whether a value has one of some types: what a field is declared as, a strategy need not keep to."""
+    """Return whether a value has one of the types; a strategy may violate the declared type of a field."""
     return isinstance(value, types)
 
 
 def _shown(value: object) -> str:
-    """Return how errors show a value of a strategy's, whose `__repr__` may fail."""
+    """Return a value of a strategy as text for an error message; its `__repr__` may raise."""
     try:
         text = repr(value)
     except Exception:

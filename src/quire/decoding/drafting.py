@@ -1,4 +1,4 @@
-"""Drafts: tokens that a sequence may go on with, guessed so that one step can verify several of them."""
+"""Drafters: they propose the next tokens of a sequence, so that one step can verify several of them."""
 
 from __future__ import annotations
 
@@ -7,47 +7,47 @@ from typing import Protocol
 
 from quire.sequences.sequence import Sequence
 
-# Stands for a draft that the data plane is to make itself, with a model.
+# Placeholder of a draft that the data plane computes with a draft model.
 UNKNOWN = -1
 
 
 class Drafter(Protocol):
-    """Guesses how sequences go on."""
+    """Proposes draft tokens."""
 
     def propose(self, sequence: Sequence, limit: int) -> Seq[int]:
         """Return the tokens that may come next.
 
         Args:
-            sequence: one that decodes; all of its tokens but the last are computed.
-            limit: tokens to return at most, at least 1.
+            sequence: decoding sequence; all of its tokens but the last are computed.
+            limit: maximum number of tokens to return, at least 1.
         """
         ...
 
     def record(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
-        """Learn what became of a sequence's drafts: how many were verified, and how many of them were right."""
+        """Record the result of a verification: the numbers of verified and of accepted drafts."""
         ...
 
     def forget(self, sequence: Sequence) -> None:
-        """Let go of a sequence that has ended; its output may help others of its namespace."""
+        """Release the state of a sequence that has ended; its output may serve others of its namespace."""
         ...
 
     def reset(self) -> None:
-        """Let go of what is known of outputs of sequences that have ended."""
+        """Discard the outputs of sequences that have ended."""
         ...
 
 
 class ModelDrafter:
-    """Leaves drafts to a model in the data plane: says how many there are to be, and nothing else."""
+    """Drafter of a draft model, which runs in the data plane: only the number of drafts is decided here."""
 
     def propose(self, sequence: Sequence, limit: int) -> Seq[int]:  # noqa: ARG002
         """See `Drafter`."""
         return (UNKNOWN,) * limit
 
     def record(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
-        """See `Drafter`: nothing is learnt."""
+        """Do nothing: there is no state."""
 
     def forget(self, sequence: Sequence) -> None:
-        """See `Drafter`: nothing is known."""
+        """Do nothing: there is no state."""
 
     def reset(self) -> None:
-        """See `Drafter`: nothing is known."""
+        """Do nothing: there is no state."""

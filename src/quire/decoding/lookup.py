@@ -1,4 +1,4 @@
-"""Prompt lookup: a sequence is guessed to go on as it did when it had its last few tokens before."""
+"""Prompt lookup: the drafts are the tokens that followed an earlier occurrence of the sequence's last tokens."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from collections.abc import Sequence as Seq
 
 from quire.sequences.sequence import Sequence
 
-# Places that are looked at in search of a longer match: bounds the work for a text that says one thing over and over.
+# Maximum number of positions compared in search of a longer match; bounds the work for repetitive texts.
 MAX_TRIES = 16
 FIRST_SLOTS = 256
 
 
 class NgramIndex:
-    """Finds where the last tokens of a list occurred before; kept up to date as the list grows.
+    """Index of a growing list of tokens, which finds earlier occurrences of its last tokens.
 
-    Places with the same hash of their last `shortest` tokens are chained, the latest first. A place is compared token
-    by token before it counts, so a collision costs time and nothing else.
+    Positions with the same hash of the `shortest` tokens before them are chained, the latest first. Tokens are compared
+    before a position counts as a match, so a hash collision costs time only.
 
     ```
-     tokens   ... a b c d e ... a b c        the place behind the first c is found; d e may come next
+     tokens   ... a b c d e ... a b c        the position after the first c is found; d e may come next
                         ^
     ```
 
     Args:
-        tokens: the list; its owner appends to it, and changes nothing else.
-        shortest: tokens that must be alike.
-        longest: more than so many need not be.
+        tokens: list of tokens; its owner only appends to it.
+        shortest: minimum length of a match.
+        longest: maximum length that is compared.
 
     Source: prompt lookup decoding (A. Saxena, 2023); the chains are those of LZ77 compressors.
     """
@@ -37,52 +37,53 @@ class NgramIndex:
         self._tokens = tokens
         self._shortest = shortest
         self._longest = longest
-        # By hash, the latest place; by place, the one before it. 0 is none.
+        # The latest position by hash, and the previous position of the chain by position. 0 is none.
         self._heads = array("i", bytes(4 * FIRST_SLOTS))
         self._previous = array("i", bytes(4 * shortest))
         self._end = shortest
 
     def find(self) -> tuple[int, int]:
-        """Return the place behind the longest earlier match of the list's end, the latest of the longest; and how many
-        tokens are alike. (0, 0) where there is none of `shortest`.
+        """Return the position after the longest earlier match of the last tokens, the latest of equals, and its length.
+
+        (0, 0) where no match has `shortest` tokens.
         """
         tokens, num_tokens = self._tokens, len(self._tokens)
         if num_tokens <= self._shortest:
             return 0, 0
         self._index_new_positions()
-        place = self._heads[self._slot(num_tokens)]
-        best_place, best = 0, self._shortest - 1
+        position = self._heads[self._slot(num_tokens)]
+        best_position, best = 0, self._shortest - 1
         for _ in range(MAX_TRIES):
-            if not place:
+            if not position:
                 break
-            # Not better than the best unless alike there; most candidates fail at this one look.
-            if best < place and tokens[place - 1 - best] == tokens[num_tokens - 1 - best]:
-                length = self._match(place, num_tokens)
+            # A longer match has the same token at this offset; most candidates fail this single comparison.
+            if best < position and tokens[position - 1 - best] == tokens[num_tokens - 1 - best]:
+                length = self._match(position, num_tokens)
                 if length > best:
-                    best_place, best = place, length
+                    best_position, best = position, length
                     if length == self._longest:
                         break
-            place = self._previous[place]
-        return (best_place, best) if best_place else (0, 0)
+            position = self._previous[position]
+        return (best_position, best) if best_position else (0, 0)
 
-    def continuation(self, place: int, limit: int) -> list[int]:
-        """Return `limit` tokens from a place on; where the list ends before, it is taken to repeat itself."""
-        draft = self._tokens[place : place + limit]
-        period = len(self._tokens) - place
+    def continuation(self, position: int, limit: int) -> list[int]:
+        """Return `limit` tokens from a position on; past the end of the list they repeat with its period."""
+        draft = self._tokens[position : position + limit]
+        period = len(self._tokens) - position
         while len(draft) < limit:
             draft.append(draft[-period])
         return draft
 
-    def _match(self, place: int, num_tokens: int) -> int:
-        """Return how many tokens before a place are those before the end."""
+    def _match(self, position: int, num_tokens: int) -> int:
+        """Return the number of equal tokens before a position and before the end of the list."""
         tokens = self._tokens
-        length, most = 0, min(place, self._longest)
-        while length < most and tokens[place - 1 - length] == tokens[num_tokens - 1 - length]:
+        length, most = 0, min(position, self._longest)
+        while length < most and tokens[position - 1 - length] == tokens[num_tokens - 1 - length]:
             length += 1
         return length
 
     def _index_new_positions(self) -> None:
-        """Index the places that have a token behind them and are not indexed yet."""
+        """Index the new positions that are followed by a token."""
         num_tokens = len(self._tokens)
         if num_tokens > len(self._heads):
             size = len(self._heads)
@@ -92,23 +93,23 @@ class NgramIndex:
             self._previous = array("i", bytes(4 * self._shortest))
             self._end = self._shortest
         heads, previous = self._heads, self._previous
-        for place in range(self._end, num_tokens):
-            slot = self._slot(place)
+        for position in range(self._end, num_tokens):
+            slot = self._slot(position)
             previous.append(heads[slot])
-            heads[slot] = place
+            heads[slot] = position
         self._end = max(self._end, num_tokens)
 
-    def _slot(self, place: int) -> int:
-        # Of whole numbers the hash is the same in every process.
-        return hash(tuple(self._tokens[place - self._shortest : place])) & (len(self._heads) - 1)
+    def _slot(self, position: int) -> int:
+        # The hash of integers is the same in every process.
+        return hash(tuple(self._tokens[position - self._shortest : position])) & (len(self._heads) - 1)
 
 
 class PromptLookup:
     """Drafts from a sequence's own tokens, prompt and output.
 
     Args:
-        shortest: tokens at its end that must have occurred before.
-        longest: of several places, one where so many are alike is as good as any.
+        shortest: minimum length of a match.
+        longest: match length at which the search for a longer match stops.
     """
 
     def __init__(self, shortest: int, longest: int) -> None:
@@ -121,15 +122,15 @@ class PromptLookup:
         index = self._indices.get(sequence.seq_id)
         if index is None:
             index = self._indices[sequence.seq_id] = NgramIndex(sequence.tokens, self._shortest, self._longest)
-        place, _ = index.find()
-        return index.continuation(place, limit) if place else ()
+        position, _ = index.find()
+        return index.continuation(position, limit) if position else ()
 
     def record(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
-        """See `Drafter`: nothing is learnt."""
+        """Do nothing: earlier results are not used."""
 
     def forget(self, sequence: Sequence) -> None:
         """See `Drafter`."""
         self._indices.pop(sequence.seq_id, None)
 
     def reset(self) -> None:
-        """See `Drafter`: nothing of a sequence outlives it."""
+        """Do nothing: no state outlives its sequence."""

@@ -1,10 +1,10 @@
-"""How many drafts a sequence is given: as many as pay, by what became of its last ones and by what rows cost.
+"""Adaptive number of drafts, chosen by their acceptance rate and by the measured cost of verifying them.
 
-A step with `k` drafts gives `1 + a + a^2 + ... + a^k` tokens, if each is right with probability `a` where those before
-it were. It takes longer by what its rows cost beside a step without drafts, which the engine measures. The best `k` has
-the greatest quotient of the two; 0 where that is no more than 1.
+A step with `k` drafts gives `1 + a + a^2 + ... + a^k` tokens, where `a` is the probability that a draft is accepted
+after all drafts before it were. The engine measures how much longer such a step takes than one without drafts. The best
+`k` has the greatest quotient of tokens and time; 0 where no quotient is above 1.
 
-Nobody's tokens depend on drafts. So a drafter that raises is asked no more, and sequences go on without drafts.
+Outputs do not depend on drafts. So a drafter that raises is disabled, and sequences go on without drafts.
 """
 
 from __future__ import annotations
@@ -18,25 +18,27 @@ from quire.sequences.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
-# What a draft's row is taken to cost beside a whole step, until that was measured.
+# Initial estimate of the cost of a draft, relative to a step without drafts.
 FIRST_ROW_COST = 0.08
-# Drafts have to promise so much more than they cost: what is believed of both is not exact.
+# Minimum ratio of expected tokens to cost; above 1, since both are estimates.
 MARGIN = 1.03
-# What a judged draft's weight has become when another one is judged, of one sequence and of all.
+# Decay of a draft's weight with each later draft, for one sequence and for all sequences together.
 MEMORY = 0.9
-COMMON_MEMORY = 0.98
-# As how many drafts of its own a sequence takes what is known of all.
+OVERALL_MEMORY = 0.98
+# Weight of the overall rate in a sequence's rate, in drafts.
 PRIOR_DRAFTS = 2.0
-# Where no drafts pay, one is tried again after so many tokens; twice as many after each that was wrong.
+# Tokens until a draft is tried again where none pay; doubled after each rejected one.
 FIRST_PAUSE = 16
 LONGEST_PAUSE = 256
 
 
 class AcceptanceRate:
-    """How often drafts are right: those that were judged, each counting less with every later one.
+    """Acceptance rate of drafts as an exponentially weighted average.
 
     Args:
-        memory: what one's weight becomes when another is judged.
+        memory: factor by which the weight of a draft decays with each later draft.
+        num_right: initial weight of accepted drafts.
+        num_wrong: initial weight of rejected drafts.
     """
 
     __slots__ = ("memory", "num_right", "num_wrong")
@@ -47,38 +49,38 @@ class AcceptanceRate:
         self.num_wrong = num_wrong
 
     def add(self, num_right: int, num_wrong: int) -> None:
-        """Take in what became of drafts; behind the first wrong one none is judged."""
-        kept = self.memory ** (num_right + num_wrong)
-        self.num_right = self.num_right * kept + num_right
-        self.num_wrong = self.num_wrong * kept + num_wrong
+        """Add the result of a verification; drafts after the first rejected one do not count."""
+        decay = self.memory ** (num_right + num_wrong)
+        self.num_right = self.num_right * decay + num_right
+        self.num_wrong = self.num_wrong * decay + num_wrong
 
     def share(self, prior: float, weight: float) -> float:
-        """Return the share of right ones, as if there were `weight` more of which `prior` were right."""
+        """Return the rate, smoothed with `weight` more drafts of which the share `prior` was accepted."""
         return (self.num_right + prior * weight) / (self.num_right + self.num_wrong + weight)
 
 
 class _Record:
-    """What is remembered of a live sequence: how its drafts fared, and how long none are tried."""
+    """Acceptance rate of a live sequence's drafts, and the pause in which none are tried."""
 
-    __slots__ = ("hits", "interval", "is_probing", "pause")
+    __slots__ = ("acceptance", "interval", "is_probing", "pause")
 
     def __init__(self) -> None:
-        self.hits = AcceptanceRate(MEMORY)
+        self.acceptance = AcceptanceRate(MEMORY)
         self.interval = FIRST_PAUSE
         self.pause = 0
         self.is_probing = False
 
 
 class AdaptiveDrafter:
-    """A drafter that has another one guess, and decides for how many tokens.
+    """Drafter that chooses the number of drafts for another drafter.
 
     Args:
-        source: guesses.
-        num_tokens: drafts of a sequence in a step at most.
+        source: drafter that proposes the tokens.
+        num_tokens: maximum number of drafts of a sequence in a step.
 
     Attributes:
-        step_costs: what a step takes in which every running sequence has 0, 1, 2, ... drafts, beside the first of them.
-        is_measuring: True where no sequence is to have drafts, so that a step without them can be measured.
+        step_costs: relative times of a step in which every running sequence has 0, 1, 2, ... drafts; the first is 1.
+        is_measuring: True while no sequence gets drafts, so that a step without them can be measured.
     """
 
     def __init__(self, source: Drafter, num_tokens: int) -> None:
@@ -87,8 +89,8 @@ class AdaptiveDrafter:
         self.is_measuring = False
         self._source: Drafter | None = source
         self._records: dict[int, _Record] = {}
-        # At first drafts are believed in, enough to be tried.
-        self._common = AcceptanceRate(COMMON_MEMORY, 1.0, 1.0)
+        # The initial rate is high enough for drafts to be tried.
+        self._overall = AcceptanceRate(OVERALL_MEMORY, 1.0, 1.0)
 
     def propose(self, sequence: Sequence, limit: int) -> Seq[int]:
         """See `Drafter`."""
@@ -100,7 +102,7 @@ class AdaptiveDrafter:
         if record.pause:
             record.pause -= 1
             return ()
-        depth = best_depth(record.hits.share(self._common.share(0.0, 0.0), PRIOR_DRAFTS), self.step_costs)
+        depth = best_depth(record.acceptance.share(self._overall.share(0.0, 0.0), PRIOR_DRAFTS), self.step_costs)
         record.is_probing = depth == 0
         limit = min(limit, max(depth, 1))
         return tuple(self._call("propose", sequence, limit) or ())[:limit]
@@ -108,10 +110,10 @@ class AdaptiveDrafter:
     def record(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         """See `Drafter`."""
         num_wrong = int(num_accepted < num_drafted)
-        self._common.add(num_accepted, num_wrong)
+        self._overall.add(num_accepted, num_wrong)
         record = self._records.get(sequence.seq_id)
         if record is not None:
-            record.hits.add(num_accepted, num_wrong)
+            record.acceptance.add(num_accepted, num_wrong)
             if num_accepted:
                 record.interval = FIRST_PAUSE
             elif record.is_probing:
@@ -129,7 +131,7 @@ class AdaptiveDrafter:
         self._call("reset")
 
     def _call(self, method: str, *args: Any) -> Any:
-        """Call a method of the drafter; None where it raises, or has raised before."""
+        """Call a method of the source; None where it raises, or has raised before."""
         if self._source is None:
             return None
         try:
@@ -141,10 +143,10 @@ class AdaptiveDrafter:
 
 
 def best_depth(share: float, step_costs: Seq[float]) -> int:
-    """Return how many drafts give the most tokens for what the step costs; 0 where none pay.
+    """Return the number of drafts with the most expected tokens per cost of the step; 0 where drafts do not pay.
 
     Args:
-        share: of drafts that are right, of those before which all were.
+        share: probability that a draft is accepted after all drafts before it were.
         step_costs: see `AdaptiveDrafter`.
     """
     best, most = 0, MARGIN

@@ -1,4 +1,4 @@
-"""When a sequence ends: by a token, by its length, or by a stop string in its text."""
+"""Ends of sequences: by a stop token, by length, or by a stop string in the text."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from quire.sequences.status import FinishReason
 
 
 def end_of_tokens(sequence: Sequence, token_id: int, num_before: int = 0) -> tuple[FinishReason, int | None] | None:
-    """Say whether a sequence ends when a token is appended to it.
+    """Return why a sequence ends when a token is appended to it, or None.
 
     Args:
-        sequence: as it is before the token, and before those that are appended with it.
-        token_id: the token about to be appended.
-        num_before: tokens that are appended with it, before it.
+        sequence: sequence before any token of the step is appended.
+        token_id: token to append.
+        num_before: number of tokens of the step that are appended before it.
 
     Returns:
-        The reason and, for one of the request's own stop tokens, that token; None when it goes on.
+        The reason and, for one of the request's own stop tokens, that token; None when the sequence continues.
     """
-    # Called for every token: most of them need no attribute of the request.
+    # Called for every token: the common case reads no attribute of the request.
     num_tokens = len(sequence.tokens) + num_before + 1
     if token_id in sequence.end_ids and num_tokens - sequence.num_prompt > sequence.request.params.min_tokens:
         return FinishReason.STOP, None if token_id in sequence.request.end_token_ids else token_id
@@ -30,14 +30,14 @@ def end_of_tokens(sequence: Sequence, token_id: int, num_before: int = 0) -> tup
 
 
 class StopStrings:
-    """Finds stop strings in a stream of text, across any boundaries of tokens and chunks.
+    """Search for stop strings in a stream of text, across any boundaries of tokens and chunks.
 
-    The result does not depend on how the text is cut: the stop string that is complete first wins, the longest of
-    those that end at the same character.
+    The result does not depend on where the text is split: the stop string that is complete first wins, and the longest
+    of those that end at the same character.
 
     Args:
         strings: non-empty stop strings.
-        is_included: leave the stop string in the text.
+        is_included: True to leave the stop string in the text.
     """
 
     __slots__ = ("_held", "_is_included", "_longest", "_strings")
@@ -49,13 +49,13 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str, *, can_stop: bool = True) -> tuple[str, str | None]:
-        """Take more text; return what may be shown, and the stop string when one is complete.
+        """Add text; return the text that can be emitted, and the stop string when one is complete.
 
-        A tail that may become a stop string is held back until that is decided.
+        A tail that may be the beginning of a stop string is held back until that is decided.
 
         Args:
-            text: the new text.
-            can_stop: False while fewer than `min_tokens` tokens exist: then the text passes, and cannot be part of
+            text: new text.
+            can_stop: False while fewer than `min_tokens` tokens exist: then the text is emitted, and cannot be part of
                 a later match.
         """
         if not self._strings:
@@ -68,17 +68,17 @@ class StopStrings:
             end, string = match
             self._held = ""
             return text[: end if self._is_included else end - len(string)], string
-        keep = self._ambiguous_tail(text)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep], None
+        num_held = self._ambiguous_tail(text)
+        self._held = text[len(text) - num_held :]
+        return text[: len(text) - num_held], None
 
     def flush(self) -> str:
-        """Return the text held back; for the end of a sequence that ended otherwise."""
+        """Return the text held back, when the sequence ends for another reason."""
         held, self._held = self._held, ""
         return held
 
     def fork(self) -> StopStrings:
-        """Return a copy that goes on by itself."""
+        """Return an independent copy."""
         return copy(self)
 
     def _first_match(self, text: str) -> tuple[int, str] | None:
@@ -90,7 +90,7 @@ class StopStrings:
         return end, string
 
     def _ambiguous_tail(self, text: str) -> int:
-        """Return the length of the longest tail that begins some stop string."""
+        """Return the length of the longest tail that is the beginning of a stop string."""
         for length in range(min(len(text), self._longest - 1), 0, -1):
             tail = text[-length:]
             if any(string.startswith(tail) for string in self._strings):

@@ -1,4 +1,4 @@
-"""Decoding strategies: from the tokens drawn in a step to edits of a request's sequences."""
+"""Decoding strategies: they turn the tokens of a step into edits of a request's sequences."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from quire.sequences.strategy import Append, Edit, Finish, Fork, Strategy, Trunc
 
 
 class Sampling:
-    """Parallel samples: the prompt is computed once, its last logits give all first tokens, and the prompt forks."""
+    """Parallel sampling: the prompt is computed once, its last logits give all first tokens, and its sequence forks."""
 
     def num_draws(self, sequence: Sequence) -> int:
-        """Return the samples that are still to fork off a prompt, itself included; else 1."""
+        """Return the number of samples that a prompt still has to fork into, itself included; else 1."""
         if len(sequence.tokens) > sequence.num_prompt:
             return 1
         return sequence.request.params.num_sequences - len(sequence.request.sequences) + 1
 
     def advance(self, sequence: Sequence, token_ids: Seq[int]) -> Seq[Edit]:
-        """Return one append per token; before it, one fork for each sample after the first; finishes last.
+        """Return a fork for each sample after the first, then an append per token, then the finishes.
 
-        A run is cut where the sequence ends.
+        A run of tokens is cut where the sequence ends.
         """
         if self.num_draws(sequence) == 1:
             return _appends(sequence, token_ids)
         first = sequence.sample_idx
-        # Forks come first: a child starts from the prompt, before its parent grows.
+        # Forks come first: a child copies the prompt before its parent gets a token.
         edits: list[Edit] = [Fork(first + draw_idx, first) for draw_idx in range(1, len(token_ids))]
         finishes: list[Finish] = []
         for draw_idx, token_id in enumerate(token_ids):
@@ -42,7 +42,7 @@ class Sampling:
 
 
 def _appends(sequence: Sequence, token_ids: Seq[int]) -> list[Edit]:
-    """Append a run of tokens up to the one that ends the sequence, and drop the drafts that were not accepted."""
+    """Return the edits that append a run of tokens up to the end of the sequence, and roll back rejected drafts."""
     sample_idx, draft = sequence.sample_idx, sequence.draft
     edits: list[Edit] = []
     finish = None
@@ -53,7 +53,7 @@ def _appends(sequence: Sequence, token_ids: Seq[int]) -> list[Edit]:
             finish = Finish(sample_idx, *end)
             break
     if draft:
-        # The token behind the accepted drafts is not computed yet, even where it is the draft that comes next.
+        # The token after the accepted drafts is not computed yet, even where it equals the next draft.
         pairs = zip(draft, token_ids[: len(edits)], strict=False)
         num_accepted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         if finish is None:
@@ -67,7 +67,7 @@ BEAMS = Beams()
 
 
 def strategy_of(request: Request) -> Strategy[Sequence]:
-    """Return how a request is decoded."""
+    """Return the decoding strategy of a request."""
     if request.params.beam_width is not None:
         return BEAMS
     own = request.params.strategy
@@ -75,5 +75,5 @@ def strategy_of(request: Request) -> Strategy[Sequence]:
 
 
 def default_edit_of(strategy: Strategy[Sequence], sample_idx: int) -> Append | None:
-    """Return what almost every token of a sample comes to: see `Sequence.default_edit`."""
+    """Return the edit of a token that does not end its sample: see `Sequence.default_edit`."""
     return Append(sample_idx, 0) if strategy is SAMPLING else None

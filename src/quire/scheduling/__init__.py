@@ -1,4 +1,4 @@
-"""Scheduling: one frozen plan for each step."""
+"""Scheduling: the scheduler makes an immutable plan for each step."""
 
 from quire.scheduling.plan import ItemResult, NewSequence, ScheduledSequence, StepPlan, StepResult, TokenLogprobs
 from quire.scheduling.preemption import TransferRates

@@ -1,4 +1,4 @@
-"""Admission: who comes in beside the running sequences, new or back from a preemption, and in which order."""
+"""Admission: new and preempted sequences join the running ones, in order."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from quire.sequences.status import SequenceStatus
 
 @dataclass(slots=True)
 class StepBudget:
-    """Tokens, slots and blocks that a step has left for admissions.
+    """Tokens, slots and blocks that are left for admissions in a step.
 
     Args:
-        scheduled: sequences of the step, with their numbers of tokens.
-        num_tokens: tokens that are left.
-        num_slots: slots that are left among `max_num_seqs`.
-        reserved: blocks of each group that running sequences will still ask for.
+        scheduled: scheduled sequences with their numbers of tokens.
+        num_tokens: number of tokens left in the budget.
+        num_slots: number of `max_num_seqs` slots left.
+        reserved: number of blocks of each group that running sequences still need.
     """
 
     scheduled: dict[Sequence, int]
@@ -36,10 +36,10 @@ class StepBudget:
 
 
 def check_can_ever_fit(memory: KVCacheManager, request: Request) -> None:
-    """Refuse a request that memory could not hold by itself; a search with all its beams apart after the prompt.
+    """Refuse a request that an empty cache could not hold; the beams of a search are assumed to share the prompt only.
 
     Raises:
-        PromptTooLong: with the length of the longest prompt that would fit.
+        PromptTooLong: the request can never fit; the error has the length of the longest prompt that would fit.
     """
     num_output = request.max_total_tokens - request.num_prompt
     width = request.params.beam_width or 1
@@ -49,8 +49,8 @@ def check_can_ever_fit(memory: KVCacheManager, request: Request) -> None:
 
     if not is_too_long(request.num_prompt):
         return
-    # Of prompts that end just before a block does, those that fit come before those that do not. All that are shorter
-    # than the last one that fits do too.
+    # Among prompts that end one token before a block boundary, fitting is monotonic, so they can be bisected. All
+    # prompts shorter than the longest fitting one of these fit too.
     size = memory.block_size
     ends = range(size - 1, request.num_prompt + size, size)
     limit = max(0, ends[0] + size * (bisect_left(ends, True, key=is_too_long) - 1))
@@ -60,17 +60,18 @@ def check_can_ever_fit(memory: KVCacheManager, request: Request) -> None:
 
 
 class Admission:
-    """Lets sequences in, strictly in order: who lacks room keeps everybody behind out, so that nobody starves.
+    """Admission of sequences strictly in order: a sequence that does not fit blocks all later ones, so none starves.
 
     Args:
-        memory: the manager.
-        queues: of the scheduler.
-        stats: counted in.
-        preemption: recomputes swapped samples of a request that no longer fit all at once.
-        max_num_seqs: sequences that run at once.
-        max_num_batched_tokens: tokens of a step.
-        prefetch: called for each sequence before its prefix is matched; it waits while that says False.
-        order: says who may take whose memory.
+        memory: manager of the KV cache.
+        queues: queues of the scheduler.
+        stats: counters of the scheduler.
+        preemption: preemption, also of swapped samples of a request that no longer fit together.
+        max_num_seqs: maximum number of running sequences.
+        max_num_batched_tokens: token budget of a step.
+        prefetch: function called for each sequence before its prefix is matched; the sequence waits while it returns
+            False.
+        order: order of the requests, which decides about preemptions by priority.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class Admission:
         return has_preempted
 
     def _is_prefetched(self, sequence: Sequence) -> bool:
-        """Say whether the prefix of a sequence may be matched; one that is swapped out needs none."""
+        """Return whether the prefix of a sequence may be matched; a swapped sequence needs no match."""
         return self._prefetch is None or sequence.status is SequenceStatus.SWAPPED or self._prefetch(sequence)
 
     def _needs_memory_of(self, first: Sequence, lower: list[Sequence]) -> bool:
@@ -130,7 +131,7 @@ class Admission:
             status = self._allocate_status(first, memory.match_prefix(first.chain, first.request.hit_limit), budget)
         if status.verdict is Verdict.OK:
             return num_slots > budget.num_slots
-        # In bytes of the group that lacks most: an estimate from above, since others may hold some of the blocks too.
+        # An upper bound, in bytes of the group that lacks most: other sequences may hold some of the blocks too.
         num_lacking = status.needed - status.available - sum(self._missing(s)[status.group_idx] for s in lower)
         lacking_bytes = num_lacking * memory.groups[status.group_idx].spec.bytes_per_block
         return memory.capacity.would_release([s.seq_id for s in lower]).freed_bytes >= lacking_bytes
@@ -139,8 +140,8 @@ class Admission:
         """Admit waiting and swapped sequences, in order, until tokens, slots or memory run out.
 
         Args:
-            scheduled: sequences of the step, with their numbers of tokens; those admitted are added.
-            num_tokens: tokens of the budget that are left, at least one.
+            scheduled: scheduled sequences with their numbers of tokens; admitted sequences are added.
+            num_tokens: number of tokens left in the budget, at least one.
         """
         budget = self._budget_left(scheduled, num_tokens)
         while budget.num_tokens > 0:
@@ -156,8 +157,8 @@ class Admission:
 
         Args:
             scheduled, num_tokens: see `admit_waiting`.
-            min_pending: number of pending tokens from which on a running sequence will still ask for blocks: 2 once
-                all that decode have their slots, 1 before.
+            min_pending: number of pending tokens from which on a running sequence still needs blocks: 2 once all
+                decoding sequences have their slots, 1 before.
         """
         running = self._queues.running
         num_slots = self._max_num_seqs - sum(map(slots_needed, running))
@@ -168,7 +169,7 @@ class Admission:
         return budget
 
     def _admit(self, sequence: Sequence, budget: StepBudget) -> bool:
-        """Open a waiting sequence on its longest hit and grant its first tokens, if there is room for all it has."""
+        """Admit a waiting sequence with its longest prefix hit, and schedule its first tokens, if all of them fit."""
         memory, num_tokens = self._memory, len(sequence.tokens)
         if slots_needed(sequence) > budget.num_slots or not self._is_prefetched(sequence):
             return False
@@ -176,7 +177,7 @@ class Admission:
         step = self._max_num_batched_tokens
         status = self._allocate_status(sequence, hit, budget)
         if status.verdict is Verdict.LATER and not self._queues.running:
-            # Alone, it need not wait for more room than its shortest steps take.
+            # Without running sequences, the memory of the shortest possible steps suffices.
             step = 1
             status = memory.capacity.can_allocate(num_tokens, hit, step)
         if status.verdict is Verdict.LATER:
@@ -195,10 +196,11 @@ class Admission:
         return True
 
     def _swap_in(self, first: Sequence, budget: StepBudget) -> bool:
-        """Swap the samples of a request in, if there is room for all their tokens; those that get slots are scheduled.
+        """Swap in the samples of a request, if all their tokens fit; samples that get slots are scheduled.
 
-        While no sequence runs, samples that do not fit all at once lose the last of them to recomputation: they shared
-        more before they wrote tokens of their own. So some sample, or the prompt of a search, always comes back.
+        While no sequence runs, samples that do not fit together (they shared more blocks before they had tokens of
+        their own) are recomputed, from the last one on, until the rest fits. So some sample, or the prompt of a search,
+        is always resumed.
         """
         memory, queues = self._memory, self._queues
         siblings = self._swapped_siblings(first)
@@ -226,20 +228,20 @@ class Admission:
         return [sequence for sequence in self._queues.swapped if sequence.request is first.request]
 
     def _allocate_status(self, sequence: Sequence, hit: PrefixHit, budget: StepBudget) -> AllocStatus:
-        """Return whether a waiting sequence fits beside the running sequences."""
-        # Beams that lack room as soon as they part would begin again.
+        """Return whether a waiting sequence fits together with the running ones."""
+        # Beams that lack memory right after their fork would have to be recomputed.
         num_beams = sequence.request.params.beam_width or 0
         reserved = [count + num_beams for count in budget.reserved]
         return self._memory.capacity.can_allocate(len(sequence.tokens), hit, self._max_num_batched_tokens, reserved)
 
     def _swap_in_status(self, siblings: list[Sequence], budget: StepBudget) -> AllocStatus:
-        """Return whether siblings fit beside the running sequences; alone, their shortest steps count."""
+        """Return whether siblings fit together with the running sequences; without any, with their shortest steps."""
         seq_ids, lengths = [sequence.seq_id for sequence in siblings], [len(sequence.tokens) for sequence in siblings]
         step = self._max_num_batched_tokens if self._queues.running else 1
         return self._memory.capacity.can_swap_in(seq_ids, lengths, step, budget.reserved)
 
     def _enter(self, sequence: Sequence, count: int, budget: StepBudget) -> None:
-        """Move a sequence to the running ones, with `count` tokens in this step; 0 for one that got no slots."""
+        """Move a sequence to the running ones, with `count` tokens in this step; 0 without slots."""
         budget.num_slots -= slots_needed(sequence)
         budget.num_tokens -= count
         self._reserve(budget, sequence)
@@ -248,17 +250,17 @@ class Admission:
             budget.scheduled[sequence] = count
 
     def _reserve(self, budget: StepBudget, sequence: Sequence) -> None:
-        """Add the blocks of each group that a sequence will still ask for to hold all the tokens it has."""
+        """Reserve the blocks that a sequence still needs for the tokens that it has."""
         for idx, count in enumerate(self._missing(sequence)):
             budget.reserved[idx] += count
 
     def _missing(self, sequence: Sequence) -> tuple[int, ...]:
-        """Return the blocks of each group that a running sequence lacks for the tokens that it has."""
+        """Return the number of blocks of each group that a running sequence lacks for the tokens that it has."""
         capacity, step = self._memory.capacity, self._max_num_batched_tokens
         return capacity.blocks_missing(sequence.seq_id, len(sequence.tokens), step)
 
     def _count_hit(self, sequence: Sequence, hit: PrefixHit) -> None:
-        """Count an admission's prefix hit: first-time and resumed apart, and only what was looked up."""
+        """Count the prefix hit of an admission, separately for first-time and resumed sequences."""
         request, stats = sequence.request, self._stats
         num_queried = len(sequence.tokens)
         if hit.end is HitEnd.LIMIT:

@@ -1,7 +1,7 @@
 """Groups of sequences that advance in lockstep: in a step all sequences of a group get their slots, or none does.
 
-The beams of one search are such a group. Any other sequence, the prompt of a search included, is a group by itself.
-The beams of a search are always in the same queue, side by side.
+The beams of a search are such a group. Any other sequence, the prompt of a search included, is a group by itself. The
+beams of a search are always adjacent in the same queue.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from quire.sequences.sequence import Sequence
 
 
 def lockstep_group(sequence: Sequence) -> list[Sequence]:
-    """Return the unfinished sequences that advance together with one, itself included, in the order of their queue."""
+    """Return the unfinished sequences of a sequence's lockstep group, itself included, in the order of their queue."""
     request = sequence.request
     return [sequence] if request.search is None else request.unfinished
 
 
 def lockstep_groups(queue: list[Sequence], start: int = 0) -> Iterator[tuple[int, list[Sequence]]]:
-    """Yield the position of each group in a queue, and the group; sequences behind it may leave the queue meanwhile.
+    """Yield each group of a queue with its position; later sequences may leave the queue during the iteration.
 
     Args:
         queue: sequences in order.
@@ -35,13 +35,13 @@ def lockstep_groups(queue: list[Sequence], start: int = 0) -> Iterator[tuple[int
 
 
 def append_to_group(memory: KVCacheManager, group: Seq[Sequence], num_tokens: int) -> bool:
-    """Give each sequence of a group slots for its next tokens; False, and no slots at all, where blocks are lacking."""
+    """Append slots to each sequence of a group; return False, without any slots, where blocks are lacking."""
     seq_ids = [sequence.seq_id for sequence in group]
     return memory.append_slots(seq_ids, num_tokens, atomic=len(group) > 1) > 0
 
 
 def slots_needed(sequence: Sequence) -> int:
-    """Return how many of the `max_num_seqs` slots a sequence occupies.
+    """Return the number of the `max_num_seqs` slots that a sequence occupies.
 
     Samples and beams that are not forked yet count for the first unfinished sequence of their request.
     """
@@ -56,7 +56,7 @@ def beam_groups_of(scheduled: Iterable[Sequence], num_samples: Iterable[int]) ->
     """Return the beam groups of a step.
 
     Args:
-        scheduled: sequences of the step, the beams of a search side by side.
+        scheduled: sequences of the step; the beams of a search are adjacent.
         num_samples: number of tokens to draw for each sequence; 0 for a prompt that does not end in the step.
     """
     groups: dict[str, list[Sequence]] = {}

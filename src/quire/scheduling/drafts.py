@@ -1,4 +1,4 @@
-"""Drafts in a step: which sequences verify some, in whose slots, and what is kept of them."""
+"""Slots of drafts: reserved before a step verifies the drafts, and rolled back for the rejected ones."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from quire.sequences.sequence import Sequence
 
 
 class DraftSlots:
-    """Gets slots for drafts, and takes back those of the wrong ones.
+    """Reservation and rollback of the slots of drafts.
 
     Args:
-        memory: the manager.
-        drafter: guesses how sequences go on; None verifies no drafts.
-        stats: of the scheduler; counts them.
+        memory: manager of the KV cache.
+        drafter: drafter that proposes tokens; None disables drafts.
+        stats: counters of the scheduler.
 
     Attributes:
-        drafter: may be put in place of another between two steps.
+        drafter: drafter in use; may be replaced between two steps.
     """
 
     __slots__ = ("_later_blocks", "_later_states", "_memory", "_stats", "drafter")
@@ -29,12 +29,12 @@ class DraftSlots:
         self._memory = memory
         self.drafter = drafter
         self._stats = stats
-        # Blocks that the running sequences behind each position may ask for, in each group of tokens and of states.
+        # Blocks that the running sequences after each position may need, per group of tokens and of states.
         self._later_blocks: list[int] = []
         self._later_states: list[int] = []
 
     def start_step(self, running: list[Sequence], spare: int) -> None:
-        """Note the memory that running sequences may ask for in a step, which drafts of those before leave to them.
+        """Compute the blocks that running sequences may need in this step; drafts of earlier sequences leave them free.
 
         Args:
             running: all running sequences, in order.
@@ -43,19 +43,19 @@ class DraftSlots:
         if self.drafter is None:
             return
         size, chunk = self._memory.block_size, max(spare, 1)
-        self._later_blocks = _sums_behind([1 + min(sequence.num_pending, chunk) // size for sequence in running])
-        # A forked sequence copies the state that it shares.
-        self._later_states = _sums_behind([len(sequence.request.sequences) > 1 for sequence in running])
+        self._later_blocks = _sums_after([1 + min(sequence.num_pending, chunk) // size for sequence in running])
+        # A forked sequence copies the recurrent state that it shares.
+        self._later_states = _sums_after([len(sequence.request.sequences) > 1 for sequence in running])
 
     def reserve(self, sequence: Sequence, position: int, spare: int) -> bool:
-        """Get slots for a sequence's next token and for drafts behind it; False, and no slots, where there are none.
+        """Append slots for a sequence's next token and for drafts after it; False, without slots, where it gets none.
 
-        Nobody loses memory for the sake of drafts, and none are verified that the sequence could not use.
+        Drafts never cause a preemption, and never exceed the tokens that the sequence may still output.
 
         Args:
             sequence: sequence with one token to compute.
             position: its position among the running sequences.
-            spare: tokens of the budget that are left.
+            spare: number of tokens that are left in the budget.
         """
         drafter, memory = self.drafter, self._memory
         if drafter is None or sequence.request.params.strategy is not None or sequence.request.search is not None:
@@ -75,17 +75,17 @@ class DraftSlots:
 
     def _blocks_needed(self, num_drafted: int, position: int) -> list[int]:
         """Return the blocks of each group that must be available before drafts at a position take theirs."""
-        # A copy of the last block, and the blocks that the drafts fill; of a state a copy.
+        # A copy of the last block, and the blocks that the drafts fill; for recurrent groups one copy of the state.
         num_blocks = self._later_blocks[position] + 2 + num_drafted // self._memory.block_size
         num_states = self._later_states[position] + 1
         return [num_states if group.is_recurrent else num_blocks for group in self._memory.groups]
 
     def commit(self, sequence: Sequence, num_tokens: int) -> None:
-        """Keep of what was computed for drafts what turned out right; states that went further begin again.
+        """Commit the accepted drafts and roll back the rest; recurrent states are restored from before the step.
 
         Args:
-            sequence: whose drafts were verified, with the tokens that came of it.
-            num_tokens: what is of so many first tokens of it is kept.
+            sequence: sequence whose drafts were verified; its new tokens are appended already.
+            num_tokens: number of computed tokens to keep.
         """
         memory, seq_id, num_drafted = self._memory, sequence.seq_id, len(sequence.draft)
         end = sequence.num_computed + 1 + num_drafted
@@ -96,13 +96,13 @@ class DraftSlots:
         sequence.num_drafted += num_drafted
         sequence.num_accepted += num_accepted
         sequence.draft = ()
-        kept = memory.rollback.point(seq_id, num_tokens)
-        if kept < end:
-            memory.truncate(seq_id, kept)
-        memory.publish(seq_id, kept)
-        sequence.num_computed = kept
+        length = memory.rollback.point(seq_id, num_tokens)
+        if length < end:
+            memory.truncate(seq_id, length)
+        memory.publish(seq_id, length)
+        sequence.num_computed = length
 
 
-def _sums_behind(counts: Iterable[int]) -> list[int]:
-    """Return for each position the sum of the counts behind it."""
+def _sums_after(counts: Iterable[int]) -> list[int]:
+    """Return the sum of the counts after each position."""
     return list(accumulate(reversed([*counts]), initial=0))[-2::-1]

@@ -1,6 +1,6 @@
-"""The two frozen values that cross the torch line: `StepPlan` goes down, `StepResult` comes up.
+"""The immutable values that cross the torch line: `StepPlan` goes to the data plane, `StepResult` comes back.
 
-They are named tuples: immutable, comparable, picklable, and the cheapest immutable value that Python builds.
+They are named tuples: immutable, comparable, picklable, and cheap to construct.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ __all__ = [
 
 
 class NewSequence(NamedTuple):
-    """What the data plane must know of a sequence that it has not seen, or has closed.
+    """Description of a sequence that the data plane does not know yet, or has forgotten.
 
     Args:
         params: the request's sampling parameters.
-        seed: the seed of this sequence's draws; with `sample_idx` and the position it fixes each draw.
-        sample_idx: which of the request's `n` samples this sequence is.
-        num_prompt: tokens of `token_ids` that are the prompt.
-        token_ids: prompt and output so far, all that is known at the time of the plan.
+        seed: seed of the request's random draws; together with `sample_idx` and the position it determines each draw.
+        sample_idx: index of the sample among the request's `n`.
+        num_prompt: number of leading `token_ids` that are the prompt.
+        token_ids: prompt and output at the time of the plan.
         suppressed_ids: tokens that may not be sampled before `params.min_tokens` output tokens exist.
-        media: embeddings to compute in place of some tokens' own, in the order of their places.
+        media: embeddings that replace those of some tokens, in the order of their positions.
         bad_words: token sequences that the output may not contain.
-        dry_breakers: tokens across which nothing counts as repeated.
+        dry_breakers: tokens that end a repetition for the DRY penalty.
     """
 
     params: SamplingParams
@@ -57,24 +57,24 @@ class NewSequence(NamedTuple):
 
 
 class ScheduledSequence(NamedTuple):
-    """One sequence's share of a step.
+    """A sequence's part of a step.
 
     ```
      tokens   |<-- computed: [0, start) -->|<-- token_ids: this step -->|
     ```
 
     Args:
-        seq_id: the sequence.
-        start: tokens whose KV is stored already; the position of `token_ids[0]`.
-        token_ids: the tokens to compute in this step, at positions `start, start + 1, ...`; never empty.
-        table_deltas: changes of the block tables since the last plan that named the sequence; from block 0
-            when `new_sequence` is given. After them the tables hold slots for `start + len(token_ids)` tokens at least.
-        num_samples: tokens to draw from the logits of the last token; 0 in a prefill chunk that is not the last.
-            Draw `i` uses `sample_idx + i`.
+        seq_id: id of the sequence.
+        start: number of tokens whose KV is stored already; the position of `token_ids[0]`.
+        token_ids: tokens to compute in this step, at positions `start, start + 1, ...`; never empty.
+        table_deltas: changes of the block tables since the last plan that contained the sequence; from block 0 when
+            `new_sequence` is given. The updated tables have slots for at least `start + len(token_ids)` tokens.
+        num_samples: number of tokens to draw from the logits of the last token; 0 in a prefill chunk that is not the
+            last. Draw `i` uses `sample_idx + i`.
         new_sequence: given when the data plane does not know the sequence (new, forked or resumed).
-        num_draft: the last so many of `token_ids` are drafts, or each `UNKNOWN` where the data plane has a model that
-            makes them. A token is drawn at each of them too, and at the token
-            before them; the first that differs from the draft behind it ends the run. Then `num_samples` is 1.
+        num_draft: number of drafts at the end of `token_ids`; each is `UNKNOWN` where the data plane has a draft model.
+            A token is drawn at the token before the drafts and at each draft; the first that differs from the next
+            draft ends the run. `num_samples` is 1 then.
     """
 
     seq_id: int
@@ -87,12 +87,12 @@ class ScheduledSequence(NamedTuple):
 
 
 class BeamGroup(NamedTuple):
-    """The beams of one search that advance in a step: their items give no tokens, but candidates, all together.
+    """The beams of one search in a step: the result has candidates of the group in place of tokens of its items.
 
     Args:
-        seq_ids: of their items; a prompt's alone in its last step.
-        scores: sums of log probabilities of their outputs.
-        num_candidates: how many of the best continuations of all of them are wanted.
+        seq_ids: ids of the beams' sequences; the prompt's sequence alone in its last prefill step.
+        scores: sum of the log probabilities of each beam's output.
+        num_candidates: number of candidates to find among the continuations of all beams.
     """
 
     seq_ids: tuple[int, ...]
@@ -101,14 +101,14 @@ class BeamGroup(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """One engine iteration's decision.
+    """The scheduler's decision for one step.
 
     Args:
-        tick: the iteration's number, rising by one.
-        items: who runs, in policy order; a sequence appears at most once.
-        ops: copies (and later transfers) to perform, in order, before this step's kernels.
-        finished_ids: sequences that the data plane forgets before it looks at `items`: finished, aborted or preempted.
-        beams: which items belong together.
+        tick: number of the step, increasing by one.
+        items: scheduled sequences in policy order; each sequence appears at most once.
+        ops: block copies to perform, in order, before the kernels of this step.
+        finished_ids: ids of the sequences to forget before `items` are processed: finished, aborted or preempted ones.
+        beams: beam groups among the items.
     """
 
     tick: int
@@ -119,19 +119,20 @@ class StepPlan(NamedTuple):
 
 
 class ItemResult(NamedTuple):
-    """What one item of the plan gave.
+    """Result of one item of the plan.
 
     Args:
-        seq_id: the sequence.
-        token_ids: of a beam nothing; of several samples, a token for each; of one, a run of tokens that follow each
-            other: the drafts that were accepted, the token drawn behind them, and, unless `params.measures_tokens`,
-            what is certain to follow.
-        logprobs: one for each of them when `params.measures_tokens`, else empty.
+        seq_id: id of the sequence.
+        token_ids: empty for a beam. With `num_samples` above 1, one token per sample. Otherwise consecutive tokens: the
+            accepted drafts, the token drawn after them and, unless `params.measures_tokens`, tokens that the grammar
+            forces after that one.
+        logprobs: one entry per token when `params.measures_tokens`, else empty.
         prompt_logprobs: when `params.prompt_logprobs` is set: for each prompt position `p` in
             `[start + 1, min(start + len + 1, num_prompt))`, the log probabilities of the prompt's token at `p`.
-        error: why this item alone failed (for example non-finite logits), else None; then the rest is empty.
-        draft: the drafts that were verified, where the data plane made them.
-        is_own_fault: True when what its request asked for is to blame.
+        error: reason why this item alone failed (for example non-finite logits), else None; the other fields are empty
+            then.
+        draft: verified drafts, where the data plane computed them.
+        is_own_fault: True when the parameters of the request caused the error.
     """
 
     seq_id: int
@@ -144,19 +145,19 @@ class ItemResult(NamedTuple):
 
 
 def plain_results(seq_ids: Iterable[int], token_ids: Iterable[tuple[int, ...]]) -> list[ItemResult]:
-    """Make the results of many items that gave tokens and nothing else, without a call in Python for each."""
+    """Return results that have tokens only, without a Python call for each."""
     fields = zip(seq_ids, token_ids, repeat(()), repeat(()), repeat(None), repeat(()), repeat(False), strict=False)
     return list(map(partial(tuple.__new__, ItemResult), fields))
 
 
 class StepResult(NamedTuple):
-    """What a step gave.
+    """Result of a step.
 
     Args:
-        tick: the plan's.
-        items: a result for each item, in the plan's order.
-        beams: for each of the plan's groups the candidates, best first: those that are possible at all, and none where
-            an item of the group failed.
+        tick: number of the plan.
+        items: result of each item, in the plan's order.
+        beams: candidates of each beam group, best first: only possible ones, and none where an item of the group
+            failed.
     """
 
     tick: int

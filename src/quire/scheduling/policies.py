@@ -1,4 +1,4 @@
-"""Small decisions, each readable in one breath: who comes first, and who gives its memory back."""
+"""Scheduling policies: the order of requests, and the choice of the sequence to preempt."""
 
 from __future__ import annotations
 
@@ -7,39 +7,39 @@ from collections.abc import Sequence as Seq
 
 from quire.sequences.sequence import Request, Sequence
 
-# A later request of the same flow counts as if it had come so many requests after the one before, for each sample.
+# Distance between the turns of two requests of one flow, for each sample of the earlier request.
 FLOW_STRIDE = 16
-# But no request is overtaken by more later ones than this for its flow's sake.
+# Maximum distance between a request's arrival and its turn.
 MAX_FLOW_DELAY = 4096
 
-# Candidates in order, and what taking the memory of one would waste.
+# Chooses one of the candidates, given in order; the second argument returns the waste of preempting one.
 PreemptionPolicy = Callable[[Seq[Sequence], Callable[[Sequence], float]], Sequence]
 
 
 class Order:
-    """The place of each request among all, fixed when it comes: the first two parts of its sequences' keys.
+    """Order of the requests, fixed at their arrival: it gives the first two parts of their sequences' keys.
 
-    A request's *turn* is its arrival, counted in requests; but requests of one flow (a tenant's, or the prompts of one
-    body) take their turns `FLOW_STRIDE` apart, though at most `MAX_FLOW_DELAY` behind their arrival. Under the policy
-    "priority" a level of priority is worth `aging` turns. So at most `aging` later requests overtake one for each level
-    by which their priority is lower, and nothing waits for ever.
+    A request's *turn* is its arrival, counted in requests. Requests of one flow (a tenant's, or the prompts of one HTTP
+    body) have turns `FLOW_STRIDE` apart, but at most `MAX_FLOW_DELAY` after their arrival. Under the policy "priority",
+    a level of priority counts as `aging` turns. So at most `aging` later requests overtake a request for each level by
+    which their priority value is lower, and no request starves.
 
     Args:
         policy: "fcfs" or "priority".
-        aging: requests that a level of priority is worth.
+        aging: number of requests that a level of priority counts as.
 
     Attributes:
-        has_priorities: True where priorities count.
+        has_priorities: True under the policy "priority".
     """
 
     def __init__(self, policy: str, aging: int) -> None:
         self.has_priorities = policy == "priority"
         self._aging = aging
-        # By flow, the turn that its next request has at least.
+        # Lowest possible turn of the next request, by flow.
         self._next_turns: dict[str, int] = {}
 
     def key_of(self, request: Request) -> tuple[int, int]:
-        """Return the place of a request that has just come (S6)."""
+        """Return the key of a new request (S6)."""
         turn = request.arrival
         if request.flow is not None:
             turn = min(max(turn, self._next_turns.pop(request.flow, 0)), turn + MAX_FLOW_DELAY)
@@ -50,24 +50,24 @@ class Order:
         return turn, request.arrival
 
     def _forget_flows(self, arrival: int) -> None:
-        """Forget those of the longest unused flows whose next turn has come."""
+        """Remove the least recently used flows whose next turn has passed."""
         flow = next(iter(self._next_turns))
         while self._next_turns[flow] <= arrival:
             del self._next_turns[flow]
             flow = next(iter(self._next_turns))
 
     def outranks(self, request: Request, other: Request) -> bool:
-        """Say whether a request may take the memory of another that runs: it is more urgent, and comes before it."""
+        """Return whether a request may preempt a running one: its priority is higher, and it is earlier in order."""
         return self.has_priorities and request.priority < other.priority and request.order_key < other.order_key
 
 
 def last_in_order(candidates: Seq[Sequence], waste: Callable[[Sequence], float]) -> Sequence:  # noqa: ARG001
-    """Take the memory of the sequence that comes last: it has waited least and computed least."""
+    """Preempt the last sequence in order, which has waited and computed least."""
     return candidates[-1]
 
 
 def least_waste(candidates: Seq[Sequence], waste: Callable[[Sequence], float]) -> Sequence:
-    """Take the memory whose loss costs least for what it frees; of equals, the last in order."""
+    """Preempt the sequence with the least cost for each freed byte; of equals, the last in order."""
     return min(reversed(candidates), key=waste)
 
 

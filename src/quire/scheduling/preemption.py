@@ -1,12 +1,13 @@
-"""Preemption: whose memory is taken when a running sequence cannot grow, and how it is given back.
+"""Preemption: a running sequence loses its memory when an earlier one cannot grow.
 
-A sequence that loses its memory gets it back in one of two ways. It waits and computes its tokens again (*recompute*);
-or its blocks are moved to the host and back (*swap*), together with those of all running samples of its request, so
-that they share afterwards what they shared before (M8).
+A preempted sequence resumes in one of two ways. It waits and computes its tokens again (*recompute*); or its blocks are
+moved to the host and back (*swap*), together with those of all running samples of its request, so that the samples
+share the same blocks afterwards (M8).
 
-Only sequences behind the one that grows are candidates, whatever the policy, and who is out comes back in order. So
-the first in order of all always advances; the running ones before a victim finish, nobody behind it is let in
-meanwhile, and at last it is the first itself. Nobody starves, and a victim is taken again only for someone before it.
+Under every policy, only sequences after the one that needs memory are candidates, and sequences are resumed in order.
+So the first sequence in order always advances. The running sequences before a victim finish, none after it is admitted
+meanwhile, and finally it is the first itself. No sequence starves, and a victim is preempted again only for an earlier
+sequence.
 """
 
 from __future__ import annotations
@@ -25,16 +26,14 @@ from quire.scheduling.stats import SchedulerStats
 from quire.sequences.sequence import Sequence
 from quire.sequences.status import SequenceStatus
 
-PREEMPTION_MODES = ("auto", "recompute", "swap")
-
 
 @dataclass(frozen=True, slots=True)
 class TransferRates:
-    """Rates of swapping and of recomputing: guesses, until the engine has measured them.
+    """Rates of swapping and of recomputing: defaults, until the engine has measured them.
 
     Args:
-        copy_bytes_per_s: bytes copied between the tiers in a second.
-        prefill_tokens_per_s: tokens computed in a second when many are computed at once.
+        copy_bytes_per_s: bytes copied between the tiers per second.
+        prefill_tokens_per_s: tokens computed per second in a prefill.
     """
 
     copy_bytes_per_s: float = 4e9
@@ -46,9 +45,9 @@ class PreemptionCost(NamedTuple):
 
     Args:
         victims: sequences that lose their memory.
-        is_swap: True where their blocks move to the host.
-        cost_s: seconds of recomputing, or of moving there and back.
-        freed_bytes: bytes that become available to others.
+        is_swap: True where their blocks are swapped out.
+        cost_s: seconds of recomputing, or of swapping out and in.
+        freed_bytes: bytes that become available to other sequences.
     """
 
     victims: tuple[Sequence, ...]
@@ -58,24 +57,24 @@ class PreemptionCost(NamedTuple):
 
     @property
     def waste(self) -> float:
-        """Seconds for each byte."""
+        """Cost in seconds per freed byte."""
         return self.cost_s / self.freed_bytes if self.freed_bytes else float("inf")
 
 
 class Preemption:
-    """Preempts running sequences.
+    """Preemption of running sequences.
 
     Args:
-        memory: the manager.
+        memory: manager of the KV cache.
         queues: queues of the scheduler.
         registry: registry of the sequences, which restarts searches.
         stats: counters of the scheduler.
-        policy: a name in `PREEMPTION_POLICIES`.
-        mode: "recompute"; "swap", wherever the siblings and the host allow it; or "auto", what wastes less. Without a
-            host tier all are "recompute".
+        policy: name in `PREEMPTION_POLICIES`.
+        mode: "recompute"; "swap", where the siblings and the host tier allow it; or "auto", the cheaper one. Without a
+            host tier every mode is "recompute".
 
     Attributes:
-        rates: rates that "auto" and the policies estimate costs with.
+        rates: rates from which "auto" and the policies estimate costs.
     """
 
     def __init__(
@@ -133,18 +132,18 @@ class Preemption:
         self._queues.move(sequence, SequenceStatus.WAITING)
 
     def recover(self, ops: MemoryOps) -> tuple[str, ...]:
-        """Have sequences compute their tokens again that hold blocks which copies were to write; nothing hits those.
+        """Recompute the sequences that hold destination blocks of copies which failed; no hit finds these blocks.
 
         Args:
-            ops: of a step that failed, whose own sequences have ended.
+            ops: memory operations of a failed step; the sequences of the step have ended.
 
         Returns:
-            The names of pins that are lost.
+            The names of the pins that are lost.
         """
         lost = self._memory.holders_of(ops)
         for seq_id in lost.seq_ids:
             sequence = self._registry.sequences.get(seq_id)
-            if sequence is not None:  # else it went with another beam of its search
+            if sequence is not None:  # otherwise it ended together with another beam of its search
                 self._stats.num_preemptions += 1
                 self._stats.wasted_tokens += _num_computed(sequence)
                 sequence.request.num_preemptions += 1
@@ -155,7 +154,7 @@ class Preemption:
         return lost.pins
 
     def _cost(self, victim: Sequence, candidates: Seq[Sequence]) -> PreemptionCost:
-        """Return the cost of the cheaper way, or of the configured one, to preempt a sequence."""
+        """Return the cost of preempting a sequence in the configured mode."""
         victims = tuple(lockstep_group(victim))
         release = self._memory.capacity.would_release([sequence.seq_id for sequence in victims])
         lost_tokens = _num_computed(victim) if victim.is_beam else release.lost_tokens
@@ -170,7 +169,7 @@ class Preemption:
         """Return the cost of swapping all running samples of a request; None where they cannot be swapped together."""
         samples = victim.request.sequences
         siblings = tuple(sequence for sequence in samples if sequence.status is SequenceStatus.RUNNING)
-        # Samples are side by side in the queue: after the first of them that is a candidate all are.
+        # Samples are adjacent in the queue: if the first of them is a candidate, all are.
         if min(siblings, key=lambda sequence: sequence.key).key < candidates[0].key:
             return None
         seq_ids = [sequence.seq_id for sequence in siblings]
@@ -182,6 +181,6 @@ class Preemption:
 
 
 def _num_computed(victim: Sequence) -> int:
-    """Return the tokens that were computed for a sequence; for a search, those of its prompt and of all its beams."""
+    """Return the number of computed tokens of a sequence; for a beam, those of the prompt and of all beams."""
     search = victim.request.search
     return victim.num_prompt + search.num_computed if search is not None and victim.is_beam else victim.num_computed

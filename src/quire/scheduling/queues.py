@@ -1,4 +1,4 @@
-"""Where sequences stand between their first and their last token: each in one queue, and each queue in order."""
+"""Queues of unfinished sequences: each sequence is in one queue, and each queue is in order."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _KEY = attrgetter("key")
 
 
 class Queues:
-    """Who waits, who runs and who is swapped out.
+    """The waiting, running and swapped sequences.
 
     Attributes:
-        waiting: those without memory, new or preempted.
-        running: those that hold memory on the device.
-        swapped: those whose memory is on the host; what the data plane knows of them it keeps.
-        finished_ids: sequences that the data plane is to forget with the next plan that is executed.
+        waiting: sequences without memory, new or preempted.
+        running: sequences with memory on the device.
+        swapped: sequences with memory on the host; the data plane still knows them.
+        finished_ids: ids of the sequences that the data plane forgets with the next executed plan.
 
     Invariants: S1 (one queue), S5 (legal changes), S6 (each queue in order).
     """
@@ -37,11 +37,11 @@ class Queues:
         }
 
     def enter(self, sequence: Sequence) -> None:
-        """Put a sequence that is in no queue into the one of its status."""
+        """Insert a sequence that is in no queue into the queue of its status."""
         insort(self._by_status[sequence.status], sequence, key=_KEY)
 
     def move(self, sequence: Sequence, status: SequenceStatus) -> None:
-        """Change a sequence's status and queue; one that is finished is in none.
+        """Change a sequence's status and queue; a finished sequence is in no queue.
 
         Raises:
             InvariantViolation: S5, a change that is not allowed.
@@ -53,15 +53,15 @@ class Queues:
             self.enter(sequence)
 
     def close(self, sequence: Sequence) -> None:
-        """Have the data plane forget a sequence, if it knows it."""
+        """Mark a sequence to be forgotten by the data plane, if it is known there."""
         if sequence.is_open:
             sequence.is_open = False
             self.finished_ids.append(sequence.seq_id)
 
     def first_not_running(self) -> Sequence | None:
-        """Return the first in order of those that do not run; a family that is swapped out comes as one."""
+        """Return the first waiting or swapped sequence in order."""
         return min((*self.waiting[:1], *self.swapped[:1]), key=_KEY, default=None)
 
     def __bool__(self) -> bool:
-        """Say whether anybody is in any queue."""
+        """Return whether any queue has a sequence."""
         return bool(self.waiting or self.running or self.swapped)

@@ -1,4 +1,4 @@
-"""Who there is: requests and their sequences, how those begin, fork and end."""
+"""Registry of unfinished requests and their sequences: it creates, forks and ends sequences."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from quire.sequences.beams import BeamSearch
 from quire.sequences.sequence import Request, Sequence
 from quire.sequences.status import FinishReason, SequenceStatus
 
-# The ends of sequences whose last block nobody will ask for.
+# Finish reasons of sequences whose partial last block is not published.
 _WITHOUT_TAIL = frozenset({FinishReason.ERROR, FinishReason.DROPPED})
 
 
 class SequenceRegistry:
-    """Opens sequences and ends them.
+    """Unfinished requests and sequences.
 
     Args:
-        memory: the manager.
-        queues: of the scheduler.
-        order: gives a request its place in the queues.
+        memory: manager of the KV cache.
+        queues: queues of the scheduler.
+        order: order of the requests in the queues.
 
     Attributes:
-        requests: those that are not finished, by id.
-        sequences: theirs that are not, by id.
-        num_searches: requests that search with beams.
+        requests: unfinished requests by id.
+        sequences: unfinished sequences by id.
+        num_searches: number of unfinished beam searches.
     """
 
     def __init__(self, memory: KVCacheManager, queues: Queues, order: Order) -> None:
@@ -38,33 +38,33 @@ class SequenceRegistry:
         self._next_seq_id = 0
 
     def add(self, request: Request) -> None:
-        """Take a request in: its prompt waits."""
+        """Add a request; its prompt waits."""
         request.order_key = self._order.key_of(request)
         self.requests[request.request_id] = request
         self.num_searches += request.params.beam_width is not None
         self._begin(request)
 
     def remove(self, request: Request) -> None:
-        """Forget a request whose sequences have ended; one that is not known is left alone."""
+        """Remove a request whose sequences have ended; an unknown request is ignored."""
         if self.requests.pop(request.request_id, None) is not None:
             self.num_searches -= request.params.beam_width is not None
 
     def restart(self, request: Request) -> None:
-        """Have a search begin again from its prompt, which waits: nobody has seen anything of it yet."""
+        """Restart a beam search from its prompt, which waits; none of its output has been emitted yet."""
         for beam in request.unfinished:
             self.end(beam, FinishReason.DROPPED)
         request.sequences.clear()
         self._begin(request)
 
     def fork(self, parent: Sequence, sample_idx: int) -> None:
-        """Open another sample of a request as a copy of a running sequence; its blocks are shared."""
+        """Create another sample of a request as a copy of a running sequence, which shares its blocks."""
         child = self._open(parent.request, sample_idx, parent.tokens.copy(), parent)
         child.num_computed = parent.num_computed
         child.move_to(SequenceStatus.RUNNING)
         self._queues.enter(child)
 
     def end(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
-        """Finish a sequence; it holds nothing afterwards (S4)."""
+        """Finish a sequence and release all that it holds (S4)."""
         if sequence.status is not SequenceStatus.WAITING:
             is_sound = reason not in _WITHOUT_TAIL
             self._memory.free(sequence.seq_id, retain=sequence.request.retain_cache, is_sound=is_sound)
@@ -80,7 +80,7 @@ class SequenceRegistry:
         self._queues.enter(self._open(request, 0, list(request.prompt_token_ids)))
 
     def _open(self, request: Request, sample_idx: int, tokens: list[int], parent: Sequence | None = None) -> Sequence:
-        """Make a sequence, forked from a parent where there is one."""
+        """Create a sequence, forked from the parent where one is given."""
         seq_id = self._next_seq_id
         self._next_seq_id += 1
         if parent is None:
@@ -91,7 +91,7 @@ class SequenceRegistry:
         strategy = strategy_of(request)
         default_edit = default_edit_of(strategy, sample_idx)
         sequence = Sequence(seq_id, request, sample_idx, tokens, chain, key, strategy, default_edit)
-        # A beam takes the place of one that was given up.
+        # A beam replaces the dropped one of the same index.
         request.sequences[sample_idx : sample_idx + 1] = [sequence]
         self.sequences[seq_id] = sequence
         return sequence

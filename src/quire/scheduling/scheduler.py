@@ -1,10 +1,10 @@
-"""The scheduler: who runs in a step, with how many tokens, and in whose memory.
+"""The scheduler: it selects the sequences of a step, with their numbers of tokens, and preempts where memory is short.
 
-There are no phases. A sequence has pending tokens: one while it decodes, more while its prompt (or, after a
-preemption, all that it had) is computed in chunks.
+Prefill and decode are not separate phases. A sequence has pending tokens: one while it decodes, more while its prompt
+(or, after a preemption, all of its tokens) is computed in chunks.
 
-Memory is granted in policy order, so the first sequence always grows and always finishes. The token budget is
-granted to decodes first: one token each is set aside before any chunk is cut.
+Memory is granted in policy order, so the first sequence always grows and always finishes. The token budget is granted
+to decodes first: one token each is reserved before any chunk is cut.
 
 Invariants: S1 to S6.
 """
@@ -33,7 +33,7 @@ from quire.sequences.sequence import Request, Sequence
 from quire.sequences.status import FinishReason
 from quire.sequences.strategy import Append, BeamEdit, Drop, Edit, Fail, Finish, Fork, Truncate
 
-# The place of the item in the step, the sequence, what happened to it, and the tokens that it had then.
+# Index of the item (or beam group) in the step, the sequence, its edit, and its number of tokens after the edit.
 SequenceEvent = tuple[int, Sequence, Append | Finish | Fail, int]
 
 
@@ -41,21 +41,21 @@ class Scheduler:
     """Plans steps over the sequences of all requests.
 
     Args:
-        memory: the manager, which this scheduler alone commands.
-        max_num_seqs: sequences that run at once.
-        max_num_batched_tokens: tokens of a step; at least `max_num_seqs`.
+        memory: manager of the KV cache; only this scheduler commands it.
+        max_num_seqs: maximum number of running sequences.
+        max_num_batched_tokens: token budget of a step; at least `max_num_seqs`.
         policy, priority_aging: see `Order`.
-        preemption_policy: a name in `PREEMPTION_POLICIES`: whose memory is taken.
-        preemption_mode: "recompute", "swap" or "auto": how it is given back; see `Preemption`.
-        prefetch: called for each sequence before its prefix is matched; it, and who is behind it, waits while that
-            says False.
-        drafter: guesses how sequences go on; None verifies no drafts.
+        preemption_policy: name in `PREEMPTION_POLICIES`; selects the sequence to preempt.
+        preemption_mode: "recompute", "swap" or "auto"; see `Preemption`.
+        prefetch: function called for each sequence before its prefix is matched; while it returns False, the sequence
+            and all after it wait.
+        drafter: drafter that proposes tokens; None disables drafts.
 
     Attributes:
         waiting, running, swapped: see `Queues`.
-        drafts: has the drafter.
-        preemption: has the costs that the engine measures.
-        chunk_tokens: of prompts in a step in which sequences decode, at most; None for all that the budget leaves.
+        drafts: reservation of draft slots; holds the drafter.
+        preemption: preemption of sequences; holds the measured transfer rates.
+        chunk_tokens: maximum number of prompt tokens in a step with decoding sequences; None for the whole budget.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Scheduler:
         self._queues = Queues()
         order = Order(policy, priority_aging)
         self._registry = SequenceRegistry(memory, self._queues, order)
-        # The queues and the lists themselves, not copies.
+        # References to the same lists and dictionaries, not copies.
         self.waiting, self.running, self.swapped = self._queues.waiting, self._queues.running, self._queues.swapped
         self.requests, self.sequences = self._registry.requests, self._registry.sequences
         self.preemption = Preemption(
@@ -99,14 +99,12 @@ class Scheduler:
             order=order,
         )
 
-    # ---- requests come and go ----
-
     def add(self, request: Request) -> None:
         """Queue a request.
 
         Raises:
-            PromptTooLong: it could never fit the KV cache, whatever else leaves.
-            InvalidParameter: it asks for more samples than can run at once.
+            PromptTooLong: it does not fit even an empty KV cache.
+            InvalidParameter: it has more samples or beams than can run at once.
             ValueError: its id is in use, or its prompt leaves no room within its own `max_total_tokens`.
         """
         if request.request_id in self.requests:
@@ -120,11 +118,11 @@ class Scheduler:
         self._registry.add(request)
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> list[Sequence]:
-        """End a request, whatever state it is in, and free all that it holds.
+        """End a request in any state, and free all that it holds.
 
         Args:
-            request_id: may be unknown, or finished already.
-            reason: what the sequences that end get as their finish reason.
+            request_id: id of the request; may be unknown or finished.
+            reason: finish reason of the unfinished sequences.
 
         Returns:
             The sequences that were not finished; empty for an unknown request.
@@ -140,7 +138,7 @@ class Scheduler:
 
     @property
     def drafter(self) -> Drafter | None:
-        """Who guesses how sequences go on."""
+        """The drafter that proposes tokens, if any."""
         return self.drafts.drafter
 
     @property
@@ -151,21 +149,21 @@ class Scheduler:
     # ---- a step ----
 
     def plan(self, tick: int) -> StepPlan:
-        """Decide the next step. Every running sequence that can grow is in it, in policy order."""
+        """Return the plan of the next step; it contains every running sequence that can grow, in policy order."""
         has_preempted = bool(self.waiting or self.swapped) and self._admission.preempt_lower_priority()
         preemptions_before = self.stats.num_preemptions
         scheduled, spare = self._schedule_running(leaves_room=has_preempted)
         if spare > 0 and self.stats.num_preemptions == preemptions_before and (self.waiting or self.swapped):
             self._admission.admit_waiting(scheduled, spare)
         if not scheduled and self.running:
-            # Siblings were swapped in and no block is left for a next token: the first of them preempts the others.
+            # Siblings were swapped in, and no block is left for a next token: the first of them preempts the others.
             scheduled, _ = self._schedule_running()
             if not scheduled:
                 raise InvariantViolation("S3", "no running sequence can grow")
         if not scheduled:
-            # Nothing will be executed: closings and copies wait for a plan that is.
+            # Finished ids and copies wait for a plan that is executed.
             return StepPlan(tick, (), NO_OPS, ())
-        # Block tables are final only now: an append may have moved blocks of sequences scheduled before.
+        # Block tables are final only now: an append may have moved blocks of sequences that were scheduled earlier.
         items = self._items(scheduled)
         finished_ids = tuple(self._queues.finished_ids)
         self._queues.finished_ids.clear()
@@ -182,8 +180,8 @@ class Scheduler:
             results: result of each item.
 
         Returns:
-            What happened, in order; nothing for an item whose sequence ended while the step ran. A `Fail` is reported,
-            and ends nothing yet.
+            The events in order; none for an item whose sequence ended while the step ran. A `Fail` is only reported: it
+            does not end the sequence.
         """
         events: list[SequenceEvent] = []
         find, publish = self.sequences.get, self.memory.publish
@@ -210,35 +208,29 @@ class Scheduler:
         return events
 
     def recover(self, plan: StepPlan) -> tuple[str, ...]:
-        """Take back what rests on a plan whose execution failed, at whatever point.
+        """Restore a consistent state after a plan's execution failed; return the names of the pinned prefixes lost.
 
-        What it closed is closed with the next plan again. Sequences that were not part of it, but hold blocks that its
-        copies were to write, wait and compute their tokens again.
+        The finished ids of the plan are sent again with the next one. Sequences outside of the plan that hold blocks
+        which its copies were to write are preempted and recomputed.
 
         Args:
-            plan: all of whose sequences have ended.
-
-        Returns:
-            The names of pinned prefixes that are lost.
+            plan: failed plan; all of its sequences have ended.
         """
         finished_ids = self._queues.finished_ids
-        # Some were closed and opened again by the same plan, and have ended with it.
+        # No duplicates: a sequence may be finished and opened again by the same plan, and have ended with it.
         finished_ids[:] = dict.fromkeys((*plan.finished_ids, *finished_ids))
         return self.preemption.recover(plan.ops)
 
     def advance_beams(self, groups: Iterable[BeamGroup], found: Iterable[tuple[Candidate, ...]]) -> list[SequenceEvent]:
-        """Take in the candidates of a step, once all of its items are taken in.
+        """Apply the candidates of a step after the results of its items; return the events in order, by group index.
 
         Args:
-            groups: of the plan that was executed.
-            found: the candidates of each.
-
-        Returns:
-            What happened, in order, with the place of the group; nothing of a request that ended while the step ran.
+            groups: beam groups of the executed plan; those whose request ended while the step ran are skipped.
+            found: candidates of each group.
         """
         events: list[SequenceEvent] = []
         for idx, (group, candidates) in enumerate(zip(groups, found, strict=True)):
-            beams = [self.sequences[seq_id] for seq_id in group.seq_ids if seq_id in self.sequences]
+            beams = self.beams_of(group)
             if len(beams) == len(group.seq_ids):
                 search = beams[0].request.search
                 assert search is not None
@@ -249,16 +241,13 @@ class Scheduler:
     def _apply_edits(
         self, idx: int, sequence: Sequence, token_ids: Seq[int], edits: Iterable[Edit | BeamEdit]
     ) -> list[SequenceEvent]:
-        """Make edits of a request's sequences, each before the next is taken.
+        """Apply edits to a request's sequences, each before the next is taken; return the events in order.
 
         Args:
-            idx: place of the item, or of the beam group, in the step.
+            idx: index of the item, or of the beam group, in the step.
             sequence: sequence of the item, or first beam of the group.
             token_ids: tokens that the edits append.
-            edits: what the request's strategy says of these tokens.
-
-        Returns:
-            What happened, in order.
+            edits: edits that the request's strategy returned for these tokens.
         """
         events: list[SequenceEvent] = []
         samples = sequence.request.sequences
@@ -282,13 +271,13 @@ class Scheduler:
         return events
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
-        """End a sequence and free its memory; forget the request when it was the last one."""
+        """End a sequence and free its memory; remove the request with its last sequence."""
         self._end(sequence, reason, stop_reason)
         if sequence.request.is_finished:
             self._registry.remove(sequence.request)
 
     def finish_at_stop_string(self, sequence: Sequence, stop: str) -> None:
-        """End a sequence whose text has reached a stop string, which wins over its length or a stop token."""
+        """End a sequence whose text has a stop string, which takes precedence over length and stop tokens."""
         if sequence.is_finished:
             sequence.finish_reason, sequence.stop_reason = FinishReason.STOP, stop
         else:
@@ -306,19 +295,16 @@ class Scheduler:
     # ---- parts of a plan ----
 
     def _schedule_running(self, *, leaves_room: bool = False) -> tuple[dict[Sequence, int], int]:
-        """Give slots to the running sequences, in order.
+        """Append slots to running sequences, in order; return their numbers of tokens, and the rest of the budget.
 
         Args:
             leaves_room: True where others were preempted for a sequence of a higher priority. A token of the budget is
                 left for it then, and no drafts take the blocks that were freed.
-
-        Returns:
-            The scheduled sequences with their numbers of tokens, and the tokens of the budget that are left.
         """
         running, memory = self.running, self.memory
         pending_counts = [len(sequence.tokens) - sequence.num_computed for sequence in running]
         num_decoding = pending_counts.count(1)
-        # The sequence to admit has a slot, so that this leaves at least a token for a prompt that runs.
+        # The sequence to admit has a slot, so at least one token is left for a running prompt.
         spare = self.max_num_batched_tokens - num_decoding - leaves_room
         if num_decoding and self.chunk_tokens is not None:
             spare = min(spare, self.chunk_tokens)
@@ -328,7 +314,7 @@ class Scheduler:
         if num_served == len(running):
             return scheduled, spare + leaves_room
         self.drafts.start_step(running, spare)
-        # A preemption on the way removes only sequences behind the group.
+        # A preemption during the loop removes only sequences after the group.
         for position, group in lockstep_groups(running, num_served):
             first = group[0]
             pending = first.num_pending
@@ -345,9 +331,9 @@ class Scheduler:
         return scheduled, spare + leaves_room
 
     def _num_leading_decodes(self, pending_counts: list[int], num_decoding: int) -> int:
-        """Return the number of running sequences, from the first on, to which one call appends a token each.
+        """Return the number of leading running sequences to which one call appends a slot each.
 
-        These are sequences that decode, advance by themselves and verify no drafts.
+        These sequences decode, belong to no beam search and have no drafts.
         """
         if self.drafter is not None:
             return 0
@@ -360,12 +346,12 @@ class Scheduler:
         return num_leading
 
     def _append_or_preempt(self, group: list[Sequence], count: int, position: int) -> int:
-        """Get `count` slots for each sequence of a group, where needed by preempting sequences not scheduled yet.
+        """Append `count` slots to each sequence of a group, where needed after preempting sequences not scheduled yet.
 
         Returns:
-            The tokens of each that have slots: 0 when there is nobody left to preempt, and the group keeps its blocks
-            and yields this step. The first in order never does: a chunk that is too long for a window's pool is cut
-            until it fits. So some sequence always advances.
+            Number of slots of each sequence. 0 when no sequence is left to preempt: the group keeps its blocks and is
+            not in this step. For the first group in order, a chunk that is too long for a window's pool is halved until
+            it fits, so some sequence always advances.
         """
         while count and not append_to_group(self.memory, group, count):
             unscheduled = self.running[position + len(group) :]
@@ -376,10 +362,10 @@ class Scheduler:
         return count
 
     def _items(self, scheduled: dict[Sequence, int]) -> tuple[ScheduledSequence, ...]:
-        """Return the item of each scheduled sequence, given with its number of tokens."""
+        """Return the plan's items of the scheduled sequences, which are given with their numbers of tokens."""
         deltas = self.memory.take_table_deltas([sequence.seq_id for sequence in scheduled])
         items: list[ScheduledSequence] = []
-        # As `ScheduledSequence._make` does, without its call in Python.
+        # Same as `ScheduledSequence._make`, without a Python call.
         new = tuple.__new__
         for (sequence, count), table_deltas in zip(scheduled.items(), deltas, strict=True):
             tokens, start, draft = sequence.tokens, sequence.num_computed, sequence.draft
@@ -398,7 +384,7 @@ class Scheduler:
         return tuple(items)
 
     def _opening(self, sequence: Sequence) -> NewSequence:
-        """Return what the data plane must know of a sequence, and note that it will."""
+        """Return the description of a sequence for the data plane, and mark the sequence as known there."""
         sequence.is_open = True
         request = sequence.request
         return NewSequence(

@@ -1,4 +1,4 @@
-"""The scheduler's counters, and the form in which a number of the engine is declared."""
+"""The scheduler's counters, and the declaration of a metric."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class SchedulerStats:
 
     prefix_queries: Annotated[int, Metric("Prompt tokens looked up in the prefix cache.", "prefix_cache_queries")] = 0
     prefix_hits: Annotated[int, Metric("Prompt tokens found in the prefix cache.", "prefix_cache_hits")] = 0
-    # Kept apart from the two above: a sequence that finds its own blocks again says nothing about sharing.
+    # Separate from the two above: a resumed sequence that hits its own blocks says nothing about sharing.
     resumed_queries: Annotated[int, Metric("Tokens looked up when preempted sequences came back.")] = 0
     resumed_hits: Annotated[int, Metric("Tokens found when preempted sequences came back.")] = 0
     first_time: Annotated[TokenAccount, Metric("Prompt tokens at first admission, by source and by reason.")] = (
@@ -66,7 +66,7 @@ class SchedulerStats:
         int, Metric("Of those, drafts that were right.", "spec_decode_num_accepted_tokens")
     ] = 0
     accepted_by_position: Annotated[
-        list[int], Metric("Drafts that were right, by their place behind the last token.")
+        list[int], Metric("Drafts that were right, by their position after the last token.")
     ] = field(default_factory=list)
 
     def record_drafts(self, num_drafted: int, num_accepted: int) -> None:

@@ -1,4 +1,4 @@
-"""What a beam search has in hand between two steps: candidates, hypotheses, and how beams came about."""
+"""State of a beam search between two steps: candidates, hypotheses, and the tokens of each beam."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from quire.sequences.status import FinishReason
 
 
 class Candidate(NamedTuple):
-    """One way in which a beam may go on.
+    """A possible next token of a beam.
 
     Args:
-        parent_idx: the beam's place among those that were advanced together.
-        token_id: what comes next.
-        score: the sum of the log probabilities of the beam's output with this token.
-        logprobs: of the token, where log probabilities are wanted.
-        stop: the stop string that the text with this token reaches, if any.
+        parent_idx: index of the beam in its group.
+        token_id: next token.
+        score: sum of the log probabilities of the beam's output with this token.
+        logprobs: log probabilities of the token, where they are requested.
+        stop: stop string that the text contains with this token, if any.
     """
 
     parent_idx: int
@@ -29,21 +29,21 @@ class Candidate(NamedTuple):
 
 
 class BeamStep(NamedTuple):
-    """One chosen token, and those before it; beams that part share what is before."""
+    """One chosen token, linked to the previous one; forked beams share the steps before the fork."""
 
     logprobs: TokenLogprobs | None
     previous: BeamStep | None
 
 
 class Hypothesis(NamedTuple):
-    """An output that has ended.
+    """A finished output.
 
     Args:
-        token_ids: the output.
-        score: its sum of log probabilities, divided by its length to the power of the length penalty.
-        reason: why it ended.
-        stop_reason: the stop string or the request's own stop token that ended it.
-        last_step: step of its last token.
+        token_ids: tokens of the output.
+        score: sum of the log probabilities, divided by the length to the power of the length penalty.
+        reason: finish reason.
+        stop_reason: stop string or the request's own stop token that ended the output.
+        last_step: step of the last token.
     """
 
     token_ids: tuple[int, ...]
@@ -54,21 +54,21 @@ class Hypothesis(NamedTuple):
 
     @property
     def logprobs(self) -> list[TokenLogprobs]:
-        """Log probabilities of its tokens, where they are wanted."""
+        """Log probabilities of the tokens, where they are requested."""
         steps = beam_steps(self.last_step)
         return [step.logprobs for step in steps if step.logprobs is not None][::-1]
 
 
 @dataclass(slots=True)
 class BeamSearch:
-    """How far one request's search is; decided on by `quire.decoding.beams`.
+    """State of one request's search; updated by `quire.decoding.beams`.
 
     Args:
-        scores: sums of log probabilities of the beams that run, by their place among the request's sequences.
-        last_steps: step of the last token of each of these beams, by the same index; None for one without output.
-        finished: the best hypotheses so far, as many as the width at most, best first.
-        num_tokens: tokens that were chosen so far, for beams that were given up too.
-        num_computed: of those, tokens that went through the model.
+        scores: sum of the log probabilities of each running beam, by `sample_idx`.
+        last_steps: step of the last token of each running beam, by `sample_idx`; None for a beam without output.
+        finished: best hypotheses so far, best first; at most `beam_width`.
+        num_tokens: number of tokens chosen so far, those of dropped beams included.
+        num_computed: number of these tokens that went through the model.
     """
 
     scores: dict[int, float] = field(default_factory=lambda: {0: 0.0})
@@ -77,14 +77,14 @@ class BeamSearch:
     num_tokens: int = 0
     num_computed: int = 0
 
-    def num_dropped(self, kept: Iterable[Hypothesis]) -> int:
-        """Return how many of the chosen tokens are in none of some hypotheses."""
-        # Trails hold on to what they name, so no two have one id.
-        return self.num_tokens - len({id(step) for hypothesis in kept for step in beam_steps(hypothesis.last_step)})
+    def num_dropped(self, returned: Iterable[Hypothesis]) -> int:
+        """Return the number of chosen tokens that are in none of the returned hypotheses."""
+        # Ids are unique, since the hypotheses keep all of their steps alive.
+        return self.num_tokens - len({id(step) for hypothesis in returned for step in beam_steps(hypothesis.last_step)})
 
 
 def beam_steps(last_step: BeamStep | None) -> list[BeamStep]:
-    """Return a step and all steps before it, the last one first."""
+    """Return a step and all previous ones, the last step first."""
     steps = []
     while last_step is not None:
         steps.append(last_step)

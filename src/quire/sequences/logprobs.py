@@ -1,4 +1,4 @@
-"""The log probabilities of one position."""
+"""Log probabilities of one position."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ class TokenLogprobs(NamedTuple):
     """Log probabilities at one position, from the raw distribution (before penalties and temperature).
 
     Args:
-        token_id: the chosen (or given, in a prompt) token.
-        logprob: its log probability.
-        rank: 1 for the likeliest token.
-        top_ids: the likeliest tokens, best first; may be empty. Typecode "i".
-        top_logprobs: their log probabilities. Typecode "d".
+        token_id: sampled token, or token of the prompt.
+        logprob: log probability of `token_id`.
+        rank: rank of `token_id`; 1 is the likeliest token.
+        top_ids: likeliest tokens, best first; may be empty. Typecode "i".
+        top_logprobs: log probabilities of `top_ids`. Typecode "d".
     """
 
     token_id: int

@@ -1,4 +1,4 @@
-"""Media of a prompt: which of its tokens they stand at, and what is computed there."""
+"""Media of a prompt: embeddings that replace those of a span of its tokens."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ class Media(NamedTuple):
     """One medium of a prompt.
 
     Args:
-        span: the tokens that stand for it; memory knows no more.
-        embeddings: what the data plane computes there in place of the tokens' own embeddings: a tensor
-            [span.num_tokens, E]. The control plane only carries it.
+        span: positions of its placeholder tokens, and its digest; the only part that memory uses.
+        embeddings: tensor [span.num_tokens, E] that replaces the tokens' own embeddings; opaque to the control plane.
     """
 
     span: MediaSpan

@@ -1,4 +1,4 @@
-"""What the values of sampling parameters may be; each check returns the value as it is kept."""
+"""Checks of sampling parameters; each returns the normalised value."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ def integer(name: str, value: object, low: int, high: int) -> int:
 
 
 def number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> float:
-    """Return a number within bounds as a float; with `open_low` the lower one is outside."""
+    """Return a number within bounds as a float; with `open_low`, the lower bound is excluded."""
     allowed = f"a number {'above' if open_low else 'from'} {low:g} {'and at most' if open_low else 'to'} {high:g}"
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidParameter(name, value, allowed)
-    # Compared before it becomes a float: a whole number may be too large for one; NaN compares as False.
+    # Compared before the conversion: an integer may be too large for a float. NaN compares as False.
     if not low <= value <= high or (open_low and value == low):
         raise InvalidParameter(name, value, allowed)
     return float(value)
 
 
 def token_ids(name: str, value: object, limit: int) -> tuple[int, ...]:
-    """Return token ids, at most `limit` of them; sets in order."""
+    """Return token ids, at most `limit` of them; a set is sorted."""
     allowed = f"a list of token ids (integers from 0), at most {limit}"
     if not isinstance(value, list | tuple | set | frozenset):
         raise InvalidParameter(name, value, allowed)
     if len(value) > limit:
         raise InvalidParameter(name, f"{len(value)} ids", allowed)
-    # Compiled loops first: most lists are right.
+    # Compiled loops first, since most lists are valid.
     if not {*map(type, value)} <= {int} or not 0 <= min(value, default=0) <= max(value, default=0) < 2**31:
         for token_id in value:
             if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < 2**31:
@@ -47,7 +47,7 @@ def token_ids(name: str, value: object, limit: int) -> tuple[int, ...]:
 
 
 def strings(name: str, value: object, limit: int = MAX_STRINGS) -> tuple[str, ...]:
-    """Return strings, at most `limit` of them; one string stands for itself."""
+    """Return strings, at most `limit` of them; a single string is a list of one."""
     allowed = f"a string or up to {limit} non-empty strings of at most {MAX_STRING_CHARS} characters"
     if value is None:
         return ()
@@ -61,7 +61,7 @@ def strings(name: str, value: object, limit: int = MAX_STRINGS) -> tuple[str, ..
 
 
 def logit_bias(value: object) -> Mapping[int, float] | None:
-    """Return a bias, or None where there is none."""
+    """Return a logit bias; None for an empty one."""
     allowed = f"a map of at most {MAX_LOGIT_BIAS} token ids to numbers from -100 to 100"
     if value is None:
         return None
@@ -76,23 +76,23 @@ def logit_bias(value: object) -> Mapping[int, float] | None:
 
 
 def processors(value: object) -> tuple[Callable[..., Any], ...]:
-    """Return functions."""
+    """Return logits processors."""
     if not isinstance(value, list | tuple) or not all(callable(processor) for processor in value):
         raise InvalidParameter("logits_processors", value, "a list of functions")
     return tuple(value)
 
 
 def strategy(value: Any) -> Strategy[Any] | None:
-    """Return an object with the methods of a strategy, or None."""
+    """Return a strategy, an object with its methods, or None."""
     if value is not None and not all(callable(getattr(value, name, None)) for name in ("num_draws", "advance")):
         raise InvalidParameter("strategy", value, "an object with the methods num_draws and advance, or None")
     return value  # type: ignore[no-any-return]
 
 
 def speculative(value: object, strategy: Strategy[Any] | None) -> bool | None:
-    """Return whether drafts are wanted, None for as the engine does; a strategy of the request's own gets none."""
+    """Return whether the request wants drafts, None for the engine's default; a custom strategy gets none."""
     if value is not None and not isinstance(value, bool):
         raise InvalidParameter("speculative", value, "true, false or None")
     if value and strategy is not None:
-        raise InvalidParameter("speculative", True, "false or None beside a strategy, which gets no drafts")
+        raise InvalidParameter("speculative", True, "false or None with a strategy, which gets no drafts")
     return value

@@ -1,4 +1,4 @@
-"""Sampling parameters and the one validator behind every door (Python, HTTP, command line)."""
+"""Sampling parameters and their validator, which Python, HTTP and the command line share."""
 
 from __future__ import annotations
 
@@ -25,62 +25,61 @@ from quire.sequences.structured import StructuredOutputs, structured_outputs
 MAX_N = 128
 MAX_LOGPROBS = 64
 MAX_STOP_IDS = 64
-# More than any vocabulary has; `check_for_model` knows how many there are.
+# Larger than any vocabulary; `check_for_model` checks against the real size.
 MAX_ALLOWED_IDS = 2**20
 MAX_BAD_WORDS = 1024
 MAX_SEED = 2**63 - 1
 MAX_BEAM_WIDTH = 128
 MAX_LENGTH_PENALTY = 10.0
-# Parameters that shape a random choice, and their neutral values. A model may recommend other values for samples.
+# Parameters of random sampling with their neutral values. A model may recommend other values.
 CHOICE_FIELDS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "top_n_sigma": 0.0}
 NO_CHOICE = {"temperature": 1.0, **CHOICE_FIELDS}
-# Logits are divided by it, and must stay finite in float32; as far below 1 as the largest one is above.
+# Logits are divided by it and must stay finite in float32; the bounds are reciprocal.
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 
 
 class RequestOutputKind(Enum):
-    """What each output of a stream holds, by vLLM's names."""
+    """Content of each output of a stream, with vLLM's names."""
 
-    CUMULATIVE = 0  # the whole output so far
-    DELTA = 1  # what is new since the output before it
-    FINAL_ONLY = 2  # the whole output, once, when the request has finished
+    CUMULATIVE = 0  # whole output so far
+    DELTA = 1  # new part since the previous output
+    FINAL_ONLY = 2  # whole output, once, when the request has finished
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of one request are chosen; names and defaults as vLLM users know them.
+    """Sampling parameters of one request, with vLLM's names and defaults.
 
-    Every instance that exists is valid: construction runs the validator. What depends on the model (vocabulary,
-    context length, `max_num_seqs`) is checked by `check_for_model` at the engine's door.
+    Every instance is valid: construction runs the validator. Limits that depend on the model (vocabulary, context
+    length, `max_num_seqs`) are checked by `check_for_model` when the engine gets the request.
 
     Args:
-        n: sequences to sample from one prompt; the prompt is computed once and forked.
-        best_of: sample so many sequences, and return the `n` whose tokens have the highest mean log probability, best
-            first; None samples `n`.
-        beam_width: search with so many beams, and return the `n` best outputs, best first; nothing is drawn then. None
-            samples.
-        length_penalty: of a beam search: scores are divided by the output's length to this power.
-        early_stopping: of a beam search: True ends it as soon as `beam_width` outputs have ended; False when none of
-            the beams, ending now, would be better than those; "never" when none could become better.
-        temperature: 0 is greedy; otherwise logits are divided by it.
+        n: number of sequences to sample from one prompt; the prompt is computed once and forked.
+        best_of: number of sequences to sample; the `n` with the highest mean log probability per token are returned,
+            best first. None samples `n`.
+        beam_width: number of beams of a beam search, which returns the `n` best outputs, best first. None samples.
+        length_penalty: scores of a beam search are divided by the output's length to this power.
+        early_stopping: end of a beam search: True ends it as soon as `beam_width` outputs have finished; False when no
+            running beam, ending now, would be better than those; "never" when no beam could become better.
+        temperature: divisor of the logits; 0 is greedy.
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
-        top_p: keep the smallest set of tokens whose probability reaches this; 1 keeps all.
-        min_p: drop tokens less likely than this share of the likeliest; 0 drops none.
-        typical_p: keep the tokens whose surprise is closest to the expected one, until their probability reaches this;
-            1 keeps all.
-        top_n_sigma: drop tokens whose logit is so many standard deviations below the greatest; 0 or
-            -1 drops none.
+        top_p: keep the smallest set of most likely tokens whose total probability reaches this; 1 keeps all.
+        min_p: drop tokens whose probability is below this fraction of the highest one; 0 drops none.
+        typical_p: keep the tokens whose surprise is closest to the expected one, until their total probability reaches
+            this; 1 keeps all.
+        top_n_sigma: drop tokens whose logit is more than this number of standard deviations below the highest; 0 or -1
+            drops none.
         repetition_penalty: divide (multiply, when negative) logits of tokens seen in prompt or output, from 0.01 to
             100; 1 is off.
         presence_penalty: subtract once from logits of tokens seen in the output; 0 is off.
         frequency_penalty: subtract per occurrence in the output; 0 is off.
-        dry_multiplier: how hard to penalise a token with which the output would repeat an earlier sequence of tokens
-            (DRY); 0 is off.
-        dry_base: by how much each further token of the repetition multiplies the penalty.
-        dry_allowed_length: repetitions of fewer tokens go free.
-        dry_penalty_last_n: look for repetitions in so many of the last tokens of prompt and output; -1 is all.
-        dry_sequence_breakers: strings across which nothing counts as repeated; of each, its last token is looked for.
-        bad_words: strings that may not come about in the output, at the beginning of a word or within one.
+        dry_multiplier: penalty of a token that would continue a repetition of an earlier sequence of tokens (DRY); 0
+            is off.
+        dry_base: factor of the penalty for each further token of the repetition.
+        dry_allowed_length: shorter repetitions are not penalised.
+        dry_penalty_last_n: number of last tokens of prompt and output that are searched for repetitions; -1 is all.
+        dry_sequence_breakers: strings that end a repetition; the last token of each is compared.
+        bad_words: strings that may not occur in the output, at the beginning of a word or within one.
         logit_bias: token id -> value added to its logit.
         allowed_token_ids: if given, only these tokens can be sampled.
         seed: makes the request's tokens a function of its own prompt and parameters alone.
@@ -88,26 +87,25 @@ class SamplingParams:
         stop_token_ids: token ids that end the output; the id is kept in `token_ids`, its text only with
             `include_stop_str_in_output`.
         ignore_eos: generate past the model's end-of-sequence tokens.
-        max_tokens: new tokens at most; None means up to the context length.
-        min_tokens: new tokens at least before an end-of-sequence or stop token may be sampled.
-        logprobs: log probabilities of this many likeliest tokens per position, and of the chosen one.
+        max_tokens: maximum number of new tokens; None means up to the context length.
+        min_tokens: minimum number of new tokens before an end-of-sequence or stop token may be sampled.
+        logprobs: number of likeliest tokens whose log probabilities are returned per position, with the chosen token's.
         prompt_logprobs: the same for the prompt's tokens.
         detokenize: False returns token ids only.
         skip_special_tokens: leave special tokens out of the text.
-        kept_special_ids: special tokens that stay in the text all the same.
-        structured_outputs: what the output must look like: `StructuredOutputs`, or a mapping of its fields.
+        kept_special_ids: special tokens that stay in the text nevertheless.
+        structured_outputs: required form of the output: `StructuredOutputs`, or a mapping of its fields.
         logits_processors: functions (prompt token ids, output token ids, logits [V]) -> logits [V], called in order
-            for each token, from Python only; they run in the engine's own thread, which waits for them. One that raises
-            ends its own request.
-        speculative: False verifies no drafts for this request; True refuses it where the engine guesses none.
-        strategy: what to do with the tokens of each step, from Python only; None samples.
-        output_kind: what the outputs of `AsyncLLM.generate` and `LLM.stream` hold, from Python only. The default,
+            for each token, from Python only; they block the engine's thread. One that raises ends its own request.
+        speculative: False verifies no drafts for this request; True refuses it where the engine makes none.
+        strategy: custom decoding strategy, from Python only; None samples.
+        output_kind: content of the outputs of `AsyncLLM.generate` and `LLM.stream`, from Python only. The default,
             `DELTA`, costs the same at every token; `CUMULATIVE`, vLLM's default, copies the whole output each time.
-            `LLM.generate` returns whole outputs whatever it is.
+            `LLM.generate` always returns whole outputs.
 
     Raises:
-        InvalidParameter: naming the field, the value and what is allowed.
-        UnknownParameter: there is no such field; the message says what to use in place of well-known ones.
+        InvalidParameter: a value is not allowed; the message names the field, the value and what is allowed.
+        UnknownParameter: no such field; for well-known names the message says what to use instead.
     """
 
     n: int = 1
@@ -153,7 +151,7 @@ class SamplingParams:
     needs_history: bool = field(init=False, default=False, repr=False)
 
     def __new__(cls, *_: Any, **given: Any) -> SamplingParams:
-        """Refuse unknown fields with a typed error, where the generated `__init__` has a bare `TypeError`."""
+        """Refuse unknown fields with a typed error; the generated `__init__` would raise a bare `TypeError`."""
         for name in given:
             if name not in _FIELD_NAMES:
                 raise UnknownParameter(
@@ -225,7 +223,7 @@ class SamplingParams:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that run side by side: samples or beams."""
+        """Number of sequences that run at once: samples or beams."""
         return self.beam_width or self.best_of or self.n
 
     @property
@@ -235,7 +233,7 @@ class SamplingParams:
 
     @property
     def measures_tokens(self) -> bool:
-        """True when the log probability of each chosen token is wanted."""
+        """True when the log probability of each chosen token is needed."""
         return self.logprobs is not None or self.is_ranked
 
     @property
@@ -244,14 +242,14 @@ class SamplingParams:
         return self.temperature == 0.0
 
     def check_for_model(self, *, vocab_size: int, max_num_seqs: int) -> None:
-        """Check what only the engine knows.
+        """Check the limits of the model and the engine.
 
         Args:
-            vocab_size: token ids must lie in [0, vocab_size).
-            max_num_seqs: sequences that can run at once; `n`, `best_of` and `beam_width` must fit.
+            vocab_size: size of the vocabulary; token ids must lie in [0, vocab_size).
+            max_num_seqs: maximum number of running sequences; limit of `n`, `best_of` and `beam_width`.
 
         Raises:
-            InvalidParameter: naming the field.
+            InvalidParameter: a value exceeds a limit; the message names the field.
         """
         if self.num_sequences > max_num_seqs:
             name = "beam_width" if self.beam_width else "best_of" if self.best_of else "n"
@@ -286,13 +284,13 @@ def _check_kind(kind: object) -> None:
 
 
 def _check_beams(params: SamplingParams) -> float:
-    """Check the parameters of a beam search, and those beside it that it would ignore, since it draws nothing.
+    """Check the parameters of a beam search, and refuse sampling parameters that it would ignore.
 
     Args:
-        params: parameters of which all others are checked.
+        params: parameters; all others are checked already.
 
     Returns:
-        The length penalty, as a float.
+        The length penalty as a float.
     """
     length_penalty = number("length_penalty", params.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
     if params.early_stopping != "never" and not isinstance(params.early_stopping, bool):
@@ -307,16 +305,16 @@ def _check_beams(params: SamplingParams) -> float:
         return length_penalty
     integer("beam_width", params.beam_width, 2, MAX_BEAM_WIDTH)
     if params.best_of is not None:
-        raise InvalidParameter("best_of", params.best_of, "absent beside beam_width, which says how many to compare")
+        raise InvalidParameter("best_of", params.best_of, "absent with beam_width, which sets the number of beams")
     if params.strategy is not None:
-        raise InvalidParameter("strategy", params.strategy, "absent beside beam_width: beam search is a strategy")
+        raise InvalidParameter("strategy", params.strategy, "absent with beam_width: beam search is a strategy")
     if params.speculative:
-        raise InvalidParameter("speculative", True, "false or absent beside beam_width: beams have no drafts")
+        raise InvalidParameter("speculative", True, "false or absent with beam_width: beams have no drafts")
     if params.n > params.beam_width:
         raise InvalidParameter("n", params.n, f"at most beam_width ({params.beam_width})")
     if params.temperature not in (0.0, 1.0):
-        raise InvalidParameter("temperature", params.temperature, "0 or 1 beside beam_width: nothing is drawn")
+        raise InvalidParameter("temperature", params.temperature, "0 or 1 with beam_width: nothing is drawn")
     for name, default in CHOICE_FIELDS.items():
         if getattr(params, name) != default:
-            raise InvalidParameter(name, getattr(params, name), f"{default:g} beside beam_width: nothing is drawn")
+            raise InvalidParameter(name, getattr(params, name), f"{default:g} with beam_width: nothing is drawn")
     return length_penalty

@@ -1,4 +1,4 @@
-"""A request, and the sequences that it owns: one token stream for each sample or beam."""
+"""Requests and their sequences: one token stream for each sample or beam."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ class Sequence:
     ```
 
     Args:
-        seq_id: unique in the engine.
-        request: its owner.
-        sample_idx: which of the request's samples it is.
+        seq_id: id, unique in the engine.
+        request: request that owns the sequence.
+        sample_idx: index among the request's sequences.
         tokens: prompt and output; owned here, referenced by `chain`.
-        chain: the identities of its blocks.
-        strategy: how its request is decoded.
+        chain: token chain, which identifies its blocks.
+        key: sort key in every queue.
+        strategy: decoding strategy of the request.
         default_edit: edit that the strategy always returns for a single token that does not end the sequence; None
             where the strategy must be called for each token.
 
     Attributes:
-        num_computed: tokens whose KV is stored.
-        draft: tokens that may come next, which the step that is planned verifies.
-        num_drafted, num_accepted: drafts that were verified so far, and those of them that were right.
+        num_computed: number of tokens whose KV is stored.
+        draft: drafts that the planned step verifies.
+        num_drafted, num_accepted: numbers of verified and of accepted drafts so far.
         is_open: True when the data plane knows the sequence.
-        is_staged: True once what is on disk of its prompt was brought up, or found not to be worth that.
-        staged: places in its chain of the blocks that were.
-        num_prompt: tokens of the prompt.
-        max_tokens: number of tokens, prompt included, with which it ends.
+        is_staged: True once the prompt's blocks on disk were loaded, or loading them was rejected as too slow.
+        staged: positions in the chain of the blocks that were loaded.
+        num_prompt: number of prompt tokens.
+        max_tokens: number of tokens, prompt included, at which the sequence ends.
         end_ids: tokens that end it once it has `min_tokens` of output; see `Request.end_ids`.
-        key: its place in every queue: the smaller, the earlier.
     """
 
     __slots__ = (
@@ -104,7 +104,7 @@ class Sequence:
 
     @property
     def num_output(self) -> int:
-        """Tokens generated so far."""
+        """Number of tokens generated so far."""
         return len(self.tokens) - self.num_prompt
 
     @property
@@ -114,17 +114,17 @@ class Sequence:
 
     @property
     def num_pending(self) -> int:
-        """Tokens still to run through the model before the next one can be sampled."""
+        """Number of tokens to compute before the next one can be sampled."""
         return len(self.tokens) - self.num_computed
 
     @property
     def is_beam(self) -> bool:
-        """True for one of the beams of a search, which advance, lose their memory and come back together."""
+        """True for a beam of a search; the beams of a search are scheduled, preempted and resumed together."""
         return self.request.search is not None and len(self.tokens) > self.num_prompt
 
     @property
     def is_finished(self) -> bool:
-        """True when no more tokens will come."""
+        """True once the sequence has ended."""
         return self.status is SequenceStatus.FINISHED
 
     def move_to(self, status: SequenceStatus) -> None:
@@ -140,32 +140,33 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One prompt and how to continue it.
+    """A prompt with its parameters and sequences.
 
     Args:
-        request_id: the caller's name for it.
-        prompt_token_ids: never empty.
+        request_id: id given by the caller.
+        prompt_token_ids: tokens of the prompt; never empty.
         params: valid sampling parameters.
-        max_total_tokens: prompt and output together at most: the context length or `max_tokens`, whichever ends first.
+        max_total_tokens: maximum number of tokens of prompt and output, from the context length and `max_tokens`.
         end_token_ids: tokens that end a sequence: the model's own, unless `ignore_eos`.
-        arrival: rises with each request; the order of first come first served.
-        priority: lower runs first under the priority policy.
-        flow: names the requests that it is one of, such as those of a tenant: they take turns with others.
-        namespace: where its blocks may be shared.
-        media: what some of the prompt's tokens stand for, in the order of their places.
-        retain_cache: have the blocks that it leaves behind evicted last.
+        arrival: number that increases with each request; the order under the policy "fcfs".
+        priority: priority level; lower values run first under the policy "priority".
+        flow: name of a group of requests, such as those of a tenant, that alternate with other requests.
+        namespace: namespace in which its blocks may be shared.
+        media: media of the prompt, in the order of their positions.
+        retain_cache: True to evict its published blocks after others.
         bad_words: token sequences that its outputs may not contain.
-        dry_breakers: tokens across which nothing counts as repeated.
-        grammar: what its `structured_outputs` compiled to; held so that the data plane finds it.
-        seed: seed of its draws.
-        sequences: the prompt's sequence first; after the fork one for each sample. Of a beam search by place, those
-            that were given up among them.
-        search: how far a beam search is; None for samples.
-        num_known_prompt_logprobs: prompt positions whose log probabilities came back already.
-        account: where the KV of the prompt came from at the first admission, and why the rest was computed, as far as
-            the client may know; None before it.
-        hit_end: why no more of the prompt was found; None before.
+        dry_breakers: tokens that end a repetition for the DRY penalty.
+        grammar: compiled grammar of `structured_outputs`; kept alive for the data plane.
+        seed: seed of its random draws.
+        sequences: the prompt's sequence; after the fork, one per sample. For a beam search indexed by `sample_idx`,
+            dropped beams included.
+        search: state of a beam search; None for samples.
+        num_known_prompt_logprobs: number of prompt positions whose log probabilities are known.
+        account: sources of the prompt's KV at the first admission, and the reasons why the rest was computed, as far
+            as the client may know; None before it.
+        hit_end: reason why the prefix hit ended; None before the first admission.
         differs_at: see `PrefixHit.differs_at`.
+        num_preemptions: number of times that one of its sequences was preempted.
         order_key: position in the scheduler's order; requests with smaller keys come first.
     """
 
@@ -195,28 +196,28 @@ class Request:
 
     @property
     def num_prompt(self) -> int:
-        """Tokens of the prompt."""
+        """Number of prompt tokens."""
         return len(self.prompt_token_ids)
 
     @property
     def num_cached_tokens(self) -> int | None:
-        """Tokens of the prompt that were found in the prefix cache at the first admission; None before it."""
+        """Number of prompt tokens found in the prefix cache at the first admission; None before it."""
         return None if self.account is None else sum(self.account.sources) - self.account.sources.computed
 
     @property
     def num_disk_tokens(self) -> int:
-        """Of the cached tokens, those for which blocks were loaded from disk."""
+        """Number of the cached tokens whose blocks were loaded from disk."""
         return 0 if self.account is None else self.account.sources.disk
 
     def record_hit(self, hit: PrefixHit, account: TokenAccount) -> None:
-        """Note the prefix hit on which the prompt was opened."""
+        """Record the prefix hit of the first admission."""
         self.account = account
         self.hit_end = hit.end
         self.differs_at = hit.differs_at
 
     @property
     def unfinished(self) -> list[Sequence]:
-        """The sequences that wait, run or are swapped out."""
+        """Waiting, running and swapped sequences."""
         return [sequence for sequence in self.sequences if not sequence.is_finished]
 
     @property
@@ -226,12 +227,12 @@ class Request:
 
     @property
     def is_finished(self) -> bool:
-        """True when no sequence runs or waits; without one, no further sample can fork."""
+        """True when all sequences have ended; no further sample can be forked then."""
         return bool(self.sequences) and all(sequence.is_finished for sequence in self.sequences)
 
     @property
     def end_ids(self) -> frozenset[int]:
-        """Tokens that end a sequence, the request's own among them, once it has `min_tokens` of output."""
+        """Tokens that end a sequence with `min_tokens` of output; includes the request's own stop tokens."""
         return self.end_token_ids.union(self.params.stop_token_ids)
 
     @property
@@ -243,10 +244,10 @@ class Request:
 
     @property
     def hit_limit(self) -> int | None:
-        """Prompt tokens that a prefix hit may cover, None for all.
+        """Number of prompt tokens that a prefix hit may cover, None for all.
 
-        A hit has no logits, so while prompt log probabilities are missing it may cover only positions whose
-        successor is known already.
+        A hit gives no logits. While prompt log probabilities are missing, it may cover only positions for which those
+        of the next token are known.
         """
         if self.params.prompt_logprobs is None or self.num_known_prompt_logprobs >= self.num_prompt - 1:
             return None

@@ -1,4 +1,4 @@
-"""The states of a sequence, and the reasons for its end."""
+"""States of a sequence, and finish reasons."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class SequenceStatus(Enum):
-    """Where a sequence is. It moves as `TRANSITIONS` allow (S5)."""
+    """State of a sequence; it changes only as `TRANSITIONS` allow (S5)."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -29,5 +29,5 @@ class FinishReason(Enum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
-    # Of a beam that was given up: no client sees it.
+    # Reason of a dropped beam, which no client sees.
     DROPPED = "dropped"

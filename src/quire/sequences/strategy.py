@@ -9,23 +9,23 @@ from quire.sequences.status import FinishReason
 
 
 class Fork(NamedTuple):
-    """Open sample `sample_idx` as a copy of sample `parent_idx`."""
+    """Create sample `sample_idx` as a copy of sample `parent_idx`."""
 
     sample_idx: int
     parent_idx: int
 
 
 class Append(NamedTuple):
-    """Add draw number `draw_idx` of the step to sample `sample_idx`."""
+    """Append the step's token with index `draw_idx` to sample `sample_idx`."""
 
     sample_idx: int
     draw_idx: int
 
 
 class Truncate(NamedTuple):
-    """Of what a step computed for sample `sample_idx`, drafts included, keep what is of its first `num_tokens` tokens.
+    """Keep the computed KV of the first `num_tokens` tokens of sample `sample_idx`; roll back that of other drafts.
 
-    It follows the appends of a run whose drafts were verified, and comes once for each such run.
+    It follows the appends of a run whose drafts were verified, once for each such run.
     """
 
     sample_idx: int
@@ -33,7 +33,7 @@ class Truncate(NamedTuple):
 
 
 class Drop(NamedTuple):
-    """Give beam `sample_idx` up: it ends and leaves nothing, and another may take its place."""
+    """End beam `sample_idx` without an output; another beam may replace it."""
 
     sample_idx: int
 
@@ -47,35 +47,35 @@ class Finish(NamedTuple):
 
 
 class Fail(NamedTuple):
-    """End the request with an error; no edit comes after it."""
+    """End the request with an error; it is the last edit."""
 
     error: str
 
 
 Edit = Fork | Append | Truncate | Finish | Fail
-# Of a search, all of whose beams are advanced together.
+# Edits of a beam search, whose beams advance together.
 BeamEdit = Fork | Append | Drop | Finish
 
 
-# A `Sequence` names its strategy, and `SamplingParams` may carry one, so the interface names neither.
+# A type variable avoids an import cycle: `Sequence` and `SamplingParams` refer to their strategy.
 SequenceT_contra = TypeVar("SequenceT_contra", contravariant=True)
 
 
 class Strategy(Protocol[SequenceT_contra]):
-    """How a request is decoded; stateless, all state is in the request."""
+    """Decoding strategy of a request; stateless, since all state is in the request."""
 
     def num_draws(self, sequence: SequenceT_contra) -> int:
-        """Return how many tokens to draw from the logits of the sequence's last token, when these are its prompt's."""
+        """Return the number of tokens to draw from the last logits of the prompt."""
         ...
 
     def advance(self, sequence: SequenceT_contra, token_ids: Sequence[int]) -> Iterable[Edit]:
-        """Return what to do with the tokens that a step gave for a sequence.
+        """Return the edits for the tokens that a step gave for a sequence.
 
-        Each edit is made before the next is taken.
+        Each edit is applied before the next is taken from the iterable.
 
         Args:
-            sequence: whose step it was, as it is before them.
-            token_ids: behind a prompt, the `num_draws` tokens; else a run of tokens that follow each other: the drafts
-                that were accepted, the token drawn behind them, and what is certain to follow that.
+            sequence: sequence before the tokens are appended.
+            token_ids: the `num_draws` tokens of a prompt; otherwise consecutive tokens: the accepted drafts, the token
+                drawn after them, and tokens that the grammar forces after that one.
         """
         ...

@@ -1,4 +1,4 @@
-"""What an output must look like: a JSON schema, a regular expression, some choices, a grammar."""
+"""Structured outputs: constraints by a JSON schema, a regular expression, choices or a grammar."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
 
 class GrammarSource(NamedTuple):
-    """A grammar as it was written; what it is known by.
+    """Source of a grammar, which identifies it.
 
     Args:
         kind: "json" (a schema), "regex", "choice" (a JSON list of strings) or "grammar" (Lark).
-        text: the grammar itself.
-        has_whitespace: whether JSON may have whitespace between its parts.
+        text: text of the grammar.
+        has_whitespace: True where JSON may have whitespace between its parts.
     """
 
     kind: str
@@ -30,19 +30,19 @@ class GrammarSource(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
-    """What an output must look like. Exactly one of the first five is given.
+    """Constraint of an output's form. Exactly one of the first five fields is given.
 
     Args:
-        json: a JSON schema, as text or as a mapping; kept as text.
-        json_object: any JSON object.
-        regex: a regular expression that matches the whole output, as Rust's `regex` reads it: nothing that looks around
-            or back.
-        choice: the output is one of these.
-        grammar: a grammar in the dialect of Lark that `llguidance` reads, whose rule `start` gives the output.
+        json: JSON schema, as text or as a mapping; stored as text.
+        json_object: True for any JSON object.
+        regex: regular expression that matches the whole output, in the syntax of Rust's `regex`: without lookaround and
+            backreferences.
+        choice: allowed outputs.
+        grammar: grammar in the Lark dialect of `llguidance`; its rule `start` matches the output.
         disable_any_whitespace: no whitespace between the parts of JSON; else one space, or a new line with indentation.
 
     Raises:
-        InvalidParameter: naming the field, the value and what is allowed.
+        InvalidParameter: a value is not allowed; the message names the field, the value and what is allowed.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -72,7 +72,7 @@ class StructuredOutputs:
 
     @property
     def source(self) -> GrammarSource:
-        """The grammar."""
+        """Source of the grammar."""
         if self.json_object:
             return GrammarSource("json", '{"type": "object"}', not self.disable_any_whitespace)
         if self.json is not None:
@@ -86,16 +86,16 @@ class StructuredOutputs:
 
     @property
     def field(self) -> str:
-        """The field that is given, as errors name it."""
+        """Name of the given field in error messages."""
         kind = next(name for name in KINDS if getattr(self, name) not in (None, False))
         return f"structured_outputs.{kind}"
 
 
 def structured_outputs(value: object) -> StructuredOutputs | None:
-    """Return what an output must look like; a mapping stands for the fields.
+    """Return structured outputs from an instance or from a mapping of its fields.
 
     Raises:
-        InvalidParameter: anything else, or a field that is not allowed.
+        InvalidParameter: the value is neither of them, or a field is not allowed.
     """
     if value is None or isinstance(value, StructuredOutputs):
         return value
@@ -109,7 +109,7 @@ def structured_outputs(value: object) -> StructuredOutputs | None:
 
 
 def _schema(value: object) -> str:
-    """Return a JSON schema as text; properties keep their order, which is that of the output."""
+    """Return a JSON schema as text; the order of its properties is kept, since the output follows it."""
     allowed = f"a JSON schema (an object, or its text) of at most {MAX_GRAMMAR_CHARS} characters"
     name = "structured_outputs.json"
     if isinstance(value, str):
@@ -153,7 +153,7 @@ def _check_text(name: str, value: object) -> None:
 
 
 def _is_unicode(text: str) -> bool:
-    """Say whether a text has no lone surrogates."""
+    """Return whether a text has no lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:

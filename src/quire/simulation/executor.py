@@ -1,8 +1,8 @@
-"""A data plane made of plain dictionaries: it obeys plans as the real one does, and checks what it reads.
+"""A simulated data plane of plain dictionaries, which executes plans and checks every read of the KV cache.
 
-Every slot remembers which token was written at which position. The next token is a function of what is read back
-through the block table, so a block that was shared, copied, merged, evicted or reused wrongly gives other tokens, and
-is caught at the moment it is read.
+Every slot stores the token and the position that were written to it. The next token is a function of the tokens read
+through the block table. So a block that was shared, copied, merged, evicted or reused wrongly gives other tokens, and
+is detected when it is read.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from quire.memory.results import BlockCopy, MemoryOps, Tier
 from quire.memory.specs import FullAttention, KVCacheSpec
 from quire.scheduling.plan import BeamGroup, Candidate, ItemResult, NewSequence, ScheduledSequence, StepPlan, StepResult
 
-# A token id, or what stands for media: a token id, their digest and the row of them.
+# A token id; or, for a placeholder of media, the token id, the digest of the media and the row of their embeddings.
 Token = int | tuple[int, bytes, int]
 
 
 class _OpenSequence:
-    """What the data plane keeps of a sequence between plans."""
+    """State of an open sequence between plans."""
 
     __slots__ = ("_rows", "new_sequence", "tables", "tokens")
 
@@ -31,32 +31,34 @@ class _OpenSequence:
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]
         spans = [media.span for media in new_sequence.media]
         self._rows = {
-            place: (span.digest, place - span.start) for span in spans for place in range(span.start, span.end)
+            position: (span.digest, position - span.start) for span in spans for position in range(span.start, span.end)
         }
         self.tokens: list[Token] = []
         self.write(0, new_sequence.token_ids)
 
     def write(self, start: int, token_ids: Sequence[int]) -> None:
-        """Set the tokens from a position on; one that stands for media is known by the row of them too."""
+        """Set the tokens from a position on; placeholders of media are stored with digest and row."""
         rows = self._rows
         if rows:
-            places = enumerate(token_ids, start)
-            self.tokens[start:] = [(token, *rows[place]) if place in rows else token for place, token in places]
+            numbered = enumerate(token_ids, start)
+            self.tokens[start:] = [
+                (token, *rows[position]) if position in rows else token for position, token in numbered
+            ]
         else:
             self.tokens[start:] = token_ids
 
 
 class SimulatedExecutor:
-    """Executes plans over slots that hold `(position, token)`, and of media which they are.
+    """Executor of plans over slots that hold `(position, token)`.
 
     Args:
-        block_size: tokens of a block.
-        vocab_size: tokens are drawn from `[0, vocab_size)`.
-        specs: of the cache groups, which say what a query reads; one of full attention unless given.
+        block_size: tokens per block.
+        vocab_size: size of the vocabulary; tokens are drawn from `[0, vocab_size)`.
+        specs: specs of the cache groups, which determine what a query reads; default: one group of full attention.
 
     Raises:
-        InvariantViolation: M3, a plan writes to a slot through two tables at once; M5, a table does not read back as
-            its sequence; S1, a plan opens a sequence that is open, or names one that is not.
+        InvariantViolation: M3, a plan writes to a slot through two tables; M5, a table does not read back as its
+            sequence; S1, a plan opens a sequence that is open, or schedules one that is not.
     """
 
     def __init__(self, block_size: int, vocab_size: int, specs: Sequence[KVCacheSpec] = ()) -> None:
@@ -64,20 +66,20 @@ class SimulatedExecutor:
         self.vocab_size = vocab_size
         self.specs = tuple(specs) or (FullAttention(block_size=block_size),)
         self.num_computed_tokens = 0
-        # By group and slot, for each tier.
+        # Slots of each tier, by group and slot.
         self._tiers: dict[Tier, dict[tuple[int, int], tuple[int, Token]]] = {tier: {} for tier in Tier}
         self._slots = self._tiers[Tier.DEVICE]
-        # By tier, group and block.
+        # Recurrent states, by tier, group and block.
         self._states: dict[tuple[Tier, int, int], tuple[Token, ...]] = {}
         self._open: dict[int, _OpenSequence] = {}
 
     @property
     def num_open(self) -> int:
-        """Sequences that are known: opened and not closed."""
+        """Number of open sequences."""
         return len(self._open)
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Perform the copies, write the step's tokens, read each sequence back and draw."""
+        """Copy blocks, write the step's tokens, read each sequence back, and draw tokens."""
         for seq_id in plan.finished_ids:
             del self._open[seq_id]
         for copy in plan.ops.copies:
@@ -92,22 +94,22 @@ class SimulatedExecutor:
         return StepResult(plan.tick, tuple(map(self._draw, drawing)), found)
 
     def predict_next(self, seq_id: int, token_ids: Sequence[int]) -> int | None:
-        """Return the token that comes after what a sequence has computed and these; None where it is not open."""
+        """Return the next token after a sequence's computed tokens and these; None where it is not open."""
         sequence = self._open.get(seq_id)
         if sequence is None:
             return None
         return self._next_token(sequence.new_sequence, [*sequence.tokens, *token_ids], 0)
 
     def measure_copies(self) -> None:
-        """Return None: time has no meaning here."""
+        """Do nothing: a simulation has no times."""
 
     def move(self, ops: MemoryOps) -> None:
-        """Perform movements without a step."""
+        """Copy blocks without a step."""
         for copy in ops.copies:
             self._copy_block(copy)
 
     def close(self) -> None:
-        """Forget everything."""
+        """Delete all state."""
         for slots in self._tiers.values():
             slots.clear()
         self._states.clear()
@@ -128,7 +130,7 @@ class SimulatedExecutor:
                 target[slot] = content
 
     def _write(self, item: ScheduledSequence, written: dict[tuple[int, int], int]) -> ScheduledSequence:
-        """Bring the item's table up to date and store its tokens; return the item with all of its drafts."""
+        """Update the item's tables and write its tokens; return the item with all of its drafts."""
         if (item.new_sequence is None) != (item.seq_id in self._open):
             raise InvariantViolation("S1", f"sequence {item.seq_id} is opened twice, or was never opened")
         if item.new_sequence is not None:
@@ -150,7 +152,7 @@ class SimulatedExecutor:
         return item
 
     def _fill_drafts(self, item: ScheduledSequence) -> ScheduledSequence:
-        """Put guesses in place of drafts that are left to the data plane: two right ones, and one that may be wrong."""
+        """Return the item with drafts in place of `UNKNOWN`; a draft is wrong where the context length is 3 k."""
         if UNKNOWN not in item.token_ids:
             return item
         sequence = self._open[item.seq_id]
@@ -168,15 +170,15 @@ class SimulatedExecutor:
     def _advance_state(
         self, item: ScheduledSequence, group_idx: int, block_id: int, written: dict[tuple[int, int], int]
     ) -> None:
-        """Read a state, which must sum up exactly what is before the item's tokens, and write the one after them."""
-        place, tokens = (Tier.DEVICE, group_idx, block_id), self._open[item.seq_id].tokens
+        """Read the recurrent state, which must cover exactly the tokens before the item's, and write the next one."""
+        key, tokens = (Tier.DEVICE, group_idx, block_id), self._open[item.seq_id].tokens
         self._claim((group_idx, block_id), item.seq_id, written)
         if block_id == NULL_BLOCK:
             raise InvariantViolation("M3", "the null block is never read or written")
-        found = self._states.get(place, ()) if item.start else ()
+        found = self._states.get(key, ()) if item.start else ()
         if found != tuple(tokens[: item.start]):
             raise InvariantViolation("M5", f"sequence {item.seq_id} finds a state of {len(found)} other tokens")
-        self._states[place] = tuple(tokens[: item.start + len(item.token_ids)])
+        self._states[key] = tuple(tokens[: item.start + len(item.token_ids)])
 
     def _slot(self, table: list[int], position: int) -> int:
         block_id = table[position // self.block_size]
@@ -185,27 +187,27 @@ class SimulatedExecutor:
         return block_id * self.block_size + position % self.block_size
 
     def _read(self, item: ScheduledSequence) -> None:
-        """Read through the tables all that the item's queries read."""
+        """Read all slots that the item's queries read, through the block tables."""
         sequence = self._open[item.seq_id]
         end = item.start + len(item.token_ids)
         for group_idx, (spec, table) in enumerate(zip(self.specs, sequence.tables, strict=True)):
             if spec.is_recurrent:
                 continue
-            # What the first query reads and what lies behind it is all that the later ones read.
+            # Later queries read no slots before those of the first query.
             for position in range(spec.first_live_token(item.start), end):
                 content = self._slots.get((group_idx, self._slot(table, position)))
                 if content != (position, sequence.tokens[position]):
                     raise InvariantViolation("M5", f"sequence {item.seq_id} reads {content} at position {position}")
 
     def _draw(self, item: ScheduledSequence) -> ItemResult:
-        """Draw tokens that depend on the whole context: a token for each sample, or a run over the drafts."""
+        """Return tokens that depend on the whole context: one for each sample, or a run over the drafts."""
         sequence = self._open[item.seq_id]
         end = item.start + len(item.token_ids)
         if item.num_draft:
             run: list[int] = []
-            for place in range(end - item.num_draft, end + 1):
-                run.append(self._next_token(sequence.new_sequence, sequence.tokens[:place], 0))
-                if place < end and item.token_ids[place - item.start] != run[-1]:
+            for position in range(end - item.num_draft, end + 1):
+                run.append(self._next_token(sequence.new_sequence, sequence.tokens[:position], 0))
+                if position < end and item.token_ids[position - item.start] != run[-1]:
                     break
             return ItemResult(item.seq_id, tuple(run), draft=tuple(item.token_ids[-item.num_draft :]))
         context = sequence.tokens[:end]
@@ -214,7 +216,7 @@ class SimulatedExecutor:
         )
 
     def _next_token(self, new_sequence: NewSequence, context: list[Token], draw_idx: int) -> int:
-        """Return a token that is a function of seed, sample and context, and not a suppressed one."""
+        """Return a token that is a function of seed, sample and context; suppressed tokens are excluded."""
         allowed = self._allowed_ids(new_sequence, len(context))
         return allowed[_number(new_sequence.seed, new_sequence.sample_idx + draw_idx, context) % len(allowed)]
 
@@ -225,7 +227,7 @@ class SimulatedExecutor:
         return [token_id for token_id in range(self.vocab_size) if token_id not in banned]
 
     def _find_candidates(self, group: BeamGroup) -> tuple[Candidate, ...]:
-        """Return the best continuations of beams, by log probabilities that depend on the whole context."""
+        """Return the best candidates of a beam group, by log probabilities that depend on the whole context."""
         found = []
         for parent_idx, (seq_id, score) in enumerate(zip(group.seq_ids, group.scores, strict=True)):
             new_sequence, context = self._open[seq_id].new_sequence, self._open[seq_id].tokens
@@ -238,34 +240,34 @@ class SimulatedExecutor:
 
 
 def log_probabilities(seed: int, context: Sequence[Token], vocab_size: int) -> list[float]:
-    """Return what each token behind a context is worth to a beam: a function of both, from -8 to 0."""
+    """Return a log probability from -8 to 0 for each token after a context, as a function of seed and context."""
     number = _number(seed, 0, context)
-    # Multiples of an odd number, modulo a power of two, are spread over all that there is.
+    # Odd multiples, modulo a power of two, are spread over the whole range.
     return [-8.0 * (number * (2 * token_id + 1) % 2**64) / 2**64 for token_id in range(vocab_size)]
 
 
-def _number(seed: int, which: int, context: Sequence[Token]) -> int:
-    """Return 64 bits that are a function of a seed, a number and a context."""
-    return int.from_bytes(blake2b(repr((seed, which, list(context))).encode(), digest_size=8).digest(), "little")
+def _number(seed: int, index: int, context: Sequence[Token]) -> int:
+    """Return a 64-bit hash of a seed, an index and a context."""
+    return int.from_bytes(blake2b(repr((seed, index, list(context))).encode(), digest_size=8).digest(), "little")
 
 
 class CountingExecutor:
-    """Draws a fixed token for every item and does nothing else: for measuring the control plane alone.
+    """Executor that returns a fixed token for every item, for measuring the control plane alone.
 
     Args:
-        token_id: the token that every item draws.
+        token_id: token that every item draws.
     """
 
     def __init__(self, token_id: int = 1) -> None:
         self.token_id = token_id
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Draw."""
+        """Return the fixed token for each draw."""
         token = (self.token_id,)
         return StepResult(plan.tick, tuple(ItemResult(item.seq_id, token * item.num_samples) for item in plan.items))
 
     def measure_copies(self) -> None:
-        """Return None: there is nothing to copy."""
+        """Do nothing: no blocks are stored."""
 
     def move(self, ops: MemoryOps) -> None:
         """Do nothing."""
