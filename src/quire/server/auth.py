@@ -1,4 +1,4 @@
-"""The door: every request gets an id, and none gets in without the key."""
+"""Authentication: every request gets an id, and needs the key where there is one."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.server.errors import ENDINGS, IS_OPERATOR, REQUEST_ID, ApiError, error_response
 
 OPEN_PATH = "/health"
-# A name or an address, or an IPv6 address in brackets; and a port.
+# A name or an address, or an IPv6 address in brackets; with an optional port.
 HOST = re.compile(r"(?:\[(?P<address>[^\[\]]*:[^\[\]]*)\]|(?P<name>[^\[\]:]*))(?::[0-9]*)?")
 
 
 class Guard:
-    """Stands before the whole application; ASGI middleware.
+    """ASGI middleware that authenticates every request of the application.
 
     Args:
-        app: what it guards.
-        api_key: what clients must show, as a bearer token or as the password of basic authentication (which is what a
-            browser can show for the page). None lets everyone in who asks for this machine by its own name.
-        operator_key: what operators show in its place; None where there are none apart from clients.
+        app: application after the guard.
+        api_key: key of the clients, as a bearer token or as the password of basic authentication (which a browser can
+            send for the page). None admits every request whose host is a local name or an address.
+        operator_key: key of the operators; None where clients may use the routes of operation.
     """
 
     def __init__(self, app: ASGIApp, *, api_key: str | None, operator_key: str | None = None) -> None:
@@ -60,7 +60,7 @@ class Guard:
             await handler(scope, receive, send_with_id)
         except ENDINGS:
             raise
-        except BaseException as error:  # a panic of a library in Rust is no Exception
+        except BaseException as error:  # a panic of a Rust library is not an Exception
             # An answer that has begun stays incomplete, which ends the connection.
             answer = error_response(error, request_id)
             if not has_begun:
@@ -71,7 +71,7 @@ class Guard:
             host = headers.get("host", "")
             if is_own_name(host):
                 return None
-            # A page whose name was pointed at this machine would otherwise pass for one of ours.
+            # DNS rebinding: a page of another site whose name resolves to this machine would count as the server's.
             why = f"without an API key the host must be localhost or an address, got {host[:100]!r}"
             return ApiError(403, why, code="host_not_allowed")
         return None if hmac.compare_digest(shown, self._api_key) else no_key("API")
@@ -81,11 +81,11 @@ def check_operator(request: Request, *, has_operators: bool) -> None:
     """Check that a request to a route of operation may be answered.
 
     Args:
-        request: the guard has let it in.
-        has_operators: there is a key for them; without one, clients may do what operators do.
+        request: request that the guard has admitted.
+        has_operators: True where operators have a key; without one, clients may use these routes.
 
     Raises:
-        ApiError: 401, it shows no key; 403, it shows a client's.
+        ApiError: 401, the request has no key; 403, it has a client's.
     """
     if request.scope[IS_OPERATOR] or not has_operators:
         return
@@ -95,7 +95,7 @@ def check_operator(request: Request, *, has_operators: bool) -> None:
 
 
 def no_key(whose: str) -> ApiError:
-    """Return the refusal of a request without a key, or with a wrong one; it makes a browser ask for it."""
+    """Return the refusal of a request without a key or with a wrong one; a browser then prompts for the key."""
     return ApiError(
         401,
         f"the {whose} key is missing or wrong; send it as Authorization: Bearer KEY",
@@ -105,7 +105,7 @@ def no_key(whose: str) -> ApiError:
 
 
 def is_own_name(host: str) -> bool:
-    """Tell whether a Host header names this machine in a way that nobody else can claim."""
+    """Return whether a Host header names this machine by localhost or an address, which no other site can claim."""
     match = HOST.fullmatch(host)
     if match is None:
         return False

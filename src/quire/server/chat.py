@@ -69,13 +69,13 @@ KNOWN_FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """What a chat answer says beside its text.
+    """Contents of a chat answer in addition to its text.
 
     Args:
-        top_logprobs: how many of the likeliest tokens at each position; None gives no log probabilities.
+        top_logprobs: number of most likely tokens at each position; None gives no log probabilities.
         prompt_logprobs: the same for vLLM's `prompt_logprobs`.
-        token_ids: put token ids beside the text.
-        tool_use: what the request said about calls; None reads none.
+        token_ids: True where the answer has token ids.
+        tool_use: the request's use of tools; None parses no calls.
     """
 
     top_logprobs: int | None
@@ -135,13 +135,13 @@ def read_chat(state: ServerState, fields: Fields) -> tuple[GenerationRequest, Ex
 async def render_chat(
     state: ServerState, fields: Fields, tools: Sequence[Mapping[str, Any]] = (), *, add_generation_prompt: bool = True
 ) -> str:
-    """Write a conversation as the model's template has it; special tokens are in it already.
+    """Render a conversation with the model's template, special tokens included.
 
     Args:
-        state: of the server.
-        fields: the body.
-        tools: as templates read them.
-        add_generation_prompt: unless the body says otherwise.
+        state: state of the server.
+        fields: body of the request.
+        tools: tool definitions.
+        add_generation_prompt: default of the field with this name.
 
     Raises:
         RequestError: a malformed conversation, or one that the template refuses.
@@ -168,12 +168,12 @@ async def _prompts(
 
 
 class ChatReply:
-    """Turns outputs into the JSON of chat completions, with calls of tools where they are wanted.
+    """Turns outputs into the JSON of chat completions, with tool calls where they are requested.
 
     Args:
-        head: the fields that are the same in every chunk.
-        extras: what to say beside the text.
-        names: how tokens are written.
+        head: fields that are the same in every chunk.
+        extras: contents in addition to the text.
+        names: names of tokens.
     """
 
     def __init__(self, head: Mapping[str, Any], extras: Extras, names: TokenNames) -> None:
@@ -185,7 +185,7 @@ class ChatReply:
         self._calls: dict[int, SampleCalls] = {}
 
     def chunks(self, prompt_idx: int, delta: RequestOutput) -> Iterator[dict[str, Any]]:  # noqa: ARG002 - one prompt
-        """Yield the chunks of a stream that a delta gives: the role once, then text, then the reason of the end."""
+        """Yield the chunks of a delta: the role once, then the text, then the finish reason."""
         for output in delta.outputs:
             if output.index not in self._begun:
                 ids = {"prompt_token_ids": delta.prompt_token_ids} if self._extras.token_ids and not self._begun else {}
@@ -200,7 +200,7 @@ class ChatReply:
             if not deltas and (logprobs or ids):
                 deltas = [{"content": ""}]
             for idx, part in enumerate(deltas):
-                # What is said of the new tokens is said once.
+                # The log probabilities and ids belong to all parts together, so only the first part has them.
                 yield self._chunk(output.index, part, None if idx else logprobs, None if idx else ids)
             if output.finished:
                 yield self._chunk(output.index, {}, None, _ending(output, calls))
@@ -223,17 +223,17 @@ class ChatReply:
 
     def _choice(self, sample: CompletionOutput) -> dict[str, Any]:
         calls = self._calls_of(sample.index)
-        said = {"content": sample.text} if calls is None else call_message(calls, sample.text)
+        message = {"content": sample.text} if calls is None else call_message(calls, sample.text)
         choice = {
             "index": sample.index,
-            "message": {"role": "assistant", "refusal": None, **said},
+            "message": {"role": "assistant", "refusal": None, **message},
             "logprobs": self._logprobs(sample),
             **_ending(sample, calls),
         }
         return choice | ({"token_ids": sample.token_ids} if self._extras.token_ids else {})
 
     def _calls_of(self, index: int) -> SampleCalls | None:
-        """Return what reads a sample's calls, None where none are wanted."""
+        """Return the parser of a sample's calls, None where calls are not requested."""
         if self._extras.tool_use is not None and index not in self._calls:
             self._calls[index] = SampleCalls(self._extras.tool_use)
         return self._calls.get(index)

@@ -30,10 +30,10 @@ if TYPE_CHECKING:  # the server starts before the engine is imported
 
 
 class ResponseBuilder(Protocol):
-    """Turns the engine's outputs into a route's JSON; `usage` is not its business."""
+    """Turns the engine's outputs into a route's JSON, without `usage`."""
 
     def chunks(self, prompt_idx: int, delta: RequestOutput) -> Iterable[dict[str, Any]]:
-        """Yield the chunks of a stream that a delta gives."""
+        """Yield the chunks of a delta."""
         ...
 
     def last_chunk(self) -> dict[str, Any]:
@@ -44,7 +44,7 @@ class ResponseBuilder(Protocol):
         """Return the answer in one piece.
 
         Args:
-            outputs: one for each prompt.
+            outputs: output of each prompt.
         """
         ...
 
@@ -54,13 +54,13 @@ class GenerationRequest:
     """A request that has been read and checked.
 
     Args:
-        num_prompts: how many `prompts` will return.
-        prompts: makes texts into tokens, once the prompts' places in the queue are reserved.
-        params: the same for every prompt.
-        options: how to answer.
-        spelled: how the client wrote a field, where that is not the engine's name.
-        is_prompt_only: the client asked for no output.
-        num_prompt_copies: how often the answer has the log probabilities of a prompt.
+        num_prompts: number of requests that `prompts` returns.
+        prompts: function that tokenizes the prompts; called after their queue slots are reserved.
+        params: sampling parameters of every prompt.
+        options: fields other than sampling parameters.
+        field_aliases: the client's names of fields, by the engine's; equal names are left out.
+        is_prompt_only: True where the client requests no output.
+        num_prompt_copies: number of times that the answer has the log probabilities of a prompt.
     """
 
     num_prompts: int
@@ -92,11 +92,11 @@ def response_header(state: ServerState, request: Request, prefix: str, kind: str
 async def answer(
     state: ServerState, request: Request, job: GenerationRequest, reply: ResponseBuilder, answer_id: str
 ) -> ASGIApp:
-    """Run a job and return its response.
+    """Run a request and return its response.
 
     Raises:
         RequestError: the request is refused.
-        ApiError: it names no tenant and must, the server is stopping, or the engine failed before anything was sent.
+        ApiError: a required tenant is missing, the server is stopping, or the engine failed before the first event.
     """
     tenant = read_tenant(state.config, request)
     if state.is_draining:
@@ -110,11 +110,11 @@ async def answer(
             answer: ASGIApp
             if job.options.stream:
                 events = _events(state, job, reply, flight, news, request.scope[REQUEST_ID])
-                # An error that comes before the first event still has its own status.
+                # An error before the first event still determines the status.
                 answer = sse.EventStream(await anext(events), events)
             else:
                 answer = JsonAnswer(await _whole(job, reply, count, news), state.writing, flight.release)
-            # From here on the answer releases what it holds.
+            # From here on the answer releases its reservation.
             at_error.pop_all()
             return answer
     except ClientGone:
@@ -132,7 +132,7 @@ async def answer(
 async def _follow(
     state: ServerState, request: Request, job: GenerationRequest, flight: InFlightRequest, tenant: str | None
 ) -> AsyncGenerator[list[Delta], None]:
-    """Yield the engine's news of a job; places in the queue come before any work."""
+    """Yield the output deltas of a request, after its queue slots are reserved."""
     llm, options = state.llm, job.options
     with llm.reserve(job.num_prompts) as place, state.track(flight):
         prompts = await job.prompts()
@@ -160,7 +160,7 @@ async def _follow(
 
 
 def _check(delta: RequestOutput) -> None:
-    """Raise where the engine gave a request up; neither reason has a finish reason that clients know."""
+    """Raise where the engine has ended a request: clients know neither "error" nor "abort" as a finish reason."""
     reasons = {output.finish_reason for output in delta.outputs}
     if "error" in reasons and delta.error_code == RequestFailed.code:
         raise RequestFailed(delta.error or "the engine gave no reason")
@@ -191,7 +191,7 @@ async def _events(
     news: AsyncGenerator[list[Delta], None],
     request_id: str,
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the events of a stream: what is there already goes out as one piece, unless it is long."""
+    """Yield the events of a stream; the events of one batch are joined into one piece unless they are long."""
     options, count = job.options, flight.count
     writer = JsonWriter(ascii_only=True)
     has_begun = False

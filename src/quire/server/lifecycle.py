@@ -1,4 +1,4 @@
-"""A server from start to stop: socket, engine, signals, and the end in which nobody is cut off in time."""
+"""The life of a server: socket, engine, signals, and a shutdown that lets running requests finish."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from quire.text.tool_calls import ToolFormat, choose_format
 
 logger = logging.getLogger(__name__)
 
-# What is left to send once the engine has finished: the last chunks.
+# Time limit for sending the last chunks after the engine has finished.
 FLUSH_TIMEOUT_S = 5
-# A server whose engine has died tells clients and probes for so long, then ends so that a supervisor starts another.
+# Time for which a server with a dead engine still answers clients and probes, before it exits for its supervisor.
 LAST_WORDS_S = 2.0
 EXIT_ENGINE_DIED = 1
 
@@ -43,19 +43,19 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
         The exit code: 0, or `EXIT_ENGINE_DIED`.
 
     Raises:
-        ConfigError: an option that cannot be honoured, or an address that cannot be had.
+        ConfigError: an option is unusable, or the address is not available.
     """
     limit_digits()
-    # The address first: it fails in a moment; the engine's import takes seconds, the model maybe minutes.
+    # The address comes first: its failure shows at once, while the engine's import takes seconds and the model minutes.
     with bind(config.host, config.port) as listener:
         max_connections = read_max_connections(config.max_connections)
         from quire.engine.async_llm import AsyncLLM
 
         llm = AsyncLLM.from_config(engine_config)
-        # All this stays: a full collection that went through it too would hold every stream up for some 30 ms.
+        # These objects live until the end: a full collection that visited them would stall every stream for 30 ms.
         gc.collect()
         gc.freeze()
-        # No list of integers that a request can use is longer.
+        # Every list of integers in a valid request is at most as long as the context or the vocabulary.
         bodies = Bodies(config.max_body_bytes, max(llm.resolved.max_model_len, llm.resolved.vocab_size))
         try:
             form = _tool_format(llm.tokenizer, config.tool_call_parser)
@@ -69,7 +69,7 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
 
 
 def _tool_format(tokenizer: Tokenizer | None, wanted: str) -> ToolFormat | None:
-    """Return how the model writes calls of tools, and say so; None where it knows no tools, or that is not known."""
+    """Return and log the format of the model's tool calls; None where the model has no tools or no known format."""
     template = None if tokenizer is None else tokenizer.chat_template
     if template is None or not template.knows_tools:
         return None
@@ -124,11 +124,10 @@ async def _run(state: ServerState, listener: socket.socket, max_connections: int
 
 
 def take_signals(handle: Callable[[int], None]) -> None:
-    """Have the running event loop handle the signals that ask for an end.
+    """Handle the signals that end the process on the running event loop.
 
-    `loop.add_signal_handler` would lose one that comes while the loop is behind: it is told of signals through the same
-    pipe as of calls from other threads, and that may be full. Once the loop has ended, what still comes
-    here changes nothing: the engine may be saving its cache.
+    `loop.add_signal_handler` would lose a signal while the loop is busy: signals and calls from other threads share one
+    pipe, which may be full. Signals after the loop's end are ignored: the engine may be saving its cache.
     """
     loop = asyncio.get_running_loop()
 
@@ -137,7 +136,7 @@ def take_signals(handle: Callable[[int], None]) -> None:
             loop.call_soon_threadsafe(handle, number)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # Whoever started the process may want it to outlive its terminal.
+        # A process that was started with nohup outlives its terminal.
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, on_signal)
 
@@ -151,13 +150,13 @@ async def _end_when_dead(state: ServerState, stop: _Stop) -> None:
 
 
 class _Stop:
-    """How the server ends: the first signal drains it, the second one ends the process.
+    """The shutdown of the server: the first signal drains it, the second one ends the process.
 
     Args:
-        state: of the server.
-        server: what runs the protocol.
-        connections: the open ones.
-        accepting: the task that takes connections.
+        state: state of the server.
+        server: uvicorn's server.
+        connections: open connections.
+        accepting: task that accepts connections.
     """
 
     def __init__(
@@ -170,14 +169,14 @@ class _Stop:
         self._draining: asyncio.Task[None] | None = None
 
     def on_signal(self, number: int) -> None:
-        """Take a signal."""
+        """Handle a signal."""
         if self._draining is None:
             self._begin()
-        elif number != signal.SIGHUP:  # a terminal that closes may send it twice
+        elif number != signal.SIGHUP:  # a closing terminal may send it twice
             os._exit(128 + number)
 
     def on_task_done(self, task: asyncio.Task[None]) -> None:
-        """End the server where a task that it needs has failed."""
+        """End the server if one of its tasks has failed."""
         if task.cancelled() or (error := task.exception()) is None:
             return
         logger.error("a task of the server has failed, so the server ends", exc_info=error)
@@ -185,7 +184,7 @@ class _Stop:
             self._begin()
 
     def end(self) -> None:
-        """Take no more connections, and end the server once those that are open have got their answers."""
+        """Accept no more connections, and end the server after the open ones have their answers."""
         self._server.should_exit = True
         self._accepting.cancel()
 
@@ -196,7 +195,7 @@ class _Stop:
         self._draining.add_done_callback(self.on_task_done)
 
     async def _drain(self) -> None:
-        """Let what runs finish, tell the rest, and end the server."""
+        """Let running requests finish within the time limit, fail the others, and end the server."""
         timeout_s = self._state.config.drain_timeout_s
         logger.info("stopping: %d requests may run for %g s more", len(self._state.in_flight), timeout_s)
         loop = asyncio.get_running_loop()
@@ -205,7 +204,7 @@ class _Stop:
             if not await self._state.llm.drain(timeout_s):
                 for flight in self._state.in_flight.values():
                     flight.feed.fail(stopping())
-            # The engine has finished; clients may still be reading long answers.
+            # Clients may still be reading long answers.
             if answering := set(self._server.server_state.tasks):
                 await asyncio.wait(answering, timeout=max(drain_by_s - loop.time(), 0))
         finally:

@@ -47,7 +47,7 @@ async def pin_prefix(state: ServerState, request: Request) -> Response:
         raise stopping()
     prompt: Prompt = fields.get("prompt")
     if has_messages:
-        # What is pinned is the beginning of conversations: the assistant's mark would not be where they go on.
+        # A pin is a prefix of conversations, which continue with any role, not only the assistant's.
         told = [tool.told for tool in read_tools(fields.get("tools"))]
         prompt = await render_chat(state, fields, told, add_generation_prompt=False)
     name = _name(fields)
@@ -62,7 +62,7 @@ async def pin_prefix(state: ServerState, request: Request) -> Response:
 
 
 async def unpin_prefix(state: ServerState, request: Request) -> Response:
-    """Answer `POST /unpin_prefix`: let go of what a name holds."""
+    """Answer `POST /unpin_prefix`: release the blocks under a name."""
     tenant = read_tenant(state.config, request)
     await state.llm.unpin_prefix(_name(await _read(state, request)), tenant)
     return json_response({})

@@ -1,4 +1,4 @@
-"""One queue for everything that can happen to an HTTP request while it runs."""
+"""Merging of a request's output streams with the client's disconnect and the server's stop."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from starlette.types import Receive
 
 from quire.engine.outputs.outputs import RequestOutput
 
-# Which prompt, and what is new of it.
+# Index of a prompt, and its new output.
 Delta = tuple[int, RequestOutput]
 
 
 class ClientGone(Exception):
-    """The client has closed the connection; nobody reads an answer."""
+    """The client has closed the connection."""
 
 
 def merge(outputs: dict[int, RequestOutput], idx: int, delta: RequestOutput) -> None:
-    """Add what is new of a prompt, by its number, to what is there of it."""
+    """Add a delta to the output of its prompt."""
     if idx in outputs:
         outputs[idx].add(delta)
     else:
@@ -28,12 +28,12 @@ def merge(outputs: dict[int, RequestOutput], idx: int, delta: RequestOutput) -> 
 
 
 class StreamMerger:
-    """Merges the outputs of a request's prompts with the client's leaving and the server's stopping.
+    """Merges the outputs of a request's prompts with the client's disconnect and the server's stop.
 
-    What is not taken yet is merged for each prompt: a client that reads slowly holds one output of each at most.
+    The unread deltas of a prompt are merged into one, so that a slow client holds at most one output for each prompt.
 
     Args:
-        idle_s: silence after which `follow` says so.
+        idle_s: silence after which `deltas` yields an empty list.
     """
 
     def __init__(self, idle_s: float) -> None:
@@ -44,25 +44,25 @@ class StreamMerger:
         self._has_happened = asyncio.Event()
 
     def fail(self, error: Exception) -> None:
-        """End the request with an error, from outside; the first one counts."""
+        """End the request with an error; the first error counts."""
         self._error = self._error or error
         self._has_happened.set()
 
     async def follow(
         self, streams: Sequence[AsyncIterator[RequestOutput]], receive: Receive
     ) -> AsyncGenerator[list[Delta], None]:
-        """Yield all news that are there, as soon as there are any; an empty list after a silence.
+        """Yield the available deltas as soon as there are any, and an empty list after a silence.
 
-        Whatever ends it (the last output, an error, the client, the caller), every stream has been closed, and with it
-        the engine's request, when it is over.
+        At its end, from any cause (the last output, an error, the client, the caller), every stream is closed, and with
+        it the engine's request.
 
         Args:
-            streams: one for each prompt.
-            receive: ASGI's; the request's body was read from it before.
+            streams: output stream of each prompt.
+            receive: ASGI's function, after the request's body was read from it.
 
         Raises:
             ClientGone: the connection was closed.
-            Exception: what a stream raised, or `fail` was given.
+            Exception: the exception of a stream, or the argument of `fail`.
         """
         tasks = [asyncio.create_task(self._pump(idx, stream)) for idx, stream in enumerate(streams)]
         tasks.append(asyncio.create_task(self._watch(receive)))
@@ -76,7 +76,7 @@ class StreamMerger:
                     yield []
                     continue
                 self._has_happened.clear()
-                # As it is now: what happens while the news are sent is the next turn's.
+                # A snapshot: events that happen while the caller sends belong to the next turn.
                 news, self._news = list(self._news.items()), {}
                 error, is_over = self._error, self._num_ended == len(streams)
                 if news:

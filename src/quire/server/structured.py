@@ -1,4 +1,4 @@
-"""The fields with which clients say what an output must look like: OpenAI's, vLLM's and its earlier ones."""
+"""The request fields of structured outputs: OpenAI's, vLLM's and vLLM's earlier ones."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ UNSUPPORTED_OWN: Mapping[str, Refusal] = {
 
 
 def read_structured(fields: Fields) -> tuple[StructuredOutputs | None, dict[str, str]]:
-    """Read what the output must look like.
+    """Read the structure that the output must have.
 
     Returns:
-        That, None where the client leaves it open; and how the client wrote the fields of `structured_outputs`.
+        The structure, None where any text is allowed; and the client's names of fields, by those of
+        `structured_outputs`.
 
     Raises:
-        RequestError: in the client's spelling; more than one of the fields among them.
+        RequestError: naming the field as the client does; also where more than one of the fields is given.
     """
     given = [(name, _read(fields, name)) for name in STRUCTURED_FIELDS if fields.get(name) is not None]
     asked = [(name, read) for name, read in given if read is not None]
@@ -54,7 +55,7 @@ def read_structured(fields: Fields) -> tuple[StructuredOutputs | None, dict[str,
 
 
 def _read(fields: Fields, name: str) -> tuple[dict[str, Any], dict[str, str]] | None:
-    """Return the fields of `StructuredOutputs` that a field asks for, and their spelling; None for any text."""
+    """Return the fields of `StructuredOutputs` that a field gives, and their aliases; None for any text."""
     if name == "response_format":
         return _response_format(fields)
     if name == "structured_outputs":
@@ -80,7 +81,7 @@ def _response_format(fields: Fields) -> tuple[dict[str, Any], dict[str, str]] | 
         raise InvalidParameter("response_format.json_schema", None, "an object")
     for name in ("name", "description"):
         described.text(name)
-    described.flag("strict")  # what is asked for is kept to either way
+    described.flag("strict")  # the schema is enforced either way
     schema = described.get("schema")
     if schema is None:
         return {"json_object": True}, {"structured_outputs.json_object": "response_format"}

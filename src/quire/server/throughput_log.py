@@ -1,4 +1,4 @@
-"""The line that says, every few seconds, what the engine did."""
+"""The log line with the engine's throughput, every few seconds."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Sample(NamedTuple):
     """Totals and levels of the engine at one moment.
 
     Args:
-        at_s: the moment, in seconds of a monotonic clock.
-        totals: since the engine's start.
+        at_s: time of the sample, in seconds of a monotonic clock.
+        totals: counters since the engine's start.
         kv_usage: share of the KV blocks in use, from 0 to 1.
     """
 
@@ -31,7 +31,7 @@ class Sample(NamedTuple):
 
     @classmethod
     def of(cls, llm: AsyncLLM) -> Sample:
-        """Look at an engine now."""
+        """Take a sample of an engine."""
         health = llm.health()
         return cls(
             at_s=time.monotonic(),

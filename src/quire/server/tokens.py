@@ -80,7 +80,7 @@ async def detokenize(state: ServerState, request: Request) -> Response:
 
 
 def _json_parts(values: Sequence[int | str] | None) -> Iterator[str]:
-    """Yield the JSON of a list in parts, none of which holds other threads up for long."""
+    """Yield the JSON of a list in parts, each short enough not to block other threads for long."""
     if values is None:
         yield "null"
         return
@@ -92,7 +92,7 @@ def _json_parts(values: Sequence[int | str] | None) -> Iterator[str]:
 
 
 def _in_parts(parts: Sequence[bytes]) -> Response:
-    """Return an answer that is sent part by part: a connection's buffer is moved for whatever it sends."""
+    """Return an answer that is sent in parts: a connection moves its whole buffer at each send."""
 
     async def each() -> AsyncIterator[bytes]:
         for part in parts:
