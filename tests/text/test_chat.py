@@ -14,7 +14,7 @@ import pytest
 
 from quire.errors import InvalidParameter, RequestError, UnsupportedFeature, WorkerError
 from quire.text import messages as messages_module
-from quire.text.chat import ChatTemplate, require_chat_template
+from quire.text.chat_template import ChatTemplate, require_chat_template
 from quire.text.messages import normalise_messages
 from quire.text.rendering import GLOBALS, MAX_PROCESSES, Renderer, make_environment
 

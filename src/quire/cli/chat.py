@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from quire.cli.options import add_engine_options, add_sampling_options, engine_options, sampling_options
-from quire.cli.structured import add_structured_options, structured_options
+from quire.cli.structured_options import add_structured_options, structured_options
 from quire.errors import ConfigError, RequestError
 from quire.sequences.params import SamplingParams
 

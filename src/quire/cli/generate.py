@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.cli.options import add_engine_options, add_sampling_options, engine_options, sampling_options
-from quire.cli.structured import add_structured_options, structured_options
+from quire.cli.structured_options import add_structured_options, structured_options
 from quire.errors import ConfigError
 from quire.sequences.params import NO_CHOICE, SamplingParams
 

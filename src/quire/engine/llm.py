@@ -20,7 +20,7 @@ from quire.engine.startup.loading import load
 from quire.errors import ConfigError, EngineClosed, InvalidParameter, UnsupportedFeature, WorkerError
 from quire.memory.usage import Usage
 from quire.sequences.params import SamplingParams
-from quire.text.chat import require_chat_template
+from quire.text.chat_template import require_chat_template
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_calls import FORMATS, ToolModel, choose_format
 

@@ -15,11 +15,11 @@ from quire.engine.outputs.logprobs import FlatLogprobs, PromptLogprobs
 from quire.engine.outputs.outputs import CompletionOutput, RequestOutput
 from quire.errors import InvalidParameter, UnsupportedFeature
 from quire.sequences.params import MAX_LOGPROBS
-from quire.server import sampling, structured
+from quire.server import sampling, structured_fields
 from quire.server.fields import Fields, Refusal
 from quire.server.generation import GenerationRequest, answer, response_header
 from quire.server.json_stream import JsonArray
-from quire.server.logprobs import (
+from quire.server.logprob_fields import (
     CompletionLogprobs,
     TextOffsets,
     TokenNames,
@@ -44,7 +44,7 @@ UNSUPPORTED: Mapping[str, Refusal] = {
 }
 KNOWN_FIELDS = (
     *sampling.SAMPLING_FIELDS,
-    *structured.STRUCTURED_FIELDS,
+    *structured_fields.STRUCTURED_FIELDS,
     *sampling.LABEL_FIELDS,
     *sampling.OPTION_FIELDS,
     *UNSUPPORTED,
@@ -53,7 +53,7 @@ KNOWN_FIELDS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Extras:
+class CompletionExtras:
     """Contents of a completion in addition to its output.
 
     Args:
@@ -77,7 +77,7 @@ async def completions(state: ServerState, request: Request) -> ASGIApp:
     """Answer `POST /v1/completions`."""
     fields = Fields(await state.bodies.read_object(request))
     fields.refuse(UNSUPPORTED)
-    fields.note_unknown(KNOWN_FIELDS)
+    fields.log_unknown(KNOWN_FIELDS)
     check_model(state, fields)
     job, extras, prompts = read_completion(state, fields)
     head = response_header(state, request, "cmpl", "text_completion")
@@ -86,7 +86,7 @@ async def completions(state: ServerState, request: Request) -> ASGIApp:
     return await answer(state, request, job, reply, head["id"])
 
 
-def read_completion(state: ServerState, fields: Fields) -> tuple[GenerationRequest, Extras, list[Prompt]]:
+def read_completion(state: ServerState, fields: Fields) -> tuple[GenerationRequest, CompletionExtras, list[Prompt]]:
     """Read a completion request.
 
     Raises:
@@ -101,7 +101,7 @@ def read_completion(state: ServerState, fields: Fields) -> tuple[GenerationReque
         raise InvalidParameter("max_tokens", 0, "at least 1, or 0 together with echo")
     if has_echo and state.llm.tokenizer is None:
         raise UnsupportedFeature("echo", "this server runs without a tokenizer")
-    extras = Extras(
+    extras = CompletionExtras(
         echo=has_echo,
         logprobs=fields.integer("logprobs", 0, MAX_LOGPROBS),
         prompt_logprobs=fields.integer("prompt_logprobs", 0, MAX_LOGPROBS),
@@ -110,8 +110,8 @@ def read_completion(state: ServerState, fields: Fields) -> tuple[GenerationReque
         skip_special_tokens=fields.flag("skip_special_tokens", True),
     )
     # The engine must sample at least one token; an answer without output drops it.
-    wanted, names = structured.read_structured(fields)
-    field_aliases = {**FIELD_ALIASES, **sampling.width_spelling(fields), **names}
+    wanted, names = structured_fields.read_structured(fields)
+    field_aliases = {**FIELD_ALIASES, **sampling.beam_width_alias(fields), **names}
     own: dict[str, Any] = {
         "max_tokens": max(max_tokens, 1),
         "logprobs": extras.logprobs,
@@ -190,7 +190,7 @@ class CompletionReply:
         head: Mapping[str, Any],
         prompts: Sequence[Prompt],
         n: int,
-        extras: Extras,
+        extras: CompletionExtras,
         names: TokenNames,
         tokenizer: Tokenizer | None,
     ) -> None:

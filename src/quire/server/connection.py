@@ -90,7 +90,7 @@ class Connections:
         self._idle.pop(connection, None)
         self._uploading.pop(connection, None)
 
-    def note(self, connection: Connection, *, is_idle: bool, is_uploading: bool) -> None:
+    def set_state(self, connection: Connection, *, is_idle: bool, is_uploading: bool) -> None:
         """Record whether a connection waits for a request, or for the rest of a request's body."""
         for is_member, members in ((is_idle, self._idle), (is_uploading, self._uploading)):
             if not is_member:
@@ -116,7 +116,7 @@ class Connections:
         """Close every connection after its next answer, from now on."""
         self.is_draining = True
         for connection in tuple(self._open):
-            connection.end_behind_answer()
+            connection.close_after_answer()
 
 
 class Connection(H11Protocol):
@@ -155,7 +155,7 @@ class Connection(H11Protocol):
         if self._is_between_requests:
             self._complete_by_s = self.loop.time() + self._all.receive_timeout_s
         super().data_received(data)
-        self._note_request(len(data))
+        self._update_deadlines(len(data))
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Continue where a client has sent its request, closed its half of the connection, and waits for the answer.
@@ -188,7 +188,7 @@ class Connection(H11Protocol):
         """Parse the bytes that have arrived."""
         super().handle_events()
         if self._all.is_draining:
-            self.end_behind_answer()
+            self.close_after_answer()
 
     def on_response_complete(self) -> None:
         """Wait for the next request, which may have arrived already."""
@@ -196,7 +196,7 @@ class Connection(H11Protocol):
         self._unset_keepalive_if_required()
         if self.transport.is_closing():
             return
-        self._note_request(0)
+        self._update_deadlines(0)
         if self._is_half_closed and not self._is_answering:
             self.transport.close()
 
@@ -229,7 +229,7 @@ class Connection(H11Protocol):
                 self._send_interim()
             self._check_reset()
 
-    def end_behind_answer(self) -> None:
+    def close_after_answer(self) -> None:
         """Make the request in progress the last one, with `Connection: close` unless its answer has begun."""
         if self._is_answering and self.cycle.keep_alive:
             self.cycle.keep_alive = False
@@ -262,10 +262,10 @@ class Connection(H11Protocol):
         """True where no byte of the next request has arrived."""
         return self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]
 
-    def _note_request(self, num_bytes: int) -> None:
+    def _update_deadlines(self, num_bytes: int) -> None:
         """Update the deadlines after `num_bytes` have arrived."""
         is_whole = self._is_answering and not self.cycle.more_body
-        self._all.note(self, is_idle=not self._is_answering, is_uploading=self._is_answering and not is_whole)
+        self._all.set_state(self, is_idle=not self._is_answering, is_uploading=self._is_answering and not is_whole)
         now = self.loop.time()
         if is_whole:
             self._receive_by_s = self._complete_by_s = None

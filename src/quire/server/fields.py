@@ -97,7 +97,7 @@ class Fields:
             if value is not None and not any(value == same and type(value) is type(same) for same in neutral):
                 raise UnsupportedFeature(self.name(field), why)
 
-    def note_unknown(self, known: Iterable[str]) -> None:
+    def log_unknown(self, known: Iterable[str]) -> None:
         """Log unknown fields; they are ignored, since OpenAI's clients send new fields before servers know them."""
         if not logger.isEnabledFor(logging.DEBUG):
             return

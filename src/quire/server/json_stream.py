@@ -45,7 +45,7 @@ class JsonWriter:
         # Placeholder of an array in the enclosing text; random, so that no client can forge it.
         self._mark = secrets.token_hex(16)
         encoder = json.JSONEncoder(
-            ensure_ascii=ascii_only, allow_nan=False, separators=(",", ":"), default=self._note_array
+            ensure_ascii=ascii_only, allow_nan=False, separators=(",", ":"), default=self._register_array
         )
         self._dumps = encoder.encode
 
@@ -71,7 +71,7 @@ class JsonWriter:
             yield "[]" if separator == "[" else "]"
             yield after
 
-    def _note_array(self, value: object) -> str:
+    def _register_array(self, value: object) -> str:
         if not isinstance(value, JsonArray):
             raise TypeError(f"{type(value).__name__} is not JSON")
         self._arrays.append(value)

@@ -20,10 +20,10 @@ from quire.server.app import build_app
 from quire.server.body import Bodies
 from quire.server.connection import Connection, Connections
 from quire.server.errors import stopping
-from quire.server.listener import accept_for_ever, bind, read_max_connections
+from quire.server.listener import accept_connections, bind, read_max_connections
 from quire.server.settings import ServerConfig
 from quire.server.state import ServerState
-from quire.server.throughput_log import report_for_ever
+from quire.server.throughput_log import log_throughput
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_calls import ToolFormat, choose_format
 
@@ -106,12 +106,12 @@ async def _run(state: ServerState, listener: socket.socket, max_connections: int
     def make_protocol() -> Connection:
         return Connection(connections, config=settings, server_state=server.server_state, app_state={})
 
-    accepting = asyncio.create_task(accept_for_ever(listener, connections, make_protocol))
+    accepting = asyncio.create_task(accept_connections(listener, connections, make_protocol))
     stop = _Stop(state, server, connections, accepting)
     take_signals(stop.on_signal)
     tasks = [accepting, asyncio.create_task(_end_when_dead(state, stop)), asyncio.create_task(connections.watch())]
     if config.log_interval_s:
-        tasks.append(asyncio.create_task(report_for_ever(state.llm, config.log_interval_s)))
+        tasks.append(asyncio.create_task(log_throughput(state.llm, config.log_interval_s)))
     for task in tasks:
         task.add_done_callback(stop.on_task_done)
     print(f"Quire serves {state.llm.model_name} at {_url(listener)}", flush=True)
@@ -202,8 +202,8 @@ class _Stop:
         drain_by_s = loop.time() + timeout_s
         try:
             if not await self._state.llm.drain(timeout_s):
-                for flight in self._state.in_flight.values():
-                    flight.feed.fail(stopping())
+                for tracked in self._state.in_flight.values():
+                    tracked.merger.fail(stopping())
             # Clients may still be reading long answers.
             if answering := set(self._server.server_state.tasks):
                 await asyncio.wait(answering, timeout=max(drain_by_s - loop.time(), 0))

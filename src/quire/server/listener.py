@@ -73,7 +73,7 @@ def read_max_connections(wanted: int | None) -> int:
     return min(room, MOST_CONNECTIONS) if wanted is None else wanted
 
 
-async def accept_for_ever(
+async def accept_connections(
     listener: socket.socket, connections: Connections, make_protocol: Callable[[], asyncio.Protocol]
 ) -> None:
     """Accept connections until cancelled, then close the listener; excess connections are answered with a 503.

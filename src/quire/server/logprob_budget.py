@@ -25,7 +25,7 @@ class LogprobBudget:
 
     def reserve(
         self, params: SamplingParams, lengths: Sequence[int], max_model_len: int, num_prompt_copies: int
-    ) -> Held:
+    ) -> LogprobReservation:
         """Reserve the log probabilities that an answer has if no output ends early.
 
         Args:
@@ -56,10 +56,10 @@ class LogprobBudget:
         if total > self._left:
             why = "answers that are on their way hold too many log probabilities"
             raise ApiError(429, why, code="too_many_logprobs", headers={"Retry-After": "1"})
-        return Held(self, total)
+        return LogprobReservation(self, total)
 
 
-class Held:
+class LogprobReservation:
     """The log probabilities that one answer has reserved.
 
     Args:

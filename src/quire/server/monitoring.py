@@ -79,13 +79,13 @@ async def status(state: ServerState, request: Request) -> Response:
             "memory": usage._asdict() | {"groups": _groups(usage), "host": host_to_json(usage)},
             "requests": [
                 {
-                    "id": flight.answer_id,
-                    "age_s": round(now - flight.started_s, 3),
-                    "prompt_tokens": flight.count.num_prompt,
-                    "completion_tokens": flight.count.num_output,
+                    "id": tracked.answer_id,
+                    "age_s": round(now - tracked.started_s, 3),
+                    "prompt_tokens": tracked.count.num_prompt,
+                    "completion_tokens": tracked.count.num_output,
                 }
-                for flight in state.in_flight.values()
-                if tenant is None or flight.tenant == tenant
+                for tracked in state.in_flight.values()
+                if tenant is None or tracked.tenant == tenant
             ],
         }
     )

@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from quire.engine.inputs.prompts import Prompt
 from quire.errors import InvalidParameter
-from quire.server.chat import render_chat
+from quire.server.chat_completions import render_chat
 from quire.server.errors import stopping
 from quire.server.fields import Fields, Refusal
 from quire.server.generation import json_response
@@ -71,7 +71,7 @@ async def unpin_prefix(state: ServerState, request: Request) -> Response:
 async def _read(state: ServerState, request: Request) -> Fields:
     fields = Fields(await state.bodies.read_object(request))
     fields.refuse(UNSUPPORTED)
-    fields.note_unknown(KNOWN_FIELDS)
+    fields.log_unknown(KNOWN_FIELDS)
     check_model(state, fields)
     return fields
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.errors import InvalidParameter
 from quire.sequences.params import NO_CHOICE, SamplingParams
-from quire.server import structured
+from quire.server import structured_fields
 from quire.server.fields import Fields, Refusal
 
 # Fields that both routes pass to `SamplingParams` unchecked.
@@ -62,7 +62,7 @@ OPTION_FIELDS = (
     "return_tokens_as_token_ids",
 )
 UNSUPPORTED: Mapping[str, Refusal] = {
-    **structured.UNSUPPORTED,
+    **structured_fields.UNSUPPORTED,
     "logits_processors": (([],), "no code is taken from requests"),
     "truncate_prompt_tokens": ((), "send the prompt that you mean"),
     "spaces_between_special_tokens": ((True,), "special tokens are written as they are"),
@@ -174,7 +174,7 @@ def read_sampling(
     return params
 
 
-def width_spelling(fields: Fields) -> dict[str, str]:
+def beam_width_alias(fields: Fields) -> dict[str, str]:
     """Return the alias of the beam width: with vLLM's `use_beam_search` it is `best_of`, or else `n`.
 
     Returns:

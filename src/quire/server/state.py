@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from quire.server.body import Bodies
-from quire.server.logprob_budget import Held, LogprobBudget
+from quire.server.logprob_budget import LogprobBudget, LogprobReservation
 from quire.server.settings import ServerConfig
 from quire.server.stream_merge import StreamMerger
 from quire.server.usage import TokenCount
@@ -35,10 +35,10 @@ class InFlightRequest:
 
     answer_id: str
     count: TokenCount
-    feed: StreamMerger
+    merger: StreamMerger
     tenant: str | None = None
     started_s: float = field(default_factory=time.monotonic)
-    logprobs: Held | None = None
+    logprobs: LogprobReservation | None = None
 
     def release(self) -> None:
         """Give the reservation back when sending has ended, complete or not."""
@@ -78,10 +78,10 @@ class ServerState:
         self.logprobs = LogprobBudget(self.config.max_request_logprobs)
 
     @contextmanager
-    def track(self, flight: InFlightRequest) -> Iterator[None]:
+    def track(self, tracked: InFlightRequest) -> Iterator[None]:
         """List a request as in flight inside the context."""
-        self.in_flight[flight.answer_id] = flight
+        self.in_flight[tracked.answer_id] = tracked
         try:
             yield
         finally:
-            del self.in_flight[flight.answer_id]
+            del self.in_flight[tracked.answer_id]

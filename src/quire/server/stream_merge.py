@@ -38,7 +38,7 @@ class StreamMerger:
 
     def __init__(self, idle_s: float) -> None:
         self._idle_s = idle_s
-        self._news: dict[int, RequestOutput] = {}
+        self._pending: dict[int, RequestOutput] = {}
         self._error: Exception | None = None
         self._num_ended = 0
         self._has_happened = asyncio.Event()
@@ -48,7 +48,7 @@ class StreamMerger:
         self._error = self._error or error
         self._has_happened.set()
 
-    async def follow(
+    async def deltas(
         self, streams: Sequence[AsyncIterator[RequestOutput]], receive: Receive
     ) -> AsyncGenerator[list[Delta], None]:
         """Yield the available deltas as soon as there are any, and an empty list after a silence.
@@ -65,7 +65,7 @@ class StreamMerger:
             Exception: the exception of a stream, or the argument of `fail`.
         """
         tasks = [asyncio.create_task(self._pump(idx, stream)) for idx, stream in enumerate(streams)]
-        tasks.append(asyncio.create_task(self._watch(receive)))
+        tasks.append(asyncio.create_task(self._watch_client(receive)))
         is_over = False
         try:
             while not is_over:
@@ -77,10 +77,10 @@ class StreamMerger:
                     continue
                 self._has_happened.clear()
                 # A snapshot: events that happen while the caller sends belong to the next turn.
-                news, self._news = list(self._news.items()), {}
+                deltas, self._pending = list(self._pending.items()), {}
                 error, is_over = self._error, self._num_ended == len(streams)
-                if news:
-                    yield news
+                if deltas:
+                    yield deltas
                 if error is not None:
                     raise error
         finally:
@@ -92,7 +92,7 @@ class StreamMerger:
         try:
             async with aclosing(cast(AsyncGenerator[RequestOutput, None], stream)) as outputs:
                 async for output in outputs:
-                    merge(self._news, idx, output)
+                    merge(self._pending, idx, output)
                     self._has_happened.set()
         except Exception as error:
             self.fail(error)
@@ -100,7 +100,7 @@ class StreamMerger:
             self._num_ended += 1
             self._has_happened.set()
 
-    async def _watch(self, receive: Receive) -> None:
+    async def _watch_client(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
         self.fail(ClientGone())

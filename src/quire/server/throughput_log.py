@@ -59,7 +59,7 @@ def report(before: Sample, after: Sample) -> str | None:
     )
 
 
-async def report_for_ever(llm: AsyncLLM, interval_s: float) -> None:
+async def log_throughput(llm: AsyncLLM, interval_s: float) -> None:
     """Log a line at each interval in which something happened."""
     before = Sample.of(llm)
     while True:

@@ -10,7 +10,7 @@ from starlette.responses import Response, StreamingResponse
 
 from quire.engine.inputs.prompts import check_token_ids
 from quire.errors import InvalidParameter, UnsupportedFeature
-from quire.server.chat import render_chat
+from quire.server.chat_completions import render_chat
 from quire.server.fields import Fields, Refusal
 from quire.server.generation import json_response
 from quire.server.models import check_model
@@ -105,7 +105,7 @@ def _in_parts(parts: Sequence[bytes]) -> Response:
 async def _read(state: ServerState, request: Request) -> tuple[Fields, Tokenizer]:
     fields = Fields(await state.bodies.read_object(request))
     fields.refuse(UNSUPPORTED)
-    fields.note_unknown(KNOWN_FIELDS)
+    fields.log_unknown(KNOWN_FIELDS)
     check_model(state, fields)
     if state.llm.tokenizer is None:
         raise UnsupportedFeature("prompt", "this server runs without a tokenizer")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from quire.errors import UnsupportedFeature
 from quire.server.fields import Fields
 from quire.server.state import ServerState
-from quire.server.structured import STRUCTURED_FIELDS
+from quire.server.structured_fields import STRUCTURED_FIELDS
 from quire.text.tool_calls import ToolModel, ToolUse
 from quire.text.tool_calls.use import ONE_GRAMMAR
 

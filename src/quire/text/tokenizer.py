@@ -15,7 +15,7 @@ import tokenizers
 from quire.bounded.files import read_file, read_json
 from quire.errors import CheckpointError, InvalidParameter, RequestError
 from quire.text.bounds import check_settings, check_source
-from quire.text.chat import ChatTemplate
+from quire.text.chat_template import ChatTemplate
 from quire.text.components import byte_alphabet, decoders, guarded
 from quire.text.long_texts import CannotCut, LongTexts, TooManyTokens
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.errors import InvalidParameter, UnsupportedFeature
 from quire.sequences.structured import StructuredOutputs
-from quire.text.chat import require_chat_template
+from quire.text.chat_template import require_chat_template
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_calls.grammar import CallRules, text_tokens
 from quire.text.tool_calls.parser import ToolFormat

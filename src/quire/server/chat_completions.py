@@ -14,11 +14,11 @@ from quire.engine.outputs.logprobs import FlatLogprobs
 from quire.engine.outputs.outputs import CompletionOutput, RequestOutput
 from quire.errors import InvalidParameter, UnsupportedFeature
 from quire.sequences.params import MAX_LOGPROBS, SamplingParams
-from quire.server import sampling, structured
+from quire.server import sampling, structured_fields
 from quire.server.fields import Fields, Refusal
 from quire.server.generation import GenerationRequest, answer, response_header
 from quire.server.json_stream import JsonArray
-from quire.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs_json
+from quire.server.logprob_fields import TokenNames, chat_logprobs, prompt_logprobs_json
 from quire.server.models import check_model
 from quire.server.state import ServerState
 from quire.server.tool_calls import call_deltas, call_message
@@ -59,7 +59,7 @@ UNSUPPORTED: Mapping[str, Refusal] = {
 }
 KNOWN_FIELDS = (
     *sampling.SAMPLING_FIELDS,
-    *structured.STRUCTURED_FIELDS,
+    *structured_fields.STRUCTURED_FIELDS,
     *sampling.LABEL_FIELDS,
     *sampling.OPTION_FIELDS,
     *UNSUPPORTED,
@@ -68,7 +68,7 @@ KNOWN_FIELDS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Extras:
+class ChatExtras:
     """Contents of a chat answer in addition to its text.
 
     Args:
@@ -88,7 +88,7 @@ async def chat_completions(state: ServerState, request: Request) -> ASGIApp:
     """Answer `POST /v1/chat/completions`."""
     fields = Fields(await state.bodies.read_object(request))
     fields.refuse(UNSUPPORTED)
-    fields.note_unknown(KNOWN_FIELDS)
+    fields.log_unknown(KNOWN_FIELDS)
     check_model(state, fields)
     job, extras = read_chat(state, fields)
     head = response_header(state, request, "chatcmpl", "chat.completion")
@@ -96,7 +96,7 @@ async def chat_completions(state: ServerState, request: Request) -> ASGIApp:
     return await answer(state, request, job, ChatReply(head, extras, names), head["id"])
 
 
-def read_chat(state: ServerState, fields: Fields) -> tuple[GenerationRequest, Extras]:
+def read_chat(state: ServerState, fields: Fields) -> tuple[GenerationRequest, ChatExtras]:
     """Read a chat request.
 
     Raises:
@@ -109,15 +109,15 @@ def read_chat(state: ServerState, fields: Fields) -> tuple[GenerationRequest, Ex
     has_logprobs = fields.flag("logprobs")
     if top_logprobs is not None and not has_logprobs:
         raise InvalidParameter("top_logprobs", top_logprobs, "absent unless logprobs is true")
-    extras = Extras(
+    extras = ChatExtras(
         top_logprobs=(top_logprobs or 0) if has_logprobs else None,
         prompt_logprobs=fields.integer("prompt_logprobs", 0, MAX_LOGPROBS),
         token_ids=options.return_token_ids,
         tool_use=tool_use,
     )
     field_aliases = {"max_tokens": length, "logprobs": "top_logprobs", "prompt": "messages"}
-    field_aliases |= sampling.width_spelling(fields)
-    wanted, names = structured.read_structured(fields)
+    field_aliases |= sampling.beam_width_alias(fields)
+    wanted, names = structured_fields.read_structured(fields)
     field_aliases |= names
     own: dict[str, Any] = {
         "max_tokens": fields.get(length),
@@ -176,7 +176,7 @@ class ChatReply:
         names: names of tokens.
     """
 
-    def __init__(self, head: Mapping[str, Any], extras: Extras, names: TokenNames) -> None:
+    def __init__(self, head: Mapping[str, Any], extras: ChatExtras, names: TokenNames) -> None:
         self._head = dict(head)
         self._chunk_head = {**head, "object": "chat.completion.chunk"}
         self._extras = extras

@@ -95,5 +95,5 @@ def _own(fields: Fields) -> dict[str, Any]:
     own = fields.object("structured_outputs")
     assert own is not None
     own.refuse(UNSUPPORTED_OWN)
-    own.note_unknown((*OWN_FIELDS, *UNSUPPORTED_OWN))
+    own.log_unknown((*OWN_FIELDS, *UNSUPPORTED_OWN))
     return {name: own.get(name) for name in OWN_FIELDS if own.get(name) is not None}
