@@ -1,4 +1,4 @@
-"""`quire bench`: runs a workload offline and says how fast it went, and where the time was spent."""
+"""`quire bench`: runs a workload offline and reports its speed, and the parts of the time."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def register(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--workload",
         choices=("W5", *NAMES),
-        help="one of the workloads of docs/performance.md, in place of one of your own; W5 is W5-cold",
+        help="one of the workloads of docs/performance.md, instead of a custom one; W5 is W5-cold",
     )
     parser.add_argument(
         "--profile",
         action="store_true",
-        help="look into the layers: timers cost a little of the speed, and each step is run part by part",
+        help="time the layers: each step is run part by part, and the timers cost a little speed",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_shape_options(parser)
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command.
 
     Raises:
-        QuireError: an option that is refused, or prompts that do not fit the engine.
+        QuireError: an option is refused, or the prompts do not fit the engine.
     """
     given = given_shape(args)
     if args.workload is not None and given:

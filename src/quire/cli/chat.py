@@ -31,7 +31,7 @@ def register(subparsers: Subparsers) -> None:
         description="Talk to a model. Ctrl-C stops an answer, Ctrl-D ends, and the line "
         f"{NEW_COMMAND} starts a new conversation. From a pipe, each line is a question.",
     )
-    parser.add_argument("--system", metavar="TEXT", help="instructions that stand before the conversation")
+    parser.add_argument("--system", metavar="TEXT", help="instructions before the conversation")
     add_engine_options(parser)
     add_sampling_options(parser)
     add_structured_options(parser)
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command.
 
     Raises:
-        QuireError: an option or parameter that is refused; from a pipe also a question that is.
+        QuireError: an option or parameter is refused; with piped input also a refused question.
     """
     given = sampling_options(args) | structured_options(args)
     for name, allowed in (
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     ):
         if given.get(name, allowed) != allowed:
             raise ConfigError(f"{name} has no place in a chat; leave it out", field=name)
-    SamplingParams(**given)  # what is wrong with them is wrong before a model is loaded
+    SamplingParams(**given)  # validates the parameters before a model is loaded
 
     from quire.engine.llm import LLM
 
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _talk(llm: LLM, conversation: Conversation) -> None:
-    """Read lines from a person until there are no more."""
+    """Read lines from a terminal until its end."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - gives input() a line editor
     for resolved in llm.resolved.lines():
@@ -92,12 +92,12 @@ def _talk(llm: LLM, conversation: Conversation) -> None:
 
 
 class Conversation:
-    """One conversation with a model, printed as it goes.
+    """One conversation with a model, whose answers are printed as they are generated.
 
     Args:
-        llm: an engine with a chat model.
-        params: for every answer.
-        system: instructions, or None.
+        llm: engine with a chat model.
+        params: sampling parameters of every answer.
+        system: instructions before the conversation, or None.
     """
 
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
@@ -107,10 +107,10 @@ class Conversation:
         self.messages = list(self._start)
 
     def take(self, line: str) -> None:
-        """Answer a question, or start anew.
+        """Answer a question, or start a new conversation.
 
         Raises:
-            RequestError: the conversation is refused, for example as too long; it stays as it was.
+            RequestError: the conversation is refused, for example as too long; it stays unchanged.
         """
         if line == NEW_COMMAND:
             self.messages = list(self._start)
@@ -145,11 +145,11 @@ class Conversation:
 
 @contextlib.contextmanager
 def _interrupts() -> Iterator[Callable[[], bool]]:
-    """Note Ctrl-C instead of raising it inside a step, where it would leave the engine half way."""
-    noted: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
+    """Record Ctrl-C instead of raising it inside a step, which would leave the engine in an inconsistent state."""
+    received: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
     try:
-        yield lambda: bool(noted)
+        yield lambda: bool(received)
     finally:
         signal.signal(signal.SIGINT, before)
 

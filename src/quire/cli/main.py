@@ -27,7 +27,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the arguments behind `quire`; None takes the process'."""
+    """Parse the arguments after `quire`; None takes those of the process."""
     words = list(sys.argv[1:] if argv is None else argv)
     # A command of two words; a parser of its own under `bench` would take a model's name for a command.
     if " ".join(words[:2]) == bench_serve.NAME:
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Args:
-        argv: the arguments behind `quire`; None takes the process'.
+        argv: arguments after `quire`; None takes those of the process.
 
     Returns:
         The exit code: 0, 1 where a check failed, 2 for a user's mistake, 130 for Ctrl-C.
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader has gone; what is still buffered must not raise again at exit.
+        # The reader has closed the pipe; buffered output must not raise again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return code
