@@ -43,7 +43,8 @@ def register(subparsers: Subparsers) -> None:
         "plan",
         help="compute the KV memory of a model, and the sequences that fit, from its config.json alone",
         description="Compute the memory of a model's KV cache, and the sequences that fit into it, from its "
-        "config.json alone: no weights are read. The exit code is 1 when one sequence of max_model_len tokens does not fit.",
+        "config.json alone: no weights are read. The exit code is 1 when one sequence of max_model_len tokens does not "
+        "fit.",
     )
     add_engine_options(parser, OPTIONS)
     group = parser.add_argument_group("plan options")

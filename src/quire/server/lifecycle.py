@@ -71,7 +71,7 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
 def _tool_format(tokenizer: Tokenizer | None, wanted: str) -> ToolFormat | None:
     """Return and log the format of the model's tool calls; None where the model has no tools or no known format."""
     template = None if tokenizer is None else tokenizer.chat_template
-    if template is None or not template.knows_tools:
+    if template is None or not template.supports_tools:
         return None
     form = choose_format(wanted, template.for_tools.source)
     if form is None:
