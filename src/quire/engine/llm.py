@@ -211,7 +211,7 @@ class LLM:
         """
         use = self._tool_model(tool_call_parser).read(tools, tool_choice, parallel_tool_calls)
         if use is not None:
-            template_args["tools"] = use.told
+            template_args["tools"] = use.definitions
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [self.render_chat(conversation, **template_args) for conversation in conversations]  # type: ignore[arg-type]
         options: dict[str, Any] = {"use_tqdm": use_tqdm, "cache_salt": cache_salt, "tenant": tenant}

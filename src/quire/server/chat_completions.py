@@ -128,8 +128,10 @@ def read_chat(state: ServerState, fields: Fields) -> tuple[GenerationRequest, Ch
         own |= tool_use.sampling()
         field_aliases["structured_outputs.grammar"] = "tools"
     params = sampling.read_sampling(fields, state.llm.default_sampling_params(), own, field_aliases)
-    told = () if tool_use is None else tool_use.told
-    return GenerationRequest(1, partial(_prompts, state, fields, told, params), params, options, field_aliases), extras
+    definitions = () if tool_use is None else tool_use.definitions
+    return GenerationRequest(
+        1, partial(_prompts, state, fields, definitions, params), params, options, field_aliases
+    ), extras
 
 
 async def render_chat(

@@ -48,8 +48,8 @@ async def pin_prefix(state: ServerState, request: Request) -> Response:
     prompt: Prompt = fields.get("prompt")
     if has_messages:
         # A pin is a prefix of conversations, which continue with any role, not only the assistant's.
-        told = [tool.told for tool in read_tools(fields.get("tools"))]
-        prompt = await render_chat(state, fields, told, add_generation_prompt=False)
+        definitions = [tool.definition for tool in read_tools(fields.get("tools"))]
+        prompt = await render_chat(state, fields, definitions, add_generation_prompt=False)
     name = _name(fields)
     num_tokens = await state.llm.pin_prefix(
         name,

@@ -46,8 +46,8 @@ async def tokenize(state: ServerState, request: Request) -> Response:
         raise InvalidParameter("prompt", fields.get("prompt"), "given, or else messages")
     with_texts = fields.flag("return_token_strs")
     if has_messages:
-        told = [tool.told for tool in read_tools(fields.get("tools"))]
-        text = await render_chat(state, fields, told)
+        definitions = [tool.definition for tool in read_tools(fields.get("tools"))]
+        text = await render_chat(state, fields, definitions)
     else:
         text = fields.text("prompt") or ""
     llm = state.llm
