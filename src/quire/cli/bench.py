@@ -26,7 +26,7 @@ def register(subparsers: Subparsers) -> None:
         description="Serve prompts of random tokens offline, greedily and past the end-of-sequence token, and report "
         "tokens per second, time to first token, inter-token latency, where the time of a step went, and the share of "
         "what this machine's memory and processor allow. To measure a running server: quire bench serve --help. "
-        "No tokenizer is loaded and no text made, unless --no-skip-tokenizer-init says so.",
+        "No tokenizer is loaded, and no text is generated, without --no-skip-tokenizer-init.",
     )
     parser.add_argument(
         "--workload",
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     given = given_shape(args)
     if args.workload is not None and given:
         flag = "--" + next(iter(given)).replace("_", "-")
-        raise ConfigError(f"{flag} shapes a workload of your own; it has no place beside --workload {args.workload}")
+        raise ConfigError(f"{flag} applies to custom workloads only, not to --workload {args.workload}")
     shape = Shape(**given)
     name = "W5-cold" if args.workload == "W5" else args.workload
     options: dict[str, Any] = {"skip_tokenizer_init": True, **engine_options(args)}

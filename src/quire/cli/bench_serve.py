@@ -60,7 +60,7 @@ def register(subparsers: Subparsers) -> None:
         "--trace",
         metavar="FILE",
         help="send the requests of a file with one JSON object a line: prompt (text), prompt_token_ids or messages; "
-        "max_tokens; and arrival_s, in seconds, which holds unless --rate or --concurrency is given",
+        "max_tokens; and arrival_s, in seconds, which --rate and --concurrency override",
     )
     add(
         "--ignore-eos",
@@ -121,7 +121,7 @@ async def _drive(
         # The end of a prompt, reversed: its beginning would be in the server's prefix cache.
         await client.choose_form(synthetic[0].prompt[:-9:-1])
         requests = [client.synthetic(request) for request in synthetic]
-        form = "prompts as token ids" if client.takes_ids else "prompts as words, for the server takes no token ids"
+        form = "prompts as token ids" if client.takes_ids else "prompts as text, since the server takes no token ids"
     else:
         requests, form = traced, f"requests of {args.trace}"
     described: dict[str, Any] = {"trace": args.trace} if args.trace else {**asdict(shape), "as_ids": client.takes_ids}
@@ -132,7 +132,7 @@ async def _drive(
     elif args.rate is None and requests[0].arrival_s is not None:
         requests = sorted(requests, key=attrgetter("arrival_s"))
         first_s = requests[0].arrival_s or 0.0
-        arrivals, pace = [(request.arrival_s or 0.0) - first_s for request in requests], "when the file says"
+        arrivals, pace = [(request.arrival_s or 0.0) - first_s for request in requests], "at the times of the file"
     else:
         rate = math.inf if args.rate is None else args.rate
         arrivals = poisson_arrivals(rate, len(requests), shape.workload_seed)
@@ -161,7 +161,7 @@ def _traced(path: str, given: dict[str, Any]) -> list[TracedRequest]:
     shaping = next((name for name in given if name not in SHAPE_FIELDS_OF_TRACES), None)
     if shaping is not None:
         flag = "--" + shaping.replace("_", "-")
-        raise ConfigError(f"{flag} shapes synthetic requests; it has no place beside --trace", field=shaping)
+        raise ConfigError(f"{flag} shapes synthetic requests, not those of --trace", field=shaping)
     requests = read_trace(path)
     wanted = given.get("num_prompts", len(requests))
     if wanted > len(requests):

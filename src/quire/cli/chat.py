@@ -75,7 +75,7 @@ def _talk(llm: LLM, conversation: Conversation) -> None:
         import readline  # noqa: F401 - gives input() a line editor
     for resolved in llm.resolved.lines():
         print(_dim(resolved))
-    print(_dim(f"Ctrl-C stops an answer, Ctrl-D ends, {NEW_COMMAND} starts anew."))
+    print(_dim(f"Ctrl-C stops an answer, Ctrl-D ends, {NEW_COMMAND} starts a new conversation."))
     while True:
         try:
             line = input("\n> ").strip()
@@ -88,7 +88,7 @@ def _talk(llm: LLM, conversation: Conversation) -> None:
             if line:
                 conversation.take(line)
         except RequestError as error:
-            print(f"quire: error: {error} (start anew with {NEW_COMMAND})", file=sys.stderr)
+            print(f"quire: error: {error} ({NEW_COMMAND} starts a new conversation)", file=sys.stderr)
 
 
 class Conversation:
@@ -115,9 +115,9 @@ class Conversation:
         if line == NEW_COMMAND:
             self.messages = list(self._start)
             return
-        asked = [*self.messages, {"role": "user", "content": line}]
-        answer = self._answer(self._llm.render_chat(asked))
-        self.messages = [*asked, {"role": "assistant", "content": answer}]
+        history = [*self.messages, {"role": "user", "content": line}]
+        answer = self._answer(self._llm.render_chat(history))
+        self.messages = [*history, {"role": "assistant", "content": answer}]
 
     def _answer(self, prompt: list[int]) -> str:
         from quire.cli.live_table import printable

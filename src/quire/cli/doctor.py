@@ -168,7 +168,7 @@ def check_machine() -> Iterator[Finding]:
         "memory",
         OK if has_room else WARN,
         f"{machine.available_bytes / GIB:.2f} GiB available to this process",
-        "" if has_room else "raise the memory limit, or keep to small models and a small kv_cache_memory_bytes",
+        "" if has_room else "raise the memory limit, or use small models and a small kv_cache_memory_bytes",
     )
 
 
@@ -177,7 +177,7 @@ def check_bundled_model() -> Iterator[Finding]:
     folder = files("quire") / "bundled"
     missing = [name for name in BUNDLED_FILES if not (folder / name).is_file()]
     if missing:
-        yield Finding("bundled model", FAIL, f"{', '.join(missing)} missing", "install Quire anew")
+        yield Finding("bundled model", FAIL, f"{', '.join(missing)} missing", "install Quire again")
         return
     from quire.engine.llm import LLM
     from quire.sequences.params import SamplingParams

@@ -36,13 +36,13 @@ def register(subparsers: Subparsers) -> None:
         usage="quire generate [MODEL] [options]",
         description="Complete prompts, all at once, from paged memory. Prompts come from --prompt, --prompts-file or "
         "a pipe; with none, the bundled model shows a demonstration. At most "
-        f"{DEFAULT_MAX_TOKENS} new tokens, unless --max-tokens says otherwise.",
+        f"{DEFAULT_MAX_TOKENS} new tokens without --max-tokens.",
     )
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated")
     parser.add_argument("--prompts-file", metavar="FILE", help="prompts, one a line; - is standard input")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line, for each prompt")
     parser.add_argument("--stream", action="store_true", help="print text as it comes; with --json, each delta")
-    parser.add_argument("--demo", action="store_true", help="show the demonstration, whatever standard input is")
+    parser.add_argument("--demo", action="store_true", help="show the demonstration, also with piped input")
     add_engine_options(parser)
     add_sampling_options(parser)
     add_structured_options(parser)

@@ -28,12 +28,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the arguments after `quire`; None takes those of the process."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    # A command of two words; a parser of its own under `bench` would take a model's name for a command.
-    if " ".join(words[:2]) == bench_serve.NAME:
-        words[:2] = [bench_serve.NAME]
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    # A command of two words; with subparsers, `bench` would take a model's name for a command.
+    if " ".join(arguments[:2]) == bench_serve.NAME:
+        arguments[:2] = [bench_serve.NAME]
     parser = build_parser()
-    args, unknown = parser.parse_known_args(words)
+    args, unknown = parser.parse_known_args(arguments)
     if unknown:
         refuse_unknown(parser, unknown)
     return args

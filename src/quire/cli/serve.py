@@ -103,7 +103,7 @@ def _add_bounds(group: argparse._ArgumentGroup, defaults: ServerConfig) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal says stop, or the engine has died.
+    """Serve until a stop signal arrives or the engine has died.
 
     Raises:
         ConfigError: an option is unusable.

@@ -1,4 +1,4 @@
-"""Reads a request's JSON body: bounded, strict, and refused in words."""
+"""Strict parsing of JSON request bodies within limits."""
 
 from __future__ import annotations
 

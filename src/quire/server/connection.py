@@ -343,7 +343,7 @@ class StrictConnection(h11.Connection):
         if isinstance(event, h11.Request):
             names = {name for name, _ in event.headers}
             if b"transfer-encoding" in names and (b"content-length" in names or event.http_version != b"1.1"):
-                raise h11.RemoteProtocolError("Transfer-Encoding beside Content-Length, or in HTTP/1.0")
+                raise h11.RemoteProtocolError("Transfer-Encoding with Content-Length, or in HTTP/1.0")
             self._num_chunks = self._num_bytes = 0
         elif isinstance(event, h11.Data):
             # The pieces of one chunk count as one: there are no more pieces than reads.

@@ -37,7 +37,7 @@ EXIT_ENGINE_DIED = 1
 
 
 def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
-    """Load a model and serve it until a signal says stop, or the engine has died.
+    """Load a model and serve it until a stop signal arrives or the engine has died.
 
     Returns:
         The exit code: 0, or `EXIT_ENGINE_DIED`.
@@ -75,7 +75,7 @@ def _tool_format(tokenizer: Tokenizer | None, wanted: str) -> ToolFormat | None:
         return None
     form = choose_format(wanted, template.for_tools.source)
     if form is None:
-        logger.warning("Tool calls: the chat template does not show the format; --tool-call-parser can say it")
+        logger.warning("Tool calls: the chat template does not show the format; --tool-call-parser can set it")
     else:
         found = "as the chat template shows" if wanted == "auto" else "as --tool-call-parser says"
         logger.info("Tool calls: read in the format %s, %s", form.name, found)

@@ -37,7 +37,7 @@ KNOWN_FIELDS = (
 
 
 async def pin_prefix(state: ServerState, request: Request) -> Response:
-    """Answer `POST /pin_prefix`: compute a prompt where it is not cached, and hold its whole blocks under a name."""
+    """Answer `POST /pin_prefix`: compute a prompt where it is not cached, and pin its full blocks under a name."""
     tenant = read_tenant(state.config, request)
     fields = await _read(state, request)
     has_prompt, has_messages = fields.get("prompt") is not None, fields.get("messages") is not None

@@ -70,7 +70,7 @@ UNSUPPORTED: Mapping[str, Refusal] = {
     "media": ((), "a prompt is text or token ids"),
     "kv_transfer_params": ((), "the KV cache stays on this server"),
     "vllm_xargs": (({},), "it names another engine's internals"),
-    "tenant": ((), "the operator says in a header whose a request is; cache_salt is the client's own"),
+    "tenant": ((), "a header of the operator's gateway names the tenant; cache_salt is the client's own"),
     "service_tier": (("auto", "default"), "there is one tier"),
 }
 
@@ -154,10 +154,10 @@ def read_sampling(
     Raises:
         InvalidParameter: naming the field as the client does.
     """
-    asked = {name: value for name in SAMPLING_FIELDS if (value := fields.get(name)) is not None}
+    requested = {name: value for name in SAMPLING_FIELDS if (value := fields.get(name)) is not None}
     if "beam_width" in field_aliases:
-        asked["beam_width"] = asked.pop("best_of", asked.get("n", 1))
-    given: dict[str, Any] = {**defaults, **(NO_CHOICE if "beam_width" in asked else {}), **asked}
+        requested["beam_width"] = requested.pop("best_of", requested.get("n", 1))
+    given: dict[str, Any] = {**defaults, **(NO_CHOICE if "beam_width" in requested else {}), **requested}
     if isinstance(given.get("logit_bias"), dict):
         given["logit_bias"] = {_token_id(key): bias for key, bias in given["logit_bias"].items()}
     given.update(own)
@@ -168,7 +168,7 @@ def read_sampling(
             field_aliases.get(error.field or "", error.field or ""), error.value, error.allowed
         ) from error
     if params.beam_width is not None and fields.flag("stream"):
-        raise InvalidParameter("stream", True, "false beside a beam search: the best outputs are known last")
+        raise InvalidParameter("stream", True, "false with beam search: the best outputs are known at the end")
     if params.is_ranked and fields.flag("stream"):
         raise InvalidParameter("best_of", params.best_of, f"n ({params.n}) when stream is true: the best come last")
     return params
@@ -186,7 +186,7 @@ def beam_width_alias(fields: Fields) -> dict[str, str]:
     has_width = fields.get("beam_width") is not None
     is_wanted = fields.flag("use_beam_search", has_width)
     if not is_wanted and has_width:
-        raise InvalidParameter("use_beam_search", False, "true or absent beside beam_width")
+        raise InvalidParameter("use_beam_search", False, "true or absent together with beam_width")
     if not is_wanted or has_width:
         return {}
     return {"beam_width": "n" if fields.get("best_of") is None else "best_of"}

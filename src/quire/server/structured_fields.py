@@ -25,7 +25,7 @@ OWN_FIELDS = ("json", "json_object", "regex", "choice", "grammar", "disable_any_
 UNSUPPORTED_OWN: Mapping[str, Refusal] = {
     "structural_tag": ((), "write a Lark grammar"),
     "disable_fallback": ((False, True), "there is nothing to fall back to"),
-    "disable_additional_properties": ((False,), "say it in the schema"),
+    "disable_additional_properties": ((False,), "set it in the schema"),
     "whitespace_pattern": ((), "set disable_any_whitespace, or write a grammar"),
 }
 
@@ -41,12 +41,13 @@ def read_structured(fields: Fields) -> tuple[StructuredOutputs | None, dict[str,
         RequestError: naming the field as the client does; also where more than one of the fields is given.
     """
     given = [(name, _read(fields, name)) for name in STRUCTURED_FIELDS if fields.get(name) is not None]
-    asked = [(name, read) for name, read in given if read is not None]
-    if not asked:
+    requested = [(name, read) for name, read in given if read is not None]
+    if not requested:
         return None, {}
-    if len(asked) > 1:
-        raise InvalidParameter(asked[1][0], fields.get(asked[1][0]), f"absent beside {asked[0][0]}")
-    ((_, (wanted, field_aliases)),) = asked
+    if len(requested) > 1:
+        name = requested[1][0]
+        raise InvalidParameter(name, fields.get(name), f"absent together with {requested[0][0]}")
+    ((_, (wanted, field_aliases)),) = requested
     try:
         return StructuredOutputs(**wanted), field_aliases
     except InvalidParameter as error:

@@ -51,7 +51,7 @@ def report(before: Sample, after: Sample) -> str | None:
         return None
     seconds = after.at_s - before.at_s
     num_queries = new.prefix_queries - old.prefix_queries
-    hits = f"{(new.prefix_hits - old.prefix_hits) / num_queries:.1%}" if num_queries else "none asked"
+    hits = f"{(new.prefix_hits - old.prefix_hits) / num_queries:.1%}" if num_queries else "no queries"
     return (
         f"Throughput: prompt {num_prompt / seconds:.1f} tokens/s, generation {num_generated / seconds:.1f} tokens/s; "
         f"running {after.num_running}, waiting {after.num_waiting}; KV cache usage {after.kv_usage:.1%}; "

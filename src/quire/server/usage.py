@@ -10,7 +10,7 @@ from quire.memory.results import NO_TOKENS, TokenAccount
 
 
 class TokenCount:
-    """Tokens of one HTTP request: each prompt once, whatever `n` is, and the outputs of all samples.
+    """Tokens of one HTTP request: each prompt once, for any `n`, and the outputs of all samples.
 
     Args:
         is_prompt_only: True where the client requests no output; the token that the engine must sample is not counted.

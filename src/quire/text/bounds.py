@@ -144,7 +144,7 @@ def check_settings(library: tokenizers.Tokenizer) -> None:
         CheckpointError: naming the setting.
     """
     model = library.model
-    sizes = {"special tokens round a text": library.num_special_tokens_to_add(False)}
+    sizes = {"special tokens around a text": library.num_special_tokens_to_add(False)}
     sizes["characters of a word"] = getattr(model, "max_input_chars_per_word", 0)
     for name in ("continuing_subword_prefix", "end_of_word_suffix"):
         sizes[f"characters of {name}"] = len(getattr(model, name, None) or "")

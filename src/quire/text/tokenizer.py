@@ -150,7 +150,7 @@ class Tokenizer:
         except CannotCut as error:
             allowed = f"text without more than {error.limit} bytes in a row that this model's tokenizer cannot divide"
             raise InvalidParameter("prompt", f"{len(text)} characters", allowed) from error
-        except Exception as error:  # the library raises nothing narrower for a word that its model cannot express
+        except Exception as error:  # the library raises nothing narrower
             raise InvalidParameter("prompt", text, f"text that the tokenizer can express ({error})") from error
 
     def prepare_long_texts(self) -> None:

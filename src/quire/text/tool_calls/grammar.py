@@ -86,8 +86,8 @@ def free_text(rules: CallRules, mark: str, text: str = r"/(?s:.*)/") -> list[str
     parts = ""
     if others := sorted(set(rules.text_tokens) - set(rules.tokens.values())):
         begun = "|".join(re.escape(mark[:length]) for length in range(1, len(mark)))
-        lines.append(f"BESIDE: {text} & ~/(?s:.*)({begun})/")
-        lines.append(f"part: BESIDE <[{','.join(_ranges(others))}]>")
+        lines.append(f"BEFORE: {text} & ~/(?s:.*)({begun})/")
+        lines.append(f"part: BEFORE <[{','.join(_ranges(others))}]>")
         parts = "part* "
     return [*lines, f"free: {parts}TEXT", f"opened: {parts}({' | '.join(endings)})"]
 

@@ -118,6 +118,6 @@ class ToolModel:
             raise UnsupportedFeature("tools", "this engine runs without a tokenizer")
         require_chat_template(self.tokenizer.chat_template).require_tools()
         if self.form is None:
-            why = f"the model's chat template does not say how calls are written; {self.set_form} can"
+            why = f"the model's chat template does not show the format of calls; {self.set_form} can set it"
             raise UnsupportedFeature("tools", why)
         return self.tokenizer, self.form
