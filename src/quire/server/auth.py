@@ -13,7 +13,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.server.errors import ENDINGS, IS_OPERATOR, REQUEST_ID, ApiError, error_response
+from quire.server.errors import IS_OPERATOR, REQUEST_ID, TASK_ENDING_ERRORS, ApiError, error_response
 
 OPEN_PATH = "/health"
 # A name or an address, or an IPv6 address in brackets; with an optional port.
@@ -52,13 +52,13 @@ class Guard:
 
         try:
             headers = Headers(scope=scope)
-            shown = _shown_key(headers.get("authorization", ""))
-            scope[IS_OPERATOR] = self._operator_key is not None and hmac.compare_digest(shown, self._operator_key)
+            presented = _presented_key(headers.get("authorization", ""))
+            scope[IS_OPERATOR] = self._operator_key is not None and hmac.compare_digest(presented, self._operator_key)
             is_open = scope[IS_OPERATOR] or scope["path"] == OPEN_PATH
-            refusal = None if is_open else self._refusal(headers, shown)
+            refusal = None if is_open else self._refusal(headers, presented)
             handler = self._app if refusal is None else refusal.response()
             await handler(scope, receive, send_with_id)
-        except ENDINGS:
+        except TASK_ENDING_ERRORS:
             raise
         except BaseException as error:  # a panic of a Rust library is not an Exception
             # An answer that has begun stays incomplete, which ends the connection.
@@ -66,15 +66,15 @@ class Guard:
             if not has_begun:
                 await answer(scope, receive, send_with_id)
 
-    def _refusal(self, headers: Headers, shown: bytes) -> ApiError | None:
+    def _refusal(self, headers: Headers, presented: bytes) -> ApiError | None:
         if self._api_key is None:
             host = headers.get("host", "")
-            if is_own_name(host):
+            if is_local_host(host):
                 return None
             # DNS rebinding: a page of another site whose name resolves to this machine would count as the server's.
             why = f"without an API key the host must be localhost or an address, got {host[:100]!r}"
             return ApiError(403, why, code="host_not_allowed")
-        return None if hmac.compare_digest(shown, self._api_key) else no_key("API")
+        return None if hmac.compare_digest(presented, self._api_key) else invalid_key("API")
 
 
 def check_operator(request: Request, *, has_operators: bool) -> None:
@@ -90,11 +90,11 @@ def check_operator(request: Request, *, has_operators: bool) -> None:
     if request.scope[IS_OPERATOR] or not has_operators:
         return
     if not request.headers.get("authorization"):
-        raise no_key("operator's")
+        raise invalid_key("operator's")
     raise ApiError(403, "this route needs the operator's key", code="operator_only")
 
 
-def no_key(whose: str) -> ApiError:
+def invalid_key(whose: str) -> ApiError:
     """Return the refusal of a request without a key or with a wrong one; a browser then prompts for the key."""
     return ApiError(
         401,
@@ -104,7 +104,7 @@ def no_key(whose: str) -> ApiError:
     )
 
 
-def is_own_name(host: str) -> bool:
+def is_local_host(host: str) -> bool:
     """Return whether a Host header names this machine by localhost or an address, which no other site can claim."""
     match = HOST.fullmatch(host)
     if match is None:
@@ -119,7 +119,7 @@ def is_own_name(host: str) -> bool:
     return True
 
 
-def _shown_key(authorization: str) -> bytes:
+def _presented_key(authorization: str) -> bytes:
     scheme, _, value = authorization.partition(" ")
     value = value.strip()
     if scheme.lower() == "basic":

@@ -15,7 +15,7 @@ from quire.server.errors import ApiError, unavailable
 MAX_LONG_BODIES = 32
 
 
-class Bodies:
+class BodyReader:
     """Reads bodies; long ones are parsed in threads and processes.
 
     Args:

@@ -18,17 +18,17 @@ import h11
 from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from quire.server.errors import REQUEST_ID, ApiError, no_room
+from quire.server.errors import REQUEST_ID, ApiError, too_many_connections
 
 logger = logging.getLogger(__name__)
 
 # Minimum upload rate in bytes per second; it extends the deadline of a long request.
-SLOWEST_UPLOAD = 16 << 10
+MIN_UPLOAD_RATE = 16 << 10
 CHECK_INTERVAL_S = 1.0
 # Parsing a chunk takes 10 us at any size, and all chunks of one read (256 KiB) are parsed in one turn of the event
-# loop. Beyond the free chunks, a body's chunks must have `SMALLEST_CHUNK` bytes on average: a turn then takes 50 ms.
+# loop. Beyond the free chunks, a body's chunks must have `MIN_MEAN_CHUNK` bytes on average: a turn then takes 50 ms.
 FREE_CHUNKS = 1024
-SMALLEST_CHUNK = 64
+MIN_MEAN_CHUNK = 64
 # Bytes of a request line with its headers. h11 applies this limit to an incomplete head only.
 MAX_HEAD = 16 << 10
 END_OF_HEAD = re.compile(rb"\n\r?\n")
@@ -41,8 +41,8 @@ class Connections:
 
     Args:
         limit: maximum number of open connections.
-        receive_timeout_s: time limit for a request to arrive, extended at the rate `SLOWEST_UPLOAD`; it also applies to
-            the first request of a connection.
+        receive_timeout_s: time limit for a request to arrive, extended at `MIN_UPLOAD_RATE`; it also applies to the
+            first request of a connection.
         send_timeout_s: time limit for a client to read some of the data that is sent to it.
         keep_alive_timeout_s: time that a connection stays open after an answer.
     """
@@ -75,7 +75,7 @@ class Connections:
         if connection is None:
             return False
         self.discard(connection)
-        connection.refuse(no_room())
+        connection.refuse(too_many_connections())
         connection.abort()
         return True
 
@@ -275,7 +275,7 @@ class Connection(H11Protocol):
             silent_by_s = now + self._all.receive_timeout_s
             if self.conn.our_state is not h11.DONE:
                 # Arriving bytes extend the deadline of the whole request, but not the limit on silence.
-                self._complete_by_s = (self._complete_by_s or silent_by_s) + num_bytes / SLOWEST_UPLOAD
+                self._complete_by_s = (self._complete_by_s or silent_by_s) + num_bytes / MIN_UPLOAD_RATE
             elif not num_bytes:
                 # The request is answered before its body has arrived; the rest is discarded, for a limited time.
                 self._complete_by_s = silent_by_s
@@ -335,7 +335,7 @@ class StrictConnection(h11.Connection):
 
         Raises:
             h11.RemoteProtocolError: the bytes are not HTTP; a chunked body has a length too, or is sent with HTTP/1.0;
-                the headers have more than `MAX_HEAD` bytes; or chunks have less than `SMALLEST_CHUNK` bytes on average.
+                the headers have more than `MAX_HEAD` bytes; or chunks have less than `MIN_MEAN_CHUNK` bytes on average.
         """
         if self.their_state is h11.IDLE and self._has_long_head():
             raise h11.RemoteProtocolError(f"the request line and headers have more than {MAX_HEAD} bytes")
@@ -349,8 +349,8 @@ class StrictConnection(h11.Connection):
             # The pieces of one chunk count as one: there are no more pieces than reads.
             self._num_chunks += event.chunk_start
             self._num_bytes += len(event.data)
-            if self._num_chunks > FREE_CHUNKS + self._num_bytes // SMALLEST_CHUNK:
-                raise h11.RemoteProtocolError(f"chunks of less than {SMALLEST_CHUNK} bytes")
+            if self._num_chunks > FREE_CHUNKS + self._num_bytes // MIN_MEAN_CHUNK:
+                raise h11.RemoteProtocolError(f"chunks of less than {MIN_MEAN_CHUNK} bytes")
         return event
 
     def _has_long_head(self) -> bool:

@@ -23,7 +23,7 @@ IS_OPERATOR = "quire.is_operator"
 # nginx's status for a client that has left; it is never read.
 CLIENT_GONE = 499
 # Exceptions that end a task, not a request.
-ENDINGS = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
+TASK_ENDING_ERRORS = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
 TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -78,7 +78,7 @@ def unavailable(why: str, code: str) -> ApiError:
     return ApiError(503, why, code=code, headers={"Retry-After": "1"})
 
 
-def no_room() -> ApiError:
+def too_many_connections() -> ApiError:
     """Return the answer to a connection that exceeds the limit, or is closed in favour of another one."""
     return unavailable("the server has no room for another connection", "too_many_connections")
 

@@ -17,7 +17,7 @@ from quire import __version__
 from quire.bounded.json_text import limit_digits
 from quire.config import EngineConfig
 from quire.server.app import build_app
-from quire.server.body import Bodies
+from quire.server.body import BodyReader
 from quire.server.connection import Connection, Connections
 from quire.server.errors import stopping
 from quire.server.listener import accept_connections, bind, read_max_connections
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 # Time limit for sending the last chunks after the engine has finished.
 FLUSH_TIMEOUT_S = 5
 # Time for which a server with a dead engine still answers clients and probes, before it exits for its supervisor.
-LAST_WORDS_S = 2.0
+DEAD_ENGINE_GRACE_S = 2.0
 EXIT_ENGINE_DIED = 1
 
 
@@ -56,7 +56,7 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
         gc.collect()
         gc.freeze()
         # Every list of integers in a valid request is at most as long as the context or the vocabulary.
-        bodies = Bodies(config.max_body_bytes, max(llm.resolved.max_model_len, llm.resolved.vocab_size))
+        bodies = BodyReader(config.max_body_bytes, max(llm.resolved.max_model_len, llm.resolved.vocab_size))
         try:
             form = _tool_format(llm.tokenizer, config.tool_call_parser)
             state = ServerState(llm, config, bodies, __version__, created=int(time.time()), tool_format=form)
@@ -107,13 +107,13 @@ async def _run(state: ServerState, listener: socket.socket, max_connections: int
         return Connection(connections, config=settings, server_state=server.server_state, app_state={})
 
     accepting = asyncio.create_task(accept_connections(listener, connections, make_protocol))
-    stop = _Stop(state, server, connections, accepting)
-    take_signals(stop.on_signal)
-    tasks = [accepting, asyncio.create_task(_end_when_dead(state, stop)), asyncio.create_task(connections.watch())]
+    shutdown = _Shutdown(state, server, connections, accepting)
+    take_signals(shutdown.on_signal)
+    tasks = [accepting, asyncio.create_task(_end_when_dead(state, shutdown)), asyncio.create_task(connections.watch())]
     if config.log_interval_s:
         tasks.append(asyncio.create_task(log_throughput(state.llm, config.log_interval_s)))
     for task in tasks:
-        task.add_done_callback(stop.on_task_done)
+        task.add_done_callback(shutdown.on_task_done)
     print(f"Quire serves {state.llm.model_name} at {_url(listener)}", flush=True)
     await serving
     for task in tasks:
@@ -141,15 +141,15 @@ def take_signals(handle: Callable[[int], None]) -> None:
             signal.signal(number, on_signal)
 
 
-async def _end_when_dead(state: ServerState, stop: _Stop) -> None:
+async def _end_when_dead(state: ServerState, shutdown: _Shutdown) -> None:
     while not state.llm.has_failed:
         await asyncio.sleep(0.1)
-    logger.error("the engine has died, so the server ends in %g s", LAST_WORDS_S)
-    await asyncio.sleep(LAST_WORDS_S)
-    stop.end()
+    logger.error("the engine has died, so the server ends in %g s", DEAD_ENGINE_GRACE_S)
+    await asyncio.sleep(DEAD_ENGINE_GRACE_S)
+    shutdown.end()
 
 
-class _Stop:
+class _Shutdown:
     """The shutdown of the server: the first signal drains it, the second one ends the process.
 
     Args:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from quire.server.body import Bodies
+from quire.server.body import BodyReader
 from quire.server.logprob_budget import LogprobBudget, LogprobReservation
 from quire.server.settings import ServerConfig
 from quire.server.stream_merge import StreamMerger
@@ -65,7 +65,7 @@ class ServerState:
 
     llm: AsyncLLM
     config: ServerConfig
-    bodies: Bodies
+    bodies: BodyReader
     version: str
     created: int
     tool_format: ToolFormat | None = None
