@@ -42,17 +42,13 @@ def register(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "plan",
         help="compute the KV memory of a model, and the sequences that fit, from its config.json alone",
-        description="Compute the memory of a model's KV cache, and the sequences that fit into it, from its "
-        "config.json alone: no weights are read. The exit code is 1 when one sequence of max_model_len tokens does not "
-        "fit.",
+        description="Compute the memory of a model's KV cache, and the sequences that fit, from its config.json alone: "
+        "no weights are read. The exit code is 1 when one sequence of max_model_len tokens does not fit.",
     )
     add_engine_options(parser, OPTIONS)
     group = parser.add_argument_group("plan options")
     group.add_argument(
-        "--memory",
-        type=parse_size,
-        metavar="SIZE",
-        help="memory of the whole machine or its GPU; the weights are subtracted from it",
+        "--memory", type=parse_size, metavar="SIZE", help="memory of the machine or GPU, weights included"
     )
     group.add_argument(
         "--weights-bytes",

@@ -79,12 +79,9 @@ def _add_times(group: argparse._ArgumentGroup, defaults: ServerConfig) -> None:
 
 def _add_bounds(group: argparse._ArgumentGroup, defaults: ServerConfig) -> None:
     """Add the limits on requests and connections."""
+    size = options.parse_size
     group.add_argument(
-        "--max-body-bytes",
-        type=options.parse_size,
-        default=defaults.max_body_bytes,
-        metavar="SIZE",
-        help="maximum length of a request body",
+        "--max-body-bytes", type=size, default=defaults.max_body_bytes, metavar="SIZE", help="longest body"
     )
     for flag, default, help_text in (
         ("--max-prompts", defaults.max_prompts, f"maximum of prompts in a request (default {defaults.max_prompts})"),
