@@ -1,4 +1,4 @@
-"""`quire chat` keeps a conversation, stops when told to, and reads a pipe."""
+"""`quire chat` keeps a conversation, stops at Ctrl-C, and reads a pipe."""
 
 from __future__ import annotations
 

@@ -34,10 +34,10 @@ def test_something_essential_that_is_missing_fails_and_ends_the_looking(
 
 
 def test_a_look_that_breaks_is_a_finding(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def look_at_torch() -> Iterator[Finding]:
+    def check_torch() -> Iterator[Finding]:
         raise OSError("libgomp.so.1: cannot open shared object file")
 
-    monkeypatch.setattr(doctor, "look_at_torch", look_at_torch)
+    monkeypatch.setattr(doctor, "check_torch", check_torch)
     assert main(["doctor", "--json"]) == 1
     last = json.loads(capsys.readouterr().out)["findings"][-1]
     assert (last["name"], last["status"]) == ("torch", FAIL)
@@ -47,14 +47,14 @@ def test_a_look_that_breaks_is_a_finding(capsys: pytest.CaptureFixture[str], mon
 
 def test_a_missing_model_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(doctor, "files", lambda _: tmp_path)
-    (finding,) = doctor.look_at_bundled_model()
+    (finding,) = doctor.check_bundled_model()
     assert finding.status == FAIL
     assert "model.safetensors" in finding.detail
 
 
 def test_little_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    statuses = {finding.name: finding.status for finding in doctor.look_at_machine()}
+    statuses = {finding.name: finding.status for finding in doctor.check_machine()}
     assert statuses["threads"] == OK
     monkeypatch.setattr(doctor, "COMFORTABLE_BYTES", 1 << 60)
-    statuses = {finding.name: finding.status for finding in doctor.look_at_machine()}
+    statuses = {finding.name: finding.status for finding in doctor.check_machine()}
     assert statuses["memory"] == WARN

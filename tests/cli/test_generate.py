@@ -123,26 +123,26 @@ def test_the_demonstration_in_little_memory_preempts_and_ends(capsys: pytest.Cap
 def test_a_terminal_gets_a_table_that_ends_whole(llm: LLM) -> None:
     texts = expected(llm, PROMPTS)
     screen = io.StringIO()
-    board = LiveTable(PROMPTS, Console(file=screen, force_terminal=True, width=200, color_system=None))
+    table = LiveTable(PROMPTS, Console(file=screen, force_terminal=True, width=200, color_system=None))
     watch = MemoryWatch(llm)
-    board.follow(watch.over(llm.stream(PROMPTS, SamplingParams(temperature=0.0, max_tokens=12))))
+    table.show(watch.over(llm.stream(PROMPTS, SamplingParams(temperature=0.0, max_tokens=12))))
     final = screen.getvalue().rpartition("cached")[2]
     for prompt, text in zip(PROMPTS, texts, strict=True):
         assert prompt in final
         assert " ".join(text.split()) in final
     assert final.count("done") == 2
-    assert [row.num_tokens for row in board.rows] == [12, 12]
+    assert [row.num_tokens for row in table.rows] == [12, 12]
     assert watch.peak_blocks == 2
     assert watch.lines()[0].startswith("24 tokens in ")
 
 
 def test_samples_have_a_row_each() -> None:
-    board = LiveTable(["a", "b"], Console(file=io.StringIO()), num_samples=2)
-    board.add(RequestOutput("1", "b", [1, 2], [CompletionOutput(1, "x", [7])], num_cached_tokens=1))
-    (row,) = board.add(RequestOutput("1", "b", [1, 2], [CompletionOutput(1, "y", [8], finish_reason="stop")]))
-    assert row is board.rows[3]
+    table = LiveTable(["a", "b"], Console(file=io.StringIO()), num_samples=2)
+    table.add(RequestOutput("1", "b", [1, 2], [CompletionOutput(1, "x", [7])], num_cached_tokens=1))
+    (row,) = table.add(RequestOutput("1", "b", [1, 2], [CompletionOutput(1, "y", [8], finish_reason="stop")]))
+    assert row is table.rows[3]
     assert (row.label, row.text, row.num_tokens, row.state) == ("b", "xy", 2, "done")
-    assert [other.state for other in board.rows[:3]] == ["waits"] * 3
+    assert [other.state for other in table.rows[:3]] == ["waits"] * 3
 
 
 def test_what_a_terminal_would_obey_is_left_out() -> None:

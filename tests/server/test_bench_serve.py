@@ -56,7 +56,7 @@ def test_a_trace_is_sent_when_it_says(
     path.write_text("\n".join(map(json.dumps, lines)))
     assert main(["bench", "serve", "--url", f"{server.url}/v1", "--trace", str(path), "--model", "tiny"]) == 0
     said = capsys.readouterr().out
-    assert f"{server.url}, model tiny: requests of {path}\n3 requests, when the file says" in said
+    assert f"{server.url}, model tiny: requests of {path}\n3 requests, at the times of the file" in said
     # "Q" is answered with three tokens and an end, since nobody asks it to go on.
     assert "10 new tokens" in said
     assert "Completed 3 of 3 requests" in said

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from quire.bounded.json_text import MANY_INTEGERS, MAX_DEPTH, MAX_DIGITS, MAX_VALUES, limit_digits
-from quire.server.body import MAX_LONG_BODIES, Bodies
+from quire.server.body import MAX_LONG_BODIES, BodyReader
 from quire.server.errors import ApiError
 
 MAX_INTEGERS = 100_000
@@ -55,18 +55,18 @@ BAD = {
 
 
 @pytest.fixture(scope="module")
-def bodies() -> Iterator[Bodies]:
-    bodies = Bodies(8 << 20, MAX_INTEGERS)
+def bodies() -> Iterator[BodyReader]:
+    bodies = BodyReader(8 << 20, MAX_INTEGERS)
     yield bodies
     bodies.close()
 
 
-def parse_object(bodies: Bodies, raw: bytes) -> dict[str, Any]:
+def parse_object(bodies: BodyReader, raw: bytes) -> dict[str, Any]:
     return asyncio.run(bodies.parse_object(raw))
 
 
 @pytest.mark.parametrize("raw", BAD.values(), ids=BAD.keys())
-def test_a_bad_body_is_a_400_in_words(bodies: Bodies, raw: bytes) -> None:
+def test_a_bad_body_is_a_400_in_words(bodies: BodyReader, raw: bytes) -> None:
     with pytest.raises(ApiError) as caught:
         parse_object(bodies, raw)
     assert caught.value.status == 400
@@ -75,17 +75,17 @@ def test_a_bad_body_is_a_400_in_words(bodies: Bodies, raw: bytes) -> None:
     json.dumps(caught.value.body(), ensure_ascii=False).encode()
 
 
-def test_text_of_every_plane_passes(bodies: Bodies) -> None:
+def test_text_of_every_plane_passes(bodies: BodyReader) -> None:
     text = "a\u00e9\u4e16\U0001f600\x00"
     for raw in (json.dumps({"prompt": text}), json.dumps({"prompt": text}, ensure_ascii=False)):
         assert parse_object(bodies, raw.encode()) == {"prompt": text}
 
 
-def test_an_escaped_backslash_before_a_surrogates_letters_is_text(bodies: Bodies) -> None:
+def test_an_escaped_backslash_before_a_surrogates_letters_is_text(bodies: BodyReader) -> None:
     assert parse_object(bodies, rb'{"prompt": "\\ud800"}') == {"prompt": r"\ud800"}
 
 
-def test_a_long_body_says_what_it_says_wherever_it_is_parsed(bodies: Bodies) -> None:
+def test_a_long_body_says_what_it_says_wherever_it_is_parsed(bodies: BodyReader) -> None:
     ids = list(range(-5, MAX_INTEGERS - 5))
     body = {
         "prompt": [ids, ids[:MANY_INTEGERS], [], ids[: MANY_INTEGERS + 1], [2**63 - 1] * 1000, [-(2**63)] * 1000],
@@ -101,7 +101,7 @@ def test_a_long_body_says_what_it_says_wherever_it_is_parsed(bodies: Bodies) -> 
     assert parse_object(bodies, shuffled) == body
 
 
-def test_long_bodies_of_every_kind_come_back_as_they_went(bodies: Bodies) -> None:
+def test_long_bodies_of_every_kind_come_back_as_they_went(bodies: BodyReader) -> None:
     rng = random.Random(6)
 
     def value(depth: int) -> Any:
@@ -120,7 +120,7 @@ def test_long_bodies_of_every_kind_come_back_as_they_went(bodies: Bodies) -> Non
 
 
 @pytest.mark.parametrize("count", [1, MAX_VALUES + 1])
-def test_integers_of_too_many_digits_are_refused(bodies: Bodies, count: int) -> None:
+def test_integers_of_too_many_digits_are_refused(bodies: BodyReader, count: int) -> None:
     before = sys.get_int_max_str_digits()
     limit_digits()
     try:
@@ -133,7 +133,7 @@ def test_integers_of_too_many_digits_are_refused(bodies: Bodies, count: int) -> 
     assert caught.value.status == 400
 
 
-def test_long_bodies_that_wait_to_be_parsed_are_bounded(bodies: Bodies) -> None:
+def test_long_bodies_that_wait_to_be_parsed_are_bounded(bodies: BodyReader) -> None:
     raw = b'{"a": "' + b"x" * (bodies.max_bytes - 100) + b'"}'
 
     async def scenario() -> list[Any]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from quire.errors import ConfigError
-from quire.server.listener import NUM_SPARE, read_max_connections
+from quire.server.listener import RESERVED_DESCRIPTORS, read_max_connections
 from tests.server.process import PATIENCE_S, ServerProcess, running
 from tests.server.raw import ask, body_of, connect, post, read_all, read_answer, status_of
 from tests.server.test_disconnects import num_aborted
@@ -219,7 +219,7 @@ def test_without_descriptors_the_server_waits_and_says_so_once(folder: Path, tmp
 def test_the_limit_of_open_files_bounds_connections() -> None:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = read_max_connections(None)
-    assert 0 < limit <= soft - NUM_SPARE
+    assert 0 < limit <= soft - RESERVED_DESCRIPTORS
     assert read_max_connections(limit) == limit
     with pytest.raises(ConfigError, match=f"under this process' limit of {soft} open files") as caught:
         read_max_connections(soft)

@@ -19,7 +19,7 @@ ONE = {"prompt": [5, 6], "max_tokens": 2, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def busy_server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server that runs four sequences at a time, and is told the tenant of each request."""
+    """A server that runs four sequences at a time, and gets the tenant of each request in a header."""
     flags = ("--num-kv-blocks", "300", "--max-num-seqs", "4", "--tenant-header", HEADER, "--operator-key", "operator")
     with running(folder, tmp_path_factory.mktemp("logs") / "busy.log", *flags) as process:
         process.http.headers["authorization"] = "Bearer operator"

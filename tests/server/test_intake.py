@@ -90,7 +90,7 @@ def test_unfinished_bodies_have_a_bound_together(small: ServerProcess) -> None:
 
 
 class Uploads:
-    """Bodies on their way through an intake, piece by piece, and what became of them."""
+    """Uploads of bodies through an intake, piece by piece, and their results."""
 
     def __init__(self, max_body_bytes: int) -> None:
         self.num_given_back = 0

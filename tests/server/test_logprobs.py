@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from quire.engine.outputs.logprobs import FlatLogprobs, PromptLogprobs
 from quire.sequences.logprobs import TokenLogprobs
 from quire.server.json_stream import JsonWriter
-from quire.server.logprobs import (
+from quire.server.logprob_fields import (
     LOWEST_LOGPROB,
     TextOffsets,
     TokenNames,

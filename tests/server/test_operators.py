@@ -96,7 +96,7 @@ def computed(server: ServerProcess, key: str, **options: Any) -> dict[str, dict[
 
 
 def test_operators_and_clients_see_the_same_reasons(guarded: ServerProcess, server: ServerProcess) -> None:
-    """That another namespace has a prompt is told to nobody: its tokens count as not cached."""
+    """The server does not reveal the prompts of another namespace: their tokens count as not cached."""
     prompt = list(range(20, 90))
     for asked, key in ((guarded, OPERATOR), (server, "none")):
         before = computed(asked, key)
@@ -135,7 +135,7 @@ def test_a_page_of_another_site_cannot_reset_anything(server: ServerProcess) -> 
     for headers in (foreign, foreign | {"Content-Type": "text/plain"}, {"Origin": "null"}):
         refused = server.http.post("/reset_prefix_cache", headers=headers)
         assert (refused.status_code, check_form(refused.text, 415)["code"]) == (415, "unsupported_media_type")
-    # To send this type a browser asks first, and is told no.
+    # A browser sends this type only after a preflight request, which is refused.
     asked = {**foreign, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
     assert server.http.options("/reset_prefix_cache", headers=asked).status_code == 405
     assert server.http.post("/reset_prefix_cache").status_code == 200

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quire.errors import InvalidParameter, UnsupportedFeature
-from quire.server import chat, completions, sampling
+from quire.server import chat_completions, completions, sampling
 from quire.server.fields import Fields
 
 
@@ -72,7 +72,7 @@ def test_a_priority_counts_under_the_priority_policy() -> None:
     assert sampling.read_options(Fields({"priority": -3}), "priority").priority == -3
 
 
-@pytest.mark.parametrize("table", [completions.UNSUPPORTED, chat.UNSUPPORTED])
+@pytest.mark.parametrize("table", [completions.UNSUPPORTED, chat_completions.UNSUPPORTED])
 def test_every_neutral_value_passes_and_anything_else_is_refused(table: Any) -> None:
     for field, (neutral, _) in table.items():
         for value in (None, *neutral):
@@ -84,4 +84,4 @@ def test_every_neutral_value_passes_and_anything_else_is_refused(table: Any) -> 
 
 def test_a_zero_is_not_a_false() -> None:
     with pytest.raises(UnsupportedFeature):
-        Fields({"store": 0}).refuse(chat.UNSUPPORTED)
+        Fields({"store": 0}).refuse(chat_completions.UNSUPPORTED)

@@ -1,4 +1,4 @@
-"""Drafts over HTTP: a field to do without, and what is told of them."""
+"""Drafts over HTTP: the field that disables them, and their counts in `usage`."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def details(server: ServerProcess, **changes: Any) -> dict[str, int] | None:
 
 def test_usage_tells_what_became_of_drafts(drafting: ServerProcess) -> None:
     details(drafting)
-    told = details(drafting)
-    assert told is not None
-    assert told["accepted_prediction_tokens"] > 0
-    assert told["rejected_prediction_tokens"] >= 0
+    counts = details(drafting)
+    assert counts is not None
+    assert counts["accepted_prediction_tokens"] > 0
+    assert counts["rejected_prediction_tokens"] >= 0
     several = details(drafting, n=1, seed=3)
     assert several is not None
     metrics = drafting.http.get("/metrics").text

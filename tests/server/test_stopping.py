@@ -1,4 +1,4 @@
-"""How a server ends: who is waited for, who is told, and what fails beside it."""
+"""The end of a server: requests that it waits for, requests that it fails, and failures meanwhile."""
 
 from __future__ import annotations
 

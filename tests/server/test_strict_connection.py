@@ -5,7 +5,7 @@ from __future__ import annotations
 import h11
 import pytest
 
-from quire.server.connection import FREE_CHUNKS, MAX_HEAD, SMALLEST_CHUNK, StrictConnection
+from quire.server.connection import FREE_CHUNKS, MAX_HEAD, MIN_MEAN_CHUNK, StrictConnection
 
 # What asyncio reads at a time; the parser goes through all of it in one turn of the event loop.
 READ = 256 << 10
@@ -27,16 +27,16 @@ def num_events(*reads: bytes) -> int:
     return count
 
 
-@pytest.mark.parametrize("num_bytes", [1, 2, 7, 32, SMALLEST_CHUNK - 1])
+@pytest.mark.parametrize("num_bytes", [1, 2, 7, 32, MIN_MEAN_CHUNK - 1])
 def test_a_body_of_small_chunks_is_refused_before_many_are_read(num_bytes: int) -> None:
-    allowed = FREE_CHUNKS / (1 - num_bytes / SMALLEST_CHUNK)  # each earns a part of the next
+    allowed = FREE_CHUNKS / (1 - num_bytes / MIN_MEAN_CHUNK)  # each earns a part of the next
     with pytest.raises(h11.RemoteProtocolError, match="chunks of less"):
         num_events(CHUNKED + chunks(num_bytes, int(allowed) + 2))
 
 
 def test_no_read_holds_up_the_event_loop_for_many_chunks() -> None:
-    one = chunks(SMALLEST_CHUNK, 1)
-    assert num_events(CHUNKED, one * (READ // len(one))) <= READ // SMALLEST_CHUNK
+    one = chunks(MIN_MEAN_CHUNK, 1)
+    assert num_events(CHUNKED, one * (READ // len(one))) <= READ // MIN_MEAN_CHUNK
 
 
 @pytest.mark.parametrize("num_bytes", [100, 1000, 65536])

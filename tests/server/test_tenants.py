@@ -23,7 +23,7 @@ ROUTES = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 
 @pytest.fixture(scope="module")
 def gated(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server that is told the tenant of each request, and has an operator; this one asks."""
+    """A server that gets the tenant of each request in a header; its client has the key of the operator."""
     log = tmp_path_factory.mktemp("logs") / "gated.log"
     flags = ("--num-kv-blocks", "300", "--pin-limit", "0.1", "--tenant-header", HEADER, "--operator-key", "operator")
     with running(folder, log, *flags) as process:

@@ -20,9 +20,9 @@ from tests.server.tool_answers import (
     Serve,
     ask,
     joined,
+    names_and_arguments,
     needs_grammars,
     reasons,
-    told,
 )
 
 
@@ -33,7 +33,7 @@ def test_required_calls_come_whatever_the_model_would_say(serve: Serve, form: st
     more = {"tool_choice": "required", "chat_template_kwargs": {"style": style}, "parallel_tool_calls": False}
     choice = ask(serve(form), tools=[WEATHER | {"function": {**WEATHER["function"], "parameters": SHORT}}, NOW], **more)
     assert choice["message"]["content"] is None
-    ((name, arguments),) = told(choice["message"]["tool_calls"])
+    ((name, arguments),) = names_and_arguments(choice["message"]["tool_calls"])
     assert choice["finish_reason"] == "tool_calls"
     assert (name, set(json.loads(arguments))) in [("get_weather", {"city"}), ("now", set())]
 
@@ -51,11 +51,11 @@ SHORT = {
 def test_a_named_function_is_called_once(serve: Serve, form: str) -> None:
     choice = {"type": "function", "function": {"name": "now"}}
     answer = ask(serve(form), tool_choice=choice, chat_template_kwargs={"style": "Q"})
-    assert told(answer["message"]["tool_calls"]) == [("now", "{}")]
+    assert names_and_arguments(answer["message"]["tool_calls"]) == [("now", "{}")]
     # It was the client's choice that there is a call: OpenAI says "stop" then.
     assert answer["finish_reason"] == "stop"
     _, chunks = stream(serve(form), CHAT, {**ASK, "tool_choice": choice, "temperature": 2, "n": 3})
-    assert [told(joined(chunks, index)) for index in range(3)] == [[("now", "{}")]] * 3
+    assert [names_and_arguments(joined(chunks, index)) for index in range(3)] == [[("now", "{}")]] * 3
     assert reasons(chunks) == ["stop"] * 3
 
 
@@ -70,18 +70,18 @@ def test_of_the_tools_some_may_be_allowed(serve: Serve, form: str) -> None:
     server = serve(form)
     # The model would call the other one; required, it calls what it may.
     choice = ask(server, tool_choice=allowed("required", "now"), parallel_tool_calls=False, return_token_ids=True)
-    assert told(choice["message"]["tool_calls"]) == [("now", "{}")]
+    assert names_and_arguments(choice["message"]["tool_calls"]) == [("now", "{}")]
     assert choice["finish_reason"] == "tool_calls"
     _, chunks = stream(server, CHAT, {**ASK, "tool_choice": allowed("required", "now", "now"), "n": 2})
     for index in (0, 1):
-        assert set(told(joined(chunks, index))) == {("now", "{}")}
+        assert set(names_and_arguments(joined(chunks, index))) == {("now", "{}")}
     # Asked for no call it need not make one, and what it calls is allowed.
     for seed in range(4):
         answer = ask(server, tool_choice=allowed("auto", "now"), temperature=2, seed=seed)
         whole = answer["message"].get("tool_calls", ())[: None if answer["finish_reason"] != "length" else -1]
-        assert set(told(list(whole))) <= {("now", "{}")}
+        assert set(names_and_arguments(list(whole))) <= {("now", "{}")}
     assert (
-        told(ask(server, tool_choice=allowed("auto", "get_weather", "now"))["message"]["tool_calls"])
+        names_and_arguments(ask(server, tool_choice=allowed("auto", "get_weather", "now"))["message"]["tool_calls"])
         == (ALL_CALLS[form])
     )
 

@@ -1,4 +1,4 @@
-"""Tools over the chat endpoint: models that call them, how calls are told, and what is refused."""
+"""Tools over the chat endpoint: models that call them, the form of calls, and refusals."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from tests.server.tool_answers import (
     Serve,
     ask,
     joined,
+    names_and_arguments,
     needs_grammars,
     reasons,
-    told,
 )
 from tests.server.tool_checkpoint import MARKERS
 
@@ -41,14 +41,14 @@ def test_a_model_that_calls_tools_has_them_called(serve: Serve, form: str) -> No
     server = serve(form)
     choice = ask(server)
     message = choice["message"]
-    assert told(message["tool_calls"]) == ALL_CALLS[form]
+    assert names_and_arguments(message["tool_calls"]) == ALL_CALLS[form]
     assert message["content"] == (None if form == "llama3" else "I look.")
     assert choice["finish_reason"] == "tool_calls"
     shape = "[a-zA-Z0-9]{9}" if form == "mistral" else "call_[0-9a-f]{24}"
     assert all(re.fullmatch(shape, call["id"]) for call in message["tool_calls"])
 
     _, chunks = stream(server, CHAT, ASK)
-    assert told(joined(chunks)) == ALL_CALLS[form]
+    assert names_and_arguments(joined(chunks)) == ALL_CALLS[form]
     assert text_of(chunks) == (message["content"] or "")
     assert reasons(chunks) == ["tool_calls"]
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
@@ -83,12 +83,12 @@ def test_samples_usage_logprobs_and_token_ids_go_with_calls(hermes: ServerProces
     whole = hermes.post(CHAT, {**ASK, **more}).json()
     num_tokens = len(whole["choices"][0]["token_ids"])
     for choice in whole["choices"]:
-        assert told(choice["message"]["tool_calls"]) == CALLS
+        assert names_and_arguments(choice["message"]["tool_calls"]) == CALLS
         assert len(choice["logprobs"]["content"]) == len(choice["token_ids"]) == num_tokens
     _, chunks = stream(hermes, CHAT, {**ASK, **more, "stream_options": {"include_usage": True}})
     assert chunks[-1]["usage"]["completion_tokens"] == 2 * num_tokens
     for index in (0, 1):
-        assert told(joined(chunks, index)) == CALLS
+        assert names_and_arguments(joined(chunks, index)) == CALLS
         parts = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
         ids = [token_id for part in parts for token_id in part.get("token_ids") or ()]
         assert ids == whole["choices"][index]["token_ids"]
@@ -106,7 +106,7 @@ def test_what_is_no_call_is_an_answer_as_ever(hermes: ServerProcess) -> None:
 
 def test_a_stop_string_ends_calls_too(hermes: ServerProcess) -> None:
     choice = ask(hermes, stop=["</tool_call>"])
-    assert told(choice["message"]["tool_calls"]) == [("get_weather", PARIS)]
+    assert names_and_arguments(choice["message"]["tool_calls"]) == [("get_weather", PARIS)]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("tool_calls", "</tool_call>")
 
 
@@ -116,9 +116,9 @@ def test_a_call_cut_off_by_the_length_is_no_end_of_calls(hermes: ServerProcess) 
     for max_tokens in range(1, num_tokens):
         choice = ask(hermes, max_tokens=max_tokens)
         assert choice["finish_reason"] == "length"
-        calls = told(choice["message"].get("tool_calls", []))
+        calls = names_and_arguments(choice["message"].get("tool_calls", []))
         _, chunks = stream(hermes, CHAT, {**ASK, "max_tokens": max_tokens})
-        assert told(joined(chunks)) == calls
+        assert names_and_arguments(joined(chunks)) == calls
         assert text_of(chunks) == (choice["message"]["content"] or "")
         assert reasons(chunks) == ["length"]
         for name, arguments in calls:

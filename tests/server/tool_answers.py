@@ -33,7 +33,7 @@ def ask(server: ServerProcess, **more: Any) -> dict[str, Any]:
     return dict(choice)
 
 
-def told(calls: list[dict[str, Any]]) -> list[tuple[str, str]]:
+def names_and_arguments(calls: list[dict[str, Any]]) -> list[tuple[str, str]]:
     assert all(call["type"] == "function" for call in calls)
     assert len({call["id"] for call in calls}) == len(calls)
     return [(call["function"]["name"], call["function"]["arguments"]) for call in calls]

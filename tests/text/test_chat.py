@@ -14,7 +14,7 @@ import pytest
 
 from quire.errors import InvalidParameter, RequestError, UnsupportedFeature, WorkerError
 from quire.text import messages as messages_module
-from quire.text.chat import ChatTemplate, require_chat_template
+from quire.text.chat_template import ChatTemplate, require_chat_template
 from quire.text.messages import normalise_messages
 from quire.text.rendering import GLOBALS, MAX_PROCESSES, Renderer, make_environment
 
@@ -83,12 +83,12 @@ def test_tools_reach_the_template(chatml: ChatTemplate) -> None:
 
 
 def test_whether_a_template_knows_tools_can_be_asked(chatml: ChatTemplate, new: partial[ChatTemplate]) -> None:
-    assert chatml.knows_tools
+    assert chatml.supports_tools
     chatml.require_tools()
-    assert not new("{{ messages }}").knows_tools
-    assert new("{{ messages }}", tool_source="{{ tools }}").knows_tools
+    assert not new("{{ messages }}").supports_tools
+    assert new("{{ messages }}", tool_source="{{ tools }}").supports_tools
     broken = new("{% if tools %}")
-    assert not broken.knows_tools
+    assert not broken.supports_tools
     with pytest.raises(RequestError, match="cannot be compiled"):
         broken.require_tools()
 
@@ -193,7 +193,7 @@ def test_a_bomb_refuses_the_request_within_its_limits(source: str) -> None:
 
 def test_whether_a_bomb_knows_tools_can_be_asked() -> None:
     template = ChatTemplate(BOMBS["parentheses"] + "{{ tools }}", renderer=Renderer(memory_bytes=64 << 20))
-    assert not template.knows_tools
+    assert not template.supports_tools
     template.close()
 
 

@@ -12,7 +12,7 @@ from quire.errors import CheckpointError, InvalidParameter
 from quire.text.bounds import growth, least_tokens
 from quire.text.cuts import Cuts
 from quire.text.long_texts import MAX_NORMALIZED_BYTES, MAX_UNCUT_BYTES, PIECE_CHARS, TooManyTokens
-from quire.text.patterns import Pattern, Unread
+from quire.text.patterns import Pattern, Unsupported
 from quire.text.tokenizer import Tokenizer
 from tests.text.kinds import CUT, WHOLE, hard_text, kind
 
@@ -204,7 +204,7 @@ def test_marks_behind_counts_are_read_as_the_library_reads_them(source: str) -> 
 
 @pytest.mark.parametrize("source", [r".{1}+", r"\p{L}{2}?x|.", r"(?:ab){1}+|.", r"a{2}*|."])
 def test_marks_behind_a_single_number_are_not_read(source: str) -> None:
-    with pytest.raises(Unread):
+    with pytest.raises(Unsupported):
         Pattern(source)
 
 

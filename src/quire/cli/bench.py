@@ -1,4 +1,4 @@
-"""`quire bench`: runs a workload offline and says how fast it went, and where the time was spent."""
+"""`quire bench`: runs a workload offline and reports its speed, and the parts of the time."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def register(subparsers: Subparsers) -> None:
         description="Serve prompts of random tokens offline, greedily and past the end-of-sequence token, and report "
         "tokens per second, time to first token, inter-token latency, where the time of a step went, and the share of "
         "what this machine's memory and processor allow. To measure a running server: quire bench serve --help. "
-        "No tokenizer is loaded and no text made, unless --no-skip-tokenizer-init says so.",
+        "No tokenizer is loaded, and no text is generated, without --no-skip-tokenizer-init.",
     )
     parser.add_argument(
         "--workload",
         choices=("W5", *NAMES),
-        help="one of the workloads of docs/performance.md, in place of one of your own; W5 is W5-cold",
+        help="one of the workloads of docs/performance.md, instead of a custom one; W5 is W5-cold",
     )
     parser.add_argument(
         "--profile",
         action="store_true",
-        help="look into the layers: timers cost a little of the speed, and each step is run part by part",
+        help="time the layers: each step is run part by part, and the timers cost a little speed",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_shape_options(parser)
@@ -48,12 +48,12 @@ def run(args: argparse.Namespace) -> int:
     """Run the command.
 
     Raises:
-        QuireError: an option that is refused, or prompts that do not fit the engine.
+        QuireError: an option is refused, or the prompts do not fit the engine.
     """
     given = given_shape(args)
     if args.workload is not None and given:
         flag = "--" + next(iter(given)).replace("_", "-")
-        raise ConfigError(f"{flag} shapes a workload of your own; it has no place beside --workload {args.workload}")
+        raise ConfigError(f"{flag} applies to custom workloads only, not to --workload {args.workload}")
     shape = Shape(**given)
     name = "W5-cold" if args.workload == "W5" else args.workload
     options: dict[str, Any] = {"skip_tokenizer_init": True, **engine_options(args)}

@@ -1,4 +1,4 @@
-"""`quire bench serve`: puts a running server under load and says how it took that."""
+"""`quire bench serve`: puts a running server under load and reports throughput, latencies and failures."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 NAME = "bench serve"
 EXIT_INTERRUPTED = 130
-# What of a shape a trace leaves open.
-OF_TRACES = ("num_prompts", "workload_seed")
+# The fields of a shape that a trace does not determine.
+SHAPE_FIELDS_OF_TRACES = ("num_prompts", "workload_seed")
 # The first tokens of a vocabulary are often special.
 MAX_FIRST_ID = 256
 
@@ -35,51 +35,49 @@ def register(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         NAME,
         help="measure a running server under load",
-        description="Send completions to a server with OpenAI's API, Quire's or another, at a rate or so many at once, "
-        "and report throughput, latencies and failures. Requests are synthetic, or read from a file. Ctrl-C reports "
-        "what was done so far.",
+        description="Send completions to a server with OpenAI's API, Quire's or another, at a rate or with a fixed "
+        "concurrency, and report throughput, latencies and failures. Requests are synthetic, or read from a file. "
+        "Ctrl-C reports the results so far.",
     )
     add = parser.add_argument
-    add("--url", default="http://127.0.0.1:8000", help="of the server (default %(default)s)")
-    add("--model", metavar="NAME", help="the model to ask for; needed where the server has several")
+    add("--url", default="http://127.0.0.1:8000", help="address of the server (default %(default)s)")
+    add("--model", metavar="NAME", help="model of the requests; needed where the server has several")
     add(
         "--api-key",
         default=os.environ.get("QUIRE_API_KEY"),
         metavar="KEY",
-        help="to show to the server; QUIRE_API_KEY sets it without showing it to other users of this machine",
+        help="key of the server; QUIRE_API_KEY sets it without showing it to other users of this machine",
     )
-    pace = parser.add_mutually_exclusive_group()
-    pace.add_argument(
+    load = parser.add_mutually_exclusive_group()
+    load.add_argument(
         "--rate",
         type=_rate,
         metavar="R",
         help="requests a second on average, arriving by a Poisson process; inf sends all at once, which is the default",
     )
-    pace.add_argument(
-        "--concurrency", type=count, metavar="C", help="keep so many requests under way, in place of a rate"
-    )
+    load.add_argument("--concurrency", type=count, metavar="C", help="number of running requests, instead of a rate")
     add(
         "--trace",
         metavar="FILE",
         help="send the requests of a file with one JSON object a line: prompt (text), prompt_token_ids or messages; "
-        "max_tokens; and arrival_s, in seconds, which holds unless --rate or --concurrency is given",
+        "max_tokens; and arrival_s, in seconds, which --rate and --concurrency override",
     )
     add(
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="ask for outputs of full length; on for synthetic requests, off for those of a file",
+        help="request outputs of full length; on for synthetic requests, off for those of a file",
     )
     add(
         "--vocab-size",
         type=count,
         default=1000,
         metavar="N",
-        help="synthetic prompts have token ids below this (default %(default)s), which every vocabulary should have",
+        help="token ids of synthetic prompts lie below (default %(default)s), in the range of every vocabulary",
     )
-    add("--timeout", type=_seconds, default=600.0, metavar="S", help="for a whole answer (default %(default)g)")
-    add("--slo-ttft", type=_seconds, metavar="S", help="seconds to the first token that are good")
-    add("--slo-itl", type=_seconds, metavar="S", help="seconds between tokens, on average of a request, that are good")
+    add("--timeout", type=_seconds, default=600.0, metavar="S", help="seconds for a whole answer (default %(default)g)")
+    add("--slo-ttft", type=_seconds, metavar="S", help="target of the time to the first token")
+    add("--slo-itl", type=_seconds, metavar="S", help="target of the mean time between the tokens of a request")
     add("--json", action="store_true", help="print one JSON object")
     add_shape_options(parser)
     parser.set_defaults(handler=run)
@@ -89,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command.
 
     Raises:
-        QuireError: an option or a line of the trace that is wrong, or a server that is not there.
+        QuireError: an option or a line of the trace is wrong, or the server does not answer.
     """
     from quire.bench.client import Client
     from quire.bench.http_client import Endpoint
@@ -104,8 +102,8 @@ def run(args: argparse.Namespace) -> int:
     targets = Targets(args.slo_ttft, args.slo_itl)
     report = summarise(load, targets)
     if args.json:
-        said = {"url": endpoint.url, "model": client.model, "load": described, "report": asdict(report)}
-        print(json.dumps({**said, "targets": targets._asdict()}))
+        run_info = {"url": endpoint.url, "model": client.model, "load": described}
+        print(json.dumps({**run_info, "report": asdict(report), "targets": targets._asdict()}))
     else:
         print("\n".join(load_lines(report, targets)))
     return EXIT_INTERRUPTED if load.is_interrupted else 0
@@ -114,16 +112,16 @@ def run(args: argparse.Namespace) -> int:
 async def _drive(
     args: argparse.Namespace, client: Client, shape: Shape, traced: list[TracedRequest] | None
 ) -> tuple[Load, dict[str, Any]]:
-    """Look at the server, send everything, and return what came of it and what it was."""
+    """Check the server, send all requests, and return the results and the description of the load."""
     from quire.bench.load import poisson_arrivals, send_at, send_in_turn
 
     await client.check()
     if traced is None:
         synthetic = shape.requests(range(min(MAX_FIRST_ID, args.vocab_size // 2), args.vocab_size))
-        # Not the beginning of a prompt, or the server would have it in its cache.
+        # The end of a prompt, reversed: its beginning would be in the server's prefix cache.
         await client.choose_form(synthetic[0].prompt[:-9:-1])
         requests = [client.synthetic(request) for request in synthetic]
-        form = "prompts as token ids" if client.takes_ids else "prompts as words, for the server takes no token ids"
+        form = "prompts as token ids" if client.takes_ids else "prompts as text, since the server takes no token ids"
     else:
         requests, form = traced, f"requests of {args.trace}"
     described: dict[str, Any] = {"trace": args.trace} if args.trace else {**asdict(shape), "as_ids": client.takes_ids}
@@ -134,7 +132,7 @@ async def _drive(
     elif args.rate is None and requests[0].arrival_s is not None:
         requests = sorted(requests, key=attrgetter("arrival_s"))
         first_s = requests[0].arrival_s or 0.0
-        arrivals, pace = [(request.arrival_s or 0.0) - first_s for request in requests], "when the file says"
+        arrivals, pace = [(request.arrival_s or 0.0) - first_s for request in requests], "at the times of the file"
     else:
         rate = math.inf if args.rate is None else args.rate
         arrivals = poisson_arrivals(rate, len(requests), shape.workload_seed)
@@ -152,7 +150,7 @@ async def _drive(
 
 
 def _stop_once(stop: asyncio.Event, loop: asyncio.AbstractEventLoop) -> None:
-    """Take the first Ctrl-C; the second one ends the process as usual."""
+    """Stop sending at the first Ctrl-C; the second one ends the process as usual."""
     stop.set()
     loop.remove_signal_handler(signal.SIGINT)
 
@@ -160,10 +158,10 @@ def _stop_once(stop: asyncio.Event, loop: asyncio.AbstractEventLoop) -> None:
 def _traced(path: str, given: dict[str, Any]) -> list[TracedRequest]:
     from quire.bench.trace import read_trace
 
-    shaping = next((name for name in given if name not in OF_TRACES), None)
+    shaping = next((name for name in given if name not in SHAPE_FIELDS_OF_TRACES), None)
     if shaping is not None:
         flag = "--" + shaping.replace("_", "-")
-        raise ConfigError(f"{flag} shapes synthetic requests; it has no place beside --trace", field=shaping)
+        raise ConfigError(f"{flag} shapes synthetic requests, not those of --trace", field=shaping)
     requests = read_trace(path)
     wanted = given.get("num_prompts", len(requests))
     if wanted > len(requests):

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from quire.cli.options import add_engine_options, add_sampling_options, engine_options, sampling_options
-from quire.cli.structured import add_structured_options, structured_options
+from quire.cli.structured_options import add_structured_options, structured_options
 from quire.errors import ConfigError, RequestError
 from quire.sequences.params import SamplingParams
 
@@ -31,7 +31,7 @@ def register(subparsers: Subparsers) -> None:
         description="Talk to a model. Ctrl-C stops an answer, Ctrl-D ends, and the line "
         f"{NEW_COMMAND} starts a new conversation. From a pipe, each line is a question.",
     )
-    parser.add_argument("--system", metavar="TEXT", help="instructions that stand before the conversation")
+    parser.add_argument("--system", metavar="TEXT", help="instructions before the conversation")
     add_engine_options(parser)
     add_sampling_options(parser)
     add_structured_options(parser)
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command.
 
     Raises:
-        QuireError: an option or parameter that is refused; from a pipe also a question that is.
+        QuireError: an option or parameter is refused; with piped input also a refused question.
     """
     given = sampling_options(args) | structured_options(args)
     for name, allowed in (
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     ):
         if given.get(name, allowed) != allowed:
             raise ConfigError(f"{name} has no place in a chat; leave it out", field=name)
-    SamplingParams(**given)  # what is wrong with them is wrong before a model is loaded
+    SamplingParams(**given)  # validates the parameters before a model is loaded
 
     from quire.engine.llm import LLM
 
@@ -70,12 +70,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _talk(llm: LLM, conversation: Conversation) -> None:
-    """Read lines from a person until there are no more."""
+    """Read lines from a terminal until its end."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - gives input() a line editor
     for resolved in llm.resolved.lines():
         print(_dim(resolved))
-    print(_dim(f"Ctrl-C stops an answer, Ctrl-D ends, {NEW_COMMAND} starts anew."))
+    print(_dim(f"Ctrl-C stops an answer, Ctrl-D ends, {NEW_COMMAND} starts a new conversation."))
     while True:
         try:
             line = input("\n> ").strip()
@@ -88,16 +88,16 @@ def _talk(llm: LLM, conversation: Conversation) -> None:
             if line:
                 conversation.take(line)
         except RequestError as error:
-            print(f"quire: error: {error} (start anew with {NEW_COMMAND})", file=sys.stderr)
+            print(f"quire: error: {error} ({NEW_COMMAND} starts a new conversation)", file=sys.stderr)
 
 
 class Conversation:
-    """One conversation with a model, printed as it goes.
+    """One conversation with a model, whose answers are printed as they are generated.
 
     Args:
-        llm: an engine with a chat model.
-        params: for every answer.
-        system: instructions, or None.
+        llm: engine with a chat model.
+        params: sampling parameters of every answer.
+        system: instructions before the conversation, or None.
     """
 
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
@@ -107,17 +107,17 @@ class Conversation:
         self.messages = list(self._start)
 
     def take(self, line: str) -> None:
-        """Answer a question, or start anew.
+        """Answer a question, or start a new conversation.
 
         Raises:
-            RequestError: the conversation is refused, for example as too long; it stays as it was.
+            RequestError: the conversation is refused, for example as too long; it stays unchanged.
         """
         if line == NEW_COMMAND:
             self.messages = list(self._start)
             return
-        asked = [*self.messages, {"role": "user", "content": line}]
-        answer = self._answer(self._llm.render_chat(asked))
-        self.messages = [*asked, {"role": "assistant", "content": answer}]
+        history = [*self.messages, {"role": "user", "content": line}]
+        answer = self._answer(self._llm.render_chat(history))
+        self.messages = [*history, {"role": "assistant", "content": answer}]
 
     def _answer(self, prompt: list[int]) -> str:
         from quire.cli.live_table import printable
@@ -145,11 +145,11 @@ class Conversation:
 
 @contextlib.contextmanager
 def _interrupts() -> Iterator[Callable[[], bool]]:
-    """Note Ctrl-C instead of raising it inside a step, where it would leave the engine half way."""
-    noted: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
+    """Record Ctrl-C instead of raising it inside a step, which would leave the engine in an inconsistent state."""
+    received: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
     try:
-        yield lambda: bool(noted)
+        yield lambda: bool(received)
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from quire.engine.llm import LLM
 
 SYSTEM = "You are Quire, a small model that ships with an engine for paged memory. Answer in short and simple words."
-# Each conversation's turns; the second asks with all of the first in its prompt.
+# The turns of each conversation; the prompt of the second turn contains the first.
 CONVERSATIONS = (
     ("Tell me a story about a fox.", "Tell me another story."),
     ("What colour is a lemon?", "What is the opposite of hot?"),
@@ -33,11 +33,11 @@ SHORT_MAX_TOKENS = 32
 
 
 def run(llm: LLM, given: dict[str, Any]) -> int:
-    """Hold all conversations, turn by turn, continue one beginning in several ways, and say what memory did.
+    """Run all conversations turn by turn, then several samples of one prompt, and report the use of memory.
 
     Args:
-        llm: an engine with a chat model.
-        given: sampling parameters as the user set them.
+        llm: engine with a chat model.
+        given: sampling parameters that the user has set.
     """
     if given.get("n", 1) != 1:
         raise ConfigError("the demonstration chooses n itself; leave it out", field="n")
@@ -49,23 +49,23 @@ def run(llm: LLM, given: dict[str, Any]) -> int:
         console.print(Text(line, style="dim"), soft_wrap=True)
     watch = MemoryWatch(llm)
     histories: list[list[dict[str, str]]] = [[{"role": "system", "content": SYSTEM}] for _ in CONVERSATIONS]
-    for turn, words in enumerate(("", "; what was said before is in the prefix cache")):
+    for turn, remark in enumerate(("", "; the first turn is in the prefix cache")):
         questions = [conversation[turn] for conversation in CONVERSATIONS]
         for history, question in zip(histories, questions, strict=True):
             history.append({"role": "user", "content": question})
-        _title(console, f"{len(questions)} conversations at once, turn {turn + 1}{words}")
-        board = LiveTable(questions, console)
-        board.follow(watch.over(llm.stream([llm.render_chat(history) for history in histories], params)))
-        for history, row in zip(histories, board.rows, strict=True):
+        _title(console, f"{len(questions)} conversations at once, turn {turn + 1}{remark}")
+        table = LiveTable(questions, console)
+        table.show(watch.over(llm.stream([llm.render_chat(history) for history in histories], params)))
+        for history, row in zip(histories, table.rows, strict=True):
             history.append({"role": "assistant", "content": row.text})
     _title(console, f"One beginning, {NUM_SAMPLES} samples; they share its blocks until they differ")
     short = replace(params, n=NUM_SAMPLES, max_tokens=given.get("max_tokens", SHORT_MAX_TOKENS))
-    LiveTable([BEGINNING], console, num_samples=NUM_SAMPLES).follow(watch.over(llm.stream(BEGINNING, short)))
+    LiveTable([BEGINNING], console, num_samples=NUM_SAMPLES).show(watch.over(llm.stream(BEGINNING, short)))
     console.print()
     for line in watch.lines():
         console.print(Text(line), soft_wrap=True)
     return 0
 
 
-def _title(console: Console, words: str) -> None:
-    console.print(Text(f"\n{words}", style="bold"))
+def _title(console: Console, title: str) -> None:
+    console.print(Text(f"\n{title}", style="bold"))

@@ -1,4 +1,4 @@
-"""`quire doctor`: looks at what Quire needs of this machine, and says what to do about what is missing."""
+"""`quire doctor`: checks this machine and installation, and advises on missing parts."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ MARKS = {OK: "ok  ", WARN: "warn", FAIL: "FAIL"}
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one look found.
+    """The result of one check.
 
     Args:
-        name: what was looked at.
-        status: "ok", "warn" where something is slower or missing, "fail" where Quire cannot work.
-        detail: what was found.
-        advice: what to do about it, "" where there is nothing to do.
+        name: name of the checked part.
+        status: "ok", "warn" where a part is slow or missing, "fail" where Quire cannot work.
+        detail: description of the result.
+        advice: remedy, "" where none is needed.
     """
 
     name: str
@@ -55,19 +55,19 @@ def register(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
     findings: list[Finding] = []
-    for look in (
-        look_at_python,
-        look_at_packages,
-        look_at_torch,
-        look_at_kernels,
-        look_at_device,
-        look_at_machine,
-        look_at_bundled_model,
+    for check in (
+        check_python,
+        check_packages,
+        check_torch,
+        check_kernels,
+        check_device,
+        check_machine,
+        check_bundled_model,
     ):
-        # Later looks need what an earlier one has found wanting.
+        # Later checks need the parts that an earlier one has found missing.
         if any(finding.status == FAIL for finding in findings):
             break
-        for finding in _safely(look):
+        for finding in _safely(check):
             findings.append(finding)
             if not args.json:
                 _print(finding)
@@ -79,8 +79,8 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_FAILED if has_failed else 0
 
 
-def look_at_python() -> Iterator[Finding]:
-    """Look at the interpreter."""
+def check_python() -> Iterator[Finding]:
+    """Check the interpreter."""
     is_new_enough = sys.version_info >= OLDEST_PYTHON
     wanted = ".".join(map(str, OLDEST_PYTHON))
     yield Finding(
@@ -91,8 +91,8 @@ def look_at_python() -> Iterator[Finding]:
     )
 
 
-def look_at_packages() -> Iterator[Finding]:
-    """Look at the versions of what Quire depends on."""
+def check_packages() -> Iterator[Finding]:
+    """Check the versions of Quire's dependencies."""
     try:
         requirements = metadata.requires("quire") or []
     except metadata.PackageNotFoundError:
@@ -111,8 +111,8 @@ def look_at_packages() -> Iterator[Finding]:
             yield Finding(name[0], FAIL, "not installed", f"install {requirement}")
 
 
-def look_at_torch() -> Iterator[Finding]:
-    """Look at PyTorch, and at what of the processor it uses."""
+def check_torch() -> Iterator[Finding]:
+    """Check PyTorch, and the processor features that it uses."""
     import torch
 
     from quire.ops.torch_ops import packing_works
@@ -133,8 +133,8 @@ def look_at_torch() -> Iterator[Finding]:
             )
 
 
-def look_at_kernels() -> Iterator[Finding]:
-    """Look for the native kernels, and for the best that this processor runs."""
+def check_kernels() -> Iterator[Finding]:
+    """Check the native kernels, and the best level of them that this processor runs."""
     from quire.ops.native_library import find_library, runnable_libraries
 
     found = find_library()
@@ -146,8 +146,8 @@ def look_at_kernels() -> Iterator[Finding]:
         yield Finding("kernels", OK, f"native, {found.level} (of {', '.join(runnable_libraries())})")
 
 
-def look_at_device() -> Iterator[Finding]:
-    """Look at the GPU."""
+def check_device() -> Iterator[Finding]:
+    """Check the GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -157,8 +157,8 @@ def look_at_device() -> Iterator[Finding]:
     yield Finding("device", OK, f"{properties.name}, {properties.total_memory / GIB:.1f} GiB")
 
 
-def look_at_machine() -> Iterator[Finding]:
-    """Look at memory and cores, limits of control groups included."""
+def check_machine() -> Iterator[Finding]:
+    """Check memory and cores, limits of control groups included."""
     from quire.platform.host_probe import probe
 
     machine = probe("cpu")
@@ -168,16 +168,16 @@ def look_at_machine() -> Iterator[Finding]:
         "memory",
         OK if has_room else WARN,
         f"{machine.available_bytes / GIB:.2f} GiB available to this process",
-        "" if has_room else "raise the memory limit, or keep to small models and a small kv_cache_memory_bytes",
+        "" if has_room else "raise the memory limit, or use small models and a small kv_cache_memory_bytes",
     )
 
 
-def look_at_bundled_model() -> Iterator[Finding]:
-    """Look for the bundled model, and have it say who it is."""
+def check_bundled_model() -> Iterator[Finding]:
+    """Check the bundled model by a question about its name."""
     folder = files("quire") / "bundled"
     missing = [name for name in BUNDLED_FILES if not (folder / name).is_file()]
     if missing:
-        yield Finding("bundled model", FAIL, f"{', '.join(missing)} missing", "install Quire anew")
+        yield Finding("bundled model", FAIL, f"{', '.join(missing)} missing", "install Quire again")
         return
     from quire.engine.llm import LLM
     from quire.sequences.params import SamplingParams
@@ -185,19 +185,19 @@ def look_at_bundled_model() -> Iterator[Finding]:
     llm = LLM("bundled", num_kv_blocks=64, max_model_len=256)
     prompt = llm.render_chat([{"role": "user", "content": "Who are you?"}])
     answer = llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=32), use_tqdm=False)[0].outputs[0]
-    said = " ".join(answer.text.split())
-    if "Quire" in said and answer.finish_reason == "stop":
-        yield Finding("bundled model", OK, f"asked who it is, it says: {said}")
+    text = " ".join(answer.text.split())
+    if "Quire" in text and answer.finish_reason == "stop":
+        yield Finding("bundled model", OK, f"asked who it is, it says: {text}")
     else:
         advice = "run `quire generate --dtype float32` to see whether a dtype is at fault, and report it"
-        yield Finding("bundled model", FAIL, f"asked who it is, it says: {said!r}", advice)
+        yield Finding("bundled model", FAIL, f"asked who it is, it says: {text!r}", advice)
 
 
-def _safely(look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+def _safely(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
     try:
-        yield from look()
-    except Exception as error:  # whatever it is, it is what was to be found out
-        name = look.__name__.removeprefix("look_at_").replace("_", " ")
+        yield from check()
+    except Exception as error:  # any error is the result of the check
+        name = check.__name__.removeprefix("check_").replace("_", " ")
         yield Finding(
             name, FAIL, f"{type(error).__name__}: {error}", "report it, with the output of `quire doctor --json`"
         )

@@ -1,4 +1,4 @@
-"""`quire generate`: completes prompts, all at once; without a prompt it shows what the engine does."""
+"""`quire generate`: completes prompts, all at once; without a prompt it runs the demonstration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.cli.options import add_engine_options, add_sampling_options, engine_options, sampling_options
-from quire.cli.structured import add_structured_options, structured_options
+from quire.cli.structured_options import add_structured_options, structured_options
 from quire.errors import ConfigError
 from quire.sequences.params import NO_CHOICE, SamplingParams
 
@@ -36,13 +36,13 @@ def register(subparsers: Subparsers) -> None:
         usage="quire generate [MODEL] [options]",
         description="Complete prompts, all at once, from paged memory. Prompts come from --prompt, --prompts-file or "
         "a pipe; with none, the bundled model shows a demonstration. At most "
-        f"{DEFAULT_MAX_TOKENS} new tokens, unless --max-tokens says otherwise.",
+        f"{DEFAULT_MAX_TOKENS} new tokens without --max-tokens.",
     )
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated")
     parser.add_argument("--prompts-file", metavar="FILE", help="prompts, one a line; - is standard input")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line, for each prompt")
     parser.add_argument("--stream", action="store_true", help="print text as it comes; with --json, each delta")
-    parser.add_argument("--demo", action="store_true", help="show the demonstration, whatever standard input is")
+    parser.add_argument("--demo", action="store_true", help="show the demonstration, also with piped input")
     add_engine_options(parser)
     add_sampling_options(parser)
     add_structured_options(parser)
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command.
 
     Raises:
-        QuireError: an option, a prompt or a parameter that is refused.
+        QuireError: an option, a prompt or a parameter is refused.
     """
     given = sampling_options(args) | structured_options(args)
     prompts = [] if args.demo else _prompts(args)
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--stream has nothing to show before the end of a beam search", field="stream")
     if not prompts and (args.json or args.stream):
         raise ConfigError("the demonstration has neither --json nor --stream; give a prompt", field="prompt")
-    SamplingParams(**given)  # what is wrong with them is wrong before a model is loaded
+    SamplingParams(**given)  # validates the parameters before a model is loaded
 
     from quire.engine.llm import LLM
 
@@ -86,18 +86,18 @@ def run(args: argparse.Namespace) -> int:
         params = replace(llm.default_sampling_params(), **{**defaults, **given})
         if args.stream:
             return _print_stream(llm, prompts, params, is_json=args.json)
-        logging.getLogger("quire.engine.llm").addHandler(logging.NullHandler())  # `_report_errors` names what failed
+        logging.getLogger("quire.engine.llm").addHandler(logging.NullHandler())  # `_report_errors` reports them
         outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty() and not args.json)
-    for place, output in enumerate(outputs):
+    for idx, output in enumerate(outputs):
         if args.json:
             print(json.dumps(as_json(output), ensure_ascii=False))
         else:
-            _print_plain(output, is_first=place == 0, has_company=len(outputs) > 1)
+            _print_plain(output, is_first=idx == 0, has_title=len(outputs) > 1)
     return _report_errors(outputs)
 
 
 def as_json(output: RequestOutput) -> dict[str, Any]:
-    """Return an output, or a delta, as values that JSON has."""
+    """Return an output, or a delta, as JSON values."""
     account = output.prompt_account
     shown: dict[str, Any] = {
         "index": int(output.request_id),
@@ -128,7 +128,7 @@ def as_json(output: RequestOutput) -> dict[str, Any]:
 
 
 def _logprobs(position: PositionLogprobs) -> list[dict[str, Any]]:
-    """Return one position, the chosen token first; JSON has no minus infinity, null stands for it."""
+    """Return the log probabilities of one position, the chosen token first; minus infinity becomes null."""
     return [
         {
             "token_id": token_id,
@@ -158,7 +158,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
 
 
 def _has_piped_input() -> bool:
-    """Tell a pipe or a file from a terminal and from nothing at all."""
+    """Return whether standard input is a pipe, a file or a socket."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
     except (OSError, ValueError, AttributeError):  # no standard input
@@ -171,7 +171,7 @@ def _print_stream(llm: LLM, prompts: list[str], params: SamplingParams, *, is_js
     for delta in llm.stream(prompts, params):
         if delta.error is not None:
             failed.append(delta)
-        text = json.dumps(as_json(delta), ensure_ascii=False) + "\n" if is_json else "".join(_words(delta))
+        text = json.dumps(as_json(delta), ensure_ascii=False) + "\n" if is_json else "".join(_texts(delta))
         sys.stdout.write(text)
         sys.stdout.flush()
     if not is_json:
@@ -179,15 +179,15 @@ def _print_stream(llm: LLM, prompts: list[str], params: SamplingParams, *, is_js
     return _report_errors(failed)
 
 
-def _print_plain(output: RequestOutput, *, is_first: bool, has_company: bool) -> None:
-    if has_company:
+def _print_plain(output: RequestOutput, *, is_first: bool, has_title: bool) -> None:
+    if has_title:
         print(("" if is_first else "\n") + f"> {output.prompt}")
-    for words in _words(output):
-        print(words)
+    for text in _texts(output):
+        print(text)
 
 
-def _words(output: RequestOutput) -> list[str]:
-    """Return what each sample says; its token ids where the text was not wanted."""
+def _texts(output: RequestOutput) -> list[str]:
+    """Return the text of each sample, or its token ids without detokenization."""
     return [
         sample.text if sample.text or not sample.token_ids else " ".join(map(str, sample.token_ids))
         for sample in output.outputs

@@ -1,4 +1,4 @@
-"""The board of a run: its requests as rows that grow, and what the memory system did for them."""
+"""The live table of a run, with a row for each sequence, and a summary of the use of memory."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ if TYPE_CHECKING:
 
 FRAME_S = 0.08
 MAX_LABEL_WIDTH = 32
-# A terminal would obey these; a model's words have no business there.
+# Control characters that a terminal would execute.
 CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 
 
 def printable(text: str) -> str:
-    """Return text without control characters but line breaks and tabs."""
+    """Return text without control characters other than line breaks and tabs."""
     return text.translate(CONTROLS)
 
 
 @dataclass(slots=True)
-class Row:
-    """One sequence on the board.
+class TableRow:
+    """The row of one sequence.
 
     Args:
-        label: the prompt, in short.
-        text: the output so far.
-        num_prompt: tokens of the prompt.
-        num_cached: those of them that came from the prefix cache.
-        num_tokens: output tokens so far.
+        label: short form of the prompt.
+        text: output so far.
+        num_prompt: number of prompt tokens.
+        num_cached: number of prompt tokens from the prefix cache.
+        num_tokens: number of output tokens so far.
+        is_finished: True where the sequence has ended.
     """
 
     label: str
@@ -49,27 +50,28 @@ class Row:
 
     @property
     def state(self) -> str:
-        """Where the sequence stands, in a word."""
+        """The state of the sequence: "waits", "runs" or "done"."""
         if self.is_finished:
             return "done"
         return "runs" if self.num_tokens else "waits"
 
 
 class LiveTable:
-    """Follows the sequences of one run.
+    """A table of the sequences of one run, updated while they are generated.
 
     Args:
-        labels: what to show of each prompt, in prompt order.
-        console: a terminal gets a table that grows in place; anything else a few lines for each finished sequence.
-        num_samples: sequences of each prompt.
+        labels: label of each prompt, in prompt order.
+        console: output device; a terminal gets a table that is updated in place, others a few lines for each finished
+            sequence.
+        num_samples: number of sequences of each prompt.
     """
 
     def __init__(self, labels: Sequence[str], console: Console, *, num_samples: int = 1) -> None:
-        self.rows = [Row(" ".join(printable(label).split())) for label in labels for _ in range(num_samples)]
+        self.rows = [TableRow(" ".join(printable(label).split())) for label in labels for _ in range(num_samples)]
         self._num_samples = num_samples
         self._console = console
 
-    def follow(self, deltas: Iterable[RequestOutput]) -> None:
+    def show(self, deltas: Iterable[RequestOutput]) -> None:
         """Show a run from its first delta to its last."""
         if not self._console.is_terminal:
             for delta in deltas:
@@ -81,14 +83,14 @@ class LiveTable:
             shown_s = 0.0
             for delta in deltas:
                 self.add(delta)
-                # Drawing costs as much as a small model's step, so it is done at a frame rate.
+                # Drawing costs as much as a small model's step, so the frame rate is limited.
                 if time.monotonic() - shown_s > FRAME_S:
                     live.update(self._table(is_final=False), refresh=True)
                     shown_s = time.monotonic()
         self._console.print(self._table(is_final=True))
 
-    def add(self, delta: RequestOutput) -> list[Row]:
-        """Take in the news of one request, and return the rows that it is about."""
+    def add(self, delta: RequestOutput) -> list[TableRow]:
+        """Add a delta of one request, and return the changed rows."""
         changed = []
         for output in delta.outputs:
             row = self.rows[int(delta.request_id) * self._num_samples + output.index]
@@ -107,25 +109,25 @@ class LiveTable:
         table.add_column("text", ratio=1, no_wrap=not is_final, overflow="fold")
         for title, width in (("cached", 9), ("new", 4), ("", 5)):
             table.add_column(title, justify="right", width=width, no_wrap=True)
-        # What is left for the text, of which the end is of interest while it grows.
+        # The rest of the width; a running sequence shows the end of its text.
         text_width = max(1, self._console.width - label_width - 9 - 4 - 5 - 4)
         for row in self.rows:
-            words = " ".join(row.text.split())
-            text = Text(words if is_final else words[-text_width:], style="" if row.is_finished else "bold")
+            line = " ".join(row.text.split())
+            text = Text(line if is_final else line[-text_width:], style="" if row.is_finished else "bold")
             cached = Text(f"{row.num_cached}/{row.num_prompt}", style="green" if row.num_cached else "dim")
             table.add_row(Text(row.label), text, cached, str(row.num_tokens), Text(row.state, style="dim"))
         return table
 
-    def _lines(self, row: Row) -> Group:
+    def _lines(self, row: TableRow) -> Group:
         counts = f"  ({row.num_tokens} tokens; {row.num_cached} of {row.num_prompt} prompt tokens cached)"
         return Group(Text(f"> {row.label}"), Text(f"  {' '.join(row.text.split())}"), Text(counts, style="dim"))
 
 
 class MemoryWatch:
-    """Watches an engine's memory over a run, and puts it in words.
+    """A summary of an engine's memory use over one run.
 
     Args:
-        llm: the engine; what it did before is left out.
+        llm: the engine; its earlier work is not counted.
     """
 
     def __init__(self, llm: LLM) -> None:
@@ -136,13 +138,13 @@ class MemoryWatch:
         self.peak_blocks = 0
 
     def over(self, deltas: Iterable[RequestOutput]) -> Iterable[RequestOutput]:
-        """Pass deltas on and note the blocks in use at each step."""
+        """Pass deltas on, and record the peak of the blocks in use."""
         for delta in deltas:
             self.peak_blocks = max(self.peak_blocks, self._llm.usage().used)
             yield delta
 
     def lines(self) -> list[str]:
-        """Return what happened, in three lines."""
+        """Return the summary in three lines."""
         seconds = time.perf_counter() - self._start_s
         now, before, usage = self._llm.stats, self._before, self._llm.usage()
         generated = now.generation_tokens - before.generation_tokens

@@ -27,13 +27,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the arguments behind `quire`; None takes the process'."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    # A command of two words; a parser of its own under `bench` would take a model's name for a command.
-    if " ".join(words[:2]) == bench_serve.NAME:
-        words[:2] = [bench_serve.NAME]
+    """Parse the arguments after `quire`; None takes those of the process."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    # A command of two words; with subparsers, `bench` would take a model's name for a command.
+    if " ".join(arguments[:2]) == bench_serve.NAME:
+        arguments[:2] = [bench_serve.NAME]
     parser = build_parser()
-    args, unknown = parser.parse_known_args(words)
+    args, unknown = parser.parse_known_args(arguments)
     if unknown:
         refuse_unknown(parser, unknown)
     return args
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Args:
-        argv: the arguments behind `quire`; None takes the process'.
+        argv: arguments after `quire`; None takes those of the process.
 
     Returns:
         The exit code: 0, 1 where a check failed, 2 for a user's mistake, 130 for Ctrl-C.
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader has gone; what is still buffered must not raise again at exit.
+        # The reader has closed the pipe; buffered output must not raise again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return code

@@ -1,4 +1,4 @@
-"""Command line flags, made from the fields and docstrings of the configuration, so that none can be missing."""
+"""Command line flags, generated from the fields and docstrings of the configuration so that none is missing."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from quire.sequences.params import SamplingParams
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
-# The engine's seed has taken the flag --seed.
+# The flag --seed is the engine's seed.
 RENAMED = {("SamplingParams", "seed"): "request_seed"}
-# Numbers of bytes whose names do not say so.
+# Fields in bytes whose names do not end with "_bytes".
 SIZES = frozenset({"swap_space"})
 GROUPS = {ModelConfig: "model", CacheConfig: "cache", SchedulerConfig: "scheduler", SpeculativeConfig: "speculative"}
 
@@ -30,12 +30,12 @@ class Flag:
     """One flag and the field that it sets.
 
     Args:
-        field: the field's name.
-        dest: its name in the parsed arguments; the flag is this with dashes.
-        hint: the field's type, without None.
-        is_optional: None is a value of its own.
-        help: the field's line in the docstring.
-        choices: the values that the field may have, where they are fixed.
+        field: name of the field.
+        dest: name in the parsed arguments; the flag is this name with dashes.
+        hint: type of the field, without None.
+        is_optional: True where None is a valid value.
+        help: description of the field in the docstring.
+        choices: valid values of the field, where they are fixed.
     """
 
     field: str
@@ -50,8 +50,8 @@ def add_engine_options(parser: argparse.ArgumentParser, names: Collection[str] |
     """Add the model as the positional argument, and a flag for every other field of the configuration.
 
     Args:
-        parser: of a command.
-        names: of the fields, where not all of them mean something to the command.
+        parser: parser of a command.
+        names: names of the fields that apply to the command; None for all.
     """
     parser.add_argument(
         "model", nargs="?", default=ModelConfig().model, metavar="MODEL", help=_help_of(ModelConfig)["model"]
@@ -65,23 +65,23 @@ def add_engine_options(parser: argparse.ArgumentParser, names: Collection[str] |
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """Add a flag for every sampling parameter."""
-    group = parser.add_argument_group("sampling options", "Where a flag is absent, the model's own default holds.")
+    group = parser.add_argument_group("sampling options", "Default of an absent flag: the model's own.")
     for flag in _flags(SamplingParams):
         _add(group, flag)
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what was given of the configuration, as the flat options of `EngineConfig.from_options`."""
+    """Return the given flags of the configuration as the flat options of `EngineConfig.from_options`."""
     return {name: value for config in GROUPS for name, value in _given(args, config).items()}
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what was given of the sampling parameters, as the arguments of `SamplingParams`."""
+    """Return the given flags of sampling as the arguments of `SamplingParams`."""
     return _given(args, SamplingParams)
 
 
 def parse_size(text: str) -> int:
-    """Read a number of bytes, as the configuration does."""
+    """Parse a number of bytes, as the configuration does."""
     try:
         return checks.parse_size(text)
     except ValueError as error:
@@ -89,19 +89,19 @@ def parse_size(text: str) -> int:
 
 
 def refuse_unknown(parser: argparse.ArgumentParser, unknown: list[str]) -> NoReturn:
-    """End the command for arguments that it does not have, with a hint for well-known ones of vLLM."""
+    """End the command because of unknown arguments, with a hint for well-known ones of vLLM."""
     names = [word.partition("=")[0].removeprefix("--").replace("-", "_") for word in unknown]
     hints = [f"; --{name.replace('_', '-')}: {OPTION_HINTS[name]}" for name in names if name in OPTION_HINTS]
     parser.error(f"unrecognized arguments: {' '.join(unknown)}{''.join(hints)}")
 
 
 def integers(text: str) -> tuple[int, ...]:
-    """Read whole numbers with commas between them."""
+    """Parse whole numbers with commas between them."""
     return tuple(_integer(part) for part in text.split(","))
 
 
 def _given(args: argparse.Namespace, cls: type) -> dict[str, Any]:
-    # Flags that were not given leave no attribute behind.
+    # Absent flags have no attribute.
     return {flag.field: getattr(args, flag.dest) for flag in _flags(cls) if hasattr(args, flag.dest)}
 
 
@@ -130,7 +130,7 @@ def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
 
 
 def _reader(flag: Flag) -> tuple[Callable[[str], Any], str]:
-    """Return what reads a flag's value, and what stands for the value in the help."""
+    """Return the parser of a flag's value, and the value's name in the help."""
     if flag.field.endswith("_bytes") or flag.field in SIZES:
         return parse_size, "SIZE"
     if flag.hint is int:
@@ -140,7 +140,7 @@ def _reader(flag: Flag) -> tuple[Callable[[str], Any], str]:
     if flag.hint == bool | str:
         return _flag_or_name, "NAME"
     if flag.hint is str or get_origin(flag.hint) is Literal:
-        # Shown only: the configuration checks the value, with the same message as in Python.
+        # The choices are only shown: the configuration checks the value, with the same message as in Python.
         choices = flag.choices + (("none",) if flag.is_optional else ())
         return str, "{" + ",".join(choices) + "}" if flag.choices else "NAME"
     if flag.hint == tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""`quire plan`: from a model's configuration alone, how much KV memory it takes and what fits into it."""
+"""`quire plan`: the KV memory of a model, and the sequences that fit into it, from the model's configuration alone."""
 
 from __future__ import annotations
 
@@ -41,22 +41,24 @@ def register(subparsers: Subparsers) -> None:
     """Add the command."""
     parser = subparsers.add_parser(
         "plan",
-        help="say what fits into how much memory, from a model's config.json alone",
-        description="Say what a model's KV cache takes and what fits into it, from its config.json alone: no weights "
-        "are read. The exit code is 1 when one sequence of max_model_len tokens does not fit.",
+        help="compute the KV memory of a model, and the sequences that fit, from its config.json alone",
+        description="Compute the memory of a model's KV cache, and the sequences that fit, from its config.json alone: "
+        "no weights are read. The exit code is 1 when one sequence of max_model_len tokens does not fit.",
     )
     add_engine_options(parser, OPTIONS)
     group = parser.add_argument_group("plan options")
     group.add_argument(
-        "--memory", type=parse_size, metavar="SIZE", help="of the whole machine, or of its GPU; the weights come off it"
+        "--memory", type=parse_size, metavar="SIZE", help="memory of the machine or GPU, weights included"
     )
     group.add_argument(
         "--weights-bytes",
         type=parse_size,
         metavar="SIZE",
-        help="what the weights take of --memory, those of a draft model included; else an estimate",
+        help="memory of the weights, those of a draft model included; estimated by default",
     )
-    group.add_argument("--lengths", type=integers, default=(), metavar="N,N", help="tokens of the sequences to look at")
+    group.add_argument(
+        "--lengths", type=integers, default=(), metavar="N,N", help="lengths of the sequences in the report"
+    )
     group.add_argument("--json", action="store_true", help="print the plan as JSON, sizes in bytes")
     parser.set_defaults(handler=run)
 
@@ -94,8 +96,8 @@ def _lines(plan: MemoryPlan) -> Iterator[str]:
     if sum(group.bytes_per_token is not None for group in plan.groups) > 1:
         yield f"A token takes {_size(plan.bytes_per_token)} in all groups together."
     if plan.weights_bytes is not None:
-        said = "an estimate: parameters x dtype" if plan.is_weights_estimate else "as given"
-        yield f"Weights: {_size(plan.weights_bytes)} ({said})."
+        source = "an estimate: parameters x dtype" if plan.is_weights_estimate else "as given"
+        yield f"Weights: {_size(plan.weights_bytes)} ({source})."
     if plan.arena_bytes is None:
         yield "Give --memory or --kv-cache-memory-bytes to see how many sequences fit."
     else:
@@ -119,12 +121,12 @@ def _group_row(group: GroupPlan) -> tuple[str, ...]:
 
 
 def _table(title: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
-    """Yield rows in columns, the first flush left; a column that is empty throughout is left out."""
+    """Yield rows in columns, the first one left-aligned; empty columns are left out."""
     cells = list(rows)
-    kept = [idx for idx in range(len(title)) if any(row[idx] for row in cells)]
-    widths = {idx: max(len(row[idx]) for row in (title, *cells)) for idx in kept}
+    used = [idx for idx in range(len(title)) if any(row[idx] for row in cells)]
+    widths = {idx: max(len(row[idx]) for row in (title, *cells)) for idx in used}
     for row in (title, *cells):
-        first, *others = kept
+        first, *others = used
         columns = [f"{row[first]:<{widths[first]}}", *(f"{row[idx]:>{widths[idx]}}" for idx in others)]
         yield TABLE_MARGIN + "   ".join(columns).rstrip()
 

@@ -1,4 +1,4 @@
-"""`quire replay`: runs a recorded log of memory commands again, and checks every invariant on the way."""
+"""`quire replay`: runs a recorded log of memory commands again, and checks every invariant meanwhile."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def register(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
     try:
-        # What is no text is still found out by line.
+        # Invalid UTF-8 is replaced, so that the error names its line.
         with open(args.log, encoding="utf-8", errors="replace", newline="\n") as log:
             report = replay(log, args.check_every)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Flags that shape a synthetic workload, for all commands that make one."""
+"""The flags of a synthetic workload, for all commands that generate one."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from quire.bench.workloads import Lengths, Shape
 
 
 def add_shape_options(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for every field of `Shape`; one that is not given leaves no attribute behind."""
-    usual = Shape()
+    """Add a flag for every field of `Shape`; an absent flag has no attribute."""
+    defaults = Shape()
     group = parser.add_argument_group("workload options")
 
     def add(name: str, help_text: str, **options: Any) -> None:
-        default = getattr(usual, name[2:].replace("-", "_"))
+        default = getattr(defaults, name[2:].replace("-", "_"))
         group.add_argument(name, default=argparse.SUPPRESS, help=f"{help_text} (default {default})", **options)
 
     add("--num-prompts", "requests", type=count, metavar="N")
@@ -27,12 +27,12 @@ def add_shape_options(parser: argparse.ArgumentParser) -> None:
 
 
 def given_shape(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what was given of a shape, as the arguments of `Shape`."""
+    """Return the given flags of a shape as the arguments of `Shape`."""
     return {name: getattr(args, name) for name in Shape.__dataclass_fields__ if hasattr(args, name)}
 
 
 def count(text: str) -> int:
-    """Read a whole number of at least 1."""
+    """Parse a whole number of at least 1."""
     try:
         number = int(text)
     except ValueError:

@@ -20,7 +20,7 @@ from quire.engine.startup.loading import load
 from quire.errors import ConfigError, EngineClosed, InvalidParameter, UnsupportedFeature, WorkerError
 from quire.memory.usage import Usage
 from quire.sequences.params import SamplingParams
-from quire.text.chat import require_chat_template
+from quire.text.chat_template import require_chat_template
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_calls import FORMATS, ToolModel, choose_format
 
@@ -211,7 +211,7 @@ class LLM:
         """
         use = self._tool_model(tool_call_parser).read(tools, tool_choice, parallel_tool_calls)
         if use is not None:
-            template_args["tools"] = use.told
+            template_args["tools"] = use.definitions
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [self.render_chat(conversation, **template_args) for conversation in conversations]  # type: ignore[arg-type]
         options: dict[str, Any] = {"use_tqdm": use_tqdm, "cache_salt": cache_salt, "tenant": tenant}

@@ -1,7 +1,7 @@
-"""The application: routes, the guard before them, and errors in one form.
+"""The application: routes, middleware, and errors in one form.
 
-Starlette and the engine's own validator do all that a heavier framework would: a request passes one set of checks,
-its errors have one form, and the server starts sooner.
+Starlette and the engine's own validator replace a heavier framework: a request passes one set of checks, its errors
+have one form, and the server starts sooner.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from quire.server import chat, completions, models, monitoring, pins, tokens
+from quire.server import chat_completions, completions, models, monitoring, pins, tokens
 from quire.server.auth import Guard, check_operator
 from quire.server.errors import handle_http_exception
 from quire.server.intake import Intake
@@ -31,11 +31,11 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/v1/models", models.list_models),
     ("GET", "/v1/models/{model_id:path}", models.show_model),
     ("POST", "/v1/completions", completions.completions),
-    ("POST", "/v1/chat/completions", chat.chat_completions),
+    ("POST", "/v1/chat/completions", chat_completions.chat_completions),
     ("POST", "/tokenize", tokens.tokenize),
     ("POST", "/detokenize", tokens.detokenize),
 )
-# What tells of all clients' requests, or acts on what they share.
+# Routes that show all clients' requests, or act on shared state.
 OPERATION: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/", monitoring.page),
     ("GET", "/metrics", monitoring.metrics),
@@ -59,23 +59,23 @@ def build_app(state: ServerState) -> Starlette:
             allow_headers=("authorization", "content-type"),
             expose_headers=("retry-after", "x-request-id"),
         )
-        # Browsers ask for permission without the key, so this stands before the guard.
+        # Preflight requests have no key, so CORS precedes the guard.
         middleware.insert(0, cors)
     rows: list[tuple[str, str, Handler]] = [*ROUTES]
     rows += [(method, path, partial(_operate, handler)) for method, path, handler in OPERATION]
-    # Whatever a handler raises becomes an answer in the guard.
+    # The guard turns an exception of a handler into an answer.
     routes = [Route(path, partial(handler, state), methods=[method]) for method, path, handler in rows]
     app = Starlette(
         routes=routes,
         middleware=middleware,
         exception_handlers={HTTPException: handle_http_exception},
     )
-    # It would be to the host that the client names, and every path has one form.
+    # A redirect would lead to the host that the client names, and every path has one form.
     app.router.redirect_slashes = False
     return app
 
 
 async def _operate(handler: Handler, state: ServerState, request: Request) -> ASGIApp:
-    """Run the handler of a route of operation, for who may."""
+    """Run the handler of a route of operation, after the check of its key."""
     check_operator(request, has_operators=state.config.operator_key is not None)
     return await handler(state, request)

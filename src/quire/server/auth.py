@@ -1,4 +1,4 @@
-"""The door: every request gets an id, and none gets in without the key."""
+"""Authentication: every request gets an id, and needs the key where there is one."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.server.errors import ENDINGS, IS_OPERATOR, REQUEST_ID, ApiError, error_response
+from quire.server.errors import IS_OPERATOR, REQUEST_ID, TASK_ENDING_ERRORS, ApiError, error_response
 
 OPEN_PATH = "/health"
-# A name or an address, or an IPv6 address in brackets; and a port.
+# A name or an address, or an IPv6 address in brackets; with an optional port.
 HOST = re.compile(r"(?:\[(?P<address>[^\[\]]*:[^\[\]]*)\]|(?P<name>[^\[\]:]*))(?::[0-9]*)?")
 
 
 class Guard:
-    """Stands before the whole application; ASGI middleware.
+    """ASGI middleware that authenticates every request of the application.
 
     Args:
-        app: what it guards.
-        api_key: what clients must show, as a bearer token or as the password of basic authentication (which is what a
-            browser can show for the page). None lets everyone in who asks for this machine by its own name.
-        operator_key: what operators show in its place; None where there are none apart from clients.
+        app: application after the guard.
+        api_key: key of the clients, as a bearer token or as the password of basic authentication (which a browser can
+            send for the page). None admits every request whose host is a local name or an address.
+        operator_key: key of the operators; None where clients may use the routes of operation.
     """
 
     def __init__(self, app: ASGIApp, *, api_key: str | None, operator_key: str | None = None) -> None:
@@ -52,50 +52,50 @@ class Guard:
 
         try:
             headers = Headers(scope=scope)
-            shown = _shown_key(headers.get("authorization", ""))
-            scope[IS_OPERATOR] = self._operator_key is not None and hmac.compare_digest(shown, self._operator_key)
+            presented = _presented_key(headers.get("authorization", ""))
+            scope[IS_OPERATOR] = self._operator_key is not None and hmac.compare_digest(presented, self._operator_key)
             is_open = scope[IS_OPERATOR] or scope["path"] == OPEN_PATH
-            refusal = None if is_open else self._refusal(headers, shown)
+            refusal = None if is_open else self._refusal(headers, presented)
             handler = self._app if refusal is None else refusal.response()
             await handler(scope, receive, send_with_id)
-        except ENDINGS:
+        except TASK_ENDING_ERRORS:
             raise
-        except BaseException as error:  # a panic of a library in Rust is no Exception
+        except BaseException as error:  # a panic of a Rust library is not an Exception
             # An answer that has begun stays incomplete, which ends the connection.
             answer = error_response(error, request_id)
             if not has_begun:
                 await answer(scope, receive, send_with_id)
 
-    def _refusal(self, headers: Headers, shown: bytes) -> ApiError | None:
+    def _refusal(self, headers: Headers, presented: bytes) -> ApiError | None:
         if self._api_key is None:
             host = headers.get("host", "")
-            if is_own_name(host):
+            if is_local_host(host):
                 return None
-            # A page whose name was pointed at this machine would otherwise pass for one of ours.
+            # DNS rebinding: a page of another site whose name resolves to this machine would count as the server's.
             why = f"without an API key the host must be localhost or an address, got {host[:100]!r}"
             return ApiError(403, why, code="host_not_allowed")
-        return None if hmac.compare_digest(shown, self._api_key) else no_key("API")
+        return None if hmac.compare_digest(presented, self._api_key) else invalid_key("API")
 
 
 def check_operator(request: Request, *, has_operators: bool) -> None:
     """Check that a request to a route of operation may be answered.
 
     Args:
-        request: the guard has let it in.
-        has_operators: there is a key for them; without one, clients may do what operators do.
+        request: request that the guard has admitted.
+        has_operators: True where operators have a key; without one, clients may use these routes.
 
     Raises:
-        ApiError: 401, it shows no key; 403, it shows a client's.
+        ApiError: 401, the request has no key; 403, it has a client's.
     """
     if request.scope[IS_OPERATOR] or not has_operators:
         return
     if not request.headers.get("authorization"):
-        raise no_key("operator's")
+        raise invalid_key("operator's")
     raise ApiError(403, "this route needs the operator's key", code="operator_only")
 
 
-def no_key(whose: str) -> ApiError:
-    """Return the refusal of a request without a key, or with a wrong one; it makes a browser ask for it."""
+def invalid_key(whose: str) -> ApiError:
+    """Return the refusal of a request without a key or with a wrong one; a browser then prompts for the key."""
     return ApiError(
         401,
         f"the {whose} key is missing or wrong; send it as Authorization: Bearer KEY",
@@ -104,8 +104,8 @@ def no_key(whose: str) -> ApiError:
     )
 
 
-def is_own_name(host: str) -> bool:
-    """Tell whether a Host header names this machine in a way that nobody else can claim."""
+def is_local_host(host: str) -> bool:
+    """Return whether a Host header names this machine by localhost or an address, which no other site can claim."""
     match = HOST.fullmatch(host)
     if match is None:
         return False
@@ -119,7 +119,7 @@ def is_own_name(host: str) -> bool:
     return True
 
 
-def _shown_key(authorization: str) -> bytes:
+def _presented_key(authorization: str) -> bytes:
     scheme, _, value = authorization.partition(" ")
     value = value.strip()
     if scheme.lower() == "basic":

@@ -1,4 +1,4 @@
-"""Reads a request's JSON body: bounded, strict, and refused in words."""
+"""Strict parsing of JSON request bodies within limits."""
 
 from __future__ import annotations
 
@@ -11,35 +11,36 @@ from quire.bounded.json_text import FEW_BYTES, MAX_PROCESSES, BadJSON, JSONReade
 from quire.platform.threads import WorkerThreads
 from quire.server.errors import ApiError, unavailable
 
-# Bodies of the longest kind that may be on their way at a time, and so many that may wait to be parsed.
+# Number of bodies of maximum length that may be arriving at a time, and that may wait to be parsed.
 MAX_LONG_BODIES = 32
 
 
-class Bodies:
-    """Reads bodies; what would take long to parse is parsed elsewhere.
+class BodyReader:
+    """Reads bodies; long ones are parsed in threads and processes.
 
     Args:
-        max_bytes: of the longest body.
-        max_integers: of the longest list of integers in one.
+        max_bytes: maximum length of a body.
+        max_integers: maximum length of a list of integers in a body.
     """
 
     def __init__(self, max_bytes: int, max_integers: int) -> None:
         self.max_bytes = max_bytes
         self._reader = JSONReader(max_bytes, max_integers)
         self._threads = WorkerThreads(1, "quire-bodies")
-        # These only wait for the processes that parse.
+        # These threads only wait for the processes that parse.
         self._waiting = WorkerThreads(MAX_PROCESSES, "quire-large-bodies")
-        # Of bodies that wait to be parsed, or are.
+        # Total length of the long bodies that wait to be parsed or are being parsed.
         self._num_bytes = 0
 
     async def read_object(self, request: Request) -> dict[str, Any]:
         """Read a body as one JSON object.
 
         Args:
-            request: its body was not read before.
+            request: request whose body is unread.
 
         Raises:
-            ApiError: 415 not sent as JSON, 413 too long, 400 not a JSON object in UTF-8, or one out of bounds.
+            ApiError: 415, the content type is not JSON; 413, the body is too long; 400, it is not a JSON object in
+                UTF-8, or exceeds a limit.
         """
         check_json(request)
         return await self.parse_object(await _read(request, self.max_bytes))
@@ -48,7 +49,7 @@ class Bodies:
         """Parse a body.
 
         Raises:
-            ApiError: 400 with the reason; 503, too many long ones wait to be parsed.
+            ApiError: 400 with the reason; 503, too many long bodies wait to be parsed.
         """
         try:
             body = parse(raw) if len(raw) <= FEW_BYTES else await self._parse_apart(raw)
@@ -71,7 +72,7 @@ class Bodies:
             self._num_bytes -= len(raw)
 
     def give_back_soon(self) -> None:
-        """Give what a large body took back to the system, a little later."""
+        """Return the memory of a large body to the system, with a short delay."""
         self._threads.give_back_soon()
 
     def close(self) -> None:
@@ -82,12 +83,12 @@ class Bodies:
 
 
 def check_json(request: Request) -> None:
-    """Check that a request says that its body is JSON.
+    """Check that the content type of a request is JSON.
 
     Raises:
-        ApiError: 415, it does not.
+        ApiError: 415, it is not.
     """
-    # Pages of other sites can send plain text to a server on this machine, but not this type.
+    # Pages of other sites can send plain text to a server on this machine, but not this content type.
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise ApiError(

@@ -15,11 +15,11 @@ from quire.engine.outputs.logprobs import FlatLogprobs, PromptLogprobs
 from quire.engine.outputs.outputs import CompletionOutput, RequestOutput
 from quire.errors import InvalidParameter, UnsupportedFeature
 from quire.sequences.params import MAX_LOGPROBS
-from quire.server import sampling, structured
+from quire.server import sampling, structured_fields
 from quire.server.fields import Fields, Refusal
 from quire.server.generation import GenerationRequest, answer, response_header
 from quire.server.json_stream import JsonArray
-from quire.server.logprobs import (
+from quire.server.logprob_fields import (
     CompletionLogprobs,
     TextOffsets,
     TokenNames,
@@ -35,8 +35,8 @@ DEFAULT_MAX_TOKENS = 16
 MAX_SEQUENCES = 1024
 
 Prompt = str | list[int]
-# How the client wrote what the engine names otherwise.
-SPELLED: Mapping[str, str] = {"prompt_token_ids": "prompt"}
+# The client's names of fields, by the engine's.
+FIELD_ALIASES: Mapping[str, str] = {"prompt_token_ids": "prompt"}
 OWN_FIELDS = ("prompt", "echo", "suffix")
 UNSUPPORTED: Mapping[str, Refusal] = {
     **sampling.UNSUPPORTED,
@@ -44,7 +44,7 @@ UNSUPPORTED: Mapping[str, Refusal] = {
 }
 KNOWN_FIELDS = (
     *sampling.SAMPLING_FIELDS,
-    *structured.STRUCTURED_FIELDS,
+    *structured_fields.STRUCTURED_FIELDS,
     *sampling.LABEL_FIELDS,
     *sampling.OPTION_FIELDS,
     *UNSUPPORTED,
@@ -53,16 +53,16 @@ KNOWN_FIELDS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Extras:
-    """What a completion says beside its output.
+class CompletionExtras:
+    """Contents of a completion in addition to its output.
 
     Args:
-        echo: put the prompt before the output.
-        logprobs: how many of the likeliest tokens at each position; None gives no log probabilities.
+        echo: True where the prompt precedes the output.
+        logprobs: number of most likely tokens at each position; None gives no log probabilities.
         prompt_logprobs: the same for vLLM's `prompt_logprobs`.
-        is_prompt_only: leave the output out (`max_tokens` 0).
-        token_ids: put token ids beside the text.
-        skip_special_tokens: leave special tokens out of the text.
+        is_prompt_only: True where the output is left out (`max_tokens` 0).
+        token_ids: True where the answer has token ids.
+        skip_special_tokens: True where the text has no special tokens.
     """
 
     echo: bool
@@ -77,7 +77,7 @@ async def completions(state: ServerState, request: Request) -> ASGIApp:
     """Answer `POST /v1/completions`."""
     fields = Fields(await state.bodies.read_object(request))
     fields.refuse(UNSUPPORTED)
-    fields.note_unknown(KNOWN_FIELDS)
+    fields.log_unknown(KNOWN_FIELDS)
     check_model(state, fields)
     job, extras, prompts = read_completion(state, fields)
     head = response_header(state, request, "cmpl", "text_completion")
@@ -86,7 +86,7 @@ async def completions(state: ServerState, request: Request) -> ASGIApp:
     return await answer(state, request, job, reply, head["id"])
 
 
-def read_completion(state: ServerState, fields: Fields) -> tuple[GenerationRequest, Extras, list[Prompt]]:
+def read_completion(state: ServerState, fields: Fields) -> tuple[GenerationRequest, CompletionExtras, list[Prompt]]:
     """Read a completion request.
 
     Raises:
@@ -101,7 +101,7 @@ def read_completion(state: ServerState, fields: Fields) -> tuple[GenerationReque
         raise InvalidParameter("max_tokens", 0, "at least 1, or 0 together with echo")
     if has_echo and state.llm.tokenizer is None:
         raise UnsupportedFeature("echo", "this server runs without a tokenizer")
-    extras = Extras(
+    extras = CompletionExtras(
         echo=has_echo,
         logprobs=fields.integer("logprobs", 0, MAX_LOGPROBS),
         prompt_logprobs=fields.integer("prompt_logprobs", 0, MAX_LOGPROBS),
@@ -109,9 +109,9 @@ def read_completion(state: ServerState, fields: Fields) -> tuple[GenerationReque
         token_ids=options.return_token_ids,
         skip_special_tokens=fields.flag("skip_special_tokens", True),
     )
-    # The engine computes a prompt in order to sample; an answer without output drops the one token.
-    wanted, names = structured.read_structured(fields)
-    field_aliases = {**SPELLED, **sampling.width_spelling(fields), **names}
+    # The engine must sample at least one token; an answer without output drops it.
+    wanted, names = structured_fields.read_structured(fields)
+    field_aliases = {**FIELD_ALIASES, **sampling.beam_width_alias(fields), **names}
     own: dict[str, Any] = {
         "max_tokens": max(max_tokens, 1),
         "logprobs": extras.logprobs,
@@ -129,7 +129,7 @@ def read_completion(state: ServerState, fields: Fields) -> tuple[GenerationReque
 
     special = fields.flag("add_special_tokens", True)
     prepare = partial(state.llm.texts.prepare, prompts, params, add_special_tokens=special)
-    # Each choice repeats them: before its own, and as vLLM's `prompt_logprobs`.
+    # Each choice repeats the log probabilities of its prompt: for `echo`, and as vLLM's `prompt_logprobs`.
     num_copies = params.n * (has_echo + (extras.prompt_logprobs is not None)) or 1
     job = GenerationRequest(len(prompts), prepare, params, options, field_aliases, extras.is_prompt_only, num_copies)
     return job, extras, prompts
@@ -139,7 +139,7 @@ def read_prompts(value: object, max_prompts: int) -> list[Prompt]:
     """Return the prompts of a request in their four forms: text, texts, token ids, lists of token ids.
 
     Raises:
-        InvalidParameter: none of the four, or too many.
+        InvalidParameter: the value has none of the four forms, or too many prompts.
     """
     allowed = "a string, a list of strings, a list of token ids or a list of lists of token ids, none of them empty"
     if isinstance(value, str):
@@ -158,13 +158,13 @@ def read_prompts(value: object, max_prompts: int) -> list[Prompt]:
 
 
 class _Part(NamedTuple):
-    """A prompt or an output, or what is new of one.
+    """A prompt, an output, or the new part of an output.
 
     Args:
-        text: as it is shown.
+        text: text in the answer.
         token_ids: its tokens.
-        logprobs: of the tokens; empty where they are not wanted.
-        offsets: for each token where it begins in the answer's text; read once, after those of the part before.
+        logprobs: log probabilities of the tokens; empty where they are not requested.
+        offsets: start of each token in the answer's text; read once, after the offsets of the previous part.
     """
 
     text: str
@@ -178,10 +178,10 @@ class CompletionReply:
 
     Args:
         head: `id`, `object`, `created` and `model`, the same in every chunk.
-        prompts: what the client sent.
-        n: samples of each prompt.
-        extras: what to say beside the output.
-        names: how tokens are written.
+        prompts: prompts in the request.
+        n: number of samples of each prompt.
+        extras: contents in addition to the output.
+        names: names of tokens.
         tokenizer: the model's, None where the server runs without one.
     """
 
@@ -190,7 +190,7 @@ class CompletionReply:
         head: Mapping[str, Any],
         prompts: Sequence[Prompt],
         n: int,
-        extras: Extras,
+        extras: CompletionExtras,
         names: TokenNames,
         tokenizer: Tokenizer | None,
     ) -> None:
@@ -204,7 +204,7 @@ class CompletionReply:
         self._prompt_logprobs: dict[int, PromptLogprobs] = {}
 
     def chunks(self, prompt_idx: int, delta: RequestOutput) -> Iterator[dict[str, Any]]:
-        """Yield the chunks of a stream that a delta gives: the prompt first where it is wanted, then the output."""
+        """Yield the chunks of a delta: the prompt first where it is requested, then the output."""
         if delta.prompt_logprobs is not None:
             self._prompt_logprobs[prompt_idx] = delta.prompt_logprobs
         for output in delta.outputs:
@@ -253,7 +253,7 @@ class CompletionReply:
         prompt, ids = self._prompts[prompt_idx], output.prompt_token_ids
         if not isinstance(prompt, str):
             assert self._tokenizer is not None  # echo was refused otherwise
-            # Where the prompt ends inside a character, the output begins with the whole of it.
+            # A character that begins in the prompt and ends in the output belongs to the output's text.
             skip = self._extras.skip_special_tokens
             prompt = IncrementalDetokenizer(self._tokenizer, (), skip_special_tokens=skip).push(ids)
         rows = self._prompt_logprobs.get(prompt_idx, output.prompt_logprobs)
@@ -309,5 +309,5 @@ def _are_token_ids(values: list[Any]) -> bool:
 
 
 def _max_prompts(state: ServerState) -> int:
-    """More prompts than the queue has places could never be let in."""
+    """Return the limit on prompts; a request with more prompts than queue slots could never be admitted."""
     return min(state.config.max_prompts, state.llm.resolved.max_queue_len or state.config.max_prompts)

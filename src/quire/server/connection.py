@@ -1,4 +1,4 @@
-"""HTTP connections: uvicorn's, with bounds on time, number and bytes, and no doubt about where a request ends."""
+"""uvicorn's HTTP connections with limits on time, number and bytes, and unambiguous request boundaries."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ import h11
 from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from quire.server.errors import REQUEST_ID, ApiError, no_room
+from quire.server.errors import REQUEST_ID, ApiError, too_many_connections
 
 logger = logging.getLogger(__name__)
 
-# A request that is long may take longer to arrive: this fast at least, in bytes a second.
-SLOWEST_UPLOAD = 16 << 10
+# Minimum upload rate in bytes per second; it extends the deadline of a long request.
+MIN_UPLOAD_RATE = 16 << 10
 CHECK_INTERVAL_S = 1.0
-# Reading a chunk takes 10 us whatever is in it, and all chunks of one read (256 KiB) are read in one turn of the event
-# loop: this many are free, beyond them a body's chunks must have so many bytes on average. A turn then takes 50 ms.
+# Parsing a chunk takes 10 us at any size, and all chunks of one read (256 KiB) are parsed in one turn of the event
+# loop. Beyond the free chunks, a body's chunks must have `MIN_MEAN_CHUNK` bytes on average: a turn then takes 50 ms.
 FREE_CHUNKS = 1024
-SMALLEST_CHUNK = 64
-# Bytes of a request line and headers. h11 has this limit for what is not complete yet, however it arrives.
+MIN_MEAN_CHUNK = 64
+# Bytes of a request line with its headers. h11 applies this limit to an incomplete head only.
 MAX_HEAD = 16 << 10
 END_OF_HEAD = re.compile(rb"\n\r?\n")
-# A client that has closed its connection, not only its half of it, answers a write with a reset: after a round trip.
+# A client that has closed both halves of its connection answers a write with a reset, after a round trip.
 RESET_AFTER_S = 0.1
 
 
@@ -40,10 +40,11 @@ class Connections:
     """The open connections of a server.
 
     Args:
-        limit: how many there may be.
-        receive_timeout_s: in which a request must arrive, `SLOWEST_UPLOAD` apart; also the first of a connection.
-        send_timeout_s: in which a client must take something of what is sent to it.
-        keep_alive_timeout_s: that a connection stays open behind an answer.
+        limit: maximum number of open connections.
+        receive_timeout_s: time limit for a request to arrive, extended at `MIN_UPLOAD_RATE`; it also applies to the
+            first request of a connection.
+        send_timeout_s: time limit for a client to read some of the data that is sent to it.
+        keep_alive_timeout_s: time that a connection stays open after an answer.
     """
 
     def __init__(
@@ -55,18 +56,18 @@ class Connections:
         self.keep_alive_timeout_s = keep_alive_timeout_s
         self.is_draining = False
         self._open: set[Connection] = set()
-        # Those without a request, and those whose request's body is on its way; the longest so first.
+        # Connections without a request, and connections whose request body is arriving; each in order of entry.
         self._idle: dict[Connection, None] = {}
         self._uploading: dict[Connection, None] = {}
 
     def make_room(self, num_opening: int = 0) -> bool:
-        """See that there is room for one more; a connection without a whole request is closed for it.
+        """Make room for one more connection by closing one without a complete request.
 
         Args:
-            num_opening: connections that will be added soon.
+            num_opening: number of accepted connections that are not added yet.
 
         Returns:
-            False where all have whole requests.
+            False where all connections have complete requests.
         """
         if len(self._open) + num_opening < self.limit:
             return True
@@ -74,31 +75,31 @@ class Connections:
         if connection is None:
             return False
         self.discard(connection)
-        connection.refuse(no_room())
+        connection.refuse(too_many_connections())
         connection.abort()
         return True
 
     def add(self, connection: Connection) -> None:
-        """Note a new connection."""
+        """Add a new connection."""
         self._open.add(connection)
         self._idle[connection] = None
 
     def discard(self, connection: Connection) -> None:
-        """Forget a connection."""
+        """Remove a connection."""
         self._open.discard(connection)
         self._idle.pop(connection, None)
         self._uploading.pop(connection, None)
 
-    def note(self, connection: Connection, *, is_idle: bool, is_uploading: bool) -> None:
-        """Note whether a connection waits for a request, or for the rest of a request's body."""
-        for is_so, those in ((is_idle, self._idle), (is_uploading, self._uploading)):
-            if not is_so:
-                those.pop(connection, None)
+    def set_state(self, connection: Connection, *, is_idle: bool, is_uploading: bool) -> None:
+        """Record whether a connection waits for a request, or for the rest of a request's body."""
+        for is_member, members in ((is_idle, self._idle), (is_uploading, self._uploading)):
+            if not is_member:
+                members.pop(connection, None)
             elif connection in self._open:
-                those.setdefault(connection)
+                members.setdefault(connection)
 
     async def watch(self) -> None:
-        """Close connections whose time is over, for ever."""
+        """Close connections that exceed a time limit, until cancelled."""
         shortest_s = min(self.receive_timeout_s, self.send_timeout_s, self.keep_alive_timeout_s)
         interval_s = min(CHECK_INTERVAL_S, shortest_s / 4)
         while True:
@@ -107,23 +108,23 @@ class Connections:
                 try:
                     connection.check()
                 except Exception:
-                    # The time limits of all others go on.
+                    # The time limits of the other connections must stay enforced.
                     logger.exception("a connection's check failed, so it is closed")
                     connection.abort()
 
     def drain(self) -> None:
-        """Have every connection end behind its next answer, from now on."""
+        """Close every connection after its next answer, from now on."""
         self.is_draining = True
         for connection in tuple(self._open):
-            connection.end_behind_answer()
+            connection.close_after_answer()
 
 
 class Connection(H11Protocol):
     """One connection.
 
     Args:
-        connections: all of the server's.
-        options: what uvicorn gives its protocols.
+        connections: open connections of the server.
+        options: uvicorn's arguments of a protocol.
     """
 
     def __init__(self, connections: Connections, **options: Any) -> None:
@@ -131,7 +132,7 @@ class Connection(H11Protocol):
         self.conn = StrictConnection(h11.SERVER)
         self._all = connections
         self._written: CountingTransport
-        # Until when more of the next request must be there, and until when all of it; None while one is answered.
+        # Deadlines of the next bytes and of the complete next request; None while a request is answered.
         self._receive_by_s: float | None = None
         self._complete_by_s: float | None = None
         self._num_sent = 0
@@ -140,34 +141,34 @@ class Connection(H11Protocol):
         # When the last interim response was sent.
         self._interim_at_s = 0.0
 
-    # ---- what asyncio tells ----
+    # ---- callbacks of asyncio ----
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Note the connection, and give it the time to send a request."""
+        """Register the connection and set its first deadline."""
         self._written = CountingTransport(transport)
         super().connection_made(cast(asyncio.Transport, self._written))
         self._all.add(self)
         self._receive_by_s = self._complete_by_s = self.loop.time() + self._all.receive_timeout_s
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes; each moves the moment at which the request must be there."""
+        """Take bytes, and move the deadline of the request."""
         if self._is_between_requests:
             self._complete_by_s = self.loop.time() + self._all.receive_timeout_s
         super().data_received(data)
-        self._note_request(len(data))
+        self._update_deadlines(len(data))
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Go on where a client has sent its request, closed its half of the connection, and waits for the answer.
+        """Continue where a client has sent its request, closed its half of the connection, and waits for the answer.
 
-        A client that has closed all of it looks the same, until something is sent to it: an interim response. Behind a
-        proxy that passes bytes on, the proxy's kernel takes the first one, and only the next one fails; so they go on
-        until the answer begins.
+        A client that has closed both halves looks the same until data is sent to it: an interim response. Where a proxy
+        forwards bytes, the proxy's kernel takes the first interim response and only the next one fails; so interim
+        responses are sent until the answer begins.
 
         Returns:
             False where nothing is left to answer; the connection is then closed.
         """
         if self._is_half_closed:
-            return True  # told again, once reading was resumed
+            return True  # asyncio calls again after reading was resumed
         # HTTP/1.0 has no interim responses.
         if not self._is_answering or self.cycle.more_body or self.scope["http_version"] != "1.1":
             return False
@@ -177,41 +178,41 @@ class Connection(H11Protocol):
         return True
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection."""
+        """Remove the connection from the open ones."""
         self._all.discard(self)
         super().connection_lost(exc)
 
-    # ---- what uvicorn tells ----
+    # ---- callbacks of uvicorn ----
 
     def handle_events(self) -> None:
-        """Take what has arrived apart."""
+        """Parse the bytes that have arrived."""
         super().handle_events()
         if self._all.is_draining:
-            self.end_behind_answer()
+            self.close_after_answer()
 
     def on_response_complete(self) -> None:
-        """Wait for the next request, which may be there already."""
+        """Wait for the next request, which may have arrived already."""
         super().on_response_complete()
         self._unset_keepalive_if_required()
         if self.transport.is_closing():
             return
-        self._note_request(0)
+        self._update_deadlines(0)
         if self._is_half_closed and not self._is_answering:
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - uvicorn's signature
-        """Refuse what is not HTTP."""
+        """Refuse bytes that are not valid HTTP."""
         self.refuse(ApiError(400, "this is not a valid HTTP request", code="invalid_http"))
 
     def shutdown(self) -> None:
-        """End the connection, or let its request be the last one."""
+        """Close the connection, at the latest after its current request."""
         with contextlib.suppress(h11.LocalProtocolError):
             super().shutdown()
 
     # ---- ends ----
 
     def check(self) -> None:
-        """End the connection if the client has not sent or taken in time what it should have, or has gone."""
+        """Close the connection if the client exceeds a time limit of sending or reading, or has left."""
         if self.transport.is_closing() and not self.transport.get_write_buffer_size():
             return
         now = self.loop.time()
@@ -228,27 +229,27 @@ class Connection(H11Protocol):
                 self._send_interim()
             self._check_reset()
 
-    def end_behind_answer(self) -> None:
-        """Let the request that is answered, if there is one, be the last; the client is told where that can be."""
+    def close_after_answer(self) -> None:
+        """Make the request in progress the last one, with `Connection: close` unless its answer has begun."""
         if self._is_answering and self.cycle.keep_alive:
             self.cycle.keep_alive = False
             if not self.cycle.response_started:
                 self.cycle.default_headers = [*self.cycle.default_headers, CLOSE_HEADER]
 
     def refuse(self, error: ApiError) -> None:
-        """Send an error, unless nothing was asked or an answer has begun, and close the connection."""
+        """Close the connection, with an error answer if a request has arrived and its answer has not begun."""
         can_answer = self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not self.transport.is_closing()
         if can_answer and not self._is_between_requests:
             with contextlib.suppress(h11.LocalProtocolError):
                 self.transport.write(self._encode(error))
         if self._is_answering:
-            # Before its next step: what it would send has no place any more.
+            # The handler must stop before its next step: its output can no longer be sent.
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self.transport.close()
 
     def abort(self) -> None:
-        """Close the connection at once; what was not sent is lost."""
+        """Close the connection at once; unsent data is lost."""
         self.transport.abort()
 
     @property
@@ -258,13 +259,13 @@ class Connection(H11Protocol):
 
     @property
     def _is_between_requests(self) -> bool:
-        """Whether nothing of the next request is there."""
+        """True where no byte of the next request has arrived."""
         return self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]
 
-    def _note_request(self, num_bytes: int) -> None:
-        """Set the time for what is to arrive, after `num_bytes` have."""
+    def _update_deadlines(self, num_bytes: int) -> None:
+        """Update the deadlines after `num_bytes` have arrived."""
         is_whole = self._is_answering and not self.cycle.more_body
-        self._all.note(self, is_idle=not self._is_answering, is_uploading=self._is_answering and not is_whole)
+        self._all.set_state(self, is_idle=not self._is_answering, is_uploading=self._is_answering and not is_whole)
         now = self.loop.time()
         if is_whole:
             self._receive_by_s = self._complete_by_s = None
@@ -273,30 +274,29 @@ class Connection(H11Protocol):
         else:
             silent_by_s = now + self._all.receive_timeout_s
             if self.conn.our_state is not h11.DONE:
-                # What arrives earns time for all of it, but none to fall silent in.
-                self._complete_by_s = (self._complete_by_s or silent_by_s) + num_bytes / SLOWEST_UPLOAD
+                # Arriving bytes extend the deadline of the whole request, but not the limit on silence.
+                self._complete_by_s = (self._complete_by_s or silent_by_s) + num_bytes / MIN_UPLOAD_RATE
             elif not num_bytes:
-                # Answered before its body has come: the rest is thrown away, but not for ever.
+                # The request is answered before its body has arrived; the rest is discarded, for a limited time.
                 self._complete_by_s = silent_by_s
             self._receive_by_s = min(self._complete_by_s or silent_by_s, silent_by_s)
 
     def _send_interim(self) -> None:
         """Send an interim response to a half-closed connection that waits for its answer."""
-        # HTTP/1.0 has none.
         if self._is_answering and not self.cycle.response_started and self.scope["http_version"] == "1.1":
             self._interim_at_s = self.loop.time()
             interim = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
             self.transport.write(self.conn.send(interim) or b"")
 
     def _check_reset(self) -> None:
-        """See whether a half-closed connection is gone altogether; its end is not told once nothing is read."""
+        """Abort a half-closed connection that was reset; asyncio does not report a reset while nothing is read."""
         peer = self.transport.get_extra_info("socket")
         if not self.transport.is_closing() and peer.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.abort()
 
     def _encode(self, error: ApiError) -> bytes:
         body = json.dumps(error.body()).encode()
-        # The guard has given it one, unless it had no turn since.
+        # The guard has not set the request id if it has had no turn yet.
         scope = cast(dict[str, Any], self.scope) if self._is_answering else {}
         headers = {
             "content-type": "application/json",
@@ -311,22 +311,22 @@ class Connection(H11Protocol):
             h11.EndOfMessage(),
         ]
         if self._is_answering and self.scope["method"] == "HEAD":
-            del events[1]  # the body is left out, its length is told
+            del events[1]  # the answer to HEAD has the body's length only
         return b"".join(self.conn.send(event) or b"" for event in events)
 
 
 class StrictConnection(h11.Connection):
-    """Refuses what two servers might read differently: then a gateway could let through a request that it has not seen.
+    """An HTTP parser that refuses ambiguous requests, which a gateway and this server could split differently.
 
-    And what would take long to read: the event loop has no turn in between.
+    It also refuses requests that take long to parse, since parsing blocks the event loop.
 
-    h11 refuses most of it by itself. Two equal `Content-Length`, a header folded over lines and a bare line feed at the
-    end of one have a single meaning by RFC 9112, and are accepted.
+    h11 refuses most ambiguities itself. Two equal `Content-Length` headers, a header folded over lines and a bare line
+    feed at the end of a header have a single meaning by RFC 9112, and are accepted.
     """
 
     def __init__(self, our_role: type[h11.SERVER]) -> None:
         super().__init__(our_role, MAX_HEAD)
-        # Of the body that is read now.
+        # Chunks and bytes of the current body.
         self._num_chunks = 0
         self._num_bytes = 0
 
@@ -334,8 +334,8 @@ class StrictConnection(h11.Connection):
         """Return the next event.
 
         Raises:
-            h11.RemoteProtocolError: not HTTP; a chunked body that has a length too, or is sent with HTTP/1.0; headers
-                of more than `MAX_HEAD` bytes; or chunks of less than `SMALLEST_CHUNK` bytes on average.
+            h11.RemoteProtocolError: the bytes are not HTTP; a chunked body has a length too, or is sent with HTTP/1.0;
+                the headers have more than `MAX_HEAD` bytes; or chunks have less than `MIN_MEAN_CHUNK` bytes on average.
         """
         if self.their_state is h11.IDLE and self._has_long_head():
             raise h11.RemoteProtocolError(f"the request line and headers have more than {MAX_HEAD} bytes")
@@ -343,14 +343,14 @@ class StrictConnection(h11.Connection):
         if isinstance(event, h11.Request):
             names = {name for name, _ in event.headers}
             if b"transfer-encoding" in names and (b"content-length" in names or event.http_version != b"1.1"):
-                raise h11.RemoteProtocolError("Transfer-Encoding beside Content-Length, or in HTTP/1.0")
+                raise h11.RemoteProtocolError("Transfer-Encoding with Content-Length, or in HTTP/1.0")
             self._num_chunks = self._num_bytes = 0
         elif isinstance(event, h11.Data):
-            # A chunk that comes in many pieces is one: pieces are no more than reads.
+            # The pieces of one chunk count as one: there are no more pieces than reads.
             self._num_chunks += event.chunk_start
             self._num_bytes += len(event.data)
-            if self._num_chunks > FREE_CHUNKS + self._num_bytes // SMALLEST_CHUNK:
-                raise h11.RemoteProtocolError(f"chunks of less than {SMALLEST_CHUNK} bytes")
+            if self._num_chunks > FREE_CHUNKS + self._num_bytes // MIN_MEAN_CHUNK:
+                raise h11.RemoteProtocolError(f"chunks of less than {MIN_MEAN_CHUNK} bytes")
         return event
 
     def _has_long_head(self) -> bool:
@@ -359,10 +359,10 @@ class StrictConnection(h11.Connection):
 
 
 class CountingTransport:
-    """A transport that counts what it sends.
+    """A transport that counts the bytes that it sends.
 
     Args:
-        transport: does all else.
+        transport: transport that sends them.
     """
 
     def __init__(self, transport: asyncio.Transport) -> None:
@@ -371,11 +371,11 @@ class CountingTransport:
 
     @property
     def num_sent(self) -> int:
-        """Bytes that the client has taken; where the system does not tell, those that the system has."""
+        """Number of bytes that the client has read or, on systems that do not report it, that the kernel has taken."""
         return self._num_written - self._transport.get_write_buffer_size() - self._num_in_kernel()
 
     def _num_in_kernel(self) -> int:
-        # The kernel keeps some megabytes, and asks for more only once a good part of them has gone.
+        # The kernel buffers some megabytes, and accepts more only after it has sent a large part of them.
         count = array("i", [0])
         try:
             fcntl.ioctl(self._transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, count)
@@ -384,7 +384,7 @@ class CountingTransport:
         return count[0]
 
     def write(self, data: bytes) -> None:
-        """Send bytes, as soon as the client takes them."""
+        """Send bytes as soon as the client reads them."""
         self._num_written += len(data)
         self._transport.write(data)
 

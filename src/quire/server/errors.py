@@ -1,4 +1,4 @@
-"""Every error as OpenAI's clients expect it: `{"error": {"message", "type", "param", "code"}}`, whatever the status."""
+"""Errors in OpenAI's form at every status: `{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from quire.errors import QueueFull, QuireError, RequestError
 
 logger = logging.getLogger(__name__)
 
-# Where the guard leaves a request's id in the ASGI scope.
+# Keys of the ASGI scope that the guard sets: the request's id, and whether the request has the operator's key.
 REQUEST_ID = "quire.request_id"
-# nginx's status for a client that left; nobody reads it.
-CLIENT_GONE = 499
-# And whether it came with the operator's key.
 IS_OPERATOR = "quire.is_operator"
-# What ends a task rather than a request.
-ENDINGS = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
+# nginx's status for a client that has left; it is never read.
+CLIENT_GONE = 499
+# Exceptions that end a task, not a request.
+TASK_ENDING_ERRORS = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
 TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -38,10 +37,10 @@ class ApiError(Exception):
 
     Args:
         status: the HTTP status.
-        message: what was wrong and what would have been right; shown to the client.
-        code: a short machine-readable reason.
-        param: the request's field to blame, or None.
-        headers: of the answer.
+        message: the fault and the allowed values, for the client.
+        code: machine-readable reason.
+        param: field of the request with the fault, or None.
+        headers: headers of the answer.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """Return the error as the client reads it."""
+        """Return the error in OpenAI's form."""
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
@@ -75,22 +74,22 @@ class ApiError(Exception):
 
 
 def unavailable(why: str, code: str) -> ApiError:
-    """Return the 503 that tells a client to try again, here or at another server."""
+    """Return a 503 with `Retry-After`; the client may also retry at another server."""
     return ApiError(503, why, code=code, headers={"Retry-After": "1"})
 
 
-def no_room() -> ApiError:
-    """Return the answer to a connection for which there is no place, or whose place another one gets."""
+def too_many_connections() -> ApiError:
+    """Return the answer to a connection that exceeds the limit, or is closed in favour of another one."""
     return unavailable("the server has no room for another connection", "too_many_connections")
 
 
 def stopping() -> ApiError:
-    """Return the answer to what comes, or is not done, once the server was asked to stop."""
+    """Return the answer to requests that are new or unfinished while the server stops."""
     return unavailable("the server is stopping", "stopping")
 
 
 def api_error(error: BaseException, request_id: str) -> ApiError:
-    """Translate any exception; what is not meant for clients goes to the log, under the request's id."""
+    """Convert an exception to an answer; details of internal errors go to the log, with the request's id."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFull):
@@ -113,9 +112,9 @@ def error_response(error: BaseException, request_id: str) -> Response:
 
 
 async def handle_http_exception(request: Request, error: Exception) -> Response:
-    """Answer what Starlette refuses: an unknown route or method."""
+    """Return the answer to an unknown route or method, which Starlette refuses."""
     assert isinstance(error, HTTPException)
-    words = {404: "there is no such route", 405: "the route has no such method"}.get(error.status_code)
-    message = str(error.detail) if words is None else f"{words}: {request.method} {request.scope['path'][:200]}"
+    reason = {404: "there is no such route", 405: "the route has no such method"}.get(error.status_code)
+    message = str(error.detail) if reason is None else f"{reason}: {request.method} {request.scope['path'][:200]}"
     code = HTTPStatus(error.status_code).name.lower()
     return ApiError(error.status_code, message, code=code, headers=error.headers).response()

@@ -11,16 +11,16 @@ from quire.errors import InvalidParameter, UnsupportedFeature
 logger = logging.getLogger(__name__)
 
 
-# The values that ask for nothing, and why all others are refused.
+# The neutral values of a field, and the reason why all others are refused.
 Refusal = tuple[tuple[Any, ...], str]
 
 
 class Fields:
-    """A JSON object whose fields are asked for by name and type.
+    """A JSON object with typed access to its fields.
 
     Args:
         values: the object.
-        path: where it stands in the body, for example "messages[0]."; every error names it.
+        path: path of the object in the body, for example "messages[0]."; every error names it.
     """
 
     def __init__(self, values: Mapping[str, Any], path: str = "") -> None:
@@ -32,7 +32,7 @@ class Fields:
         return self._path + field
 
     def get(self, field: str) -> Any:
-        """Return a field as it came, None when it is absent or null."""
+        """Return a field's value, None when it is absent or null."""
         return self._values.get(field)
 
     def flag(self, field: str, default: bool = False) -> bool:
@@ -86,7 +86,7 @@ class Fields:
         return Fields(value, f"{self.name(field)}.")
 
     def refuse(self, unsupported: Mapping[str, Refusal]) -> None:
-        """Refuse every field of the table that asks for more than nothing.
+        """Refuse every field of the table that has another value than its neutral ones.
 
         Raises:
             UnsupportedFeature: naming the field and why.
@@ -97,8 +97,8 @@ class Fields:
             if value is not None and not any(value == same and type(value) is type(same) for same in neutral):
                 raise UnsupportedFeature(self.name(field), why)
 
-    def note_unknown(self, known: Iterable[str]) -> None:
-        """Log the fields that nobody knows; they are ignored, as OpenAI's clients send new ones before servers do."""
+    def log_unknown(self, known: Iterable[str]) -> None:
+        """Log unknown fields; they are ignored, since OpenAI's clients send new fields before servers know them."""
         if not logger.isEnabledFor(logging.DEBUG):
             return
         unknown = self._values.keys() - set(known)

@@ -30,10 +30,10 @@ if TYPE_CHECKING:  # the server starts before the engine is imported
 
 
 class ResponseBuilder(Protocol):
-    """Turns the engine's outputs into a route's JSON; `usage` is not its business."""
+    """Turns the engine's outputs into a route's JSON, without `usage`."""
 
     def chunks(self, prompt_idx: int, delta: RequestOutput) -> Iterable[dict[str, Any]]:
-        """Yield the chunks of a stream that a delta gives."""
+        """Yield the chunks of a delta."""
         ...
 
     def last_chunk(self) -> dict[str, Any]:
@@ -44,7 +44,7 @@ class ResponseBuilder(Protocol):
         """Return the answer in one piece.
 
         Args:
-            outputs: one for each prompt.
+            outputs: output of each prompt.
         """
         ...
 
@@ -54,13 +54,13 @@ class GenerationRequest:
     """A request that has been read and checked.
 
     Args:
-        num_prompts: how many `prompts` will return.
-        prompts: makes texts into tokens, once the prompts' places in the queue are reserved.
-        params: the same for every prompt.
-        options: how to answer.
-        spelled: how the client wrote a field, where that is not the engine's name.
-        is_prompt_only: the client asked for no output.
-        num_prompt_copies: how often the answer has the log probabilities of a prompt.
+        num_prompts: number of requests that `prompts` returns.
+        prompts: function that tokenizes the prompts; called after their queue slots are reserved.
+        params: sampling parameters of every prompt.
+        options: fields other than sampling parameters.
+        field_aliases: the client's names of fields, by the engine's; equal names are left out.
+        is_prompt_only: True where the client requests no output.
+        num_prompt_copies: number of times that the answer has the log probabilities of a prompt.
     """
 
     num_prompts: int
@@ -92,29 +92,29 @@ def response_header(state: ServerState, request: Request, prefix: str, kind: str
 async def answer(
     state: ServerState, request: Request, job: GenerationRequest, reply: ResponseBuilder, answer_id: str
 ) -> ASGIApp:
-    """Run a job and return its response.
+    """Run a request and return its response.
 
     Raises:
         RequestError: the request is refused.
-        ApiError: it names no tenant and must, the server is stopping, or the engine failed before anything was sent.
+        ApiError: a required tenant is missing, the server is stopping, or the engine failed before the first event.
     """
     tenant = read_tenant(state.config, request)
     if state.is_draining:
         raise stopping()
     count = TokenCount(is_prompt_only=job.is_prompt_only, is_ranked=job.params.is_ranked)
-    flight = InFlightRequest(answer_id, count, StreamMerger(state.config.ping_interval_s), tenant)
-    news = _follow(state, request, job, flight, tenant)
+    tracked = InFlightRequest(answer_id, count, StreamMerger(state.config.ping_interval_s), tenant)
+    batches = _generate(state, request, job, tracked, tenant)
     try:
         with ExitStack() as at_error:
-            at_error.callback(flight.release)
+            at_error.callback(tracked.release)
             answer: ASGIApp
             if job.options.stream:
-                events = _events(state, job, reply, flight, news, request.scope[REQUEST_ID])
-                # An error that comes before the first event still has its own status.
+                events = _events(state, job, reply, tracked, batches, request.scope[REQUEST_ID])
+                # An error before the first event still determines the status.
                 answer = sse.EventStream(await anext(events), events)
             else:
-                answer = JsonAnswer(await _whole(job, reply, count, news), state.writing, flight.release)
-            # From here on the answer releases what it holds.
+                answer = JsonAnswer(await _whole(job, reply, count, batches), state.writing, tracked.release)
+            # From here on the answer releases its reservation.
             at_error.pop_all()
             return answer
     except ClientGone:
@@ -122,45 +122,47 @@ async def answer(
     except RequestError as error:
         if state.is_draining:
             raise stopping() from error
-        field_aliases = job.field_aliases.get(error.field or "", error.field)
-        if isinstance(error, InvalidParameter) and field_aliases != error.field:
-            raise InvalidParameter(field_aliases or "", error.value, error.allowed) from error
-        error.field = field_aliases
+        field = job.field_aliases.get(error.field or "", error.field)
+        if isinstance(error, InvalidParameter) and field != error.field:
+            raise InvalidParameter(field or "", error.value, error.allowed) from error
+        error.field = field
         raise
 
 
-async def _follow(
-    state: ServerState, request: Request, job: GenerationRequest, flight: InFlightRequest, tenant: str | None
+async def _generate(
+    state: ServerState, request: Request, job: GenerationRequest, tracked: InFlightRequest, tenant: str | None
 ) -> AsyncGenerator[list[Delta], None]:
-    """Yield the engine's news of a job; places in the queue come before any work."""
+    """Yield the output deltas of a request, after its queue slots are reserved."""
     llm, options = state.llm, job.options
-    with llm.reserve(job.num_prompts) as place, state.track(flight):
+    with llm.reserve(job.num_prompts) as slots, state.track(tracked):
         prompts = await job.prompts()
         lengths = [len(read.prompt.token_ids) for read in prompts]
-        flight.logprobs = state.logprobs.reserve(job.params, lengths, llm.resolved.max_model_len, job.num_prompt_copies)
+        tracked.logprobs = state.logprobs.reserve(
+            job.params, lengths, llm.resolved.max_model_len, job.num_prompt_copies
+        )
         streams = [
             llm.generate(
                 prompt,
                 job.params,
-                request_id=f"{flight.answer_id}-{idx}",
+                request_id=f"{tracked.answer_id}-{idx}",
                 priority=options.priority,
-                flow=flight.answer_id if tenant is None else tenant,
-                place=place,
+                flow=tracked.answer_id if tenant is None else tenant,
+                place=slots,
                 cache_salt=options.cache_salt,
                 tenant=tenant,
                 retain_cache=options.retain_cache,
             )
             for idx, prompt in enumerate(prompts)
         ]
-        async with aclosing(flight.feed.follow(streams, request.receive)) as batches:
-            async for news in batches:
-                for _, delta in news:
+        async with aclosing(tracked.merger.deltas(streams, request.receive)) as batches:
+            async for batch in batches:
+                for _, delta in batch:
                     _check(delta)
-                yield news
+                yield batch
 
 
 def _check(delta: RequestOutput) -> None:
-    """Raise where the engine gave a request up; neither reason has a finish reason that clients know."""
+    """Raise where the engine has ended a request: clients know neither "error" nor "abort" as a finish reason."""
     reasons = {output.finish_reason for output in delta.outputs}
     if "error" in reasons and delta.error_code == RequestFailed.code:
         raise RequestFailed(delta.error or "the engine gave no reason")
@@ -171,10 +173,10 @@ def _check(delta: RequestOutput) -> None:
 
 
 async def _whole(
-    job: GenerationRequest, reply: ResponseBuilder, count: TokenCount, news: AsyncGenerator[list[Delta], None]
+    job: GenerationRequest, reply: ResponseBuilder, count: TokenCount, batches: AsyncGenerator[list[Delta], None]
 ) -> dict[str, Any]:
     outputs: dict[int, RequestOutput] = {}
-    async with aclosing(news) as batches:
+    async with aclosing(batches):
         async for batch in batches:
             for idx, delta in batch:
                 count.add(idx, delta)
@@ -187,12 +189,12 @@ async def _events(
     state: ServerState,
     job: GenerationRequest,
     reply: ResponseBuilder,
-    flight: InFlightRequest,
-    news: AsyncGenerator[list[Delta], None],
+    tracked: InFlightRequest,
+    batches: AsyncGenerator[list[Delta], None],
     request_id: str,
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the events of a stream: what is there already goes out as one piece, unless it is long."""
-    options, count = job.options, flight.count
+    """Yield the events of a stream; the events of one batch are joined into one piece unless they are long."""
+    options, count = job.options, tracked.count
     writer = JsonWriter(ascii_only=True)
     has_begun = False
 
@@ -205,7 +207,7 @@ async def _events(
                 yield from sse.framed(writer.parts(chunk))
 
     try:
-        async with aclosing(news) as batches:
+        async with aclosing(batches):
             async for batch in batches:
                 async with aclosing(paced(events(batch) if batch else [sse.PING], state.writing)) as pieces:
                     async for piece in pieces:
@@ -222,4 +224,4 @@ async def _events(
             raise
         yield sse.event(api_error(error, request_id).body()) + sse.DONE
     finally:
-        flight.release()
+        tracked.release()

@@ -1,4 +1,4 @@
-"""What is decided before a request's body is read: whether there is a place for it, and memory for the body."""
+"""Admission of a request before its body is read: by queue slots, and by memory for the body."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from quire.server.body import MAX_LONG_BODIES
 from quire.server.errors import unavailable
 from quire.server.state import ServerState
 
-# Requests to these take a place in the queue.
+# Requests to these paths take a queue slot.
 GENERATING = frozenset({"/v1/completions", "/v1/chat/completions"})
-# Bytes of a body that are not counted: a connection reads as many ahead, and most bodies have no more.
+# Bytes of a body that are not counted: a connection reads this many ahead, and most bodies are shorter.
 FREE_BYTES = 64 << 10
 
 
 class Intake:
-    """Stands between the guard and the routes; ASGI middleware.
+    """ASGI middleware between the guard and the routes, which limits uploads.
 
     Args:
         app: the routes.
-        state: of the server.
+        state: state of the server.
     """
 
     def __init__(self, app: ASGIApp, *, state: ServerState) -> None:
         self._app = app
         self._state = state
         self._limit = MAX_LONG_BODIES * state.config.max_body_bytes
-        # Those that are counted and not complete yet; the one of which nothing has come for the longest time first.
+        # Incomplete uploads that are counted, in the order of their last bytes.
         self._uploads: dict[Upload, None] = {}
         self._num_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request through.
+        """Pass a request on.
 
         Raises:
-            QueueFull: no place is left; the body was not read.
+            QueueFull: the queue has no slot; the body was not read.
         """
-        # Reading, parsing and checking a body only to refuse it would cost more than the answer.
+        # Reading, parsing and checking the body of a refused request would cost more than the answer.
         if scope["path"] in GENERATING and scope["method"] == "POST" and not self._state.is_draining:
             self._state.llm.check_room()
         upload = Upload()
@@ -57,11 +57,11 @@ class Intake:
             await self._app(scope, receive_counted, send)
         finally:
             self._discard(upload)
-            if upload.num_bytes > MANY_BYTES:  # now the body, and what was made of it, is mostly gone
+            if upload.num_bytes > MANY_BYTES:  # by now most objects of the body are freed
                 self._state.bodies.give_back_soon()
 
     def _count(self, upload: Upload, num_bytes: int) -> None:
-        """Count bytes of an upload; those that would exceed the limit end the upload that stands still the longest."""
+        """Count bytes of an upload; where they exceed the limit, end the upload that has been silent the longest."""
         before, upload.num_bytes = upload.num_bytes, upload.num_bytes + num_bytes
         if upload.num_bytes <= FREE_BYTES:
             return
@@ -69,9 +69,9 @@ class Intake:
         self._uploads.pop(upload, None)
         self._uploads[upload] = None
         while self._num_bytes > self._limit:
-            stillest = next(iter(self._uploads))
-            self._discard(stillest)
-            stillest.end()
+            oldest = next(iter(self._uploads))
+            self._discard(oldest)
+            oldest.end()
 
     def _discard(self, upload: Upload) -> None:
         if upload in self._uploads:
@@ -80,13 +80,16 @@ class Intake:
 
 
 class Upload:
-    """A request's body on its way."""
+    """A request's body while it arrives.
+
+    Attributes:
+        num_bytes: number of bytes that have arrived.
+    """
 
     def __init__(self) -> None:
-        # That have come.
         self.num_bytes = 0
         self._is_ended = False
-        # Of what is waited for now.
+        # Timeout of the `receive` in progress.
         self._timeout: asyncio.Timeout | None = None
 
     async def receive(self, receive: Receive) -> Message:
@@ -106,7 +109,7 @@ class Upload:
         return message
 
     def end(self) -> None:
-        """Have what waits for the rest fail."""
+        """Make the `receive` in progress fail, and every later one."""
         self._is_ended = True
         if self._timeout is not None:
             self._timeout.reschedule(0)

@@ -1,4 +1,4 @@
-"""JSON answers written piece by piece: one may hold millions of log probabilities, and others are served meanwhile."""
+"""JSON answers written in pieces, so that an answer with millions of log probabilities does not block the others."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-# A piece is sent when it is so long, or has taken so long to make.
+# Limits of a piece on its length and on the time to make it.
 PIECE_CHARS = 64 << 10
 PIECE_S = 0.002
-# Most answers have one piece, and wait for nobody's turn; many that are longer may begin at the same time.
+# Time limit of the first piece, which does not wait for the lock: most answers have one piece, and many longer ones may
+# begin at the same time.
 FIRST_PIECE_S = 0.0005
 
 
 class JsonArray:
-    """An array whose items are made while it is written, each as small as one step on the event loop may be.
+    """An array whose items are made while it is written; each item is written in one step of the event loop.
 
     Args:
-        items: read once; each may hold arrays of this kind too.
+        items: items, read once; each may contain a `JsonArray` too.
     """
 
     __slots__ = ("items",)
@@ -36,15 +37,15 @@ class JsonWriter:
     """Writes JSON without white space.
 
     Args:
-        ascii_only: escape all other characters.
+        ascii_only: True where all other characters are escaped.
     """
 
     def __init__(self, *, ascii_only: bool) -> None:
         self._arrays: list[JsonArray] = []
-        # What stands for an array in the text round it; no client can guess it.
+        # Placeholder of an array in the enclosing text; random, so that no client can forge it.
         self._mark = secrets.token_hex(16)
         encoder = json.JSONEncoder(
-            ensure_ascii=ascii_only, allow_nan=False, separators=(",", ":"), default=self._note_array
+            ensure_ascii=ascii_only, allow_nan=False, separators=(",", ":"), default=self._register_array
         )
         self._dumps = encoder.encode
 
@@ -52,7 +53,7 @@ class JsonWriter:
         """Yield a value's text in small parts.
 
         Raises:
-            ValueError: a number that JSON does not have.
+            ValueError: a number that JSON cannot represent.
         """
         text = self._dumps(value)
         if not self._arrays:
@@ -61,16 +62,16 @@ class JsonWriter:
         arrays, self._arrays = self._arrays, []
         begin, *rest = text.split(f'"{self._mark}"')
         yield begin
-        for array, behind in zip(arrays, rest, strict=True):
+        for array, after in zip(arrays, rest, strict=True):
             separator = "["
             for item in array.items:
                 yield separator
                 yield from self.parts(item)
                 separator = ","
             yield "[]" if separator == "[" else "]"
-            yield behind
+            yield after
 
-    def _note_array(self, value: object) -> str:
+    def _register_array(self, value: object) -> str:
         if not isinstance(value, JsonArray):
             raise TypeError(f"{type(value).__name__} is not JSON")
         self._arrays.append(value)
@@ -78,12 +79,12 @@ class JsonWriter:
 
 
 async def paced(parts: Iterable[str], turns: asyncio.Lock) -> AsyncGenerator[bytes, None]:
-    """Join the parts of a text into pieces, and let the event loop do other things between two of them.
+    """Join the parts of a text into pieces, and yield to the event loop between two pieces.
 
     Args:
-        parts: of the text.
-        turns: taken for each piece behind the first, so that all long texts together take half of the event loop's
-            time, and no longer at a time than one.
+        parts: parts of the text.
+        turns: lock that is held for each piece after the first, so that all long texts together take half of the event
+            loop's time, and block it no longer than one text does.
     """
     unread = iter(parts)
     piece, is_last = _next_piece(unread, FIRST_PIECE_S)
@@ -93,7 +94,7 @@ async def paced(parts: Iterable[str], turns: asyncio.Lock) -> AsyncGenerator[byt
             return
         async with turns:
             piece, is_last = _next_piece(unread, PIECE_S)
-            # As long as a piece may take: the engine's thread wants the interpreter, too.
+            # The engine's thread needs the interpreter's lock as long as a piece may hold it.
             await asyncio.sleep(PIECE_S)
 
 
@@ -113,9 +114,9 @@ class JsonAnswer:
     """A response of JSON; a short one goes out at once, a long one as it is written.
 
     Args:
-        body: of the answer.
-        turns: see `paced`; one for all answers of a server.
-        at_end: called once it is sent, or never will be.
+        body: body of the answer.
+        turns: lock of `paced`; one for all answers of a server.
+        at_end: function that is called when sending has ended, complete or not.
     """
 
     def __init__(self, body: Mapping[str, Any], turns: asyncio.Lock, at_end: Callable[[], None]) -> None:
@@ -124,7 +125,7 @@ class JsonAnswer:
         self._at_end = at_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's signature
-        """Send the response; stop where the client has gone."""
+        """Send the response; stop when the client has left."""
         try:
             await self._send(receive, send)
         finally:

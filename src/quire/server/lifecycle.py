@@ -1,4 +1,4 @@
-"""A server from start to stop: socket, engine, signals, and the end in which nobody is cut off in time."""
+"""The life of a server: socket, engine, signals, and a shutdown that lets running requests finish."""
 
 from __future__ import annotations
 
@@ -17,46 +17,46 @@ from quire import __version__
 from quire.bounded.json_text import limit_digits
 from quire.config import EngineConfig
 from quire.server.app import build_app
-from quire.server.body import Bodies
+from quire.server.body import BodyReader
 from quire.server.connection import Connection, Connections
 from quire.server.errors import stopping
-from quire.server.listener import accept_for_ever, bind, read_max_connections
+from quire.server.listener import accept_connections, bind, read_max_connections
 from quire.server.settings import ServerConfig
 from quire.server.state import ServerState
-from quire.server.throughput_log import report_for_ever
+from quire.server.throughput_log import log_throughput
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_calls import ToolFormat, choose_format
 
 logger = logging.getLogger(__name__)
 
-# What is left to send once the engine has finished: the last chunks.
+# Time limit for sending the last chunks after the engine has finished.
 FLUSH_TIMEOUT_S = 5
-# A server whose engine has died tells clients and probes for so long, then ends so that a supervisor starts another.
-LAST_WORDS_S = 2.0
+# Time for which a server with a dead engine still answers clients and probes, before it exits for its supervisor.
+DEAD_ENGINE_GRACE_S = 2.0
 EXIT_ENGINE_DIED = 1
 
 
 def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
-    """Load a model and serve it until a signal says stop, or the engine has died.
+    """Load a model and serve it until a stop signal arrives or the engine has died.
 
     Returns:
         The exit code: 0, or `EXIT_ENGINE_DIED`.
 
     Raises:
-        ConfigError: an option that cannot be honoured, or an address that cannot be had.
+        ConfigError: an option is unusable, or the address is not available.
     """
     limit_digits()
-    # The address first: it fails in a moment; the engine's import takes seconds, the model maybe minutes.
+    # The address comes first: its failure shows at once, while the engine's import takes seconds and the model minutes.
     with bind(config.host, config.port) as listener:
         max_connections = read_max_connections(config.max_connections)
         from quire.engine.async_llm import AsyncLLM
 
         llm = AsyncLLM.from_config(engine_config)
-        # All this stays: a full collection that went through it too would hold every stream up for some 30 ms.
+        # These objects live until the end: a full collection that visited them would stall every stream for 30 ms.
         gc.collect()
         gc.freeze()
-        # No list of integers that a request can use is longer.
-        bodies = Bodies(config.max_body_bytes, max(llm.resolved.max_model_len, llm.resolved.vocab_size))
+        # Every list of integers in a valid request is at most as long as the context or the vocabulary.
+        bodies = BodyReader(config.max_body_bytes, max(llm.resolved.max_model_len, llm.resolved.vocab_size))
         try:
             form = _tool_format(llm.tokenizer, config.tool_call_parser)
             state = ServerState(llm, config, bodies, __version__, created=int(time.time()), tool_format=form)
@@ -69,13 +69,13 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
 
 
 def _tool_format(tokenizer: Tokenizer | None, wanted: str) -> ToolFormat | None:
-    """Return how the model writes calls of tools, and say so; None where it knows no tools, or that is not known."""
+    """Return and log the format of the model's tool calls; None where the model has no tools or no known format."""
     template = None if tokenizer is None else tokenizer.chat_template
-    if template is None or not template.knows_tools:
+    if template is None or not template.supports_tools:
         return None
     form = choose_format(wanted, template.for_tools.source)
     if form is None:
-        logger.warning("Tool calls: the chat template does not show the format; --tool-call-parser can say it")
+        logger.warning("Tool calls: the chat template does not show the format; --tool-call-parser can set it")
     else:
         found = "as the chat template shows" if wanted == "auto" else "as --tool-call-parser says"
         logger.info("Tool calls: read in the format %s, %s", form.name, found)
@@ -106,14 +106,14 @@ async def _run(state: ServerState, listener: socket.socket, max_connections: int
     def make_protocol() -> Connection:
         return Connection(connections, config=settings, server_state=server.server_state, app_state={})
 
-    accepting = asyncio.create_task(accept_for_ever(listener, connections, make_protocol))
-    stop = _Stop(state, server, connections, accepting)
-    take_signals(stop.on_signal)
-    tasks = [accepting, asyncio.create_task(_end_when_dead(state, stop)), asyncio.create_task(connections.watch())]
+    accepting = asyncio.create_task(accept_connections(listener, connections, make_protocol))
+    shutdown = _Shutdown(state, server, connections, accepting)
+    take_signals(shutdown.on_signal)
+    tasks = [accepting, asyncio.create_task(_end_when_dead(state, shutdown)), asyncio.create_task(connections.watch())]
     if config.log_interval_s:
-        tasks.append(asyncio.create_task(report_for_ever(state.llm, config.log_interval_s)))
+        tasks.append(asyncio.create_task(log_throughput(state.llm, config.log_interval_s)))
     for task in tasks:
-        task.add_done_callback(stop.on_task_done)
+        task.add_done_callback(shutdown.on_task_done)
     print(f"Quire serves {state.llm.model_name} at {_url(listener)}", flush=True)
     await serving
     for task in tasks:
@@ -124,11 +124,10 @@ async def _run(state: ServerState, listener: socket.socket, max_connections: int
 
 
 def take_signals(handle: Callable[[int], None]) -> None:
-    """Have the running event loop handle the signals that ask for an end.
+    """Handle the signals that end the process on the running event loop.
 
-    `loop.add_signal_handler` would lose one that comes while the loop is behind: it is told of signals through the same
-    pipe as of calls from other threads, and that may be full. Once the loop has ended, what still comes
-    here changes nothing: the engine may be saving its cache.
+    `loop.add_signal_handler` would lose a signal while the loop is busy: signals and calls from other threads share one
+    pipe, which may be full. Signals after the loop's end are ignored: the engine may be saving its cache.
     """
     loop = asyncio.get_running_loop()
 
@@ -137,27 +136,27 @@ def take_signals(handle: Callable[[int], None]) -> None:
             loop.call_soon_threadsafe(handle, number)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # Whoever started the process may want it to outlive its terminal.
+        # A process that was started with nohup outlives its terminal.
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, on_signal)
 
 
-async def _end_when_dead(state: ServerState, stop: _Stop) -> None:
+async def _end_when_dead(state: ServerState, shutdown: _Shutdown) -> None:
     while not state.llm.has_failed:
         await asyncio.sleep(0.1)
-    logger.error("the engine has died, so the server ends in %g s", LAST_WORDS_S)
-    await asyncio.sleep(LAST_WORDS_S)
-    stop.end()
+    logger.error("the engine has died, so the server ends in %g s", DEAD_ENGINE_GRACE_S)
+    await asyncio.sleep(DEAD_ENGINE_GRACE_S)
+    shutdown.end()
 
 
-class _Stop:
-    """How the server ends: the first signal drains it, the second one ends the process.
+class _Shutdown:
+    """The shutdown of the server: the first signal drains it, the second one ends the process.
 
     Args:
-        state: of the server.
-        server: what runs the protocol.
-        connections: the open ones.
-        accepting: the task that takes connections.
+        state: state of the server.
+        server: uvicorn's server.
+        connections: open connections.
+        accepting: task that accepts connections.
     """
 
     def __init__(
@@ -170,14 +169,14 @@ class _Stop:
         self._draining: asyncio.Task[None] | None = None
 
     def on_signal(self, number: int) -> None:
-        """Take a signal."""
+        """Handle a signal."""
         if self._draining is None:
             self._begin()
-        elif number != signal.SIGHUP:  # a terminal that closes may send it twice
+        elif number != signal.SIGHUP:  # a closing terminal may send it twice
             os._exit(128 + number)
 
     def on_task_done(self, task: asyncio.Task[None]) -> None:
-        """End the server where a task that it needs has failed."""
+        """End the server if one of its tasks has failed."""
         if task.cancelled() or (error := task.exception()) is None:
             return
         logger.error("a task of the server has failed, so the server ends", exc_info=error)
@@ -185,7 +184,7 @@ class _Stop:
             self._begin()
 
     def end(self) -> None:
-        """Take no more connections, and end the server once those that are open have got their answers."""
+        """Accept no more connections, and end the server after the open ones have their answers."""
         self._server.should_exit = True
         self._accepting.cancel()
 
@@ -196,16 +195,16 @@ class _Stop:
         self._draining.add_done_callback(self.on_task_done)
 
     async def _drain(self) -> None:
-        """Let what runs finish, tell the rest, and end the server."""
+        """Let running requests finish within the time limit, fail the others, and end the server."""
         timeout_s = self._state.config.drain_timeout_s
         logger.info("stopping: %d requests may run for %g s more", len(self._state.in_flight), timeout_s)
         loop = asyncio.get_running_loop()
         drain_by_s = loop.time() + timeout_s
         try:
             if not await self._state.llm.drain(timeout_s):
-                for flight in self._state.in_flight.values():
-                    flight.feed.fail(stopping())
-            # The engine has finished; clients may still be reading long answers.
+                for tracked in self._state.in_flight.values():
+                    tracked.merger.fail(stopping())
+            # Clients may still be reading long answers.
             if answering := set(self._server.server_state.tasks):
                 await asyncio.wait(answering, timeout=max(drain_by_s - loop.time(), 0))
         finally:

@@ -1,4 +1,4 @@
-"""The address that a server listens on: binding it, and taking connections from it."""
+"""The listening socket of a server: its address, and the connections that it accepts."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from collections.abc import Callable
 
 from quire.errors import ConfigError
 from quire.server.connection import Connections
-from quire.server.errors import no_room
+from quire.server.errors import too_many_connections
 
 logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
-MOST_CONNECTIONS = 8192
-# Descriptors for all but connections that are opened from now on: processes that compile grammars, the disk cache.
-NUM_SPARE = 64
-# Connections that are taken before other tasks have a turn.
+DEFAULT_MAX_CONNECTIONS = 8192
+# Descriptors for later use other than connections: processes that compile grammars, the disk cache.
+RESERVED_DESCRIPTORS = 64
+# Connections that are accepted before other tasks have a turn.
 ACCEPTS_AT_ONCE = 32
 RETRY_AFTER_S = 1.0
-COMPLAIN_EVERY_S = 60.0
+ERROR_LOG_INTERVAL_S = 60.0
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that has the address but does not listen yet; clients are turned away until the model is there.
+    """Return a socket that is bound but does not listen yet: connections are refused until the model is loaded.
 
     Raises:
-        ConfigError: the address cannot be had.
+        ConfigError: the address is not available.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -52,16 +52,20 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def read_max_connections(wanted: int | None) -> int:
-    """Return how many connections there may be.
+    """Return the maximum number of connections.
 
     Args:
-        wanted: None takes what the limit of descriptors leaves, `MOST_CONNECTIONS` at most.
+        wanted: configured number; None takes what the limit of descriptors leaves, `DEFAULT_MAX_CONNECTIONS` at most.
 
     Raises:
-        ConfigError: less than 1, more than the limit leaves, or it leaves none.
+        ConfigError: the number is less than 1 or more than the limit leaves, or the limit leaves none.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    room = MOST_CONNECTIONS if limit == resource.RLIM_INFINITY else limit - len(os.listdir("/dev/fd")) - NUM_SPARE
+    room = (
+        DEFAULT_MAX_CONNECTIONS
+        if limit == resource.RLIM_INFINITY
+        else limit - len(os.listdir("/dev/fd")) - RESERVED_DESCRIPTORS
+    )
     if wanted is not None and wanted < 1:
         raise ConfigError(f"max_connections must be at least 1, got {wanted}", field="max_connections")
     if room < (wanted or 1):
@@ -70,15 +74,16 @@ def read_max_connections(wanted: int | None) -> int:
             f"(ulimit -n), got {'none' if wanted is None else wanted}",
             field="max_connections",
         )
-    return min(room, MOST_CONNECTIONS) if wanted is None else wanted
+    return min(room, DEFAULT_MAX_CONNECTIONS) if wanted is None else wanted
 
 
-async def accept_for_ever(
+async def accept_connections(
     listener: socket.socket, connections: Connections, make_protocol: Callable[[], asyncio.Protocol]
 ) -> None:
-    """Take connections until it is cancelled, and close the listener; those that there is no room for are told so.
+    """Accept connections until cancelled, then close the listener; excess connections are answered with a 503.
 
-    Where nothing more can be opened, it tries again after a while, and complains now and then.
+    Where the process has no descriptors left, it retries after `RETRY_AFTER_S`, and logs at most once per
+    `ERROR_LOG_INTERVAL_S`.
     """
     with listener:
         await _accept(listener, connections, make_protocol)
@@ -91,7 +96,7 @@ async def _accept(
     listener.setblocking(False)
     listener.listen(BACKLOG)
     opening: set[asyncio.Task[object]] = set()
-    complained_s = -COMPLAIN_EVERY_S
+    logged_s = -ERROR_LOG_INTERVAL_S
     num_taken = 0
     while True:
         try:
@@ -99,8 +104,8 @@ async def _accept(
         except ConnectionAbortedError:
             continue
         except OSError as error:
-            if time.monotonic() - complained_s > COMPLAIN_EVERY_S:
-                complained_s = time.monotonic()
+            if time.monotonic() - logged_s > ERROR_LOG_INTERVAL_S:
+                logged_s = time.monotonic()
                 logger.error("no connection can be taken: %s", error.strerror)
             await asyncio.sleep(RETRY_AFTER_S)
             continue
@@ -109,20 +114,20 @@ async def _accept(
             opening.add(task)
             task.add_done_callback(opening.discard)
         else:
-            _turn_away(client)
+            _reject(client)
         num_taken += 1
         if num_taken % ACCEPTS_AT_ONCE == 0:
             await asyncio.sleep(0)
 
 
 async def _open(client: socket.socket, make_protocol: Callable[[], asyncio.Protocol]) -> None:
-    # A client that has gone already is nobody's concern.
+    # The client may have left already.
     with contextlib.suppress(OSError):
         await asyncio.get_running_loop().connect_accepted_socket(make_protocol, client)
 
 
-def _turn_away(client: socket.socket) -> None:
-    error = no_room()
+def _reject(client: socket.socket) -> None:
+    error = too_many_connections()
     body = json.dumps(error.body())
     head = (
         "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\n"
@@ -133,5 +138,5 @@ def _turn_away(client: socket.socket) -> None:
         client.setblocking(False)
         client.send((head + body).encode())
         client.shutdown(socket.SHUT_WR)
-        # What lies unread at the end would make it a reset, in which the answer may be lost.
+        # Unread data would turn the close into a reset, by which the client may lose the answer.
         client.recv(1 << 16)

@@ -1,4 +1,4 @@
-"""How many log probabilities one answer may hold, and all answers together that are not sent yet."""
+"""Limits on the log probabilities in one answer, and in all unsent answers together."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from quire.errors import InvalidParameter
 from quire.sequences.params import SamplingParams
 from quire.server.errors import ApiError
 
-# Of the largest answers, whose readers may take nothing for as long as `send_timeout_s`.
+# Number of unsent answers of the largest size; a client may read nothing for up to `send_timeout_s`.
 MAX_LARGE_ANSWERS = 16
 
 
 class LogprobBudget:
-    """Counts log probabilities, each about 13 bytes, from when a request begins until its answer is sent.
+    """Counts log probabilities, each about 13 bytes, from the start of a request until its answer is sent.
 
     Args:
-        per_answer: that one answer may hold.
+        per_answer: maximum number of log probabilities in one answer.
     """
 
     def __init__(self, per_answer: int) -> None:
@@ -25,18 +25,18 @@ class LogprobBudget:
 
     def reserve(
         self, params: SamplingParams, lengths: Sequence[int], max_model_len: int, num_prompt_copies: int
-    ) -> Held:
-        """Hold what an answer may need, if no output ends early.
+    ) -> LogprobReservation:
+        """Reserve the log probabilities that an answer has if no output ends early.
 
         Args:
-            params: of all prompts.
-            lengths: tokens of each prompt.
-            max_model_len: tokens of a prompt and an output at most.
-            num_prompt_copies: how often the answer has the log probabilities of a prompt.
+            params: sampling parameters of all prompts.
+            lengths: number of tokens of each prompt.
+            max_model_len: maximum number of tokens of a prompt and an output together.
+            num_prompt_copies: number of times that the answer has the log probabilities of a prompt.
 
         Raises:
-            InvalidParameter: one answer may not hold so many.
-            ApiError: 429, others hold too many.
+            InvalidParameter: the answer exceeds the limit of one answer.
+            ApiError: 429, the other answers leave too few.
         """
         counts = {"prompt_logprobs": 0, "logprobs": 0}
         if params.prompt_logprobs is not None:
@@ -56,15 +56,15 @@ class LogprobBudget:
         if total > self._left:
             why = "answers that are on their way hold too many log probabilities"
             raise ApiError(429, why, code="too_many_logprobs", headers={"Retry-After": "1"})
-        return Held(self, total)
+        return LogprobReservation(self, total)
 
 
-class Held:
-    """What one answer has reserved.
+class LogprobReservation:
+    """The log probabilities that one answer has reserved.
 
     Args:
-        budget: of the server.
-        count: log probabilities.
+        budget: budget of the server.
+        count: number of log probabilities.
     """
 
     def __init__(self, budget: LogprobBudget, count: int) -> None:
@@ -73,6 +73,6 @@ class Held:
         budget._left -= count
 
     def release(self) -> None:
-        """Give them back; a second time does nothing."""
+        """Give the reservation back; a second call does nothing."""
         self._budget._left += self._count
         self._count = 0

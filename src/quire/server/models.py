@@ -1,4 +1,4 @@
-"""`GET /v1/models`: the one model that this server has."""
+"""`GET /v1/models`: the model that this server serves."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def show_model(state: ServerState, request: Request) -> Response:
 
 
 def check_model(state: ServerState, fields: Fields) -> None:
-    """Check that a request means the model that is served; a request need not name one.
+    """Check that a request names the served model or none.
 
     Raises:
         InvalidParameter: `model` is not a string.

@@ -1,4 +1,4 @@
-"""What people and machines watch: health, metrics, version, status and the page."""
+"""The monitoring routes: health, metrics, version, status, KV cache and the page."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from quire.server.tenants import read_tenant
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PAGE_HEADERS = {
-    # The page loads nothing, talks to nobody else and cannot be framed.
+    # The page loads no other resource, connects to this server only and cannot be framed.
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "Cache-Control": "no-cache",
@@ -62,7 +62,7 @@ async def version(state: ServerState, request: Request) -> Response:  # noqa: AR
 
 
 async def status(state: ServerState, request: Request) -> Response:
-    """Answer `GET /status`: what the page shows; where there are tenants, a client sees its own requests."""
+    """Answer `GET /status`: the values that the page shows; a tenant's client sees the tenant's requests only."""
     now = time.monotonic()
     tenant = None if request.scope[IS_OPERATOR] else read_tenant(state.config, request)
     engine, usage, resolved = state.llm.health(), state.llm.usage(), state.llm.resolved
@@ -79,20 +79,20 @@ async def status(state: ServerState, request: Request) -> Response:
             "memory": usage._asdict() | {"groups": _groups(usage), "host": host_to_json(usage)},
             "requests": [
                 {
-                    "id": flight.answer_id,
-                    "age_s": round(now - flight.started_s, 3),
-                    "prompt_tokens": flight.count.num_prompt,
-                    "completion_tokens": flight.count.num_output,
+                    "id": tracked.answer_id,
+                    "age_s": round(now - tracked.started_s, 3),
+                    "prompt_tokens": tracked.count.num_prompt,
+                    "completion_tokens": tracked.count.num_output,
                 }
-                for flight in state.in_flight.values()
-                if tenant is None or flight.tenant == tenant
+                for tracked in state.in_flight.values()
+                if tenant is None or tracked.tenant == tenant
             ],
         }
     )
 
 
 async def kv(state: ServerState, request: Request) -> Response:
-    """Answer `GET /kv`: the blocks of each cache group by state, and what happened to them since the start.
+    """Answer `GET /kv`: the blocks of each cache group by state, and their counters since the start.
 
     A client sees the pins of its tenant only.
     """
@@ -150,10 +150,10 @@ def host_to_json(usage: Usage) -> dict[str, Any] | None:
 
 
 async def reset_prefix_cache(state: ServerState, request: Request) -> Response:
-    """Answer `POST /reset_prefix_cache`: requests that come later find nothing of what was computed before."""
+    """Answer `POST /reset_prefix_cache`: later requests find no block that was computed before."""
     if state.config.tenant_header is not None and not request.scope[IS_OPERATOR]:
         raise ApiError(403, "it empties the cache of all tenants, which needs the operator's key", code="operator_only")
-    # Of a page of another site a browser tells the origin, and asks first before it sends this type.
+    # A browser sends the origin of a page of another site, and sends this content type only after a preflight request.
     if request.headers.get("origin") is not None:
         check_json(request)
     state.llm.reset_prefix_cache()
@@ -161,6 +161,6 @@ async def reset_prefix_cache(state: ServerState, request: Request) -> Response:
 
 
 async def page(state: ServerState, request: Request) -> Response:  # noqa: ARG001 - a route's signature
-    """Answer `GET /`: a page to look at the server and talk to the model."""
+    """Answer `GET /`: a page that shows the server's state and chats with the model."""
     text = files("quire.server").joinpath("page.html").read_bytes()
     return Response(text, media_type="text/html", headers=PAGE_HEADERS)

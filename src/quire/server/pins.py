@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from quire.engine.inputs.prompts import Prompt
 from quire.errors import InvalidParameter
-from quire.server.chat import render_chat
+from quire.server.chat_completions import render_chat
 from quire.server.errors import stopping
 from quire.server.fields import Fields, Refusal
 from quire.server.generation import json_response
@@ -37,7 +37,7 @@ KNOWN_FIELDS = (
 
 
 async def pin_prefix(state: ServerState, request: Request) -> Response:
-    """Answer `POST /pin_prefix`: compute a prompt where it is not cached, and hold its whole blocks under a name."""
+    """Answer `POST /pin_prefix`: compute a prompt where it is not cached, and pin its full blocks under a name."""
     tenant = read_tenant(state.config, request)
     fields = await _read(state, request)
     has_prompt, has_messages = fields.get("prompt") is not None, fields.get("messages") is not None
@@ -47,9 +47,9 @@ async def pin_prefix(state: ServerState, request: Request) -> Response:
         raise stopping()
     prompt: Prompt = fields.get("prompt")
     if has_messages:
-        # What is pinned is the beginning of conversations: the assistant's mark would not be where they go on.
-        told = [tool.told for tool in read_tools(fields.get("tools"))]
-        prompt = await render_chat(state, fields, told, add_generation_prompt=False)
+        # A pin is a prefix of conversations, which continue with any role, not only the assistant's.
+        definitions = [tool.definition for tool in read_tools(fields.get("tools"))]
+        prompt = await render_chat(state, fields, definitions, add_generation_prompt=False)
     name = _name(fields)
     num_tokens = await state.llm.pin_prefix(
         name,
@@ -62,7 +62,7 @@ async def pin_prefix(state: ServerState, request: Request) -> Response:
 
 
 async def unpin_prefix(state: ServerState, request: Request) -> Response:
-    """Answer `POST /unpin_prefix`: let go of what a name holds."""
+    """Answer `POST /unpin_prefix`: release the blocks under a name."""
     tenant = read_tenant(state.config, request)
     await state.llm.unpin_prefix(_name(await _read(state, request)), tenant)
     return json_response({})
@@ -71,7 +71,7 @@ async def unpin_prefix(state: ServerState, request: Request) -> Response:
 async def _read(state: ServerState, request: Request) -> Fields:
     fields = Fields(await state.bodies.read_object(request))
     fields.refuse(UNSUPPORTED)
-    fields.note_unknown(KNOWN_FIELDS)
+    fields.log_unknown(KNOWN_FIELDS)
     check_model(state, fields)
     return fields
 

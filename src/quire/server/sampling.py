@@ -1,4 +1,4 @@
-"""From a request's fields to `SamplingParams`, the one validator behind every door."""
+"""Conversion of a request's fields to `SamplingParams`, which validates them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 from quire.errors import InvalidParameter
 from quire.sequences.params import NO_CHOICE, SamplingParams
-from quire.server import structured
+from quire.server import structured_fields
 from quire.server.fields import Fields, Refusal
 
-# Fields that mean to both routes what they mean to `SamplingParams`, which alone checks them.
+# Fields that both routes pass to `SamplingParams` unchecked.
 SAMPLING_FIELDS = (
     "n",
     "best_of",
@@ -45,7 +45,7 @@ SAMPLING_FIELDS = (
     "skip_special_tokens",
     "speculative",
 )
-# Labels for the client's own books: nothing to honour.
+# Labels for the client's own records; the server ignores them.
 LABEL_FIELDS = ("user", "safety_identifier", "prompt_cache_key")
 OPTION_FIELDS = (
     "model",
@@ -62,7 +62,7 @@ OPTION_FIELDS = (
     "return_tokens_as_token_ids",
 )
 UNSUPPORTED: Mapping[str, Refusal] = {
-    **structured.UNSUPPORTED,
+    **structured_fields.UNSUPPORTED,
     "logits_processors": (([],), "no code is taken from requests"),
     "truncate_prompt_tokens": ((), "send the prompt that you mean"),
     "spaces_between_special_tokens": ((True,), "special tokens are written as they are"),
@@ -70,24 +70,24 @@ UNSUPPORTED: Mapping[str, Refusal] = {
     "media": ((), "a prompt is text or token ids"),
     "kv_transfer_params": ((), "the KV cache stays on this server"),
     "vllm_xargs": (({},), "it names another engine's internals"),
-    "tenant": ((), "the operator says in a header whose a request is; cache_salt is the client's own"),
+    "tenant": ((), "a header of the operator's gateway names the tenant; cache_salt is the client's own"),
     "service_tier": (("auto", "default"), "there is one tier"),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What both routes understand beside sampling.
+    """Options of both routes other than sampling parameters.
 
     Args:
-        stream: send the answer as it comes.
-        include_usage: end a stream with a chunk of token counts.
-        continuous_usage: put the counts so far in every chunk.
-        priority: lower runs first, under the "priority" policy.
-        cache_salt: requests share prefix blocks only with requests of the same salt.
-        retain_cache: have the blocks that are left in the prefix cache evicted last.
-        return_token_ids: add token ids to the answer.
-        name_tokens_by_id: write tokens of log probabilities as "token_id:N".
+        stream: True where the answer is a stream.
+        include_usage: True where a stream ends with a chunk of token counts.
+        continuous_usage: True where every chunk has the token counts so far.
+        priority: priority under the "priority" policy; lower runs first.
+        cache_salt: salt of the prefix blocks; only requests with the same salt share them.
+        retain_cache: True where the request's cached blocks are evicted last.
+        return_token_ids: True where the answer has token ids.
+        name_tokens_by_id: True where log probabilities name tokens "token_id:N".
     """
 
     stream: bool
@@ -101,11 +101,11 @@ class Options:
 
 
 def read_options(fields: Fields, scheduling_policy: str) -> Options:
-    """Read what both routes understand beside sampling.
+    """Read the options of both routes other than sampling parameters.
 
     Args:
-        fields: the body.
-        scheduling_policy: the engine's; a priority means nothing under "fcfs".
+        fields: body of the request.
+        scheduling_policy: the engine's; only "priority" allows a priority other than 0.
 
     Raises:
         InvalidParameter: naming the field.
@@ -145,19 +145,19 @@ def read_sampling(
     """Build the sampling parameters of a request.
 
     Args:
-        fields: the body.
-        defaults: the model's recommendations, for what the body leaves open.
-        own: parameters that the route computed itself; they win.
-        spelled: how the client wrote a parameter, where that is not `SamplingParams`' name; a beam width that has
-            another name is taken from there.
+        fields: body of the request.
+        defaults: the model's recommendations for absent fields.
+        own: parameters that the route computed; they take precedence.
+        field_aliases: the client's names of parameters, by those of `SamplingParams`; a beam width with another name is
+            read from that field.
 
     Raises:
-        InvalidParameter: in the client's spelling.
+        InvalidParameter: naming the field as the client does.
     """
-    asked = {name: value for name in SAMPLING_FIELDS if (value := fields.get(name)) is not None}
+    requested = {name: value for name in SAMPLING_FIELDS if (value := fields.get(name)) is not None}
     if "beam_width" in field_aliases:
-        asked["beam_width"] = asked.pop("best_of", asked.get("n", 1))
-    given: dict[str, Any] = {**defaults, **(NO_CHOICE if "beam_width" in asked else {}), **asked}
+        requested["beam_width"] = requested.pop("best_of", requested.get("n", 1))
+    given: dict[str, Any] = {**defaults, **(NO_CHOICE if "beam_width" in requested else {}), **requested}
     if isinstance(given.get("logit_bias"), dict):
         given["logit_bias"] = {_token_id(key): bias for key, bias in given["logit_bias"].items()}
     given.update(own)
@@ -168,30 +168,30 @@ def read_sampling(
             field_aliases.get(error.field or "", error.field or ""), error.value, error.allowed
         ) from error
     if params.beam_width is not None and fields.flag("stream"):
-        raise InvalidParameter("stream", True, "false beside a beam search: the best outputs are known last")
+        raise InvalidParameter("stream", True, "false with beam search: the best outputs are known at the end")
     if params.is_ranked and fields.flag("stream"):
         raise InvalidParameter("best_of", params.best_of, f"n ({params.n}) when stream is true: the best come last")
     return params
 
 
-def width_spelling(fields: Fields) -> dict[str, str]:
-    """Return how the client wrote a beam width: by vLLM's `use_beam_search` it is `best_of`, or else `n`.
+def beam_width_alias(fields: Fields) -> dict[str, str]:
+    """Return the alias of the beam width: with vLLM's `use_beam_search` it is `best_of`, or else `n`.
 
     Returns:
-        The client's field by its name here; nothing where they are the same, or where no width is wanted.
+        The client's field by `beam_width`; empty where they are the same, or without beam search.
 
     Raises:
-        InvalidParameter: a width, and that no beam search is wanted.
+        InvalidParameter: `beam_width` is given and `use_beam_search` is false.
     """
     has_width = fields.get("beam_width") is not None
     is_wanted = fields.flag("use_beam_search", has_width)
     if not is_wanted and has_width:
-        raise InvalidParameter("use_beam_search", False, "true or absent beside beam_width")
+        raise InvalidParameter("use_beam_search", False, "true or absent together with beam_width")
     if not is_wanted or has_width:
         return {}
     return {"beam_width": "n" if fields.get("best_of") is None else "best_of"}
 
 
 def _token_id(key: object) -> object:
-    """Return the integer that a JSON key spells; anything else stays, for the validator to refuse."""
+    """Return a JSON key as an integer; the validator refuses a key that is none."""
     return int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10 else key

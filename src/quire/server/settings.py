@@ -1,4 +1,4 @@
-"""What a user can ask of the HTTP server, beside the engine's own options."""
+"""The options of the HTTP server."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from quire.errors import ConfigError
 
 DEFAULT_MAX_BODY_BYTES = 8 << 20
 DEFAULT_MAX_REQUEST_LOGPROBS = 4_000_000
-# "auto", or a format of `quire.text.tool_calls`, which takes longer to import than the command line should.
+# "auto", or a format of `quire.text.tool_calls`, whose import would slow the command line's start.
 TOOL_CALL_PARSERS = ("auto", "hermes", "llama3", "mistral")
-# What the name of a header is made of, by RFC 9110.
+# The name of a header by RFC 9110.
 HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """Where the server listens, whom it lets in, and how long it waits.
+    """Address, access, limits and timeouts of the server.
 
     Args:
-        host: the address to listen on; anything but loopback needs `api_key`.
-        port: 0 takes a free one.
-        api_key: what clients must show on every route but `/health`; None lets this machine's users in.
-        operator_key: what opens the routes of operation, beside all others; None leaves them to `api_key`.
+        host: address to listen on; an address other than loopback needs `api_key`.
+        port: port to listen on; 0 takes a free one.
+        api_key: key of the clients for every route but `/health`; None admits the users of this machine.
+        operator_key: key that opens all routes, those of operation included; None leaves those to `api_key`.
         allow_origins: web origins whose pages may call the server; none by default.
-        tenant_header: the header in which a gateway in front says whose a request is; None where all are one tenant's.
-        tool_call_parser: the format in which the model writes calls of tools; "auto" finds it in its chat template.
-        max_body_bytes: the longest request body.
-        max_prompts: prompts of one request at most.
-        max_request_logprobs: log probabilities that the answer to one request may hold at most.
-        max_connections: connections at a time; None takes what the limit of open files leaves, 8,192 at most.
-        receive_timeout_s: in which a client must send a request; a long one has a second more for each 16 KiB.
-        send_timeout_s: in which a client must take something of what is sent to it.
-        keep_alive_timeout_s: how long a connection stays open behind an answer, for the next request.
-        drain_timeout_s: how long running requests may go on once the server was asked to stop.
+        tenant_header: header in which a gateway names the tenant; None where all clients are one tenant.
+        tool_call_parser: format of the model's tool calls; "auto" detects it in the chat template.
+        max_body_bytes: maximum length of a request body.
+        max_prompts: maximum number of prompts in one request.
+        max_request_logprobs: maximum number of log probabilities in the answer to one request.
+        max_connections: maximum number of connections; None takes what the limit of open files leaves, 8,192 at most.
+        receive_timeout_s: time limit for a request to arrive; a long one has a second more for each 16 KiB.
+        send_timeout_s: time limit for a client to read some of the data that is sent to it.
+        keep_alive_timeout_s: time that a connection stays open after an answer, for the next request.
+        drain_timeout_s: time limit for running requests while the server stops.
         ping_interval_s: silence on a stream after which a comment keeps the connection open.
-        log_interval_s: how often the throughput line is logged; 0 never logs it.
+        log_interval_s: interval of the throughput line; 0 never logs it.
 
     Raises:
-        ConfigError: a value that is not allowed, or an open address without a key.
+        ConfigError: a value is not allowed, or an open address has no key.
     """
 
     host: str = "127.0.0.1"
@@ -100,7 +100,7 @@ class ServerConfig:
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether an address can be reached from this machine only; names other than localhost count as open."""
+    """Return whether an address is loopback; names other than localhost count as open."""
     if host == "localhost":
         return True
     try:

@@ -1,4 +1,4 @@
-"""Server-sent events: the framing, and the response that carries them."""
+"""Server-sent events: their framing and their response."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PING = ": ping\n\n"
 HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    # nginx and its kin hold streams back otherwise.
+    # nginx and similar proxies buffer streams otherwise.
     (b"x-accel-buffering", b"no"),
 )
 
@@ -29,7 +29,7 @@ def framed(parts: Iterable[str]) -> Iterator[str]:
     """Yield the text of one event.
 
     Args:
-        parts: of its JSON, in which all but ASCII is escaped: some clients split lines at U+2028 and U+0085 too.
+        parts: parts of its JSON, which is ASCII only: some clients split lines at U+2028 and U+0085 too.
     """
     yield "data: "
     yield from parts
@@ -40,8 +40,8 @@ class EventStream:
     """A response that sends events as they come.
 
     Args:
-        first: the events that are there already; that there are some decides the status 200.
-        rest: what follows; it is closed whatever ends the response.
+        first: first events; their existence determines the status 200.
+        rest: further events; the generator is closed however the response ends.
     """
 
     def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None]) -> None:

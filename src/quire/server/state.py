@@ -1,4 +1,4 @@
-"""What the routes of one server share."""
+"""The state that the routes of one server share."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from quire.server.body import Bodies
-from quire.server.logprob_budget import Held, LogprobBudget
+from quire.server.body import BodyReader
+from quire.server.logprob_budget import LogprobBudget, LogprobReservation
 from quire.server.settings import ServerConfig
 from quire.server.stream_merge import StreamMerger
 from quire.server.usage import TokenCount
@@ -22,50 +22,50 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class InFlightRequest:
-    """One HTTP request that the engine works on, or will.
+    """One HTTP request that is being tokenized, or is in the engine.
 
     Args:
-        answer_id: the `id` of its answer.
-        count: its tokens so far.
-        feed: what happens to it.
-        tenant: whose it is, None where all clients are one tenant.
-        started_s: when it came, in seconds of the monotonic clock.
-        logprobs: the log probabilities that its answer may hold.
+        answer_id: `id` of its answer.
+        count: number of its tokens so far.
+        merger: merged stream of its outputs.
+        tenant: tenant of the client, None where all clients are one tenant.
+        started_s: time of arrival, in seconds of the monotonic clock.
+        logprobs: reservation of the log probabilities in its answer.
     """
 
     answer_id: str
     count: TokenCount
-    feed: StreamMerger
+    merger: StreamMerger
     tenant: str | None = None
     started_s: float = field(default_factory=time.monotonic)
-    logprobs: Held | None = None
+    logprobs: LogprobReservation | None = None
 
     def release(self) -> None:
-        """Note that the answer is sent, or never will be."""
+        """Give the reservation back when sending has ended, complete or not."""
         if self.logprobs is not None:
             self.logprobs.release()
 
 
 @dataclass(slots=True)
 class ServerState:
-    """What the routes of one server share.
+    """The state that the routes of one server share.
 
     Args:
         llm: the engine.
         config: the server's options.
-        bodies: reads what clients send.
-        version: Quire's.
-        created: when the server started, in Unix seconds.
-        tool_format: how the model writes calls of tools, None where that is not known.
-        is_draining: True once the server was asked to stop.
-        flights: the requests in the engine, by the id of their answer.
-        logprobs: what answers may hold.
-        writing: held while a piece of a long answer is made; see `json_stream.paced`.
+        bodies: parser of request bodies.
+        version: version of Quire.
+        created: time of the server's start, in Unix seconds.
+        tool_format: format of the model's tool calls, None where it is not known.
+        is_draining: True once the server is stopping.
+        in_flight: requests in the engine, by the id of their answer.
+        logprobs: budget of log probabilities in answers.
+        writing: lock that is held while a piece of a long answer is made; see `json_stream.paced`.
     """
 
     llm: AsyncLLM
     config: ServerConfig
-    bodies: Bodies
+    bodies: BodyReader
     version: str
     created: int
     tool_format: ToolFormat | None = None
@@ -78,10 +78,10 @@ class ServerState:
         self.logprobs = LogprobBudget(self.config.max_request_logprobs)
 
     @contextmanager
-    def track(self, flight: InFlightRequest) -> Iterator[None]:
-        """List a flight for as long as it lasts."""
-        self.in_flight[flight.answer_id] = flight
+    def track(self, tracked: InFlightRequest) -> Iterator[None]:
+        """List a request as in flight inside the context."""
+        self.in_flight[tracked.answer_id] = tracked
         try:
             yield
         finally:
-            del self.in_flight[flight.answer_id]
+            del self.in_flight[tracked.answer_id]

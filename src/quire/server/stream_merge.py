@@ -1,4 +1,4 @@
-"""One queue for everything that can happen to an HTTP request while it runs."""
+"""Merging of a request's output streams with the client's disconnect and the server's stop."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from starlette.types import Receive
 
 from quire.engine.outputs.outputs import RequestOutput
 
-# Which prompt, and what is new of it.
+# Index of a prompt, and its new output.
 Delta = tuple[int, RequestOutput]
 
 
 class ClientGone(Exception):
-    """The client has closed the connection; nobody reads an answer."""
+    """The client has closed the connection."""
 
 
 def merge(outputs: dict[int, RequestOutput], idx: int, delta: RequestOutput) -> None:
-    """Add what is new of a prompt, by its number, to what is there of it."""
+    """Add a delta to the output of its prompt."""
     if idx in outputs:
         outputs[idx].add(delta)
     else:
@@ -28,44 +28,44 @@ def merge(outputs: dict[int, RequestOutput], idx: int, delta: RequestOutput) -> 
 
 
 class StreamMerger:
-    """Merges the outputs of a request's prompts with the client's leaving and the server's stopping.
+    """Merges the outputs of a request's prompts with the client's disconnect and the server's stop.
 
-    What is not taken yet is merged for each prompt: a client that reads slowly holds one output of each at most.
+    The unread deltas of a prompt are merged into one, so that a slow client holds at most one output for each prompt.
 
     Args:
-        idle_s: silence after which `follow` says so.
+        idle_s: silence after which `deltas` yields an empty list.
     """
 
     def __init__(self, idle_s: float) -> None:
         self._idle_s = idle_s
-        self._news: dict[int, RequestOutput] = {}
+        self._pending: dict[int, RequestOutput] = {}
         self._error: Exception | None = None
         self._num_ended = 0
         self._has_happened = asyncio.Event()
 
     def fail(self, error: Exception) -> None:
-        """End the request with an error, from outside; the first one counts."""
+        """End the request with an error; the first error counts."""
         self._error = self._error or error
         self._has_happened.set()
 
-    async def follow(
+    async def deltas(
         self, streams: Sequence[AsyncIterator[RequestOutput]], receive: Receive
     ) -> AsyncGenerator[list[Delta], None]:
-        """Yield all news that are there, as soon as there are any; an empty list after a silence.
+        """Yield the available deltas as soon as there are any, and an empty list after a silence.
 
-        Whatever ends it (the last output, an error, the client, the caller), every stream has been closed, and with it
-        the engine's request, when it is over.
+        At its end, from any cause (the last output, an error, the client, the caller), every stream is closed, and with
+        it the engine's request.
 
         Args:
-            streams: one for each prompt.
-            receive: ASGI's; the request's body was read from it before.
+            streams: output stream of each prompt.
+            receive: ASGI's function, after the request's body was read from it.
 
         Raises:
             ClientGone: the connection was closed.
-            Exception: what a stream raised, or `fail` was given.
+            Exception: the exception of a stream, or the argument of `fail`.
         """
         tasks = [asyncio.create_task(self._pump(idx, stream)) for idx, stream in enumerate(streams)]
-        tasks.append(asyncio.create_task(self._watch(receive)))
+        tasks.append(asyncio.create_task(self._watch_client(receive)))
         is_over = False
         try:
             while not is_over:
@@ -76,11 +76,11 @@ class StreamMerger:
                     yield []
                     continue
                 self._has_happened.clear()
-                # As it is now: what happens while the news are sent is the next turn's.
-                news, self._news = list(self._news.items()), {}
+                # A snapshot: events that happen while the caller sends belong to the next turn.
+                deltas, self._pending = list(self._pending.items()), {}
                 error, is_over = self._error, self._num_ended == len(streams)
-                if news:
-                    yield news
+                if deltas:
+                    yield deltas
                 if error is not None:
                     raise error
         finally:
@@ -92,7 +92,7 @@ class StreamMerger:
         try:
             async with aclosing(cast(AsyncGenerator[RequestOutput, None], stream)) as outputs:
                 async for output in outputs:
-                    merge(self._news, idx, output)
+                    merge(self._pending, idx, output)
                     self._has_happened.set()
         except Exception as error:
             self.fail(error)
@@ -100,7 +100,7 @@ class StreamMerger:
             self._num_ended += 1
             self._has_happened.set()
 
-    async def _watch(self, receive: Receive) -> None:
+    async def _watch_client(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
         self.fail(ClientGone())

@@ -1,4 +1,4 @@
-"""Whose requests share cached prefixes: the tenant, as a gateway in front tells it."""
+"""The tenant of a request, from a header that a gateway sets; requests of one tenant share cached prefixes."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from quire.server.settings import ServerConfig
 
 
 def read_tenant(config: ServerConfig, request: Request) -> str | None:
-    """Return who a request is from, None where all clients are one tenant.
+    """Return the tenant of a request, None where all clients are one tenant.
 
     Raises:
-        ApiError: 400, the header is missing, empty, too long or there twice: nobody falls into a namespace by accident,
-            or into another's by a header of its own beside the gateway's.
+        ApiError: 400, the header is missing, empty, too long or repeated: a request must not get a namespace by
+            accident, or another tenant's by a header in addition to the gateway's.
     """
     name = config.tenant_header
     if name is None:
         return None
-    # Only these two are blank in a header: other bytes may be part of a character.
+    # Only space and tab are blank in a header: other bytes may be part of a character.
     values = [value.strip(" \t") for value in request.headers.getlist(name)]
     length = len(values[0].encode()) if len(values) == 1 else 0
     if 0 < length <= MAX_TENANT_BYTES:

@@ -1,4 +1,4 @@
-"""The line that says, every few seconds, what the engine did."""
+"""The log line with the engine's throughput, every few seconds."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Sample(NamedTuple):
     """Totals and levels of the engine at one moment.
 
     Args:
-        at_s: the moment, in seconds of a monotonic clock.
-        totals: since the engine's start.
+        at_s: time of the sample, in seconds of a monotonic clock.
+        totals: counters since the engine's start.
         kv_usage: share of the KV blocks in use, from 0 to 1.
     """
 
@@ -31,7 +31,7 @@ class Sample(NamedTuple):
 
     @classmethod
     def of(cls, llm: AsyncLLM) -> Sample:
-        """Look at an engine now."""
+        """Take a sample of an engine."""
         health = llm.health()
         return cls(
             at_s=time.monotonic(),
@@ -51,7 +51,7 @@ def report(before: Sample, after: Sample) -> str | None:
         return None
     seconds = after.at_s - before.at_s
     num_queries = new.prefix_queries - old.prefix_queries
-    hits = f"{(new.prefix_hits - old.prefix_hits) / num_queries:.1%}" if num_queries else "none asked"
+    hits = f"{(new.prefix_hits - old.prefix_hits) / num_queries:.1%}" if num_queries else "no queries"
     return (
         f"Throughput: prompt {num_prompt / seconds:.1f} tokens/s, generation {num_generated / seconds:.1f} tokens/s; "
         f"running {after.num_running}, waiting {after.num_waiting}; KV cache usage {after.kv_usage:.1%}; "
@@ -59,7 +59,7 @@ def report(before: Sample, after: Sample) -> str | None:
     )
 
 
-async def report_for_ever(llm: AsyncLLM, interval_s: float) -> None:
+async def log_throughput(llm: AsyncLLM, interval_s: float) -> None:
     """Log a line at each interval in which something happened."""
     before = Sample.of(llm)
     while True:

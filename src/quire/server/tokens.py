@@ -10,7 +10,7 @@ from starlette.responses import Response, StreamingResponse
 
 from quire.engine.inputs.prompts import check_token_ids
 from quire.errors import InvalidParameter, UnsupportedFeature
-from quire.server.chat import render_chat
+from quire.server.chat_completions import render_chat
 from quire.server.fields import Fields, Refusal
 from quire.server.generation import json_response
 from quire.server.models import check_model
@@ -46,8 +46,8 @@ async def tokenize(state: ServerState, request: Request) -> Response:
         raise InvalidParameter("prompt", fields.get("prompt"), "given, or else messages")
     with_texts = fields.flag("return_token_strs")
     if has_messages:
-        told = [tool.told for tool in read_tools(fields.get("tools"))]
-        text = await render_chat(state, fields, told)
+        definitions = [tool.definition for tool in read_tools(fields.get("tools"))]
+        text = await render_chat(state, fields, definitions)
     else:
         text = fields.text("prompt") or ""
     llm = state.llm
@@ -80,7 +80,7 @@ async def detokenize(state: ServerState, request: Request) -> Response:
 
 
 def _json_parts(values: Sequence[int | str] | None) -> Iterator[str]:
-    """Yield the JSON of a list in parts, none of which holds other threads up for long."""
+    """Yield the JSON of a list in parts, each short enough not to block other threads for long."""
     if values is None:
         yield "null"
         return
@@ -92,7 +92,7 @@ def _json_parts(values: Sequence[int | str] | None) -> Iterator[str]:
 
 
 def _in_parts(parts: Sequence[bytes]) -> Response:
-    """Return an answer that is sent part by part: a connection's buffer is moved for whatever it sends."""
+    """Return an answer that is sent in parts: a connection moves its whole buffer at each send."""
 
     async def each() -> AsyncIterator[bytes]:
         for part in parts:
@@ -105,7 +105,7 @@ def _in_parts(parts: Sequence[bytes]) -> Response:
 async def _read(state: ServerState, request: Request) -> tuple[Fields, Tokenizer]:
     fields = Fields(await state.bodies.read_object(request))
     fields.refuse(UNSUPPORTED)
-    fields.note_unknown(KNOWN_FIELDS)
+    fields.log_unknown(KNOWN_FIELDS)
     check_model(state, fields)
     if state.llm.tokenizer is None:
         raise UnsupportedFeature("prompt", "this server runs without a tokenizer")

@@ -1,4 +1,4 @@
-"""Calls in answers, in the form in which OpenAI's clients read them."""
+"""The tool calls of an answer in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from quire.text.tool_calls import CallDelta, SampleCalls, ToolCall
 
 
 def call_deltas(calls: SampleCalls, text: str, *, is_finished: bool) -> list[dict[str, Any]]:
-    """Return the deltas of a stream that a sample's new text gives.
+    """Return the stream deltas for a sample's new text.
 
     Args:
-        calls: of the sample.
+        calls: parser of the sample's calls.
         text: the new text.
-        is_finished: it is the last one.
+        is_finished: True where the text is the last one.
     """
     deltas: list[dict[str, Any]] = []
     for piece in calls.pieces(text, is_finished=is_finished):
@@ -26,10 +26,10 @@ def call_deltas(calls: SampleCalls, text: str, *, is_finished: bool) -> list[dic
 
 def call_message(calls: SampleCalls, text: str) -> dict[str, Any]:
     """Return the fields of a whole message."""
-    content, told = calls.whole(text)
-    if not told:
+    content, tool_calls = calls.whole(text)
+    if not tool_calls:
         return {"content": content}
-    return {"content": content or None, "tool_calls": [call.as_message() for call in told]}
+    return {"content": content or None, "tool_calls": [call.as_message() for call in tool_calls]}
 
 
 def _part(calls: SampleCalls, piece: CallDelta) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""The fields of a request with which clients offer tools."""
+"""The request fields for tools."""
 
 from __future__ import annotations
 
 from quire.errors import UnsupportedFeature
 from quire.server.fields import Fields
 from quire.server.state import ServerState
-from quire.server.structured import STRUCTURED_FIELDS
+from quire.server.structured_fields import STRUCTURED_FIELDS
 from quire.text.tool_calls import ToolModel, ToolUse
 from quire.text.tool_calls.use import ONE_GRAMMAR
 
@@ -16,10 +16,10 @@ def read_tool_use(state: ServerState, fields: Fields) -> ToolUse | None:
     """Read `tools`, `tool_choice` and `parallel_tool_calls`.
 
     Returns:
-        None where no calls are wanted.
+        The request's use of tools, None where calls are not requested.
 
     Raises:
-        RequestError: naming the field; another grammar beside that of the tools among them.
+        RequestError: naming the field; also where the request has another grammar than that of the tools.
     """
     llm = state.llm
     model = ToolModel(llm.tokenizer, state.tool_format, llm.resolved.vocab_size, "--tool-call-parser")

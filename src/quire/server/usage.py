@@ -10,12 +10,12 @@ from quire.memory.results import NO_TOKENS, TokenAccount
 
 
 class TokenCount:
-    """Tokens of one HTTP request: each prompt once, whatever `n` is, and the outputs of all samples.
+    """Tokens of one HTTP request: each prompt once, for any `n`, and the outputs of all samples.
 
     Args:
-        is_prompt_only: the client asked for no output; the token that the engine needs to run is not counted.
-        is_ranked: tokens of pruned candidates count as output, since they are samples that `best_of` left out; those
-            of beams are counted apart.
+        is_prompt_only: True where the client requests no output; the token that the engine must sample is not counted.
+        is_ranked: True where tokens of pruned candidates count as output, since they are samples that `best_of` left
+            out; pruned tokens of beams are counted separately.
     """
 
     def __init__(self, *, is_prompt_only: bool = False, is_ranked: bool = False) -> None:
@@ -23,18 +23,18 @@ class TokenCount:
         self._is_ranked = is_ranked
         self._prompts: dict[int, tuple[int, int]] = {}
         self._accounts: dict[int, TokenAccount] = {}
-        # By prompt and sample: drafts that were verified, and those of them that were right.
+        # Numbers of verified and of accepted draft tokens, by prompt and sample.
         self._drafts: dict[tuple[int, int], tuple[int, int]] = {}
         self.num_output = 0
         self.num_pruned = 0
 
     @property
     def num_prompt(self) -> int:
-        """Tokens of the prompts that the engine has answered to."""
+        """Number of tokens of the prompts that have outputs."""
         return sum(num_tokens for num_tokens, _ in self._prompts.values())
 
     def add(self, prompt_idx: int, delta: RequestOutput) -> None:
-        """Count the news of one prompt."""
+        """Count the tokens of a delta of one prompt."""
         num_prompt = len(delta.prompt_token_ids)
         if num_prompt:
             # At least one token of a prompt is always computed.
@@ -52,7 +52,7 @@ class TokenCount:
             self.num_output += delta.num_pruned_tokens
 
     def as_json(self) -> dict[str, Any]:
-        """Return the counts so far in OpenAI's form, and in more detail beside it."""
+        """Return the counts so far in OpenAI's form, with additional details."""
         num_prompt = self.num_prompt
         account = reduce(TokenAccount.plus, self._accounts.values(), NO_TOKENS)
         counts: dict[str, Any] = {

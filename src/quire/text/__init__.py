@@ -1,6 +1,6 @@
 """Text in and out: tokenizer, incremental detokenizer, chat templates."""
 
-from quire.text.chat import ChatTemplate, require_chat_template
+from quire.text.chat_template import ChatTemplate, require_chat_template
 from quire.text.detokenizer import IncrementalDetokenizer
 from quire.text.messages import normalise_messages
 from quire.text.tokenizer import Tokenizer

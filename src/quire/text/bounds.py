@@ -1,4 +1,4 @@
-"""How short in tokens a text can be, and how long a normalizer can make it, from the settings of a tokenizer alone."""
+"""Bounds from a tokenizer's settings alone: the fewest tokens of a text, and the growth of a text by normalization."""
 
 from __future__ import annotations
 
@@ -14,82 +14,83 @@ from quire.bounded.json_text import parse
 from quire.errors import CheckpointError, shown
 from quire.text.components import added_tokens, byte_alphabet, decoders, guarded, normalizers, pre_tokenizers, steps
 
-# Characters of a text that are normalized at a time, to see what it becomes.
+# Characters of a text that are normalized at a time, to measure the result.
 PART_CHARS = 1 << 10
 
-# Characters that normal forms make one of, and bytes that they, or another case, make of one, at most.
+# Maximum number of characters that a normal form joins to one.
 JOINED_CHARS = 4
-# Of what a text goes through for each of its characters, words or tokens.
+# Maximum of a setting that applies to each character, word or token of a text.
 MAX_SETTING = 1000
-# Bytes that a normalizer and a pre-tokenizer can make of one; of what is known, the most is some thousands.
+# Maximum growth of one byte by normalizer and pre-tokenizer; known tokenizers reach some thousands.
 MAX_GROWTH = 1 << 21
+# Maximum growth of one byte by each normalizer.
 FORM_GROWTH = {"NFC": 3, "NFD": 4, "NFKC": 11, "NFKD": 11, "Lowercase": 3, "BertNormalizer": 4}
-KEEPS_CHARS = frozenset({"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Prepend"})
-KEEPS_WORDS = frozenset({"ByteLevel", "Metaspace", "Digits"})
+LOSSLESS_NORMALIZERS = frozenset({"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Prepend"})
+LOSSLESS_PRE_TOKENIZERS = frozenset({"ByteLevel", "Metaspace", "Digits"})
 FORMS = frozenset({"NFC", "NFD", "NFKC", "NFKD"})
 
 
 class LeastTokens(NamedTuple):
-    """The fewest tokens that a text can have.
+    """A lower bound on the number of tokens of a text.
 
     Args:
-        per_token: bytes (or characters) of a text that one token stands for, at most.
-        is_of_bytes: `per_token` counts bytes.
-        eaters: added tokens that take spaces beside them in: a text with one of them has no bound.
+        per_token: maximum number of bytes (or characters) of a text in one token.
+        counts_bytes: True where `per_token` counts bytes.
+        stripping: added tokens that absorb adjacent spaces; a text with one of them has no bound.
     """
 
     per_token: int
-    is_of_bytes: bool
-    eaters: tuple[str, ...]
+    counts_bytes: bool
+    stripping: tuple[str, ...]
 
     def of(self, text: str) -> int:
-        """Return a number of tokens that a text has at least, but for special tokens round it."""
-        if any(eater in text for eater in self.eaters):
+        """Return a lower bound on the tokens of a text, without the special tokens around it."""
+        if any(token in text for token in self.stripping):
             return 0
-        length = len(text.encode("utf-8", "surrogatepass")) if self.is_of_bytes else len(text)
+        length = len(text.encode("utf-8", "surrogatepass")) if self.counts_bytes else len(text)
         return -(-length // self.per_token)
 
 
 def least_tokens(library: tokenizers.Tokenizer) -> LeastTokens | None:
-    """Return the bound of a tokenizer, None where it may leave out any part of a text.
+    """Return the bound of a tokenizer, None where it may drop any part of a text.
 
-    Bytes and characters vanish in many ways: a normalizer or pre-tokenizer drops or joins them, a model without a token
-    for a character leaves it out, or makes one token of all such characters in a row.
+    Bytes and characters vanish in several ways: a normalizer or pre-tokenizer drops or joins them, a model without a
+    token for a character drops it, or makes one token of consecutive unknown characters.
     """
     forms = [step["type"] for step in normalizers(library) if not _lengthens(step)]
     words = pre_tokenizers(library)
-    if not KEEPS_CHARS.issuperset(forms) or not all(map(_keeps, words)):
+    if not LOSSLESS_NORMALIZERS.issuperset(forms) or not all(map(_is_lossless, words)):
         return None
     vocab = library.get_vocab(with_added_tokens=False)
     is_byte_level = any(step["type"] == "ByteLevel" for step in words)
-    if not vocab or not _knows_all(library.model, vocab, is_byte_level=is_byte_level):
+    if not vocab or not _covers_all(library.model, vocab, is_byte_level=is_byte_level):
         return None
-    # Only where nothing is normalized is a byte of a token a byte of the text.
-    is_of_bytes = is_byte_level and not normalizers(library)
+    # A byte of a token is a byte of the text only without a normalizer.
+    counts_bytes = is_byte_level and not normalizers(library)
     added = list(library.get_added_tokens_decoder().values())
-    eaters = [token for token in added if token.lstrip or token.rstrip]
-    if any(token.normalized for token in eaters):
+    stripping = [token for token in added if token.lstrip or token.rstrip]
+    if any(token.normalized for token in stripping):
         return None
     longest = max(max(map(len, vocab)), *(len(token.content.encode()) for token in added), 0)
     joined = JOINED_CHARS if FORMS.intersection(forms) else 1
-    return LeastTokens(longest * joined, is_of_bytes, tuple(token.content for token in eaters))
+    return LeastTokens(longest * joined, counts_bytes, tuple(token.content for token in stripping))
 
 
 def _lengthens(step: dict[str, Any]) -> bool:
-    """Say whether a step puts at least as many characters in the place of others, and does nothing else."""
+    """Return whether a step replaces a string by one that is not shorter."""
     old = step.get("pattern", {}).get("String")
     return step["type"] == "Replace" and bool(old) and len(step["content"]) >= len(old)
 
 
-def _keeps(step: dict[str, Any]) -> bool:
-    """Say whether a pre-tokenizer keeps every character."""
+def _is_lossless(step: dict[str, Any]) -> bool:
+    """Return whether a pre-tokenizer preserves every character."""
     if step["type"] in ("Split", "Punctuation"):
         return step["behavior"] != "Removed" and not step.get("invert", False)
-    return step["type"] in KEEPS_WORDS
+    return step["type"] in LOSSLESS_PRE_TOKENIZERS
 
 
-def _knows_all(model: Any, vocab: dict[str, int], *, is_byte_level: bool) -> bool:
-    """Say whether each character, or each byte of it, gets a token that stands for nothing else."""
+def _covers_all(model: Any, vocab: dict[str, int], *, is_byte_level: bool) -> bool:
+    """Return whether each character, or each of its bytes, has at least one token of its own in the output."""
     if not isinstance(model, tokenizers.models.BPE):
         return False
     if model.continuing_subword_prefix or model.end_of_word_suffix:
@@ -102,13 +103,13 @@ def _knows_all(model: Any, vocab: dict[str, int], *, is_byte_level: bool) -> boo
 
 
 def check_source(raw: bytes) -> None:
-    """Refuse the text of a tokenizer for which the library would allocate more than the text is long.
+    """Refuse a `tokenizer.json` for which the library would allocate more memory than the file has bytes.
 
-    A SentencePiece map of characters says how long its table is, and the library believes it.
+    A SentencePiece map of characters declares the length of its table, which the library does not check.
 
     Raises:
-        CheckpointError: there is such a map.
-        ValueError: it is not JSON.
+        CheckpointError: a map declares a table longer than the file.
+        ValueError: the file is not JSON.
     """
     # Few tokenizers have a map, and only an escape could hide its name.
     if b"Precompiled" not in raw and b"\\u" not in raw:
@@ -125,7 +126,7 @@ def check_source(raw: bytes) -> None:
 
 
 def _table_bytes(charsmap: object) -> int:
-    """Return how long a map of characters says that its table is."""
+    """Return the length of the table that a map of characters declares."""
     head = bytes(charsmap[:4]) if isinstance(charsmap, list) and _are_bytes(charsmap[:4]) else b""
     if isinstance(charsmap, str):
         head = base64.b64decode(charsmap[:8])[:4]
@@ -137,13 +138,13 @@ def _are_bytes(values: list[Any]) -> bool:
 
 
 def check_settings(library: tokenizers.Tokenizer) -> None:
-    """Refuse settings by which a short text would take a lot of time or memory.
+    """Refuse settings with which a short text would take much time or memory.
 
     Raises:
         CheckpointError: naming the setting.
     """
     model = library.model
-    sizes = {"special tokens round a text": library.num_special_tokens_to_add(False)}
+    sizes = {"special tokens around a text": library.num_special_tokens_to_add(False)}
     sizes["characters of a word"] = getattr(model, "max_input_chars_per_word", 0)
     for name in ("continuing_subword_prefix", "end_of_word_suffix"):
         sizes[f"characters of {name}"] = len(getattr(model, name, None) or "")
@@ -161,17 +162,17 @@ def check_settings(library: tokenizers.Tokenizer) -> None:
         raise CheckpointError(f"the tokenizer's normalizer can make {num_bytes} bytes of one: {MAX_GROWTH} at most")
     for content, normal in added_tokens(library):
         if content and not normal:
-            # The library would look for nothing, and find it for ever.
+            # The library would search for an empty string without end.
             raise CheckpointError(f"the tokenizer's added token {shown(content)}: its normal form is empty")
 
 
 def growth(library: tokenizers.Tokenizer) -> int:
-    """Return how many bytes normalizer and pre-tokenizer can make of one, at most."""
+    """Return the maximum number of bytes that normalizer and pre-tokenizer make of one byte."""
     return prod(map(_growth, (*normalizers(library), *pre_tokenizers(library))))
 
 
 def normalized_bytes(library: tokenizers.Tokenizer, text: str) -> int:
-    """Return how many bytes normalizer and pre-tokenizer make of a text, at most."""
+    """Return an upper bound on the bytes that normalizer and pre-tokenizer make of a text."""
     normalizer = library.normalizer
     parts = (text[start : start + PART_CHARS] for start in range(0, len(text), PART_CHARS))
     normal = parts if normalizer is None else (guarded(normalizer.normalize_str, part) for part in parts)
@@ -185,7 +186,7 @@ def _growth(step: dict[str, Any]) -> int:
         case {"type": "Replace", "pattern": {"String": old}, "content": new}:
             return max(1, -(-len(new.encode()) // max(1, len(old.encode())))) + (not old) * len(new.encode())
         case {"type": "Replace", "content": new}:
-            # An expression may find one byte, and nothing between two.
+            # An expression may match every byte, and the empty strings between them.
             return 1 + len(new.encode())
         case {"type": "Precompiled", "precompiled_charsmap": charsmap}:
             return _longest_replacement(charsmap)
@@ -197,7 +198,7 @@ def _growth(step: dict[str, Any]) -> int:
 
 
 def _longest_replacement(charsmap: Any) -> int:
-    """Return the bytes of the longest text that a SentencePiece map of characters replaces one by."""
+    """Return the bytes of the longest replacement in a SentencePiece map of characters."""
     try:
         raw = base64.b64decode(charsmap)
     except (TypeError, binascii.Error):

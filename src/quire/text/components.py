@@ -1,4 +1,4 @@
-"""The parts of a tokenizer of the `tokenizers` library: their settings, and calls that cannot end the process."""
+"""Settings of a tokenizer's components (`tokenizers` library), and calls whose panics become exceptions."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ R = TypeVar("R")
 
 
 class LibraryFailed(Exception):
-    """The library gave up, in a way that it has no error for."""
+    """The library panicked."""
 
 
 def guarded(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Call the library.
 
     Raises:
-        LibraryFailed: it panicked. A panic passes by `except Exception`, and would end a thread that must go on.
-        Exception: what else the call raises.
+        LibraryFailed: it panicked. `except Exception` does not catch a panic, which would end a required thread.
+        Exception: any other exception of the call.
     """
     try:
         return call(*args, **kwargs)
@@ -32,7 +32,7 @@ def guarded(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
 
 
 def added_tokens(library: Any) -> Iterator[tuple[str, str]]:
-    """Yield each added token of a tokenizer as it is written, and as it is looked for behind the normalizer."""
+    """Yield each added token of a tokenizer as it is written, and as it is matched after the normalizer."""
     normalizer = library.normalizer
     for token in library.get_added_tokens_decoder().values():
         is_normalized = token.normalized and normalizer is not None
@@ -44,7 +44,7 @@ def steps(component: Any, inner: str) -> Iterator[dict[str, Any]]:
 
     Args:
         component: a normalizer, pre-tokenizer or decoder; None has no steps.
-        inner: what a sequence of them calls its parts.
+        inner: key of the steps in a sequence of such components.
     """
     left = [] if component is None else [json.loads(component.__getstate__())]
     while left:

@@ -1,18 +1,18 @@
-"""Where a long text can be cut such that the tokens of its pieces are the tokens of the whole.
+"""Positions at which a long text can be cut such that the tokens of its pieces are the tokens of the whole.
 
-A text goes through a tokenizer in four steps: added tokens are looked for, a normalizer changes characters, a
-pre-tokenizer divides the text into words, and the model makes each word into tokens. A cut between two characters `a`
-and `b` changes nothing if no step looks across it:
+A tokenizer works in four steps: it matches added tokens, a normalizer changes characters, a pre-tokenizer divides the
+text into words, and the model divides each word into tokens. A cut between two characters `a` and `b` changes nothing
+if no step depends on both sides:
 
-- no added token holds `a` and `b` side by side, nor ends with `a`: what is behind one is a text of its own;
-- the normalizer makes of `a` and of `b` what it makes of them alone;
-- the pre-tokenizer begins a word with `b` whatever is around, and finds the same words on each side;
-- or it finds the same words but for the one with the cut, and no token of the model holds `a` and `b` side by side:
-  then no merge ever goes across.
+- no added token contains `a` directly before `b`, or ends with `a`: the text after an added token is tokenized alone;
+- the normalizer changes `a` and `b` independently of each other;
+- the pre-tokenizer begins a word at `b` in any context, and finds the same words on each side;
+- or it finds the same words except the one with the cut, and no token of the model contains `a` directly before `b`:
+  then no merge crosses the cut.
 
-All four are shown from the tokenizer's own settings, for each pair of characters that a text offers; what is not known
-here is taken to look across. What a tokenizer does at the beginning of a text it must not do at a cut: so a piece is
-put behind a letter, whose tokens are dropped.
+The conditions are proved from the tokenizer's settings for each candidate pair of a text; an unknown step counts as
+dependent on both sides. Since a tokenizer treats the beginning of a text in a special way, each later piece is encoded
+after a lead letter, whose tokens are dropped.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ from typing import Any
 import tokenizers
 
 from quire.text.components import added_tokens, byte_alphabet, normalizers, pre_tokenizers, steps
-from quire.text.patterns import Pattern, Unread
+from quire.text.patterns import Pattern, Unsupported
 
-# As `ByteLevel` has it built in.
+# The built-in expression of `ByteLevel`.
 GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# Behind a letter or a digit: what is neither, or a digit behind a letter.
+# A position after a letter or a digit and before another character, or between a letter and a digit.
 CANDIDATE = re.compile(r"[^\W_](?=\W)|[^\W\d_](?=\d)")
-# Pairs that are tried in a part of a text before the next part is; and characters of a part.
+# Maximum number of pairs that are tried in one part of a text, and characters of a part.
 MAX_TRIES = 256
 PART_CHARS = 1 << 16
 BEHAVIORS = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous", "Removed")
 BYTES = {byte: char for char, byte in byte_alphabet().items()}
 
 Pair = tuple[str, str]
-# What a pair becomes in a step; None where the step may look across.
+# Returns a pair after a normalizer's step; None where the step may depend on both characters.
 Step = Callable[[str, str], Pair | None]
 
 
 class Cuts:
-    """Finds where texts for one tokenizer can be cut.
+    """Finds the positions at which the texts of one tokenizer can be cut.
 
     Args:
         library: the tokenizer.
 
     Attributes:
-        lead: the letter that pieces are put behind.
+        lead: letter before each later piece.
     """
 
     def __init__(self, library: tokenizers.Tokenizer) -> None:
@@ -63,20 +63,20 @@ class Cuts:
             self._steps: list[Step] | None = [_normalizer(step) for step in normalizers(library)]
             self._divides = _divisions(pre_tokenizers(library))
             _check_processors(library)
-        except Unread:
+        except Unsupported:
             self._steps = None
         letters = string.ascii_lowercase
         self.lead = next((letter for letter in letters if self.can_cut(letter, " ")), letters[0])
 
     def find(self, text: str, start: int, end: int) -> int | None:
-        """Return the first place from `start` on, and before `end`, where a text can be cut, or None."""
+        """Return the first position in `[start, end)` at which a text can be cut, or None."""
         for begin in range(start, end, PART_CHARS):
             found = CANDIDATE.finditer(text, max(begin - 1, 0), min(begin + PART_CHARS, end))
             for _, match in zip(range(MAX_TRIES), found, strict=False):
-                place = match.end()
-                a, b = text[place - 1], text[place]
-                if place >= start and self.can_cut(a, b) and self.can_cut(self.lead, b):
-                    return place
+                pos = match.end()
+                a, b = text[pos - 1], text[pos]
+                if pos >= start and self.can_cut(a, b) and self.can_cut(self.lead, b):
+                    return pos
         return None
 
     def _can_cut(self, a: str, b: str) -> bool:
@@ -88,7 +88,7 @@ class Cuts:
             if changed is None:
                 return False
             image = changed
-        # A letter that has become something else may be taken off where it ends a text.
+        # A letter that became another kind of character may be stripped at the end of a text.
         if not image[0].isalnum():
             return False
         if any(pair[0] in self._ends or "".join(pair) in self._pairs for pair in ((a, b), image)):
@@ -106,13 +106,13 @@ class Cuts:
         return any(getattr(self._library.model, name, None) for name in ("dropout", "alpha", "nbest_size"))
 
     def _is_in_no_token(self, a: str, b: str) -> bool:
-        """Say whether no merge of the model goes across a cut within a word."""
+        """Return whether no merge of the model crosses a cut within a word."""
         model = self._library.model
         if not isinstance(model, tokenizers.models.BPE) or model.ignore_merges:
             return False
         if model.continuing_subword_prefix or model.end_of_word_suffix:
             return False
-        # A character without a token of its own is made of bytes, which are other neighbours.
+        # A character without a token of its own is split into bytes, whose merges are not checked here.
         return all(model.token_to_id(char) is not None for char in (a, b)) and a + b not in self._all_tokens
 
     @cached_property
@@ -121,7 +121,7 @@ class Cuts:
 
 
 def _added(library: tokenizers.Tokenizer) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the neighbours that added tokens hold, as they are looked for, and the characters that they end with."""
+    """Return the pairs of adjacent characters in added tokens, and the last characters of added tokens."""
     pairs: set[str] = set()
     ends: set[str] = set()
     for forms in added_tokens(library):
@@ -132,7 +132,7 @@ def _added(library: tokenizers.Tokenizer) -> tuple[frozenset[str], frozenset[str
 
 
 def _is_settled(char: str) -> bool:
-    """Say whether all versions of Unicode say the same of a character, and it joins with nothing before it."""
+    """Return whether a character has one category in all Unicode versions, and never composes with a previous one."""
     category = unicodedata.category(char)
     if category != unicodedata.ucd_3_2_0.category(char) or "\u1100" <= char <= "\u11ff":
         return False
@@ -143,17 +143,17 @@ def _is_settled(char: str) -> bool:
 
 
 def _normalizer(step: dict[str, Any]) -> Step:
-    """Return what a normalizer makes of a pair.
+    """Return the effect of a normalizer on a pair.
 
     Raises:
-        Unread: it is not known.
+        Unsupported: the normalizer is unknown.
     """
     match step:
         case {"type": "NFC" | "NFD" | "NFKC" | "NFKD" as form}:
             return lambda a, b: (a, b) if all(unicodedata.is_normalized(form, char) for char in (a, b)) else None
         case {"type": "Lowercase"}:
             return lambda a, b: (a.lower(), b) if len(a.lower()) == 1 else None
-        # What they do they do at the ends of a text, where pieces have a letter.
+        # They act at the ends of a text only, where pieces have a letter.
         case {"type": "Prepend" | "Strip"}:
             return lambda a, b: (a, b)
         case {"type": "Replace", "pattern": {"String": old}, "content": new}:
@@ -163,14 +163,14 @@ def _normalizer(step: dict[str, Any]) -> Step:
             return lambda a, b: (a, b) if pattern.can_cut(a, b) and not pattern.can_hold(a, b) else None
         case {"type": "BertNormalizer", "lowercase": lowers}:
             return lambda a, b: _as_bert(a, b, lowers=lowers)
-    raise Unread(str(step["type"]))
+    raise Unsupported(str(step["type"]))
 
 
 def _check_processors(library: tokenizers.Tokenizer) -> None:
-    """Refuse a tokenizer whose templates do anything but put special tokens round a text."""
+    """Refuse a tokenizer whose templates do more than add special tokens around a text."""
     for step in steps(library.post_processor, "processors"):
         if step["type"] == "TemplateProcessing" and sum("Sequence" in part for part in step["single"]) != 1:
-            raise Unread("a template with another number of texts than one")
+            raise Unsupported("a template with another number of texts than one")
 
 
 def _replaced(old: str, new: str, a: str, b: str) -> Pair | None:
@@ -189,12 +189,12 @@ def _as_bert(a: str, b: str, *, lowers: bool) -> Pair | None:
 
 
 def _divisions(steps: list[dict[str, Any]]) -> Callable[[str, str], tuple[bool, Pair] | None]:
-    """Return what says of a pair whether words begin between its characters, and what it has become.
+    """Return a function that returns whether a word begins between the characters of a pair, and the changed pair.
 
-    None where a step may look across, or find other words elsewhere.
+    The function returns None where a step may depend on both sides, or find other words elsewhere.
 
     Raises:
-        Unread: a step is not known.
+        Unsupported: a step is unknown.
     """
     divisions = [_division(step, is_first=not idx) for idx, step in enumerate(steps)]
     last_bytes = next((idx for idx, step in enumerate(steps) if step["type"] == "ByteLevel"), len(steps))
@@ -204,7 +204,7 @@ def _divisions(steps: list[dict[str, Any]]) -> Callable[[str, str], tuple[bool, 
             found = division(a, b)
             if found is None or found[0]:
                 return found
-            if idx > last_bytes:  # characters that stand for bytes are none that expressions are read for
+            if idx > last_bytes:  # expressions are not analysed for characters that represent bytes
                 return None
             a, b = found[1]
         return False, (a, b)
@@ -224,12 +224,12 @@ def _division(step: dict[str, Any], *, is_first: bool) -> Callable[[str, str], t
         case {"type": "Split", "pattern": pattern, "behavior": behavior, "invert": False}:
             wanted = Pattern(pattern["Regex"]) if "Regex" in pattern else Pattern.of_text(pattern["String"])
             return lambda a, b: _as_split(wanted, behavior, a, b)
-        # Each character alone says where they divide.
+        # They divide by each character alone.
         case {"type": "Digits" | "Punctuation"}:
             return lambda a, b: (False, (a, b))
         case {"type": "Whitespace" | "WhitespaceSplit" | "BertPreTokenizer"}:
             return lambda a, b: (True, (a, b)) if b in " \n" else None
-    raise Unread(str(step["type"]))
+    raise Unsupported(str(step["type"]))
 
 
 def _as_bytes(pattern: Pattern | None, a: str, b: str) -> tuple[bool, Pair] | None:

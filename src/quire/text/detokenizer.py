@@ -1,4 +1,4 @@
-"""Turns the tokens of one sequence into text as they come, at a cost per token that does not grow."""
+"""Incremental detokenization of one sequence, at a constant cost per token."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import Protocol
 from quire.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
-# A character that is not complete yet has at most three bytes so far.
+# An incomplete character has at most three bytes.
 MAX_PENDING_BYTES = 3
 
 
 class IncrementalDetokenizer:
-    """Gives the text of each new token once its characters are complete.
+    """Returns the text of each new token once its characters are complete.
 
     ```
      bytes    |<-- prompt's complete characters -->|<-- pushed -->|<-- held back, 0 to 3 bytes -->|
     ```
 
-    Each token adds bytes that depend on it alone (and on whether it begins the text), so nothing is decoded twice.
-    All that was pushed and flushed, joined, is what `decode(prompt + output)` has behind the prompt's complete
-    characters. One exception: with byte fallback, `decode` replaces a whole run of byte tokens when any of it is not
-    UTF-8; here characters of such a run that were complete before the fault have been given out, and stay.
+    The bytes of a token depend on that token alone (and on whether it begins the text), so nothing is decoded twice.
+    The joined results of `push` and `flush` equal the text of `decode(prompt + output)` after the prompt's complete
+    characters, with one exception: with byte fallback, `decode` replaces a whole run of byte tokens if any part of it
+    is not UTF-8; here the complete characters of such a run before the fault were already returned, and stay.
 
     Args:
         tokenizer: the model's.
-        prompt_ids: the tokens before the first one pushed; where they end inside a character, the output completes it.
-        skip_special_tokens: leave special tokens out of the text.
-        kept_special_ids: special tokens that stay in the text all the same.
+        prompt_ids: tokens before the first pushed one; a character that they begin is completed by the output.
+        skip_special_tokens: True where special tokens are left out of the text.
+        kept_special_ids: special tokens that stay in the text even so.
     """
 
     def __init__(
@@ -53,14 +53,14 @@ class IncrementalDetokenizer:
         return "".join([self._add(token_id) for token_id in token_ids])
 
     def flush(self) -> str:
-        """Return what is held back, as replacement characters; the sequence has ended."""
+        """Return the incomplete bytes as replacement characters, at the end of the sequence."""
         return self._characters.end()
 
     def fork(self) -> IncrementalDetokenizer:
-        """Return a copy that goes on by itself."""
-        twin = copy(self)
-        twin._characters = self._characters.fork()
-        return twin
+        """Return an independent copy."""
+        forked = copy(self)
+        forked._characters = self._characters.fork()
+        return forked
 
     def _add(self, token_id: int) -> str:
         tokenizer = self._tokenizer
@@ -75,7 +75,7 @@ class IncrementalDetokenizer:
         return self._tokenizer.is_visible(token_id, skip_special_tokens=skip)
 
     def _replay(self, prompt_ids: Sequence[int]) -> None:
-        """Reach the state behind the prompt by looking at its last few tokens only."""
+        """Restore the state after the prompt from the prompt's last few tokens."""
         tokenizer = self._tokenizer
         tail: list[int] = []
         num_bytes = 0
@@ -85,7 +85,7 @@ class IncrementalDetokenizer:
             self._begins_text = False
             tail.append(token_id)
             num_bytes += len(tokenizer.token_bytes(token_id))
-            # With byte fallback a fault at the start of a run still counts at its end.
+            # With byte fallback a fault at the start of a run affects its end.
             if not tokenizer.is_fallback_byte(token_id) and num_bytes > MAX_PENDING_BYTES:
                 break
         for token_id in reversed(tail):
@@ -100,16 +100,16 @@ class _Characters(Protocol):
         ...
 
     def end(self) -> str:
-        """Return what is held back as replacement characters."""
+        """Return the incomplete bytes as replacement characters."""
         ...
 
     def fork(self) -> _Characters:
-        """Return a copy that goes on by itself."""
+        """Return an independent copy."""
         ...
 
 
 class _LossyCharacters:
-    """Bytes of one stream: a fault anywhere is one replacement character for each maximal well-formed part."""
+    """Characters of one byte stream; a fault becomes one replacement character for each maximal well-formed part."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -121,13 +121,13 @@ class _LossyCharacters:
         return self._decoder.decode(b"", final=True)
 
     def fork(self) -> _LossyCharacters:
-        twin = _LossyCharacters()
-        twin._decoder.setstate(self._decoder.getstate())
-        return twin
+        forked = _LossyCharacters()
+        forked._decoder.setstate(self._decoder.getstate())
+        return forked
 
 
 class _RunCharacters:
-    """Runs of byte tokens between tokens of text: a fault turns every later byte of the run into a replacement."""
+    """Characters of runs of byte tokens; a fault turns every later byte of the run into a replacement character."""
 
     def __init__(self) -> None:
         self._pending = b""

@@ -1,6 +1,6 @@
-"""Long texts, made into tokens piece by piece: in bounded memory, and given up as soon as there are too many.
+"""Tokenization of long texts in pieces: in bounded memory, and with an early end where there are too many tokens.
 
-The library takes 140 bytes and more for each byte of a text, and gives tokens out when it has all of them.
+The library takes at least 140 bytes for each byte of a text, and returns tokens only when it has all of them.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import tokenizers
 from quire.text.bounds import LeastTokens, growth, least_tokens, normalized_bytes
 from quire.text.cuts import Cuts
 
-# Characters from which on a text is long, and has pieces of about so many.
+# Approximate number of characters of a piece; a text with more is long.
 PIECE_CHARS = 1 << 16
-# Bytes of a text in which no place to cut was found, and those that a normalizer may make of them.
+# Maximum bytes of a piece, before and after normalization.
 MAX_UNCUT_BYTES = 1 << 20
 MAX_NORMALIZED_BYTES = 1 << 24
 
 
 class TooManyTokens(Exception):
-    """A text has more tokens than were allowed.
+    """A text has more tokens than allowed.
 
     Args:
-        num_tokens: it has at least so many.
-        is_exact: it has just so many.
+        num_tokens: lower bound on the number of tokens.
+        is_exact: True where `num_tokens` is the exact number.
     """
 
     def __init__(self, num_tokens: int, *, is_exact: bool = False) -> None:
@@ -35,10 +35,10 @@ class TooManyTokens(Exception):
 
 
 class CannotCut(Exception):
-    """A text has a part that is too long to be made into tokens at once.
+    """A text has a part that is too long to be tokenized at once.
 
     Args:
-        limit: the bytes that would have been possible.
+        limit: maximum number of bytes of a part.
     """
 
     def __init__(self, limit: int) -> None:
@@ -47,30 +47,30 @@ class CannotCut(Exception):
 
 
 class LongTexts:
-    """Makes long texts into tokens, for one tokenizer.
+    """Tokenizes the long texts of one tokenizer.
 
     Args:
         library: the tokenizer.
-        encode: makes a text into tokens at once, without special tokens round it.
+        encode: function that tokenizes a text at once, without special tokens around it.
 
     Attributes:
-        piece_chars: a text of more characters is long.
+        piece_chars: number of characters of a piece; a text with more is long.
     """
 
     def __init__(self, library: tokenizers.Tokenizer, encode: Callable[[str], list[int]]) -> None:
         self._library = library
         self._encode = encode
         self._max_uncut = min(MAX_UNCUT_BYTES, MAX_NORMALIZED_BYTES // growth(library))
-        # Whatever the characters, of at most four bytes each, a piece is no longer than what cannot be cut.
+        # A piece fits the limit in bytes with any characters, which have at most four bytes each.
         self.piece_chars = min(PIECE_CHARS, self._max_uncut // 4)
 
     def encode(self, text: str, max_tokens: int | None, before: Sequence[int], after: Sequence[int]) -> list[int]:
         """Return the tokens of a text.
 
         Args:
-            text: not empty.
-            max_tokens: give up as soon as there are certainly more; None goes on.
-            before, after: special tokens round every text.
+            text: text of at least one character.
+            max_tokens: limit at which tokenization ends early; None for no limit.
+            before, after: special tokens around every text.
 
         Raises:
             TooManyTokens: there are more than `max_tokens`.
@@ -85,14 +85,14 @@ class LongTexts:
         start = 0
         while start < len(text):
             end = self._next_cut(text, start)
-            token_ids += self._encode_behind(text[start:end]) if start else self._encode(text[:end])
+            token_ids += self._encode_inner(text[start:end]) if start else self._encode(text[:end])
             start = end
             if max_tokens is not None and len(token_ids) + len(after) > max_tokens:
                 raise TooManyTokens(len(token_ids) + len(after), is_exact=start == len(text))
         return [*token_ids, *after]
 
     def prepare(self) -> None:
-        """Read the settings of the tokenizer ahead of the first text."""
+        """Analyse the tokenizer's settings ahead of the first text."""
         _ = self._cuts, self._least, self._num_lead
 
     @cached_property
@@ -105,18 +105,18 @@ class LongTexts:
 
     @cached_property
     def _num_lead(self) -> int:
-        """The tokens of the letter that pieces are put behind; 0 where the model has none for it."""
+        """The number of tokens of the lead letter; 0 where the model has none."""
         try:
             return len(self._encode(self._cuts.lead))
         except Exception:  # the library raises nothing narrower
             return 0
 
-    def _encode_behind(self, piece: str) -> list[int]:
+    def _encode_inner(self, piece: str) -> list[int]:
         """Return the tokens of a piece that does not begin its text."""
         return self._encode(self._cuts.lead + piece)[self._num_lead :]
 
     def _next_cut(self, text: str, start: int) -> int:
-        """Return the end of the piece that begins at a place."""
+        """Return the end of the piece that begins at `start`."""
         wanted, last = start + self.piece_chars, min(len(text), start + self._max_uncut)
         if wanted >= len(text):
             return len(text)
@@ -128,9 +128,9 @@ class LongTexts:
         return cut
 
     def _fits(self, piece: str) -> bool:
-        """Say whether a piece can be made into tokens at once: whatever is in it, or as it is."""
+        """Return whether a piece can be tokenized at once, by its length or by its normalized length."""
         num_bytes = len(piece.encode())
         if num_bytes <= self._max_uncut or num_bytes > MAX_UNCUT_BYTES:
             return num_bytes <= self._max_uncut
-        # A normalizer may make much of some characters, which few texts have.
+        # The normalizer may lengthen some characters a lot, but few texts have them.
         return normalized_bytes(self._library, piece) <= MAX_NORMALIZED_BYTES

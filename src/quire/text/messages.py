@@ -1,4 +1,4 @@
-"""Conversations as clients write them: checked, and brought into the form that templates read."""
+"""Validation of conversations, and their conversion to the form that templates read."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from quire.errors import InvalidParameter, UnsupportedFeature, shown
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 4096
 MAX_INPUT_CHARS = 1 << 23
-# Of the arguments of one call; a text that is parsed as JSON holds the interpreter's lock for its length.
+# Maximum length of the arguments of one call: parsing them as JSON holds the interpreter's lock.
 MAX_ARGUMENTS_CHARS = 1 << 18
 
 Message = Mapping[str, Any]
 
 
 def normalise_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Check a conversation and bring it into the form that templates read.
+    """Validate a conversation and convert it to the form that templates read.
 
     Content becomes one string (a list of text parts is joined, an absent one is ""), the role `developer` becomes
     `system`, and the arguments of tool calls become objects. Fields that templates do not read are left out.
 
     Raises:
         InvalidParameter: naming the message and the field.
-        UnsupportedFeature: parts that are not text.
+        UnsupportedFeature: a part is not text.
     """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise InvalidParameter("messages", messages, "a list of messages")

@@ -1,7 +1,6 @@
-"""Renders chat templates within limits of time and memory, in processes that know nothing but Jinja.
+"""Renders chat templates within limits of time and memory, in processes that import nothing but Jinja.
 
-A template comes with a model, whoever published it. Jinja's sandbox keeps a hostile one from what is not its business,
-but not from running for ever or from taking all memory there is.
+A template comes with a model, and may be hostile. Jinja's sandbox confines its access, but not its time and memory.
 """
 
 from __future__ import annotations
@@ -20,22 +19,22 @@ if TYPE_CHECKING:  # the engine's process needs no Jinja
 
 MAX_OUTPUT_CHARS = 1 << 24
 TIMEOUT_S = 10.0
-# A conversation of the longest kind takes a third of it.
+# A conversation of maximum length takes a third of it.
 MEMORY_BYTES = 512 << 20
 MAX_PROCESSES = 2
-# What templates find beside their variables: Jinja's own, and what models' templates expect.
+# Names that are defined in every template: Jinja's own, and those that models' templates expect.
 GLOBALS = frozenset({"range", "dict", "lipsum", "cycler", "joiner", "namespace", "raise_exception", "strftime_now"})
-# What an answer begins with.
+# The first byte of an answer.
 DONE, BROKEN, FAILED = b"D", b"B", b"F"
 
 
 class Renderer:
-    """Renders templates; any thread may ask. Processes start when they are needed, and end with this object.
+    """Renders templates. Processes start when they are needed, and end with this object. Thread-safe.
 
     Args:
-        timeout_s: that rendering once may take.
-        memory_bytes: that it may take.
-        max_chars: of what is written.
+        timeout_s: time limit of one rendering.
+        memory_bytes: memory limit of a process.
+        max_chars: maximum length of the rendered text.
     """
 
     def __init__(
@@ -52,34 +51,34 @@ class Renderer:
         self.processes = ProcessPool(lambda: BoundedProcess(program, b"", memory_bytes), MAX_PROCESSES)
 
     def render(self, source: str, variables: Mapping[str, Any], now: datetime) -> str:
-        """Return what a template writes.
+        """Return the rendered text of a template.
 
         Args:
             source: the template.
-            variables: what JSON can hold.
-            now: the time, for templates that write it.
+            variables: variables of the template, as JSON values.
+            now: current time, for templates that write it.
 
         Raises:
-            RequestError: it cannot be compiled, fails, refuses the variables, or exceeds a limit.
+            RequestError: the template cannot be compiled, fails, refuses the variables, or exceeds a limit.
             WorkerError: the process does not start, or this object is closed.
         """
         return self._ask([source, self._max_chars, now.isoformat(), dict(variables)])
 
     def names(self, source: str) -> frozenset[str]:
-        """Return the names that a template reads.
+        """Return the names of the variables that a template reads.
 
         Raises:
-            RequestError: it cannot be compiled within the limits.
+            RequestError: the template cannot be compiled within the limits.
             WorkerError: the process does not start, or this object is closed.
         """
         return frozenset(json.loads(self._ask([source])))
 
     def close(self) -> None:
-        """End the processes; what they render fails."""
+        """End the processes; renderings in progress fail."""
         self.processes.close()
 
     def _ask(self, question: list[Any]) -> str:
-        # Lone surrogates pass: whoever reads the text refuses them.
+        # Lone surrogates pass here; the tokenizer refuses them.
         raw = json.dumps(question, ensure_ascii=False).encode("utf-8", "surrogatepass")
         try:
             with self.processes.process() as process:
@@ -100,7 +99,7 @@ class Renderer:
 
 
 def open_templates(_: bytes) -> Callable[[bytes], bytes]:
-    """Return what answers a `Renderer`."""
+    """Return the function that answers the questions of a `Renderer`."""
     import jinja2
     import jinja2.meta
 
@@ -126,7 +125,7 @@ def open_templates(_: bytes) -> Callable[[bytes], bytes]:
             return DONE + _write(template, variables, max_chars).encode("utf-8", "surrogatepass")
         except (MemoryError, RecursionError):
             raise
-        except Exception as error:  # a template can raise whatever Python can
+        except Exception as error:  # a template can raise any exception
             return FAILED + _reason(error)
 
     return answer
@@ -168,7 +167,7 @@ def _generation_block() -> type[Any]:
     from jinja2.parser import Parser
 
     class GenerationBlock(Extension):
-        """Lets `{% generation %}` through, which marks the assistant's words for training and writes nothing itself."""
+        """Accepts `{% generation %}`, which marks the assistant's text for training and renders its content only."""
 
         tags = {"generation"}  # noqa: RUF012 - Jinja's own declaration
 
@@ -186,7 +185,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Write JSON as models read it: without the escapes that a web page needs."""
+    """Return JSON without the escapes of HTML, which Jinja's filter would add."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

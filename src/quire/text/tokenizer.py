@@ -1,4 +1,4 @@
-"""A model's tokenizer: text to token ids, ids to text, and each token's own bytes."""
+"""A model's tokenizer: text to token ids, ids to text, and the bytes of each token."""
 
 from __future__ import annotations
 
@@ -15,32 +15,31 @@ import tokenizers
 from quire.bounded.files import read_file, read_json
 from quire.errors import CheckpointError, InvalidParameter, RequestError
 from quire.text.bounds import check_settings, check_source
-from quire.text.chat import ChatTemplate
+from quire.text.chat_template import ChatTemplate
 from quire.text.components import byte_alphabet, decoders, guarded
 from quire.text.long_texts import CannotCut, LongTexts, TooManyTokens
 
-# With these decoders a token adds the same bytes wherever it stands behind another one, which is what makes it
-# possible to detokenise as the tokens come.
+# With these decoders a token adds the same bytes after any other token, which incremental detokenization needs.
 KNOWN_DECODERS = frozenset({"ByteLevel", "ByteFallback", "Metaspace", "WordPiece", "Replace", "Fuse", "Strip"})
 MAX_TOKEN_ID = 2**32 - 1
-# Of the files of a checkpoint; the largest published tokenizers have 35 MB.
+# Maximum sizes of a checkpoint's files; the largest published tokenizers have 35 MB.
 MAX_TOKENIZER_BYTES = 128 << 20
 MAX_CONFIG_BYTES = 16 << 20
 MAX_TEMPLATE_BYTES = 1 << 20
 
 
 class Tokenizer:
-    """Turns text into token ids and back, for one model.
+    """Converts text to token ids and back, for one model.
 
     Args:
-        library: the tokenizer of the `tokenizers` library; its truncation and padding are switched off.
-        bos_token: the token that begins a text, None where the model has none.
-        eos_token: the token that ends a text, None where the model has none.
-        chat_template: how the model writes a conversation, None where it cannot.
+        library: tokenizer of the `tokenizers` library; its truncation and padding are switched off.
+        bos_token: token that begins a text, None where the model has none.
+        eos_token: token that ends a text, None where the model has none.
+        chat_template: the model's chat template, None where it has none.
 
     Raises:
-        CheckpointError: a decoder with which a token's text depends on its neighbours, or settings by which a short
-            text would take a lot of time or memory.
+        CheckpointError: a decoder makes a token's text depend on its neighbours, or a setting makes a short text take
+            much time or memory.
     """
 
     def __init__(
@@ -51,12 +50,12 @@ class Tokenizer:
         eos_token: str | None = None,
         chat_template: ChatTemplate | None = None,
     ) -> None:
-        # Many published files still carry the truncation of their training run.
+        # Many published files contain the truncation of their training run.
         library.no_truncation()
         library.no_padding()
         kinds = {kind["type"] for kind in decoders(library)}
         for kind in decoders(library):
-            # A right strip takes from the last token, and which one that is only the end shows.
+            # A right strip changes the last token, which is only known at the end.
             if kind["type"] not in KNOWN_DECODERS or kind.get("stop", 0):
                 raise CheckpointError(
                     f"the tokenizer's decoder {kind['type']} cannot be decoded token by token; "
@@ -70,7 +69,7 @@ class Tokenizer:
         self.has_byte_fallback = "ByteFallback" in kinds
         self.vocab_size: int = library.get_vocab_size(with_added_tokens=True)
         added = library.get_added_tokens_decoder()
-        # Tokens that stand for a text of their own, whatever the vocabulary makes of its letters.
+        # Tokens that are matched in a text before the model divides it.
         self.added_ids: dict[str, int] = {token.content: token_id for token_id, token in added.items()}
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.bos_token_id = None if bos_token is None else library.token_to_id(bos_token)
@@ -82,10 +81,10 @@ class Tokenizer:
         """Read a tokenizer from a checkpoint's folder.
 
         Args:
-            path: the folder of `tokenizer.json`; `tokenizer_config.json` and `chat_template.jinja` are optional.
+            path: folder of `tokenizer.json`; `tokenizer_config.json` and `chat_template.jinja` are optional.
 
         Raises:
-            CheckpointError: a missing or damaged file, by name.
+            CheckpointError: naming a missing or damaged file.
         """
         folder = Path(path)
         file = folder / "tokenizer.json"
@@ -117,21 +116,21 @@ class Tokenizer:
             raise CheckpointError(f"{file} is not a tokenizer: {error}") from error
 
     def differs_at(self, other: Tokenizer) -> int | None:
-        """Return the first token id that means another token to another tokenizer, or is known to one alone."""
+        """Return the first token id that differs between two tokenizers, or exists in one only; None without one."""
         mine, theirs = (each._library.get_vocab(with_added_tokens=True) for each in (self, other))
         return min((token_id for _, token_id in mine.items() ^ theirs.items()), default=None)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
-        """Turn text into token ids; other threads go on meanwhile, and memory is bounded whatever the text.
+        """Convert text to token ids in bounded memory; other threads run meanwhile.
 
         Args:
-            text: any text without lone surrogates; special tokens written out in it become their ids.
-            add_special_tokens: also what the model puts round every text (a rendered chat has it already).
-            max_tokens: give up as soon as it is certain that there are more; None goes on.
+            text: text without lone surrogates; special tokens in it become their ids.
+            add_special_tokens: True where the model's special tokens are added around the text (a rendered chat has
+                them already).
+            max_tokens: limit at which tokenization ends early; None for no limit.
 
         Raises:
-            InvalidParameter: not a string, a string that is not Unicode text, or one with a part that is too long to be
-                made into tokens at once.
+            InvalidParameter: the text is not a string or not Unicode, or a part is too long to be tokenized at once.
             TooManyTokens: there are more than `max_tokens`.
         """
         if not isinstance(text, str):
@@ -146,24 +145,24 @@ class Tokenizer:
             return self._long_texts.encode(text, max_tokens, *(self._frame if add_special_tokens else ([], [])))
         except (TooManyTokens, RequestError):
             raise
-        except (TypeError, UnicodeEncodeError) as error:  # the one string that the library refuses
+        except (TypeError, UnicodeEncodeError) as error:  # lone surrogates
             raise InvalidParameter("prompt", text, "Unicode text without lone surrogates") from error
         except CannotCut as error:
             allowed = f"text without more than {error.limit} bytes in a row that this model's tokenizer cannot divide"
             raise InvalidParameter("prompt", f"{len(text)} characters", allowed) from error
-        except Exception as error:  # the library raises nothing narrower for a word that its model cannot express
+        except Exception as error:  # the library raises nothing narrower
             raise InvalidParameter("prompt", text, f"text that the tokenizer can express ({error})") from error
 
     def prepare_long_texts(self) -> None:
-        """Do what else the first long text would have to wait for; other threads wait meanwhile."""
-        with suppress(Exception):  # where the library fails, whoever sends such a text is told
+        """Prepare the tokenization of long texts, which blocks other threads, ahead of the first one."""
+        with suppress(Exception):  # a failure of the library is reported with the first long text
             guarded(self._long_texts.prepare)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Turn token ids into text, while other threads go on; ids without a token add nothing.
+        """Convert token ids to text, while other threads run; ids without a token add nothing.
 
         Raises:
-            InvalidParameter: a negative id, one of more than 32 bits, or ids that the tokenizer fails on.
+            InvalidParameter: an id is negative or has more than 32 bits, or the tokenizer fails.
         """
         try:
             (text,) = guarded(self._library.decode_batch, [ids], skip_special_tokens=skip_special_tokens)
@@ -183,18 +182,18 @@ class Tokenizer:
         return str(self._library.to_str())
 
     def token_text(self, token_id: int) -> str:
-        """Return a token's own text, with a replacement character where it holds part of a character."""
+        """Return a token's text, with replacement characters for incomplete characters."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that a token adds to a text that it does not begin; none for an id without a token."""
+        """Return the bytes that a token adds after the beginning of a text; none for an id without a token."""
         piece = self._pieces.get(token_id)
         if piece is None:
             piece = self._pieces[token_id] = self._derive_bytes(token_id)
         return piece
 
     def head_bytes(self, token_id: int) -> bytes:
-        """Return the bytes with which a token begins a text, where many decoders strip a space."""
+        """Return the bytes of a token at the beginning of a text, where many decoders strip a space."""
         piece = self.token_bytes(token_id)
         if self._alphabet is not None or not _is_text(piece):
             return piece
@@ -204,34 +203,34 @@ class Tokenizer:
             return piece
 
     def is_visible(self, token_id: int, *, skip_special_tokens: bool) -> bool:
-        """Tell whether `decode` lets a token take part in the text."""
+        """Return whether `decode` includes a token in the text."""
         if skip_special_tokens and token_id in self.special_ids:
             return False
         return bool(self.token_bytes(token_id)) or self._library.id_to_token(token_id) is not None
 
     def is_fallback_byte(self, token_id: int) -> bool:
-        """Tell whether a token is one raw byte of a tokenizer with byte fallback, for example `<0x0A>`."""
+        """Return whether a token is a raw byte of a tokenizer with byte fallback, for example `<0x0A>`."""
         return self.has_byte_fallback and _fallback_byte(self._library.id_to_token(token_id)) is not None
 
     def _ids_of(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Return the token ids of a text that is not long."""
-        # Unlike its other methods this one lets other threads run.
+        # Unlike the library's other methods, this one releases the interpreter's lock.
         (encoding,) = guarded(self._library.encode_batch_fast, [text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
 
     @cached_property
     def _frame(self) -> tuple[list[int], list[int]]:
-        """The special tokens before and behind a text.
+        """The special tokens before and after a text.
 
         Raises:
-            CannotCut: no text that was tried has a token, so nothing says which those are.
+            CannotCut: none of the tried texts has a token, so the special tokens are unknown.
         """
         # A model may know few letters, or whole words only.
         for text in islice(chain(string.ascii_letters, self._library.get_vocab(with_added_tokens=False)), 200):
             try:
                 encoding = guarded(self._library.encode, text)
-            except Exception:  # the library raises nothing narrower for what a model cannot express
+            except Exception:  # the library raises nothing narrower
                 continue
             is_special: list[int] = encoding.special_tokens_mask
             if 0 in is_special:
@@ -246,15 +245,15 @@ class Tokenizer:
         if self._alphabet is not None:
             try:
                 return bytes([self._alphabet[char] for char in token])
-            except KeyError:  # an added token, written as it is
+            except KeyError:  # an added token, whose text is literal
                 return bytes(token.encode())
         if self.has_byte_fallback and (byte := _fallback_byte(token)) is not None:
             return bytes([byte])
-        # What the token adds behind itself is what it adds behind any token.
+        # A token adds the same bytes after itself as after any other token.
         try:
             once = self.decode([token_id], skip_special_tokens=False)
             twice = self.decode([token_id, token_id], skip_special_tokens=False)
-        except InvalidParameter:  # the decoder fails on it; the text of all other tokens stays
+        except InvalidParameter:  # the decoder fails on this token; all others must stay usable
             return "\ufffd".encode()
         return twice[len(once) :].encode()
 
@@ -291,7 +290,7 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 
 def _content(token: object) -> str | None:
-    """Return the text of a special token, which a configuration gives as a string or as an object."""
+    """Return the text of a special token, which is a string or an object in the configuration."""
     if isinstance(token, Mapping):
         token = token.get("content")
     return token if isinstance(token, str) else None
@@ -318,7 +317,7 @@ def _chat_template_source(folder: Path, config: Mapping[str, Any]) -> str | None
 
 
 def _tool_template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """Return the template for conversations with tools, of models that have one of its own for them."""
+    """Return the separate template for conversations with tools, None where the model has none."""
     if (folder / "chat_template.jinja").is_file():
         return _read_template(folder / "additional_chat_templates" / "tool_use.jinja")
     named = config.get("chat_template")

@@ -11,7 +11,7 @@ from multiprocessing import get_context
 from random import Random
 from typing import Any, NamedTuple
 
-from quire.server import chat, completions, pins, tokens
+from quire.server import chat_completions, completions, pins, tokens
 from tests.server.hostile import forms, http_cases, values
 
 MAX_BODY = 8 << 20
@@ -19,7 +19,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 # Each POST route with its fields, of which some are sent at random, and what makes a body whole.
 ROUTES: dict[str, tuple[Sequence[str], dict[str, Any]]] = {
     COMPLETIONS: (completions.KNOWN_FIELDS, {"prompt": "Z", "max_tokens": 4}),
-    CHAT: (chat.KNOWN_FIELDS, {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}),
+    CHAT: (chat_completions.KNOWN_FIELDS, {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}),
     "/tokenize": (tokens.KNOWN_FIELDS, {"prompt": "Z"}),
     "/detokenize": (tokens.KNOWN_FIELDS, {"tokens": [5, 6]}),
     "/pin_prefix": (pins.KNOWN_FIELDS, {"name": "p", "prompt": [5] * 40}),

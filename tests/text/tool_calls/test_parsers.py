@@ -154,10 +154,10 @@ def test_arguments_come_as_they_are_written_where_a_grammar_is_kept_to(name: str
     parser = CallParser(form_of(name), NAMES, is_forced=True)
     found = [parser.push(char) for char in form.format(args=arguments)]
     assert merge(piece for pieces in found for piece in pieces) == [call(0, "add", arguments)]
-    told = [piece for pieces in found for piece in pieces if isinstance(piece, CallDelta)]
+    deltas = [piece for pieces in found for piece in pieces if isinstance(piece, CallDelta)]
     # One piece for each character, but the first, in which the name comes too.
-    assert len([piece for piece in told if piece.arguments]) == len(arguments)
-    assert [piece.name for piece in told if piece.name] == ["add"]
+    assert len([piece for piece in deltas if piece.arguments]) == len(arguments)
+    assert [piece.name for piece in deltas if piece.name] == ["add"]
     assert parser.finish() == []
 
 

@@ -13,7 +13,7 @@ from quire.engine.inputs.request_builder import PreparedRequest, RequestBuilder
 from quire.errors import InvalidParameter, TextsFull, UnsupportedFeature
 from quire.platform.threads import WorkerThreads
 from quire.sequences.params import SamplingParams
-from quire.text.chat import require_chat_template
+from quire.text.chat_template import require_chat_template
 from quire.text.long_texts import TooManyTokens
 from quire.text.rendering import MAX_PROCESSES
 from quire.text.tokenizer import Tokenizer

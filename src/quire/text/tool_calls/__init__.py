@@ -1,4 +1,4 @@
-"""Calls of functions in what a model writes: how each format is read, and the grammar that a model is held to."""
+"""Tool calls in a model's output: the parser of each format, and the grammar that constrains the output."""
 
 from quire.text.tool_calls.calls import CallDelta, Function, merge
 from quire.text.tool_calls.formats import FORMATS, choose_format

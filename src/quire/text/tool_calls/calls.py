@@ -1,4 +1,4 @@
-"""What is read: text that is content, and calls of functions in pieces."""
+"""The parsed pieces of an output: content, and parts of tool calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 NAME = "[a-zA-Z0-9_-]{1,64}"
 NAME_PATTERN = re.compile(NAME)
-# Formats write the one or the other; a model that mixes them up still means a call.
+# A format has one of the two keys; a call with the other one is accepted too.
 ARGUMENT_KEYS = ("arguments", "parameters")
 JSON_SPACE = " \t\n\r"
 
@@ -20,9 +20,9 @@ class Function:
     """A function that may be called.
 
     Args:
-        name: matches `NAME`.
-        parameters: a JSON schema of the arguments, which are an object.
-        is_strict: refuse a schema of which a part cannot be held to, rather than leave that part out.
+        name: name, which matches `NAME`.
+        parameters: JSON schema of the arguments, which are an object.
+        is_strict: True where a schema with parts that cannot be enforced is refused, not enforced without them.
     """
 
     name: str
@@ -35,9 +35,9 @@ class CallDelta:
     """A piece of a call.
 
     Args:
-        index: which call of the output, from 0.
-        name: the function, in the call's first piece; else None.
-        arguments: the next part of the arguments, which are JSON as the model wrote it.
+        index: index of the call in the output, from 0.
+        name: name of the function in the call's first piece; else None.
+        arguments: next part of the arguments, which are JSON as the model wrote it.
         is_last: True where the call is complete.
     """
 
@@ -47,12 +47,12 @@ class CallDelta:
     is_last: bool = False
 
 
-# A string is content.
+# A string is a piece of content.
 Piece = str | CallDelta
 
 
 def merge(pieces: Iterable[Piece]) -> list[Piece]:
-    """Join pieces of content, or of one call, that follow one another."""
+    """Join consecutive pieces of content, or of one call."""
     merged: list[Piece] = []
     for piece in pieces:
         last = merged[-1] if merged else None
@@ -69,14 +69,14 @@ def merge(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 def read_call(text: str, names: frozenset[str]) -> tuple[str, str] | None:
-    """Return the name and the arguments, as they stand there, of a call that is one JSON object.
+    """Return the name and the unchanged arguments of a call that is one JSON object.
 
     Args:
         text: the object.
-        names: of the functions that there are.
+        names: names of the known functions.
 
     Returns:
-        None where it is no JSON object, or none that calls one of the functions.
+        Name and arguments, None where the text is no JSON object or calls no known function.
     """
     call = read_object(text)
     name = None if call is None else call.get("name")
@@ -89,7 +89,7 @@ def read_call(text: str, names: frozenset[str]) -> tuple[str, str] | None:
 
 
 def read_object(text: str) -> dict[str, Any] | None:
-    """Return what a JSON object holds, None where the text is anything else."""
+    """Return a JSON object, None where the text is anything else."""
     try:
         value = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
@@ -98,7 +98,7 @@ def read_object(text: str) -> dict[str, Any] | None:
 
 
 def _member(text: str, wanted: str) -> str:
-    """Return the value of a member of an object that was read before, as it is written; the last one of its key."""
+    """Return the unchanged text of a member's value in a valid JSON object; the last one of a repeated key."""
     decode = json.JSONDecoder().raw_decode
     found = ""
     pos = _past_space(text, text.index("{") + 1)

@@ -1,4 +1,4 @@
-"""The formats that there are, and which one a model speaks."""
+"""The formats of tool calls, and the choice of a model's format."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from quire.text.tool_calls.llama3 import Llama3
 from quire.text.tool_calls.mistral import Mistral
 from quire.text.tool_calls.parser import ToolFormat
 
-# By name: what makes the format for a model's template, and what tells whether a template shows it.
+# By name: the constructor of the format from a template, and the test whether a template shows the format.
 FORMATS: dict[str, tuple[Callable[[str], ToolFormat], Callable[[str], bool]]] = {
-    "hermes": (Hermes.for_template, Hermes.is_spoken_by),
-    "llama3": (Llama3.for_template, Llama3.is_spoken_by),
-    "mistral": (Mistral.for_template, Mistral.is_spoken_by),
+    "hermes": (Hermes.for_template, Hermes.is_shown_by),
+    "llama3": (Llama3.for_template, Llama3.is_shown_by),
+    "mistral": (Mistral.for_template, Mistral.is_shown_by),
 }
 
 
@@ -21,13 +21,13 @@ def choose_format(name: str, template: str) -> ToolFormat | None:
     """Return a model's format.
 
     Args:
-        name: one of `FORMATS`, or "auto" for the one that the template shows.
-        template: the source of the chat template with which tools are written.
+        name: one of `FORMATS`, or "auto" for the format in the template.
+        template: source of the chat template for conversations with tools.
 
     Returns:
-        None where it shows none of them, or several.
+        The format, None where the template shows none or several.
     """
     if name != "auto":
         return FORMATS[name][0](template)
-    spoken = [make(template) for make, is_spoken in FORMATS.values() if is_spoken(template)]
-    return spoken[0] if len(spoken) == 1 else None
+    matching = [make(template) for make, is_shown in FORMATS.values() if is_shown(template)]
+    return matching[0] if len(matching) == 1 else None

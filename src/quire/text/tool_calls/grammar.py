@@ -1,4 +1,4 @@
-"""Pieces of the grammars that hold a model to a format; Lark, as llguidance reads it."""
+"""Parts of the grammars that constrain an output to a format, in llguidance's dialect of Lark."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from quire.text.tool_calls.calls import Function
 
 ANNOTATIONS = frozenset({"$schema", "$comment", "title", "description", "default", "examples", "deprecated"})
 MAPS_OF_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-# What holds a schema, or a list of them.
+# Keys whose value is a schema, or a list of schemas.
 SCHEMAS = frozenset({"items", "prefixItems", "additionalProperties", "anyOf", "oneOf", "allOf", "not", "propertyNames"})
-# Values are written as models see them in their prompts, where `json.dumps` wrote them; free white space would give a
-# weak model a way never to come to an end.
+# The layout of `json.dumps`, which models see in their prompts; free white space would let a weak model write without
+# end.
 LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallRules:
-    """What calls there may be.
+    """The allowed calls of an output.
 
     Args:
-        functions: those that may be called, at least one.
-        is_required: the output is calls and nothing else; otherwise there may be text before them, or no call.
-        is_parallel: there may be more than one call.
-        tokens: the ids of markers that are tokens of their own.
-        text_tokens: ids of other tokens that a grammar does not count as text, and that free text may have; see
+        functions: functions that may be called, at least one.
+        is_required: True where the output consists of calls only; otherwise text may precede them, or replace them.
+        is_parallel: True where more than one call is allowed.
+        tokens: token ids of the markers that are single tokens.
+        text_tokens: ids of other tokens that free text may contain although a grammar does not count them as text; see
             `text_tokens`.
     """
 
@@ -42,22 +42,22 @@ class CallRules:
 
 
 def whole(lines: Iterable[str]) -> str:
-    """Return a grammar of these rules."""
+    """Return the grammar of these rules."""
     return "\n".join(["%llguidance {}", *lines, ""])
 
 
 def literal(text: str) -> str:
-    """Return a text that is to stand there as it is."""
+    """Return the terminal of a literal text."""
     return json.dumps(text)
 
 
 def marker(text: str, tokens: Mapping[str, int]) -> str:
-    """Return a marker: its token where it has one, since no other token may write it then."""
+    """Return the terminal of a marker: its token where it has one, since other tokens must not spell it then."""
     return f"<[{tokens[text]}]>" if text in tokens else literal(text)
 
 
 def object_calls(rules: CallRules, key: str) -> list[str]:
-    """Return the rules of `object`: a JSON object with a name and, under a key, arguments that fit the schema."""
+    """Return the rules of `object`: a JSON object with a name and, under a key, arguments that match the schema."""
     heads = (literal(f'{{"name": "{function.name}", "{key}": ') for function in rules.functions)
     options = (f'{head} args_{idx} "}}"' for idx, head in enumerate(heads))
     return [f"object: {' | '.join(options)}", *arguments(rules)]
@@ -71,11 +71,11 @@ def arguments(rules: CallRules) -> list[str]:
 def free_text(rules: CallRules, mark: str, text: str = r"/(?s:.*)/") -> list[str]:
     """Return the rules of `free`, text without the marker, and of `opened`, text that ends with it.
 
-    Once the marker is there, written out or as its token, it cannot be text any more. Readers see text without some of
-    the tokens in it, so none of these may stand inside a marker: behind a part of one there are none.
+    The marker, as literal text or as its token, always ends the text. The parser sees text without some of the tokens
+    in it, so none of these tokens may follow a part of the marker.
 
     Args:
-        rules: what calls there may be.
+        rules: the allowed calls.
         mark: the marker.
         text: the terminal of text.
     """
@@ -86,22 +86,22 @@ def free_text(rules: CallRules, mark: str, text: str = r"/(?s:.*)/") -> list[str
     parts = ""
     if others := sorted(set(rules.text_tokens) - set(rules.tokens.values())):
         begun = "|".join(re.escape(mark[:length]) for length in range(1, len(mark)))
-        lines.append(f"BESIDE: {text} & ~/(?s:.*)({begun})/")
-        lines.append(f"part: BESIDE <[{','.join(_ranges(others))}]>")
+        lines.append(f"BEFORE: {text} & ~/(?s:.*)({begun})/")
+        lines.append(f"part: BEFORE <[{','.join(_ranges(others))}]>")
         parts = "part* "
     return [*lines, f"free: {parts}TEXT", f"opened: {parts}({' | '.join(endings)})"]
 
 
 def text_tokens(tokenizer: Tokenizer, marker: str, vocab_size: int) -> tuple[int, ...]:
-    """Return the tokens that are no text to a grammar and may come in the middle of one, like those round a thought.
+    """Return the tokens that free text may contain although a grammar does not count them as text, like `<think>`.
 
-    llguidance takes added tokens for text but where they are special, or in angle brackets. Left out are those whose
-    own letters could be a part of a marker, where they are shown.
+    llguidance treats added tokens as text unless they are special, or in angle brackets. Tokens whose visible text
+    could be a part of a marker are left out.
 
     Args:
-        tokenizer: of the model.
-        marker: of the format.
-        vocab_size: ids lie below.
+        tokenizer: the model's tokenizer.
+        marker: marker of the format.
+        vocab_size: upper bound of the token ids.
     """
     ids = {
         token_id
@@ -113,7 +113,7 @@ def text_tokens(tokenizer: Tokenizer, marker: str, vocab_size: int) -> tuple[int
 
 
 def _overlaps(text: str, marker: str) -> bool:
-    """Tell whether a text that holds this one may have a marker of which this one has a part."""
+    """Return whether a text and its neighbours may together form a marker."""
     cuts = range(1, len(marker))
     is_part = any(text.endswith(marker[:cut]) or text.startswith(marker[cut:]) for cut in cuts)
     return is_part or marker in text or text in marker
@@ -128,13 +128,13 @@ def _ranges(ids: Sequence[int]) -> Iterator[str]:
 
 
 def _schema(function: Function) -> str:
-    # The type says that arguments are an object, where the schema does not; the layout is ours, whatever it says.
+    # The type makes the arguments an object where the schema has no type; the layout overrides the schema's.
     schema = {"type": "object", **bare_schema(function.parameters)}
     return json.dumps({**schema, "x-guidance": {**LAYOUT, "lenient": not function.is_strict}}, ensure_ascii=False)
 
 
 def bare_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema without what only people and prompts read: descriptions may be longer than all the rest."""
+    """Return a schema without its annotations, which a grammar ignores: descriptions may be the longest part."""
     bare: dict[str, Any] = {}
     for key, value in schema.items():
         if key in ANNOTATIONS:

@@ -1,4 +1,4 @@
-"""Text that is still coming, read as if it were there: a reading is a generator that yields None to wait for more."""
+"""Parsing of text while it arrives: a reading is a generator that yields None where it needs more text."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from collections.abc import Generator
 
 from quire.text.tool_calls.calls import JSON_SPACE, CallDelta, Piece
 
-# What reads text: it yields what it found out, and None where it needs more text.
+# Yields pieces, and None where it needs more text; returns the position after the text that it read.
 Reading = Generator[Piece | None, None, int | None]
 
 PLAIN_NAME = re.compile("[a-zA-Z0-9_-]*")
 MAX_NAME_CHARS = 64
-# Outside strings: brackets, quotes, and what cannot stand in JSON. A marker is found by it, so of all readings that
-# begin inside one object none gets far, and together they take linear time.
+# Outside strings: brackets, quotes, and characters that JSON does not allow. A marker contains one of them, so every
+# reading that begins inside an object ends early, and all of them together take linear time.
 STRUCTURE = re.compile(r"[^ \t\n\r,:0-9eE+.\-truefalsn]")
 IN_STRING = re.compile(r'["\\]')
 
 
 class Incoming:
-    """The text that has come and was not consumed yet.
+    """The received text that was not consumed yet.
 
-    Positions count from its beginning; `consume` moves them. Every reading returns the position behind what it read, or
-    None where something else stands there, or where the text ended before.
+    Positions count from its beginning; `consume` moves them. Every reading returns the position after the text that it
+    read, or None where the text does not match, or ended before.
 
     Args:
-        text: what has come so far.
+        text: text received so far.
     """
 
     __slots__ = ("is_ended", "text")
@@ -40,7 +40,7 @@ class Incoming:
         return head
 
     def past_space(self, pos: int) -> Reading:
-        """Read any white space; at the end of the text that is all there is."""
+        """Read white space up to another character or the end of the text."""
         while True:
             while pos < len(self.text):
                 if self.text[pos] not in JSON_SPACE:
@@ -51,12 +51,12 @@ class Incoming:
             yield None
 
     def literal(self, pos: int, wanted: str, *, may_be_cut: bool = False) -> Reading:
-        """Read white space and then a certain text.
+        """Read white space and then a literal.
 
         Args:
-            pos: where.
-            wanted: the text.
-            may_be_cut: the end of the text may stand for what is missing of it.
+            pos: start position.
+            wanted: the literal.
+            may_be_cut: True where the end of the text may truncate the literal.
         """
         begin = yield from self.past_space(pos)
         assert begin is not None
@@ -71,7 +71,7 @@ class Incoming:
             yield None
 
     def name(self, pos: int) -> Reading:
-        """Read the letters of a function's name, none of which may be there."""
+        """Read the letters of a function's name, possibly none."""
         while True:
             match = PLAIN_NAME.match(self.text, pos)
             assert match is not None
@@ -82,12 +82,12 @@ class Incoming:
             yield None
 
     def json_object(self, pos: int, index: int | None = None) -> Reading:
-        """Read a JSON object by its brackets and strings; whether it is JSON throughout, it does not tell.
+        """Read a JSON object by its brackets and strings, without full validation.
 
         Args:
-            pos: where it begins.
-            index: of the call whose arguments it is, to be yielded as they come. With None nothing is yielded, and a
-                character that JSON has in strings only ends the reading.
+            pos: start position.
+            index: index of the call whose arguments are the object, which are then yielded as they arrive. With None
+                nothing is yielded, and a character that JSON allows in strings only ends the reading.
         """
         if (yield from self.literal(pos, "{")) != pos + 1:
             return None
@@ -108,10 +108,10 @@ class Incoming:
 
 
 class BracketScan:
-    """Finds where a JSON value that begins with a bracket ends, in one pass over text that comes in parts.
+    """Finds the end of a JSON object or array, in one pass over text that arrives in parts.
 
     Args:
-        is_strict: stop at what cannot stand in JSON; `is_broken` is then True.
+        is_strict: True where a character that JSON does not allow ends the scan, and sets `is_broken`.
     """
 
     __slots__ = ("_depth", "_in_string", "_is_escaped", "_is_strict", "is_broken")
@@ -123,7 +123,7 @@ class BracketScan:
         self._in_string = self._is_escaped = False
 
     def advance(self, text: str, pos: int) -> int | None:
-        """Go through the text from a position on; return where the value ends, None where it goes on or is broken."""
+        """Scan the text from a position on; return the end of the value, None where it is incomplete or broken."""
         while pos < len(text):
             if self._is_escaped:
                 self._is_escaped = False

@@ -1,4 +1,4 @@
-"""Llama 3's format: JSON objects with name and parameters, `;` between them, maybe behind `<|python_tag|>`."""
+"""Llama 3's format: JSON objects with name and parameters, `;` between them, optionally after `<|python_tag|>`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from quire.text.tool_calls.object_calls import read_series
 from quire.text.tool_calls.parser import CallReader
 
 MARK = "<|python_tag|>"
-# How Llama 3's templates show the format to the model.
+# The text by which Llama 3's templates show the format to the model.
 SHOWN = '"parameters": dictionary'
 SPACE = r"[ \t\n\r]*"
 
 
 class Llama3:
-    """Calls are the whole output, or all of it behind the mark.
+    """Calls are the whole output, or all of it after the mark.
 
     Source: Llama 3.1, 3.2 and 3.3.
     """
@@ -33,8 +33,8 @@ class Llama3:
         return cls()
 
     @staticmethod
-    def is_spoken_by(source: str) -> bool:
-        """Tell whether a chat template shows the format to the model."""
+    def is_shown_by(source: str) -> bool:
+        """Return whether a chat template shows the format to the model."""
         return MARK in source or SHOWN in source
 
     def read_calls(self, incoming: Incoming, pos: int, reader: CallReader) -> Reading:
@@ -42,9 +42,9 @@ class Llama3:
         return (yield from read_series(incoming, pos, reader, ";", ""))
 
     def grammar(self, rules: CallRules) -> str:
-        """Return the grammar: text that does not begin like a call, or calls and nothing else.
+        """Return the grammar: text that does not begin like a call, or calls only.
 
-        Free text has no tokens beside it: Llama's others end its turn or are reserved.
+        Free text contains no further tokens: Llama's others end its turn or are reserved.
         """
         if rules.is_required:
             more = ' ("; " object)*' if rules.is_parallel else ""
@@ -55,7 +55,7 @@ class Llama3:
             lines.append(f'HEAD_{idx}: /{_begun(function.name)}{SPACE},{SPACE}"parameters"{SPACE}:{SPACE}/')
             options.append(f'HEAD_{idx} args_{idx} "}}"')
         names = "|".join(function.name for function in rules.functions)
-        # Whatever is read as a call is none of this, so it can only be a call.
+        # Text never begins like a call, so that every text that the parser reads as a call is constrained as one.
         text = f"/(?s:.*)/ & ~/{_begun(f'({names})')}(?s:.*)/"
         text_rules = CallRules(functions=rules.functions, tokens=rules.tokens)
         lines += [f"call: {' | '.join(options)}", *grammar.arguments(rules)]
@@ -65,6 +65,6 @@ class Llama3:
 
 
 def _begun(name: str) -> str:
-    """Return the regular expression of how a call begins, up to its function's name."""
+    """Return the regular expression of a call's beginning, up to its function's name."""
     kind = f'("type"{SPACE}:{SPACE}"function"{SPACE},{SPACE})?'
     return f'{SPACE}\\{{{SPACE}{kind}"name"{SPACE}:{SPACE}"{name}"'

@@ -1,4 +1,4 @@
-"""Mistral's formats: behind `[TOOL_CALLS]` an array of objects, or a name and its arguments for each mark."""
+"""Mistral's formats: `[TOOL_CALLS]` and an array of objects, or a mark with a name and arguments for each call."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from quire.text.tool_calls import grammar
 from quire.text.tool_calls.calls import read_object
 from quire.text.tool_calls.grammar import CallRules
 from quire.text.tool_calls.incoming import Incoming, Reading
-from quire.text.tool_calls.object_calls import read_series, tell_arguments
+from quire.text.tool_calls.object_calls import read_series, stream_arguments
 from quire.text.tool_calls.parser import CallReader
 
 MARK, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 
 class Mistral:
-    """Both forms are read, whatever the model; its template decides which one it is held to.
+    """Both forms are parsed for every model; the template determines the form of the grammar.
 
     Args:
-        is_array: write one array of all calls, as older models do.
-        has_ids: a name may have an id of the call behind it.
+        is_array: True where one array contains all calls, as with older models.
+        has_ids: True where an id of the call may follow the name.
 
     Source: Mistral 7B v0.3, Nemo and Small (an array); Small 3.2, Magistral and Devstral (names, with ids or without).
     """
@@ -39,8 +39,8 @@ class Mistral:
         return cls(is_array=ARGS not in source, has_ids=CALL_ID in source)
 
     @staticmethod
-    def is_spoken_by(source: str) -> bool:
-        """Tell whether a chat template shows the format to the model."""
+    def is_shown_by(source: str) -> bool:
+        """Return whether a chat template shows the format to the model."""
         return MARK in source
 
     def read_calls(self, incoming: Incoming, pos: int, reader: CallReader) -> Reading:
@@ -51,7 +51,7 @@ class Mistral:
         return (yield from self._read_named(incoming, pos, reader))
 
     def grammar(self, rules: CallRules) -> str:
-        """Return the grammar: free text and calls behind it, or calls and nothing else."""
+        """Return the grammar: free text and calls after it, or calls only."""
         opened = grammar.marker(MARK, rules.tokens)
         if self.is_array:
             more = ' (", " object)*' if rules.is_parallel else ""
@@ -68,7 +68,7 @@ class Mistral:
         return grammar.whole(["start: free | opened calls", *grammar.free_text(rules, MARK), *lines])
 
     def _read_named(self, incoming: Incoming, pos: int, reader: CallReader) -> Reading:
-        """Read a name, an id that the model may have given the call, and arguments."""
+        """Read a name, an optional id of the call, and arguments."""
         begin = yield from incoming.past_space(pos)
         assert begin is not None
         end = yield from incoming.name(begin)
@@ -87,8 +87,8 @@ class Mistral:
             end = yield from incoming.json_object(begin)
             if end is None or read_object(incoming.text[begin:end]) is None:
                 return None
-            yield reader.tell(name, incoming.text[begin:end])
+            yield reader.whole_call(name, incoming.text[begin:end])
             return end
         if (yield from incoming.literal(begin, "{")) is None:
             return None
-        return (yield from tell_arguments(incoming, begin, reader, name))
+        return (yield from stream_arguments(incoming, begin, reader, name))

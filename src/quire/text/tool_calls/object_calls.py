@@ -1,4 +1,4 @@
-"""Calls that are JSON objects with a name and arguments: one alone, or a series of them."""
+"""Parsing of calls that are JSON objects with a name and arguments: a single one, or a series."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Call = tuple[str, str]
 def whole_call(
     incoming: Incoming, pos: int, names: frozenset[str]
 ) -> Generator[Piece | None, None, tuple[Call, int] | None]:
-    """Wait for a whole object and return the call that it is, and where it ends."""
+    """Read a whole object, and return its call and its end."""
     begin = yield from incoming.past_space(pos)
     assert begin is not None
     end = yield from incoming.json_object(begin)
@@ -24,8 +24,8 @@ def whole_call(
     return None if call is None else (call, end)
 
 
-def told_call(incoming: Incoming, pos: int, reader: CallReader) -> Reading:
-    """Read an object that keeps to a grammar: once its arguments begin it is a call, and is told as it comes."""
+def stream_call(incoming: Incoming, pos: int, reader: CallReader) -> Reading:
+    """Read an object that follows a grammar, and yield the call as it arrives, from the start of its arguments."""
     begin = yield from incoming.literal(pos, "{")
     if begin is None:
         return None
@@ -33,14 +33,14 @@ def told_call(incoming: Incoming, pos: int, reader: CallReader) -> Reading:
     if found is None:
         return None
     name, begin = found
-    end = yield from tell_arguments(incoming, begin, reader, name)
+    end = yield from stream_arguments(incoming, begin, reader, name)
     assert end is not None
     closed = yield from incoming.literal(end, "}", may_be_cut=True)
     return end if closed is None else closed
 
 
-def tell_arguments(incoming: Incoming, begin: int, reader: CallReader, name: str) -> Reading:
-    """Tell a call whose arguments, an object, begin; they may be cut off by the end of the text, which is returned."""
+def stream_arguments(incoming: Incoming, begin: int, reader: CallReader, name: str) -> Reading:
+    """Yield a call as its arguments, an object, arrive; the end of the text may truncate them, and is returned then."""
     index = reader.num_calls
     reader.num_calls += 1
     yield CallDelta(index, name)
@@ -56,16 +56,16 @@ def read_series(incoming: Incoming, pos: int, reader: CallReader, separator: str
 
     Args:
         incoming: the text.
-        pos: where the first one begins.
-        reader: what the readings share.
-        separator: one character.
-        closing: one character behind the last call, which may be cut off; "" where the calls end the text.
+        pos: start of the first call.
+        reader: state of the output's readings.
+        separator: separator of calls, one character.
+        closing: character after the last call, optional in a truncated text; "" where the calls end the text.
     """
     calls: list[Call] = []
     is_first = True
     while True:
         if reader.is_forced:
-            end = yield from told_call(incoming, pos, reader)
+            end = yield from stream_call(incoming, pos, reader)
             if end is None:
                 return None if is_first else pos
         else:
@@ -77,21 +77,21 @@ def read_series(incoming: Incoming, pos: int, reader: CallReader, separator: str
         is_first = False
         after = yield from incoming.past_space(end)
         assert after is not None
-        follows = incoming.text[after : after + 1]
-        pos = after + len(follows)
-        if follows == separator:
+        next_char = incoming.text[after : after + 1]
+        pos = after + len(next_char)
+        if next_char == separator:
             after = yield from incoming.past_space(pos)
             if after != len(incoming.text):
                 continue
-        elif follows and follows != closing:
+        elif next_char and next_char != closing:
             return end if reader.is_forced else None
         for name, arguments in calls:
-            yield reader.tell(name, arguments)
+            yield reader.whole_call(name, arguments)
         return pos
 
 
 def _head(incoming: Incoming, pos: int, names: frozenset[str]) -> Generator[Piece | None, None, tuple[str, int] | None]:
-    """Read `"name": "...", "arguments":`, maybe behind `"type": "function",`; return the name, and where it ends."""
+    """Read `"name": "...", "arguments":`, optionally after `"type": "function",`; return the name, and the end."""
     member = yield from _member(incoming, pos)
     if member is not None and member[:2] == ("type", "function"):
         comma = yield from incoming.literal(member[2], ",")
@@ -109,7 +109,7 @@ def _head(incoming: Incoming, pos: int, names: frozenset[str]) -> Generator[Piec
 
 
 def _member(incoming: Incoming, pos: int) -> Generator[Piece | None, None, tuple[str, str, int] | None]:
-    """Read a key and a value that are plain names; return them, and where they end."""
+    """Read a key and a value that are plain names; return them, and their end."""
     key = yield from _string(incoming, pos)
     colon = None if key is None else (yield from incoming.literal(key[1], ":"))
     value = None if colon is None else (yield from _string(incoming, colon))
@@ -117,7 +117,7 @@ def _member(incoming: Incoming, pos: int) -> Generator[Piece | None, None, tuple
 
 
 def _string(incoming: Incoming, pos: int) -> Generator[Piece | None, None, tuple[str, int] | None]:
-    """Read a string that is a plain name; return it, and where it ends."""
+    """Read a string that is a plain name; return it, and its end."""
     begin = yield from incoming.literal(pos, '"')
     end = None if begin is None else (yield from incoming.name(begin))
     if begin is None or end is None or incoming.text[end : end + 1] != '"':

@@ -1,4 +1,4 @@
-"""Reads one output as it comes: content and calls, whatever the pieces in which the text arrives."""
+"""The incremental parser of one output: content and calls, independent of the pieces in which the text arrives."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from quire.text.tool_calls.incoming import Incoming, Reading
 
 
 class ToolFormat(Protocol):
-    """How models of one kind write calls."""
+    """A format of tool calls, shared by a family of models."""
 
     @property
     def name(self) -> str:
-        """How users call the format."""
+        """The format's name in options."""
         ...
 
     @property
     def marker(self) -> str:
-        """What calls begin with."""
+        """The marker that begins calls."""
         ...
 
     @property
     def other_markers(self) -> tuple[str, ...]:
-        """What else a tokenizer may have a token of its own for."""
+        """Further texts of the format for which a tokenizer may have single tokens."""
         ...
 
     @property
@@ -35,11 +35,11 @@ class ToolFormat(Protocol):
 
     @property
     def id_chars(self) -> int | None:
-        """How long ids of calls must be, of letters and digits, where templates insist; None where they do not."""
+        """The length of call ids, of letters and digits, that templates require; None where they require none."""
         ...
 
     def read_calls(self, incoming: Incoming, pos: int, reader: CallReader) -> Reading:
-        """Read the calls behind a marker, or at the beginning; return where they end, None where there are none."""
+        """Read the calls after a marker, or at the beginning; return their end, None where there are none."""
         ...
 
     def grammar(self, rules: CallRules) -> str:
@@ -48,12 +48,12 @@ class ToolFormat(Protocol):
 
 
 class CallReader:
-    """What the readings of one output share.
+    """The shared state of one output's readings.
 
     Args:
-        names: of the functions that there are; what calls another one is content.
-        is_forced: the output keeps to the format's grammar, so a call that has begun is one, and is told as it comes.
-            Otherwise it is told when it is whole.
+        names: names of the known functions; a call of another one is content.
+        is_forced: True where the output follows the format's grammar: a call is then yielded as it arrives, otherwise
+            when it is complete.
     """
 
     def __init__(self, names: frozenset[str], *, is_forced: bool) -> None:
@@ -61,22 +61,22 @@ class CallReader:
         self.is_forced = is_forced
         self.num_calls = 0
 
-    def tell(self, name: str, arguments: str) -> CallDelta:
-        """Return a whole call."""
+    def whole_call(self, name: str, arguments: str) -> CallDelta:
+        """Count a complete call, and return it."""
         self.num_calls += 1
         return CallDelta(self.num_calls - 1, name, arguments, is_last=True)
 
 
 class CallParser:
-    """Gives the content and the calls of one output, piece by piece.
+    """Parses the content and the calls of one output, piece by piece.
 
-    The pieces, merged, do not depend on how the text was cut. White space before a call is left out, and so is what
-    lies between calls or ends the output behind one. Whatever only looks like a call is content.
+    The merged pieces do not depend on the division of the text. White space before a call, between calls and after the
+    last one is left out. Text that only resembles a call is content.
 
     Args:
         form: the format.
-        names: of the functions that there are.
-        is_forced: see `CallReader`.
+        names: names of the known functions.
+        is_forced: True where the output follows the format's grammar; see `CallReader`.
     """
 
     def __init__(self, form: ToolFormat, names: frozenset[str], *, is_forced: bool) -> None:
@@ -86,25 +86,25 @@ class CallParser:
         self._is_inside_call = False
 
     def push(self, text: str) -> list[Piece]:
-        """Take more text and return what it makes certain."""
+        """Add text, and return the pieces that it completes."""
         if not text:
             return []
         self._incoming.text += text
         return self._take()
 
     def finish(self) -> list[Piece]:
-        """Return the rest; the output has ended."""
+        """Return the remaining pieces at the end of the output."""
         self._incoming.is_ended = True
         return self._take()
 
     @property
     def num_calls(self) -> int:
-        """How many calls have been told, one that is not complete included."""
+        """The number of calls so far, an incomplete one included."""
         return self._reader.num_calls
 
     @property
     def is_inside_call(self) -> bool:
-        """True while the last call that was told is not complete."""
+        """True while the last call is incomplete."""
         return self._is_inside_call
 
     def _take(self) -> list[Piece]:
@@ -119,13 +119,13 @@ class CallParser:
 
 
 def _read(form: ToolFormat, incoming: Incoming, reader: CallReader) -> Generator[Piece | None]:
-    """Yield what an output holds, None where more text is needed."""
+    """Yield the pieces of an output, and None where more text is needed."""
     end = (yield from form.read_calls(incoming, 0, reader)) if form.may_be_bare else None
     if end is not None:
         incoming.consume(end)
-    follows_call = end is not None
+    is_after_call = end is not None
     while True:
-        begin = yield from _content(incoming, form.marker, follows_call=follows_call)
+        begin = yield from _content(incoming, form.marker, is_after_call=is_after_call)
         if begin is None:
             return
         end = yield from form.read_calls(incoming, begin + len(form.marker), reader)
@@ -133,38 +133,38 @@ def _read(form: ToolFormat, incoming: Incoming, reader: CallReader) -> Generator
             yield incoming.consume(begin + len(form.marker))
         else:
             incoming.consume(end)
-        follows_call = end is not None
+        is_after_call = end is not None
 
 
-def _content(incoming: Incoming, marker: str, *, follows_call: bool) -> Generator[Piece | None, None, int | None]:
-    """Yield content up to a marker, but for the white space before it, or up to the end.
+def _content(incoming: Incoming, marker: str, *, is_after_call: bool) -> Generator[Piece | None, None, int | None]:
+    """Yield the content before a marker, without the white space before it, or up to the end of the text.
 
     Args:
-        incoming: the text; what is returned is a place in it.
-        marker: what ends content.
-        follows_call: white space alone is no content.
+        incoming: the text.
+        marker: marker after the content.
+        is_after_call: True where white space alone is not content.
 
     Returns:
-        Where the marker begins, None where the text ends before.
+        Position of the marker, None where the text ends before.
     """
     while True:
         text = incoming.text
         begin = text.find(marker)
         sure = text[:begin] if begin >= 0 else text[: len(text) - _begun(text, marker)]
         if content := incoming.consume(len(sure.rstrip(JSON_SPACE))):
-            follows_call = False
+            is_after_call = False
             yield content
         if begin >= 0:
             return begin - len(content)
         if incoming.is_ended:
             rest = incoming.consume(len(incoming.text))
-            if rest.strip(JSON_SPACE) or not follows_call:
+            if rest.strip(JSON_SPACE) or not is_after_call:
                 yield rest
             return None
         yield None
 
 
 def _begun(text: str, marker: str) -> int:
-    """Return how much of a marker, if any, the text ends with."""
+    """Return the length of the longest proper prefix of a marker with which the text ends."""
     longest = min(len(text), len(marker) - 1)
     return next((length for length in range(longest, 0, -1) if text.endswith(marker[:length])), 0)

@@ -1,4 +1,4 @@
-"""The calls of one sample: its text told as content and calls, as it comes or in one piece."""
+"""The content and the calls of one sample, incrementally or of the whole text."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class ToolCall:
     """A call of a function.
 
     Args:
-        id: what the message with its result names; of the form that the model's template takes back.
-        name: of the function.
-        arguments: JSON, as the model wrote it; a part of it where the output was cut off inside the call.
+        id: id for the message with the result, in a form that the model's template accepts.
+        name: name of the function.
+        arguments: JSON as the model wrote it; a part of it where the output was truncated inside the call.
     """
 
     id: str
@@ -29,15 +29,15 @@ class ToolCall:
     arguments: str
 
     def as_message(self) -> dict[str, Any]:
-        """Return the call as it stands in the assistant's message."""
+        """Return the call as an entry of the assistant's message."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 class SampleCalls:
-    """One sample's text, told as content and calls.
+    """The parser of one sample's text.
 
     Args:
-        use: what the request said about calls.
+        use: the request's use of tools.
     """
 
     def __init__(self, use: ToolUse) -> None:
@@ -46,11 +46,11 @@ class SampleCalls:
         self._parser = CallParser(use.form, use.names, is_forced=use.is_forced)
 
     def pieces(self, text: str, *, is_finished: bool) -> list[Piece]:
-        """Return what new text makes certain.
+        """Return the pieces that new text completes.
 
         Args:
             text: the new text.
-            is_finished: it is the last one.
+            is_finished: True where the text is the last one.
         """
         pieces = self._parser.push(text)
         if is_finished:
@@ -69,9 +69,9 @@ class SampleCalls:
         return content, calls
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """Return why an output ended: "tool_calls" where it came to its end and calls something.
+        """Return the finish reason of an output: "tool_calls" where it stopped by itself after a complete call.
 
-        Where the client named the function, "stop" stays, as with OpenAI: that there is a call was no choice.
+        Where the client named the function, "stop" stays, as with OpenAI: the model did not choose to call it.
         """
         if reason == "stop" and self._parser.num_calls and not self._parser.is_inside_call and not self._is_named:
             return "tool_calls"
@@ -83,7 +83,7 @@ class SampleCalls:
 
 
 def new_call_id(form: ToolFormat) -> str:
-    """Return an id for a call that the model's template takes back."""
+    """Return a new id of a call, in a form that the model's template accepts."""
     if form.id_chars is None:
         return f"call_{secrets.token_hex(12)}"
     return "".join(secrets.choice(ID_ALPHABET) for _ in range(form.id_chars))

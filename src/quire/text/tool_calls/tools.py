@@ -1,4 +1,4 @@
-"""The tools of a request, as clients of OpenAI's API write them: which functions there are, and which may be called."""
+"""The tools of a request in OpenAI's form: their definitions, and the choice of those that may be called."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ CHOICES = f'"none", "auto", "required", {NAMED} or {ALLOWED}'
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function as the model is told of it, and as it may be called.
+    """A tool of a request.
 
     Args:
-        told: what templates read.
-        function: what calls keep to.
+        definition: definition for the chat template.
+        function: function that constrains the calls.
     """
 
-    told: Mapping[str, Any]
+    definition: Mapping[str, Any]
     function: Function
 
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Which functions may be called.
+    """The functions that may be called.
 
     Args:
-        functions: none where no call is wanted, or there are no tools.
-        is_required: there must be a call.
-        is_named: the client named the one function that there must be one call of.
+        functions: functions that may be called; empty where calls are not requested, or there are no tools.
+        is_required: True where the output must be a call.
+        is_named: True where the client named the one function of the one call.
     """
 
     functions: Sequence[Function]
@@ -47,7 +47,7 @@ class ToolChoice:
 
 
 def read_tools(given: object) -> list[Tool]:
-    """Read `tools`; None has none.
+    """Read `tools`; None is an empty list.
 
     Raises:
         InvalidParameter: naming the tool and the field.
@@ -79,8 +79,8 @@ def read_choice(choice: object, functions: Sequence[Function]) -> ToolChoice:
     """Read `tool_choice`; None is "auto".
 
     Args:
-        choice: what the client wrote.
-        functions: of all tools.
+        choice: value of the field.
+        functions: functions of all tools.
 
     Raises:
         InvalidParameter: naming the field.
@@ -104,7 +104,7 @@ def read_choice(choice: object, functions: Sequence[Function]) -> ToolChoice:
 
 
 def _read_allowed(choice: dict[str, Any], functions: Sequence[Function]) -> ToolChoice:
-    """Read the functions of a choice, which are some of those that there are."""
+    """Read a choice that allows a subset of the functions."""
     where = "tool_choice.allowed_tools"
     allowed = choice.get("allowed_tools")
     if not isinstance(allowed, dict):
@@ -116,12 +116,12 @@ def _read_allowed(choice: dict[str, Any], functions: Sequence[Function]) -> Tool
         raise InvalidParameter(f"{where}.tools", listed, f"a list of at least one {NAMED}")
     names = set()
     for idx, one in enumerate(listed):
-        place = f"{where}.tools[{idx}]"
+        path = f"{where}.tools[{idx}]"
         if not isinstance(one, dict):
-            raise InvalidParameter(place, one, NAMED)
+            raise InvalidParameter(path, one, NAMED)
         if one.get("type") != "function":
-            raise InvalidParameter(f"{place}.type", one.get("type"), '"function"')
-        names.add(_find(one, place, functions).name)
+            raise InvalidParameter(f"{path}.type", one.get("type"), '"function"')
+        names.add(_find(one, path, functions).name)
     return ToolChoice([function for function in functions if function.name in names], is_required=mode == "required")
 
 
@@ -154,10 +154,10 @@ def _read_tool(tool: object, where: str) -> Tool:
     if is_strict is not None and not isinstance(is_strict, bool):
         raise InvalidParameter(f"{where}.strict", is_strict, "true or false")
     parameters = _read_parameters(function.get("parameters"), f"{where}.parameters")
-    told = {"name": name} | ({} if description is None else {"description": description})
+    definition = {"name": name} | ({} if description is None else {"description": description})
     schema = parameters or {**NO_PARAMETERS, "additionalProperties": False}
     return Tool(
-        {"type": "function", "function": {**told, "parameters": parameters or NO_PARAMETERS}},
+        {"type": "function", "function": {**definition, "parameters": parameters or NO_PARAMETERS}},
         Function(name, schema, is_strict=bool(is_strict)),
     )
 

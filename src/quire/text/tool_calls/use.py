@@ -1,4 +1,4 @@
-"""What a request says about calls, made for one model: how it is told of tools, held to their schemas, and read."""
+"""A request's use of tools with one model: definitions in the prompt, constrained output, and parsed calls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.errors import InvalidParameter, UnsupportedFeature
 from quire.sequences.structured import StructuredOutputs
-from quire.text.chat import require_chat_template
+from quire.text.chat_template import require_chat_template
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_calls.grammar import CallRules, text_tokens
 from quire.text.tool_calls.parser import ToolFormat
@@ -20,27 +20,27 @@ ONE_GRAMMAR = 'an output has one grammar, that of its tools; set tool_choice to 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What a request says about calls.
+    """A request's use of tools.
 
     Args:
-        told: the tools, as templates read them.
-        rules: which of them may be called, and how.
-        form: how the model writes calls.
-        is_named: the client named the one function to be called.
-        is_forced: the output is held to the rules.
-        kept_ids: special tokens that belong to calls and must be in the text.
+        definitions: definitions of the tools for the chat template.
+        rules: the allowed calls.
+        form: format of the model's calls.
+        is_named: True where the client named the one function of the one call.
+        is_forced: True where a grammar constrains the output to the rules.
+        marker_ids: ids of special tokens that belong to calls and must be in the text.
     """
 
-    told: Sequence[Mapping[str, Any]]
+    definitions: Sequence[Mapping[str, Any]]
     rules: CallRules
     form: ToolFormat
     is_named: bool
     is_forced: bool
-    kept_ids: tuple[int, ...]
+    marker_ids: tuple[int, ...]
 
     @property
     def names(self) -> frozenset[str]:
-        """The functions that may be called."""
+        """The names of the functions that may be called."""
         return frozenset(function.name for function in self.rules.functions)
 
     def sampling(self) -> dict[str, Any]:
@@ -49,24 +49,24 @@ class ToolUse:
         Raises:
             InvalidParameter: the grammar is too large.
         """
-        params: dict[str, Any] = {"kept_special_ids": self.kept_ids}
+        params: dict[str, Any] = {"kept_special_ids": self.marker_ids}
         if self.is_forced:
             try:
                 params["structured_outputs"] = StructuredOutputs(grammar=self.form.grammar(self.rules))
             except (InvalidParameter, RecursionError) as error:
-                raise InvalidParameter("tools", f"{len(self.told)} tools", f"smaller ({error})") from error
+                raise InvalidParameter("tools", f"{len(self.definitions)} tools", f"smaller ({error})") from error
         return params
 
 
 @dataclass(frozen=True, slots=True)
 class ToolModel:
-    """What of a model matters for calls.
+    """The properties of a model that tool calls depend on.
 
     Args:
-        tokenizer: None where token ids are all that is known of tokens.
-        form: how the model writes calls; None where that is not known.
-        vocab_size: token ids lie below.
-        set_form: how users say the format where the template does not show it.
+        tokenizer: the model's tokenizer, None where the engine runs without one.
+        form: format of the model's calls, None where it is not known.
+        vocab_size: upper bound of the token ids.
+        set_form: name of the option that sets the format where the template does not show it.
     """
 
     tokenizer: Tokenizer | None
@@ -75,14 +75,14 @@ class ToolModel:
     set_form: str
 
     def read(self, tools: object, tool_choice: object, parallel_tool_calls: object) -> ToolUse | None:
-        """Read a request's fields of these names; None leaves one out.
+        """Read the fields of a request with the names of the arguments; None is an absent field.
 
         Returns:
-            None where no calls are wanted.
+            The use of tools, None where calls are not requested.
 
         Raises:
             InvalidParameter: naming the field.
-            UnsupportedFeature: the model knows no tools, or calls are required where llguidance is missing.
+            UnsupportedFeature: the model does not support tools, or calls are required and llguidance is missing.
         """
         known = read_tools(tools)
         if parallel_tool_calls is not None and not isinstance(parallel_tool_calls, bool):
@@ -104,19 +104,20 @@ class ToolModel:
             tokens=tokens,
             text_tokens=text_tokens(tokenizer, form.marker, self.vocab_size),
         )
-        kept_ids = tuple(token_id for token_id in tokens.values() if token_id in tokenizer.special_ids)
-        return ToolUse([tool.told for tool in known], rules, form, choice.is_named, can_force, kept_ids)
+        marker_ids = tuple(token_id for token_id in tokens.values() if token_id in tokenizer.special_ids)
+        definitions = [tool.definition for tool in known]
+        return ToolUse(definitions, rules, form, choice.is_named, can_force, marker_ids)
 
     def _require(self) -> tuple[Tokenizer, ToolFormat]:
-        """Return what calls need.
+        """Return the tokenizer and the format, which calls need.
 
         Raises:
-            UnsupportedFeature: the template has no place for tools, or does not say how calls are written.
+            UnsupportedFeature: the template does not use tools, or the format is not known.
         """
         if self.tokenizer is None:
             raise UnsupportedFeature("tools", "this engine runs without a tokenizer")
         require_chat_template(self.tokenizer.chat_template).require_tools()
         if self.form is None:
-            why = f"the model's chat template does not say how calls are written; {self.set_form} can"
+            why = f"the model's chat template does not show the format of calls; {self.set_form} can set it"
             raise UnsupportedFeature("tools", why)
         return self.tokenizer, self.form

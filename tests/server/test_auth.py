@@ -10,7 +10,7 @@ import pytest
 from starlette.responses import Response
 
 from quire.errors import ConfigError
-from quire.server.auth import Guard, is_own_name
+from quire.server.auth import Guard, is_local_host
 from quire.server.settings import ServerConfig, is_loopback
 
 
@@ -49,7 +49,7 @@ def test_a_key_is_not_shown() -> None:
     ],
 )
 def test_names_that_nobody_can_point_here(host: str) -> None:
-    assert is_own_name(host)
+    assert is_local_host(host)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_names_that_nobody_can_point_here(host: str) -> None:
     ],
 )
 def test_names_that_somebody_can_point_here(host: str) -> None:
-    assert not is_own_name(host)
+    assert not is_local_host(host)
 
 
 def status(authorization: str | None) -> int:

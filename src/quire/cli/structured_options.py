@@ -1,4 +1,4 @@
-"""Flags that say what an output must look like."""
+"""The flags of structured outputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.sequences.structured import StructuredOutputs
 
 def add_structured_options(parser: argparse.ArgumentParser) -> None:
     """Add the flags; they exclude each other."""
-    group = parser.add_argument_group("output options", "What the output must look like; needs quire[structured].")
+    group = parser.add_argument_group("output options", "Structure of the output; needs quire[structured].")
     only = group.add_mutually_exclusive_group()
     only.add_argument("--json-schema", metavar="FILE", help="JSON after the schema in a file")
     only.add_argument("--json-object", action="store_true", help="any JSON object")
@@ -21,11 +21,11 @@ def add_structured_options(parser: argparse.ArgumentParser) -> None:
 
 
 def structured_options(args: argparse.Namespace) -> dict[str, StructuredOutputs]:
-    """Return what was given, as an argument of `SamplingParams`; nothing where nothing was.
+    """Return the given flag as an argument of `SamplingParams`; empty without a flag.
 
     Raises:
-        ConfigError: a file that cannot be read.
-        InvalidParameter: a schema that is not JSON, an empty text.
+        ConfigError: a file cannot be read.
+        InvalidParameter: a schema is not JSON, or a text is empty.
     """
     if args.json_schema is not None:
         return {"structured_outputs": StructuredOutputs(json=_read("json_schema", args.json_schema))}

@@ -1,4 +1,4 @@
-"""The fields with which clients say what an output must look like: OpenAI's, vLLM's and its earlier ones."""
+"""The request fields of structured outputs: OpenAI's, vLLM's and vLLM's earlier ones."""
 
 from __future__ import annotations
 
@@ -25,27 +25,29 @@ OWN_FIELDS = ("json", "json_object", "regex", "choice", "grammar", "disable_any_
 UNSUPPORTED_OWN: Mapping[str, Refusal] = {
     "structural_tag": ((), "write a Lark grammar"),
     "disable_fallback": ((False, True), "there is nothing to fall back to"),
-    "disable_additional_properties": ((False,), "say it in the schema"),
+    "disable_additional_properties": ((False,), "set it in the schema"),
     "whitespace_pattern": ((), "set disable_any_whitespace, or write a grammar"),
 }
 
 
 def read_structured(fields: Fields) -> tuple[StructuredOutputs | None, dict[str, str]]:
-    """Read what the output must look like.
+    """Read the structure that the output must have.
 
     Returns:
-        That, None where the client leaves it open; and how the client wrote the fields of `structured_outputs`.
+        The structure, None where any text is allowed; and the client's names of fields, by those of
+        `structured_outputs`.
 
     Raises:
-        RequestError: in the client's spelling; more than one of the fields among them.
+        RequestError: naming the field as the client does; also where more than one of the fields is given.
     """
     given = [(name, _read(fields, name)) for name in STRUCTURED_FIELDS if fields.get(name) is not None]
-    asked = [(name, read) for name, read in given if read is not None]
-    if not asked:
+    requested = [(name, read) for name, read in given if read is not None]
+    if not requested:
         return None, {}
-    if len(asked) > 1:
-        raise InvalidParameter(asked[1][0], fields.get(asked[1][0]), f"absent beside {asked[0][0]}")
-    ((_, (wanted, field_aliases)),) = asked
+    if len(requested) > 1:
+        name = requested[1][0]
+        raise InvalidParameter(name, fields.get(name), f"absent together with {requested[0][0]}")
+    ((_, (wanted, field_aliases)),) = requested
     try:
         return StructuredOutputs(**wanted), field_aliases
     except InvalidParameter as error:
@@ -54,7 +56,7 @@ def read_structured(fields: Fields) -> tuple[StructuredOutputs | None, dict[str,
 
 
 def _read(fields: Fields, name: str) -> tuple[dict[str, Any], dict[str, str]] | None:
-    """Return the fields of `StructuredOutputs` that a field asks for, and their spelling; None for any text."""
+    """Return the fields of `StructuredOutputs` that a field gives, and their aliases; None for any text."""
     if name == "response_format":
         return _response_format(fields)
     if name == "structured_outputs":
@@ -80,7 +82,7 @@ def _response_format(fields: Fields) -> tuple[dict[str, Any], dict[str, str]] | 
         raise InvalidParameter("response_format.json_schema", None, "an object")
     for name in ("name", "description"):
         described.text(name)
-    described.flag("strict")  # what is asked for is kept to either way
+    described.flag("strict")  # the schema is enforced either way
     schema = described.get("schema")
     if schema is None:
         return {"json_object": True}, {"structured_outputs.json_object": "response_format"}
@@ -94,5 +96,5 @@ def _own(fields: Fields) -> dict[str, Any]:
     own = fields.object("structured_outputs")
     assert own is not None
     own.refuse(UNSUPPORTED_OWN)
-    own.note_unknown((*OWN_FIELDS, *UNSUPPORTED_OWN))
+    own.log_unknown((*OWN_FIELDS, *UNSUPPORTED_OWN))
     return {name: own.get(name) for name in OWN_FIELDS if own.get(name) is not None}

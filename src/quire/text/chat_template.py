@@ -1,4 +1,4 @@
-"""Renders a conversation into the prompt that a model was trained on."""
+"""A model's chat template, which renders a conversation as a prompt."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class ChatTemplate:
     """A model's chat template.
 
     The template comes with the model's folder, never from a request. It is compiled and rendered in a process of
-    limited time and memory, which starts at the first use; any thread may ask.
+    limited time and memory, which starts at the first use. Thread-safe.
 
     Args:
         source: the Jinja template.
-        tool_source: another one for conversations with tools; None where `source` serves them too.
-        bos_token: the token that begins a text, or "".
-        eos_token: the token that ends a text, or "".
+        tool_source: template for conversations with tools; None where `source` serves them too.
+        bos_token: token that begins a text, or "".
+        eos_token: token that ends a text, or "".
         special_tokens: further special tokens by name, for example `{"pad_token": "<pad>"}`.
-        clock: what templates that write a date take the time from.
-        renderer: None makes one with the usual limits.
+        clock: source of the time, for templates that write a date.
+        renderer: renderer of the template; None makes one with the default limits.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class ChatTemplate:
         self._clock = clock
         self._renderer = renderer or Renderer()
         self._special_tokens = {**(special_tokens or {}), "bos_token": bos_token, "eos_token": eos_token}
-        # What conversations with tools are written with.
+        # The template of conversations with tools.
         self.for_tools = self
         if tool_source is not None:
             self.for_tools = ChatTemplate(
@@ -65,17 +65,17 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Write a conversation as a prompt; special tokens are in it already.
+        """Render a conversation as a prompt, special tokens included.
 
         Args:
-            messages: see `normalise_messages`.
-            add_generation_prompt: end with what begins the assistant's next message.
-            tools: functions that the model may call, as JSON schemas.
-            variables: of this model's template, for example `{"enable_thinking": False}`.
+            messages: conversation in the form of `normalise_messages`.
+            add_generation_prompt: True where the prompt ends with the beginning of the assistant's next message.
+            tools: definitions of the functions that the model may call, as JSON schemas.
+            variables: variables of this model's template, for example `{"enable_thinking": False}`.
 
         Raises:
-            InvalidParameter: a malformed message, a conversation out of bounds, or a value that JSON cannot hold.
-            UnsupportedFeature: content that is not text, or a variable that the template does not use.
+            InvalidParameter: a message is malformed, the conversation is too long, or a value is not JSON.
+            UnsupportedFeature: content is not text, or the template does not use a variable.
             RequestError: the template cannot be compiled, refuses the conversation, fails, or exceeds a limit.
             WorkerError: the process that renders does not start, or was closed.
         """
@@ -83,36 +83,36 @@ class ChatTemplate:
             return self.for_tools.render(
                 messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
             )
-        told: dict[str, Any] = {"messages": normalise_messages(messages), **self._special_tokens}
-        # Templates ask whether tools and documents are none, so they are always there.
-        told |= {"add_generation_prompt": add_generation_prompt, "tools": None, "documents": None}
+        context: dict[str, Any] = {"messages": normalise_messages(messages), **self._special_tokens}
+        # Templates test whether tools and documents are none, so both are always defined.
+        context |= {"add_generation_prompt": add_generation_prompt, "tools": None, "documents": None}
         if tools:
             self.require_tools()
-            told["tools"] = [dict(tool) for tool in tools]
+            context["tools"] = [dict(tool) for tool in tools]
         for name, value in (variables or {}).items():
             if name in RESERVED or name in self._special_tokens:
                 raise InvalidParameter("chat_template_kwargs", name, "names that are not reserved")
             self._require(name)
-            told[name] = value
+            context[name] = value
         try:
-            return self._renderer.render(self.source, told, self._clock())
+            return self._renderer.render(self.source, context, self._clock())
         except (TypeError, ValueError, RecursionError) as error:
             allowed = f"messages, tools and variables that JSON can hold ({error})"
             raise InvalidParameter("chat_template_kwargs", variables, allowed) from error
 
     @property
-    def knows_tools(self) -> bool:
-        """True where the template has a place for tools; one that cannot be compiled has none."""
+    def supports_tools(self) -> bool:
+        """True where the template uses tools; False where it cannot be compiled."""
         try:
             return "tools" in self.for_tools._variables
         except RequestError:
             return False
 
     def require_tools(self) -> None:
-        """Check that the template has a place for tools.
+        """Check that the template uses tools.
 
         Raises:
-            UnsupportedFeature: it has none.
+            UnsupportedFeature: it does not.
             RequestError: it cannot be compiled.
         """
         self.for_tools._require("tools")
@@ -132,7 +132,7 @@ class ChatTemplate:
 
 
 def require_chat_template(template: ChatTemplate | None) -> ChatTemplate:
-    """Return a model's template, or say that there is none.
+    """Return a model's template where it has one.
 
     Raises:
         UnsupportedFeature: the model has no chat template.

@@ -1,4 +1,4 @@
-"""Merging outputs, the client's leaving and the server's stopping, on a real event loop."""
+"""Merging outputs, the client's disconnect and the server's stop, on a real event loop."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def delta(token_id: int) -> RequestOutput:
 
 
 class Source:
-    """A stream that gives what it is told to, and knows whether it was closed."""
+    """A stream that yields the items of a queue, and records whether it was closed."""
 
     def __init__(self) -> None:
         self.items: asyncio.Queue[RequestOutput | Exception | None] = asyncio.Queue()
@@ -46,16 +46,16 @@ async def never() -> Any:
 
 
 async def read(
-    feed: StreamMerger,
+    merger: StreamMerger,
     sources: list[Source],
     receive: Receive,
     got: list[Delta],
     then: Callable[[], None] = lambda: None,
 ) -> None:
-    """Read a feed to its end, and do something after each batch of news."""
-    async with aclosing(feed.follow([source.stream() for source in sources], receive)) as batches:
-        async for news in batches:
-            got += news
+    """Read all deltas of a merger, and call a function after each batch."""
+    async with aclosing(merger.deltas([source.stream() for source in sources], receive)) as batches:
+        async for batch in batches:
+            got += batch
             then()
 
 
@@ -65,9 +65,9 @@ def test_outputs_of_all_prompts_come_as_they_are_there() -> None:
         one.items.put_nowait(output("a"))
         two.items.put_nowait(output("b"))
         got: list[tuple[int, str]] = []
-        async with aclosing(StreamMerger(60).follow([one.stream(), two.stream()], never)) as batches:
-            async for news in batches:
-                got += [(idx, item.request_id) for idx, item in news]
+        async with aclosing(StreamMerger(60).deltas([one.stream(), two.stream()], never)) as batches:
+            async for batch in batches:
+                got += [(idx, item.request_id) for idx, item in batch]
                 if len(got) == 2:
                     one.items.put_nowait(None)
                     two.items.put_nowait(output("c"))
@@ -81,20 +81,20 @@ def test_outputs_of_all_prompts_come_as_they_are_there() -> None:
 
 def test_what_a_slow_reader_has_not_taken_is_merged() -> None:
     async def scenario() -> None:
-        source, num_news = Source(), 50
+        source, num_deltas = Source(), 50
         got: list[Delta] = []
-        async with aclosing(StreamMerger(60).follow([source.stream()], never)) as batches:
+        async with aclosing(StreamMerger(60).deltas([source.stream()], never)) as batches:
             source.items.put_nowait(delta(0))
-            async for news in batches:
-                got += news
+            async for batch in batches:
+                got += batch
                 if len(got) == 1:
-                    for token_id in range(1, num_news):
+                    for token_id in range(1, num_deltas):
                         source.items.put_nowait(delta(token_id))
                     source.items.put_nowait(None)
                     while not source.is_closed:
                         await asyncio.sleep(0)
-        assert [len(item.outputs[0].token_ids) for _, item in got] == [1, num_news - 1]
-        assert got[1][1].outputs[0].token_ids == list(range(1, num_news))
+        assert [len(item.outputs[0].token_ids) for _, item in got] == [1, num_deltas - 1]
+        assert got[1][1].outputs[0].token_ids == list(range(1, num_deltas))
         assert got[1][1].finished is False
 
     asyncio.run(scenario())
@@ -105,14 +105,14 @@ def test_silence_is_noticed_and_loses_nothing() -> None:
         source = Source()
         silences = 0
         got = []
-        async with aclosing(StreamMerger(0.001).follow([source.stream()], never)) as batches:
-            async for news in batches:
-                if not news:
+        async with aclosing(StreamMerger(0.001).deltas([source.stream()], never)) as batches:
+            async for batch in batches:
+                if not batch:
                     silences += 1
                     if silences == 3:
                         source.items.put_nowait(output("a"))
                         source.items.put_nowait(None)
-                got += news
+                got += batch
         assert silences >= 3
         assert [item.request_id for _, item in got] == ["a"]
 
@@ -139,17 +139,17 @@ def test_an_error_comes_after_the_outputs_before_it(is_from_outside: bool) -> No
     async def scenario() -> None:
         sources = [Source(), Source()]
         sources[0].items.put_nowait(output("a"))
-        feed = StreamMerger(60)
+        merger = StreamMerger(60)
         got: list[Delta] = []
 
         def go_wrong() -> None:
             if is_from_outside:
-                feed.fail(stopping())
+                merger.fail(stopping())
             else:
                 sources[1].items.put_nowait(stopping())
 
         with pytest.raises(ApiError):
-            await read(feed, sources, never, got, go_wrong)
+            await read(merger, sources, never, got, go_wrong)
         assert len(got) == 1
         assert all(source.is_closed for source in sources)
 

@@ -14,11 +14,11 @@ from quire.engine.outputs.logprobs import FlatLogprobs
 from quire.engine.outputs.outputs import CompletionOutput, RequestOutput
 from quire.errors import InvalidParameter, UnsupportedFeature
 from quire.sequences.params import MAX_LOGPROBS, SamplingParams
-from quire.server import sampling, structured
+from quire.server import sampling, structured_fields
 from quire.server.fields import Fields, Refusal
 from quire.server.generation import GenerationRequest, answer, response_header
 from quire.server.json_stream import JsonArray
-from quire.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs_json
+from quire.server.logprob_fields import TokenNames, chat_logprobs, prompt_logprobs_json
 from quire.server.models import check_model
 from quire.server.state import ServerState
 from quire.server.tool_calls import call_deltas, call_message
@@ -45,11 +45,11 @@ UNSUPPORTED: Mapping[str, Refusal] = {
     "modalities": ((["text"],), "the model writes text only"),
     "prediction": ((), "predicted outputs are not used"),
     "reasoning_effort": (("none",), "use chat_template_kwargs, where the model's template has such a switch"),
-    "verbosity": (("medium",), "say it in a message"),
-    "web_search_options": ((), "the server reaches no other one"),
+    "verbosity": (("medium",), "request it in a message"),
+    "web_search_options": ((), "the server connects to no other one"),
     "store": ((False,), "nothing is stored"),
     "metadata": (({},), "nothing is stored"),
-    "prompt_cache_retention": ((), "cached blocks stay until their memory is needed; retain_cache has them go last"),
+    "prompt_cache_retention": ((), "cached blocks stay until their memory is needed; retain_cache evicts them last"),
     "chat_template": ((), "templates come with the model, never from requests"),
     "continue_final_message": ((False,), "use /v1/completions to continue a text"),
     "documents": (([],), "put them into a message"),
@@ -59,7 +59,7 @@ UNSUPPORTED: Mapping[str, Refusal] = {
 }
 KNOWN_FIELDS = (
     *sampling.SAMPLING_FIELDS,
-    *structured.STRUCTURED_FIELDS,
+    *structured_fields.STRUCTURED_FIELDS,
     *sampling.LABEL_FIELDS,
     *sampling.OPTION_FIELDS,
     *UNSUPPORTED,
@@ -68,14 +68,14 @@ KNOWN_FIELDS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Extras:
-    """What a chat answer says beside its text.
+class ChatExtras:
+    """Contents of a chat answer in addition to its text.
 
     Args:
-        top_logprobs: how many of the likeliest tokens at each position; None gives no log probabilities.
+        top_logprobs: number of most likely tokens at each position; None gives no log probabilities.
         prompt_logprobs: the same for vLLM's `prompt_logprobs`.
-        token_ids: put token ids beside the text.
-        tool_use: what the request said about calls; None reads none.
+        token_ids: True where the answer has token ids.
+        tool_use: the request's use of tools; None parses no calls.
     """
 
     top_logprobs: int | None
@@ -88,7 +88,7 @@ async def chat_completions(state: ServerState, request: Request) -> ASGIApp:
     """Answer `POST /v1/chat/completions`."""
     fields = Fields(await state.bodies.read_object(request))
     fields.refuse(UNSUPPORTED)
-    fields.note_unknown(KNOWN_FIELDS)
+    fields.log_unknown(KNOWN_FIELDS)
     check_model(state, fields)
     job, extras = read_chat(state, fields)
     head = response_header(state, request, "chatcmpl", "chat.completion")
@@ -96,7 +96,7 @@ async def chat_completions(state: ServerState, request: Request) -> ASGIApp:
     return await answer(state, request, job, ChatReply(head, extras, names), head["id"])
 
 
-def read_chat(state: ServerState, fields: Fields) -> tuple[GenerationRequest, Extras]:
+def read_chat(state: ServerState, fields: Fields) -> tuple[GenerationRequest, ChatExtras]:
     """Read a chat request.
 
     Raises:
@@ -109,15 +109,15 @@ def read_chat(state: ServerState, fields: Fields) -> tuple[GenerationRequest, Ex
     has_logprobs = fields.flag("logprobs")
     if top_logprobs is not None and not has_logprobs:
         raise InvalidParameter("top_logprobs", top_logprobs, "absent unless logprobs is true")
-    extras = Extras(
+    extras = ChatExtras(
         top_logprobs=(top_logprobs or 0) if has_logprobs else None,
         prompt_logprobs=fields.integer("prompt_logprobs", 0, MAX_LOGPROBS),
         token_ids=options.return_token_ids,
         tool_use=tool_use,
     )
     field_aliases = {"max_tokens": length, "logprobs": "top_logprobs", "prompt": "messages"}
-    field_aliases |= sampling.width_spelling(fields)
-    wanted, names = structured.read_structured(fields)
+    field_aliases |= sampling.beam_width_alias(fields)
+    wanted, names = structured_fields.read_structured(fields)
     field_aliases |= names
     own: dict[str, Any] = {
         "max_tokens": fields.get(length),
@@ -128,20 +128,22 @@ def read_chat(state: ServerState, fields: Fields) -> tuple[GenerationRequest, Ex
         own |= tool_use.sampling()
         field_aliases["structured_outputs.grammar"] = "tools"
     params = sampling.read_sampling(fields, state.llm.default_sampling_params(), own, field_aliases)
-    told = () if tool_use is None else tool_use.told
-    return GenerationRequest(1, partial(_prompts, state, fields, told, params), params, options, field_aliases), extras
+    definitions = () if tool_use is None else tool_use.definitions
+    return GenerationRequest(
+        1, partial(_prompts, state, fields, definitions, params), params, options, field_aliases
+    ), extras
 
 
 async def render_chat(
     state: ServerState, fields: Fields, tools: Sequence[Mapping[str, Any]] = (), *, add_generation_prompt: bool = True
 ) -> str:
-    """Write a conversation as the model's template has it; special tokens are in it already.
+    """Render a conversation with the model's template, special tokens included.
 
     Args:
-        state: of the server.
-        fields: the body.
-        tools: as templates read them.
-        add_generation_prompt: unless the body says otherwise.
+        state: state of the server.
+        fields: body of the request.
+        tools: tool definitions.
+        add_generation_prompt: default of the field with this name.
 
     Raises:
         RequestError: a malformed conversation, or one that the template refuses.
@@ -168,15 +170,15 @@ async def _prompts(
 
 
 class ChatReply:
-    """Turns outputs into the JSON of chat completions, with calls of tools where they are wanted.
+    """Turns outputs into the JSON of chat completions, with tool calls where they are requested.
 
     Args:
-        head: the fields that are the same in every chunk.
-        extras: what to say beside the text.
-        names: how tokens are written.
+        head: fields that are the same in every chunk.
+        extras: contents in addition to the text.
+        names: names of tokens.
     """
 
-    def __init__(self, head: Mapping[str, Any], extras: Extras, names: TokenNames) -> None:
+    def __init__(self, head: Mapping[str, Any], extras: ChatExtras, names: TokenNames) -> None:
         self._head = dict(head)
         self._chunk_head = {**head, "object": "chat.completion.chunk"}
         self._extras = extras
@@ -185,7 +187,7 @@ class ChatReply:
         self._calls: dict[int, SampleCalls] = {}
 
     def chunks(self, prompt_idx: int, delta: RequestOutput) -> Iterator[dict[str, Any]]:  # noqa: ARG002 - one prompt
-        """Yield the chunks of a stream that a delta gives: the role once, then text, then the reason of the end."""
+        """Yield the chunks of a delta: the role once, then the text, then the finish reason."""
         for output in delta.outputs:
             if output.index not in self._begun:
                 ids = {"prompt_token_ids": delta.prompt_token_ids} if self._extras.token_ids and not self._begun else {}
@@ -200,7 +202,7 @@ class ChatReply:
             if not deltas and (logprobs or ids):
                 deltas = [{"content": ""}]
             for idx, part in enumerate(deltas):
-                # What is said of the new tokens is said once.
+                # The log probabilities and ids belong to all parts together, so only the first part has them.
                 yield self._chunk(output.index, part, None if idx else logprobs, None if idx else ids)
             if output.finished:
                 yield self._chunk(output.index, {}, None, _ending(output, calls))
@@ -223,17 +225,17 @@ class ChatReply:
 
     def _choice(self, sample: CompletionOutput) -> dict[str, Any]:
         calls = self._calls_of(sample.index)
-        said = {"content": sample.text} if calls is None else call_message(calls, sample.text)
+        message = {"content": sample.text} if calls is None else call_message(calls, sample.text)
         choice = {
             "index": sample.index,
-            "message": {"role": "assistant", "refusal": None, **said},
+            "message": {"role": "assistant", "refusal": None, **message},
             "logprobs": self._logprobs(sample),
             **_ending(sample, calls),
         }
         return choice | ({"token_ids": sample.token_ids} if self._extras.token_ids else {})
 
     def _calls_of(self, index: int) -> SampleCalls | None:
-        """Return what reads a sample's calls, None where none are wanted."""
+        """Return the parser of a sample's calls, None where calls are not requested."""
         if self._extras.tool_use is not None and index not in self._calls:
             self._calls[index] = SampleCalls(self._extras.tool_use)
         return self._calls.get(index)

@@ -1,6 +1,6 @@
-"""Log probabilities in the two forms that clients read, with tokens that need not be whole characters.
+"""The response fields for log probabilities, in the forms of completions and chat.
 
-Arrays are given as `JsonArray`, whose items are made while the answer is written.
+A token need not be a whole character. Arrays are `JsonArray`, whose items are made while the answer is written.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class CompletionLogprobs(TypedDict):
 
 
 class TokenNames:
-    """Writes token ids for people.
+    """Readable names of tokens.
 
     Args:
         tokenizer: the model's, None where the server runs without one.
-        by_id: write every token as "token_id:N".
-        bytes_prefix: what stands before the escaped bytes of a token that is not whole characters.
+        by_id: True where the name of every token is "token_id:N".
+        bytes_prefix: prefix of the escaped bytes of a token that is not whole characters.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, *, by_id: bool, bytes_prefix: str = "") -> None:
@@ -43,11 +43,11 @@ class TokenNames:
         self._bytes_prefix = bytes_prefix
 
     def bytes(self, token_id: int) -> bytes | None:
-        """Return a token's own bytes, None without a tokenizer."""
+        """Return a token's bytes, None without a tokenizer."""
         return None if self._tokenizer is None else self._tokenizer.token_bytes(token_id)
 
     def name(self, token_id: int) -> str:
-        """Return a token's text, or its bytes written out where they are not whole characters."""
+        """Return a token's text, or its escaped bytes where they are not whole characters."""
         piece = self.bytes(token_id)
         if self._by_id or piece is None:
             return f"token_id:{token_id}"
@@ -58,10 +58,10 @@ class TokenNames:
 
 
 class TextOffsets:
-    """Follows where in the answer's text each token begins, in characters.
+    """Tracks the start of each token in the answer's text, in characters.
 
     A token that begins inside a character has that character's offset. A token that the text leaves out (a skipped
-    special token) has the offset of what comes next.
+    special token) has the offset of the next one.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
@@ -70,7 +70,7 @@ class TextOffsets:
         self._begins_text = True
 
     def over_prompt(self, token_ids: Sequence[int], text: str) -> Iterator[int]:
-        """Yield the offsets of the prompt's tokens in its text, which the tokens may have normalised."""
+        """Yield the offsets of the prompt's tokens in its text, which may differ from the tokens by normalization."""
         pending = codecs.getincrementaldecoder("utf-8")("replace")
         for token_id in token_ids:
             piece = self._piece(token_id)
@@ -79,7 +79,7 @@ class TextOffsets:
                 piece = b""
             yield min(self._step(piece), len(text))
             pending.decode(piece)
-        # A character that the prompt only begins is in the output's text.
+        # A character that begins in the prompt and ends in the output is in the output's text.
         self._num_chars = len(text) + bool(pending.getstate()[0])
 
     def over_output(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> Iterator[int]:
@@ -115,9 +115,9 @@ def completion_logprobs(
     Args:
         token_ids: the tokens.
         positions: their log probabilities, in one part or several.
-        offsets: for each token where it begins in the text; read once.
-        num_top: how many of the likeliest tokens; 0 shows the chosen one only.
-        names: how tokens are written.
+        offsets: start of each token in the text; read once.
+        num_top: number of most likely tokens at each position; 0 shows the chosen one only.
+        names: names of tokens.
     """
 
     def measured() -> Iterator[TokenLogprobs | None]:
@@ -135,9 +135,9 @@ def chat_logprobs(positions: FlatLogprobs, num_top: int, names: TokenNames) -> d
     """Return the `logprobs` object of a chat choice.
 
     Args:
-        positions: for each token its log probabilities.
+        positions: log probabilities of each token.
         num_top: entries of `top_logprobs`.
-        names: how tokens are written.
+        names: names of tokens.
     """
 
     def entries() -> Iterator[dict[str, Any]]:
@@ -152,12 +152,12 @@ def chat_logprobs(positions: FlatLogprobs, num_top: int, names: TokenNames) -> d
 
 
 def prompt_logprobs_json(positions: PromptLogprobs | None, num_top: int, names: TokenNames) -> JsonArray:
-    """Return vLLM's `prompt_logprobs`: for each prompt token a map of token ids, None for the first one.
+    """Return vLLM's `prompt_logprobs`: a map by token id for each prompt token, None for the first one.
 
     Args:
-        positions: for each prompt token its log probabilities; None where there are none, and so no maps.
-        num_top: entries beside the prompt's own token.
-        names: how tokens are written.
+        positions: log probabilities of each prompt token; None gives an empty array.
+        num_top: number of most likely tokens in addition to the prompt's token.
+        names: names of tokens.
     """
 
     def row(position: TokenLogprobs) -> dict[str, dict[str, Any]]:
@@ -172,20 +172,20 @@ def prompt_logprobs_json(positions: PromptLogprobs | None, num_top: int, names: 
 
 
 def clamp(logprob: float) -> float:
-    """Return a log probability that JSON can hold."""
+    """Return the log probability, limited to values that JSON can represent."""
     return max(logprob, LOWEST_LOGPROB)
 
 
 def _top_by_name(position: TokenLogprobs, num_top: int, names: TokenNames) -> dict[str, float]:
     top = {names.name(position.token_id): clamp(position.logprob)}
     for _, token_id, logprob in _likeliest(position, num_top):
-        # Two tokens may have the same text; the chosen one, then the likelier one, has the name.
+        # Two tokens may have the same text: the chosen one takes precedence, then the likelier one.
         top.setdefault(names.name(token_id), clamp(logprob))
     return top
 
 
 def _likeliest(position: TokenLogprobs, count: int) -> list[tuple[int, int, float]]:
-    """Return rank, token and log probability of the likeliest tokens; among equals the chosen one is the first."""
+    """Return rank, token and log probability of the most likely tokens; the chosen one precedes its equals."""
     others = [(rank, *entry) for rank, entry in enumerate(position.top, 1) if entry[0] != position.token_id]
     if position.rank <= count:
         others.insert(position.rank - 1, (position.rank, position.token_id, position.logprob))
@@ -198,5 +198,5 @@ def _chat_entry(token_id: int, logprob: float, names: TokenNames) -> dict[str, A
 
 
 def _continues(byte: int) -> bool:
-    """Tell whether a byte is inside a UTF-8 character, not its first."""
+    """Return whether a byte is a continuation byte of UTF-8."""
     return byte & 0xC0 == 0x80
