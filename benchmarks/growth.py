@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks import machine, make_model
 from benchmarks.serving import BLOCK_SIZE
-from benchmarks.shapes import Shape
+from benchmarks.shapes import CheckpointShape
 from quire import LLM, SamplingParams
 from quire.bench.workloads import PLAIN_IDS
 from quire.engine.engine import Engine
@@ -82,7 +82,9 @@ def roofline_tokens_per_s(bytes_: float, operations: float, num_tokens: int, pro
     return num_tokens / max(seconds) if seconds else float("inf")
 
 
-def measure(engine: Engine, shape: Shape, context: int, batches: list[int], probe: machine.Probe) -> dict[str, Any]:
+def measure(
+    engine: Engine, shape: CheckpointShape, context: int, batches: list[int], probe: machine.MachineProbe
+) -> dict[str, Any]:
     """Return the rates of one length: of its prompt, and of decoding in each batch."""
     rng = random.Random(context)
     prompts = [[rng.choice(PLAIN_IDS) for _ in range(context)] for _ in range(max(batches))]
@@ -133,7 +135,7 @@ def main() -> None:
         max_num_batched_tokens=STEP_TOKENS,
         num_threads=options.threads,
     ).engine
-    probe, shape = machine.Probe(options.threads), Shape.read(model)
+    probe, shape = machine.MachineProbe(options.threads), CheckpointShape.read(model)
     decode(engine, [[PLAIN_IDS[0]] * STEP_TOKENS])  # warms up
     engine.reset_prefix_cache()
     rows = [measure(engine, shape, context, some, probe) for context, some in chosen]

@@ -86,7 +86,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     use_huge_pages()
     keep_freed_memory()
-    probe = machine.Probe(options.threads)
+    probe = machine.MachineProbe(options.threads)
     library = NativeLibrary(options.level, libraries[options.level])
     for shape in options.shapes.split(","):
         width, num_columns = map(int, shape.split("x"))

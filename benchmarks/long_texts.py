@@ -132,7 +132,7 @@ def _stream(url: str, ended: threading.Event, noted: dict[str, list[tuple[float,
 # ---- the process that sends ----
 
 
-class Case(NamedTuple):
+class BodyCost(NamedTuple):
     """One body: its name, the status of the answer, when it was sent and answered, and memory."""
 
     name: str
@@ -162,7 +162,7 @@ def resident_bytes(pids: set[int]) -> int:
     return num_pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def send(url: str, pid: int, name: str, route: str, raw: bytes) -> Case:
+def send(url: str, pid: int, name: str, route: str, raw: bytes) -> BodyCost:
     """Send a body and wait for the answer."""
     before, peak, is_over = resident_bytes(family(pid)), [0], threading.Event()
 
@@ -182,7 +182,7 @@ def send(url: str, pid: int, name: str, route: str, raw: bytes) -> Case:
     time.sleep(SETTLE_S)
     is_over.set()
     sampler.join()
-    return Case(name, answer.status, began, ended, before, peak[0], resident_bytes(family(pid)))
+    return BodyCost(name, answer.status, began, ended, before, peak[0], resident_bytes(family(pid)))
 
 
 def longest(noted: list[tuple[float, float]], began_s: float, ended_s: float) -> float:

@@ -67,7 +67,7 @@ def peak_memory_bytes() -> int:
     raise RuntimeError("/proc/self/status has no VmHWM")
 
 
-class Probe:
+class MachineProbe:
     """What memory and processors can do at this moment, measured by small C programs; silent without a compiler."""
 
     def __init__(self, num_threads: int) -> None:

@@ -31,7 +31,7 @@ COSTS = TransferRates(copy_bytes_per_s=COPY_BYTES_PER_S, prefill_tokens_per_s=1 
 RESULTS = Path(__file__).parent / "results" / "preemption.json"
 
 
-class Case(NamedTuple):
+class PreemptionCase(NamedTuple):
     """What is compared.
 
     Args:
@@ -48,7 +48,7 @@ class Case(NamedTuple):
     num_samples: int
 
 
-class Figures(NamedTuple):
+class PreemptionFigures(NamedTuple):
     """What a run gave.
 
     Args:
@@ -66,7 +66,7 @@ class Figures(NamedTuple):
     tokens_per_s: float
 
 
-def serve(case: Case, num_requests: int, seed: int) -> Figures:
+def serve(case: PreemptionCase, num_requests: int, seed: int) -> PreemptionFigures:
     """Serve one trace to its end."""
     memory = KVCacheManager(
         [SPEC],
@@ -101,19 +101,21 @@ def serve(case: Case, num_requests: int, seed: int) -> Figures:
     needed = sum(len(work.prompt) + case.num_samples * (work.num_new - 1) for work in works)
     generated = case.num_samples * sum(work.num_new for work in works)
     stats = scheduler.stats
-    return Figures(stats.num_preemptions, stats.num_swaps, num_computed / needed - 1, moved_bytes, generated / seconds)
+    return PreemptionFigures(
+        stats.num_preemptions, stats.num_swaps, num_computed / needed - 1, moved_bytes, generated / seconds
+    )
 
 
-def cases(num_samples: int) -> list[Case]:
+def cases(num_samples: int) -> list[PreemptionCase]:
     """Return all that is compared for requests of so many samples."""
     ways = [("last", "recompute", 0), ("least_waste", "recompute", 0)]
     ways += [("last", "auto", 4 * NUM_BLOCKS), ("least_waste", "auto", 4 * NUM_BLOCKS)]
-    return [Case(watermark, *way, num_samples) for way in ways for watermark in (0.0, 0.01, 0.05)]
+    return [PreemptionCase(watermark, *way, num_samples) for way in ways for watermark in (0.0, 0.01, 0.05)]
 
 
-def mean(runs: Sequence[Figures]) -> Figures:
+def mean(runs: Sequence[PreemptionFigures]) -> PreemptionFigures:
     """Return the means over runs."""
-    return Figures(*(statistics.fmean(values) for values in zip(*runs, strict=True)))
+    return PreemptionFigures(*(statistics.fmean(values) for values in zip(*runs, strict=True)))
 
 
 def main() -> None:

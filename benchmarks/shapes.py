@@ -10,7 +10,7 @@ from typing import NamedTuple
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-class Shape(NamedTuple):
+class CheckpointShape(NamedTuple):
     """The sizes that bytes and operations follow from.
 
     Args:
@@ -33,7 +33,7 @@ class Shape(NamedTuple):
     width: int
 
     @classmethod
-    def read(cls, model: Path) -> Shape:
+    def read(cls, model: Path) -> CheckpointShape:
         """Return the shape of a checkpoint folder with one safetensors file."""
         config = json.loads((model / "config.json").read_text(encoding="utf-8"))
         with (model / "model.safetensors").open("rb") as file:

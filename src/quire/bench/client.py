@@ -11,7 +11,7 @@ from typing import Any
 
 from quire.bench.http_client import FAILURES, Endpoint, exchange, reason
 from quire.bench.trace import TracedRequest
-from quire.bench.workloads import Request
+from quire.bench.workloads import BenchRequest
 from quire.errors import ServerUnreachable
 
 COMPLETED = "completed"
@@ -106,7 +106,7 @@ class Client:
         for takes_ids, ignores_eos in ((True, True), (True, False), (False, True), (False, False)):
             if ignores_eos and not self.ignores_eos:
                 continue
-            request = self.synthetic(Request(ids, 1), takes_ids=takes_ids)
+            request = self.synthetic(BenchRequest(ids, 1), takes_ids=takes_ids)
             body = {**self._body(request), **({"ignore_eos": True} if ignores_eos else {}), "stream": False}
             del body["stream_options"]
             status, answer = await self._ask("POST", "/v1/completions", json.dumps(body).encode())
@@ -116,7 +116,7 @@ class Client:
             refusal = f"HTTP {status}: {_message(answer)}"
         raise ServerUnreachable(f"{self.endpoint.url} refuses a completion of {len(ids)} tokens with {refusal}")
 
-    def synthetic(self, request: Request, *, takes_ids: bool | None = None) -> TracedRequest:
+    def synthetic(self, request: BenchRequest, *, takes_ids: bool | None = None) -> TracedRequest:
         """Return a synthetic request in the form that the server takes."""
         if self.takes_ids if takes_ids is None else takes_ids:
             return TracedRequest(request.prompt, request.num_new)

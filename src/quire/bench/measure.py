@@ -10,10 +10,10 @@ from itertools import pairwise
 import torch
 
 from quire.bench.percentiles import latency_lines, percentiles
-from quire.bench.probe import Probe, measure_rates, synchronize
-from quire.bench.roofline import ModelShape, Work, least_s, step_work
+from quire.bench.probe import ProbedRates, measure_rates, synchronize
+from quire.bench.roofline import ModelShape, StepWork, least_s, step_work
 from quire.bench.stopwatch import LAYERS, LINEAR, OUTPUT, PHASES, Observer, Stopwatch
-from quire.bench.workloads import Request, Workload
+from quire.bench.workloads import BenchRequest, Workload
 from quire.config import CACHE_DTYPES, EngineConfig, ResolvedConfig
 from quire.engine.engine import Engine
 from quire.engine.startup.loading import load
@@ -21,9 +21,9 @@ from quire.errors import WorkerError
 from quire.ops.interface import Ops
 from quire.sequences.params import SamplingParams
 
-ProbeCall = Callable[[str, torch.dtype, Ops], Probe]
+ProbeCall = Callable[[str, torch.dtype, Ops], ProbedRates]
 
-WARM_UP = [Request([0], 4)]
+WARM_UP = [BenchRequest([0], 4)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class Roofline:
 
     Args:
         probe: of this machine, the best of two: before the run and behind it.
-        weight_bytes, cache_bytes, operations: of all steps; see `Work`.
+        weight_bytes, cache_bytes, operations: of all steps; see `StepWork`.
         num_read_bound: steps for which reading takes longer than computing.
         least_s: of all steps.
         share: `least_s` divided by the time that the run took.
@@ -48,7 +48,7 @@ class Roofline:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class BenchReport:
     """What was measured.
 
     Args:
@@ -76,7 +76,7 @@ class Report:
     roofline: Roofline
 
 
-class Bench:
+class EngineBench:
     """An engine with timers round its parts.
 
     Args:
@@ -103,7 +103,7 @@ class Bench:
         """The engine's configuration."""
         return self._engine.config
 
-    def measure(self, workload: Workload) -> Report:
+    def measure(self, workload: Workload) -> BenchReport:
         """Serve the workload once, after a short warm-up.
 
         Raises:
@@ -119,9 +119,9 @@ class Bench:
         times, num_cached = self._serve(workload.requests)
         wall_s = time.perf_counter() - started
         stats, seconds = self._engine.stats, dict(self._observer.watch.seconds)
-        probe = Probe(*map(max, probe, self._probe()))
+        probe = ProbedRates(*map(max, probe, self._probe()))
         num_prompt, num_new = workload.num_prompt, sum(map(len, times))
-        return Report(
+        return BenchReport(
             num_requests=len(workload.requests),
             num_prompt_tokens=num_prompt,
             num_cached_tokens=num_cached,
@@ -141,7 +141,7 @@ class Bench:
         """Release weights and KV memory."""
         self._engine.close()
 
-    def _serve(self, requests: list[Request]) -> tuple[list[list[float]], int]:
+    def _serve(self, requests: list[BenchRequest]) -> tuple[list[list[float]], int]:
         """Serve requests that arrive at once, greedily and past the end-of-sequence token.
 
         Returns:
@@ -167,11 +167,11 @@ class Bench:
                 self._engine.abort_request(name)
         return list(times.values()), sum(cached.values())
 
-    def _probe(self) -> Probe:
+    def _probe(self) -> ProbedRates:
         observer = self._observer
         return self._measure_rates(self._place.type, observer.plain_decoder.dtype, observer.plain_ops)
 
-    def _roofline(self, probe: Probe, wall_s: float) -> Roofline:
+    def _roofline(self, probe: ProbedRates, wall_s: float) -> Roofline:
         decoder, config = self._observer.plain_decoder, self._engine.config
         model = ModelShape.of(
             decoder.spec,
@@ -181,7 +181,7 @@ class Bench:
             CACHE_DTYPES[config.kv_cache_dtype].element_bytes,
         )
         works = [step_work(model, items) for items in self._observer.steps]
-        rates, total = probe.rates, Work()
+        rates, total = probe.rates, StepWork()
         for work in works:
             total = total.plus(work)
         floor_s = sum(least_s(work, rates) for work in works)
@@ -198,7 +198,7 @@ class Bench:
         return time.perf_counter()
 
 
-def report_lines(report: Report) -> list[str]:
+def report_lines(report: BenchReport) -> list[str]:
     """Return a report in words."""
     latencies = {
         "Time to first token": report.time_to_first_token_s,
@@ -217,7 +217,7 @@ def report_lines(report: Report) -> list[str]:
     ]
 
 
-def step_lines(report: Report) -> list[str]:
+def step_lines(report: BenchReport) -> list[str]:
     """Return where the steps' time went."""
     whole_s = sum(report.step_time_s.values())
     if not whole_s:
@@ -232,7 +232,7 @@ def step_lines(report: Report) -> list[str]:
 
 def roofline_lines(roofline: Roofline, num_steps: int) -> list[str]:
     """Return what the steps took beside the least that they could have taken."""
-    probe = Probe(**roofline.probe)
+    probe = ProbedRates(**roofline.probe)
     return [
         f"This machine, in short probes before and behind the run: reads {_in(probe.read_bytes_per_s)} GB/s; products "
         f"at {_in(probe.float32_operations_per_s)} GFLOP/s in float32 with torch, at "

@@ -23,7 +23,7 @@ BUDGET_S = 0.1
 MIN_RUNS, MAX_RUNS = 3, 100
 
 
-class Probe(NamedTuple):
+class ProbedRates(NamedTuple):
     """What a probe has measured.
 
     Args:
@@ -43,7 +43,7 @@ class Probe(NamedTuple):
 
 
 @torch.inference_mode()
-def measure_rates(device: str, dtype: torch.dtype, ops: Ops) -> Probe:
+def measure_rates(device: str, dtype: torch.dtype, ops: Ops) -> ProbedRates:
     """Read a range of memory and multiply matrices for a moment, and return the best rates.
 
     Args:
@@ -58,7 +58,7 @@ def measure_rates(device: str, dtype: torch.dtype, ops: Ops) -> Probe:
     num_bytes = values.numel() * values.element_size()
     del values
     float32, own = (_product_rate(place, kind, ops) for kind in (None, dtype))
-    return Probe(num_bytes / read_s, float32, own)
+    return ProbedRates(num_bytes / read_s, float32, own)
 
 
 def _product_rate(place: torch.device, dtype: torch.dtype | None, ops: Ops) -> float:

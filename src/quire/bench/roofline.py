@@ -110,7 +110,7 @@ class ModelShape(NamedTuple):
         )
 
 
-class Work(NamedTuple):
+class StepWork(NamedTuple):
     """What was to be done.
 
     Args:
@@ -122,9 +122,9 @@ class Work(NamedTuple):
     cache_bytes: int = 0
     operations: int = 0
 
-    def plus(self, other: Work) -> Work:
+    def plus(self, other: StepWork) -> StepWork:
         """Return the sum."""
-        return Work(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+        return StepWork(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
 
 class Rates(NamedTuple):
@@ -139,7 +139,7 @@ class Rates(NamedTuple):
     operations_per_s: float
 
 
-def step_work(model: ModelShape, items: Iterable[StepItem]) -> Work:
+def step_work(model: ModelShape, items: Iterable[StepItem]) -> StepWork:
     """Return the least work of one step: weights are read once, each sequence's cache once.
 
     Sequences that share cached blocks are counted as if they did not.
@@ -161,7 +161,7 @@ def step_work(model: ModelShape, items: Iterable[StepItem]) -> Work:
                 num_cached = max(0, seen_of_cache(first, window, chunk) - (first - start))
                 cached_values += 2 * num_layers * num_kv_heads * head_dim * num_cached
     read_weights = int(model.weight_bytes[0] * model.num_tail) + int(model.weight_bytes[1] * model.num_head)
-    return Work(
+    return StepWork(
         weight_bytes=int(model.weight_bytes[0] * model.num_body) + (read_weights if num_read else 0),
         cache_bytes=model.element_bytes * cached_values + model.state_bytes * num_carried,
         operations=2 * (num_tokens * model.num_body + num_read * (model.num_tail + model.num_head))
@@ -230,7 +230,7 @@ def _seen_in_chunks(end: int, chunk: int) -> int:
     return (num_whole * chunk * (chunk + 1) + rest * (rest + 1)) // 2
 
 
-def least_s(work: Work, rates: Rates) -> float:
+def least_s(work: StepWork, rates: Rates) -> float:
     """Return the least seconds of one step: the longer one of reading and computing, as if they fully overlapped."""
     num_bytes = work.weight_bytes + work.cache_bytes
     return max(num_bytes / rates.read_bytes_per_s, work.operations / rates.operations_per_s)

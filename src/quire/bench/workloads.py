@@ -29,7 +29,7 @@ MAX_SIGMA = 4.0
 Lengths = Literal["uniform", "lognormal"]
 
 
-class Request(NamedTuple):
+class BenchRequest(NamedTuple):
     """A prompt of token ids, and how many new tokens are wanted."""
 
     prompt: list[int]
@@ -44,8 +44,8 @@ class Workload(NamedTuple):
         before: served first, untimed.
     """
 
-    requests: list[Request]
-    before: list[Request]
+    requests: list[BenchRequest]
+    before: list[BenchRequest]
 
     @property
     def num_prompt(self) -> int:
@@ -59,7 +59,7 @@ class Workload(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class SyntheticWorkload:
     """A synthetic workload; everything follows from these numbers.
 
     Args:
@@ -97,7 +97,7 @@ class Shape:
                 field="shared_prefix",
             )
 
-    def requests(self, ids: range) -> list[Request]:
+    def requests(self, ids: range) -> list[BenchRequest]:
         """Return the requests, with tokens of `ids`; no two are the same but by chance."""
         rng = random.Random(self.workload_seed)
         prefix = _token_ids(rng, self.shared_prefix, ids)
@@ -105,7 +105,7 @@ class Shape:
         for _ in range(self.num_prompts):
             # At least one token of its own.
             num_own = max(1, self._length(rng, self.input_len) - len(prefix))
-            many.append(Request(prefix + _token_ids(rng, num_own, ids), self._length(rng, self.output_len)))
+            many.append(BenchRequest(prefix + _token_ids(rng, num_own, ids), self._length(rng, self.output_len)))
         return many
 
     def _length(self, rng: random.Random, mean: int) -> int:
@@ -124,34 +124,34 @@ def workload(name: str, run: int, ids: range = PLAIN_IDS) -> Workload:
     return Workload(build(run, ids), before=[])
 
 
-def one_stream(run: int, ids: range) -> list[Request]:
+def one_stream(run: int, ids: range) -> list[BenchRequest]:
     """Return W1."""
-    return [Request(_token_ids(_rng(11, run), 32, ids), 128)]
+    return [BenchRequest(_token_ids(_rng(11, run), 32, ids), 128)]
 
 
-def one_long_prompt(run: int, ids: range) -> list[Request]:
+def one_long_prompt(run: int, ids: range) -> list[BenchRequest]:
     """Return W2."""
-    return [Request(_token_ids(_rng(22, run), 1024, ids), 1)]
+    return [BenchRequest(_token_ids(_rng(22, run), 1024, ids), 1)]
 
 
-def mixed(run: int, ids: range) -> list[Request]:
+def mixed(run: int, ids: range) -> list[BenchRequest]:
     """Return W3; lengths are the same in every run, tokens are not."""
     prompt_lengths, output_lengths, tokens = random.Random(0), random.Random(1), _rng(33, run)
     lengths = [prompt_lengths.randint(64, 512) for _ in range(16)]
-    return [Request(_token_ids(tokens, length, ids), output_lengths.randint(32, 128)) for length in lengths]
+    return [BenchRequest(_token_ids(tokens, length, ids), output_lengths.randint(32, 128)) for length in lengths]
 
 
-def long_contexts(run: int, ids: range) -> list[Request]:
+def long_contexts(run: int, ids: range) -> list[BenchRequest]:
     """Return W4."""
     tokens = _rng(44, run)
-    return [Request(_token_ids(tokens, 4096, ids), 64) for _ in range(4)]
+    return [BenchRequest(_token_ids(tokens, 4096, ids), 64) for _ in range(4)]
 
 
 def shared_prefix(run: int, ids: range, *, seen: bool) -> Workload:
     """Return W5, whose prefix a request before the run has shown to the engine when `seen`."""
     prefix, tails = _token_ids(_rng(55, run), 512, ids), _rng(56, run)
-    requests = [Request(prefix + _token_ids(tails, 32, ids), 32) for _ in range(16)]
-    return Workload(requests, before=[Request(prefix + [7] * 32, 1)] if seen else [])
+    requests = [BenchRequest(prefix + _token_ids(tails, 32, ids), 32) for _ in range(16)]
+    return Workload(requests, before=[BenchRequest(prefix + [7] * 32, 1)] if seen else [])
 
 
 def _rng(seed: int, run: int) -> random.Random:
