@@ -92,7 +92,7 @@ class EngineBench:
         self._device = torch.device("cpu")
         self._measure_rates = probe
         self._observer = Observer(Stopwatch(self._clock), is_close=profile)
-        self._engine: Engine = load(config, self._observer).engine
+        self._engine: Engine = load(config, wrap_ops=self._observer.ops, wrap_decoder=self._observer.decoder).engine
         self._observer.engine(self._engine)
         # The clock of a GPU engine waits for the device, so that phases do not overlap.
         self._device = torch.device(self._engine.config.device)

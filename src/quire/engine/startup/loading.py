@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TextIO
@@ -44,8 +44,9 @@ from quire.memory.specs import KVCacheSpec
 from quire.models.cache_layout import cache_specs
 from quire.models.checkpoint import Checkpoint, locate
 from quire.models.decoder import Decoder
-from quire.models.loading import Instruments, load_decoder
+from quire.models.loading import load_decoder
 from quire.models.weights import choose_dtype
+from quire.ops.interface import Ops
 from quire.platform.host_probe import num_cores, pick_device, probe
 from quire.platform.malloc import keep_freed_memory, use_huge_pages
 from quire.scheduling.scheduler import Scheduler
@@ -83,12 +84,18 @@ class LoadedModel:
     default_params: dict[str, Any]
 
 
-def load(config: EngineConfig, instruments: Instruments | None = None) -> LoadedModel:
+def load(
+    config: EngineConfig,
+    *,
+    wrap_ops: Callable[[Ops], Ops] | None = None,
+    wrap_decoder: Callable[[Decoder], Decoder] | None = None,
+) -> LoadedModel:
     """Load a model and build its engine; the KV memory is allocated last.
 
     Args:
         config: configuration of the engine.
-        instruments: wrappers of the kernels and the decoder, for measurements.
+        wrap_ops: function that returns the kernels of the model, given those of the backend; None for the latter.
+        wrap_decoder: function that returns the decoder that the engine runs, given the loaded one; None for that one.
 
     Raises:
         ConfigError: an option or a checkpoint that cannot be honoured; the message names the fix.
@@ -104,7 +111,9 @@ def load(config: EngineConfig, instruments: Instruments | None = None) -> Loaded
     torch.set_num_threads(options.num_threads or num_cores())
     use_huge_pages()
     keep_freed_memory()
-    decoder = _load_decoder(options, checkpoint, device, dtype, instruments)
+    decoder = _load_decoder(options, checkpoint, device, dtype, wrap_ops)
+    if wrap_decoder is not None:
+        decoder = wrap_decoder(decoder)
     guide = open_draft(config, decoder, tokenizer)
     draft = None if guide is None else _load_decoder(options, guide, device, dtype)
     stored = _stored(config, dtype)
@@ -164,7 +173,7 @@ def _load_decoder(
     checkpoint: Checkpoint,
     device: str,
     dtype: torch.dtype,
-    instruments: Instruments | None = None,
+    wrap_ops: Callable[[Ops], Ops] | None = None,
 ) -> Decoder:
     return load_decoder(
         checkpoint,
@@ -174,7 +183,7 @@ def _load_decoder(
         quantization=options.quantization,
         weight_packing=options.weight_packing,
         deterministic=options.deterministic,
-        instruments=instruments,
+        wrap_ops=wrap_ops,
     )
 
 
