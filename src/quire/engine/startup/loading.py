@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 import torch
 
@@ -57,6 +57,9 @@ from quire.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+Part = TypeVar("Part")
+Wrapper = Callable[[Part], Part]
+
 # Fields of generation_config.json that are sampling parameters, under our names.
 GENERATION_FIELDS = {
     "temperature": "temperature",
@@ -85,10 +88,7 @@ class LoadedModel:
 
 
 def load(
-    config: EngineConfig,
-    *,
-    wrap_ops: Callable[[Ops], Ops] | None = None,
-    wrap_decoder: Callable[[Decoder], Decoder] | None = None,
+    config: EngineConfig, *, wrap_ops: Wrapper[Ops] | None = None, wrap_decoder: Wrapper[Decoder] | None = None
 ) -> LoadedModel:
     """Load a model and build its engine; the KV memory is allocated last.
 
@@ -103,14 +103,9 @@ def load(
     options = config.model
     device = pick_device(options.device)
     checkpoint = Checkpoint.open(options.model, options.revision)
-    tokenizer = None
-    if not options.skip_tokenizer_init:
-        folder = checkpoint.folder if options.tokenizer is None else locate(options.tokenizer)
-        tokenizer = Tokenizer.from_folder(folder)
+    tokenizer = _tokenizer(options, checkpoint)
     dtype = choose_dtype(options.dtype, checkpoint)
-    torch.set_num_threads(options.num_threads or num_cores())
-    use_huge_pages()
-    keep_freed_memory()
+    _prepare_process(options)
     decoder = _load_decoder(options, checkpoint, device, dtype, wrap_ops)
     if wrap_decoder is not None:
         decoder = wrap_decoder(decoder)
@@ -168,12 +163,26 @@ def load(
     return LoadedModel(name, engine, _default_params(checkpoint))
 
 
+def _tokenizer(options: ModelConfig, checkpoint: Checkpoint) -> Tokenizer | None:
+    """Return the tokenizer; None where the options skip it."""
+    if options.skip_tokenizer_init:
+        return None
+    return Tokenizer.from_folder(checkpoint.folder if options.tokenizer is None else locate(options.tokenizer))
+
+
+def _prepare_process(options: ModelConfig) -> None:
+    """Set the threads and the allocator of this process, before weights are loaded."""
+    torch.set_num_threads(options.num_threads or num_cores())
+    use_huge_pages()
+    keep_freed_memory()
+
+
 def _load_decoder(
     options: ModelConfig,
     checkpoint: Checkpoint,
     device: str,
     dtype: torch.dtype,
-    wrap_ops: Callable[[Ops], Ops] | None = None,
+    wrap_ops: Wrapper[Ops] | None = None,
 ) -> Decoder:
     return load_decoder(
         checkpoint,
