@@ -43,13 +43,13 @@ class Heads(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Sequences alike.
+    """A step of sequences with equal lengths.
 
     Args:
-        num_seqs: how many.
-        history: tokens of each that are stored.
-        num_rows: of each in this step.
-        num_shared: of the history's tokens, those whose blocks all sequences share.
+        num_seqs: number of sequences.
+        history: number of cached tokens of each sequence.
+        num_rows: number of rows of each sequence in this step.
+        num_shared: number of cached tokens whose blocks all sequences share.
     """
 
     num_seqs: int
@@ -213,7 +213,7 @@ def main() -> None:
     print(f"{ops.name}, {options.threads} threads, {options.dtype}, {options.heads}")
 
     def make(step: Step, stored: str) -> AttentionCase:
-        # What has the model's dtype is stored as it is.
+        # Values of the model's dtype are stored unchanged.
         return AttentionCase(ops, options.heads, step, stored, dtype)
 
     with torch.inference_mode():

@@ -23,12 +23,12 @@ from benchmarks.engines import ANSWER
 from benchmarks.throughput import ROOT, running
 
 VOCAB = 150_000
-# What was asked for: times transformers' throughput, and times the time of greedy sequences.
+# The marks: times transformers' throughput, and times the time of greedy sequences.
 AT_LEAST, AT_MOST = 3.0, 1.5
 
 
 class BeamWorkload(NamedTuple):
-    """What a job searches through.
+    """The prompts and the width of a beam search.
 
     Args:
         num_prompts: prompts that arrive at once.

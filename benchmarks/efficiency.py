@@ -1,4 +1,4 @@
-"""How full the blocks are: `python -m benchmarks.efficiency`; its chart: `python -m benchmarks.efficiency_chart`.
+"""The utilisation of the blocks: `python -m benchmarks.efficiency`; its chart: `python -m benchmarks.efficiency_chart`.
 
 Requests with the mean lengths of two datasets queue for a pool that is too small for them. After every step, what the
 block tables hold is compared with the bytes of the blocks that the memory manager has given out, and with what
@@ -127,7 +127,7 @@ def observe(scheduler: Scheduler) -> Moment:
         )
         for sequence in scheduler.running
     )
-    # Who waits now was refused by the last plan: nobody starts to wait between two plans.
+    # A sequence that waits now was refused by the last plan: none starts to wait between two plans.
     return Moment(sequences, memory.block_size, memory.usage().used, is_full=bool(scheduler.waiting))
 
 

@@ -1,4 +1,4 @@
-"""What the beams of a search share of their blocks: `python -m benchmarks.efficiency_beams`.
+"""The blocks that the beams of a search share: `python -m benchmarks.efficiency_beams`.
 
 As `benchmarks.efficiency` measures samples. What beams share depends on where they part, and so on what the model says:
 *bundled* is a model of language, *simulated* gives tokens that are as likely as a hash of what is before them says.

@@ -22,11 +22,11 @@ class EfficiencyBar(NamedTuple):
     """One row of a panel, in percent.
 
     Args:
-        label: what it says.
+        label: label of the row.
         value: the bar's length, from the simulated engine.
         bundled: the same from the bundled model, a ring.
         published: the paper's figure, a diamond; None where there is none.
-        color: of the bar.
+        color: color of the bar.
     """
 
     label: str

@@ -1,4 +1,4 @@
-"""What memory holds at one moment, and what other ways of giving it out would have reserved for the same sequences.
+"""The contents of memory at one moment, and the reservations of other allocators for the same sequences.
 
 Everything here is a pure function of a `Moment`, the state of an engine between two steps:
 

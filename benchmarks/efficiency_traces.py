@@ -43,9 +43,9 @@ def lengths(mean: float, limit: int, count: int, rng: random.Random, spread: flo
     """Return log-normal lengths in a random order: equally likely ones, so that only their order is drawn.
 
     Args:
-        mean: of the lengths after clipping, in tokens.
+        mean: mean of the lengths after clipping, in tokens.
         limit: longer ones are clipped to it; more than `mean`.
-        count: how many.
+        count: number of lengths.
         rng: draws the order.
         spread: standard deviation of the logarithm.
     """

@@ -1,4 +1,4 @@
-"""How Quire's rates grow with batch and context, beside the roofline: `python -m benchmarks.growth`.
+"""The growth of Quire's rates with batch and context, compared with the roofline: `python -m benchmarks.growth`.
 
 A point is a batch of sequences of the same length in decode. The batches of a length follow each other, and a larger
 one finds the prompts of the smaller in the prefix cache, so that each prompt is computed once; the first one's time is
@@ -73,8 +73,8 @@ def roofline_tokens_per_s(bytes_: float, operations: float, num_tokens: int, pro
     """Return the rate that memory and processors allow a step at most.
 
     Args:
-        bytes_, operations: of the step.
-        num_tokens: that come of it.
+        bytes_, operations: bytes and operations of the step.
+        num_tokens: number of tokens that the step gives.
         probe: "gb_s" and "gflop_s"; what could not be probed bounds nothing.
     """
     needs = {"gb_s": bytes_ / 1e9, "gflop_s": operations / 1e9}

@@ -1,4 +1,4 @@
-"""What was asked for, as data, and how measured medians stand against it."""
+"""The marks, as data, and their comparison with measured medians."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Table = dict[str, dict[str, Figures]]  # workload -> contender -> medians
 
 
 class Mark(NamedTuple):
-    """How many times better than something a contender has to be in one figure.
+    """The required ratio of a contender to another one in one figure.
 
     Args:
-        workload: by name.
-        contender: who is judged.
+        workload: name of the workload.
+        contender: name of the judged contender.
         against: a contender, or a class of weights, which is the best of its peers that were measured.
         at_least: the ratio; for a time theirs divided by ours, for a rate ours divided by theirs.
-        figure: what is compared.
+        figure: name of the compared figure.
         beside: the workload that `against` ran, where that is another one.
     """
 
@@ -63,12 +63,12 @@ BITS = {"bf16": 16, "int8": 8, "int4": 4}
 
 
 class MarkResult(NamedTuple):
-    """How one mark stands.
+    """The result of one mark.
 
     Args:
         what: is judged, in words; with the best peer's name where there was a choice.
         value: measured.
-        mark: what was asked for.
+        mark: required value.
         is_met: whether it was reached.
     """
 
@@ -95,7 +95,7 @@ def bandwidth_share(shape: CheckpointShape, row: Figures) -> float | None:
     """Return the share of the probed bandwidth at which one stream's decode steps read weights and KV, both in 16 bits.
 
     Args:
-        shape: of the checkpoint.
+        shape: shape of the checkpoint.
         row: a run of "W1", with the probes before and after it.
 
     Returns:

@@ -25,7 +25,7 @@ class Panel(NamedTuple):
     Args:
         title: title of the panel.
         workload: name of the workload in the results.
-        sources: for each class of weights, the name of the results (after `peers-`).
+        sources: class of weights -> name of the results (after `peers-`).
         prompt: whether prompt tokens are counted instead of new ones.
     """
 

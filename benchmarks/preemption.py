@@ -1,4 +1,4 @@
-"""What the watermark, the choice of victims and swapping do when memory is short: `python -m benchmarks.preemption`.
+"""The effects of watermark, victim policy and swapping when memory is short: `python -m benchmarks.preemption`.
 
 The real scheduler and the real memory serve requests that all queue at once for a pool that holds some twenty of them.
 Time is that of a cost model, so that a run can be repeated to the digit: a step takes `STEP_S`, each of its tokens
@@ -32,13 +32,13 @@ RESULTS = Path(__file__).parent / "results" / "preemption.json"
 
 
 class PreemptionCase(NamedTuple):
-    """What is compared.
+    """One compared configuration.
 
     Args:
         watermark: share of the blocks.
-        policy, mode: of preemption.
-        host_blocks: of the host tier; 0 for none.
-        num_samples: of each request.
+        policy, mode: policy and mode of preemption.
+        host_blocks: number of blocks of the host tier; 0 for none.
+        num_samples: number of samples of each request.
     """
 
     watermark: float
@@ -49,13 +49,13 @@ class PreemptionCase(NamedTuple):
 
 
 class PreemptionFigures(NamedTuple):
-    """What a run gave.
+    """The figures of one run.
 
     Args:
         num_preemptions: sequences that lost their memory.
         num_swaps: those of them that were swapped out.
         wasted: tokens computed more than once, as a share of those that had to be computed.
-        moved_bytes: between the tiers.
+        moved_bytes: bytes moved between the tiers.
         tokens_per_s: generated, in the model's time.
     """
 

@@ -1,4 +1,4 @@
-"""What every engine is asked to do, and what is read off it: requests that arrive at once, and when each token came."""
+"""The interface of the compared engines: requests that arrive at once, and the arrival time of each token."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ MAX_MODEL_LEN = 4608
 
 
 class Setup(NamedTuple):
-    """What an engine is made with.
+    """The setup of an engine.
 
     Args:
         model: the checkpoint, in the form that this engine reads.
-        num_threads: to compute with.
-        num_seqs: that run at once, at most.
+        num_threads: number of threads.
+        num_seqs: maximum number of sequences that run at once.
         caching: whether prompts may share what is computed for their prefix.
-        options: of this engine; see `contenders.CONTENDERS`.
+        options: options of this engine; see `contenders.CONTENDERS`.
     """
 
     model: Path
@@ -66,7 +66,7 @@ def figures_of(requests: list[BenchRequest], started_s: float, times: list[list[
     """Return what a run comes to.
 
     Args:
-        requests: what was asked for.
+        requests: requests that were served.
         started_s: when.
         times: when each token of each request came, by the same clock.
 

@@ -1,4 +1,4 @@
-"""What the shape of a checkpoint costs: bytes of weights and of KV, and operations."""
+"""The cost of a checkpoint's shape: bytes of weights and of KV, and operations."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class CheckpointShape(NamedTuple):
     """The sizes that bytes and operations follow from.
 
     Args:
-        num_layers, num_heads, num_kv_heads, head_dim: of attention.
+        num_layers, num_heads, num_kv_heads, head_dim: dimensions of attention.
         num_linear: parameters of the layers' matrices.
         num_head: parameters of the output head.
         num_other: parameters of norms, and of an embedding that is not the head.
         is_tied: the head is the embedding.
-        width: of a hidden state.
+        width: width of a hidden state.
     """
 
     num_layers: int

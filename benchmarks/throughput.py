@@ -70,7 +70,7 @@ class EngineComparison:
     """The contenders' processes for some workloads, and who has none.
 
     Args:
-        options: of the command line.
+        options: options of the command line.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -109,7 +109,7 @@ class EngineComparison:
 
         Args:
             names: workloads with the same number of requests.
-            contenders: of `CONTENDERS`; who fails is out from then on.
+            contenders: names in `CONTENDERS`; one that fails is left out from then on.
         """
         pairs = [
             (name, who)
