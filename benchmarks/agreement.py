@@ -1,4 +1,4 @@
-"""How often greedy tokens depend on what a request is batched with: `python -m benchmarks.agreement`.
+"""The dependence of greedy tokens on the other requests of a batch: `python -m benchmarks.agreement`.
 
 Prompts are continued alone, and then all at once in chunks, with prefix caching: once as the engine computes by default
 and once with `--deterministic`. Counted are the tokens that differ, up to the first of each prompt; what follows it is
@@ -19,13 +19,13 @@ NUM_TOP = 20  # tokens to find the other's choice among
 
 
 class Agreement(NamedTuple):
-    """What was found.
+    """The agreement of two runs.
 
     Args:
-        num_tokens: compared.
-        num_log_probs: of those, tokens whose log probability has other bits.
-        margins: of the log probabilities, in nats, where tokens differ; None where the other's choice was not among the
-            likeliest.
+        num_tokens: number of compared tokens.
+        num_log_probs: number of compared tokens whose log probabilities differ in their bits.
+        margins: differences of log probabilities, in nats, where tokens differ; None where the other's token was not
+            among the likeliest.
     """
 
     num_tokens: int

@@ -43,13 +43,13 @@ class Heads(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Sequences alike.
+    """A step of sequences with equal lengths.
 
     Args:
-        num_seqs: how many.
-        history: tokens of each that are stored.
-        num_rows: of each in this step.
-        num_shared: of the history's tokens, those whose blocks all sequences share.
+        num_seqs: number of sequences.
+        history: number of cached tokens of each sequence.
+        num_rows: number of rows of each sequence in this step.
+        num_shared: number of cached tokens whose blocks all sequences share.
     """
 
     num_seqs: int
@@ -73,7 +73,7 @@ class Step(NamedTuple):
         return self.num_seqs * (self.num_rows * self.history + self.num_rows * (self.num_rows + 1) // 2)
 
 
-class Case:
+class AttentionCase:
     """A step over a cache of its own, ready to run.
 
     Attributes:
@@ -117,7 +117,7 @@ class Case:
         return (time.perf_counter() - started) / self.num_layers
 
 
-def timed(cases: list[Case], runs: int) -> list[float]:
+def timed(cases: list[AttentionCase], runs: int) -> list[float]:
     """Return the median seconds of a layer of each case; they take turns."""
     for case in cases:
         case.seconds()
@@ -125,7 +125,9 @@ def timed(cases: list[Case], runs: int) -> list[float]:
     return [statistics.median(column) for column in zip(*times, strict=True)]
 
 
-def decode(make: Callable[[Step, str], Case], options: argparse.Namespace, probe: machine.Probe) -> None:
+def decode(
+    make: Callable[[Step, str], AttentionCase], options: argparse.Namespace, probe: machine.MachineProbe
+) -> None:
     """Time one row a sequence by dtype, context and batch."""
     for stored in options.kv.split(","):
         for context in map(int, options.contexts.split(",")):
@@ -143,7 +145,9 @@ def decode(make: Callable[[Step, str], Case], options: argparse.Namespace, probe
                 )
 
 
-def shared(make: Callable[[Step, str], Case], options: argparse.Namespace, probe: machine.Probe) -> None:
+def shared(
+    make: Callable[[Step, str], AttentionCase], options: argparse.Namespace, probe: machine.MachineProbe
+) -> None:
     """Time a shared prefix in turns with as many tokens that nobody shares."""
     print(f"probe {probe.read_gb_s()} GB/s")
     for stored in options.kv.split(","):
@@ -161,7 +165,9 @@ def shared(make: Callable[[Step, str], Case], options: argparse.Namespace, probe
             )
 
 
-def prompts(make: Callable[[Step, str], Case], options: argparse.Namespace, probe: machine.Probe) -> None:
+def prompts(
+    make: Callable[[Step, str], AttentionCase], options: argparse.Namespace, probe: machine.MachineProbe
+) -> None:
     """Time chunks of prompts."""
     for stored in options.kv.split(","):
         for step in (Step(1, 0, 512), Step(1, 3584, 512), Step(1, 2048, 2048), Step(8, 0, 64)):
@@ -203,12 +209,12 @@ def main() -> None:
     level = options.level or list(libraries)[-1]
     ops = NativeOps(NativeLibrary(level, libraries[level]), deterministic=options.deterministic)
     dtype = getattr(torch, options.dtype)
-    probe = machine.Probe(options.threads)
+    probe = machine.MachineProbe(options.threads)
     print(f"{ops.name}, {options.threads} threads, {options.dtype}, {options.heads}")
 
-    def make(step: Step, stored: str) -> Case:
-        # What has the model's dtype is stored as it is.
-        return Case(ops, options.heads, step, stored, dtype)
+    def make(step: Step, stored: str) -> AttentionCase:
+        # Values of the model's dtype are stored unchanged.
+        return AttentionCase(ops, options.heads, step, stored, dtype)
 
     with torch.inference_mode():
         for kind in options.kinds:

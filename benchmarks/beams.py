@@ -23,12 +23,12 @@ from benchmarks.engines import ANSWER
 from benchmarks.throughput import ROOT, running
 
 VOCAB = 150_000
-# What was asked for: times transformers' throughput, and times the time of greedy sequences.
+# The marks: times transformers' throughput, and times the time of greedy sequences.
 AT_LEAST, AT_MOST = 3.0, 1.5
 
 
-class Work(NamedTuple):
-    """What a job searches through.
+class BeamWorkload(NamedTuple):
+    """The prompts and the width of a beam search.
 
     Args:
         num_prompts: prompts that arrive at once.
@@ -48,7 +48,7 @@ class Work(NamedTuple):
         return [[rng.randrange(VOCAB) for _ in range(self.num_prompt)] for _ in range(self.num_prompts)]
 
 
-def quire_jobs(model: Path, threads: int, work: Work) -> dict[str, Callable[[int], dict[str, Any]]]:
+def quire_jobs(model: Path, threads: int, work: BeamWorkload) -> dict[str, Callable[[int], dict[str, Any]]]:
     """Load the model in Quire and return its jobs, by name."""
     from quire import LLM, SamplingParams
 
@@ -82,7 +82,7 @@ def quire_jobs(model: Path, threads: int, work: Work) -> dict[str, Callable[[int
     return {kind: lambda run, kind=kind: job(kind, run) for kind in kinds}  # type: ignore[misc]
 
 
-def transformers_jobs(model: Path, threads: int, work: Work) -> dict[str, Callable[[int], dict[str, Any]]]:
+def transformers_jobs(model: Path, threads: int, work: BeamWorkload) -> dict[str, Callable[[int], dict[str, Any]]]:
     """Load the model in transformers and return its job."""
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
@@ -115,7 +115,7 @@ ENGINES = {"quire": quire_jobs, "transformers": transformers_jobs}
 ENGINE_OF = {"beams": "quire", "greedy": "quire", "transformers": "transformers"}
 
 
-def serve(options: argparse.Namespace, work: Work) -> None:
+def serve(options: argparse.Namespace, work: BeamWorkload) -> None:
     """Run the jobs whose names come in on standard input."""
     jobs = ENGINES[options.worker](options.model, options.threads, work)
     print(f"{ANSWER}{{}}", flush=True)
@@ -124,9 +124,9 @@ def serve(options: argparse.Namespace, work: Work) -> None:
         print(f"{ANSWER}{json.dumps(jobs[name](int(run)))}", flush=True)
 
 
-def measure(options: argparse.Namespace, work: Work) -> list[dict[str, Any]]:
+def measure(options: argparse.Namespace, work: BeamWorkload) -> list[dict[str, Any]]:
     """Run all jobs in turns; return a row of figures for each run."""
-    probe = machine.Probe(options.threads)
+    probe = machine.MachineProbe(options.threads)
     env = {"OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT / "src")}
     rows = []
     with ExitStack() as stack:
@@ -145,7 +145,7 @@ def measure(options: argparse.Namespace, work: Work) -> list[dict[str, Any]]:
     return rows
 
 
-def judge(rows: list[dict[str, Any]], work: Work) -> dict[str, Any]:
+def judge(rows: list[dict[str, Any]], work: BeamWorkload) -> dict[str, Any]:
     """Return the medians, and how they stand against what was asked for."""
     names = {row["job"] for row in rows}
     wall_s = {name: statistics.median(row["wall_s"] for row in rows if row["job"] == name) for name in names}
@@ -165,11 +165,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--jobs", nargs="+", choices=ENGINE_OF, default=list(ENGINE_OF))
-    for name, value in Work(8, 512, 64, 4)._asdict().items():
+    for name, value in BeamWorkload(8, 512, 64, 4)._asdict().items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     parser.add_argument("--worker", choices=ENGINES, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    work = Work(*(getattr(options, name) for name in Work._fields))
+    work = BeamWorkload(*(getattr(options, name) for name in BeamWorkload._fields))
     if options.worker is not None:
         serve(options, work)
         return

@@ -1,4 +1,4 @@
-"""Who is compared: engines with the options and the form of the checkpoint that each of them gets, as data."""
+"""The compared engines, each with its options and the form of its checkpoint, as data."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ class Contender(NamedTuple):
     """One engine in one precision.
 
     Args:
-        engine: whose code runs: a key of `engines.ENGINES`.
+        engine: engine to run, a key of `engines.ENGINES`.
         weights: the class of weights, which says with whom it is compared. "bf16" is the checkpoint's own values, in
             whatever format an engine multiplies them; "int8" and "int4" have that many bits in the linear layers.
-        options: of the engine.
-        form: of the checkpoint, a key of `conversions.FORMS`; None is the folder that Hugging Face's libraries read.
+        options: options of the engine.
+        form: form of the checkpoint, a key of `conversions.FORMS`; None for Hugging Face's folder.
     """
 
     engine: str

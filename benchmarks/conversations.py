@@ -43,7 +43,7 @@ MODELS: dict[str, tuple[KVCacheSpec, ...]] = {
 }
 
 
-class Figures(NamedTuple):
+class HitFigures(NamedTuple):
     """The result of one run.
 
     Args:
@@ -68,7 +68,7 @@ def pool_bytes(specs: Sequence[KVCacheSpec], factor: float) -> int:
     return layout._replace(num_slabs=round(factor * num_live)).num_bytes
 
 
-def run(specs: Sequence[KVCacheSpec], factor: float, *, with_host: bool = False) -> Figures:
+def run(specs: Sequence[KVCacheSpec], factor: float, *, with_host: bool = False) -> HitFigures:
     """Serve all turns of all conversations.
 
     Args:
@@ -115,7 +115,7 @@ def run(specs: Sequence[KVCacheSpec], factor: float, *, with_host: bool = False)
                 assert request.account is not None
                 num_hit += len(prompt) - request.account.sources.computed
                 num_prompt += len(prompt)
-    return Figures(num_hit / num_prompt, memory.usage().num_evictions, moved_bytes)
+    return HitFigures(num_hit / num_prompt, memory.usage().num_evictions, moved_bytes)
 
 
 def main() -> None:

@@ -34,8 +34,8 @@ def draw(figures: dict[str, Any], earlier: dict[str, Any] | None, image: Path) -
     """Draw the chart; the same figures give the same file.
 
     Args:
-        figures: of a run.
-        earlier: of a run at an earlier commit, to compare with; None for none.
+        figures: figures of a run.
+        earlier: figures of a run at an earlier commit, to compare with; None for none.
         image: the file.
     """
     import matplotlib as mpl

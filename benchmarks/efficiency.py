@@ -1,4 +1,4 @@
-"""How full the blocks are: `python -m benchmarks.efficiency`; its chart: `python -m benchmarks.efficiency_chart`.
+"""The utilisation of the blocks: `python -m benchmarks.efficiency`; its chart: `python -m benchmarks.efficiency_chart`.
 
 Requests with the mean lengths of two datasets queue for a pool that is too small for them. After every step, what the
 block tables hold is compared with the bytes of the blocks that the memory manager has given out, and with what
@@ -22,14 +22,14 @@ from typing import Any, NamedTuple
 from benchmarks import machine
 from benchmarks.efficiency_moments import (
     RESERVES,
-    Held,
+    HeldSequence,
     Moment,
     bound,
     paged_share,
     reserved_share,
     saved_by_sharing,
 )
-from benchmarks.efficiency_traces import DATASETS, SPREAD, Work, trace
+from benchmarks.efficiency_traces import DATASETS, SPREAD, DatasetRequest, trace
 from quire.config import EngineConfig, Machine, ModelFacts, resolve
 from quire.engine.engine import Engine
 from quire.engine.llm import LLM
@@ -48,7 +48,7 @@ PUBLISHED_SHARES = {"maximum": 20.4, "power of two": 26.8, "oracle": 38.2, "page
 PUBLISHED_SAVINGS = {"Alpaca": {"2": 6.1, "4": 8.5, "6": 9.8}}
 
 
-class Run(NamedTuple):
+class FillRun(NamedTuple):
     """One measurement.
 
     Args:
@@ -66,7 +66,7 @@ class Run(NamedTuple):
     num_requests: int
 
 
-def options_of(run: Run) -> dict[str, int]:
+def options_of(run: FillRun) -> dict[str, int]:
     """Return the engine's options: a small pool, and so many seats and tokens a step that only memory ever says no."""
     num_blocks = POOL_TOKENS[run.dataset] // run.block_size
     return {
@@ -105,7 +105,7 @@ def bundled(**options: int) -> Engine:
 ENGINES: dict[str, Callable[..., Engine]] = {"simulated": simulated, "bundled": bundled}
 
 
-def moments(engine: Engine, works: Iterable[Work], num_samples: int) -> Iterator[Moment]:
+def moments(engine: Engine, works: Iterable[DatasetRequest], num_samples: int) -> Iterator[Moment]:
     """Serve requests, all queued at once, and yield what memory holds after every step."""
     for number, work in enumerate(works):
         params = SamplingParams(n=num_samples, max_tokens=work.num_new, ignore_eos=True, detokenize=False, seed=number)
@@ -119,7 +119,7 @@ def observe(scheduler: Scheduler) -> Moment:
     """Return what memory holds now, between two steps."""
     memory = scheduler.memory
     sequences = tuple(
-        Held(
+        HeldSequence(
             sequence.num_prompt,
             sequence.request.max_total_tokens,
             sequence.num_computed,
@@ -127,11 +127,11 @@ def observe(scheduler: Scheduler) -> Moment:
         )
         for sequence in scheduler.running
     )
-    # Who waits now was refused by the last plan: nobody starts to wait between two plans.
+    # A sequence that waits now was refused by the last plan: none starts to wait between two plans.
     return Moment(sequences, memory.block_size, memory.usage().used, is_full=bool(scheduler.waiting))
 
 
-def measure(run: Run) -> dict[str, Any]:
+def measure(run: FillRun) -> dict[str, Any]:
     """Return one run's figures, averaged over the steps in which memory was full."""
     engine = ENGINES[run.engine](**options_of(run))
     config = engine.config
@@ -170,13 +170,13 @@ def measure(run: Run) -> dict[str, Any]:
     }
 
 
-def runs() -> list[Run]:
+def runs() -> list[FillRun]:
     """Return all runs: how full blocks are, for both sizes of blocks; then what samples of one prompt share."""
     filling = itertools.product(ENGINES, DATASETS, BLOCK_SIZES)
     sharing = itertools.product(ENGINES, DATASETS, SAMPLES)
     alone, shared = {"ShareGPT": 300, "Alpaca": 1200}, {"ShareGPT": 90, "Alpaca": 400}
-    return [Run(engine, dataset, size, 1, alone[dataset]) for engine, dataset, size in filling] + [
-        Run(engine, dataset, 16, num_samples, shared[dataset]) for engine, dataset, num_samples in sharing
+    return [FillRun(engine, dataset, size, 1, alone[dataset]) for engine, dataset, size in filling] + [
+        FillRun(engine, dataset, 16, num_samples, shared[dataset]) for engine, dataset, num_samples in sharing
     ]
 
 

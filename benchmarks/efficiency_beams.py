@@ -1,4 +1,4 @@
-"""What the beams of a search share of their blocks: `python -m benchmarks.efficiency_beams`.
+"""The blocks that the beams of a search share: `python -m benchmarks.efficiency_beams`.
 
 As `benchmarks.efficiency` measures samples. What beams share depends on where they part, and so on what the model says:
 *bundled* is a model of language, *simulated* gives tokens that are as likely as a hash of what is before them says.
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from benchmarks import machine
 from benchmarks.efficiency import ENGINES, observe
 from benchmarks.efficiency_moments import Moment, saved_by_sharing
-from benchmarks.efficiency_traces import DATASETS, SPREAD, Work, trace
+from benchmarks.efficiency_traces import DATASETS, SPREAD, DatasetRequest, trace
 from quire.engine.engine import Engine
 from quire.sequences.params import SamplingParams
 
@@ -28,7 +28,7 @@ POOL_BLOCKS = {"ShareGPT": 1024, "Alpaca": 320}
 PUBLISHED = {"Alpaca": [37.6, 55.2], "ShareGPT": [44.3, 66.3]}
 
 
-class Run(NamedTuple):
+class BeamRun(NamedTuple):
     """One measurement.
 
     Args:
@@ -44,7 +44,7 @@ class Run(NamedTuple):
     num_requests: int
 
 
-def moments(engine: Engine, works: list[Work], width: int) -> Iterator[Moment]:
+def moments(engine: Engine, works: list[DatasetRequest], width: int) -> Iterator[Moment]:
     """Search for all requests, queued at once, and yield what memory holds after every step."""
     for number, work in enumerate(works):
         params = SamplingParams(beam_width=width, max_tokens=work.num_new, ignore_eos=True, detokenize=False)
@@ -54,7 +54,7 @@ def moments(engine: Engine, works: list[Work], width: int) -> Iterator[Moment]:
         yield observe(engine.scheduler)
 
 
-def measure(run: Run) -> dict[str, Any]:
+def measure(run: BeamRun) -> dict[str, Any]:
     """Return one run's figures, averaged over the steps in which memory was full."""
     num_blocks = POOL_BLOCKS[run.dataset]
     engine = ENGINES[run.engine](
@@ -81,10 +81,10 @@ def measure(run: Run) -> dict[str, Any]:
     }
 
 
-def runs() -> list[Run]:
+def runs() -> list[BeamRun]:
     """Return all runs."""
     each = itertools.product(ENGINES, DATASETS, WIDTHS)
-    return [Run(engine, dataset, width, NUM_REQUESTS[dataset]) for engine, dataset, width in each]
+    return [BeamRun(engine, dataset, width, NUM_REQUESTS[dataset]) for engine, dataset, width in each]
 
 
 def main() -> None:

@@ -18,15 +18,15 @@ CONTIGUOUS = {
 }
 
 
-class Bar(NamedTuple):
+class EfficiencyBar(NamedTuple):
     """One row of a panel, in percent.
 
     Args:
-        label: what it says.
+        label: label of the row.
         value: the bar's length, from the simulated engine.
         bundled: the same from the bundled model, a ring.
         published: the paper's figure, a diamond; None where there is none.
-        color: of the bar.
+        color: color of the bar.
     """
 
     label: str
@@ -46,17 +46,17 @@ def select(rows: list[dict[str, Any]], **wanted: Any) -> dict[str, Any]:
     return row
 
 
-def share_bars(figures: dict[str, Any], dataset: str) -> list[Bar]:
+def share_bars(figures: dict[str, Any], dataset: str) -> list[EfficiencyBar]:
     """Return the share of KV bytes that hold tokens, for each way to give memory out."""
     published = figures["published_percent"]["shares"] if dataset == "ShareGPT" else {}
 
-    def bar(label: str, name: str, block_size: int, color: str, beside: float | None) -> Bar:
+    def bar(label: str, name: str, block_size: int, color: str, beside: float | None) -> EfficiencyBar:
         wanted = {"dataset": dataset, "block_size": block_size, "num_samples": 1}
         ours, real = (
             100 * select(figures["rows"], engine=engine, **wanted)["shares"][name]
             for engine in ("simulated", "bundled")
         )
-        return Bar(label, ours, real, beside, color)
+        return EfficiencyBar(label, ours, real, beside, color)
 
     return [bar(label, name, 16, OTHERS, published.get(name)) for name, label in CONTIGUOUS.items()] + [
         bar("Quire, blocks of 16", "paged", 16, OURS, published.get("paged")),
@@ -64,7 +64,7 @@ def share_bars(figures: dict[str, Any], dataset: str) -> list[Bar]:
     ]
 
 
-def saving_bars(figures: dict[str, Any]) -> list[Bar]:
+def saving_bars(figures: dict[str, Any]) -> list[EfficiencyBar]:
     """Return the share of blocks that parallel samples save, for each dataset and number of samples."""
     published = figures["published_percent"]["saved_by_sharing"]
     bars = []
@@ -76,11 +76,11 @@ def saving_bars(figures: dict[str, Any]) -> list[Bar]:
                 for engine in ("simulated", "bundled")
             )
             beside = published.get(dataset, {}).get(str(num_samples))
-            bars.append(Bar(f"{dataset}, {num_samples} samples", ours, real, beside, OURS))
+            bars.append(EfficiencyBar(f"{dataset}, {num_samples} samples", ours, real, beside, OURS))
     return bars
 
 
-def draw_panel(axes: Any, title: str, bars: list[Bar], limit: float) -> None:
+def draw_panel(axes: Any, title: str, bars: list[EfficiencyBar], limit: float) -> None:
     """Draw one panel of horizontal bars from 0 to `limit` percent, each with its figure in a column at the right."""
     places = range(len(bars))
     axes.barh(places, [bar.value for bar in bars], height=0.62, color=[bar.color for bar in bars], zorder=2)

@@ -1,4 +1,4 @@
-"""What memory holds at one moment, and what other ways of giving it out would have reserved for the same sequences.
+"""The contents of memory at one moment, and the reservations of other allocators for the same sequences.
 
 Everything here is a pure function of a `Moment`, the state of an engine between two steps:
 
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 
-class Held(NamedTuple):
+class HeldSequence(NamedTuple):
     """One running sequence.
 
     Args:
@@ -42,14 +42,14 @@ class Moment(NamedTuple):
         is_full: somebody waited in the last step although only memory could keep them out.
     """
 
-    sequences: tuple[Held, ...]
+    sequences: tuple[HeldSequence, ...]
     block_size: int
     num_used: int
     is_full: bool
 
 
 # Slots that a contiguous reservation has for one sequence, by the model's length.
-Reserve = Callable[[Held, int], int]
+Reserve = Callable[[HeldSequence, int], int]
 
 
 def power_of_two(number: int) -> int:
@@ -57,22 +57,22 @@ def power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def whole_length(_: Held, max_model_len: int) -> int:
+def whole_length(_: HeldSequence, max_model_len: int) -> int:
     """Reserve the model's length, whatever the request."""
     return max_model_len
 
 
-def power_of_two_output(held: Held, max_model_len: int) -> int:
+def power_of_two_output(held: HeldSequence, max_model_len: int) -> int:
     """Reserve the prompt and the next power of two of the output that will come."""
     return min(max_model_len, held.num_prompt + power_of_two(held.num_total - held.num_prompt))
 
 
-def exact_length(held: Held, _: int) -> int:
+def exact_length(held: HeldSequence, _: int) -> int:
     """Reserve prompt and output, whose length an oracle knows beforehand."""
     return held.num_total
 
 
-def doubling(held: Held, max_model_len: int) -> int:
+def doubling(held: HeldSequence, max_model_len: int) -> int:
     """Reserve the next power of two of what is stored; who fills a bucket moves to one of twice its size."""
     return min(max_model_len, power_of_two(held.num_stored))
 

@@ -32,7 +32,7 @@ class Dataset(NamedTuple):
 DATASETS = {"ShareGPT": Dataset(161, 338), "Alpaca": Dataset(19, 58)}
 
 
-class Work(NamedTuple):
+class DatasetRequest(NamedTuple):
     """One request: its prompt's token ids, and how many new tokens each sample gets."""
 
     prompt: list[int]
@@ -43,9 +43,9 @@ def lengths(mean: float, limit: int, count: int, rng: random.Random, spread: flo
     """Return log-normal lengths in a random order: equally likely ones, so that only their order is drawn.
 
     Args:
-        mean: of the lengths after clipping, in tokens.
+        mean: mean of the lengths after clipping, in tokens.
         limit: longer ones are clipped to it; more than `mean`.
-        count: how many.
+        count: number of lengths.
         rng: draws the order.
         spread: standard deviation of the logarithm.
     """
@@ -63,12 +63,12 @@ def lengths(mean: float, limit: int, count: int, rng: random.Random, spread: flo
     return drawn
 
 
-def trace(dataset: Dataset, max_model_len: int, count: int, vocab_size: int, seed: int = 0) -> list[Work]:
+def trace(dataset: Dataset, max_model_len: int, count: int, vocab_size: int, seed: int = 0) -> list[DatasetRequest]:
     """Return requests of random tokens, so that no two of them share a block."""
     rng = random.Random(seed)
     prompts = lengths(dataset.mean_prompt, max_model_len // 2, count, rng)
     outputs = lengths(dataset.mean_output, max_model_len // 2, count, rng)
     return [
-        Work([rng.randrange(vocab_size) for _ in range(num_prompt)], num_new)
+        DatasetRequest([rng.randrange(vocab_size) for _ in range(num_prompt)], num_new)
         for num_prompt, num_new in zip(prompts, outputs, strict=True)
     ]

@@ -22,13 +22,13 @@ from benchmarks.serving import (
     BLOCK_SIZE,
     MAX_MODEL_LEN,
     NUM_BLOCKS,
-    Engine,
+    BenchmarkEngine,
     Figures,
     Setup,
     figures_of,
     serve_by_steps,
 )
-from quire.bench.workloads import Request, workload
+from quire.bench.workloads import BenchRequest, workload
 
 ANSWER = "RESULT "
 WARM_UP_RUN = 999  # tokens that no measured run uses
@@ -53,7 +53,7 @@ class QuireEngine:
             **setup.options,
         ).engine
 
-    def add(self, requests: list[Request]) -> None:
+    def add(self, requests: list[BenchRequest]) -> None:
         """Queue requests."""
         from quire import SamplingParams
 
@@ -65,7 +65,7 @@ class QuireEngine:
         """Run one step."""
         return [(int(news.request_id), len(news.outputs[0].token_ids)) for news in self._engine.step()]
 
-    def serve(self, requests: list[Request]) -> Figures:
+    def serve(self, requests: list[BenchRequest]) -> Figures:
         """Serve requests that arrive at once."""
         return serve_by_steps(self, requests)
 
@@ -76,7 +76,7 @@ class GenerateEngine:
     def __init__(self, setup: Setup) -> None:
         self._model = load_transformers(setup)
 
-    def serve(self, requests: list[Request]) -> Figures:
+    def serve(self, requests: list[BenchRequest]) -> Figures:
         """Serve requests that arrive at once."""
         import torch
         from transformers import GenerationConfig, StoppingCriteriaList
@@ -129,7 +129,7 @@ class ContinuousBatchingEngine:
         )
         self._manager = self._open.__enter__()
 
-    def serve(self, requests: list[Request]) -> Figures:
+    def serve(self, requests: list[BenchRequest]) -> Figures:
         """Serve requests that arrive at once."""
         started_s = time.perf_counter()
         places = {
@@ -184,7 +184,7 @@ def main() -> None:
     who = CONTENDERS[options.contender]
     started = time.perf_counter()
     setup = Setup(options.model, options.threads, options.sequences, not options.no_caching, who.options)
-    engine: Engine = ENGINES[who.engine](setup)
+    engine: BenchmarkEngine = ENGINES[who.engine](setup)
     warm_up = workload("W1", WARM_UP_RUN).requests[0]
     engine.serve([warm_up._replace(num_new=4)])
     ready = {"ready_s": time.perf_counter() - started, "version": version_of(PACKAGES[who.engine])}

@@ -1,4 +1,4 @@
-"""What an ambiguous grammar costs those who are served beside it: `python -m benchmarks.grammar_delay`.
+"""The delay of other requests by an ambiguous grammar: `python -m benchmarks.grammar_delay`.
 
 One request samples from the bundled model with a grammar whose texts can be read in ever more ways. Beside it, another
 request gets 8 tokens, again and again, until the first one ends; the same beside samples without a grammar. With

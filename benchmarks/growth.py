@@ -1,4 +1,4 @@
-"""How Quire's rates grow with batch and context, beside the roofline: `python -m benchmarks.growth`.
+"""The growth of Quire's rates with batch and context, compared with the roofline: `python -m benchmarks.growth`.
 
 A point is a batch of sequences of the same length in decode. The batches of a length follow each other, and a larger
 one finds the prompts of the smaller in the prefix cache, so that each prompt is computed once; the first one's time is
@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks import machine, make_model
 from benchmarks.serving import BLOCK_SIZE
-from benchmarks.shapes import Shape
+from benchmarks.shapes import CheckpointShape
 from quire import LLM, SamplingParams
 from quire.bench.workloads import PLAIN_IDS
 from quire.engine.engine import Engine
@@ -73,8 +73,8 @@ def roofline_tokens_per_s(bytes_: float, operations: float, num_tokens: int, pro
     """Return the rate that memory and processors allow a step at most.
 
     Args:
-        bytes_, operations: of the step.
-        num_tokens: that come of it.
+        bytes_, operations: bytes and operations of the step.
+        num_tokens: number of tokens that the step gives.
         probe: "gb_s" and "gflop_s"; what could not be probed bounds nothing.
     """
     needs = {"gb_s": bytes_ / 1e9, "gflop_s": operations / 1e9}
@@ -82,7 +82,9 @@ def roofline_tokens_per_s(bytes_: float, operations: float, num_tokens: int, pro
     return num_tokens / max(seconds) if seconds else float("inf")
 
 
-def measure(engine: Engine, shape: Shape, context: int, batches: list[int], probe: machine.Probe) -> dict[str, Any]:
+def measure(
+    engine: Engine, shape: CheckpointShape, context: int, batches: list[int], probe: machine.MachineProbe
+) -> dict[str, Any]:
     """Return the rates of one length: of its prompt, and of decoding in each batch."""
     rng = random.Random(context)
     prompts = [[rng.choice(PLAIN_IDS) for _ in range(context)] for _ in range(max(batches))]
@@ -133,7 +135,7 @@ def main() -> None:
         max_num_batched_tokens=STEP_TOKENS,
         num_threads=options.threads,
     ).engine
-    probe, shape = machine.Probe(options.threads), Shape.read(model)
+    probe, shape = machine.MachineProbe(options.threads), CheckpointShape.read(model)
     decode(engine, [[PLAIN_IDS[0]] * STEP_TOKENS])  # warms up
     engine.reset_prefix_cache()
     rows = [measure(engine, shape, context, some, probe) for context, some in chosen]

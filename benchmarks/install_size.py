@@ -1,4 +1,4 @@
-"""What the installation weighs: `python -m benchmarks.install_size`.
+"""The size of the installation: `python -m benchmarks.install_size`.
 
 Follows the requirements of Quire, without its extras, through the environment that runs this, and adds up the files
 that each distribution has installed.
@@ -21,7 +21,7 @@ class Weight(NamedTuple):
     """One distribution.
 
     Args:
-        required_by: who of the others asks for it first.
+        required_by: first of the other distributions that requires it.
     """
 
     name: str

@@ -25,7 +25,7 @@ from quire.platform.malloc import keep_freed_memory, use_huge_pages
 SHAPES = "1024x4096,2048x1024,1024x6144,3072x1024,1024x151936"
 ROWS = "1,2,4,8,16,64,512"
 FORMATS = "plain,lossless,int8,int6,int4"
-# Of a weight, without scales and tables.
+# Bits of a weight, without scales and tables.
 BITS = {"plain": 16.0, "lossless": 12.08, "int8": 8.0, "int6": 6.5, "int4": 4.5}
 LEAST_BYTES = 256_000_000
 ROUNDED: dict[str, tuple[Quantization, int]] = {"int8": ("int8", 8), "int6": ("int4", 6), "int4": ("int4", 4)}
@@ -47,7 +47,7 @@ def compare(linears: dict[str, list[Linear]], x: Tensor, runs: int, num_values: 
         linears: the copies of a weight, for each format.
         x: [rows, width].
         runs: turns of each format.
-        num_values: of one weight.
+        num_values: number of values of one weight.
     """
 
     def each(layers: Sequence[Linear]) -> list[Tensor]:
@@ -86,7 +86,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     use_huge_pages()
     keep_freed_memory()
-    probe = machine.Probe(options.threads)
+    probe = machine.MachineProbe(options.threads)
     library = NativeLibrary(options.level, libraries[options.level])
     for shape in options.shapes.split(","):
         width, num_columns = map(int, shape.split("x"))

@@ -1,4 +1,4 @@
-"""What bodies of 8 MB cost others: `python -m benchmarks.long_texts`.
+"""The cost of bodies of 8 MB for other requests: `python -m benchmarks.long_texts`.
 
 Starts a server, sends it one body after the other, each of another kind, and meanwhile asks `/health` again and again
 and reads one small stream after the other, from a process of its own. Two models: the bundled one, whose context is so
@@ -132,7 +132,7 @@ def _stream(url: str, ended: threading.Event, noted: dict[str, list[tuple[float,
 # ---- the process that sends ----
 
 
-class Case(NamedTuple):
+class BodyCost(NamedTuple):
     """One body: its name, the status of the answer, when it was sent and answered, and memory."""
 
     name: str
@@ -162,7 +162,7 @@ def resident_bytes(pids: set[int]) -> int:
     return num_pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def send(url: str, pid: int, name: str, route: str, raw: bytes) -> Case:
+def send(url: str, pid: int, name: str, route: str, raw: bytes) -> BodyCost:
     """Send a body and wait for the answer."""
     before, peak, is_over = resident_bytes(family(pid)), [0], threading.Event()
 
@@ -182,7 +182,7 @@ def send(url: str, pid: int, name: str, route: str, raw: bytes) -> Case:
     time.sleep(SETTLE_S)
     is_over.set()
     sampler.join()
-    return Case(name, answer.status, began, ended, before, peak[0], resident_bytes(family(pid)))
+    return BodyCost(name, answer.status, began, ended, before, peak[0], resident_bytes(family(pid)))
 
 
 def longest(noted: list[tuple[float, float]], began_s: float, ended_s: float) -> float:
@@ -212,7 +212,7 @@ def measure(model: str, flags: tuple[str, ...], names: str = "", routes: tuple[s
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
-        # What is loaded or started at the first use is no cost of a body.
+        # Modules and processes that start at the first use are no cost of a body.
         for route in ("/tokenize", COMPLETIONS):
             send(url, pid, "warm", route, encoded({"prompt": PROSE * 4000, "max_tokens": 1}))
         send(url, pid, "warm", CHAT, encoded({"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}))
@@ -278,7 +278,7 @@ def main() -> None:
     if not make_model.is_written(folder):
         make_model.write(LONG, folder)
     flags = ("--max-model-len", str(LONG_CONTEXT), "--tokenizer", str(locate("bundled")))
-    # What has room is computed where it is a prompt: that is the model's time, and no text's.
+    # A prompt that fits is computed: that is time of the model, not of the text.
     routes = ("/tokenize", "/detokenize", "/pin_prefix")
     setups: dict[str, tuple[Any, ...]] = {
         "long_context": (str(folder), (*flags, "--kv-cache-memory-bytes", "1GiB"), options.bodies, routes),

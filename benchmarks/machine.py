@@ -1,4 +1,4 @@
-"""What a figure depends on: the machine, the versions, the commit, and the memory bandwidth of this minute."""
+"""The conditions of a figure: the machine, the versions, the commit, and the memory bandwidth of this minute."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def peak_memory_bytes() -> int:
     raise RuntimeError("/proc/self/status has no VmHWM")
 
 
-class Probe:
-    """What memory and processors can do at this moment, measured by small C programs; silent without a compiler."""
+class MachineProbe:
+    """Rates of memory and processors at this moment, measured by small C programs; no rates without a compiler."""
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads

@@ -36,9 +36,9 @@ CODE, NUM_PARTS, SHORT = 448, 4, 128
 CONSTANT = CODE
 # Pairs of a head's values that rotate fast enough to tell positions apart, and slowly enough not to.
 FAST, SLOW = slice(0, 12), slice(26, 64)
-# How much better a right place is than a wrong one, in units of the softmax; what a copy adds to the token's own code.
+# Margin of a right position over a wrong one, in units of the softmax; weight of a copy in the token's code.
 SHARPNESS, STRENGTH = 14.0, 6.0
-# What the rest of the weights add.
+# Scale of the other weights.
 FAINT = 1e-4
 
 
@@ -46,7 +46,7 @@ def tensors_of(config: dict[str, Any]) -> dict[str, Tensor]:
     """Return the weights of a copier.
 
     Args:
-        config: of Qwen3's architecture, hidden states of at least 961 values, heads of 128, five KV heads or more.
+        config: Qwen3 config with hidden states of at least 961 values, heads of 128, five KV heads or more.
     """
     generator = torch.Generator().manual_seed(4321)
 

@@ -1,4 +1,4 @@
-"""What was asked for, as data, and how measured medians stand against it."""
+"""The marks, as data, and their comparison with measured medians."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from benchmarks.contenders import CONTENDERS, peers_of
 from benchmarks.serving import NUM_KV_TOKENS, Figures
-from benchmarks.shapes import Shape
+from benchmarks.shapes import CheckpointShape
 from quire.bench.workloads import workload
 
 # Figures of which less is better; of the others more is.
@@ -17,14 +17,14 @@ Table = dict[str, dict[str, Figures]]  # workload -> contender -> medians
 
 
 class Mark(NamedTuple):
-    """How many times better than something a contender has to be in one figure.
+    """The required ratio of a contender to another one in one figure.
 
     Args:
-        workload: by name.
-        contender: who is judged.
+        workload: name of the workload.
+        contender: name of the judged contender.
         against: a contender, or a class of weights, which is the best of its peers that were measured.
         at_least: the ratio; for a time theirs divided by ours, for a rate ours divided by theirs.
-        figure: what is compared.
+        figure: name of the compared figure.
         beside: the workload that `against` ran, where that is another one.
     """
 
@@ -62,13 +62,13 @@ MAX_OVERHEAD_BYTES = 400_000_000  # past weights and KV
 BITS = {"bf16": 16, "int8": 8, "int4": 4}
 
 
-class Verdict(NamedTuple):
-    """How one mark stands.
+class MarkResult(NamedTuple):
+    """The result of one mark.
 
     Args:
         what: is judged, in words; with the best peer's name where there was a choice.
         value: measured.
-        mark: what was asked for.
+        mark: required value.
         is_met: whether it was reached.
     """
 
@@ -91,11 +91,11 @@ def medians(rows: list[Figures]) -> Table:
     return table
 
 
-def bandwidth_share(shape: Shape, row: Figures) -> float | None:
+def bandwidth_share(shape: CheckpointShape, row: Figures) -> float | None:
     """Return the share of the probed bandwidth at which one stream's decode steps read weights and KV, both in 16 bits.
 
     Args:
-        shape: of the checkpoint.
+        shape: shape of the checkpoint.
         row: a run of "W1", with the probes before and after it.
 
     Returns:
@@ -119,7 +119,7 @@ def best_of(names: list[str], column: dict[str, Figures], figure: str) -> str | 
     return (min if figure in TIMES else max)(values, key=lambda name: values[name])
 
 
-def judge(table: Table, shape: Shape) -> list[Verdict]:
+def judge(table: Table, shape: CheckpointShape) -> list[MarkResult]:
     """Return how the medians stand against the marks whose contenders were measured."""
     return [
         *filter(None, (ratio(mark, table) for mark in MARKS)),
@@ -128,7 +128,7 @@ def judge(table: Table, shape: Shape) -> list[Verdict]:
     ]
 
 
-def ratio(mark: Mark, table: Table) -> Verdict | None:
+def ratio(mark: Mark, table: Table) -> MarkResult | None:
     """Return how one mark stands, or None where either side was not measured."""
     ours = table.get(mark.workload, {}).get(mark.contender, {}).get(mark.figure)
     others = table.get(mark.beside or mark.workload, {})
@@ -140,20 +140,20 @@ def ratio(mark: Mark, table: Table) -> Verdict | None:
     value = theirs / ours if mark.figure in TIMES else ours / theirs
     which = f"{mark.beside or ''} {best}" if mark.against in CONTENDERS else f"the best peer ({best})"
     what = f"{mark.workload} {mark.contender} against {which.strip()}, {mark.figure}"
-    return Verdict(what, value, mark.at_least, value >= mark.at_least)
+    return MarkResult(what, value, mark.at_least, value >= mark.at_least)
 
 
-def bandwidth(table: Table) -> list[Verdict]:
+def bandwidth(table: Table) -> list[MarkResult]:
     """Return how near one stream comes to the bandwidth of memory."""
     share = table.get("W1", {}).get("quire", {}).get("bandwidth_share")
     if share is None:
         return []
     return [
-        Verdict("W1 quire, share of the probed bandwidth", share, MIN_BANDWIDTH_SHARE, share >= MIN_BANDWIDTH_SHARE)
+        MarkResult("W1 quire, share of the probed bandwidth", share, MIN_BANDWIDTH_SHARE, share >= MIN_BANDWIDTH_SHARE)
     ]
 
 
-def memory(table: Table, shape: Shape) -> list[Verdict]:
+def memory(table: Table, shape: CheckpointShape) -> list[MarkResult]:
     """Return by how many bytes Quire's processes exceed their weights and their KV cache."""
     verdicts = []
     for name, column in table.items():
@@ -162,11 +162,11 @@ def memory(table: Table, shape: Shape) -> list[Verdict]:
                 continue
             over = figures["peak_memory_bytes"] - held_bytes(shape, who)
             what = f"{name} {who}, peak bytes past weights and KV, at most"
-            verdicts.append(Verdict(what, over, MAX_OVERHEAD_BYTES, over <= MAX_OVERHEAD_BYTES))
+            verdicts.append(MarkResult(what, over, MAX_OVERHEAD_BYTES, over <= MAX_OVERHEAD_BYTES))
     return verdicts
 
 
-def held_bytes(shape: Shape, who: str) -> int:
+def held_bytes(shape: CheckpointShape, who: str) -> int:
     """Return the bytes of a contender's weights and of the KV cache that everyone has."""
     contender = CONTENDERS[who]
     kv = NUM_KV_TOKENS * shape.kv_token_bytes(1 if "kv_cache_dtype" in contender.options else 2)

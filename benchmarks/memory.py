@@ -27,11 +27,11 @@ Times = dict[str, dict[str, list[float]]]
 
 
 class Shown(NamedTuple):
-    """How the times of one piece of work are shown and judged.
+    """The unit and the mark of one timed task.
 
     Args:
-        what: in words.
-        unit: of the figures.
+        what: description of the task.
+        unit: unit of the figures.
         per_second: units in a second.
         at_least: the mark: a peer's time divided by Quire's.
     """

@@ -74,7 +74,7 @@ class Manager(Protocol):
 
 @dataclass(slots=True)
 class QuireRequest:
-    """What Quire's scheduler keeps of a sequence for its memory."""
+    """The state of a sequence that Quire's scheduler passes to the memory manager."""
 
     seq_id: int
     tokens: list[int]
@@ -182,7 +182,7 @@ class VllmMemory:
     It publishes a block when it allocates it, so `admit` and `decode_step` have one call less than Quire's.
 
     Args:
-        hash_name: what identifies a block, a name of `vllm.utils.hashing`.
+        hash_name: hash function of blocks, a name of `vllm.utils.hashing`.
         num_blocks: usable blocks, of each cache group.
         window: tokens that a second group of as many layers reads; None for one group.
     """

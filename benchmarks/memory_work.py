@@ -1,4 +1,4 @@
-"""What the memory managers are timed on, and the process that each of them runs in.
+"""The timed tasks of the memory managers, and the process in which each of them runs.
 
 Every piece of work is checked: what was found, what is held afterwards. The process reads one line `name run` at a time
 and answers with one line `RESULT {json}`.
@@ -24,10 +24,10 @@ NewManager = Callable[[int], Manager]
 
 
 class Sizes(NamedTuple):
-    """How much work there is.
+    """The sizes of the tasks.
 
     Args:
-        num_requests: of `num_prompt` tokens each; a multiple of 4.
+        num_requests: number of requests of `num_prompt` tokens each, a multiple of 4.
         num_prompt: tokens of a prompt, a multiple of the block size.
         num_decoding: sequences of a decode step.
         num_steps: decode steps, a multiple of the block size.

@@ -8,8 +8,8 @@ import os
 from typing import Any, NamedTuple
 
 from benchmarks.serving import MAX_MODEL_LEN, NUM_KV_TOKENS, Figures, Setup, serve_by_steps
-from benchmarks.shapes import Shape
-from quire.bench.workloads import Request
+from benchmarks.shapes import CheckpointShape
+from quire.bench.workloads import BenchRequest
 
 STEP_TOKENS = 2048  # prompt tokens in a step, for all three
 OPENVINO_BLOCK_SIZE = 32  # of its CPU plug-in
@@ -34,7 +34,7 @@ class VllmEngine:
             max_num_seqs=setup.num_seqs,
             max_num_batched_tokens=STEP_TOKENS,
             enable_prefix_caching=setup.caching,
-            kv_cache_memory_bytes=NUM_KV_TOKENS * Shape.read(setup.model).kv_token_bytes(value_bytes),
+            kv_cache_memory_bytes=NUM_KV_TOKENS * CheckpointShape.read(setup.model).kv_token_bytes(value_bytes),
             disable_log_stats=True,
             **setup.options,
         ).llm_engine
@@ -42,7 +42,7 @@ class VllmEngine:
         self._counts: dict[str, int] = {}
         self._num_added = 0
 
-    def add(self, requests: list[Request]) -> None:
+    def add(self, requests: list[BenchRequest]) -> None:
         """Queue requests."""
         self._places, self._counts = {}, {}
         for idx, request in enumerate(requests):
@@ -61,7 +61,7 @@ class VllmEngine:
             self._counts[name] = count
         return news
 
-    def serve(self, requests: list[Request]) -> Figures:
+    def serve(self, requests: list[BenchRequest]) -> Figures:
         """Serve requests that arrive at once."""
         return serve_by_steps(self, requests)
 
@@ -89,7 +89,7 @@ class OpenVinoEngine:
         self._handles: list[Any] = []
         self._num_added = 0
 
-    def add(self, requests: list[Request]) -> None:
+    def add(self, requests: list[BenchRequest]) -> None:
         """Queue requests."""
         self._handles = []
         for request in requests:
@@ -110,7 +110,7 @@ class OpenVinoEngine:
             for output in handle.read().values()
         ]
 
-    def serve(self, requests: list[Request]) -> Figures:
+    def serve(self, requests: list[BenchRequest]) -> Figures:
         """Serve requests that arrive at once."""
         return serve_by_steps(self, requests)
 
@@ -161,12 +161,12 @@ class LlamaCppEngine:
         self._batch = lib.llama_batch_init(STEP_TOKENS, 0, 1)
         self._logits_shape = (lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model)),)
         self._as_array: Any = numpy.ctypeslib.as_array
-        self._requests: list[Request] = []
+        self._requests: list[BenchRequest] = []
         self._outputs: list[list[int]] = []
         self._num_computed: list[int] = []
         self._kept: list[int] = []
 
-    def add(self, requests: list[Request]) -> None:
+    def add(self, requests: list[BenchRequest]) -> None:
         """Give each request a sequence, with what is known of its prompt."""
         for seq_id in range(len(self._requests)):
             self._lib.llama_memory_seq_rm(self._memory, seq_id, -1, -1)
@@ -198,7 +198,7 @@ class LlamaCppEngine:
                 self._outputs[row.seq_id].append(int(self._as_array(logits, self._logits_shape).argmax()))
         return [(row.seq_id, 1) for row in rows if row.is_last]
 
-    def serve(self, requests: list[Request]) -> Figures:
+    def serve(self, requests: list[BenchRequest]) -> Figures:
         """Serve requests that arrive at once; what one request alone has left is kept for the next."""
         figures = serve_by_steps(self, requests)
         if self._kept_id is not None:

@@ -25,7 +25,7 @@ class Panel(NamedTuple):
     Args:
         title: title of the panel.
         workload: name of the workload in the results.
-        sources: for each class of weights, the name of the results (after `peers-`).
+        sources: class of weights -> name of the results (after `peers-`).
         prompt: whether prompt tokens are counted instead of new ones.
     """
 
@@ -43,7 +43,7 @@ PANELS = (
 )
 
 
-class Bar(NamedTuple):
+class PeerBar(NamedTuple):
     """One engine on one workload with one class of weights."""
 
     weights: str
@@ -51,12 +51,12 @@ class Bar(NamedTuple):
     value: float
 
 
-def bars(panel: Panel, results: Path = machine.RESULTS) -> list[Bar]:
+def bars(panel: Panel, results: Path = machine.RESULTS) -> list[PeerBar]:
     """Return a panel's bars, by class of weights and then by engine.
 
     An engine with several contenders in a class has its default one: the first in `CONTENDERS`.
     """
-    found: dict[tuple[str, str], Bar] = {}
+    found: dict[tuple[str, str], PeerBar] = {}
     for weights, source in panel.sources.items():
         figures = json.loads((results / f"peers-{source}.json").read_text(encoding="utf-8"))
         medians = figures["medians"][panel.workload]
@@ -64,7 +64,7 @@ def bars(panel: Panel, results: Path = machine.RESULTS) -> list[Bar]:
             if name in medians and contender.weights == weights and (weights, contender.engine) not in found:
                 row = medians[name]
                 value = PROMPT_TOKENS / row["wall_s"] if panel.prompt else row["tokens_per_s"]
-                found[weights, contender.engine] = Bar(weights, contender.engine, value)
+                found[weights, contender.engine] = PeerBar(weights, contender.engine, value)
     return sorted(
         found.values(), key=lambda bar: (list(panel.sources).index(bar.weights), list(NAMES).index(bar.engine))
     )

@@ -1,4 +1,4 @@
-"""What the watermark, the choice of victims and swapping do when memory is short: `python -m benchmarks.preemption`.
+"""The effects of watermark, victim policy and swapping when memory is short: `python -m benchmarks.preemption`.
 
 The real scheduler and the real memory serve requests that all queue at once for a pool that holds some twenty of them.
 Time is that of a cost model, so that a run can be repeated to the digit: a step takes `STEP_S`, each of its tokens
@@ -31,14 +31,14 @@ COSTS = TransferRates(copy_bytes_per_s=COPY_BYTES_PER_S, prefill_tokens_per_s=1 
 RESULTS = Path(__file__).parent / "results" / "preemption.json"
 
 
-class Case(NamedTuple):
-    """What is compared.
+class PreemptionCase(NamedTuple):
+    """One compared configuration.
 
     Args:
         watermark: share of the blocks.
-        policy, mode: of preemption.
-        host_blocks: of the host tier; 0 for none.
-        num_samples: of each request.
+        policy, mode: policy and mode of preemption.
+        host_blocks: number of blocks of the host tier; 0 for none.
+        num_samples: number of samples of each request.
     """
 
     watermark: float
@@ -48,14 +48,14 @@ class Case(NamedTuple):
     num_samples: int
 
 
-class Figures(NamedTuple):
-    """What a run gave.
+class PreemptionFigures(NamedTuple):
+    """The figures of one run.
 
     Args:
         num_preemptions: sequences that lost their memory.
         num_swaps: those of them that were swapped out.
         wasted: tokens computed more than once, as a share of those that had to be computed.
-        moved_bytes: between the tiers.
+        moved_bytes: bytes moved between the tiers.
         tokens_per_s: generated, in the model's time.
     """
 
@@ -66,7 +66,7 @@ class Figures(NamedTuple):
     tokens_per_s: float
 
 
-def serve(case: Case, num_requests: int, seed: int) -> Figures:
+def serve(case: PreemptionCase, num_requests: int, seed: int) -> PreemptionFigures:
     """Serve one trace to its end."""
     memory = KVCacheManager(
         [SPEC],
@@ -101,19 +101,21 @@ def serve(case: Case, num_requests: int, seed: int) -> Figures:
     needed = sum(len(work.prompt) + case.num_samples * (work.num_new - 1) for work in works)
     generated = case.num_samples * sum(work.num_new for work in works)
     stats = scheduler.stats
-    return Figures(stats.num_preemptions, stats.num_swaps, num_computed / needed - 1, moved_bytes, generated / seconds)
+    return PreemptionFigures(
+        stats.num_preemptions, stats.num_swaps, num_computed / needed - 1, moved_bytes, generated / seconds
+    )
 
 
-def cases(num_samples: int) -> list[Case]:
+def cases(num_samples: int) -> list[PreemptionCase]:
     """Return all that is compared for requests of so many samples."""
     ways = [("last", "recompute", 0), ("least_waste", "recompute", 0)]
     ways += [("last", "auto", 4 * NUM_BLOCKS), ("least_waste", "auto", 4 * NUM_BLOCKS)]
-    return [Case(watermark, *way, num_samples) for way in ways for watermark in (0.0, 0.01, 0.05)]
+    return [PreemptionCase(watermark, *way, num_samples) for way in ways for watermark in (0.0, 0.01, 0.05)]
 
 
-def mean(runs: Sequence[Figures]) -> Figures:
+def mean(runs: Sequence[PreemptionFigures]) -> PreemptionFigures:
     """Return the means over runs."""
-    return Figures(*(statistics.fmean(values) for values in zip(*runs, strict=True)))
+    return PreemptionFigures(*(statistics.fmean(values) for values in zip(*runs, strict=True)))
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What an option costs in quality: `python -m benchmarks.quality quantization=int8 quantization=int4`.
+"""The cost of an option in quality: `python -m benchmarks.quality quantization=int8 quantization=int4`.
 
 Each engine reads the same text and writes on from the same beginnings, and is compared with one that has its defaults.
 The text is of the generator that the bundled model was trained on, from a seed that its training did not use; for
@@ -24,12 +24,12 @@ NUM_START = 24  # tokens of a document that an engine writes on from
 
 @dataclass(frozen=True)
 class Reading:
-    """What an engine made of the text.
+    """The results of one engine on the text.
 
     Args:
-        logprobs: of each token behind a document's first.
+        logprobs: log probability of each token after a document's first.
         tops: the likeliest token at each of those places.
-        written: what it wrote greedily, for each document.
+        written: greedy output for each document.
     """
 
     logprobs: list[float]
@@ -42,7 +42,7 @@ class Quality:
     """An engine beside the first.
 
     Args:
-        mean_logprob: of the text's tokens.
+        mean_logprob: mean log probability of the text's tokens.
         perplexity: e to the power of its negative.
         same_top: share of places where both find the same token likeliest.
         same_start: share of what the first wrote that the other wrote alike up to where they part.

@@ -1,4 +1,4 @@
-"""What the control plane costs a step: `python -m benchmarks.scheduler`.
+"""The cost of the control plane per step: `python -m benchmarks.scheduler`.
 
 The real scheduler on the real memory, with many sequences in decode; the data plane only draws a fixed token. Timed is
 all that a step does besides the model: planning, block tables, taking in the tokens, publishing full blocks.

@@ -1,4 +1,4 @@
-"""What every engine is asked to do, and what is read off it: requests that arrive at once, and when each token came."""
+"""The interface of the compared engines: requests that arrive at once, and the arrival time of each token."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from quire.bench.workloads import Request
+from quire.bench.workloads import BenchRequest
 
 Figures = dict[str, Any]
 BLOCK_SIZE, NUM_BLOCKS = 16, 1280  # 20,480 tokens of KV for everyone who lets it be set
@@ -15,14 +15,14 @@ MAX_MODEL_LEN = 4608
 
 
 class Setup(NamedTuple):
-    """What an engine is made with.
+    """The setup of an engine.
 
     Args:
         model: the checkpoint, in the form that this engine reads.
-        num_threads: to compute with.
-        num_seqs: that run at once, at most.
+        num_threads: number of threads.
+        num_seqs: maximum number of sequences that run at once.
         caching: whether prompts may share what is computed for their prefix.
-        options: of this engine; see `contenders.CONTENDERS`.
+        options: options of this engine; see `contenders.CONTENDERS`.
     """
 
     model: Path
@@ -32,24 +32,24 @@ class Setup(NamedTuple):
     options: dict[str, Any]
 
 
-class Engine(Protocol):
+class BenchmarkEngine(Protocol):
     """Serves token ids."""
 
-    def serve(self, requests: list[Request]) -> Figures:
+    def serve(self, requests: list[BenchRequest]) -> Figures:
         """Serve requests that arrive at once, greedily and past the end-of-sequence token; see `figures_of`."""
 
 
 class Steps(Protocol):
     """An engine whose steps are run by hand."""
 
-    def add(self, requests: list[Request]) -> None:
+    def add(self, requests: list[BenchRequest]) -> None:
         """Queue requests; none is in progress."""
 
     def step(self) -> list[tuple[int, int]]:
         """Run one step and return (index of the request, number of its new tokens) for those that have some."""
 
 
-def serve_by_steps(engine: Steps, requests: list[Request]) -> Figures:
+def serve_by_steps(engine: Steps, requests: list[BenchRequest]) -> Figures:
     """Serve requests that arrive at once."""
     times: list[list[float]] = [[] for _ in requests]
     num_left = sum(request.num_new for request in requests)
@@ -62,11 +62,11 @@ def serve_by_steps(engine: Steps, requests: list[Request]) -> Figures:
     return figures_of(requests, started_s, times)
 
 
-def figures_of(requests: list[Request], started_s: float, times: list[list[float]]) -> Figures:
+def figures_of(requests: list[BenchRequest], started_s: float, times: list[list[float]]) -> Figures:
     """Return what a run comes to.
 
     Args:
-        requests: what was asked for.
+        requests: requests that were served.
         started_s: when.
         times: when each token of each request came, by the same clock.
 

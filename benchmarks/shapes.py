@@ -1,4 +1,4 @@
-"""What the shape of a checkpoint costs: bytes of weights and of KV, and operations."""
+"""The cost of a checkpoint's shape: bytes of weights and of KV, and operations."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import NamedTuple
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-class Shape(NamedTuple):
+class CheckpointShape(NamedTuple):
     """The sizes that bytes and operations follow from.
 
     Args:
-        num_layers, num_heads, num_kv_heads, head_dim: of attention.
+        num_layers, num_heads, num_kv_heads, head_dim: dimensions of attention.
         num_linear: parameters of the layers' matrices.
         num_head: parameters of the output head.
         num_other: parameters of norms, and of an embedding that is not the head.
         is_tied: the head is the embedding.
-        width: of a hidden state.
+        width: width of a hidden state.
     """
 
     num_layers: int
@@ -33,7 +33,7 @@ class Shape(NamedTuple):
     width: int
 
     @classmethod
-    def read(cls, model: Path) -> Shape:
+    def read(cls, model: Path) -> CheckpointShape:
         """Return the shape of a checkpoint folder with one safetensors file."""
         config = json.loads((model / "config.json").read_text(encoding="utf-8"))
         with (model / "model.safetensors").open("rb") as file:

@@ -1,4 +1,4 @@
-"""What drafts gain and cost: `python -m benchmarks.speculative`.
+"""The gain and the cost of drafts: `python -m benchmarks.speculative`.
 
 One stream on a checkpoint with the shape of Qwen3-0.6B and random weights, with and without drafts, in turns. Random
 weights say nothing that copies a prompt, so in most cases the text is dictated: a logits processor leaves the one
@@ -57,7 +57,7 @@ TRACES = {"agents": False, "sessions": True}
 # For which another model than the others' is needed.
 ALONE = (COPY, STORIES)
 METHODS = ("off", "ngram", "suffix")
-# Of a text, to begin a copy with.
+# Tokens of a text that begin a copy.
 NUM_FIRST = 4
 FIRST_ID, VOCAB_SIZE = 1000, 151_000
 # Tokens that the longest prompt of a trace and its output have at most.

@@ -1,4 +1,4 @@
-"""What outputs with a form cost a step, and what forced tokens spare: `python -m benchmarks.structured`.
+"""The cost of structured outputs per step, and the time that forced tokens save: `python -m benchmarks.structured`.
 
 The same prompts are decoded with and without a form, in turns, in one engine. Forms that force nothing give steps of
 one row a sequence, which are compared with steps of free sequences. What forced tokens spare is measured on records

@@ -23,7 +23,7 @@ from benchmarks.contenders import APART, CONTENDERS
 from benchmarks.engines import ANSWER
 from benchmarks.marks import bandwidth_share, judge, medians
 from benchmarks.serving import Figures
-from benchmarks.shapes import Shape
+from benchmarks.shapes import CheckpointShape
 from quire.bench.workloads import NAMES, workload
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -66,11 +66,11 @@ def running(command: list[str], env: dict[str, str]) -> Iterator[Worker]:
         process.communicate()
 
 
-class Bench:
+class EngineComparison:
     """The contenders' processes for some workloads, and who has none.
 
     Args:
-        options: of the command line.
+        options: options of the command line.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -109,7 +109,7 @@ class Bench:
 
         Args:
             names: workloads with the same number of requests.
-            contenders: of `CONTENDERS`; who fails is out from then on.
+            contenders: names in `CONTENDERS`; one that fails is left out from then on.
         """
         pairs = [
             (name, who)
@@ -119,8 +119,8 @@ class Bench:
             if who != "generate" or name not in ("W5-cold", "W5-warm")
         ]
         rows: list[Figures] = []
-        shape = Shape.read(self._options.model)
-        probe = machine.Probe(self._options.threads)
+        shape = CheckpointShape.read(self._options.model)
+        probe = machine.MachineProbe(self._options.threads)
         with ExitStack() as stack:
             workers: dict[tuple[str, bool], Worker] = {}
             for name, who in pairs:
@@ -190,14 +190,14 @@ def main() -> None:
     if unknown:
         parser.error(f"unknown contenders: {', '.join(sorted(unknown))}; there are {', '.join(CONTENDERS)}")
     rows: list[Figures] = []
-    bench = Bench(options)
+    bench = EngineComparison(options)
     for chosen in options.workloads.split(","):
         names = [name for name in NAMES if name.partition("-")[0] == chosen or name == chosen]
         if not names:
             parser.error(f"unknown workload {chosen}; there are {', '.join(NAMES)}")
         rows += bench.measure(names, contenders)
     table = medians(rows)
-    verdicts = judge(table, Shape.read(options.model))
+    verdicts = judge(table, CheckpointShape.read(options.model))
     for verdict in verdicts:
         print(
             f"{verdict.what}: {verdict.value:.4g} (mark: {verdict.mark:.4g}, {'met' if verdict.is_met else 'missed'})"

@@ -15,7 +15,7 @@ from quire.bench.client import Client, Outcome, events
 from quire.bench.http_client import Endpoint
 from quire.bench.load import poisson_arrivals
 from quire.bench.trace import TracedRequest
-from quire.bench.workloads import Request
+from quire.bench.workloads import BenchRequest
 from quire.errors import ConfigError, ServerUnreachable
 
 Result = TypeVar("Result")
@@ -131,7 +131,7 @@ def test_a_server_that_takes_no_synthetic_request_says_why() -> None:
 
 def test_a_prompt_without_token_ids_has_as_many_words() -> None:
     client = Client(Endpoint.parse("http://a"), model="m", api_key=None, timeout_s=1, ignore_eos=True)
-    request = Request([5, 900, 5], 2)
+    request = BenchRequest([5, 900, 5], 2)
     assert client.synthetic(request) == TracedRequest([5, 900, 5], 2)
     words = client.synthetic(request, takes_ids=False).prompt
     assert isinstance(words, str)

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from quire.bench.measure import Bench, step_lines
-from quire.bench.probe import Probe, measure_rates
+from quire.bench.measure import EngineBench, step_lines
+from quire.bench.probe import ProbedRates, measure_rates
 from quire.bench.stopwatch import Timed
-from quire.bench.workloads import Request, Workload, workload
+from quire.bench.workloads import BenchRequest, Workload, workload
 from quire.config import EngineConfig
 from quire.errors import PromptTooLong
 from quire.ops import make_ops
@@ -20,25 +20,25 @@ from quire.ops.native_dense import NativeDenseLayers
 from quire.ops.native_library import find_library
 
 OPTIONS = {"num_kv_blocks": 80, "max_model_len": 600, "num_threads": 1, "skip_tokenizer_init": True}
-WORK = Workload([Request([1, 2, 3], 4), Request([4] * 20, 2)], before=[])
+WORK = Workload([BenchRequest([1, 2, 3], 4), BenchRequest([4] * 20, 2)], before=[])
 PHASES = ["planning", "building_batch", "layers", "head", "sampling", "advancing", "text_and_outputs"]
 
 
-def slow_machine(device: str, dtype: torch.dtype, ops: Ops) -> Probe:
+def slow_machine(device: str, dtype: torch.dtype, ops: Ops) -> ProbedRates:
     """Say that a machine reads a megabyte in a second, so that reading bounds every step."""
     assert (device, dtype) == ("cpu", torch.bfloat16)
     assert not isinstance(ops, Timed)
-    return Probe(1e6, 1e12, 1e15)
+    return ProbedRates(1e6, 1e12, 1e15)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "profile"])
-def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
-    bench = Bench(EngineConfig.from_options(**OPTIONS), profile=request.param, probe=slow_machine)
+def bench(request: pytest.FixtureRequest) -> Iterator[EngineBench]:
+    bench = EngineBench(EngineConfig.from_options(**OPTIONS), profile=request.param, probe=slow_machine)
     yield bench
     bench.close()
 
 
-def test_figures_are_consistent(bench: Bench) -> None:
+def test_figures_are_consistent(bench: EngineBench) -> None:
     report = bench.measure(WORK)
     assert (report.num_requests, report.num_prompt_tokens, report.num_new_tokens, report.num_steps) == (2, 23, 6, 4)
     assert math.isclose(report.output_tokens_per_s, 6 / report.wall_s)
@@ -55,7 +55,7 @@ def test_figures_are_consistent(bench: Bench) -> None:
     assert roofline.num_read_bound == 4
 
 
-def test_the_lines_sum_to_the_step(bench: Bench) -> None:
+def test_the_lines_sum_to_the_step(bench: EngineBench) -> None:
     report = bench.measure(WORK)
     assert set(PHASES) <= set(report.step_time_s)
     assert ("linear_layers" in report.step_time_s) == ("attention" in report.step_time_s)
@@ -64,33 +64,33 @@ def test_the_lines_sum_to_the_step(bench: Bench) -> None:
     assert sum(shares) == pytest.approx(100, abs=0.05 * len(shares))
 
 
-def test_only_a_profile_looks_into_the_layers(bench: Bench, request: pytest.FixtureRequest) -> None:
+def test_only_a_profile_looks_into_the_layers(bench: EngineBench, request: pytest.FixtureRequest) -> None:
     phases = set(bench.measure(WORK).step_time_s) - set(PHASES)
     assert phases == ({"linear_layers", "attention"} if request.node.callspec.id == "profile" else set())
 
 
 @pytest.mark.skipif(isinstance(find_library(), str), reason="no native kernels were built")
 def test_a_profile_runs_every_step_by_its_parts(
-    bench: Bench, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    bench: EngineBench, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Layers that run as one call have no parts to time; without timers in the layers, a step's time is theirs."""
     calls = []
     run = NativeDenseLayers.__call__
     monkeypatch.setattr(NativeDenseLayers, "__call__", lambda *args: calls.append(args) or run(*args))
-    report = bench.measure(Workload([Request([1, 2, 3], 12)], before=[]))
+    report = bench.measure(Workload([BenchRequest([1, 2, 3], 12)], before=[]))
     assert report.step_time_s["layers"] > 0
     assert bool(calls) == (request.node.callspec.id == "plain")
 
 
-def test_a_prefix_that_was_served_before_is_found(bench: Bench) -> None:
+def test_a_prefix_that_was_served_before_is_found(bench: EngineBench) -> None:
     work = workload("W5-warm", 0, range(bench.resolved.vocab_size))
     report = bench.measure(work._replace(requests=[request._replace(num_new=1) for request in work.requests[:2]]))
     assert report.num_cached_tokens == 2 * 512
 
 
-def test_a_prompt_that_does_not_fit_is_refused_and_leaves_nothing_behind(bench: Bench) -> None:
+def test_a_prompt_that_does_not_fit_is_refused_and_leaves_nothing_behind(bench: EngineBench) -> None:
     with pytest.raises(PromptTooLong):
-        bench.measure(Workload([Request([1], 1), Request([1] * 600, 1)], before=[]))
+        bench.measure(Workload([BenchRequest([1], 1), BenchRequest([1] * 600, 1)], before=[]))
     assert bench.measure(WORK).num_new_tokens == 6
 
 

@@ -16,7 +16,7 @@ from quire.bench.roofline import (
     ModelShape,
     Rates,
     StepItem,
-    Work,
+    StepWork,
     least_s,
     seen_by_rows,
     seen_of_cache,
@@ -164,5 +164,5 @@ def test_layers_that_read_what_others_keep_compute_for_the_head_alone() -> None:
 
 def test_the_slower_one_of_reading_and_computing_bounds_a_step() -> None:
     rates = Rates(read_bytes_per_s=100.0, operations_per_s=1000.0)
-    assert least_s(Work(150, 50, 500), rates) == 2.0
-    assert least_s(Work(10, 0, 5000), rates) == 5.0
+    assert least_s(StepWork(150, 50, 500), rates) == 2.0
+    assert least_s(StepWork(10, 0, 5000), rates) == 5.0

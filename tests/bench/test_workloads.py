@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from quire.bench.workloads import NAMES, Shape, workload
+from quire.bench.workloads import NAMES, SyntheticWorkload, workload
 from quire.errors import ConfigError
 
 IDS = range(1000)
@@ -46,13 +46,15 @@ def test_only_the_warm_run_is_preceded_by_its_prefix() -> None:
 
 
 def test_the_same_numbers_give_the_same_requests() -> None:
-    shape = Shape(num_prompts=5, input_len=40, output_len=10, spread=0.5, shared_prefix=8)
+    shape = SyntheticWorkload(num_prompts=5, input_len=40, output_len=10, spread=0.5, shared_prefix=8)
     assert shape.requests(IDS) == shape.requests(IDS)
-    assert Shape(num_prompts=5).requests(IDS) != Shape(num_prompts=5, workload_seed=1).requests(IDS)
+    assert SyntheticWorkload(num_prompts=5).requests(IDS) != SyntheticWorkload(num_prompts=5, workload_seed=1).requests(
+        IDS
+    )
 
 
 def test_lengths_stay_within_the_spread_and_prompts_share_their_prefix() -> None:
-    many = Shape(num_prompts=50, input_len=40, output_len=10, spread=0.5, shared_prefix=8).requests(IDS)
+    many = SyntheticWorkload(num_prompts=50, input_len=40, output_len=10, spread=0.5, shared_prefix=8).requests(IDS)
     assert {len(prompt) for prompt, _ in many} <= set(range(20, 61))
     assert {num_new for _, num_new in many} <= set(range(5, 16))
     assert len({len(prompt) for prompt, _ in many}) > 5
@@ -61,7 +63,9 @@ def test_lengths_stay_within_the_spread_and_prompts_share_their_prefix() -> None
 
 
 def test_lognormal_lengths_keep_their_average_and_have_a_long_tail() -> None:
-    many = Shape(num_prompts=2000, input_len=40, output_len=100, lengths="lognormal", spread=1.0).requests(IDS)
+    many = SyntheticWorkload(num_prompts=2000, input_len=40, output_len=100, lengths="lognormal", spread=1.0).requests(
+        IDS
+    )
     outputs = [num_new for _, num_new in many]
     assert statistics.fmean(outputs) == pytest.approx(100, rel=0.1)
     # The median of such a distribution is exp(-1 / 2) of its mean.
@@ -71,7 +75,7 @@ def test_lognormal_lengths_keep_their_average_and_have_a_long_tail() -> None:
 
 
 def test_tokens_are_of_the_given_ids() -> None:
-    ids = {token for prompt, _ in Shape(num_prompts=9).requests(range(5, 9)) for token in prompt}
+    ids = {token for prompt, _ in SyntheticWorkload(num_prompts=9).requests(range(5, 9)) for token in prompt}
     assert ids == {5, 6, 7, 8}
 
 
@@ -86,5 +90,5 @@ def test_tokens_are_of_the_given_ids() -> None:
 )
 def test_what_has_no_meaning_is_refused(options: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Shape(**options)  # type: ignore[arg-type]
+        SyntheticWorkload(**options)  # type: ignore[arg-type]
     assert str(caught.value) == words

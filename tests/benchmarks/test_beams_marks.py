@@ -8,15 +8,15 @@ import re
 import pytest
 
 from benchmarks import beams, efficiency_beams, machine
-from benchmarks.beams import Work, judge
-from benchmarks.efficiency_beams import Run, measure, runs
+from benchmarks.beams import BeamWorkload, judge
+from benchmarks.efficiency_beams import BeamRun, measure, runs
 
 DOCS = machine.HERE.parent / "docs"
 
 
 def test_the_saved_savings_are_of_all_runs_and_are_what_the_table_shows() -> None:
     figures = json.loads((machine.RESULTS / "efficiency_beams.json").read_text(encoding="utf-8"))
-    assert [Run(*(row[name] for name in Run._fields)) for row in figures["rows"]] == runs()
+    assert [BeamRun(*(row[name] for name in BeamRun._fields)) for row in figures["rows"]] == runs()
     text = (DOCS / "memory" / "sizing.md").read_text(encoding="utf-8").partition("Beams share more")[2]
     for engine in ("simulated", "bundled"):
         for dataset in ("ShareGPT", "Alpaca"):
@@ -28,7 +28,7 @@ def test_the_saved_savings_are_of_all_runs_and_are_what_the_table_shows() -> Non
 @pytest.mark.parametrize("engine", efficiency_beams.ENGINES)
 def test_beams_share_more_than_their_prompt(monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
     monkeypatch.setitem(efficiency_beams.POOL_BLOCKS, "Alpaca", 160)
-    row = measure(Run(engine, "Alpaca", 4, 60))
+    row = measure(BeamRun(engine, "Alpaca", 4, 60))
     assert row["num_full_steps"] > 5
     assert 0.3 < row["saved_by_sharing"] < 0.75
     assert row["copies_per_step"] > 0
@@ -37,7 +37,7 @@ def test_beams_share_more_than_their_prompt(monkeypatch: pytest.MonkeyPatch, eng
 def test_the_saved_run_keeps_the_marks() -> None:
     figures = json.loads((machine.RESULTS / "beams.json").read_text(encoding="utf-8"))
     assert {row["job"] for row in figures["runs"]} == set(beams.ENGINE_OF)
-    verdict = judge(figures["runs"], Work(**figures["work"]))
+    verdict = judge(figures["runs"], BeamWorkload(**figures["work"]))
     assert verdict["times_transformers"] == figures["times_transformers"] >= beams.AT_LEAST
     assert verdict["times_greedy"] == figures["times_greedy"] <= beams.AT_MOST
     text = (DOCS / "lab" / "beam-search.md").read_text(encoding="utf-8")

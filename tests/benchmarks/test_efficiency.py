@@ -12,10 +12,10 @@ from statistics import fmean, median
 import pytest
 
 from benchmarks import efficiency, efficiency_chart, machine
-from benchmarks.efficiency import ENGINES, Run, measure, moments, options_of, runs
+from benchmarks.efficiency import ENGINES, FillRun, measure, moments, options_of, runs
 from benchmarks.efficiency_moments import (
     RESERVES,
-    Held,
+    HeldSequence,
     Moment,
     bound,
     filled_slots,
@@ -24,12 +24,12 @@ from benchmarks.efficiency_moments import (
     reserved_share,
     saved_by_sharing,
 )
-from benchmarks.efficiency_traces import DATASETS, Work, lengths, trace
+from benchmarks.efficiency_traces import DATASETS, DatasetRequest, lengths, trace
 from quire.memory.manager import KVCacheManager
 
 # Two samples that share a prompt's full block, and one sequence alone whose last block holds one token.
 SHARING = Moment(
-    (Held(6, 10, 7, (1, 2)), Held(6, 10, 8, (1, 3)), Held(3, 20, 9, (4, 5, 6))),
+    (HeldSequence(6, 10, 7, (1, 2)), HeldSequence(6, 10, 8, (1, 3)), HeldSequence(3, 20, 9, (4, 5, 6))),
     block_size=4,
     num_used=6,
     is_full=True,
@@ -43,7 +43,7 @@ def test_a_shared_blocks_tokens_count_once() -> None:
 
 
 def test_a_shared_last_block_counts_for_who_fills_it_most() -> None:
-    moment = Moment((Held(2, 9, 3, (7,)), Held(2, 9, 2, (7,))), block_size=4, num_used=1, is_full=False)
+    moment = Moment((HeldSequence(2, 9, 3, (7,)), HeldSequence(2, 9, 2, (7,))), block_size=4, num_used=1, is_full=False)
     assert paged_share(moment) == 3 / 4
 
 
@@ -51,7 +51,7 @@ def test_a_shared_last_block_counts_for_who_fills_it_most() -> None:
     ("broken", "message"),
     [
         (SHARING._replace(num_used=7), "tables name 6 blocks, the manager counts 7"),
-        (SHARING._replace(sequences=(Held(1, 9, 4, (1, 2)),), num_used=2), "holds no token"),
+        (SHARING._replace(sequences=(HeldSequence(1, 9, 4, (1, 2)),), num_used=2), "holds no token"),
     ],
 )
 def test_figures_that_contradict_each_other_are_noticed(broken: Moment, message: str) -> None:
@@ -64,13 +64,13 @@ def test_figures_that_contradict_each_other_are_noticed(broken: Moment, message:
     [("maximum", 64 + 64), ("power of two", (20 + 32) + (3 + 8)), ("oracle", 45 + 11), ("doubling", 32 + 16)],
 )
 def test_what_a_contiguous_reservation_has(name: str, slots: int) -> None:
-    sequences = (Held(20, 45, 22, (1, 2)), Held(3, 11, 10, (3,)))
+    sequences = (HeldSequence(20, 45, 22, (1, 2)), HeldSequence(3, 11, 10, (3,)))
     moment = Moment(sequences, block_size=16, num_used=3, is_full=True)
     assert reserved_share(RESERVES[name], moment, 64) == pytest.approx(32 / slots)
 
 
 def test_no_reservation_exceeds_the_models_length() -> None:
-    long = Held(40, 60, 59, ())
+    long = HeldSequence(40, 60, 59, ())
     assert {name: reserve(long, 60) for name, reserve in RESERVES.items()} == dict.fromkeys(RESERVES, 60)
 
 
@@ -81,7 +81,7 @@ def test_powers_of_two() -> None:
 @pytest.mark.parametrize("block_size", [1, 8, 16])
 def test_the_bound_is_met_where_every_fill_of_the_last_block_is_equally_likely(block_size: int) -> None:
     sequences = tuple(
-        Held(1, 100, 32 + fill, tuple(range(100 * fill, 100 * fill - (-(32 + fill) // block_size))))
+        HeldSequence(1, 100, 32 + fill, tuple(range(100 * fill, 100 * fill - (-(32 + fill) // block_size))))
         for fill in range(1, block_size + 1)
     )
     blocks = set(itertools.chain.from_iterable(held.block_ids for held in sequences))
@@ -110,7 +110,7 @@ def test_lengths_are_log_normal() -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_only_last_blocks_are_partly_empty(monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
     monkeypatch.setitem(efficiency.POOL_TOKENS, "Alpaca", 2048)
-    row = measure(Run(engine, "Alpaca", 16, 1, 150))
+    row = measure(FillRun(engine, "Alpaca", 16, 1, 150))
     assert row["num_full_steps"] > 20
     assert row["used_share_of_pool"] > 0.9
     assert row["shares"]["paged"] == pytest.approx(row["bound"], abs=0.01)
@@ -119,9 +119,9 @@ def test_only_last_blocks_are_partly_empty(monkeypatch: pytest.MonkeyPatch, engi
 
 
 def test_samples_of_a_prompt_share_its_full_blocks_and_nothing_else() -> None:
-    run = Run("simulated", "Alpaca", 16, 4, 1)
+    run = FillRun("simulated", "Alpaca", 16, 4, 1)
     engine = ENGINES["simulated"](**options_of(run))
-    seen = list(moments(engine, [Work(list(range(40)), 20)], 4))
+    seen = list(moments(engine, [DatasetRequest(list(range(40)), 20)], 4))
     # 32 of 40 prompt tokens fill two blocks. The third is copied for all samples but one, and a fourth is not needed
     # before 48 tokens are stored.
     assert [saved_by_sharing(moment) for moment in seen[1:9]] == [pytest.approx(6 / 12)] * 8
@@ -139,17 +139,17 @@ def test_a_leaked_block_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(KVCacheManager, "free", free_all_but_one)
     with pytest.raises(RuntimeError, match="1 blocks are used after all requests have finished"):
-        measure(Run("simulated", "Alpaca", 16, 1, 300))
+        measure(FillRun("simulated", "Alpaca", 16, 1, 300))
 
 
 def test_a_pool_that_never_fills_says_nothing() -> None:
     with pytest.raises(RuntimeError, match="memory was never full"):
-        measure(Run("simulated", "Alpaca", 16, 1, 3))
+        measure(FillRun("simulated", "Alpaca", 16, 1, 3))
 
 
 def test_the_saved_results_are_of_all_runs_and_reach_the_published_share() -> None:
     figures = json.loads((machine.RESULTS / "efficiency.json").read_text(encoding="utf-8"))
-    assert [Run(*(row[name] for name in Run._fields)) for row in figures["rows"]] == runs()
+    assert [FillRun(*(row[name] for name in FillRun._fields)) for row in figures["rows"]] == runs()
     for block_size, at_least in ((16, 0.963), (8, 0.98)):
         row = efficiency_chart.select(
             figures["rows"], engine="simulated", dataset="ShareGPT", block_size=block_size, num_samples=1

@@ -11,12 +11,14 @@ from benchmarks import make_model
 from benchmarks.contenders import APART, CONTENDERS, PACKAGES, peers_of
 from benchmarks.conversions import FORMS
 from benchmarks.engines import ENGINES
-from benchmarks.marks import BITS, MARKS, Mark, Verdict, bandwidth_share, judge, medians, ratio
+from benchmarks.marks import BITS, MARKS, Mark, MarkResult, bandwidth_share, judge, medians, ratio
 from benchmarks.serving import NUM_KV_TOKENS, figures_of
-from benchmarks.shapes import Shape
-from quire.bench.workloads import NAMES, Request
+from benchmarks.shapes import CheckpointShape
+from quire.bench.workloads import NAMES, BenchRequest
 
-QWEN3 = Shape(28, 16, 8, 128, num_linear=440_401_920, num_head=155_582_464, num_other=65_536, is_tied=True, width=1024)
+QWEN3 = CheckpointShape(
+    28, 16, 8, 128, num_linear=440_401_920, num_head=155_582_464, num_other=65_536, is_tied=True, width=1024
+)
 
 
 def row(contender: str, wall_s: float, workload: str = "W3", **more: Any) -> dict[str, Any]:
@@ -46,14 +48,14 @@ def test_a_verdict_is_the_ratio_of_medians_to_the_best_peer() -> None:
     table = medians(rows)
     assert table["W3"]["quire"]["wall_s"] == 4.0
     verdict = ratio(Mark("W3", "quire", "bf16", 1.2), table)
-    assert verdict == Verdict("W3 quire against the best peer (vllm), wall_s", 7.5 / 4.0, 1.2, is_met=True)
+    assert verdict == MarkResult("W3 quire against the best peer (vllm), wall_s", 7.5 / 4.0, 1.2, is_met=True)
 
 
 def test_of_rates_more_is_better() -> None:
     rates = {"quire": 30.0, "openvino": 25.0, "vllm": 20.0}
     table = medians([row(who, 1.0, "W4", decode_tokens_per_s=rate) for who, rate in rates.items()])
     mark = Mark("W4", "quire", "bf16", 1.6, "decode_tokens_per_s")
-    assert ratio(mark, table) == Verdict(
+    assert ratio(mark, table) == MarkResult(
         "W4 quire against the best peer (openvino), decode_tokens_per_s", 1.2, 1.6, is_met=False
     )
 
@@ -61,7 +63,7 @@ def test_of_rates_more_is_better() -> None:
 def test_a_contender_can_be_judged_against_itself_on_another_workload() -> None:
     table = medians([row("quire", 24.0, "W5-off"), row("quire", 4.0, "W5-warm")])
     verdict = ratio(Mark("W5-warm", "quire", "quire", 4.0, beside="W5-off"), table)
-    assert verdict == Verdict("W5-warm quire against W5-off quire, wall_s", 6.0, 4.0, is_met=True)
+    assert verdict == MarkResult("W5-warm quire against W5-off quire, wall_s", 6.0, 4.0, is_met=True)
 
 
 def test_what_was_not_measured_is_not_judged() -> None:
@@ -76,7 +78,9 @@ def test_memory_past_weights_and_kv_is_judged_for_quire_only() -> None:
     held = 2 * 596_049_920 + NUM_KV_TOKENS * 114_688
     rows = [row("quire", 1.0, peak_memory_bytes=held + 500_000_000), row("vllm", 1.0, peak_memory_bytes=held * 2)]
     (over,) = [verdict for verdict in judge(medians(rows), QWEN3) if "peak bytes" in verdict.what]
-    assert over == Verdict("W3 quire, peak bytes past weights and KV, at most", 500_000_000, 400_000_000, is_met=False)
+    assert over == MarkResult(
+        "W3 quire, peak bytes past weights and KV, at most", 500_000_000, 400_000_000, is_met=False
+    )
 
 
 def test_the_share_of_bandwidth_counts_weights_and_kv() -> None:
@@ -88,11 +92,11 @@ def test_the_share_of_bandwidth_counts_weights_and_kv() -> None:
 
 
 def test_figures_of_a_run() -> None:
-    requests = [Request([1], 3), Request([2], 2)]
+    requests = [BenchRequest([1], 3), BenchRequest([2], 2)]
     # The second request starts when the first has two tokens; two tokens come after that.
     figures = figures_of(requests, 10.0, [[11.0, 12.0, 15.0], [12.5, 14.0]])
     assert figures == {"wall_s": 5.0, "all_started_s": 2.5, "tokens_per_s": 1.0, "decode_tokens_per_s": 2 / 2.5}
-    assert figures_of([Request([1], 1)], 0.0, [[2.0]])["decode_tokens_per_s"] is None
+    assert figures_of([BenchRequest([1], 1)], 0.0, [[2.0]])["decode_tokens_per_s"] is None
     with pytest.raises(RuntimeError, match=r"asked for \[3, 2\] new tokens, got \[3, 1\]"):
         figures_of(requests, 10.0, [[11.0, 12.0, 15.0], [12.5]])
 
@@ -104,8 +108,8 @@ def test_a_shape_is_read_from_a_checkpoint(tmp_path: Path, is_tied: bool) -> Non
     make_model.write(config, tmp_path)
     layer = 8 * 16 * 2 + 8 * 8 * 2 + 3 * 8 * 16
     norms = 2 * (2 * 8 + 2 * 4) + 8
-    shape = Shape.read(tmp_path)
-    assert shape == Shape(2, 4, 2, 4, 2 * layer, 64 * 8, norms + (0 if is_tied else 64 * 8), is_tied, 8)
+    shape = CheckpointShape.read(tmp_path)
+    assert shape == CheckpointShape(2, 4, 2, 4, 2 * layer, 64 * 8, norms + (0 if is_tied else 64 * 8), is_tied, 8)
     assert shape.kv_token_bytes() == 2 * 2 * 2 * 4 * 2
     assert shape.weight_bytes() == 2 * (2 * layer + norms + 64 * 8 * (1 if is_tied else 2))
     # Rows of the embedding are looked up in 16 bits, so a head of 8 bits is a copy.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.preemption import Case, mean, serve
+from benchmarks.preemption import PreemptionCase, mean, serve
 
 
 def test_a_run_can_be_repeated_and_swapping_wastes_nothing() -> None:
-    recompute, swap = (Case(0.01, "last", *way, 1) for way in (("recompute", 0), ("swap", 2048)))
+    recompute, swap = (PreemptionCase(0.01, "last", *way, 1) for way in (("recompute", 0), ("swap", 2048)))
     first, again, swapped = serve(recompute, 40, 0), serve(recompute, 40, 0), serve(swap, 40, 0)
     assert first == again
     assert first.num_preemptions > 0

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import machine, make_model
-from benchmarks.throughput import Bench
+from benchmarks.throughput import EngineComparison
 
 # All tokens of the workloads, and next to nothing else.
 TINY = make_model.LLAMA | {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}
@@ -19,7 +19,7 @@ TINY |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 def test_peers_that_are_not_there_are_left_out_and_said_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(machine.Probe, "read_gb_s", lambda _: None)  # takes seconds and proves nothing here
+    monkeypatch.setattr(machine.MachineProbe, "read_gb_s", lambda _: None)  # takes seconds and proves nothing here
     make_model.write(TINY, tmp_path / "tiny")
     options = argparse.Namespace(
         model=tmp_path / "tiny",
@@ -32,7 +32,7 @@ def test_peers_that_are_not_there_are_left_out_and_said_so(
         llamacpp_python=tmp_path / "python",
         converted=tmp_path / "converted",
     )
-    bench = Bench(options)
+    bench = EngineComparison(options)
     rows = bench.measure(["W1"], ["vllm", "openvino", "llamacpp", "quire"])
     assert [(row["contender"], row["workload"], row["run"]) for row in rows] == [("quire", "W1", 0)]
     assert all(row["wall_s"] > row["all_started_s"] > 0 and row["peak_memory_bytes"] > 1e6 for row in rows)

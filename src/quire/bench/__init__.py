@@ -1,1 +1,1 @@
-"""Measuring: workloads, what they cost and how fast they go, in this process or on a server."""
+"""Measurements: workloads, their cost and their speed, in this process or on a server."""

@@ -1,4 +1,4 @@
-"""A client of servers with OpenAI's API, which notes when each piece of an answer comes."""
+"""A client of servers with OpenAI's API that records when each piece of an answer arrives."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from quire.bench.http_client import FAILURES, Endpoint, exchange, reason
 from quire.bench.trace import TracedRequest
-from quire.bench.workloads import Request
+from quire.bench.workloads import BenchRequest
 from quire.errors import ServerUnreachable
 
 COMPLETED = "completed"
@@ -27,16 +27,16 @@ WORDS = tuple(TEXT.split())
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one request; times are in seconds of a monotonic clock.
+    """The outcome of one request; times are in seconds of a monotonic clock.
 
     Args:
-        due_s: when it was to be sent; what people wait for counts from here.
-        sent_s: when it was.
-        kind: `COMPLETED`, or how it failed: "HTTP 429", "timeout", "connection", "stream".
-        detail: why, as the server says it.
-        pieces_s: when text came.
-        ended_s: when the answer was whole, or had failed.
-        num_prompt, num_cached, num_new: tokens, as the server's usage says; None where it does not.
+        due_s: time at which the request was due; latencies count from here.
+        sent_s: time at which it was sent.
+        kind: `COMPLETED`, or the kind of failure: "HTTP 429", "timeout", "connection", "stream".
+        detail: reason of the failure, in the server's words.
+        pieces_s: times at which text arrived.
+        ended_s: time at which the answer was complete, or had failed.
+        num_prompt, num_cached, num_new: numbers of tokens in the server's usage; None where it has none.
     """
 
     due_s: float
@@ -54,14 +54,14 @@ class Client:
     """Sends requests to one model of one server.
 
     Args:
-        endpoint: of the server.
-        model: by name; None for the only one that the server has.
-        api_key: to show, if any.
-        timeout_s: for a whole answer.
-        ignore_eos: ask for outputs that go past the end-of-sequence token.
+        endpoint: address of the server.
+        model: name of the model; None for the server's only one.
+        api_key: API key to send, if any.
+        timeout_s: time limit of a complete answer, in seconds.
+        ignore_eos: True to request outputs that continue past the end-of-sequence token.
 
     Attributes:
-        takes_ids: whether prompts of synthetic requests are sent as token ids; else as about as many words.
+        takes_ids: True where prompts of synthetic requests are sent as token ids; else as one word for each token id.
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class Client:
             self._headers["authorization"] = f"Bearer {api_key}"
 
     async def check(self) -> None:
-        """See that the server is there, and has the model.
+        """Check that the server answers, and has the model.
 
         Raises:
-            ServerUnreachable: it is not, or has not; the message says what it has.
+            ServerUnreachable: it does not; the message lists its models.
         """
-        status, body = await self._ask("GET", "/v1/models", b"")
+        status, body = await self._fetch("GET", "/v1/models", b"")
         if status in (401, 403):
             raise ServerUnreachable(f"{self.endpoint.url} refuses the API key, or wants one: {_message(body)}")
         names = _model_names(body) if status == 200 else []
@@ -94,36 +94,36 @@ class Client:
             raise ServerUnreachable(f"{self.endpoint.url} has no model {self.model!r}; it has {_listed(names)}")
 
     async def choose_form(self, ids: list[int]) -> None:
-        """Find the form of synthetic requests that the server takes: token ids or words, with `ignore_eos` or without.
+        """Choose the form of synthetic requests by trial: token ids or words, with `ignore_eos` or without.
 
         Args:
-            ids: a prompt.
+            ids: token ids of a prompt to try.
 
         Raises:
-            ServerUnreachable: it takes none.
+            ServerUnreachable: it accepts none.
         """
         refusal = ""
         for takes_ids, ignores_eos in ((True, True), (True, False), (False, True), (False, False)):
             if ignores_eos and not self.ignores_eos:
                 continue
-            request = self.synthetic(Request(ids, 1), takes_ids=takes_ids)
+            request = self.synthetic(BenchRequest(ids, 1), takes_ids=takes_ids)
             body = {**self._body(request), **({"ignore_eos": True} if ignores_eos else {}), "stream": False}
             del body["stream_options"]
-            status, answer = await self._ask("POST", "/v1/completions", json.dumps(body).encode())
+            status, answer = await self._fetch("POST", "/v1/completions", json.dumps(body).encode())
             if status == 200:
                 self.takes_ids, self.ignores_eos = takes_ids, ignores_eos
                 return
             refusal = f"HTTP {status}: {_message(answer)}"
         raise ServerUnreachable(f"{self.endpoint.url} refuses a completion of {len(ids)} tokens with {refusal}")
 
-    def synthetic(self, request: Request, *, takes_ids: bool | None = None) -> TracedRequest:
-        """Return a synthetic request in the form that the server takes."""
+    def synthetic(self, request: BenchRequest, *, takes_ids: bool | None = None) -> TracedRequest:
+        """Return a synthetic request in the form that the server accepts."""
         if self.takes_ids if takes_ids is None else takes_ids:
             return TracedRequest(request.prompt, request.num_new)
         return TracedRequest(" ".join(WORDS[token_id % len(WORDS)] for token_id in request.prompt), request.num_new)
 
     async def send(self, request: TracedRequest, due_s: float) -> Outcome:
-        """Send one request and follow its answer; whatever goes wrong is part of the outcome."""
+        """Send one request and read its answer; a failure is part of the outcome."""
         outcome = Outcome(due_s, time.perf_counter())
         body = self._body(request)
         if self.ignores_eos:
@@ -135,7 +135,7 @@ class Client:
                 exchange(self.endpoint, "POST", route, self._headers, json.dumps(body).encode()) as response,
             ):
                 if response.status == 200:
-                    await _follow(response.pieces, outcome)
+                    await _read_stream(response.pieces, outcome)
                 else:
                     outcome.kind, outcome.detail = f"HTTP {response.status}", _message(await response.read())
         except TimeoutError:
@@ -155,11 +155,11 @@ class Client:
             "stream_options": {"include_usage": True},
         }
 
-    async def _ask(self, method: str, route: str, body: bytes) -> tuple[int, bytes]:
+    async def _fetch(self, method: str, route: str, body: bytes) -> tuple[int, bytes]:
         """Return the status and the body of an answer.
 
         Raises:
-            ServerUnreachable: none came.
+            ServerUnreachable: no answer came.
         """
         try:
             async with (
@@ -174,8 +174,8 @@ class Client:
             raise ServerUnreachable(f"no server answers at {self.endpoint.url}: {reason(error)}") from error
 
 
-async def _follow(pieces: AsyncIterator[bytes], outcome: Outcome) -> None:
-    """Read a stream of events, and note what it says."""
+async def _read_stream(pieces: AsyncIterator[bytes], outcome: Outcome) -> None:
+    """Read a stream of events into the outcome."""
     is_whole = False
     async for data in events(pieces):
         now = time.perf_counter()
@@ -194,13 +194,13 @@ async def _follow(pieces: AsyncIterator[bytes], outcome: Outcome) -> None:
         if any(_text_of(choice) for choice in choices):
             outcome.pieces_s.append(now)
         is_whole = is_whole or any(choice.get("finish_reason") for choice in choices)
-        _note_usage(chunk.get("usage"), outcome)
+        _record_usage(chunk.get("usage"), outcome)
     if not is_whole:
         outcome.kind, outcome.detail = "stream", "it ended before the answer did"
 
 
 async def events(pieces: AsyncIterator[bytes]) -> AsyncIterator[str]:
-    """Yield the data of each server-sent event; comments and other fields are left out."""
+    """Yield the data of each server-sent event; skip comments and other fields."""
     held, data = b"", []
     async for piece in pieces:
         *lines, held = (held + piece).split(b"\n")
@@ -218,7 +218,7 @@ def _text_of(choice: Mapping[str, Any]) -> object:
     return choice.get("text") or delta.get("content") or delta.get("reasoning_content")
 
 
-def _note_usage(usage: object, outcome: Outcome) -> None:
+def _record_usage(usage: object, outcome: Outcome) -> None:
     if isinstance(usage, dict):
         details = usage.get("prompt_tokens_details") or {}
         outcome.num_prompt = usage.get("prompt_tokens")
@@ -227,7 +227,7 @@ def _note_usage(usage: object, outcome: Outcome) -> None:
 
 
 def _message(body: bytes) -> str:
-    """Return what an error's body says, in one short line."""
+    """Return the message of an error's body, in one short line."""
     try:
         parsed = json.loads(body)
         error = parsed.get("error", parsed)

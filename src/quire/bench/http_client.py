@@ -1,4 +1,4 @@
-"""One HTTP exchange on a connection of its own, the answer piece by piece as it comes."""
+"""One HTTP exchange on its own connection; the answer is read piece by piece as it arrives."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ import h11
 from quire.errors import ConfigError
 
 READ_BYTES = 1 << 16
-# Whatever keeps an exchange from ending well, but for a cancellation.
+# Errors of an exchange, except for a cancellation.
 FAILURES = (OSError, EOFError, h11.ProtocolError)
 
 
 class Endpoint(NamedTuple):
-    """Where a server listens.
+    """The address of a server.
 
     Args:
-        url: for people, without the path of a route.
-        path: what all routes begin with.
-        is_encrypted: speaks TLS.
+        url: address for messages, without the path of a route.
+        path: prefix of all routes.
+        is_encrypted: True for TLS.
     """
 
     url: str
@@ -36,10 +36,10 @@ class Endpoint(NamedTuple):
 
     @classmethod
     def parse(cls, url: str) -> Endpoint:
-        """Read an address; a `/v1` at its end is left out, for routes have it.
+        """Parse an address; a trailing `/v1` is removed, since routes contain it.
 
         Raises:
-            ConfigError: it is none.
+            ConfigError: `url` is no HTTP address.
         """
         try:
             parts = urlsplit(url)
@@ -60,11 +60,11 @@ class Endpoint(NamedTuple):
 
 
 class Response(NamedTuple):
-    """An answer whose head has come.
+    """An answer whose head has arrived.
 
     Args:
-        status: of HTTP.
-        pieces: the body, as it comes.
+        status: HTTP status code.
+        pieces: pieces of the body, as they arrive.
     """
 
     status: int
@@ -79,16 +79,16 @@ class Response(NamedTuple):
 async def exchange(
     endpoint: Endpoint, method: str, route: str, headers: Mapping[str, str], body: bytes = b""
 ) -> AsyncIterator[Response]:
-    """Send a request, and yield its answer; the connection is closed on leaving.
+    """Send a request and yield its answer; close the connection at exit.
 
     Args:
-        endpoint: of the server.
-        method, route: as in `GET`, `/v1/models`.
-        headers: beside those that HTTP wants.
-        body: of the request.
+        endpoint: address of the server.
+        method, route: HTTP method and route, such as `GET` and `/v1/models`.
+        headers: headers in addition to those that HTTP requires.
+        body: body of the request.
 
     Raises:
-        OSError, EOFError, h11.ProtocolError: `FAILURES`; also while the body is read.
+        OSError, EOFError, h11.ProtocolError: the exchange failed (`FAILURES`); also raised while the body is read.
     """
     context = ssl.create_default_context() if endpoint.is_encrypted else None
     reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port, ssl=context)
@@ -107,7 +107,7 @@ async def exchange(
             raise EOFError("the connection was closed before an answer came")
         yield Response(head.status_code, _pieces(connection, reader))
     finally:
-        writer.transport.abort()  # all was read, or nobody wants the rest
+        writer.transport.abort()  # the answer was read, or its rest is not needed
 
 
 async def _pieces(connection: h11.Connection, reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
@@ -122,7 +122,7 @@ async def _next_event(connection: h11.Connection, reader: asyncio.StreamReader) 
 
 
 def reason(error: Exception) -> str:
-    """Return one of `FAILURES` in words."""
+    """Return the text of one of `FAILURES`."""
     if isinstance(error, OSError) and (error.errno or 0) > 0:
         return os.strerror(error.errno or 0)
     return str(error) or type(error).__name__

@@ -1,4 +1,4 @@
-"""Puts a server under load: who is sent when, until all have been answered or somebody says stop."""
+"""Load on a server: requests are sent at their times until all have been answered, or until a stop."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from quire.bench.trace import TracedRequest
 
 
 class Load(NamedTuple):
-    """What was sent, and what came of it.
+    """The requests that were sent, and their outcomes.
 
     Args:
-        num_requests: that were to be sent.
-        num_sent: that were.
-        outcomes: of those that ended, in the order in which they did.
-        duration_s: from the first one due to the end of the last one.
-        is_interrupted: somebody said stop.
+        num_requests: number of requests to send.
+        num_sent: number of requests sent.
+        outcomes: outcomes of the requests that ended, in the order of their ends.
+        duration_s: seconds from the first request's due time to the end of the last one.
+        is_interrupted: True where the load was stopped early.
     """
 
     num_requests: int
@@ -33,12 +33,12 @@ class Load(NamedTuple):
 
 
 def poisson_arrivals(rate: float, count: int, seed: int) -> list[float]:
-    """Return when requests arrive, in seconds from the first: independent of each other, `rate` a second on average.
+    """Return the arrival times of a Poisson process with `rate` requests a second, in seconds from the first arrival.
 
     Args:
-        rate: infinite for all at once.
-        count: requests, at least 1.
-        seed: the same one gives the same arrivals.
+        rate: mean number of requests per second; infinite for all at once.
+        count: number of requests, at least 1.
+        seed: seed of the random numbers.
     """
     rng = random.Random(seed)
     return [*accumulate((rng.expovariate(rate) for _ in range(count - 1)), initial=0.0)]
@@ -47,13 +47,13 @@ def poisson_arrivals(rate: float, count: int, seed: int) -> list[float]:
 async def send_at(
     client: Client, requests: Sequence[TracedRequest], arrivals: Sequence[float], stop: asyncio.Event
 ) -> Load:
-    """Send each request when it is due, whatever became of those before it (an open loop).
+    """Send each request at its due time, independent of earlier ones (an open loop).
 
     Args:
-        client: of the server.
-        requests: to send.
-        arrivals: seconds from now, one for each request, rising.
-        stop: ends it; what is under way is cut off.
+        client: client of the server.
+        requests: requests to send.
+        arrivals: due time of each request, in seconds from now, ascending.
+        stop: event that ends the load; requests in flight are cut off.
     """
     run = _Run(client)
 
@@ -69,7 +69,7 @@ async def send_at(
 async def send_in_turn(
     client: Client, requests: Sequence[TracedRequest], concurrency: int, stop: asyncio.Event
 ) -> Load:
-    """Keep so many requests under way, and send the next one when one has ended (a closed loop)."""
+    """Keep `concurrency` requests in flight: send the next one when one has ended (a closed loop)."""
     run, waiting = _Run(client), iter(requests)
 
     async def send_next() -> None:
@@ -85,7 +85,7 @@ async def send_in_turn(
 
 
 class _Run:
-    """What has been sent so far."""
+    """The state of a load in progress."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -98,7 +98,7 @@ class _Run:
         self._outcomes.append(await self._client.send(request, due_s))
 
     async def until(self, sending: Coroutine[Any, Any, None], num_requests: int, stop: asyncio.Event) -> Load:
-        """Wait for all to end, or for `stop`."""
+        """Wait until all requests have ended, or until `stop` is set."""
         tasks = asyncio.create_task(sending), asyncio.create_task(stop.wait())
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         ended_s = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What a server did under load, in numbers and in words."""
+"""The report of a server under load, as numbers and as text."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from quire.bench.percentiles import latency_lines, percentiles
 
 
 class Targets(NamedTuple):
-    """What a request's times may be at most, in seconds; None for no bound.
+    """Upper bounds of a request's latencies, in seconds; None for no bound.
 
     Args:
         ttft_s: time to the first token.
-        itl_s: mean time between its tokens.
+        itl_s: mean time between two tokens.
     """
 
     ttft_s: float | None = None
@@ -27,27 +27,28 @@ class Targets(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """What was measured. Times of requests count from when they were due; only completed ones have some.
+    """The figures of a load. Latencies count from the due time of a request; only completed requests have latencies.
 
     Args:
-        num_requests: that were to be sent.
-        completed: whose answers came whole.
-        failed: kind -> how many.
-        num_cut_off: under way when the run was interrupted.
-        errors: kind -> the first one's words.
-        duration_s: from the first request due to the end of the last one.
-        num_prompt_tokens, num_cached_tokens, num_new_tokens: of completed requests, by the server's usage; None where
-            none told.
-        num_untold: completed requests whose output was not told, and is counted in pieces.
-        request_rate, output_tokens_per_s, total_tokens_per_s: completed, per second of `duration_s`.
-        time_to_first_token_s: percentile -> to the first piece of text; of requests that have any.
-        inter_token_latency_s: percentile -> between two pieces of text of one request, which are tokens, or a few.
-        time_per_output_token_s: percentile -> of each request, the mean time between two of its tokens.
-        end_to_end_s: percentile -> to the end of the answer.
-        max_lateness_s: how much later than due the client sent a request.
-        goodput: share of the requests that ended which were completed within the targets; None without targets.
-        good_request_rate: those per second.
-        is_interrupted: the run was ended early.
+        num_requests: number of requests to send.
+        completed: number of requests with a complete answer.
+        failed: kind -> number of requests.
+        num_cut_off: number of requests in flight when the run was interrupted.
+        errors: kind -> message of the first failure.
+        duration_s: seconds from the first request's due time to the end of the last one.
+        num_prompt_tokens, num_cached_tokens, num_new_tokens: numbers of tokens of completed requests in the server's
+            usage; None where no answer has a usage.
+        num_untold: number of completed requests without a usage, whose output is counted in pieces.
+        request_rate, output_tokens_per_s, total_tokens_per_s: completed requests and tokens per second of `duration_s`.
+        time_to_first_token_s: percentile -> seconds to the first piece of text, for requests with text.
+        inter_token_latency_s: percentile -> seconds between two pieces of text of one request; a piece is one or a few
+            tokens.
+        time_per_output_token_s: percentile -> mean seconds between two tokens of a request.
+        end_to_end_s: percentile -> seconds to the end of the answer.
+        max_lateness_s: largest delay between a request's due time and its sending.
+        goodput: share of the ended requests that were completed within the targets; None without targets.
+        good_request_rate: requests completed within the targets per second; None without targets.
+        is_interrupted: True where the run was ended early.
     """
 
     num_requests: int
@@ -74,7 +75,7 @@ class LoadReport:
 
 
 def summarise(load: Load, targets: Targets) -> LoadReport:
-    """Return what a load has shown."""
+    """Return the report of a load."""
     whole = [outcome for outcome in load.outcomes if outcome.kind == COMPLETED]
     failed = [outcome for outcome in load.outcomes if outcome.kind != COMPLETED]
     spoken = [outcome for outcome in whole if outcome.pieces_s]
@@ -111,12 +112,12 @@ def summarise(load: Load, targets: Targets) -> LoadReport:
 
 
 def num_tokens(outcome: Outcome) -> int:
-    """Return the new tokens of a request; where the server does not tell, its pieces."""
+    """Return the number of new tokens of a request; without a usage, its number of pieces."""
     return len(outcome.pieces_s) if outcome.num_new is None else outcome.num_new
 
 
 def load_lines(report: LoadReport, targets: Targets) -> list[str]:
-    """Return a report in words."""
+    """Return the lines of a report's text."""
     shown = [
         f"Completed {report.completed:,} of {report.num_requests:,} requests in {report.duration_s:.2f} s: "
         f"{report.request_rate:,.2f} requests/s"
@@ -160,12 +161,12 @@ def _is_good(outcome: Outcome, targets: Targets) -> bool:
 
 
 def _token_s(outcome: Outcome) -> float:
-    """Return the mean time between two tokens; 0 where there is only one."""
+    """Return the mean seconds between two tokens; 0 for a single token."""
     if num_tokens(outcome) < 2 or not outcome.pieces_s:
         return 0.0
     return (outcome.pieces_s[-1] - outcome.pieces_s[0]) / (num_tokens(outcome) - 1)
 
 
 def _sum(counts: Sequence[int | None]) -> int | None:
-    told = [count for count in counts if count is not None]
-    return sum(told) if told else None
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None

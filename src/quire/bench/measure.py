@@ -1,4 +1,4 @@
-"""Serves a workload in this process, and says how fast it went and where the time was spent."""
+"""Measurement of a workload that is served in this process: rates, latencies, time of each phase of a step."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from itertools import pairwise
 import torch
 
 from quire.bench.percentiles import latency_lines, percentiles
-from quire.bench.probe import Probe, measure_rates, synchronize
-from quire.bench.roofline import ModelShape, Work, least_s, step_work
+from quire.bench.probe import ProbedRates, measure_rates, synchronize
+from quire.bench.roofline import ModelShape, StepWork, least_s, step_work
 from quire.bench.stopwatch import LAYERS, LINEAR, OUTPUT, PHASES, Observer, Stopwatch
-from quire.bench.workloads import Request, Workload
+from quire.bench.workloads import BenchRequest, Workload
 from quire.config import CACHE_DTYPES, EngineConfig, ResolvedConfig
 from quire.engine.engine import Engine
 from quire.engine.startup.loading import load
@@ -21,21 +21,21 @@ from quire.errors import WorkerError
 from quire.ops.interface import Ops
 from quire.sequences.params import SamplingParams
 
-ProbeCall = Callable[[str, torch.dtype, Ops], Probe]
+ProbeCall = Callable[[str, torch.dtype, Ops], ProbedRates]
 
-WARM_UP = [Request([0], 4)]
+WARM_UP = [BenchRequest([0], 4)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
-    """The least time that the steps could have taken, by what they read and compute.
+    """A lower bound of the steps' time, from the bytes that they read and the operations that they compute.
 
     Args:
-        probe: of this machine, the best of two: before the run and behind it.
-        weight_bytes, cache_bytes, operations: of all steps; see `Work`.
-        num_read_bound: steps for which reading takes longer than computing.
-        least_s: of all steps.
-        share: `least_s` divided by the time that the run took.
+        probe: rates of this machine, the best of a probe before the run and one after it.
+        weight_bytes, cache_bytes, operations: sums over all steps; see `StepWork`.
+        num_read_bound: number of steps whose reads take longer than their operations.
+        least_s: lower bound of all steps, in seconds.
+        share: `least_s` divided by the time of the run.
     """
 
     probe: dict[str, float]
@@ -48,17 +48,17 @@ class Roofline:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """What was measured.
+class BenchReport:
+    """The figures of one run.
 
     Args:
-        wall_s: from the first request sent to the last token received.
+        wall_s: seconds from the first request sent to the last token received.
         output_tokens_per_s: new tokens of all requests per second of `wall_s`.
-        total_tokens_per_s: the same with the prompts' tokens.
+        total_tokens_per_s: prompt tokens and new tokens of all requests per second of `wall_s`.
         time_to_first_token_s: percentile -> seconds from the start, waiting included.
         inter_token_latency_s: percentile -> seconds between two tokens of one request.
-        step_time_s: phase -> seconds in all steps; each moment of a step is in one phase.
-        roofline: the least time.
+        step_time_s: phase -> seconds in all steps; the phases do not overlap, and sum to the steps' time.
+        roofline: lower bound of the time.
     """
 
     num_requests: int
@@ -76,26 +76,26 @@ class Report:
     roofline: Roofline
 
 
-class Bench:
-    """An engine with timers round its parts.
+class EngineBench:
+    """An engine with timers around its parts.
 
     Args:
-        config: of the engine.
-        profile: look into the layers as well.
-        probe: says what this machine can do; called before each run and behind it.
+        config: configuration of the engine.
+        profile: True to time the parts of the layers as well.
+        probe: function that measures the rates of this machine; called before and after each run.
 
     Raises:
-        ConfigError: an option or a checkpoint that cannot be honoured.
+        ConfigError: an option or a checkpoint is not supported.
     """
 
     def __init__(self, config: EngineConfig, *, profile: bool = False, probe: ProbeCall = measure_rates) -> None:
-        self._place = torch.device("cpu")
+        self._device = torch.device("cpu")
         self._measure_rates = probe
         self._observer = Observer(Stopwatch(self._clock), is_close=profile)
-        self._engine: Engine = load(config, self._observer).engine
+        self._engine: Engine = load(config, wrap_ops=self._observer.ops, wrap_decoder=self._observer.decoder).engine
         self._observer.engine(self._engine)
-        # On a GPU, time is looked at when it has done what it was told, so phases do not overlap.
-        self._place = torch.device(self._engine.config.device)
+        # The clock of a GPU engine waits for the device, so that phases do not overlap.
+        self._device = torch.device(self._engine.config.device)
         self._step = self._observer.watch.timed(OUTPUT, self._engine.step)
 
     @property
@@ -103,12 +103,12 @@ class Bench:
         """The engine's configuration."""
         return self._engine.config
 
-    def measure(self, workload: Workload) -> Report:
+    def measure(self, workload: Workload) -> BenchReport:
         """Serve the workload once, after a short warm-up.
 
         Raises:
-            RequestError: a prompt that does not fit the engine.
-            WorkerError: a request failed, so that the figures would mean nothing.
+            RequestError: a prompt does not fit the engine.
+            WorkerError: a request failed.
         """
         for requests in (WARM_UP, workload.before):
             self._serve(requests)
@@ -119,9 +119,9 @@ class Bench:
         times, num_cached = self._serve(workload.requests)
         wall_s = time.perf_counter() - started
         stats, seconds = self._engine.stats, dict(self._observer.watch.seconds)
-        probe = Probe(*map(max, probe, self._probe()))
+        probe = ProbedRates(*map(max, probe, self._probe()))
         num_prompt, num_new = workload.num_prompt, sum(map(len, times))
-        return Report(
+        return BenchReport(
             num_requests=len(workload.requests),
             num_prompt_tokens=num_prompt,
             num_cached_tokens=num_cached,
@@ -141,20 +141,19 @@ class Bench:
         """Release weights and KV memory."""
         self._engine.close()
 
-    def _serve(self, requests: list[Request]) -> tuple[list[list[float]], int]:
+    def _serve(self, requests: list[BenchRequest]) -> tuple[list[list[float]], int]:
         """Serve requests that arrive at once, greedily and past the end-of-sequence token.
 
         Returns:
-            When each request's tokens came, and how many prompt tokens were cached.
+            The arrival times of each request's tokens, and the number of cached prompt tokens.
         """
         times: dict[str, list[float]] = {}
         cached: dict[str, int] = {}
         try:
-            for place, (prompt, num_new) in enumerate(requests):
-                # Where there is a tokenizer, text is made as for anybody.
+            for idx, (prompt, num_new) in enumerate(requests):
                 params = SamplingParams(temperature=0.0, max_tokens=num_new, ignore_eos=True)
-                self._engine.add_request(str(place), {"prompt_token_ids": prompt}, params)
-                times[str(place)] = []
+                self._engine.add_request(str(idx), {"prompt_token_ids": prompt}, params)
+                times[str(idx)] = []
             while self._engine.has_unfinished:
                 for delta in self._step():
                     if delta.error is not None:
@@ -167,11 +166,11 @@ class Bench:
                 self._engine.abort_request(name)
         return list(times.values()), sum(cached.values())
 
-    def _probe(self) -> Probe:
+    def _probe(self) -> ProbedRates:
         observer = self._observer
-        return self._measure_rates(self._place.type, observer.plain_decoder.dtype, observer.plain_ops)
+        return self._measure_rates(self._device.type, observer.plain_decoder.dtype, observer.plain_ops)
 
-    def _roofline(self, probe: Probe, wall_s: float) -> Roofline:
+    def _roofline(self, probe: ProbedRates, wall_s: float) -> Roofline:
         decoder, config = self._observer.plain_decoder, self._engine.config
         model = ModelShape.of(
             decoder.spec,
@@ -181,7 +180,7 @@ class Bench:
             CACHE_DTYPES[config.kv_cache_dtype].element_bytes,
         )
         works = [step_work(model, items) for items in self._observer.steps]
-        rates, total = probe.rates, Work()
+        rates, total = probe.rates, StepWork()
         for work in works:
             total = total.plus(work)
         floor_s = sum(least_s(work, rates) for work in works)
@@ -194,12 +193,12 @@ class Bench:
         )
 
     def _clock(self) -> float:
-        synchronize(self._place)
+        synchronize(self._device)
         return time.perf_counter()
 
 
-def report_lines(report: Report) -> list[str]:
-    """Return a report in words."""
+def report_lines(report: BenchReport) -> list[str]:
+    """Return the lines of a report's text."""
     latencies = {
         "Time to first token": report.time_to_first_token_s,
         "Inter-token latency": report.inter_token_latency_s,
@@ -217,8 +216,8 @@ def report_lines(report: Report) -> list[str]:
     ]
 
 
-def step_lines(report: Report) -> list[str]:
-    """Return where the steps' time went."""
+def step_lines(report: BenchReport) -> list[str]:
+    """Return the lines on the time of each phase."""
     whole_s = sum(report.step_time_s.values())
     if not whole_s:
         return []
@@ -231,10 +230,10 @@ def step_lines(report: Report) -> list[str]:
 
 
 def roofline_lines(roofline: Roofline, num_steps: int) -> list[str]:
-    """Return what the steps took beside the least that they could have taken."""
-    probe = Probe(**roofline.probe)
+    """Return the lines that compare the steps' time with its lower bound."""
+    probe = ProbedRates(**roofline.probe)
     return [
-        f"This machine, in short probes before and behind the run: reads {_in(probe.read_bytes_per_s)} GB/s; products "
+        f"This machine, in short probes before and after the run: reads {_in(probe.read_bytes_per_s)} GB/s; products "
         f"at {_in(probe.float32_operations_per_s)} GFLOP/s in float32 with torch, at "
         f"{_in(probe.own_operations_per_s)} GFLOP/s in the model's dtype with the engine's kernels",
         f"The steps had to read {_in(roofline.weight_bytes)} GB of weights and {_in(roofline.cache_bytes)} GB of "

@@ -1,4 +1,4 @@
-"""Percentiles of what was measured, and how they are written."""
+"""Percentiles of measured values, and their text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PERCENTILES = (50, 90, 99)
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """Return the percentiles that people ask for, and the mean; empty where there is no value."""
+    """Return `PERCENTILES` of the values, and their mean; empty without values."""
     if not values:
         return {}
     ranked = sorted(values)

@@ -1,4 +1,4 @@
-"""What this machine can do right now, with the engine's threads: how fast it reads, and how fast it multiplies."""
+"""A short probe of this machine with the engine's threads: rates of memory reads and of matrix products."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from quire.bench.roofline import Rates
 from quire.ops.interface import Ops
 from quire.platform.host_probe import probe
 
-# Far past any cache, where there is so much memory.
+# Larger than any cache; less where the machine has less memory available.
 READ_BYTES = 256 << 20
-# Rows, inputs and outputs of the product; the large one is left out where the small one shows that it takes too long.
+# Rows, inputs and outputs of the product; the large one is skipped where it would take longer than `TOO_SLOW_S`.
 SMALL_PRODUCT = (16, 1024, 2048)
 LARGE_PRODUCT = {"cpu": (512, 1024, 2048), "cuda": (8192, 8192, 8192)}
 TOO_SLOW_S = 0.05
@@ -23,13 +23,13 @@ BUDGET_S = 0.1
 MIN_RUNS, MAX_RUNS = 3, 100
 
 
-class Probe(NamedTuple):
-    """What a probe has measured.
+class ProbedRates(NamedTuple):
+    """The rates that a probe has measured.
 
     Args:
-        read_bytes_per_s: from memory.
-        float32_operations_per_s: in products of torch.
-        own_operations_per_s: in products of the engine's kernels, in the model's dtype.
+        read_bytes_per_s: rate of memory reads.
+        float32_operations_per_s: rate of torch's float32 products.
+        own_operations_per_s: rate of products of the engine's kernels in the model's dtype.
     """
 
     read_bytes_per_s: float
@@ -38,17 +38,17 @@ class Probe(NamedTuple):
 
     @property
     def rates(self) -> Rates:
-        """The rates that a lower bound takes: of products the faster ones."""
+        """The rates of a lower bound, with the faster one of the two products."""
         return Rates(self.read_bytes_per_s, max(self.float32_operations_per_s, self.own_operations_per_s))
 
 
 @torch.inference_mode()
-def measure_rates(device: str, dtype: torch.dtype, ops: Ops) -> Probe:
-    """Read a range of memory and multiply matrices for a moment, and return the best rates.
+def measure_rates(device: str, dtype: torch.dtype, ops: Ops) -> ProbedRates:
+    """Return the best rates of short runs that read a range of memory and multiply matrices.
 
     Args:
         device: "cpu" or "cuda".
-        dtype: of the model.
+        dtype: dtype of the model.
         ops: the engine's kernels.
     """
     place = torch.device(device)
@@ -58,11 +58,11 @@ def measure_rates(device: str, dtype: torch.dtype, ops: Ops) -> Probe:
     num_bytes = values.numel() * values.element_size()
     del values
     float32, own = (_product_rate(place, kind, ops) for kind in (None, dtype))
-    return Probe(num_bytes / read_s, float32, own)
+    return ProbedRates(num_bytes / read_s, float32, own)
 
 
 def _product_rate(place: torch.device, dtype: torch.dtype | None, ops: Ops) -> float:
-    """Return operations per second, of the engine's kernels in a dtype, or of torch in float32 where it is None."""
+    """Return operations per second of the engine's kernels in `dtype`, or of torch in float32 where it is None."""
     best = 0.0
     for num_rows, num_inputs, num_outputs in (SMALL_PRODUCT, LARGE_PRODUCT[place.type]):
         operations = 2 * num_rows * num_inputs * num_outputs
@@ -79,7 +79,7 @@ def _product_rate(place: torch.device, dtype: torch.dtype | None, ops: Ops) -> f
 
 
 def _best_s(run: Callable[[], object], place: torch.device) -> float:
-    """Return the shortest time of several runs after a first one, as many as fit into a moment."""
+    """Return the shortest time of the runs that fit into `BUDGET_S`, after one untimed run."""
     times: list[float] = []
     run()
     while len(times) < MIN_RUNS or (sum(times) < BUDGET_S and len(times) < MAX_RUNS):
@@ -92,6 +92,6 @@ def _best_s(run: Callable[[], object], place: torch.device) -> float:
 
 
 def synchronize(place: torch.device) -> None:
-    """Wait until a device has done what it was told; a CPU has."""
+    """Wait until a device has finished its work; a CPU has none pending."""
     if place.type == "cuda":
         torch.cuda.synchronize(place)

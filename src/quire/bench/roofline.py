@@ -1,7 +1,7 @@
-"""The least that steps have to read and compute, and the least time that takes at given rates.
+"""Lower bounds of the bytes that a step reads, of its operations, and of its time at given rates.
 
-A lower bound by bytes and operations: it counts weights and caches read once a step and the products with them, where
-their results are of any use, and leaves out all else (what is written, norms, gates, softmax, waiting).
+Weights and caches are counted as read once a step, with the products whose results are needed. Writes, norms, gates,
+softmax and waiting are not counted.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Final, NamedTuple
 from quire.config import Quantization
 from quire.models.spec import Attention, Experts, GatedMLP, LayerSpec, Mixer, ModelSpec, StateCacheShape
 
-# Tables of which a step reads a row for each token, and no more.
+# Tables from which a step reads one row for each token.
 TABLES = ("embedding.weight", "per_layer_inputs.embedding.weight")
 HEAD = "head.weight"
-# Bytes of a rounded weight, and of one of the head: at four and at six bits each 32 share a scale of two bytes.
+# Bytes of a quantized weight, and of one of the head: at four and at six bits, 32 weights share a scale of two bytes.
 ROUNDED_BYTES: Final[Mapping[Quantization, tuple[float, float]]] = {"int8": (1.0, 1.0), "int4": (9 / 16, 13 / 16)}
-# Two multiply-adds: what a token adds to each value of a state, and what it reads of it.
+# Two multiply-adds for each value of a state: the update by a token, and the read of its output.
 STATE_OPERATIONS = 4
 
 
@@ -27,9 +27,9 @@ class StepItem(NamedTuple):
     """One sequence's share of a step.
 
     Args:
-        start: tokens that are cached.
-        num_pending: tokens that are computed.
-        num_read: the last of them that go through the head.
+        start: number of cached tokens.
+        num_pending: number of tokens to compute.
+        num_read: number of the last of those tokens that go through the head.
     """
 
     start: int
@@ -38,7 +38,7 @@ class StepItem(NamedTuple):
 
 
 class AttentionShape(NamedTuple):
-    """What attention layers read and compute; see `quire.models.spec.Attention`."""
+    """The dimensions of an attention layer; see `quire.models.spec.Attention`."""
 
     num_heads: int
     num_kv_heads: int
@@ -48,18 +48,19 @@ class AttentionShape(NamedTuple):
 
 
 class ModelShape(NamedTuple):
-    """What the work of a step depends on.
+    """The dimensions of a model that determine the work of a step.
 
     Args:
-        num_body: parameters that a token is multiplied by, without the next two.
-        num_tail: those behind the last keys, values and states, which only tokens that go through the head need.
-        num_head: those of the head.
-        element_bytes: of a cached value.
-        weight_bytes: of a parameter, and of one of the head.
-        attention: each kind of attention layer, and how many there are.
-        late_attention: the same of layers that compute only for tokens that go through the head.
-        state_bytes: of one sequence's states, all layers.
-        num_state_values: values of them that a token changes.
+        num_body: number of parameters in products with every token, without the next two.
+        num_tail: number of parameters after the last keys, values and states; only tokens that go through the head
+            need them.
+        num_head: number of parameters of the head.
+        element_bytes: bytes of a cached value.
+        weight_bytes: bytes of a parameter, and of one of the head.
+        attention: each kind of attention layer, and its number of layers.
+        late_attention: the same for layers that compute only tokens that go through the head.
+        state_bytes: bytes of one sequence's states in all layers.
+        num_state_values: number of state values that a token changes.
     """
 
     num_body: int
@@ -81,21 +82,21 @@ class ModelShape(NamedTuple):
         quantization: Quantization | None = None,
         cached_bytes: int | None = None,
     ) -> ModelShape:
-        """Read a model.
+        """Return the dimensions of a model.
 
         Args:
-            spec: of the model.
+            spec: spec of the model.
             weights: shape of every weight, by name.
-            element_bytes: of the model's dtype.
-            quantization: of its linear layers.
-            cached_bytes: of a cached key's or value's number; None for `element_bytes`.
+            element_bytes: bytes of the model's dtype.
+            quantization: quantization of the linear layers.
+            cached_bytes: bytes of an element of a cached key or value; None for `element_bytes`.
         """
         last = spec.last_cached_layer
         states = [part.kept for layer in spec.layers for part in layer.parts if isinstance(part.kept, StateCacheShape)]
         sizes = {name: math.prod(shape) for name, shape in weights.items() if name not in (*TABLES, HEAD)}
         num_idle = [_num_idle(layer.ffn, spec.width) for layer in spec.layers]
         num_tail = sum(size for name, size in sizes.items() if _is_late(name, last)) - sum(num_idle[last:])
-        # They are stored with keys and values, which all tokens need.
+        # Weights of queries are stored with those of keys and values, which all tokens need.
         num_tail += sum(_num_queries(part, spec.width) for part in spec.layers[last].parts)
         return cls(
             num_body=sum(sizes.values()) - sum(num_idle) - num_tail,
@@ -110,39 +111,39 @@ class ModelShape(NamedTuple):
         )
 
 
-class Work(NamedTuple):
-    """What was to be done.
+class StepWork(NamedTuple):
+    """The least work of a step, or of several.
 
     Args:
-        weight_bytes, cache_bytes: to be read: weights, and keys, values and states.
-        operations: multiplications and additions, one each.
+        weight_bytes, cache_bytes: bytes to read of weights, and of keys, values and states.
+        operations: number of multiplications and additions.
     """
 
     weight_bytes: int = 0
     cache_bytes: int = 0
     operations: int = 0
 
-    def plus(self, other: Work) -> Work:
+    def plus(self, other: StepWork) -> StepWork:
         """Return the sum."""
-        return Work(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+        return StepWork(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
 
 class Rates(NamedTuple):
-    """What a machine does in a second.
+    """The rates of a machine.
 
     Args:
-        read_bytes_per_s: from memory.
-        operations_per_s: in large products.
+        read_bytes_per_s: rate of memory reads.
+        operations_per_s: rate of large products.
     """
 
     read_bytes_per_s: float
     operations_per_s: float
 
 
-def step_work(model: ModelShape, items: Iterable[StepItem]) -> Work:
+def step_work(model: ModelShape, items: Iterable[StepItem]) -> StepWork:
     """Return the least work of one step: weights are read once, each sequence's cache once.
 
-    Sequences that share cached blocks are counted as if they did not.
+    Cached blocks that sequences share are counted once for each sequence.
     """
     num_tokens = num_read = cached_values = attention_operations = num_carried = 0
     for start, count, item_read in items:
@@ -154,14 +155,14 @@ def step_work(model: ModelShape, items: Iterable[StepItem]) -> Work:
                 continue
             first = start + count - num_rows
             for (num_heads, num_kv_heads, head_dim, window, chunk), num_layers in attention:
-                # Products of a row with the keys that it sees, and of the result with their values.
+                # Products of a row with its visible keys, and of the scores with their values.
                 num_seen = seen_by_rows(first, num_rows, window, chunk)
                 attention_operations += 4 * num_layers * num_heads * head_dim * num_seen
-                # What a row sees that this step has computed is not read from memory.
+                # Visible tokens that this step computes are not read from memory.
                 num_cached = max(0, seen_of_cache(first, window, chunk) - (first - start))
                 cached_values += 2 * num_layers * num_kv_heads * head_dim * num_cached
     read_weights = int(model.weight_bytes[0] * model.num_tail) + int(model.weight_bytes[1] * model.num_head)
-    return Work(
+    return StepWork(
         weight_bytes=int(model.weight_bytes[0] * model.num_body) + (read_weights if num_read else 0),
         cache_bytes=model.element_bytes * cached_values + model.state_bytes * num_carried,
         operations=2 * (num_tokens * model.num_body + num_read * (model.num_tail + model.num_head))
@@ -171,7 +172,7 @@ def step_work(model: ModelShape, items: Iterable[StepItem]) -> Work:
 
 
 def _attention(layers: Iterable[LayerSpec]) -> tuple[tuple[AttentionShape, int], ...]:
-    """Return each kind of attention, and in how many places it is."""
+    """Return each kind of attention, and its number of layers."""
     found = Counter(
         AttentionShape(part.num_heads, part.num_kv_heads, part.head_dim, part.window, part.chunk)
         for layer in layers
@@ -182,7 +183,7 @@ def _attention(layers: Iterable[LayerSpec]) -> tuple[tuple[AttentionShape, int],
 
 
 def _is_late(name: str, last: int) -> bool:
-    """Say whether a weight comes behind what the last layer that keeps something gathers."""
+    """Return True for a weight that comes after the attention of the last layer with a cache."""
     kind, *path = name.split(".")
     if kind != "layers" or int(path[0]) != last:
         return kind == "norm" or (kind == "layers" and int(path[0]) > last)
@@ -190,26 +191,26 @@ def _is_late(name: str, last: int) -> bool:
 
 
 def _num_queries(mixer: Mixer, width: int) -> int:
-    """Return the parameters that make queries, and gates on what they gather."""
+    """Return the number of parameters of queries, and of gates on the attention's output."""
     if not isinstance(mixer, Attention):
         return 0
     return mixer.num_heads * mixer.head_dim * width * (2 if mixer.output_gate else 1)
 
 
 def _num_idle(ffn: GatedMLP | Experts, width: int) -> int:
-    """Return the parameters of a layer that a token goes past: those of the experts that were not chosen for it."""
+    """Return the number of parameters of a layer's experts that are not chosen for a token."""
     return (ffn.num_experts - ffn.num_chosen) * 3 * ffn.width * width if isinstance(ffn, Experts) else 0
 
 
 def seen_of_cache(start: int, window: int | None, chunk: int | None = None) -> int:
-    """Return how many of `start` cached tokens the row behind them sees."""
+    """Return the number of the `start` cached tokens that are visible to the row after them."""
     if chunk is not None:
         return start % chunk
     return start if window is None else min(start, window - 1)
 
 
 def seen_by_rows(start: int, count: int, window: int | None, chunk: int | None = None) -> int:
-    """Return how many tokens the rows at `[start, start + count)` see, all together; each sees itself.
+    """Return the sum of visible tokens over the rows `[start, start + count)`; each row sees itself.
 
     ```
      row     start   ...                     start + count - 1
@@ -225,12 +226,12 @@ def seen_by_rows(start: int, count: int, window: int | None, chunk: int | None =
 
 
 def _seen_in_chunks(end: int, chunk: int) -> int:
-    """Return how many tokens the rows at `[0, end)` see, each those of its own chunk up to itself."""
+    """Return the sum of visible tokens over the rows `[0, end)`; each row sees its own chunk up to itself."""
     num_whole, rest = divmod(end, chunk)
     return (num_whole * chunk * (chunk + 1) + rest * (rest + 1)) // 2
 
 
-def least_s(work: Work, rates: Rates) -> float:
-    """Return the least seconds of one step: the longer one of reading and computing, as if they fully overlapped."""
+def least_s(work: StepWork, rates: Rates) -> float:
+    """Return the lower bound of a step's seconds: the longer one of reads and operations, which overlap fully."""
     num_bytes = work.weight_bytes + work.cache_bytes
     return max(num_bytes / rates.read_bytes_per_s, work.operations / rates.operations_per_s)

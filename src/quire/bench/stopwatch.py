@@ -1,4 +1,4 @@
-"""Where a step's time goes: a stopwatch that is always in exactly one phase, and timers round the engine's parts."""
+"""The time of a step by phase: a stopwatch that is in one phase at a time, and timers around the engine's parts."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ PHASES = (PLANNING, BATCH, LINEAR, ATTENTION, RECURRENCE, LAYERS, HEAD, SAMPLING
 
 
 class Stopwatch:
-    """Adds up the time spent in each phase; a phase within another is taken from it, so that phases sum to the whole.
+    """Sums of the time in each phase; an inner phase pauses the outer one, so that the phases sum to the whole.
 
     Args:
-        clock: seconds.
+        clock: function that returns the time in seconds.
 
     Attributes:
-        seconds: phase -> what it took so far.
+        seconds: phase -> seconds so far.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -43,27 +43,27 @@ class Stopwatch:
         self._since = 0.0
 
     def timed(self, phase: str, call: Callable[..., Any], then: str | None = None) -> Callable[..., Any]:
-        """Return `call` so that its time counts for a phase.
+        """Return a wrapper of `call` whose time counts for a phase.
 
         Args:
-            phase: that it opens. The head's parts count for the head.
-            call: anything.
-            then: the phase behind it; None for the one before it.
+            phase: phase of the call; calls within the head count for the head.
+            call: function to time.
+            then: phase after the call; None for the phase before it.
         """
 
         def run(*args: Any, **options: Any) -> Any:
             before = self._phase
             if before == HEAD:
                 return call(*args, **options)
-            self._turn(phase)
+            self._switch_to(phase)
             try:
                 return call(*args, **options)
             finally:
-                self._turn(then or before)
+                self._switch_to(then or before)
 
         return run
 
-    def _turn(self, phase: str | None) -> None:
+    def _switch_to(self, phase: str | None) -> None:
         now = self._clock()
         if self._phase is not None:
             self.seconds[self._phase] = self.seconds.get(self._phase, 0.0) + now - self._since
@@ -71,12 +71,12 @@ class Stopwatch:
 
 
 class Timed:
-    """Something of which some methods are replaced.
+    """A proxy of an object with some methods replaced.
 
     Args:
-        inner: what it stands for.
-        call: what a call of it does, where it can be called.
-        methods: by name.
+        inner: object to which all else is delegated.
+        call: replacement of `__call__`; None where the object is not callable.
+        methods: replacements of methods, by name.
     """
 
     def __init__(self, inner: Any, call: Callable[..., Any] | None = None, **methods: Callable[..., Any]) -> None:
@@ -94,15 +94,15 @@ class Timed:
 
 
 class Observer:
-    """Puts timers round the parts of an engine as they are made, and notes what its steps compute.
+    """Timers around the parts of an engine, put in place as the parts are built, and a record of its steps' items.
 
     Args:
-        watch: to be told.
-        is_close: whether layers are looked into; that takes a timer for each of their parts.
+        watch: stopwatch that the timers switch.
+        is_close: True to time the parts of the layers as well.
 
     Attributes:
-        plain_ops, plain_decoder: what was made, without timers.
-        steps: the items of each step since the last `reset`.
+        plain_ops, plain_decoder: kernels and model without timers.
+        steps: items of each step since the last `reset`.
     """
 
     plain_ops: Ops
@@ -114,12 +114,12 @@ class Observer:
         self.steps: list[list[StepItem]] = []
 
     def reset(self) -> None:
-        """Forget what was noted so far."""
+        """Clear the times and the items recorded so far."""
         self.watch.seconds.clear()
         self.steps.clear()
 
     def ops(self, ops: Ops) -> Ops:
-        """Return the kernels, with timers where layers are looked into."""
+        """Return the kernels, with timers where the parts of layers are timed."""
         self.plain_ops = ops
         if not self._is_close:
             return ops
@@ -147,7 +147,7 @@ class Observer:
         return made  # type: ignore[no-any-return]
 
     def decoder(self, decoder: Decoder) -> Decoder:
-        """Return the model with timers; what comes before it in a step builds the batch, what comes behind samples."""
+        """Return the model with timers; a step builds the batch before the call of the model, and samples after it."""
         self.plain_decoder = decoder
         made: Any = Timed(
             decoder, self.watch.timed(LAYERS, decoder, then=SAMPLING), logits=self.watch.timed(HEAD, decoder.logits)
@@ -155,11 +155,11 @@ class Observer:
         return made  # type: ignore[no-any-return]
 
     def engine(self, engine: Engine) -> None:
-        """Put timers round scheduler and executor, in place."""
+        """Replace the engine's scheduler and executor by timed ones."""
         timed = self.watch.timed
         scheduler, execute = engine.scheduler, timed(BATCH, engine.executor.execute)
 
-        def noting(plan: StepPlan) -> Any:
+        def record_and_execute(plan: StepPlan) -> Any:
             self.steps.append(
                 [
                     StepItem(item.start, len(item.token_ids), item.num_draft + 1 if item.num_samples else 0)
@@ -168,7 +168,7 @@ class Observer:
             )
             return execute(plan)
 
-        timed_executor: Any = Timed(engine.executor, execute=noting)
+        timed_executor: Any = Timed(engine.executor, execute=record_and_execute)
         timed_scheduler: Any = Timed(
             scheduler,
             plan=timed(PLANNING, scheduler.plan),

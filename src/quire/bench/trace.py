@@ -1,4 +1,4 @@
-"""Requests to send to a server, and the files that they are read from."""
+"""Requests to send to a server, and the trace files that contain them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class TracedRequest(NamedTuple):
     """A request for a server.
 
     Args:
-        prompt: text, token ids, or the messages of a chat.
-        max_tokens: new tokens at most.
-        arrival_s: when it is sent, in seconds from any moment; None where that is not said.
+        prompt: text, token ids, or messages of a chat.
+        max_tokens: maximum number of new tokens.
+        arrival_s: arrival time in seconds from any origin; None where the trace has no times.
     """
 
     prompt: str | list[int] | Messages
@@ -29,18 +29,18 @@ class TracedRequest(NamedTuple):
 
     @property
     def is_chat(self) -> bool:
-        """Whether it is a conversation."""
+        """Whether the prompt is a list of chat messages."""
         return isinstance(self.prompt, list) and isinstance(self.prompt[0], dict)
 
 
 def read_trace(path: str) -> list[TracedRequest]:
-    """Read a file with one JSON object a line: `prompt`, `prompt_token_ids` or `messages`; `max_tokens`; `arrival_s`.
+    """Read a file of one JSON object a line: `prompt`, `prompt_token_ids` or `messages`; `max_tokens`; `arrival_s`.
 
     Returns:
         The requests, in the order of the lines.
 
     Raises:
-        TraceError: naming the file, and the line and field that are wrong.
+        TraceError: the file is unreadable or invalid; the message names the file, the line and the field.
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -97,7 +97,7 @@ def _is_time(value: object) -> bool:
 
 
 PROMPTS: Sequence[str] = ("prompt", "prompt_token_ids", "messages")
-# Name -> what is allowed, in words and as a check.
+# Name -> description of the allowed values, and their check.
 FIELDS: Mapping[str, tuple[str, Callable[[object], bool]]] = {
     "prompt": ("text that is not empty", lambda value: isinstance(value, str) and bool(value)),
     "prompt_token_ids": ("a list of token ids that is not empty", _are_ids),

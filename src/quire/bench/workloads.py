@@ -1,6 +1,6 @@
-"""Workloads of token ids, the same for every engine; seeded, so that a run can be repeated.
+"""Workloads of token ids, the same for every engine; seeded, so that runs are repeatable.
 
-| name | what |
+| name | requests |
 |---|---|
 | W1 | one stream: a 32-token prompt, 128 new tokens |
 | W2 | one prompt of 1024 tokens, 1 new token |
@@ -8,8 +8,8 @@
 | W4 | 4 prompts of 4096 tokens, 64 new tokens each |
 | W5 | 16 requests that share their first 512 tokens, 32 tokens of their own, 32 new tokens |
 
-W5 comes in three: `W5-cold` (nobody has seen the prefix), `W5-warm` (a request with this prefix has been served) and
-`W5-off` (prefix caching disabled). Every run has tokens of its own, so that no run finds another's blocks.
+W5 has three variants: `W5-cold` (the prefix is not cached), `W5-warm` (a request with this prefix has been served) and
+`W5-off` (prefix caching disabled). Every run has its own tokens, so that no run hits another run's blocks.
 """
 
 from __future__ import annotations
@@ -29,51 +29,51 @@ MAX_SIGMA = 4.0
 Lengths = Literal["uniform", "lognormal"]
 
 
-class Request(NamedTuple):
-    """A prompt of token ids, and how many new tokens are wanted."""
+class BenchRequest(NamedTuple):
+    """A prompt of token ids, and the number of new tokens."""
 
     prompt: list[int]
     num_new: int
 
 
 class Workload(NamedTuple):
-    """What one run does.
+    """The requests of one run.
 
     Args:
-        requests: all sent at once; this is what is timed.
-        before: served first, untimed.
+        requests: timed requests, all sent at once.
+        before: untimed requests, served first.
     """
 
-    requests: list[Request]
-    before: list[Request]
+    requests: list[BenchRequest]
+    before: list[BenchRequest]
 
     @property
     def num_prompt(self) -> int:
-        """Prompt tokens of all requests."""
+        """Number of prompt tokens of all requests."""
         return sum(len(request.prompt) for request in self.requests)
 
     @property
     def num_new(self) -> int:
-        """New tokens of all requests."""
+        """Number of new tokens of all requests."""
         return sum(request.num_new for request in self.requests)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """A synthetic workload; everything follows from these numbers.
+class SyntheticWorkload:
+    """The parameters of a synthetic workload.
 
     Args:
-        num_prompts: requests.
-        input_len: tokens of a prompt on average, the shared prefix included.
-        output_len: new tokens of a request on average; end-of-sequence tokens are ignored.
-        lengths: how both are spread.
-        spread: uniform lengths are between (1 - spread) and (1 + spread) times the average; of lognormal ones, spread
-            is the standard deviation of the logarithm.
-        shared_prefix: tokens that all prompts start with.
-        workload_seed: where lengths, tokens and arrivals come from.
+        num_prompts: number of requests.
+        input_len: mean number of tokens of a prompt, the shared prefix included.
+        output_len: mean number of new tokens of a request; end-of-sequence tokens are ignored.
+        lengths: distribution of both lengths.
+        spread: uniform lengths are between (1 - spread) and (1 + spread) times the mean; the standard deviation of the
+            logarithm of lognormal lengths.
+        shared_prefix: number of tokens that all prompts start with.
+        workload_seed: seed of lengths, tokens and arrivals.
 
     Raises:
-        ConfigError: a number outside its range.
+        ConfigError: a number is outside its range.
     """
 
     num_prompts: int = 16
@@ -97,16 +97,16 @@ class Shape:
                 field="shared_prefix",
             )
 
-    def requests(self, ids: range) -> list[Request]:
-        """Return the requests, with tokens of `ids`; no two are the same but by chance."""
+    def requests(self, ids: range) -> list[BenchRequest]:
+        """Return the requests, with random tokens of `ids`."""
         rng = random.Random(self.workload_seed)
         prefix = _token_ids(rng, self.shared_prefix, ids)
-        many = []
+        requests = []
         for _ in range(self.num_prompts):
-            # At least one token of its own.
+            # A prompt has at least one token after the prefix.
             num_own = max(1, self._length(rng, self.input_len) - len(prefix))
-            many.append(Request(prefix + _token_ids(rng, num_own, ids), self._length(rng, self.output_len)))
-        return many
+            requests.append(BenchRequest(prefix + _token_ids(rng, num_own, ids), self._length(rng, self.output_len)))
+        return requests
 
     def _length(self, rng: random.Random, mean: int) -> int:
         if self.lengths == "uniform":
@@ -124,34 +124,34 @@ def workload(name: str, run: int, ids: range = PLAIN_IDS) -> Workload:
     return Workload(build(run, ids), before=[])
 
 
-def one_stream(run: int, ids: range) -> list[Request]:
+def one_stream(run: int, ids: range) -> list[BenchRequest]:
     """Return W1."""
-    return [Request(_token_ids(_rng(11, run), 32, ids), 128)]
+    return [BenchRequest(_token_ids(_rng(11, run), 32, ids), 128)]
 
 
-def one_long_prompt(run: int, ids: range) -> list[Request]:
+def one_long_prompt(run: int, ids: range) -> list[BenchRequest]:
     """Return W2."""
-    return [Request(_token_ids(_rng(22, run), 1024, ids), 1)]
+    return [BenchRequest(_token_ids(_rng(22, run), 1024, ids), 1)]
 
 
-def mixed(run: int, ids: range) -> list[Request]:
+def mixed(run: int, ids: range) -> list[BenchRequest]:
     """Return W3; lengths are the same in every run, tokens are not."""
     prompt_lengths, output_lengths, tokens = random.Random(0), random.Random(1), _rng(33, run)
     lengths = [prompt_lengths.randint(64, 512) for _ in range(16)]
-    return [Request(_token_ids(tokens, length, ids), output_lengths.randint(32, 128)) for length in lengths]
+    return [BenchRequest(_token_ids(tokens, length, ids), output_lengths.randint(32, 128)) for length in lengths]
 
 
-def long_contexts(run: int, ids: range) -> list[Request]:
+def long_contexts(run: int, ids: range) -> list[BenchRequest]:
     """Return W4."""
     tokens = _rng(44, run)
-    return [Request(_token_ids(tokens, 4096, ids), 64) for _ in range(4)]
+    return [BenchRequest(_token_ids(tokens, 4096, ids), 64) for _ in range(4)]
 
 
 def shared_prefix(run: int, ids: range, *, seen: bool) -> Workload:
-    """Return W5, whose prefix a request before the run has shown to the engine when `seen`."""
+    """Return W5; where `seen`, an untimed request with the same prefix is served first."""
     prefix, tails = _token_ids(_rng(55, run), 512, ids), _rng(56, run)
-    requests = [Request(prefix + _token_ids(tails, 32, ids), 32) for _ in range(16)]
-    return Workload(requests, before=[Request(prefix + [7] * 32, 1)] if seen else [])
+    requests = [BenchRequest(prefix + _token_ids(tails, 32, ids), 32) for _ in range(16)]
+    return Workload(requests, before=[BenchRequest(prefix + [7] * 32, 1)] if seen else [])
 
 
 def _rng(seed: int, run: int) -> random.Random:

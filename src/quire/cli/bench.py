@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from quire.bench.workloads import NAMES, Shape, Workload, workload
+from quire.bench.workloads import NAMES, SyntheticWorkload, Workload, workload
 from quire.cli.options import add_engine_options, engine_options
 from quire.cli.workload import add_shape_options, given_shape
 from quire.errors import ConfigError
@@ -54,16 +54,16 @@ def run(args: argparse.Namespace) -> int:
     if args.workload is not None and given:
         flag = "--" + next(iter(given)).replace("_", "-")
         raise ConfigError(f"{flag} applies to custom workloads only, not to --workload {args.workload}")
-    shape = Shape(**given)
+    shape = SyntheticWorkload(**given)
     name = "W5-cold" if args.workload == "W5" else args.workload
     options: dict[str, Any] = {"skip_tokenizer_init": True, **engine_options(args)}
     if name == WITHOUT_CACHE and options.setdefault("enable_prefix_caching", False):
         raise ConfigError(f"{name} is the workload without prefix caching", field="enable_prefix_caching")
 
-    from quire.bench.measure import Bench, report_lines
+    from quire.bench.measure import EngineBench, report_lines
     from quire.config import EngineConfig
 
-    bench = Bench(EngineConfig.from_options(**options), profile=args.profile)
+    bench = EngineBench(EngineConfig.from_options(**options), profile=args.profile)
     try:
         ids = range(bench.resolved.vocab_size)
         work = Workload(shape.requests(ids), before=[]) if name is None else workload(name, 0, ids)

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from quire.bench.workloads import Shape
+from quire.bench.workloads import SyntheticWorkload
 from quire.cli.workload import add_shape_options, count, given_shape
 from quire.errors import ConfigError
 
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     from quire.bench.load_report import Targets, load_lines, summarise
 
     given, endpoint = given_shape(args), Endpoint.parse(args.url)
-    shape = Shape(**given)
+    shape = SyntheticWorkload(**given)
     traced = None if args.trace is None else _traced(args.trace, given)
     ignore_eos = traced is None if args.ignore_eos is None else args.ignore_eos
     client = Client(endpoint, model=args.model, api_key=args.api_key, timeout_s=args.timeout, ignore_eos=ignore_eos)
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _drive(
-    args: argparse.Namespace, client: Client, shape: Shape, traced: list[TracedRequest] | None
+    args: argparse.Namespace, client: Client, shape: SyntheticWorkload, traced: list[TracedRequest] | None
 ) -> tuple[Load, dict[str, Any]]:
     """Check the server, send all requests, and return the results and the description of the load."""
     from quire.bench.load import poisson_arrivals, send_at, send_in_turn

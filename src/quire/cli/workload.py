@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from typing import Any, get_args
 
-from quire.bench.workloads import Lengths, Shape
+from quire.bench.workloads import Lengths, SyntheticWorkload
 
 
 def add_shape_options(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for every field of `Shape`; an absent flag has no attribute."""
-    defaults = Shape()
+    """Add a flag for every field of `SyntheticWorkload`; an absent flag has no attribute."""
+    defaults = SyntheticWorkload()
     group = parser.add_argument_group("workload options")
 
     def add(name: str, help_text: str, **options: Any) -> None:
@@ -27,8 +27,8 @@ def add_shape_options(parser: argparse.ArgumentParser) -> None:
 
 
 def given_shape(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the given flags of a shape as the arguments of `Shape`."""
-    return {name: getattr(args, name) for name in Shape.__dataclass_fields__ if hasattr(args, name)}
+    """Return the given flags of a shape as the arguments of `SyntheticWorkload`."""
+    return {name: getattr(args, name) for name in SyntheticWorkload.__dataclass_fields__ if hasattr(args, name)}
 
 
 def count(text: str) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 
@@ -18,13 +18,6 @@ from quire.ops import make_ops
 from quire.ops.interface import Ops
 
 
-class Instruments(Protocol):
-    """Returns, for a part that was made, what takes its place: the part itself, or something that watches it."""
-
-    def ops(self, ops: Ops) -> Ops: ...
-    def decoder(self, decoder: Decoder) -> Decoder: ...
-
-
 def load_decoder(
     checkpoint: Checkpoint,
     *,
@@ -34,7 +27,7 @@ def load_decoder(
     quantization: Quantization | None = None,
     weight_packing: str = "auto",
     deterministic: bool = False,
-    instruments: Instruments | None = None,
+    wrap_ops: Callable[[Ops], Ops] | None = None,
 ) -> Decoder:
     """Build the decoder that a checkpoint describes, and fill it.
 
@@ -44,7 +37,8 @@ def load_decoder(
         dtype: of weights, hidden states and cache, as `choose_dtype` returns it.
         kernels, quantization, weight_packing, deterministic: what computes, and on what weights; see
             `quire.ops.make_ops`.
-        instruments: put round the kernels and the decoder.
+        wrap_ops: function that returns the kernels that the decoder uses, given those of the backend; None for the
+            backend's own.
 
     Raises:
         ConfigError: kernels, or weights, that cannot be had; or a model that cannot be computed deterministically.
@@ -63,8 +57,8 @@ def load_decoder(
     if deterministic:
         check_deterministic(spec)
     ops = make_ops(place, kernels, quantization, weight_packing, deterministic)
-    if instruments is not None:
-        ops = instruments.ops(ops)
+    if wrap_ops is not None:
+        ops = wrap_ops(ops)
     decoder = Decoder(spec, ops=ops, dtype=dtype, device=place)
     load_weights(checkpoint, weight_map, decoder, dtype=dtype)
-    return decoder if instruments is None else instruments.decoder(decoder)
+    return decoder

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 import torch
 
@@ -44,8 +44,9 @@ from quire.memory.specs import KVCacheSpec
 from quire.models.cache_layout import cache_specs
 from quire.models.checkpoint import Checkpoint, locate
 from quire.models.decoder import Decoder
-from quire.models.loading import Instruments, load_decoder
+from quire.models.loading import load_decoder
 from quire.models.weights import choose_dtype
+from quire.ops.interface import Ops
 from quire.platform.host_probe import num_cores, pick_device, probe
 from quire.platform.malloc import keep_freed_memory, use_huge_pages
 from quire.scheduling.scheduler import Scheduler
@@ -55,6 +56,9 @@ from quire.structured.grammar_compiler import GrammarCompiler
 from quire.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+Part = TypeVar("Part")
+Wrapper = Callable[[Part], Part]
 
 # Fields of generation_config.json that are sampling parameters, under our names.
 GENERATION_FIELDS = {
@@ -83,12 +87,15 @@ class LoadedModel:
     default_params: dict[str, Any]
 
 
-def load(config: EngineConfig, instruments: Instruments | None = None) -> LoadedModel:
+def load(
+    config: EngineConfig, *, wrap_ops: Wrapper[Ops] | None = None, wrap_decoder: Wrapper[Decoder] | None = None
+) -> LoadedModel:
     """Load a model and build its engine; the KV memory is allocated last.
 
     Args:
         config: configuration of the engine.
-        instruments: wrappers of the kernels and the decoder, for measurements.
+        wrap_ops: function that returns the kernels of the model, given those of the backend; None for the latter.
+        wrap_decoder: function that returns the decoder that the engine runs, given the loaded one; None for that one.
 
     Raises:
         ConfigError: an option or a checkpoint that cannot be honoured; the message names the fix.
@@ -96,15 +103,12 @@ def load(config: EngineConfig, instruments: Instruments | None = None) -> Loaded
     options = config.model
     device = pick_device(options.device)
     checkpoint = Checkpoint.open(options.model, options.revision)
-    tokenizer = None
-    if not options.skip_tokenizer_init:
-        folder = checkpoint.folder if options.tokenizer is None else locate(options.tokenizer)
-        tokenizer = Tokenizer.from_folder(folder)
+    tokenizer = _tokenizer(options, checkpoint)
     dtype = choose_dtype(options.dtype, checkpoint)
-    torch.set_num_threads(options.num_threads or num_cores())
-    use_huge_pages()
-    keep_freed_memory()
-    decoder = _load_decoder(options, checkpoint, device, dtype, instruments)
+    _prepare_process(options)
+    decoder = _load_decoder(options, checkpoint, device, dtype, wrap_ops)
+    if wrap_decoder is not None:
+        decoder = wrap_decoder(decoder)
     guide = open_draft(config, decoder, tokenizer)
     draft = None if guide is None else _load_decoder(options, guide, device, dtype)
     stored = _stored(config, dtype)
@@ -159,12 +163,26 @@ def load(config: EngineConfig, instruments: Instruments | None = None) -> Loaded
     return LoadedModel(name, engine, _default_params(checkpoint))
 
 
+def _tokenizer(options: ModelConfig, checkpoint: Checkpoint) -> Tokenizer | None:
+    """Return the tokenizer; None where the options skip it."""
+    if options.skip_tokenizer_init:
+        return None
+    return Tokenizer.from_folder(checkpoint.folder if options.tokenizer is None else locate(options.tokenizer))
+
+
+def _prepare_process(options: ModelConfig) -> None:
+    """Set the threads and the allocator of this process, before weights are loaded."""
+    torch.set_num_threads(options.num_threads or num_cores())
+    use_huge_pages()
+    keep_freed_memory()
+
+
 def _load_decoder(
     options: ModelConfig,
     checkpoint: Checkpoint,
     device: str,
     dtype: torch.dtype,
-    instruments: Instruments | None = None,
+    wrap_ops: Wrapper[Ops] | None = None,
 ) -> Decoder:
     return load_decoder(
         checkpoint,
@@ -174,7 +192,7 @@ def _load_decoder(
         quantization=options.quantization,
         weight_packing=options.weight_packing,
         deterministic=options.deterministic,
-        instruments=instruments,
+        wrap_ops=wrap_ops,
     )
 
 
