@@ -8,8 +8,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("src/quire", "benchmarks", "tools")
-# Names that still have two definitions; a name leaves this list when its classes are renamed.
-DUPLICATES = {"Attention", "Batch", "CacheGroup", "Call", "Extras", "Finding", "Row", "_Reader"}
 
 
 def classes() -> dict[str, list[str]]:
@@ -25,4 +23,4 @@ def classes() -> dict[str, list[str]]:
 def test_no_two_classes_have_one_name() -> None:
     found = classes()
     assert len(found) > 500
-    assert not {name: files for name, files in found.items() if len(files) > 1 and name not in DUPLICATES}
+    assert not {name: files for name, files in found.items() if len(files) > 1}

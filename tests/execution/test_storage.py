@@ -14,7 +14,7 @@ from quire.execution.kv_storage import STORED, KVStorage, StateStorage, make_sto
 from quire.memory import FullAttention
 from quire.memory.results import BlockCopy
 from quire.models.cache_layout import state_bytes
-from quire.models.spec import CacheGroup, StateCacheShape, TokenCacheShape
+from quire.models.spec import LayerGroup, StateCacheShape, TokenCacheShape
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -102,7 +102,7 @@ def test_a_state_is_one_range_of_bytes(kept: StateCacheShape, dtype: torch.dtype
 
 
 def test_groups_of_a_model_share_their_bytes() -> None:
-    groups = [CacheGroup(2, TokenCacheShape(1, 4)), CacheGroup(3, StateCacheShape(2, 5, (1, 2, 2)))]
+    groups = [LayerGroup(2, TokenCacheShape(1, 4)), LayerGroup(3, StateCacheShape(2, 5, (1, 2, 2)))]
     tokens, states = make_storages(groups, (5, 3), 4, torch.float32, "cpu")
     assert tokens.data.shape == (5, 2, 2, 1, 4, 4)
     assert states.data.shape == (3, 3 * 56)

@@ -13,9 +13,9 @@ from quire.models.decoder import Decoder
 from quire.models.rotations import Rope, Temperature
 from quire.models.spec import (
     Attention,
-    CacheGroup,
     GatedDeltaNet,
     GatedMLP,
+    LayerGroup,
     LayerSpec,
     Mamba2,
     Mixer,
@@ -62,7 +62,7 @@ def test_every_weight_has_a_source_of_its_shape(name: str) -> None:
 
 def test_layers_of_one_shape_share_a_cache_group() -> None:
     spec = spec_of(SMALL, LARGE, SMALL, replace(SMALL, num_heads=2))
-    assert spec.cache_groups == (CacheGroup(3, TokenCacheShape(2, 16)), CacheGroup(1, TokenCacheShape(4, 32)))
+    assert spec.cache_groups == (LayerGroup(3, TokenCacheShape(2, 16)), LayerGroup(1, TokenCacheShape(4, 32)))
     assert spec.cache_places == (((0, 0),), ((1, 0),), ((0, 1),), ((0, 2),))
     assert decoder_of(spec).cache_groups == spec.cache_groups
 
@@ -71,10 +71,10 @@ def test_layers_with_another_window_or_chunk_are_another_cache_group() -> None:
     near, far, chunked = replace(SMALL, window=8), replace(SMALL, window=32), replace(SMALL, chunk=8)
     spec = spec_of(near, SMALL, near, far, near, chunked)
     assert spec.cache_groups == (
-        CacheGroup(3, TokenCacheShape(2, 16, 8)),
-        CacheGroup(1, TokenCacheShape(2, 16)),
-        CacheGroup(1, TokenCacheShape(2, 16, 32)),
-        CacheGroup(1, TokenCacheShape(2, 16, None, 8)),
+        LayerGroup(3, TokenCacheShape(2, 16, 8)),
+        LayerGroup(1, TokenCacheShape(2, 16)),
+        LayerGroup(1, TokenCacheShape(2, 16, 32)),
+        LayerGroup(1, TokenCacheShape(2, 16, None, 8)),
     )
     assert spec.cache_places == (((0, 0),), ((1, 0),), ((0, 1),), ((2, 0),), ((0, 2),), ((3, 0),))
 
@@ -83,17 +83,17 @@ def test_groups_of_states_come_after_those_of_tokens() -> None:
     conv, mamba = ShortConv(32, 3), Mamba2(2, 8, 1, 16, 4, NORM)
     spec = spec_of(conv, mamba, SMALL, conv, replace(SMALL, window=8))
     assert spec.cache_groups == (
-        CacheGroup(1, TokenCacheShape(2, 16)),
-        CacheGroup(1, TokenCacheShape(2, 16, 8)),
-        CacheGroup(2, StateCacheShape(2, 32)),
-        CacheGroup(1, StateCacheShape(3, 48, (2, 8, 16))),
+        LayerGroup(1, TokenCacheShape(2, 16)),
+        LayerGroup(1, TokenCacheShape(2, 16, 8)),
+        LayerGroup(2, StateCacheShape(2, 32)),
+        LayerGroup(1, StateCacheShape(3, 48, (2, 8, 16))),
     )
     assert spec.cache_places == (((2, 0),), ((3, 0),), ((0, 0),), ((2, 1),), ((1, 0),))
 
 
 def test_a_delta_net_keeps_a_matrix_of_each_value_head() -> None:
     spec = spec_of(SMALL, GatedDeltaNet(2, 6, 8, 16, 4, NORM))
-    assert spec.cache_groups[1] == CacheGroup(1, StateCacheShape(3, 2 * 2 * 8 + 6 * 16, (6, 8, 16)))
+    assert spec.cache_groups[1] == LayerGroup(1, StateCacheShape(3, 2 * 2 * 8 + 6 * 16, (6, 8, 16)))
     shapes = decoder_of(spec).weight_shapes()
     assert shapes["layers.1.mixer.input.weight"] == (2 * 2 * 8 + 6 * 16 + 6 * 16 + 6 + 6, 32)
     assert shapes["layers.1.mixer.conv.weight"] == (2 * 2 * 8 + 6 * 16, 1, 4)
@@ -127,9 +127,9 @@ def test_a_layer_is_in_the_cache_group_of_each_of_its_parts() -> None:
     both = Parallel((mamba, SMALL), (0.5, 2.0))
     spec = spec_of(both, SMALL, both, Parallel((SMALL, LARGE), (1.0, 1.0)))
     assert spec.cache_groups == (
-        CacheGroup(4, TokenCacheShape(2, 16)),
-        CacheGroup(1, TokenCacheShape(4, 32)),
-        CacheGroup(2, StateCacheShape(3, 48, (2, 8, 16))),
+        LayerGroup(4, TokenCacheShape(2, 16)),
+        LayerGroup(1, TokenCacheShape(4, 32)),
+        LayerGroup(2, StateCacheShape(3, 48, (2, 8, 16))),
     )
     assert spec.cache_places == (((2, 0), (0, 0)), ((0, 1),), ((2, 1), (0, 2)), ((0, 3), (1, 0)))
     decoder = decoder_of(spec)
@@ -142,7 +142,7 @@ def test_a_layer_is_in_the_cache_group_of_each_of_its_parts() -> None:
 def test_a_layer_that_reads_another_ones_cache_keeps_nothing() -> None:
     near = replace(SMALL, window=8)
     spec = spec_of(near, SMALL, near, replace(SMALL, source=1), replace(near, source=2), replace(near, source=0))
-    assert spec.cache_groups == (CacheGroup(2, TokenCacheShape(2, 16, 8)), CacheGroup(1, TokenCacheShape(2, 16)))
+    assert spec.cache_groups == (LayerGroup(2, TokenCacheShape(2, 16, 8)), LayerGroup(1, TokenCacheShape(2, 16)))
     assert spec.cache_places == (((0, 0),), ((1, 0),), ((0, 1),), ((1, 0),), ((0, 1),), ((0, 0),))
 
 

@@ -18,7 +18,7 @@ from quire.models.families import build
 from quire.models.loading import load_decoder
 from quire.models.per_layer_inputs import PerLayerEmbedding
 from quire.models.rotations import ProportionalScaling, Rope
-from quire.models.spec import CacheGroup, ModelSpec, RMSNorm, TokenCacheShape
+from quire.models.spec import LayerGroup, ModelSpec, RMSNorm, TokenCacheShape
 from quire.ops.reference import ReferenceOps
 from tests.models.test_conformance import assert_same
 from tests.models.tiny import CASES, SHAPE, PagedRun, make_tiny, random_tokens, reference_logits
@@ -54,7 +54,7 @@ def read(**changes: Any) -> ModelSpec:
 
 def test_layers_that_share_keep_nothing() -> None:
     decoder = make_tiny("gemma4").decoder
-    assert decoder.cache_groups == (CacheGroup(3, TokenCacheShape(2, 16, 9)), CacheGroup(1, TokenCacheShape(2, 32)))
+    assert decoder.cache_groups == (LayerGroup(3, TokenCacheShape(2, 16, 9)), LayerGroup(1, TokenCacheShape(2, 32)))
     assert [layer.mixer.source for layer in decoder.spec.layers] == [None, None, None, None, 3, 3, 2, 2]
     assert [layer.ffn.width for layer in decoder.spec.layers] == [96] * 4 + [192] * 4
     assert "layers.4.mixer.qkv.weight" not in decoder.weight_shapes()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.config import CACHE_DTYPES, CacheDtype
 from quire.models.cache_layout import state_bytes
-from quire.models.spec import CacheGroup, StateCacheShape, TokenCacheShape
+from quire.models.spec import LayerGroup, StateCacheShape, TokenCacheShape
 from quire.models.weights import DTYPES
 
 # The torch dtypes of the names in `CACHE_DTYPES`.
@@ -119,7 +119,7 @@ Storage = KVStorage | StateStorage
 
 
 def make_storages(
-    groups: Sequence[CacheGroup],
+    groups: Sequence[LayerGroup],
     num_blocks: Sequence[int],
     block_size: int,
     dtype: torch.dtype,
@@ -152,7 +152,7 @@ def make_storages(
     return tuple(storages)
 
 
-def _block_bytes(group: CacheGroup, block_size: int, stored: CacheDtype, dtype: torch.dtype) -> int:
+def _block_bytes(group: LayerGroup, block_size: int, stored: CacheDtype, dtype: torch.dtype) -> int:
     num_layers, kept = group
     match kept:
         case TokenCacheShape():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from quire.config import CacheDtype
 from quire.errors import UnsupportedModel
 from quire.memory.specs import ChunkedLocal, FullAttention, KVCacheSpec, RecurrentState, SlidingWindow
-from quire.models.spec import CacheGroup, ModelSpec, StateCacheShape
+from quire.models.spec import LayerGroup, ModelSpec, StateCacheShape
 
 
 def cache_specs(spec: ModelSpec, block_size: int, cache_dtype: CacheDtype, input_bytes: int) -> tuple[KVCacheSpec, ...]:
@@ -36,7 +36,7 @@ def state_bytes(kept: StateCacheShape, input_bytes: int) -> int:
     return -(-(kept.sum_bytes + kept.num_inputs * input_bytes) // 4) * 4
 
 
-def _cache_spec(group: CacheGroup, block_size: int, cache_dtype: CacheDtype, input_bytes: int) -> KVCacheSpec:
+def _cache_spec(group: LayerGroup, block_size: int, cache_dtype: CacheDtype, input_bytes: int) -> KVCacheSpec:
     num_layers, kept = group
     if isinstance(kept, StateCacheShape):
         return RecurrentState(block_size=block_size, num_layers=num_layers, layer_bytes=state_bytes(kept, input_bytes))

@@ -32,10 +32,10 @@ from quire.models.rope import RotaryEmbedding, query_scales
 from quire.models.rotations import Rope, Temperature
 from quire.models.spec import (
     Attention,
-    CacheGroup,
     Experts,
     GatedDeltaNet,
     GatedMLP,
+    LayerGroup,
     LayerSpec,
     Mamba2,
     Mixer,
@@ -184,7 +184,7 @@ class Decoder:
                 return ExpertsBlock(ffn, self.spec.width, self.ops)
 
     @property
-    def cache_groups(self) -> tuple[CacheGroup, ...]:
+    def cache_groups(self) -> tuple[LayerGroup, ...]:
         """What the engine sizes memory by; storages and attention batches come in this order."""
         return self.spec.cache_groups
 

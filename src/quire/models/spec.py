@@ -324,7 +324,7 @@ class PerLayerInputs:
     activation: Activation
 
 
-class CacheGroup(NamedTuple):
+class LayerGroup(NamedTuple):
     """Layers that keep the same, and so share one block table; a layer with mixers side by side is in several groups.
 
     Args:
@@ -371,11 +371,11 @@ class ModelSpec:
         return max((idx for idx, is_keeping in enumerate(keeping) if is_keeping), default=-1)
 
     @property
-    def cache_groups(self) -> tuple[CacheGroup, ...]:
+    def cache_groups(self) -> tuple[LayerGroup, ...]:
         """The cache groups in the order of their first layers, those that keep tokens before those that keep states."""
         kept = [mixer.kept for layer in self.layers for mixer in layer.parts if mixer.kept is not None]
         kinds = sorted(dict.fromkeys(kept), key=lambda each: isinstance(each, StateCacheShape))
-        return tuple(CacheGroup(kept.count(each), each) for each in kinds)
+        return tuple(LayerGroup(kept.count(each), each) for each in kinds)
 
     @property
     def cache_places(self) -> tuple[tuple[tuple[int, int], ...], ...]:
