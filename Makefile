@@ -31,6 +31,7 @@ lint: $(VENV)/.quire-test $(VENV)/.quire-lint
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m tools.check_sizes
+	$(BIN)/python -m tools.check_prose
 	$(BIN)/python -m tools.check_docs
 
 bench: $(VENV)/.quire-bench

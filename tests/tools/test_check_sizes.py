@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.check_sizes import Excess, excesses
+from tools.check_sizes import Excess, excesses, kernel_excesses
 
 
 def found(tmp_path: Path, source: str) -> list[Excess]:
@@ -38,9 +38,16 @@ def test_docstring_comments_and_blank_lines_do_not_count(tmp_path: Path) -> None
 
 def test_a_long_string_that_is_no_docstring_counts(tmp_path: Path) -> None:
     source = 'def f():\n    x = 1\n    y = """\n' + "    words\n" * 70 + '    """\n'
-    assert [excess.num_lines for excess in found(tmp_path, source)] == [74]
+    assert [excess.count for excess in found(tmp_path, source)] == [74]
 
 
 def test_a_method_inside_a_class_is_named_with_its_line(tmp_path: Path) -> None:
     source = "class A:\n    def method(self):\n" + "        x = 1\n" * 70
     assert [excess.where for excess in found(tmp_path, source)] == ["module.py:2 method"]
+
+
+@pytest.mark.parametrize(("num_columns", "is_failure"), [(120, False), (121, True)])
+def test_a_line_of_a_kernel_has_at_most_120_columns(tmp_path: Path, num_columns: int, is_failure: bool) -> None:
+    path = tmp_path / "kernel.cpp"
+    path.write_text("int x;\n" + "/" * num_columns + "\n", encoding="utf-8")
+    assert [excess.is_failure for excess in kernel_excesses(path, path.name)] == ([True] if is_failure else [])

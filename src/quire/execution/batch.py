@@ -62,9 +62,8 @@ class BatchBuilder:
     Args:
         block_size: N.
         device: where the tensors go; they are made on the CPU.
-        kept: what the layers of each cache group keep. What no row sees any more, behind a window or in an earlier
-            chunk, is not read, so the table may name any block there: the null block, say. Of a group of states only
-            the last entry is read.
+        kept: cache of the layers of each group. Entries of tokens out of the window, or in an earlier chunk, are not
+            read and may be the null block. Of a group of states only the last entry is read.
     """
 
     def __init__(
@@ -92,7 +91,8 @@ class BatchBuilder:
         """Lay items out as one batch.
 
         Args:
-            items: of open sequences, whose tables hold slots for all their tokens; without items the batch is empty.
+            items: items of open sequences, whose tables hold slots for all their tokens; without items the batch is
+            empty.
             groups_of: the cache groups that the batch is for, by number; None for all.
         """
         counts = [len(item.token_ids) for item in items]
@@ -121,8 +121,8 @@ class BatchBuilder:
         """Lay the last tokens of items out by themselves, as rows of the items' batch.
 
         Args:
-            items: as `lay_out` was given them.
-            counts: of each item, its last tokens that are meant.
+            items: items that `lay_out` was given.
+            counts: number of last tokens of each item.
             groups_of: see `lay_out`.
 
         Returns:

@@ -24,8 +24,8 @@ class BlockCopier:
     taken at once.
 
     Args:
-        storages: of the device, one for each cache group.
-        host_bytes: of the host tier; 0 for none.
+        storages: storages of the device, one for each cache group.
+        host_bytes: number of bytes of the host tier; 0 for none.
         disk: the tier below that, if there is one.
     """
 
@@ -51,9 +51,9 @@ class BlockCopier:
         the queued ones are done.
 
         Args:
-            copies: of all groups.
+            copies: copies of all groups.
             saves: see `MemoryOps`.
-            wait: until the disk has written, where too much is on the way there; else blocks are dropped.
+            wait: True to wait for the disk where too many bytes are being written; False to drop the blocks.
         """
         for copy in copies:
             group_idx, src_id, dst_id, src_tier, dst_tier = copy

@@ -28,7 +28,7 @@ class DraftModel:
     ```
 
     Args:
-        decoder: with the target's vocabulary.
+        decoder: decoder with the target's vocabulary.
         builder: follows the plans, for the groups of both.
         storages: memory of its groups.
         groups: its groups among all.

@@ -16,7 +16,7 @@ class MultimodalEmbeddings:
     """Keeps the media of each sequence from its opening until it is closed.
 
     Args:
-        device: of the model; embeddings stay where they were given, but for the rows of a step.
+        device: device of the model; embeddings stay where they were given, except for the rows of a step.
 
     Attributes:
         by_sequence: embeddings of the open sequences that have some, by sequence id.
@@ -38,7 +38,7 @@ class MultimodalEmbeddings:
         """Return which rows of a step have embeddings of their own, int64 [M], and those [M, E]; None without any.
 
         Args:
-            items: of the plan.
+            items: items of the plan.
             row_starts: the first row of each.
         """
         rows: list[Tensor] = []

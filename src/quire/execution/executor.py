@@ -38,7 +38,7 @@ class InProcessExecutor:
     """Runs every step in the caller's own process and thread.
 
     Args:
-        runner: what obeys.
+        runner: model runner, which executes plans.
     """
 
     def __init__(self, runner: ModelRunner) -> None:

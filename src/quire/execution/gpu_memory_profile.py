@@ -1,4 +1,4 @@
-"""What a step takes of a GPU's memory at its worst, found by running it."""
+"""Peak memory of a step on a GPU, measured by running the largest one."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ CONTEXTS = (1 << 13, 1 << 15)
 
 
 class StepLimits(NamedTuple):
-    """How large a step can be.
+    """The largest step.
 
     Args:
         max_num_seqs: sequences.
         max_num_batched_tokens: tokens computed.
         max_model_len: tokens of a sequence.
         block_size: N.
-        num_draft_tokens: of a sequence.
+        num_draft_tokens: number of drafts of a sequence.
     """
 
     max_num_seqs: int
@@ -48,9 +48,9 @@ def measure_step_cost(decoder: Decoder, limits: StepLimits, dtype: torch.dtype, 
     """Run the largest steps on a GPU, and return what they took besides weights and KV.
 
     Args:
-        decoder: on a GPU, with all its weights.
-        limits: of steps.
-        dtype: of the weights.
+        decoder: decoder on a GPU, with all its weights.
+        limits: limits of steps.
+        dtype: dtype of the weights.
         stored: see `KVStorage`.
     """
     return step_cost(limits, lambda items: _peak_bytes(decoder, limits, dtype, stored, items))
@@ -60,7 +60,7 @@ def step_cost(limits: StepLimits, peak_bytes: Callable[[Items], int]) -> StepCos
     """Return what the largest steps take, as a part that grows with what is cached and one that does not.
 
     Args:
-        limits: of steps.
+        limits: limits of steps.
         peak_bytes: runs a step, and says what it took.
     """
     prefill = peak_bytes(prefill_items(limits))

@@ -30,9 +30,9 @@ class KVStorage:
         block_size: N, tokens of a block.
         num_kv_heads: K.
         head_dim: D.
-        dtype: of keys and values.
+        dtype: dtype of keys and values.
         memory: bytes to lie in, from the first on: what the groups of an arena share. None takes memory of its own.
-        stored: what they are stored as, a name in `STORED`; None stores them as they are.
+        stored: stored form, a name in `STORED`; None for values as they are.
 
     Attributes:
         data, block_rows, slot_rows, head_dim, dtype: see `quire.ops.interface.PagedKV`.
@@ -81,9 +81,9 @@ class StateStorage:
     Args:
         num_blocks: B, the null block (id 0) included.
         num_layers: L, layers of the group.
-        kept: what each of them keeps.
-        dtype: of the last inputs.
-        memory: as for `KVStorage`.
+        kept: shapes of a layer's states.
+        dtype: dtype of the convolution's inputs.
+        memory: memory to use, as for `KVStorage`.
 
     Attributes:
         data: [B, bytes].
@@ -129,10 +129,10 @@ def make_storages(
     """Give all cache groups of a model one range of bytes.
 
     Args:
-        groups: of the model.
+        groups: layer groups of the model.
         num_blocks: B for each of them, the null block included: all that its view of the shared bytes has.
         block_size: N.
-        dtype: of keys, values and last inputs.
+        dtype: dtype of keys, values and the inputs of convolutions.
         stored: see `KVStorage`; states stay as they are.
     """
     name = stored or str(dtype).removeprefix("torch.")

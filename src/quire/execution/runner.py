@@ -46,7 +46,7 @@ class ModelRunner:
         builder: turns a plan into the models' inputs.
         sampler: turns logits into tokens.
         media: has the embeddings that come with prompts.
-        host_bytes: of the host tier; 0 for none.
+        host_bytes: number of bytes of the host tier; 0 for none.
         disk: the tier below that, if there is one.
         draft: a second model that makes drafts; its cache groups lie behind the first one's.
         prefaulter: has the memory's pages ready, if anybody does.
@@ -95,13 +95,13 @@ class ModelRunner:
         """Give a loaded decoder its KV memory, and all else that a step takes.
 
         Args:
-            decoder: with all its weights.
+            decoder: decoder with all its weights.
             num_blocks: B for each cache group, the null block included: all that its view of the shared memory has.
             block_size: N.
             device: the decoder's.
             dtype: the decoder's.
             stored: see `quire.execution.kv_storage.KVStorage`.
-            host_bytes: of the host tier; 0 for none.
+            host_bytes: number of bytes of the host tier; 0 for none.
             disk: the tier below that, if there is one.
             draft: a second model that makes drafts, of the same dtype; its cache groups come last in `num_blocks`.
             grammars: compiled ones; None where no output can be constrained.
@@ -134,7 +134,7 @@ class ModelRunner:
         """Run one step.
 
         Args:
-            plan: with one item at least; after its deltas the block tables hold slots for all its tokens.
+            plan: plan with at least one item; after its deltas the block tables hold slots for all its tokens.
 
         Returns:
             One result for each item, in the plan's order, and the candidates of each group of beams.
@@ -207,7 +207,7 @@ class ModelRunner:
 
         Args:
             result: the item's result so far.
-            item: of the plan.
+            item: item of the plan.
             hidden: hidden states, the item's own from row 0 on, [at least len, E].
         """
         token_ids, count = self._sampler.prompt_targets(item)

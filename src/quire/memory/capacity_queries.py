@@ -15,7 +15,7 @@ class CapacityQueries:
     """Answers questions about room; a question may cache, and changes no answer and no command.
 
     Args:
-        tables: of all sequences.
+        tables: block tables of all sequences.
         watermark: slabs (with one group: blocks) that an admission leaves free while other sequences live.
         num_slabs: slabs that a sequence alone can count on.
     """
@@ -57,7 +57,7 @@ class CapacityQueries:
 
         Args:
             num_tokens: that each reaches.
-            width: how many of them, side by side.
+            width: number of such sequences at once.
             num_shared: tokens that all of those began with, and hold once.
         """
         if width == 1:

@@ -58,7 +58,7 @@ class KVCacheManager:
         snapshot_interval: tokens, a multiple of the block size: a group of states publishes one every so often.
         host_bytes: the memory of the host tier, its null block included; 0 for none.
         retention_limit: slabs (with one group: blocks) whose bytes blocks with the hint to evict them last may fill.
-        has_disk: what the host evicts is saved to disk; `archive` has the verbs for that.
+        has_disk: True where blocks that the host evicts are saved to disk; see `archive`.
         key: a secret for the digests, at most 64 bytes.
 
     Attributes:

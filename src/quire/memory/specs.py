@@ -1,4 +1,4 @@
-"""What kind of cache a group of layers needs, as pure functions of token counts.
+"""The kinds of cache of layer groups, as pure functions of token counts.
 
 The manager asks a spec and never looks at its kind. With `n` tokens computed, the next query stands at position `n`:
 
@@ -27,7 +27,7 @@ NEVER_FREED = sys.maxsize
 
 
 class PublishedRun(Protocol):
-    """What a spec may ask about the published blocks of one chain in one cache group."""
+    """The queries of a spec about the published blocks of one chain in one cache group."""
 
     def leading(self, limit: int) -> int:
         """Return how many of the first `limit` blocks are published without a gap."""

@@ -19,7 +19,7 @@ class WeightSlot(NamedTuple):
     """Where a weight goes.
 
     Args:
-        shape: of the tensor that `fill` takes.
+        shape: shape of the tensor that `fill` takes.
         fill: called once with the tensor, which may lie in a file: what is kept of it is copied.
     """
 
@@ -116,7 +116,7 @@ def scale_slot(norm: spec.RMSNorm, scale: Tensor, shape: tuple[int, ...], order:
 
 
 class ResidualAdd(NamedTuple):
-    """How what a mixer or an FFN gives is added to the residual.
+    """The addition of the output of a mixer or an FFN to the residual.
 
     Args:
         norm: that it goes through first, if any.
@@ -161,7 +161,7 @@ class SelectedRows(NamedTuple):
 
     Args:
         rows: [R] of int64, rising.
-        inputs: what the step would give to attention if these were all its rows; None where there are none, and to
+        inputs: inputs of attention if these were all rows of the step; None where there are none, and for
             other mixers.
     """
 
@@ -170,12 +170,12 @@ class SelectedRows(NamedTuple):
 
 
 class AttentionInputs(NamedTuple):
-    """What a step gives to attention, besides its rows.
+    """The inputs of attention in a step, besides its rows.
 
     Args:
-        rotation: of the rows' positions.
+        rotation: rotation of the rows' positions.
         step: the step's attention over the block's cache group.
-        query_scales: what the rows' queries are multiplied by, [T, 1, 1] of float32, if anything.
+        query_scales: factors of the rows' queries, [T, 1, 1] of float32, if there are any.
     """
 
     rotation: Rotation
@@ -212,7 +212,7 @@ class AttentionBlock:
         attention: heads and what is done to them.
         width: E.
         layer_idx: the layer's place in its cache group.
-        addition: how the result is added to the residual.
+        addition: addition of the result to the residual.
 
     Attributes:
         slots: "qkv", "output" and, where the norms of heads have learned a scale, "q_norm" and "k_norm".
@@ -265,7 +265,7 @@ class AttentionBlock:
         Args:
             x: [T, E].
             residual: [T, E]; [R, E] where rows are picked.
-            inputs: of the step.
+            inputs: inputs of the step.
         """
         rotation, step, query_scales = inputs
         q = step.prepare(self._layer_idx, self._qkv.run(x), self._norms, rotation)
@@ -289,7 +289,7 @@ class SharedAttentionBlock:
         attention: heads and what is done to them.
         width: E.
         layer_idx: that layer's place in its cache group.
-        addition: how the result is added to the residual.
+        addition: addition of the result to the residual.
 
     Attributes:
         slots: "q", "output" and, where heads are normed, "q_norm".
@@ -364,7 +364,7 @@ class GatedMLPBlock:
     Args:
         mlp: its width, activation and scale.
         width: E.
-        addition: how the result is added to the residual.
+        addition: addition of the result to the residual.
 
     Attributes:
         slots: "gate_up" and "down".

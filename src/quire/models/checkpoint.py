@@ -40,8 +40,8 @@ class StoredTensor:
     Args:
         path: the safetensors file.
         dtype: the name that safetensors gives it: "BF16", "F16", "F32", ...
-        shape: as stored.
-        offset: of its first byte in the file.
+        shape: shape as stored.
+        offset: offset of its first byte in the file.
     """
 
     path: Path

@@ -69,7 +69,7 @@ class OutputRows(NamedTuple):
     Args:
         rows: [R] of int64, rising; there may be none.
         positions: [R] of int64.
-        groups: what the step would be in each cache group if these were all its rows.
+        groups: the step's part in each cache group if these were all its rows.
     """
 
     rows: Tensor
@@ -83,12 +83,12 @@ class Decoder:
     It holds no state of a step: all that a step needs is an argument. Call it under `torch.inference_mode()`.
 
     Args:
-        spec: what to compute.
-        ops: with which kernels.
-        dtype: of weights, hidden states and cache.
+        spec: specification of the model.
+        ops: kernels.
+        dtype: dtype of weights, hidden states and cache.
 
     Attributes:
-        ops, spec, dtype: as given.
+        ops, spec, dtype: the arguments of these names.
     """
 
     def __init__(self, spec: ModelSpec, *, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
@@ -101,7 +101,7 @@ class Decoder:
         self._head = Projection(spec.width, spec.vocab_size, False, ops, min_bits=6)
         new_norm = partial(Norm, width=spec.width, ops=ops, dtype=dtype, device=device)
         self._norm = new_norm(spec.norm)
-        # What mixers are given each step: a cache group's step, for attention with a rotation.
+        # Inputs of mixers in a step: the step of a cache group, and for attention a rotation.
         mixers_of_all = (mixer for layer in spec.layers for mixer in layer.parts)
         self._inputs = list(dict.fromkeys(map(_input_kind, mixers_of_all, chain.from_iterable(spec.cache_places))))
         # From the last layer on that keeps something, only rows that are read go on: their attention is another step's.
@@ -185,12 +185,12 @@ class Decoder:
 
     @property
     def cache_groups(self) -> tuple[LayerGroup, ...]:
-        """What the engine sizes memory by; storages and attention batches come in this order."""
+        """Layer groups, in the order of storages and attention batches."""
         return self.spec.cache_groups
 
     @property
     def kernels(self) -> str:
-        """What computes, for people."""
+        """Name of the kernels."""
         return self.ops.name
 
     @property
@@ -207,7 +207,7 @@ class Decoder:
 
         Args:
             name: one of `weight_shapes()`.
-            tensor: of that shape and of the decoder's dtype; read before this returns, and not kept.
+            tensor: tensor of that shape and of the decoder's dtype; it is read before this returns, and not retained.
 
         Raises:
             CheckpointError: another name, shape or dtype, or a weight that was loaded before.
@@ -261,7 +261,7 @@ class Decoder:
             groups: the step's part in each cache group.
             storages: one for each cache group.
             given: rows, [M] of int64, and embeddings [M, E] to take for them as they are, in place of the tokens' own.
-            read: whose hidden states are returned; None for all rows.
+            read: rows whose hidden states are returned; None for all rows.
 
         Returns:
             Hidden states before the last norm, [T, E]; where `read` is given, [R, E].

@@ -1,4 +1,4 @@
-"""Which models give a token the same bits whatever rows it is computed with."""
+"""Models that give a token the same bits in every batch."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class ExpertProjections:
     """A linear layer of each expert, packed as soon as the weight of all is there.
 
     Args:
-        in_width, out_width: of each.
+        in_width, out_width: widths of each expert.
         gate: see `Ops.pack_linear`.
 
     Attributes:

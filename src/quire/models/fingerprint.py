@@ -1,4 +1,4 @@
-"""What a model's KV depends on besides the tokens, as one digest: weights, configuration, and how both are used.
+"""A digest of everything besides tokens on which a model's keys and values depend: weights, configuration, kernels.
 
 Names, sizes and headers tell fine-tuned weights not apart, and no sample of their bytes does so surely. So every byte
 is read, once: the digest of a file is remembered with what the file system knows of it, and a file that nobody has
@@ -17,7 +17,7 @@ from typing import Any
 from quire.bounded.files import read_json
 from quire.models.checkpoint import Checkpoint
 
-# Of the digests of a few hundred files.
+# Bytes of the digests of a few hundred files.
 MAX_KNOWN_BYTES = 1 << 20
 
 
@@ -26,9 +26,9 @@ def fingerprint(checkpoint: Checkpoint, layout: Sequence[str], known: Path, num_
 
     Args:
         checkpoint: the model's files; where they lie does not matter.
-        layout: in words, all else: dtype, what computes, cache groups.
+        layout: text of everything else: dtype, kernels, cache groups.
         known: a JSON file that remembers the digests of files; made if it is not there or cannot be read.
-        num_bytes: of the digest.
+        num_bytes: number of bytes of the digest.
     """
     remembered = _read(known)
     paths = sorted({tensor.path for tensor in checkpoint.tensors.values()})

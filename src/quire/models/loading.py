@@ -34,8 +34,8 @@ def load_decoder(
     Args:
         checkpoint: the model's files.
         device: "cpu" or "cuda".
-        dtype: of weights, hidden states and cache, as `choose_dtype` returns it.
-        kernels, quantization, weight_packing, deterministic: what computes, and on what weights; see
+        dtype: dtype of weights, hidden states and cache, as `choose_dtype` returns it.
+        kernels, quantization, weight_packing, deterministic: kernels and the form of weights; see
             `quire.ops.make_ops`.
         wrap_ops: function that returns the kernels that the decoder uses, given those of the backend; None for the
             backend's own.

@@ -1,4 +1,4 @@
-"""What every layer is told of the tokens besides the hidden states: made once a step, taken in by each layer."""
+"""Per-layer inputs: values of each token for every layer, made once a step and added by each layer."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ class PerLayerEmbedding:
 
 
 class PerLayerGate:
-    """What a layer makes of what it is told.
+    """The addition of a layer's own inputs.
 
     Args:
         inputs: the width and the activation.
         width: E.
-        norm: of what is added.
+        norm: norm of the sum's new part.
 
     Attributes:
         slots: "gate" and "output".

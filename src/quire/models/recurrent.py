@@ -29,7 +29,7 @@ class Convolution:
     Args:
         num_channels: C.
         kernel: k.
-        scales: of what is convolved, [C] of float32 or one for all; the taps take them, so that nothing is rounded.
+        scales: factors of the inputs, [C] of float32 or one for all; the taps include them, so that nothing is rounded.
 
     Attributes:
         slots: "weight" and, if there is one, "bias".
@@ -60,7 +60,7 @@ class ShortConvBlock:
         conv: its channels and kernel.
         width: E.
         layer_idx: the layer's place in its cache group.
-        addition: how the result is added to the residual.
+        addition: addition of the result to the residual.
 
     Attributes:
         slots: "input" (b, c and x), "conv" and "output".
@@ -99,7 +99,7 @@ class Mamba2Block:
         mamba: heads, groups, and what is done to them.
         width: E.
         layer_idx: the layer's place in its cache group.
-        addition: how the result is added to the residual.
+        addition: addition of the result to the residual.
 
     Attributes:
         slots: "input", "conv", "A_log", "dt_bias", "D", "output" and, if there is one, "norm".
@@ -164,7 +164,7 @@ class GatedDeltaNetBlock:
         net: heads, and what is done to them.
         width: E.
         layer_idx: the layer's place in its cache group.
-        addition: how the result is added to the residual.
+        addition: addition of the result to the residual.
 
     Attributes:
         slots: "input", "conv", "A_log", "dt_bias", "norm" and "output".

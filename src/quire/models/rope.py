@@ -20,7 +20,7 @@ class RotaryEmbedding:
     Args:
         rope: the rotation; None for angles of 0, which leave everything as it is.
         head_dim: D.
-        dtype: of the model; angles are float32 always.
+        dtype: dtype of the model; angles are always float32.
     """
 
     def __init__(self, rope: Rope | None, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:

@@ -27,7 +27,7 @@ class YarnScaling:
     """Frequencies interpolated by how often they turn within the original context, and attention sharpened.
 
     Args:
-        attention_factor: what cosine and sine are multiplied by.
+        attention_factor: factor of cosine and sine.
         truncate: round the ramp's ends to whole frequencies.
 
     Source: YaRN, arXiv 2309.00071.
@@ -46,7 +46,7 @@ class ProportionalScaling:
     """Only the first pairs of a head turn, as fast as if all did, divided by `factor`.
 
     Args:
-        fraction: of the head's pairs that turn.
+        fraction: fraction of the head's pairs that are rotated.
     """
 
     fraction: float
@@ -75,7 +75,7 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class Temperature:
-    """What queries are multiplied by where contexts are long: `1 + weight * log(1 + floor((position + 1) / interval))`.
+    """Factors of queries in long contexts: `1 + weight * log(1 + floor((position + 1) / interval))`.
 
     Source: Scalable-Softmax, arXiv 2501.19399.
     """

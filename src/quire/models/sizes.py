@@ -1,4 +1,4 @@
-"""What a configuration says of a model's sizes, beside what its files hold: before anything of such a size is made."""
+"""Checks of the sizes in a configuration against the files, before any tensor of such a size is made."""
 
 from __future__ import annotations
 

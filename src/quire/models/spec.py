@@ -31,7 +31,7 @@ class RMSNorm:
 
 
 class TokenCacheShape(NamedTuple):
-    """What an attention layer keeps of each token; layers that keep the same are one cache group.
+    """The cache of a token in an attention layer; layers with equal ones are one group.
 
     Args:
         num_kv_heads, head_dim: the shape of one token's keys.
@@ -46,7 +46,7 @@ class TokenCacheShape(NamedTuple):
 
 
 class StateCacheShape(NamedTuple):
-    """What a recurrent layer keeps of a sequence; layers that keep the same are one cache group.
+    """The cache of a sequence in a recurrent layer; layers with equal ones are one group.
 
     Args:
         num_columns, num_channels: the last inputs of its convolution, in the model's dtype.
@@ -73,16 +73,16 @@ class Attention:
     """Causal attention, query heads in groups that share a KV head.
 
     Args:
-        rope: of queries and keys; None leaves them as they are.
+        rope: rotation of queries and keys; None for none.
         qk_norm: norm of each query and key head before the rotation, or None.
         value_norm: values are divided by their root mean square, with the epsilon of `qk_norm`.
         qkv_bias, output_bias: whether the projections add a learned bias.
         window: tokens that a token sees, itself included; None for all before it.
         chunk: chunks start at multiples of these tokens, and a token sees its own, up to itself; None for no chunks.
-        score_scale: what scores are multiplied by before the softmax; None for `head_dim ** -0.5`.
+        score_scale: factor of scores before the softmax; None for `head_dim ** -0.5`.
         source: the earlier layer whose keys and values are read; None for the layer's own.
-        output_gate: what is gathered is multiplied by the sigmoid of gates, which are projected beside the queries.
-        temperature: what queries are multiplied by after norm and rotation; None leaves them.
+        output_gate: True where the output is multiplied by the sigmoid of gates, which are projected with the queries.
+        temperature: factor of queries after norm and rotation; None for none.
     """
 
     num_heads: int
@@ -102,7 +102,7 @@ class Attention:
 
     @property
     def kept(self) -> TokenCacheShape | None:
-        """What a layer keeps: keys and values of the tokens that it still sees; nothing where it reads another's."""
+        """Cache of a layer: keys and values of the tokens that it still sees; None where it reads another layer's."""
         kept = TokenCacheShape(self.num_kv_heads, self.head_dim, self.window, self.chunk)
         return kept if self.source is None else None
 
@@ -125,7 +125,7 @@ class ShortConv:
 
     @property
     def kept(self) -> StateCacheShape:
-        """What a layer keeps: the last inputs of its convolution."""
+        """Cache of a layer: the last inputs of its convolution."""
         return StateCacheShape(self.kernel - 1, self.num_channels)
 
 
@@ -140,9 +140,9 @@ class Mamba2:
         num_groups: groups of heads that share what is read from and written to the state.
         state_dim: columns of a head's matrix.
         kernel: tokens that the convolution sees, the token itself included.
-        norm: of what the heads give, gated, each group by itself; None leaves it gated.
+        norm: norm of the heads' gated output, of each group by itself; None for none.
         conv_bias, input_bias, output_bias: whether the convolution and the projections add a learned bias.
-        scales: what gates, values, writes, reads and steps are multiplied by when they have been projected.
+        scales: factors of the projected gates, values, B, C and dt.
 
     Source: Mamba 2, arXiv 2405.21060.
     """
@@ -170,7 +170,7 @@ class Mamba2:
 
     @property
     def kept(self) -> StateCacheShape:
-        """What a layer keeps: the last inputs of its convolution, and the matrices of its heads."""
+        """Cache of a layer: the last inputs of its convolution, and the states of its heads."""
         return StateCacheShape(self.kernel - 1, self.num_channels, (self.num_heads, self.head_dim, self.state_dim))
 
 
@@ -185,7 +185,7 @@ class GatedDeltaNet:
         num_value_heads: H.
         key_dim: K, rows of a head's matrix; value_dim: V, its columns.
         kernel: tokens that the convolution sees, the token itself included.
-        norm: of what a head gives, before the gates.
+        norm: norm of a head's output, before the gates.
 
     Source: Gated Delta Networks, arXiv 2412.06464.
     """
@@ -209,7 +209,7 @@ class GatedDeltaNet:
 
     @property
     def kept(self) -> StateCacheShape:
-        """What a layer keeps: the last inputs of its convolution, and the matrices of its heads."""
+        """Cache of a layer: the last inputs of its convolution, and the states of its heads."""
         return StateCacheShape(self.kernel - 1, self.num_channels, (self.num_value_heads, self.key_dim, self.value_dim))
 
 
@@ -236,8 +236,8 @@ class GatedMLP:
     Args:
         width: columns of gate and up.
         bias: whether all three projections add a learned bias.
-        activation: of the gate.
-        gate_scale: what the gate is multiplied by before it.
+        activation: activation of the gate.
+        gate_scale: factor of the gate before its activation.
     """
 
     width: int
@@ -254,11 +254,11 @@ class Experts:
         num_experts: X.
         num_chosen: C, experts of a token.
         width: columns of an expert's gate and up.
-        scoring: what makes scores of the logits: softmax over all experts, or sigmoid.
+        scoring: function from logits to scores: softmax over all experts, or sigmoid.
         renormalised: the chosen scores are divided by their sum.
         scaled_input: scores multiply what experts see, instead of what they give.
         shared_width: columns of one more expert, which every token goes through as it is; 0 for none.
-        activation: of the gates.
+        activation: activation of the gates.
         transposed: experts are stored as [X, in, out], instead of as the rows of linear layers.
 
     Source: sparsely gated experts, arXiv 1701.06538.
@@ -280,11 +280,10 @@ class LayerSpec:
     """One layer: `x += mixer_scale * post_norm(mixer(norm(x)))`, then the same with the FFN.
 
     Args:
-        norm: before the mixer, and before the FFN.
+        norm: norm before the mixer, and before the FFN.
         mixer, ffn: the two halves.
-        post_norm: of what the mixer gives, and of what the FFN gives; None adds it as it is, as mixers side by side
-            must be.
-        mixer_scale, ffn_scale: what they are multiplied by before they are added.
+        post_norm: norm of the mixer's output, and of the FFN's; None for none, as with mixers in parallel.
+        mixer_scale, ffn_scale: factors of these outputs before they are added.
         learned_scale: whether `x` is multiplied by a learned number at the end.
     """
 
@@ -304,7 +303,7 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class PerLayerInputs:
-    """What every layer is told of a token besides the hidden state: P values of its own.
+    """Per-layer inputs: P values of each token for every layer, besides the hidden state.
 
     They are `sqrt(1 / 2) * (norm(projection(e) / sqrt(E)) + sqrt(P) * table[token])`, `e` being the token's embedding.
     After its FFN, a layer takes them in: `x += norm(projection(activation(gate(x)) * told))`.
@@ -312,8 +311,8 @@ class PerLayerInputs:
     Args:
         vocab_size: rows of the table.
         width: P.
-        norm: of both.
-        activation: of the gate.
+        norm: norm of both.
+        activation: activation of the gate.
 
     Source: per-layer embeddings of Gemma 3n.
     """
@@ -329,7 +328,7 @@ class LayerGroup(NamedTuple):
 
     Args:
         num_layers: layers of the group; a block holds all of them.
-        kept: what each of them keeps, of every token or of the sequence.
+        kept: cache of each layer, of every token or of the sequence.
     """
 
     num_layers: int
@@ -343,14 +342,14 @@ class ModelSpec:
     Args:
         vocab_size: rows of the embedding and of the head.
         width: E, the size of a hidden state.
-        layers: from the embedding upwards.
-        norm: before the head.
+        layers: layers, from the embedding upwards.
+        norm: norm before the head.
         tied_head: the head is the embedding.
         max_position: the longest context that the model was made for, in tokens.
-        embedding_scale: what embeddings are multiplied by, rounded to their dtype first; the head is not.
-        logit_scale: what logits are multiplied by.
+        embedding_scale: factor of embeddings, rounded to their dtype first; the head is not scaled.
+        logit_scale: factor of logits.
         logit_cap: logits then become `logit_cap * tanh(logits / logit_cap)`; None leaves them.
-        per_layer_inputs: what every layer is told besides the hidden state, or None.
+        per_layer_inputs: inputs of every layer besides the hidden state, or None.
     """
 
     vocab_size: int

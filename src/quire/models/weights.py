@@ -60,8 +60,8 @@ def load_weights(checkpoint: Checkpoint, weight_map: WeightMap, decoder: Decoder
     Args:
         checkpoint: the model's files.
         weight_map: parameter name -> names of the stored tensors that make it up, concatenated on dimension 0.
-        decoder: what is filled.
-        dtype: of the parameters; what is stored otherwise is cast.
+        decoder: decoder to fill.
+        dtype: dtype of the parameters; tensors of other dtypes are cast.
 
     Raises:
         CheckpointError: a tensor is missing, of a wrong shape or dtype, or not all numbers; the message names it.
@@ -131,7 +131,7 @@ def check_finite(checkpoint: Checkpoint, name: str, tensor: torch.Tensor, *, mos
 
     Args:
         checkpoint: the model's files.
-        name: of the tensor.
+        name: name of the tensor.
         tensor: its values.
         most: share of the sample that may be so.
 

@@ -27,7 +27,7 @@ def make_ops(
         device: any that torch has.
         kernels: "torch" for stock operators, "native" for what the package's own build compiled, "auto" for the
             latter on a CPU where there is such.
-        quantization: what the weights of linear layers are rounded to; on a CPU only.
+        quantization: rounding of the weights of linear layers; on a CPU only.
         weight_packing: "lossless" for bfloat16 weights in three quarters of their bytes, "plain" for weights as they
             are, "auto" for the former where kernels have it.
         deterministic: a row gets the same bits whatever rows it comes with. The backend refuses weights for which it

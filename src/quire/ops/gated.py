@@ -10,12 +10,12 @@ from quire.ops.interface import Activation, Linear
 
 
 class GatedLinear:
-    """What a backend computes in two goes: a product, and the gate of its halves.
+    """A gated product in two calls: a linear layer, and the gate of its halves.
 
     Args:
         linear: gives [T, 2 F].
         gate: `Ops.gate` of the backend.
-        activation: of the gate.
+        activation: activation of the gate.
     """
 
     __slots__ = ("_activation", "_gate", "_linear")

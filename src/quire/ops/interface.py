@@ -13,7 +13,7 @@ from typing import Final, Literal, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-# What a gate goes through: x * sigmoid(x); gelu (arXiv 1606.08415) with tanh in place of the error function.
+# Activations of a gate: x * sigmoid(x); gelu (arXiv 1606.08415) with tanh in place of the error function.
 Activation = Literal["silu", "gelu_tanh"]
 # Vectors of int8 whose values are no larger are zeros: neither a scale nor a quotient is then ever subnormal.
 LEAST_SCALED: Final = 1e-36
@@ -21,7 +21,7 @@ LEAST_SCALED: Final = 1e-36
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """Who attends to what in a step, for one cache group. The rows of all sequences lie one behind the other.
+    """The rows and block tables of a step in one cache group. The rows of all sequences follow each other.
 
     ```
      rows        | sequence 0 | sequence 1 | ...          row_starts
@@ -68,12 +68,12 @@ class PagedKV(Protocol):
 
     Attributes:
         data: [B, L, 2, K, N, W].
-        block_rows: for each layer, a view [*, N * W] whose row `(block_id * L * 2 + kv) * K + head` is that layer's
+        block_rows: a view [*, N * W] for each layer, whose row `(block_id * L * 2 + kv) * K + head` is that layer's
             block of that head (`kv` 0 for keys, 1 for values).
-        slot_rows: for each layer, a view [*, W] whose row `((block_id * L * 2 + kv) * K + head) * N + offset` is that
+        slot_rows: a view [*, W] for each layer, whose row `((block_id * L * 2 + kv) * K + head) * N + offset` is that
             layer's slot of that head.
         head_dim: D.
-        dtype: of keys and values before they are stored, that of a step's rows.
+        dtype: dtype of keys and values before they are stored, that of a step's rows.
     """
 
     @property
@@ -90,7 +90,7 @@ class PagedKV(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StateBatch:
-    """Whose state goes on in a step, for one cache group. The rows of all sequences lie one behind the other.
+    """The sequences of a step in one cache group of states. The rows of all sequences follow each other.
 
     Args:
         block_ids: S numbers; the block with each sequence's state, before the step and after it.
@@ -107,9 +107,9 @@ class PagedStates(Protocol):
     """The recurrent states of one cache group: a block is the state of all layers.
 
     Attributes:
-        conv_states: for each layer a view [B, k - 1, C], of the model's dtype: the last inputs of its convolution, the
+        conv_states: a view [B, k - 1, C] for each layer, of the model's dtype: the last inputs of its convolution, the
             oldest first.
-        ssm_states: for each layer a view [B, H, D, N] of float32; [B, H, K, V] of the gated delta rule.
+        ssm_states: a view [B, H, D, N] of float32 for each layer; [B, H, K, V] of the gated delta rule.
     """
 
     @property
@@ -151,7 +151,7 @@ class StepAttention(Protocol):
 
         Args:
             qkv: [T, (H + 2 K) * D], contiguous: query heads, key heads, value heads.
-            norms: of the heads, where the model has them.
+            norms: norms of the heads, where the model has them.
             rotation: its halves turn against each other.
 
         Returns:
@@ -164,7 +164,7 @@ class StepAttention(Protocol):
 
         Args:
             q: [T, H * D], contiguous.
-            norms: with `scales` of [H, D].
+            norms: norms with `scales` of [H, D].
 
         Returns:
             [T, H, D].
@@ -176,7 +176,7 @@ class StepAttention(Protocol):
 
         Args:
             q: queries, [T, H, D].
-            scale: of the scores before the softmax.
+            scale: factor of the scores before the softmax.
 
         Returns:
             [T, H * D], contiguous.
@@ -286,11 +286,11 @@ class KeepsRows(Protocol):
 
 
 class Ops(Protocol):
-    """What a model needs computed. Nothing here changes its arguments, except the cache that `StepAttention` writes and
+    """The operations of a model. None changes its arguments, except the cache that `StepAttention` writes and
     the logits of `apply_token_bitmask`.
 
     Attributes:
-        name: what computes, for people.
+        name: name of the kernels, for people.
     """
 
     @property

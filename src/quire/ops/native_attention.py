@@ -14,13 +14,13 @@ from quire.ops.native_library import TYPES, Cache, NativeLibrary, StepRows
 
 
 class AttentionPlan:
-    """How a step's attention is cut into jobs, for all layers with as many query heads a KV head.
+    """The plan of a step's attention: its jobs, for all layers with the same number of query heads a KV head.
 
     Args:
         rows: a pointer to the step's `StepRows`.
         cache: a pointer to its `Cache`.
         group: query heads of a KV head.
-        batch: of the step.
+        batch: batch of the step.
         deterministic: see `NativeOps`.
 
     Attributes:
@@ -51,7 +51,7 @@ class NativeStepAttention:
     What sequences share is read once for as many of their rows as a job takes, however their tables branch.
 
     Attributes:
-        batch: of the step.
+        batch: batch of the step.
     """
 
     def __init__(self, library: NativeLibrary, batch: AttentionBatch, kv: PagedKV, deterministic: bool = False) -> None:

@@ -177,7 +177,7 @@ class NativeLibrary:
 
     Args:
         level: the instruction set that it was compiled for, which this processor must have.
-        path: of the library.
+        path: path of the library.
 
     Attributes:
         packed_types: the types of weights that it packs and multiplies faster than torch does.

@@ -36,7 +36,7 @@ class NativeOps:
 
     Args:
         library: that this processor runs.
-        quantization: what the weights of linear layers are rounded to.
+        quantization: rounding of the weights of linear layers.
         is_lossless: whether bfloat16 weights that are not rounded are packed to three quarters, where the library has
             kernels for that.
         deterministic: a row gets the same bits whatever rows it comes with. Linear layers, norms and gates compute so
@@ -60,7 +60,7 @@ class NativeOps:
 
     @property
     def name(self) -> str:
-        """What computes, for people."""
+        """Name of the kernels, for people."""
         packed = f", weights packed lossless to {self.lossless_share:.1%}" if self._plain_bytes else ""
         return f"native ({self._library.level}){packed}" + (", deterministic" if self._is_deterministic else "")
 

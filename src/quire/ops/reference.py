@@ -30,7 +30,7 @@ class ReferenceOps:
     """The operations as defined; backends are tested against them.
 
     Args:
-        quantization: what the weights of linear layers are rounded to.
+        quantization: rounding of the weights of linear layers.
     """
 
     name = "reference"

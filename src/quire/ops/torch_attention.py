@@ -41,7 +41,7 @@ class Gather(NamedTuple):
     """Some blocks of a sequence, and where they go.
 
     Args:
-        row_ids: of the layer's block rows, head by head: keys, then, for more than one query row, values.
+        row_ids: rows of the layer's blocks, head by head: keys, then, for more than one query row, values.
         gathered: [row ids, N * D].
         keys: [K, tokens, D], a view of `gathered` without what nobody sees: the last block's tail, which may hold
             anything, and what is out of sight at the start of the first block.
@@ -70,14 +70,14 @@ class Job(NamedTuple):
 
 
 class Bags(NamedTuple):
-    """What single rows see, as bags of cache rows: one bag for each of their query heads.
+    """The tokens that single rows see, as bags of cache rows: one bag for each of their query heads.
 
     Args:
         rows: the single rows, int64.
-        slots: of the layer's slot rows that hold values, one bag behind the other.
+        slots: slot rows of the layer with values, one bag after the other.
         starts: where in `slots` each bag starts.
         weights: float32, one for each of `slots`.
-        by_row: for each single row, its part of `weights` as [K, G, context].
+        by_row: part of `weights` of each single row, as [K, G, context].
     """
 
     rows: Tensor
@@ -122,7 +122,7 @@ class TorchStepAttention:
             pairwise(batch.row_starts), batch.context_lens, block_rows.split_with_sizes(block_counts, 1), strict=True
         )
         for (start, end), context_len, table in spans:
-            # What no row sees any more is not looked at.
+            # Tokens that no row sees any more are skipped.
             first_seen = batch.first_seen(context_len - (end - start))
             table = table[:, first_seen // block_size :]
             skipped = first_seen % block_size

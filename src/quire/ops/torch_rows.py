@@ -1,4 +1,4 @@
-"""What is done to each row between the matrix products, and to rows of logits, from stock operators."""
+"""Operations on rows between the matrix products, and on rows of logits, by torch operators."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from quire.ops.interface import Activation
 
-# Of what is added to logits at once, so that it is in a cache still when it is added.
+# Bytes of logits that are masked at once, so that they are still in a cache when they are added to.
 CACHED_BYTES = 2 << 20
 
 
@@ -46,7 +46,7 @@ def apply_token_bitmask(logits: Tensor, rows: Sequence[int], masks: Sequence[Ten
     if not rows:
         return
     num_tokens, device = logits.shape[1], logits.device
-    # What eight tokens' bits add to their logits: a look-up and a sum are much faster than a fill under a mask.
+    # Addends of eight tokens' bits: a look-up and a sum are much faster than a fill under a mask.
     bits = (torch.arange(256).unsqueeze(1) >> torch.arange(8)) & 1
     added = torch.zeros(256, 8).masked_fill_(bits == 0, -torch.inf).to(device)
     tile = max(1, CACHED_BYTES // (4 * num_tokens))

@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.ops.interface import LEAST_SCALED, AttentionBatch, HeadNorms, PagedKV, Rotation
 from quire.ops.torch_attention import Scratch, TorchStepAttention, prepare_heads, prepare_queries
 
-# What `PagedKV` says how to widen.
+# Stored types of `PagedKV` that are widened.
 WIDENED: Final = frozenset({torch.int8, torch.float8_e4m3fn})
 
 

@@ -1,4 +1,4 @@
-"""How the weights of linear layers may lie: as they came, or rounded to few bits when they are loaded."""
+"""Formats of the weights of linear layers: as they came, or rounded to few bits when they are loaded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WeightFormat = Literal["int8", "int6", "int4"]
 # Inputs that are rounded by one scale where weights are of fewer than eight bits.
 GROUP: Final = 32
 BITS: Final[dict[WeightFormat, int]] = {"int8": 8, "int6": 6, "int4": 4}
-# What a row's length must be a multiple of.
+# Units of a row's length.
 UNITS: Final[dict[WeightFormat, int]] = {"int8": 4, "int6": GROUP, "int4": GROUP}
 # Rows are int8 as well: sums of more products than this may leave 32 bits.
 MAX_WIDTH: Final = (1 << 31) // (127 * 127)
@@ -23,7 +23,7 @@ def weight_format(quantization: Quantization | None, width: int, min_bits: int) 
     """Return the format of a weight whose rows have `width` values, or None for as it came.
 
     Args:
-        quantization: what was asked for.
+        quantization: the requested rounding.
         min_bits: fewer would harm it.
     """
     if quantization is None or width > MAX_WIDTH:

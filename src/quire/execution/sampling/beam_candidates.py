@@ -22,12 +22,12 @@ from quire.scheduling.plan import BeamGroup, Candidate
 
 
 class BeamRow(NamedTuple):
-    """What is known of the row of one beam.
+    """The row of one beam.
 
     Args:
-        adjustments: what its request does to log probabilities.
-        position: of the token that the row's logits are for.
-        num_logprobs: how many of the likeliest tokens to list; None where no log probabilities are wanted.
+        adjustments: logits processing of its request.
+        position: position of the token that the row's logits are for.
+        num_logprobs: number of most probable tokens to list; None without log probabilities.
     """
 
     adjustments: LogitsProcessing
@@ -42,8 +42,8 @@ def find_candidates(
 
     Args:
         logits: float32 [R, V], finite: a row for each beam, those of a group side by side, the groups in their order.
-        rows: what is known of each.
-        groups: of R beams together.
+        rows: row of each beam.
+        groups: groups of R beams together.
         keep: applies masks of grammars.
 
     Returns:

@@ -34,7 +34,7 @@ def apply_typical_p(logits: torch.Tensor, typical_p: torch.Tensor) -> None:
 
     Args:
         logits: float32 [R, V], changed; every row has a finite maximum.
-        typical_p: in (0, 1], float64 [R].
+        typical_p: typical probability in (0, 1], float64 [R].
 
     Source: locally typical sampling, arXiv 2202.00666.
     """

@@ -1,4 +1,4 @@
-"""What a request does to its logits before a token is chosen, and in which order.
+"""The logits processing of a request before a token is chosen, in this order:
 
 1. `structured_outputs`, `allowed_token_ids`, `logit_bias`, end tokens that `min_tokens` suppresses, `bad_words`;
 2. `repetition_penalty`, `frequency_penalty`, `presence_penalty`, DRY;
@@ -29,9 +29,9 @@ class LogitsProcessing:
     """One sequence's changes of its logits.
 
     Args:
-        opening: what the plan says of the sequence.
-        device: of the logits.
-        grammar_state: what `structured_outputs` asks for.
+        new_sequence: parameters of the sequence, from the plan.
+        device: device of the logits.
+        grammar_state: grammar state of `structured_outputs`.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ def _process(row: torch.Tensor, own: LogitsProcessing, history: TokenHistory) ->
     values = row.clone()
     for processor in own.params.logits_processors:
         name = type(processor).__qualname__
-        # Whatever it raises, or what it returned does, is its own request's affair.
+        # An error, also one of its result, fails its own request only.
         try:
             name = getattr(processor, "__qualname__", name)
             values = processor(prompt.copy(), output.copy(), values)

@@ -26,7 +26,7 @@ def measure(logits: torch.Tensor, token_ids: Sequence[int], counts: Sequence[int
     Args:
         logits: float32 [R, V], finite maximum in each row.
         token_ids: the token to measure in each row.
-        counts: how many of the likeliest tokens to list for each row.
+        counts: number of most probable tokens to list for each row.
     """
     ids = torch.tensor(token_ids, device=logits.device)[:, None]
     chosen = logits.gather(1, ids)

@@ -1,4 +1,4 @@
-"""What makes tokens that were used less likely: penalties on single tokens, and DRY on repeated sequences of them."""
+"""Penalties on tokens that were used: on single tokens, and DRY on repeated sequences of them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def penalize_repeats(row: torch.Tensor, tokens: torch.Tensor, params: SamplingPa
     Args:
         row: logits of one sequence, float32 [V], changed.
         tokens: prompt and output, int32 [n], on the CPU.
-        params: of the request.
+        params: parameters of the request.
         breakers: token ids, int32 [B].
 
     Source: DRY, by "p-e-w", for text-generation-webui (2024).

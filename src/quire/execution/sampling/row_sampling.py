@@ -20,12 +20,12 @@ BAD_LOGITS = "the model gave logits that are not finite numbers"
 
 
 class SamplingState:
-    """What the sampler keeps of one sequence from its opening until it is closed.
+    """The sampling state of one sequence, from its first plan until it is finished.
 
     Args:
-        opening: what the plan says of the sequence.
-        device: of the logits.
-        grammar_state: what `structured_outputs` asks for.
+        new_sequence: parameters of the sequence, from the plan.
+        device: device of the logits.
+        grammar_state: grammar state of `structured_outputs`.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Row(NamedTuple):
 
 
 class SampledRow(NamedTuple):
-    """What a row gave: tokens, their log probabilities where they are measured; or an error, and nothing else."""
+    """The result of a row: tokens, their log probabilities where they are measured; or an error, and nothing else."""
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
@@ -113,7 +113,7 @@ def refuse(logits: torch.Tensor, greatest: torch.Tensor, error: str) -> dict[int
     Args:
         logits: float32 [R, V], changed.
         greatest: the greatest of each row.
-        error: of those in which all are minus infinity.
+        error: error of rows whose logits are all minus infinity.
     """
     refused = {row: value for row, (value,) in enumerate(greatest.tolist()) if not isfinite(value)}
     for row in refused:

@@ -30,8 +30,8 @@ class Sampler:
     """Chooses tokens, and keeps what that takes of each open sequence.
 
     Args:
-        device: of the logits.
-        grammar_states: of outputs that must have a form; None where no request can ask for one.
+        device: device of the logits.
+        grammar_states: grammar states of constrained outputs; None where no request can be constrained.
         keep: applies their masks.
     """
 
@@ -42,7 +42,7 @@ class Sampler:
         self._grammar_states = grammar_states
         self._keep = keep
         self._states: dict[int, SamplingState] = {}
-        # Of the open sequences, those that take more than a look for the greatest logit; and two kinds of them.
+        # Open sequences that need more than the greatest logit; and two kinds of them.
         self._special: dict[int, SamplingState] = {}
         self._with_history: dict[int, TokenHistory] = {}
         self._with_prompt: dict[int, SamplingState] = {}
@@ -129,7 +129,7 @@ class Sampler:
         Args:
             logits: see `sample`.
             items: see `sample`.
-            groups: which of the items are beams, and belong together; their scores. None where nobody searches.
+            groups: beam groups among the items, with their scores; None without searches.
 
         Returns:
             A result for each item, and the candidates of each group: none where an item of it failed.
@@ -139,7 +139,7 @@ class Sampler:
         place_of = {item.seq_id: place for place, item in enumerate(items)}
         places = [place_of[seq_id] for group in groups for seq_id in group.seq_ids]
         searching = set(places)
-        # Of a beam there is one row; of another item, one more for each draft.
+        # A beam has one row; another item one more for each draft.
         starts = list(accumulate((1 + item.num_draft for item in items), initial=0))
         others = [place for place in range(len(items)) if place not in searching]
         other_rows = [row for place in others for row in range(starts[place], starts[place + 1])]
@@ -254,8 +254,8 @@ def _verify(
 
     Args:
         logits: see `Sampler.sample`.
-        items: of which some have drafts.
-        states: of their sequences.
+        items: items, some of which have drafts.
+        states: sampling states of their sequences.
         keep: see `Sampler`.
 
     Source: speculative sampling, arXiv 2211.17192.

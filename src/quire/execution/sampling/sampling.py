@@ -21,7 +21,7 @@ _MASK = (1 << 64) - 1
 
 
 class Filter(NamedTuple):
-    """Which of a row's tokens may be drawn; named as in `SamplingParams`."""
+    """The filters of a row's tokens; names as in `SamplingParams`."""
 
     temperature: float
     top_k: int
@@ -41,8 +41,8 @@ def uniform(seed: int, sample_idx: int, position: int) -> float:
 
     Args:
         seed: the sequence's seed, any 64-bit integer.
-        sample_idx: which of the request's samples.
-        position: of the drawn token in its sequence.
+        sample_idx: index of the sample in its request.
+        position: position of the drawn token in its sequence.
 
     Source: the finaliser of SplitMix64 (Steele, Lea and Flood, 2014), used as a hash of a counter.
     """
@@ -134,7 +134,7 @@ def _draw_filtered(
         logits: float32 [R, V], divided by temperature, the maximum at 0.
         rows: the rows to draw for, int64.
         filters: one for each of `rows`.
-        points: as for `draw`, for all R rows.
+        points: uniform numbers, as for `draw`, for all R rows.
         drawn: where the tokens are written, int64 [R, n].
     """
     vocab_size, device = logits.shape[1], logits.device
@@ -182,7 +182,7 @@ def stable_topk(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.T
 
     Args:
         logits: float32 [R, V].
-        count: at most V.
+        count: number of tokens, at most V.
 
     Returns:
         Values and token ids, both [R, count], best first.
@@ -219,7 +219,7 @@ def invert_cdf(weights: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
 
     Args:
         weights: not negative, float32 [R, W]; each row has one above 0.
-        points: in [0, 1), float64 [R, n].
+        points: uniform numbers in [0, 1), float64 [R, n].
 
     Returns:
         Column indices of weights above 0, int64 [R, n].

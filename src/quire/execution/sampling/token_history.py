@@ -28,7 +28,7 @@ class TokenHistory:
 
     Args:
         token_ids: prompt and output so far.
-        num_prompt: how many of them, and of all later ones, are the prompt.
+        num_prompt: number of tokens, of these and all later ones, that are the prompt.
     """
 
     def __init__(self, token_ids: Sequence[int], num_prompt: int) -> None:

@@ -1,4 +1,4 @@
-"""Which tokens a request may be given at all: allowed tokens, suppressed end tokens, bad words; and bias."""
+"""Masks of the tokens that a request may be given: allowed tokens, suppressed end tokens, bad words; and bias."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class BadWords:
 
     Args:
         words: each of at least one token.
-        device: of the logits.
+        device: device of the logits.
     """
 
     def __init__(self, words: Sequence[tuple[int, ...]], device: torch.device) -> None:

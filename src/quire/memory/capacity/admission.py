@@ -27,7 +27,7 @@ def check_admission(
     """Say whether a new sequence, for which memory is not too small, can be opened on a hit and grow to a length.
 
     Args:
-        arena: with what is held now.
+        arena: arena in its present state.
         groups: the cache groups.
         num_tokens: tokens to hold, those of the hit included.
         hit: the prefix to open on.
@@ -40,7 +40,7 @@ def check_admission(
     needs = []
     for group, shared, num_woken, num_loads, count in zip(groups, hit.block_ids, woken, loads, reserved, strict=True):
         peak = group.spec.peak_blocks(num_tokens, step_tokens)
-        # Of a block that is used in part, who writes behind that part needs a copy, unless it is woken: then it can be
+        # A write after the used part of a partial block copies it, unless the block is idle now: then it is
         # written in place.
         is_copied = hit.num_copied > 0 and group.pool.ref_counts[shared[-1]] > 0
         missing = group.spec.num_blocks(num_tokens) - len(shared) + num_loads + is_copied
@@ -70,7 +70,7 @@ def check_fit(arena: Arena, needs: Sequence[int], woken: Sequence[int], num_kept
     """Say OK or LATER, with the numbers of the group that has least to spare.
 
     Args:
-        arena: with what is held now.
+        arena: arena in its present state.
         needs: blocks of each group that are to have holders beyond those that have some now.
         woken: those of them that are idle now, which neither number counts.
         num_kept_free: slabs that must stay free, which no number counts.
@@ -113,7 +113,7 @@ def refuse_blocks(arena: Arena, blocks: Sequence[int], num_slabs: int) -> AllocS
 
 
 class Release(NamedTuple):
-    """What sequences hold for themselves, and what would be lost with it.
+    """The memory that only some sequences hold, and the tokens that would be lost with it.
 
     Args:
         freed_bytes: bytes of the blocks that nobody else holds.
@@ -130,7 +130,7 @@ def measure_release(groups: Sequence[CacheGroup], states: Sequence[SequenceBlock
 
     Args:
         groups: the cache groups.
-        states: of the sequences, on the device; what they share among themselves counts as their own.
+        states: sequences on the device; blocks that only they share count as their own.
     """
     freed_bytes = 0
     kept = [state.num_computed for state in states]

@@ -1,4 +1,4 @@
-"""How many sequences of which lengths a byte range holds, before there is an engine: arithmetic, nothing else.
+"""The number and lengths of sequences that a byte range holds, before there is an engine: arithmetic only.
 
 The same specs and slabs as the manager's, so that a plan and the engine that follows it agree to the byte:
 
@@ -64,9 +64,9 @@ def peak_blocks_per_group(
     or that in which they part.
 
     Args:
-        specs: of the groups, with one block size.
+        specs: specs of the groups, with one block size.
         num_tokens: the length that the sequence would reach.
-        layout: of their blocks.
+        layout: layout of the arena.
         num_slabs: slabs that there are for it.
         width: so many such sequences, side by side.
         num_shared: tokens that all of those began with, and hold once where they fill blocks.
@@ -88,7 +88,7 @@ def _held_at(spec: KVCacheSpec, num_computed: int, width: int, num_shared: int) 
     """Return the blocks of a group that hold so many tokens and one more, of sequences that began alike."""
     size = spec.block_size
     last = num_computed // size
-    # What is carried along has left the last block when a new one begins.
+    # A recurrent state has left the last block when a new one begins.
     first = spec.first_live_token(num_computed + spec.is_recurrent) // size
     if num_computed < num_shared:
         return last + 1 - first
@@ -125,8 +125,8 @@ class ArenaSizing:
     """The cache groups of a model in an arena of a given size.
 
     Args:
-        specs: of the groups, with one block size.
-        layout: of the arena; of no slab where the bytes hold none.
+        specs: specs of the groups, with one block size.
+        layout: layout of the arena; without slabs where the bytes hold none.
     """
 
     specs: tuple[KVCacheSpec, ...]

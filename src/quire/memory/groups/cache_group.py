@@ -16,8 +16,12 @@ from quire.memory.specs import KVCacheSpec, PublishedRun
 class CacheGroup:
     """The layers that share one `KVCacheSpec`, and the pool of their blocks.
 
+    Args:
+        spec: kind of the cache.
+        pool: pool of the blocks.
+
     Attributes:
-        carries: what the spec says.
+        is_recurrent: `spec.is_recurrent`.
     """
 
     __slots__ = ("is_recurrent", "pool", "spec")
@@ -28,7 +32,7 @@ class CacheGroup:
         self.is_recurrent = spec.is_recurrent
 
     def num_skipped(self, num_tokens: int) -> int:
-        """Return the leading blocks of a table that are dead when so many tokens are computed."""
+        """Return the number of leading blocks of a table that are not read once `num_tokens` tokens are computed."""
         return self.spec.first_live_token(num_tokens) // self.spec.block_size
 
 
@@ -36,8 +40,8 @@ class PrefixRun(NamedTuple):
     """Whole blocks from a chain's start whose live ones are published.
 
     Args:
-        num_blocks: of the prefix.
-        block_ids: for each cache group; null where the group needs them no more, and where they are only on the host.
+        num_blocks: number of blocks of the prefix.
+        block_ids: blocks of each cache group; null where the group does not read them, and where they are on the host.
         group_idx: the cache group that keeps it from being longer, None when nothing but the limit does.
         loads: the blocks that are only on the host.
     """
@@ -58,8 +62,8 @@ def find_prefix(
     they alone end it. Where no group needs any block, at the end of a chunk, somebody must have published the last.
 
     Args:
-        groups: with one block size.
-        chain: of the tokens.
+        groups: cache groups with one block size.
+        chain: chain of the tokens.
         limit: the most blocks.
         host_groups: the same groups with their blocks on the host; none to look at the device only.
     """

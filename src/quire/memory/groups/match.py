@@ -55,7 +55,7 @@ def find_hit(
             for group, shared, last in zip(groups, run.block_ids, next_one.block_ids, strict=True)
         )
     if loads:
-        # What the longer hit needs no more is not copied from the host for it.
+        # Blocks that the longer hit does not read are not copied from the host for it.
         loads = tuple(load for load in loads if load.block_idx >= groups[load.group_idx].num_skipped(end))
     if end == limit or (not is_divisible and run.num_blocks == limit // size):
         reason = HitEnd.LAST_TOKEN if limit == most else HitEnd.LIMIT

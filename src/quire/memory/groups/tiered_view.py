@@ -1,4 +1,4 @@
-"""What a chain finds on both tiers: the device's blocks, and the host's where the device has none."""
+"""The published blocks of a chain on both tiers: the device's, and the host's where the device has none."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class TieredView:
     Args:
         device: the index of the device.
         host: the index of the host.
-        chain: whose blocks.
+        chain: the chain.
         num_blocks: full blocks of the chain that may be asked about.
     """
 

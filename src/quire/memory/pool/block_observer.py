@@ -1,4 +1,4 @@
-"""Who is told what becomes of a pool's blocks. Memory has no clock: whoever listens has one."""
+"""Observer of a pool's block events. Memory has no clock: the observer adds times."""
 
 from __future__ import annotations
 

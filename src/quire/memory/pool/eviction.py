@@ -1,4 +1,4 @@
-"""Which idle block of a pool is evicted first. A policy holds the idle blocks in its own order.
+"""Eviction policies: the order in which a pool's idle blocks are evicted, which a policy stores.
 
 Sequences give their blocks back tail first, so wherever a policy goes by the time at which blocks became idle, the
 tail of a chain goes before its head.
@@ -47,7 +47,7 @@ class LowestRank:
     """Evicts the block of the lowest rank, which is given to it each time it becomes idle.
 
     Args:
-        rank: from (when it first became idle, how often it was hit, now) to its rank.
+        rank: function from (first tick as an idle block, number of hits, present tick) to the rank.
     """
 
     __slots__ = ("_clock", "_first", "_heap", "_hits", "_idle", "_rank")

@@ -22,7 +22,7 @@ from quire.memory.pool.retention import Retention
 
 
 class RetentionPriority(IntEnum):
-    """How long an idle block is kept: one of a lower priority is evicted first."""
+    """The retention priority of an idle block: blocks of a lower one are evicted first."""
 
     LOW = 0
     DEFAULT = 1
@@ -47,7 +47,7 @@ class Part(NamedTuple):
     """Blocks of one retention priority.
 
     Args:
-        priority: of all of them.
+        priority: retention priority of all blocks.
         block_ids: the blocks.
         moments: when each became idle.
     """
@@ -62,12 +62,12 @@ class IdleBlocks:
 
     Args:
         policy: makes an eviction policy; None evicts the block first that has been idle for longest (LRU).
-        clock: of the moments at which blocks become idle.
+        clock: clock of the ticks at which blocks become idle.
         retention: says which blocks have the hint to be evicted last; it changes only while they have holders.
         group_idx: the cache group of the blocks.
 
     Attributes:
-        queues: by retention priority, the blocks in the order in which they became idle.
+        queues: blocks of each retention priority, in the order in which they became idle.
     """
 
     __slots__ = ("_count", "_group_idx", "_hints", "_orders", "_retention", "queues")
@@ -85,7 +85,7 @@ class IdleBlocks:
 
         Args:
             block_ids: the blocks.
-            priority: of those without the hint; `LOW` takes the hint away.
+            priority: priority of blocks that are not retained; `LOW` ends their retention.
             moments: a later one for each.
 
         Returns:

@@ -85,8 +85,8 @@ class IdleQueue:
         """Take in numbers that are not at rest, all different, one after the other.
 
         Args:
-            numbers: to be at rest.
-            moments: of the clock, a later one for each, and later than any of the queue; the next ones unless given.
+            numbers: numbers that become idle.
+            moments: rising ticks, later than any of the queue; default: the clock's next ones.
         """
         if not numbers:
             return
@@ -170,7 +170,7 @@ class IdleQueue:
             if most <= 0:
                 return
             if batch.num_left < len(batch.numbers):
-                # Whoever asks takes from here next: so what left is looked at once.
+                # The next entries are taken from here, so all entries are checked at once.
                 is_left = [batch_of[number] == name for number in batch.numbers]
                 self._num_listed -= len(is_left) - batch.num_left
                 batch.numbers = list(compress(batch.numbers, is_left))

@@ -1,4 +1,7 @@
-"""The blocks of one cache group in one tier: who holds them, which are published, which can be had."""
+"""The blocks of one cache group in one tier: used, idle and free ones.
+
+For models with one cache group, this file, `idle_blocks` and `idle_queue` are the whole pool.
+"""
 
 from __future__ import annotations
 
@@ -17,62 +20,64 @@ __all__ = ["NULL_BLOCK", "BlockObserver", "BlockPool", "BlockSource", "EvictionS
 
 
 class BlockSource(Protocol):
-    """Where a pool that shares its bytes with others gets its blocks from; it hears of every change."""
+    """Source of blocks for a pool that shares an arena with others; it receives every change of the blocks' states."""
 
     def reserve(self, count: int) -> None:
-        """See that `count` blocks of the pool are free."""
+        """Make `count` blocks of the pool free."""
         ...
 
     def on_allocate(self, block_ids: Sequence[int]) -> None:
-        """Note that free blocks have holders now."""
+        """Record that free blocks have holders now."""
         ...
 
     def on_reuse(self, parts: Sequence[Part]) -> None:
-        """Note that idle blocks have holders now."""
+        """Record that idle blocks have holders now."""
         ...
 
     def on_idle(self, parts: Sequence[Part]) -> None:
-        """Note that blocks have no holders any more, but are published."""
+        """Record that published blocks have no holders any more."""
         ...
 
     def on_reprioritise(self, old: Sequence[Part], new: Sequence[Part]) -> None:
-        """Note that idle blocks have another retention priority, or are as if they had just become idle."""
+        """Record that idle blocks have another retention priority, or another tick."""
         ...
 
     def on_free(self, block_ids: Sequence[int]) -> None:
-        """Note that blocks have no holders any more and hold nothing."""
+        """Record that used blocks are free now."""
         ...
 
     def on_empty(self, parts: Sequence[Part]) -> None:
-        """Note that idle blocks are free."""
+        """Record that idle blocks are free now."""
         ...
 
 
 class EvictionSink(Protocol):
-    """Where published blocks may live on when they are evicted."""
+    """The tier below, which may store evicted blocks."""
 
     def keep(self, block_ids: Sequence[int]) -> None:
-        """Note that idle blocks are about to be evicted, in this order."""
+        """Store idle blocks that are about to be evicted, in this order."""
         ...
 
 
 class BlockPool:
     """The blocks of one group; block 0 is the null block, never handed out.
 
-    A block is *used* (it has holders), *idle* (none, but published) or *free*. A pool that shares its bytes with
-    others has further blocks that are lent to it when it needs them.
+    A block is *used* (it has holders), *idle* (none, but published) or *free*. A pool that shares an
+    arena with others gets further blocks from its `source` when it needs them.
 
     Args:
-        index: of the published blocks; has as many ids as the group's view of the memory, the null block's included.
-        idle: of the group, with nothing in it.
+        index: published blocks; it has as many ids as the group's view of the memory, the null block included.
+        idle: idle blocks of the group, none yet.
         free: blocks to start with.
-        clock: of the moments at which blocks become idle; that of `idle`.
+        clock: clock of the ticks at which blocks become idle; that of `idle`.
 
     Attributes:
-        index, idle: as given.
-        lender: set when the pool shares its bytes.
-        keeper: set when there is a tier below.
-        watcher: told what becomes of the blocks, where somebody listens.
+        index, idle: the arguments of these names.
+        ref_counts: number of holders of each block.
+        free: free blocks, a stack.
+        source: slabs of the group, if the pool shares an arena.
+        keeper: sink of evicted blocks, if there is a tier below.
+        observer: receives block events, if set.
 
     Invariants: M1, M2 (with the tables of the manager), M10.
     """
@@ -107,7 +112,7 @@ class BlockPool:
         """Hand out blocks with one holder each: free ones first, then evicted ones.
 
         Args:
-            count: at most the free and idle blocks.
+            count: number of blocks, at most the free and idle ones.
 
         Raises:
             InvariantViolation: M1, there are fewer.
@@ -168,8 +173,8 @@ class BlockPool:
 
         Args:
             block_ids: the blocks.
-            priority: of those that become idle, unless they have the hint to be evicted last.
-            moments: at which they become idle, rising; the clock's next ones unless given.
+            priority: retention priority of the blocks that become idle, unless they are retained.
+            moments: rising ticks at which the blocks become idle; default: the clock's next ones.
 
         Raises:
             InvariantViolation: M2, a block has no holder, or is named twice; nothing has changed then.

@@ -15,11 +15,11 @@ class Retention:
     """The published blocks of all groups that carry the hint; where they are too many, the oldest hints go.
 
     Args:
-        layout: of the arena.
+        layout: layout of the arena.
         limit: slabs (with one group: blocks) whose bytes these blocks may fill.
 
     Attributes:
-        of_group: for each group, the blocks with the hint.
+        of_group: retained blocks of each group.
         num_bytes: bytes of all of them.
     """
 

@@ -18,7 +18,7 @@ from itertools import count
 from math import gcd
 from typing import NamedTuple
 
-# Of a slab: what blocks that do not fit may cost at most.
+# Greatest share of a slab that is lost behind its last block.
 MOST_ALIGNMENT_LOSS = 0.01
 
 
@@ -26,11 +26,11 @@ class SlabLayout(NamedTuple):
     """Slabs in a byte range, and the blocks of each group in a slab.
 
     Args:
-        block_bytes: of each group.
+        block_bytes: bytes of a block of each group.
         slab_bytes: a multiple of the largest block.
         first_byte: where slab 0 starts; the null block of every group lies before it.
         num_slabs: slabs in all.
-        blocks_per_slab: of each group, the same in every slab.
+        blocks_per_slab: number of blocks of each group in a slab.
     """
 
     block_bytes: tuple[int, ...]
@@ -99,9 +99,9 @@ def lay_out(block_bytes: Sequence[int], *, num_bytes: int | None = None, num_sla
     """Choose the smallest slab in which every group's blocks fit nearly without loss.
 
     Args:
-        block_bytes: of each group.
-        num_bytes: the range; or
-        num_slabs: as many slabs as are wanted.
+        block_bytes: bytes of a block of each group.
+        num_bytes: number of bytes of the range; or
+        num_slabs: number of slabs.
 
     Raises:
         ValueError: both or neither are given, or there is no room for a slab.

@@ -50,8 +50,8 @@ class GroupSlabs(BlockSource, Protocol):
         group_idx: index of the group.
         pool: pool of the group.
         used: slab -> number of its blocks with holders, where a slab has several blocks.
-        idle_slabs: for each retention priority, the slabs without used blocks whose idle blocks have at most this
-            priority, in the order in which they became idle; the blocks themselves, where a slab is one block.
+        idle_slabs: slabs without used blocks, by the highest retention priority of their idle blocks, in the order in
+            which they became idle; the blocks themselves where a slab is one block.
     """
 
     @property

@@ -22,7 +22,7 @@ class PublishedBlocks:
         num_ids: number of blocks of the pool, the null block included.
 
     Attributes:
-        tree: as given.
+        tree: the prefix tree.
 
     Invariants: M4.
     """

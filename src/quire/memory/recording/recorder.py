@@ -225,7 +225,7 @@ class MemoryRecorder:
         """Record no more: a log with a command missing could not be replayed past it."""
         log, self._log = self._log, None
         _warn(error)
-        # What the log's buffer still holds cannot be written either; its file is let go of all the same.
+        # The rest of the log's buffer cannot be written either; its file is closed all the same.
         if log is not None:
             with suppress(OSError):
                 log.close()

@@ -49,7 +49,7 @@ class Fault:
 
     Args:
         line: its number in the log, the first line's being 1.
-        detail: what was found, and what was expected.
+        detail: value that was found, and value that was expected.
     """
 
     line: int
@@ -58,7 +58,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a replay found.
+    """The result of a replay.
 
     Args:
         num_commands: that were run, by verb.
@@ -66,7 +66,7 @@ class Report:
         hit_tokens: tokens that `allocate` found computed.
         num_checks: times that all invariants were checked.
         is_truncated: True when the last line is cut off; it was not run.
-        usage: at the end, or at the fault.
+        usage: usage at the end, or at the fault.
         fault: None when the whole log ran as it was recorded.
     """
 
@@ -83,7 +83,7 @@ def replay(lines: Iterable[str], check_every: int = 1) -> Report:
     """Run a log's commands until the first fault.
 
     Args:
-        lines: of the log, with their line ends.
+        lines: lines of the log, with their line ends.
         check_every: commands between two checks of all invariants; the last command is always followed by one.
 
     Raises:
@@ -116,9 +116,9 @@ class _Blocks:
     So a block has tokens in common with another only where the log says so, with the number of that other.
 
     Args:
-        names: by number.
-        parents: by number, that of the block before; 0 is what the first block comes after, and a block not yet full.
-        numbers: by name.
+        names: names by number.
+        parents: number of the block before each; 0 for the first block, and before a block that is not full yet.
+        numbers: numbers by name.
     """
 
     names: list[str] = field(default_factory=lambda: [UNKNOWN])
@@ -154,7 +154,7 @@ class _Replay:
     """One replay: the memory, and what it writes about itself.
 
     Args:
-        settings: of the memory.
+        settings: settings of the memory.
     """
 
     def __init__(self, settings: MemorySettings) -> None:

@@ -1,4 +1,4 @@
-"""What a manager is made of, as a value that can be written down and read again."""
+"""The settings of a manager, as a value that can be written and read again."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from quire.errors import CheckpointError
 from quire.models.families.hf_config import HFConfig
 from quire.models.spec import Experts, ModelSpec, WeightMap
 
-# Of all layers together; each has names of its own before any tensor is looked at. Published models have 25,000.
+# In all layers together; names are made for each before any tensor is read. Published models have 25,000.
 MAX_EXPERTS = 2**18
 
 
@@ -49,9 +49,9 @@ def with_experts(
 
     Args:
         read: the model with gated MLPs in all layers.
-        layers: which have experts.
-        module: what the checkpoint calls the FFN of such a layer.
-        parts: what it calls the gate, up and down of each expert.
+        layers: layers with experts.
+        module: name of the FFN of such a layer in the checkpoint.
+        parts: names of the gate, up and down of each expert in the checkpoint.
     """
     spec, names = read
     gate, up, down = parts

@@ -45,7 +45,7 @@ def gemma3(config: HFConfig, prefix: str = "model") -> tuple[ModelSpec, WeightMa
     """Read a `Gemma3ForCausalLM`.
 
     Args:
-        prefix: of the tensors' names.
+        prefix: prefix of the tensors' names.
 
     Raises:
         CheckpointError: a field of the configuration is of the wrong type.

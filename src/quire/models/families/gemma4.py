@@ -39,7 +39,7 @@ DEFAULTS: Final[Mapping[str, Any]] = {
     "hidden_size_per_layer_input": 256,
 }
 ROPES: Final = {FULL: Rope(1e6, ProportionalScaling(0.25, 1.0)), WINDOWED: Rope(1e4)}
-# What a layer has besides, if it is told of the tokens; what is told; and layers without keys and values of their own.
+# Weights of per-layer inputs in a layer, weights of these inputs, and layers without keys and values of their own.
 GATE: Final = {
     "per_layer_gate.gate": ("per_layer_input_gate",),
     "per_layer_gate.output": ("per_layer_projection",),
@@ -58,7 +58,7 @@ def gemma4(config: HFConfig, prefix: str = "model") -> tuple[ModelSpec, WeightMa
     """Read a `Gemma4ForCausalLM`.
 
     Args:
-        prefix: of the tensors' names.
+        prefix: prefix of the tensors' names.
 
     Raises:
         CheckpointError: a field of the configuration is of the wrong type.
@@ -152,7 +152,7 @@ def _map_weights(spec: ModelSpec, is_kv_same: bool, prefix: str) -> WeightMap:
 
     Args:
         is_kv_same: layers that see all tokens make their values of what makes their keys.
-        prefix: of all tensors but the head's.
+        prefix: prefix of all tensors but the head's.
     """
     names = map_ends(spec, prefix)
     if spec.per_layer_inputs is not None:

@@ -23,7 +23,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
 }
 # The name of an activation -> ours.
 ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-# What `layer_types` calls a layer that sees all earlier tokens, and one that sees a window.
+# Names in `layer_types` of layers with full attention and with a window.
 FULL, WINDOWED = "full_attention", "sliding_attention"
 # The largest size, count or id; and of layers, of which each makes objects before any tensor is looked at.
 MAX_INTEGER = 2**31 - 1

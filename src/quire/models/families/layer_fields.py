@@ -1,4 +1,4 @@
-"""What configurations state for some layers only: shapes, whose cache they read, which turn, which have experts."""
+"""Fields that configurations state for some layers only: shapes, shared caches, rotations, experts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 from quire.errors import CheckpointError, UnsupportedModel, shown
 from quire.models.families.hf_config import FULL, HFConfig
 
-# What `per_layer_config` may state for one layer.
+# Fields of `per_layer_config` for one layer.
 OWN_FIELDS: Final = ("head_dim", "num_key_value_heads")
 
 
@@ -16,7 +16,7 @@ def read_layers(config: HFConfig, kinds: Sequence[str]) -> tuple[HFConfig, ...]:
     """Read what is stated for single layers, or for those that see all tokens: the shape of their keys and values.
 
     Args:
-        kinds: of all layers.
+        kinds: kinds of all layers.
 
     Returns:
         For every layer the configuration, with what is stated for it in place of what is for all.
@@ -54,7 +54,7 @@ def read_sources(config: HFConfig, kinds: Sequence[str]) -> tuple[int | None, ..
     """Read whose keys and values each layer reads: the last layers read those of the last one of their kind before.
 
     Args:
-        kinds: of all layers.
+        kinds: kinds of all layers.
 
     Returns:
         For every layer the index of another, or None where it has its own.

@@ -42,9 +42,9 @@ def read_llama_layout(
     """Read a decoder of layers that differ in their windows at most, each attention and gated MLP behind a norm.
 
     Args:
-        qkv_bias, output_bias, mlp_bias, qk_norm: what the family adds to Llama.
+        qkv_bias, output_bias, mlp_bias, qk_norm: additions of the family to Llama.
         head_dim: where the configuration gives none; None divides the width among the heads.
-        windows: of every layer; None where the family has no windows.
+        windows: window of every layer; None where the family has no windows.
 
     Raises:
         CheckpointError: a field is missing or of the wrong type, or the heads do not divide.
@@ -80,7 +80,7 @@ def read_attention(config: HFConfig, rope: Rope | None, head_dim: int | None = N
     """Read the heads.
 
     Args:
-        rope: of the layer; None turns no head.
+        rope: rotation of the layer; None for none.
         head_dim: where the configuration gives none; None divides the width among the heads.
 
     Raises:
@@ -112,8 +112,8 @@ def map_weights(spec: ModelSpec, norms: Mapping[str, str] = NORMS, prefix: str =
 
     Args:
         spec: all its mixers are attention, and all its FFNs gated MLPs.
-        norms: of a layer, our name -> the checkpoint's.
-        prefix: of all tensors but the head's.
+        norms: names of a layer's norms, our name -> the checkpoint's.
+        prefix: prefix of all tensors but the head's.
     """
     names = map_ends(spec, prefix)
     for idx, layer in enumerate(spec.layers):
@@ -145,7 +145,7 @@ def map_modules(ours: str, theirs: str, modules: Mapping[str, tuple[str, ...]], 
     """Name the tensors of a layer's modules.
 
     Args:
-        ours, theirs: what the layer is called.
+        ours, theirs: names of the layer.
         modules: our name in the layer -> the checkpoint's, of all parts.
         has_bias: whether each has a bias beside its weight.
     """

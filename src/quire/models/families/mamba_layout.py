@@ -10,7 +10,7 @@ from quire.models.families.hf_config import HFConfig
 from quire.models.families.llama_layout import map_modules
 from quire.models.spec import Mamba2, RMSNorm, WeightMap
 
-# How checkpoints say that the length of a step has no limits.
+# Values of checkpoints for a `dt` without limits.
 NO_LIMITS: Final = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}], [0.0, "inf"])
 HEADS: Final = {"A_log": "A_log", "dt_bias": "dt_bias", "D": "D"}
 
@@ -20,7 +20,7 @@ def read_mamba2(config: HFConfig, inner: int, norm: RMSNorm | None) -> Mamba2:
 
     Args:
         inner: values of all heads.
-        norm: of what they give.
+        norm: norm of the heads' output.
 
     Raises:
         CheckpointError: a field is missing or of the wrong type, or the heads do not divide.
@@ -55,7 +55,7 @@ def map_mamba2(ours: str, theirs: str, mamba: Mamba2) -> WeightMap:
     """Name the tensors of a recurrent layer.
 
     Args:
-        ours, theirs: what the layer's mixer is called.
+        ours, theirs: names of the layer's mixer.
     """
     names = map_modules(ours, theirs, {"input": ("in_proj",)}, has_bias=mamba.input_bias)
     names |= map_modules(ours, theirs, {"conv": ("conv1d",)}, has_bias=mamba.conv_bias)

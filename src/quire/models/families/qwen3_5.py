@@ -59,7 +59,7 @@ def qwen3_5(config: HFConfig, prefix: str = "model") -> tuple[ModelSpec, WeightM
     """Read a `Qwen3_5ForCausalLM`.
 
     Args:
-        prefix: of the tensors' names.
+        prefix: prefix of the tensors' names.
 
     Raises:
         CheckpointError: a field of the configuration is of the wrong type.
