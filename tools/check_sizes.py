@@ -34,14 +34,14 @@ class Excess(NamedTuple):
     """A file, a function or a line that exceeds its budget."""
 
     where: str
-    count: int
+    size: int
     budget: Budget
     unit: str = "lines"
 
     @property
     def is_failure(self) -> bool:
         """True where the excess is a failure, not a warning."""
-        return self.count > self.budget.most
+        return self.size > self.budget.most
 
 
 def function_lines(function: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> int:
@@ -91,7 +91,7 @@ def main() -> int:
     found += [excess for path in kernels for excess in kernel_excesses(path, str(path.relative_to(ROOT)))]
     for excess in found:
         word = "too long" if excess.is_failure else "long"
-        print(f"{word}: {excess.where}: {excess.count} {excess.unit} (budget {excess.budget.good})")
+        print(f"{word}: {excess.where}: {excess.size} {excess.unit} (budget {excess.budget.good})")
     failures = sum(excess.is_failure for excess in found)
     print(f"sizes: {len(paths) + len(kernels)} files, {len(found) - failures} warnings, {failures} failures")
     return 1 if failures else 0

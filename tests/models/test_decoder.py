@@ -63,7 +63,7 @@ def test_every_weight_has_a_source_of_its_shape(name: str) -> None:
 def test_layers_of_one_shape_share_a_cache_group() -> None:
     spec = spec_of(SMALL, LARGE, SMALL, replace(SMALL, num_heads=2))
     assert spec.cache_groups == (LayerGroup(3, TokenCacheShape(2, 16)), LayerGroup(1, TokenCacheShape(4, 32)))
-    assert spec.cache_places == (((0, 0),), ((1, 0),), ((0, 1),), ((0, 2),))
+    assert spec.cache_positions == (((0, 0),), ((1, 0),), ((0, 1),), ((0, 2),))
     assert decoder_of(spec).cache_groups == spec.cache_groups
 
 
@@ -76,7 +76,7 @@ def test_layers_with_another_window_or_chunk_are_another_cache_group() -> None:
         LayerGroup(1, TokenCacheShape(2, 16, 32)),
         LayerGroup(1, TokenCacheShape(2, 16, None, 8)),
     )
-    assert spec.cache_places == (((0, 0),), ((1, 0),), ((0, 1),), ((2, 0),), ((0, 2),), ((3, 0),))
+    assert spec.cache_positions == (((0, 0),), ((1, 0),), ((0, 1),), ((2, 0),), ((0, 2),), ((3, 0),))
 
 
 def test_groups_of_states_come_after_those_of_tokens() -> None:
@@ -88,7 +88,7 @@ def test_groups_of_states_come_after_those_of_tokens() -> None:
         LayerGroup(2, StateCacheShape(2, 32)),
         LayerGroup(1, StateCacheShape(3, 48, (2, 8, 16))),
     )
-    assert spec.cache_places == (((2, 0),), ((3, 0),), ((0, 0),), ((2, 1),), ((1, 0),))
+    assert spec.cache_positions == (((2, 0),), ((3, 0),), ((0, 0),), ((2, 1),), ((1, 0),))
 
 
 def test_a_delta_net_keeps_a_matrix_of_each_value_head() -> None:
@@ -131,7 +131,7 @@ def test_a_layer_is_in_the_cache_group_of_each_of_its_parts() -> None:
         LayerGroup(1, TokenCacheShape(4, 32)),
         LayerGroup(2, StateCacheShape(3, 48, (2, 8, 16))),
     )
-    assert spec.cache_places == (((2, 0), (0, 0)), ((0, 1),), ((2, 1), (0, 2)), ((0, 3), (1, 0)))
+    assert spec.cache_positions == (((2, 0), (0, 0)), ((0, 1),), ((2, 1), (0, 2)), ((0, 3), (1, 0)))
     decoder = decoder_of(spec)
     assert decoder.cache_groups == spec.cache_groups
     shapes = decoder.weight_shapes()
@@ -143,13 +143,13 @@ def test_a_layer_that_reads_another_ones_cache_keeps_nothing() -> None:
     near = replace(SMALL, window=8)
     spec = spec_of(near, SMALL, near, replace(SMALL, source=1), replace(near, source=2), replace(near, source=0))
     assert spec.cache_groups == (LayerGroup(2, TokenCacheShape(2, 16, 8)), LayerGroup(1, TokenCacheShape(2, 16)))
-    assert spec.cache_places == (((0, 0),), ((1, 0),), ((0, 1),), ((1, 0),), ((0, 1),), ((0, 0),))
+    assert spec.cache_positions == (((0, 0),), ((1, 0),), ((0, 1),), ((1, 0),), ((0, 1),), ((0, 0),))
 
 
 @pytest.mark.parametrize("other", [replace(SMALL, window=8), LARGE])
 def test_a_cache_of_another_shape_cannot_be_read(other: Attention) -> None:
     with pytest.raises(AssertionError, match="another shape"):
-        _ = spec_of(SMALL, replace(other, source=0)).cache_places
+        _ = spec_of(SMALL, replace(other, source=0)).cache_positions
 
 
 def test_a_tied_head_is_no_weight_of_its_own() -> None:

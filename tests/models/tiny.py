@@ -306,7 +306,7 @@ class PagedRun:
         ]
         for storage in self._storages:
             storage.data.view(torch.uint8).fill_(0xFF)  # NaN in every dtype
-        self._kept = [group.kept for group in groups]
+        self._kept = [group.cache for group in groups]
         self._builder = BatchBuilder(block_size, device, self._kept)
         self._free = list(range(1, num_blocks))
         random.Random(7).shuffle(self._free)
@@ -327,7 +327,7 @@ class PagedRun:
         batch = self._builder.build(StepPlan(self._tick, items, NO_OPS, ()))
         counts = [len(item.token_ids) if read is None else read[item.seq_id] for item in items]
         ends_read = self._builder.lay_out_ends(items, counts)
-        hidden = self._decoder(batch.input_ids, batch.positions, batch.groups, self._storages, read=ends_read)
+        hidden = self._decoder(batch.input_ids, batch.positions, batch.groups, self._storages, output_rows=ends_read)
         logits = self._decoder.logits(hidden)
         ends = pairwise(accumulate(counts, initial=0))
         return {seq_id: logits[start:end].cpu() for seq_id, (start, end) in zip(rows, ends, strict=True)}
@@ -345,8 +345,8 @@ class PagedRun:
         for group_idx, table in enumerate(tables):
             before = table.copy()
             match self._kept[group_idx]:
-                case TokenCacheShape() as kept:
-                    self._drop_what_is_out_of_sight(group_idx, table, start, kept)
+                case TokenCacheShape() as cache:
+                    self._drop_what_is_out_of_sight(group_idx, table, start, cache)
                     table += [self._free.pop() for _ in range(needed - len(table))]
                 case StateCacheShape():
                     self._carry_state(group_idx, table, -(-(start + len(token_ids)) // self._block_size))
@@ -355,11 +355,11 @@ class PagedRun:
                 deltas.append(TableDelta(group_idx, first, tuple(table[first:])))
         return ScheduledSequence(seq_id, start, token_ids, tuple(deltas), 1, new_sequence)
 
-    def _drop_what_is_out_of_sight(self, group_idx: int, table: list[int], start: int, kept: TokenCacheShape) -> None:
+    def _drop_what_is_out_of_sight(self, group_idx: int, table: list[int], start: int, cache: TokenCacheShape) -> None:
         """Null and poison the blocks of which no row from position `start` on sees a token."""
-        first = 0 if kept.window is None else max(0, start + 1 - kept.window)
-        if kept.chunk is not None:
-            first = start // kept.chunk * kept.chunk
+        first = 0 if cache.window is None else max(0, start + 1 - cache.window)
+        if cache.chunk is not None:
+            first = start // cache.chunk * cache.chunk
         for block_idx in range(first // self._block_size):
             self._storages[group_idx].data[table[block_idx]] = float("nan")
             table[block_idx] = 0

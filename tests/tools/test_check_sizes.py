@@ -38,7 +38,7 @@ def test_docstring_comments_and_blank_lines_do_not_count(tmp_path: Path) -> None
 
 def test_a_long_string_that_is_no_docstring_counts(tmp_path: Path) -> None:
     source = 'def f():\n    x = 1\n    y = """\n' + "    words\n" * 70 + '    """\n'
-    assert [excess.count for excess in found(tmp_path, source)] == [74]
+    assert [excess.size for excess in found(tmp_path, source)] == [74]
 
 
 def test_a_method_inside_a_class_is_named_with_its_line(tmp_path: Path) -> None:

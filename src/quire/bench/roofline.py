@@ -92,7 +92,9 @@ class ModelShape(NamedTuple):
             cached_bytes: bytes of an element of a cached key or value; None for `element_bytes`.
         """
         last = spec.last_cached_layer
-        states = [part.kept for layer in spec.layers for part in layer.parts if isinstance(part.kept, StateCacheShape)]
+        states = [
+            part.cache for layer in spec.layers for part in layer.parts if isinstance(part.cache, StateCacheShape)
+        ]
         sizes = {name: math.prod(shape) for name, shape in weights.items() if name not in (*TABLES, HEAD)}
         num_idle = [_num_idle(layer.ffn, spec.width) for layer in spec.layers]
         num_tail = sum(size for name, size in sizes.items() if _is_late(name, last)) - sum(num_idle[last:])
@@ -106,8 +108,8 @@ class ModelShape(NamedTuple):
             weight_bytes=(element_bytes, element_bytes) if quantization is None else ROUNDED_BYTES[quantization],
             attention=_attention(spec.layers[:last]),
             late_attention=_attention(spec.layers[last:]),
-            state_bytes=sum(kept.sum_bytes + kept.num_inputs * element_bytes for kept in states),
-            num_state_values=sum(math.prod(kept.sums) for kept in states),
+            state_bytes=sum(cache.sum_bytes + cache.num_inputs * element_bytes for cache in states),
+            num_state_values=sum(math.prod(cache.sums) for cache in states),
         )
 
 

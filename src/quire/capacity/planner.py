@@ -202,7 +202,7 @@ def _group_plans(request: PlanRequest, models: Sequence[_Model], sizing: ArenaSi
     for (group, is_draft), spec, count in zip(groups, sizing.specs, sizing.num_blocks, strict=True):
         size = spec.bytes_per_block
         yield GroupPlan(
-            kind=_kind(group.kept),
+            kind=_kind(group.cache),
             is_draft=is_draft,
             num_layers=group.num_layers,
             bytes_per_token=None if spec.is_recurrent else size // spec.block_size,
@@ -212,12 +212,12 @@ def _group_plans(request: PlanRequest, models: Sequence[_Model], sizing: ArenaSi
         )
 
 
-def _kind(kept: TokenCacheShape | StateCacheShape) -> str:
-    if isinstance(kept, StateCacheShape):
+def _kind(cache: TokenCacheShape | StateCacheShape) -> str:
+    if isinstance(cache, StateCacheShape):
         return "recurrent state"
-    if kept.window is not None:
-        return f"window of {kept.window} tokens"
-    return "all tokens" if kept.chunk is None else f"chunks of {kept.chunk} tokens"
+    if cache.window is not None:
+        return f"window of {cache.window} tokens"
+    return "all tokens" if cache.chunk is None else f"chunks of {cache.chunk} tokens"
 
 
 def _lengths(asked: tuple[int, ...], max_model_len: int) -> Iterator[int]:

@@ -62,17 +62,17 @@ class BatchBuilder:
     Args:
         block_size: N.
         device: where the tensors go; they are made on the CPU.
-        kept: cache of the layers of each group. Entries of tokens out of the window, or in an earlier chunk, are not
+        cache: cache of the layers of each group. Entries of tokens out of the window, or in an earlier chunk, are not
             read and may be the null block. Of a group of states only the last entry is read.
     """
 
     def __init__(
-        self, block_size: int, device: torch.device | str, kept: Sequence[TokenCacheShape | StateCacheShape]
+        self, block_size: int, device: torch.device | str, cache: Sequence[TokenCacheShape | StateCacheShape]
     ) -> None:
         self._block_size = block_size
         self._device = torch.device(device)
         self._is_cpu = self._device.type == "cpu"
-        self._kept = tuple(kept)
+        self._caches = tuple(cache)
         self._tables: dict[int, tuple[BlockTable, ...]] = {}
 
     def build(self, plan: StepPlan) -> Batch:
@@ -105,12 +105,12 @@ class BatchBuilder:
         else:
             positions = list(chain.from_iterable(map(range, starts, context_lens)))
         groups: list[AttentionBatch | StateBatch] = []
-        for group_idx in range(len(self._kept)) if groups_of is None else groups_of:
-            kept = self._kept[group_idx]
+        for group_idx in range(len(self._caches)) if groups_of is None else groups_of:
+            cache = self._caches[group_idx]
             tables = [self._tables[item.seq_id][group_idx] for item in items]
-            match kept:
+            match cache:
                 case TokenCacheShape():
-                    groups.append(self._attention(kept, tables, row_starts, starts, context_lens))
+                    groups.append(self._attention(cache, tables, row_starts, starts, context_lens))
                 case StateCacheShape():
                     groups.append(self._states(tables, items, row_starts))
         return Batch(input_ids, self._placed(positions), tuple(groups), row_starts)
@@ -141,7 +141,7 @@ class BatchBuilder:
 
     def _change_tables(self, item: ScheduledSequence) -> None:
         if item.new_sequence is not None:
-            self._tables[item.seq_id] = tuple(BlockTable() for _ in self._kept)
+            self._tables[item.seq_id] = tuple(BlockTable() for _ in self._caches)
         if item.table_deltas:
             tables = self._tables[item.seq_id]
             for delta in item.table_deltas:
@@ -149,7 +149,7 @@ class BatchBuilder:
 
     def _attention(
         self,
-        kept: TokenCacheShape,
+        cache: TokenCacheShape,
         tables: list[BlockTable],
         row_starts: list[int],
         starts: list[int],
@@ -171,8 +171,8 @@ class BatchBuilder:
             context_lens,
             self._placed(block_ids),
             list(accumulate(num_blocks, initial=0)),
-            kept.window,
-            kept.chunk,
+            cache.window,
+            cache.chunk,
         )
 
     def _slots(self, block_ids: array[int], start: int, end: int) -> list[int]:

@@ -72,7 +72,7 @@ class DraftModel:
         """Store keys and values of some tokens; return the hidden states of the last ones of items that are read."""
         batch = self._builder.lay_out(items, self._groups)
         read = self._builder.lay_out_ends(items, is_read, self._groups)
-        return self._decoder(batch.input_ids, batch.positions, batch.groups, self._storages, read=read)
+        return self._decoder(batch.input_ids, batch.positions, batch.groups, self._storages, output_rows=read)
 
 
 def with_drafts(

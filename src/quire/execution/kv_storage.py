@@ -81,7 +81,7 @@ class StateStorage:
     Args:
         num_blocks: B, the null block (id 0) included.
         num_layers: L, layers of the group.
-        kept: shapes of a layer's states.
+        cache: shapes of a layer's states.
         dtype: dtype of the convolution's inputs.
         memory: memory to use, as for `KVStorage`.
 
@@ -96,21 +96,21 @@ class StateStorage:
         self,
         num_blocks: int,
         num_layers: int,
-        kept: StateCacheShape,
+        cache: StateCacheShape,
         dtype: torch.dtype,
         device: torch.device | str,
         memory: Tensor | None = None,
     ) -> None:
-        layer_bytes = state_bytes(kept, dtype.itemsize)
+        layer_bytes = state_bytes(cache, dtype.itemsize)
         num_bytes = num_blocks * num_layers * layer_bytes
         if memory is None:
             memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self.data = memory[:num_bytes].view(num_blocks, num_layers * layer_bytes)
         layers = self.data.view(num_blocks, num_layers, layer_bytes)
-        inputs_end = kept.sum_bytes + kept.num_inputs * dtype.itemsize
-        ssm_states = layers[:, :, : kept.sum_bytes].view(torch.float32).view(num_blocks, num_layers, *kept.sums)
-        conv_states = layers[:, :, kept.sum_bytes : inputs_end].view(dtype)
-        conv_states = conv_states.view(num_blocks, num_layers, kept.num_columns, kept.num_channels)
+        inputs_end = cache.sum_bytes + cache.num_inputs * dtype.itemsize
+        ssm_states = layers[:, :, : cache.sum_bytes].view(torch.float32).view(num_blocks, num_layers, *cache.sums)
+        conv_states = layers[:, :, cache.sum_bytes : inputs_end].view(dtype)
+        conv_states = conv_states.view(num_blocks, num_layers, cache.num_columns, cache.num_channels)
         self.conv_states: tuple[Tensor, ...] = conv_states.unbind(1)
         self.ssm_states: tuple[Tensor, ...] = ssm_states.unbind(1)
 
@@ -142,21 +142,21 @@ def make_storages(
     ]
     memory = torch.empty(max(sizes), dtype=torch.uint8, device=device)
     storages: list[Storage] = []
-    for (num_layers, kept), count in zip(groups, num_blocks, strict=True):
-        match kept:
+    for (num_layers, cache), count in zip(groups, num_blocks, strict=True):
+        match cache:
             case TokenCacheShape():
-                shape = (count, num_layers, block_size, kept.num_kv_heads, kept.head_dim)
+                shape = (count, num_layers, block_size, cache.num_kv_heads, cache.head_dim)
                 storages.append(KVStorage(*shape, dtype, device, memory, stored))
             case StateCacheShape():
-                storages.append(StateStorage(count, num_layers, kept, dtype, device, memory))
+                storages.append(StateStorage(count, num_layers, cache, dtype, device, memory))
     return tuple(storages)
 
 
 def _block_bytes(group: LayerGroup, block_size: int, stored: CacheDtype, dtype: torch.dtype) -> int:
-    num_layers, kept = group
-    match kept:
+    num_layers, cache = group
+    match cache:
         case TokenCacheShape():
-            slot_bytes = kept.head_dim * stored.element_bytes + stored.scale_bytes
-            return num_layers * 2 * kept.num_kv_heads * block_size * slot_bytes
+            slot_bytes = cache.head_dim * stored.element_bytes + stored.scale_bytes
+            return num_layers * 2 * cache.num_kv_heads * block_size * slot_bytes
         case StateCacheShape():
-            return num_layers * state_bytes(kept, dtype.itemsize)
+            return num_layers * state_bytes(cache, dtype.itemsize)

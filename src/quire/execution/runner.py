@@ -106,18 +106,18 @@ class ModelRunner:
             draft: a second model that makes drafts, of the same dtype; its cache groups come last in `num_blocks`.
             grammars: compiled ones; None where no output can be constrained.
         """
-        place = torch.device(device)
+        torch_device = torch.device(device)
         groups = (*decoder.cache_groups, *(() if draft is None else draft.cache_groups))
-        storages = make_storages(groups, num_blocks, block_size, dtype, place, stored)
-        builder = BatchBuilder(block_size, place, [group.kept for group in groups])
+        storages = make_storages(groups, num_blocks, block_size, dtype, torch_device, stored)
+        builder = BatchBuilder(block_size, torch_device, [group.cache for group in groups])
         grammar_states = None
         if grammars is not None:
-            uses_thread = place.type != "cpu" or torch.get_num_threads() < num_cores()
+            uses_thread = torch_device.type != "cpu" or torch.get_num_threads() < num_cores()
             grammar_states = GrammarStates(grammars, uses_thread=uses_thread)
-        sampler = Sampler(place, grammar_states, decoder.ops.apply_token_bitmask)
+        sampler = Sampler(torch_device, grammar_states, decoder.ops.apply_token_bitmask)
         prefaulter = Prefaulter.of([storage.data for storage in storages])
         return cls(
-            decoder, storages, builder, sampler, MultimodalEmbeddings(place), host_bytes, disk, draft, prefaulter
+            decoder, storages, builder, sampler, MultimodalEmbeddings(torch_device), host_bytes, disk, draft, prefaulter
         )
 
     def measure_copies(self) -> float | None:

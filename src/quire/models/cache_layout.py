@@ -28,28 +28,28 @@ def cache_specs(spec: ModelSpec, block_size: int, cache_dtype: CacheDtype, input
     return specs
 
 
-def state_bytes(kept: StateCacheShape, input_bytes: int) -> int:
+def state_bytes(cache: StateCacheShape, input_bytes: int) -> int:
     """Return the bytes of one recurrent layer's state, with convolution inputs of `input_bytes` each.
 
     A state has a multiple of four bytes, so that the float32 sums of the layers and blocks behind it are aligned.
     """
-    return -(-(kept.sum_bytes + kept.num_inputs * input_bytes) // 4) * 4
+    return -(-(cache.sum_bytes + cache.num_inputs * input_bytes) // 4) * 4
 
 
 def _cache_spec(group: LayerGroup, block_size: int, cache_dtype: CacheDtype, input_bytes: int) -> KVCacheSpec:
-    num_layers, kept = group
-    if isinstance(kept, StateCacheShape):
-        return RecurrentState(block_size=block_size, num_layers=num_layers, layer_bytes=state_bytes(kept, input_bytes))
+    num_layers, cache = group
+    if isinstance(cache, StateCacheShape):
+        return RecurrentState(block_size=block_size, num_layers=num_layers, layer_bytes=state_bytes(cache, input_bytes))
     shape = {
         "block_size": block_size,
         "num_layers": num_layers,
-        "num_kv_heads": kept.num_kv_heads,
-        "head_dim": kept.head_dim,
+        "num_kv_heads": cache.num_kv_heads,
+        "head_dim": cache.head_dim,
         "element_bytes": cache_dtype.element_bytes,
         "scale_bytes": cache_dtype.scale_bytes,
     }
-    if kept.window is not None:
-        return SlidingWindow(window=kept.window, **shape)
-    if kept.chunk is not None:
-        return ChunkedLocal(chunk=kept.chunk, **shape)
+    if cache.window is not None:
+        return SlidingWindow(window=cache.window, **shape)
+    if cache.chunk is not None:
+        return ChunkedLocal(chunk=cache.chunk, **shape)
     return FullAttention(**shape)

@@ -64,7 +64,7 @@ class MixerBlock(Protocol):
 
 
 class OutputRows(NamedTuple):
-    """Those of a step's rows whose hidden states are read, where these are not all: the last ones of some sequences.
+    """The rows of a step whose hidden states are needed, where these are not all: the last rows of some sequences.
 
     Args:
         rows: [R] of int64, rising; there may be none.
@@ -103,18 +103,20 @@ class Decoder:
         self._norm = new_norm(spec.norm)
         # Inputs of mixers in a step: the step of a cache group, and for attention a rotation.
         mixers_of_all = (mixer for layer in spec.layers for mixer in layer.parts)
-        self._inputs = list(dict.fromkeys(map(_input_kind, mixers_of_all, chain.from_iterable(spec.cache_places))))
-        # From the last layer on that keeps something, only rows that are read go on: their attention is another step's.
-        last = self._last_keeping_idx = spec.last_cached_layer
-        late = {
+        self._inputs = list(dict.fromkeys(map(_input_kind, mixers_of_all, chain.from_iterable(spec.cache_positions))))
+        # From the last cached layer on, only output rows are computed: their attention is another step's.
+        last = self._last_cached_layer = spec.last_cached_layer
+        tail = {
             _input_kind(*part)
-            for layer, places in zip(spec.layers[last:], spec.cache_places[last:], strict=True)
-            for part in zip(layer.parts, places, strict=True)
+            for layer, cache_positions in zip(spec.layers[last:], spec.cache_positions[last:], strict=True)
+            for part in zip(layer.parts, cache_positions, strict=True)
         }
-        self._late_inputs = [kind if kind in late and kind[1] is not None else None for kind in self._inputs]
-        turns = dict.fromkeys(turn for _, turn, _ in self._inputs if turn is not None)
-        self._rotations = {turn: RotaryEmbedding(*turn, dtype, device) for turn in turns}
-        self._temperatures = [*dict.fromkeys(heat for _, _, heat in self._inputs if heat is not None)]
+        self._tail_inputs = [kind if kind in tail and kind[1] is not None else None for kind in self._inputs]
+        rope_keys = dict.fromkeys(rope_key for _, rope_key, _ in self._inputs if rope_key is not None)
+        self._rotations = {rope_key: RotaryEmbedding(*rope_key, dtype, device) for rope_key in rope_keys}
+        self._temperatures = [
+            *dict.fromkeys(temperature for _, _, temperature in self._inputs if temperature is not None)
+        ]
         slots = {"embedding.weight": WeightSlot((spec.vocab_size, spec.width), self._fill_embedding)}
         self._per_layer_inputs: PerLayerEmbedding | None = None
         if spec.per_layer_inputs is not None:
@@ -122,14 +124,16 @@ class Decoder:
             self._per_layer_inputs = PerLayerEmbedding(spec.per_layer_inputs, *shape, ops, dtype, device)
             slots |= nested(per_layer_inputs=self._per_layer_inputs.slots)
         self._layers = []
-        for idx, (layer, places) in enumerate(zip(spec.layers, spec.cache_places, strict=True)):
+        for idx, (layer, cache_positions) in enumerate(zip(spec.layers, spec.cache_positions, strict=True)):
             mixer_norm, ffn_norm = new_norm(layer.norm), new_norm(layer.norm)
             additions = [
                 ResidualAdd(None if layer.post_norm is None else new_norm(layer.post_norm), scale)
                 for scale in (layer.mixer_scale, layer.ffn_scale)
             ]
-            mixers = self._make_mixers(layer, places, additions[0])
-            input_idxs = [self._inputs.index(_input_kind(*part)) for part in zip(layer.parts, places, strict=True)]
+            mixers = self._make_mixers(layer, cache_positions, additions[0])
+            input_idxs = [
+                self._inputs.index(_input_kind(*part)) for part in zip(layer.parts, cache_positions, strict=True)
+            ]
             ffn = self._make_ffn(layer.ffn, additions[1])
             mixer_slots = {name: mixer.slots for name, mixer in mixers.items()}
             parts = nested(mixer_norm=mixer_norm.slots, **mixer_slots, ffn_norm=ffn_norm.slots, ffn=ffn.slots)
@@ -151,29 +155,31 @@ class Decoder:
         self._missing = dict.fromkeys(slots)
 
     def _make_mixers(
-        self, layer: LayerSpec, places: Sequence[tuple[int, int]], addition: ResidualAdd
+        self, layer: LayerSpec, cache_positions: Sequence[tuple[int, int]], addition: ResidualAdd
     ) -> dict[str, MixerBlock]:
         """Make each part of a layer's mixer, under the name that its weights have."""
         if not isinstance(layer.mixer, Parallel):
-            return {"mixer": self._make_mixer(layer.mixer, places[0][1], addition)}
+            return {"mixer": self._make_mixer(layer.mixer, cache_positions[0][1], addition)}
         assert addition.norm is None, "mixers side by side are added as they are"
         return {
-            f"mixer.{idx}": self._make_mixer(part, place[1], ResidualAdd(scale=addition.scale * scale))
-            for idx, (part, scale, place) in enumerate(zip(layer.parts, layer.mixer.scales, places, strict=True))
+            f"mixer.{idx}": self._make_mixer(part, position[1], ResidualAdd(scale=addition.scale * scale))
+            for idx, (part, scale, position) in enumerate(
+                zip(layer.parts, layer.mixer.scales, cache_positions, strict=True)
+            )
         }
 
     def _make_mixer(self, mixer: Mixer, layer_idx: int, addition: ResidualAdd) -> MixerBlock:
-        place = (self.spec.width, layer_idx, addition, self.ops)
+        arguments = (self.spec.width, layer_idx, addition, self.ops)
         match mixer:
             case Attention():
                 block = AttentionBlock if mixer.source is None else SharedAttentionBlock
-                return block(mixer, *place, self.dtype, self._device)
+                return block(mixer, *arguments, self.dtype, self._device)
             case ShortConv():
-                return ShortConvBlock(mixer, *place, self._device)
+                return ShortConvBlock(mixer, *arguments, self._device)
             case Mamba2():
-                return Mamba2Block(mixer, *place, self._device)
+                return Mamba2Block(mixer, *arguments, self._device)
             case GatedDeltaNet():
-                return GatedDeltaNetBlock(mixer, *place, self._device)
+                return GatedDeltaNetBlock(mixer, *arguments, self._device)
 
     def _make_ffn(self, ffn: GatedMLP | Experts, addition: ResidualAdd) -> GatedMLPBlock | ExpertsBlock:
         match ffn:
@@ -232,14 +238,22 @@ class Decoder:
         """Return the layers as fused layers take them; None where one has other parts or does more."""
         dense, rotations = [], list(self._rotations)
         for mixer_norm, ((mixer, input_idx), *others), ffn_norm, ffn, gate, scale in self._layers:
-            group_idx, turn, temperature = self._inputs[input_idx]
+            group_idx, rope_key, temperature = self._inputs[input_idx]
             if not isinstance(mixer, AttentionBlock) or not isinstance(ffn, GatedMLPBlock):
                 return None
             attention, mlp = mixer.dense, ffn.dense
-            if attention is None or mlp is None or others or gate or scale or turn is None or temperature is not None:
+            if (
+                attention is None
+                or mlp is None
+                or others
+                or gate
+                or scale
+                or rope_key is None
+                or temperature is not None
+            ):
                 return None
             norms = mixer_norm.row_norm, ffn_norm.row_norm
-            dense.append(DenseLayer(norms[0], attention, group_idx, rotations.index(turn), norms[1], mlp))
+            dense.append(DenseLayer(norms[0], attention, group_idx, rotations.index(rope_key), norms[1], mlp))
         return dense
 
     def __call__(
@@ -249,11 +263,11 @@ class Decoder:
         groups: Sequence[AttentionBatch | StateBatch],
         storages: Sequence[PagedKV | PagedStates],
         given: tuple[Tensor, Tensor] | None = None,
-        read: OutputRows | None = None,
+        output_rows: OutputRows | None = None,
     ) -> Tensor:
         """Run the layers over a step's rows; what they keep of the rows is stored on the way.
 
-        Behind the mixer of the last layer that keeps something, only rows that are read are computed.
+        After the mixer of the last cached layer, only output rows are computed.
 
         Args:
             input_ids: [T] of int64.
@@ -261,19 +275,19 @@ class Decoder:
             groups: the step's part in each cache group.
             storages: one for each cache group.
             given: rows, [M] of int64, and embeddings [M, E] to take for them as they are, in place of the tokens' own.
-            read: rows whose hidden states are returned; None for all rows.
+            output_rows: rows whose hidden states are returned; None for all rows.
 
         Returns:
-            Hidden states before the last norm, [T, E]; where `read` is given, [R, E].
+            Hidden states before the last norm, [T, E]; where `output_rows` are given, [R, E].
         """
         x = self._embed(input_ids)
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
         if given is not None:
             x = x.index_copy(0, *given)
-        told = None if self._per_layer_inputs is None else self._per_layer_inputs(input_ids, x)
-        rotations = {turn: rotate(positions) for turn, rotate in self._rotations.items()}
-        if read is None and self._fused is not None:
+        per_layer = None if self._per_layer_inputs is None else self._per_layer_inputs(input_ids, x)
+        rotations = {rope_key: rotate(positions) for rope_key, rotate in self._rotations.items()}
+        if output_rows is None and self._fused is not None:
             hidden = self._fused(x, list(rotations.values()), groups, storages)
             if hidden is not None:
                 return hidden
@@ -282,37 +296,45 @@ class Decoder:
         inputs = [_make_input(kind, steps, rotations, scales) for kind in self._inputs]
         for idx, (mixer_norm, mixers, ffn_norm, ffn, gate, scale) in enumerate(self._layers):
             normed = mixer_norm(x)
-            if read is None or idx != self._last_keeping_idx:
+            if output_rows is None or idx != self._last_cached_layer:
                 for mixer, input_idx in mixers:
                     x = mixer(normed, x, inputs[input_idx])
             else:
-                x, told, late = self._pick(read, x, told, storages)
+                x, per_layer, tail = self._pick(output_rows, x, per_layer, storages)
                 for mixer, input_idx in mixers:
-                    x = mixer(normed, x, inputs[input_idx], SelectedRows(read.rows, late[input_idx]))
+                    x = mixer(normed, x, inputs[input_idx], SelectedRows(output_rows.rows, tail[input_idx]))
                 if not len(x):
                     return x
-                inputs = late
+                inputs = tail
             x = ffn(ffn_norm(x), x)
-            if gate is not None and told is not None:
-                x = gate(x, told[:, idx])
+            if gate is not None and per_layer is not None:
+                x = gate(x, per_layer[:, idx])
             if scale is not None:
                 x = scale(x)
         return x
 
     def _pick(
-        self, read: OutputRows, x: Tensor, told: Tensor | None, storages: Sequence[PagedKV | PagedStates]
+        self, output_rows: OutputRows, x: Tensor, per_layer: Tensor | None, storages: Sequence[PagedKV | PagedStates]
     ) -> tuple[Tensor, Tensor | None, list[Any]]:
-        """Return the read rows of `x` [T, E] and `told` [T, L, P], and what mixers are given if these are all."""
-        x = x.index_select(0, read.rows)
-        told = None if told is None else told.index_select(0, read.rows)
+        """Return the output rows of `x` [T, E] and `per_layer` [T, L, P], and the inputs of mixers for these rows."""
+        x = x.index_select(0, output_rows.rows)
+        per_layer = None if per_layer is None else per_layer.index_select(0, output_rows.rows)
         if not len(x):
-            return x, told, [None] * len(self._inputs)
-        kinds = [kind for kind in self._late_inputs if kind is not None]
-        steps = {idx: self._step(read.groups[idx], storages[idx]) for idx, _, _ in kinds}
-        rotations = {turn: self._rotations[turn](read.positions) for _, turn, _ in kinds if turn is not None}
-        scales = {heat: query_scales(heat, read.positions) for _, _, heat in kinds if heat is not None}
-        late = [None if kind is None else _make_input(kind, steps, rotations, scales) for kind in self._late_inputs]
-        return x, told, late
+            return x, per_layer, [None] * len(self._inputs)
+        kinds = [kind for kind in self._tail_inputs if kind is not None]
+        steps = {idx: self._step(output_rows.groups[idx], storages[idx]) for idx, _, _ in kinds}
+        rotations = {
+            rope_key: self._rotations[rope_key](output_rows.positions)
+            for _, rope_key, _ in kinds
+            if rope_key is not None
+        }
+        scales = {
+            temperature: query_scales(temperature, output_rows.positions)
+            for _, _, temperature in kinds
+            if temperature is not None
+        }
+        tail = [None if kind is None else _make_input(kind, steps, rotations, scales) for kind in self._tail_inputs]
+        return x, per_layer, tail
 
     def _step(self, batch: AttentionBatch | StateBatch, storage: Any) -> Any:
         match batch:
@@ -346,14 +368,14 @@ def _make_input(
     scales: Mapping[Temperature, Tensor],
 ) -> Any:
     """Return what a step gives to mixers of a kind: of its group's step, its rotations and its queries' scales."""
-    group_idx, turn, temperature = kind
-    if turn is None:
+    group_idx, rope_key, temperature = kind
+    if rope_key is None:
         return steps[group_idx]
-    return AttentionInputs(rotations[turn], steps[group_idx], None if temperature is None else scales[temperature])
+    return AttentionInputs(rotations[rope_key], steps[group_idx], None if temperature is None else scales[temperature])
 
 
-def _input_kind(mixer: Mixer, place: tuple[int, int]) -> InputKind:
+def _input_kind(mixer: Mixer, cache_position: tuple[int, int]) -> InputKind:
     """Return what mixers that are given the same each step have in common."""
     if not isinstance(mixer, Attention):
-        return place[0], None, None
-    return place[0], (mixer.rope, mixer.head_dim), mixer.temperature
+        return cache_position[0], None, None
+    return cache_position[0], (mixer.rope, mixer.head_dim), mixer.temperature

@@ -53,12 +53,12 @@ def load_decoder(
         )
     spec, weight_map = build(checkpoint.config)
     check_sizes(spec, checkpoint.tensors)
-    place = torch.device(device)
+    torch_device = torch.device(device)
     if deterministic:
         check_deterministic(spec)
-    ops = make_ops(place, kernels, quantization, weight_packing, deterministic)
+    ops = make_ops(torch_device, kernels, quantization, weight_packing, deterministic)
     if wrap_ops is not None:
         ops = wrap_ops(ops)
-    decoder = Decoder(spec, ops=ops, dtype=dtype, device=place)
+    decoder = Decoder(spec, ops=ops, dtype=dtype, device=torch_device)
     load_weights(checkpoint, weight_map, decoder, dtype=dtype)
     return decoder

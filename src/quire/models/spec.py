@@ -101,10 +101,10 @@ class Attention:
     temperature: Temperature | None = None
 
     @property
-    def kept(self) -> TokenCacheShape | None:
+    def cache(self) -> TokenCacheShape | None:
         """Cache of a layer: keys and values of the tokens that it still sees; None where it reads another layer's."""
-        kept = TokenCacheShape(self.num_kv_heads, self.head_dim, self.window, self.chunk)
-        return kept if self.source is None else None
+        cache = TokenCacheShape(self.num_kv_heads, self.head_dim, self.window, self.chunk)
+        return cache if self.source is None else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class ShortConv:
     bias: bool = False
 
     @property
-    def kept(self) -> StateCacheShape:
+    def cache(self) -> StateCacheShape:
         """Cache of a layer: the last inputs of its convolution."""
         return StateCacheShape(self.kernel - 1, self.num_channels)
 
@@ -169,7 +169,7 @@ class Mamba2:
         return self.inner + 2 * self.num_groups * self.state_dim
 
     @property
-    def kept(self) -> StateCacheShape:
+    def cache(self) -> StateCacheShape:
         """Cache of a layer: the last inputs of its convolution, and the states of its heads."""
         return StateCacheShape(self.kernel - 1, self.num_channels, (self.num_heads, self.head_dim, self.state_dim))
 
@@ -208,7 +208,7 @@ class GatedDeltaNet:
         return 2 * self.num_key_heads * self.key_dim + self.inner
 
     @property
-    def kept(self) -> StateCacheShape:
+    def cache(self) -> StateCacheShape:
         """Cache of a layer: the last inputs of its convolution, and the states of its heads."""
         return StateCacheShape(self.kernel - 1, self.num_channels, (self.num_value_heads, self.key_dim, self.value_dim))
 
@@ -328,11 +328,11 @@ class LayerGroup(NamedTuple):
 
     Args:
         num_layers: layers of the group; a block holds all of them.
-        kept: cache of each layer, of every token or of the sequence.
+        cache: cache of each layer, of every token or of the sequence.
     """
 
     num_layers: int
-    kept: TokenCacheShape | StateCacheShape
+    cache: TokenCacheShape | StateCacheShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,39 +366,41 @@ class ModelSpec:
     @property
     def last_cached_layer(self) -> int:
         """The last layer that keeps something, -1 for none; from its mixer's result on, rows are for who reads them."""
-        keeping = (any(part.kept is not None for part in layer.parts) for layer in self.layers)
+        keeping = (any(part.cache is not None for part in layer.parts) for layer in self.layers)
         return max((idx for idx, is_keeping in enumerate(keeping) if is_keeping), default=-1)
 
     @property
     def cache_groups(self) -> tuple[LayerGroup, ...]:
         """The cache groups in the order of their first layers, those that keep tokens before those that keep states."""
-        kept = [mixer.kept for layer in self.layers for mixer in layer.parts if mixer.kept is not None]
-        kinds = sorted(dict.fromkeys(kept), key=lambda each: isinstance(each, StateCacheShape))
-        return tuple(LayerGroup(kept.count(each), each) for each in kinds)
+        cache = [mixer.cache for layer in self.layers for mixer in layer.parts if mixer.cache is not None]
+        kinds = sorted(dict.fromkeys(cache), key=lambda each: isinstance(each, StateCacheShape))
+        return tuple(LayerGroup(cache.count(each), each) for each in kinds)
 
     @property
-    def cache_places(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+    def cache_positions(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """For each layer and each of its parts, the cache group and the place in it.
 
         Of a part that reads another layer's cache, those of that layer's part which keeps the same.
         """
-        kinds: list[TokenCacheShape | StateCacheShape | None] = [group.kept for group in self.cache_groups]
+        kinds: list[TokenCacheShape | StateCacheShape | None] = [group.cache for group in self.cache_groups]
         filled = [0] * len(kinds)
-        places: list[tuple[tuple[int, int], ...]] = []
+        positions: list[tuple[tuple[int, int], ...]] = []
         for layer in self.layers:
             parts = []
             for mixer in layer.parts:
                 if isinstance(mixer, Attention) and mixer.source is not None:
-                    wanted = replace(mixer, source=None).kept
-                    place = next((place for place in places[mixer.source] if kinds[place[0]] == wanted), None)
-                    assert place is not None, "a cache of another shape"
-                    parts.append(place)
+                    wanted = replace(mixer, source=None).cache
+                    position = next(
+                        (position for position in positions[mixer.source] if kinds[position[0]] == wanted), None
+                    )
+                    assert position is not None, "a cache of another shape"
+                    parts.append(position)
                     continue
-                group_idx = kinds.index(mixer.kept)
+                group_idx = kinds.index(mixer.cache)
                 parts.append((group_idx, filled[group_idx]))
                 filled[group_idx] += 1
-            places.append(tuple(parts))
-        return tuple(places)
+            positions.append(tuple(parts))
+        return tuple(positions)
 
 
 # Decoder weight name -> names of the checkpoint's tensors that make it up, concatenated on dimension 0.

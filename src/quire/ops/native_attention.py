@@ -69,8 +69,8 @@ class NativeStepAttention:
         self._step_rows = StepRows(len(batch.context_lens), *starts, *tables)
         self._rows = byref(self._step_rows)
         strides = [kv.data.stride(dim) * kv.data.itemsize for dim in (0, 1, 4)]
-        place = (kv.data.data_ptr(), TYPES[kv.dtype], kv.data.dtype == torch.int8, *strides)
-        self._kv_cache = Cache(*place, self._num_kv_heads, block_size, self._head_dim)
+        data = (kv.data.data_ptr(), TYPES[kv.dtype], kv.data.dtype == torch.int8, *strides)
+        self._kv_cache = Cache(*data, self._num_kv_heads, block_size, self._head_dim)
         self._cache = byref(self._kv_cache)
 
     def pointers(self, num_heads: int) -> tuple[int, int, int]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from quire.execution.sampling.token_history import TokenCounts
-from quire.execution.sampling.token_masks import places
+from quire.execution.sampling.token_masks import row_entries
 from quire.sequences.params import SamplingParams
 
 # Longer repetitions count as this long, which bounds the work for a text that says one thing over and over.
@@ -31,7 +31,7 @@ def penalize_tokens(logits: torch.Tensor, penalized: Sequence[tuple[int, Samplin
     def per_token(values: list[float]) -> torch.Tensor:
         return torch.repeat_interleave(torch.tensor(values, dtype=torch.float32), sizes).to(device)
 
-    where = places([(row, counts.ids) for row, _, counts in penalized], device)
+    where = row_entries([(row, counts.ids) for row, _, counts in penalized], device)
     seen = torch.cat([counts.seen for _, _, counts in penalized]).to(device)
     output = torch.cat([counts.output for _, _, counts in penalized]).to(device)
     repetition = per_token([params.repetition_penalty for _, params, _ in penalized])

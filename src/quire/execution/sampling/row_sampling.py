@@ -79,14 +79,14 @@ class SampledRow(NamedTuple):
 
 def sample_rows(logits: torch.Tensor, rows: Sequence[Row], keep: KeepTokens) -> list[SampledRow]:
     """Draw the tokens of each row of logits, float32 [R, V], overwritten; no row's depend on the others."""
-    adjusted = [place for place, row in enumerate(rows) if not row.state.adjustments.is_none(row.position)]
-    measured = [place for place, row in enumerate(rows) if row.state.params.measures_tokens]
+    adjusted = [row_idx for row_idx, row in enumerate(rows) if not row.state.adjustments.is_none(row.position)]
+    measured = [row_idx for row_idx, row in enumerate(rows) if row.state.params.measures_tokens]
     errors: dict[int, str] = {}
-    if not all(rows[place].state.adjustments.shows_bad_logits for place in adjusted):
+    if not all(rows[row_idx].state.adjustments.shows_bad_logits for row_idx in adjusted):
         errors = refuse(logits, logits.amax(-1, keepdim=True), BAD_LOGITS)
     raw = logits[measured] if measured else logits
     if adjusted:
-        changes = [(place, rows[place].state.adjustments, rows[place].position) for place in adjusted]
+        changes = [(row_idx, rows[row_idx].state.adjustments, rows[row_idx].position) for row_idx in adjusted]
         errors = adjust(logits, changes, keep) | errors
     nothing_left = NO_TOKEN if adjusted else BAD_LOGITS
     if all(row.state.params.is_greedy for row in rows):
@@ -98,12 +98,12 @@ def sample_rows(logits: torch.Tensor, rows: Sequence[Row], keep: KeepTokens) -> 
     token_ids = [
         tuple(ids * row.num_samples)[: row.num_samples] for row, ids in zip(rows, chosen.tolist(), strict=True)
     ]
-    counts = [rows[place].state.params.logprobs or 0 for place in measured]
-    measures = _measure_drawn(raw, [token_ids[place] for place in measured], counts)
+    counts = [rows[row_idx].state.params.logprobs or 0 for row_idx in measured]
+    measures = _measure_drawn(raw, [token_ids[row_idx] for row_idx in measured], counts)
     logprobs = dict(zip(measured, measures, strict=True))
     return [
-        SampledRow(error=errors[place]) if place in errors else SampledRow(ids, logprobs.get(place, ()))
-        for place, ids in enumerate(token_ids)
+        SampledRow(error=errors[row_idx]) if row_idx in errors else SampledRow(ids, logprobs.get(row_idx, ()))
+        for row_idx, ids in enumerate(token_ids)
     ]
 
 
@@ -124,11 +124,11 @@ def refuse(logits: torch.Tensor, greatest: torch.Tensor, error: str) -> dict[int
 def _choose(logits: torch.Tensor, rows: Sequence[Row], *, is_sparse: bool) -> torch.Tensor:
     """Return `num_samples` tokens of each row, int64 [R, n], n that of the greediest row for samples."""
     num_draws = max(row.num_samples for row in rows)
-    drawing = [place for place, row in enumerate(rows) if not row.state.params.is_greedy]
-    filters = [rows[place].state.filter for place in drawing]
+    drawing = [row_idx for row_idx, row in enumerate(rows) if not row.state.params.is_greedy]
+    filters = [rows[row_idx].state.filter for row_idx in drawing]
     points = torch.zeros((len(drawing), num_draws), dtype=torch.float64)
-    for idx, place in enumerate(drawing):
-        state, position, num_samples = rows[place]
+    for idx, row_idx in enumerate(drawing):
+        state, position, num_samples = rows[row_idx]
         numbers = [uniform(state.seed, state.sample_idx + draw_idx, position) for draw_idx in range(num_samples)]
         points[idx, : len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
     points = points.to(logits.device)

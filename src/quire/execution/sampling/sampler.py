@@ -136,25 +136,25 @@ class Sampler:
         """
         if not groups:
             return self.sample(logits, items), ()
-        place_of = {item.seq_id: place for place, item in enumerate(items)}
-        places = [place_of[seq_id] for group in groups for seq_id in group.seq_ids]
-        searching = set(places)
+        item_idx_of = {item.seq_id: item_idx for item_idx, item in enumerate(items)}
+        beam_idxs = [item_idx_of[seq_id] for group in groups for seq_id in group.seq_ids]
+        searching = set(beam_idxs)
         # A beam has one row; another item one more for each draft.
         starts = list(accumulate((1 + item.num_draft for item in items), initial=0))
-        others = [place for place in range(len(items)) if place not in searching]
-        other_rows = [row for place in others for row in range(starts[place], starts[place + 1])]
-        drawn = iter(self.sample(logits[other_rows], [items[place] for place in others]) if others else ())
-        rows = [starts[place] for place in places]
+        others = [item_idx for item_idx in range(len(items)) if item_idx not in searching]
+        other_rows = [row for item_idx in others for row in range(starts[item_idx], starts[item_idx + 1])]
+        drawn = iter(self.sample(logits[other_rows], [items[item_idx] for item_idx in others]) if others else ())
+        rows = [starts[item_idx] for item_idx in beam_idxs]
         own = logits if rows == list(range(len(logits))) else logits[rows]
         errors = refuse(own, own.amax(-1, keepdim=True), BAD_LOGITS)
-        states = [self._states[items[place].seq_id] for place in places]
-        ends = [items[place].start + len(items[place].token_ids) for place in places]
+        states = [self._states[items[item_idx].seq_id] for item_idx in beam_idxs]
+        ends = [items[item_idx].start + len(items[item_idx].token_ids) for item_idx in beam_idxs]
         known = [BeamRow(one.adjustments, end, one.params.logprobs) for one, end in zip(states, ends, strict=True)]
         found, failed = find_candidates(own, known, groups, self._keep)
-        failures = {items[places[row]].seq_id: error for row, error in (failed | errors).items()}
+        failures = {items[beam_idxs[row]].seq_id: error for row, error in (failed | errors).items()}
         results = [
-            SampledRow(error=failures.get(item.seq_id)).result_of(item) if place in searching else next(drawn)
-            for place, item in enumerate(items)
+            SampledRow(error=failures.get(item.seq_id)).result_of(item) if item_idx in searching else next(drawn)
+            for item_idx, item in enumerate(items)
         ]
         whole = [not any(seq_id in failures for seq_id in group.seq_ids) for group in groups]
         return results, tuple(own if is_whole else () for own, is_whole in zip(found, whole, strict=True))
@@ -234,9 +234,9 @@ def _take_likeliest(logits: torch.Tensor, items: Sequence[ScheduledSequence]) ->
 def _run(item: ScheduledSequence, drawn: Sequence[int]) -> tuple[int, ...]:
     """Return the tokens that follow each other: up to the first that is not the draft behind it."""
     certain = len(item.token_ids) - item.num_draft
-    for place, (token_id, draft) in enumerate(zip(drawn, item.token_ids[certain:], strict=False), 1):
+    for draft_idx, (token_id, draft) in enumerate(zip(drawn, item.token_ids[certain:], strict=False), 1):
         if token_id != draft:
-            return tuple(drawn[:place])
+            return tuple(drawn[:draft_idx])
     return tuple(drawn)
 
 
@@ -263,29 +263,29 @@ def _verify(
     starts = list(accumulate((1 + item.num_draft for item in items), initial=0))
     runs: list[list[SampledRow]] = [[] for _ in items]
     wave = [
-        (idx, place)
+        (idx, draft_idx)
         for idx, (item, state) in enumerate(zip(items, states, strict=True))
-        for place in range(1 if state.looks_back else 1 + item.num_draft)
+        for draft_idx in range(1 if state.looks_back else 1 + item.num_draft)
     ]
     while wave:
         rows = []
-        for idx, place in wave:
+        for idx, draft_idx in wave:
             item, state = items[idx], states[idx]
-            rows.append(Row(state, item.start + len(item.token_ids) - item.num_draft + place, item.num_samples))
-        part = logits if len(wave) == len(logits) else logits[[starts[idx] + place for idx, place in wave]]
+            rows.append(Row(state, item.start + len(item.token_ids) - item.num_draft + draft_idx, item.num_samples))
+        part = logits if len(wave) == len(logits) else logits[[starts[idx] + draft_idx for idx, draft_idx in wave]]
         for (idx, _), drawn in zip(wave, sample_rows(part, rows, keep), strict=True):
             runs[idx].append(drawn)
         wave = [
-            (idx, place)
-            for idx, place in ((idx, place + 1) for idx, place in wave if states[idx].looks_back)
-            if place <= items[idx].num_draft and _learn_draft(items[idx], states[idx], place, runs[idx][-1])
+            (idx, draft_idx)
+            for idx, draft_idx in ((idx, draft_idx + 1) for idx, draft_idx in wave if states[idx].looks_back)
+            if draft_idx <= items[idx].num_draft and _learn_draft(items[idx], states[idx], draft_idx, runs[idx][-1])
         ]
     return [_run_result(item, run) for item, run in zip(items, runs, strict=True)]
 
 
-def _learn_draft(item: ScheduledSequence, state: SamplingState, place: int, drawn: SampledRow) -> bool:
-    """Say whether a draft, the item's `place`-th from 1 on, was drawn; if so, the sequence's history has it."""
-    offset = len(item.token_ids) - item.num_draft + place - 1
+def _learn_draft(item: ScheduledSequence, state: SamplingState, draft_idx: int, drawn: SampledRow) -> bool:
+    """Say whether a draft, the item's `draft_idx`-th from 1 on, was drawn; if so, the sequence's history has it."""
+    offset = len(item.token_ids) - item.num_draft + draft_idx - 1
     draft = item.token_ids[offset : offset + 1]
     if drawn.token_ids != tuple(draft):
         return False
@@ -299,7 +299,7 @@ def _run_result(item: ScheduledSequence, rows: Sequence[SampledRow]) -> ItemResu
     if rows[0].error is not None or not item.num_draft:
         return rows[0].result_of(item)
     # Where a later row has an error, the next step comes upon it; what was accepted before stands.
-    sound = next((place for place, drawn in enumerate(rows) if drawn.error is not None), len(rows))
+    sound = next((row_idx for row_idx, drawn in enumerate(rows) if drawn.error is not None), len(rows))
     run = _run(item, [drawn.token_ids[0] for drawn in rows[:sound]])
     logprobs = tuple(drawn.logprobs[0] for drawn in rows[: len(run)] if drawn.logprobs)
     return ItemResult(item.seq_id, run, logprobs)

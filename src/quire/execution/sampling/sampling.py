@@ -146,11 +146,11 @@ def _draw_filtered(
     while len(rows):
         values, ids = stable_topk(logits[rows], width)
         weights = values.exp_()
-        places = torch.arange(width, device=device)
+        ranks = torch.arange(width, device=device)
         kept = weights >= min_p[:, None]
         # Settled by count: all that top_k and min_p keep is in sight.
         is_settled = (top_k <= width) | ~kept[:, -1]
-        weights.masked_fill_(~kept | (places >= top_k[:, None]), 0.0)
+        weights.masked_fill_(~kept | (ranks >= top_k[:, None]), 0.0)
         reached = weights.cumsum(-1, dtype=torch.float64)
         mass = reached[:, -1].clone()
         by_mass = ~is_settled & (top_k == vocab_size)
@@ -159,7 +159,7 @@ def _draw_filtered(
             is_settled |= by_mass & (reached[:, -1] >= top_p * mass)
         # A token is kept while those before it fall short of top_p; so the likeliest always is.
         last = torch.searchsorted(reached, (top_p * mass)[:, None])
-        weights.masked_fill_(places > last, 0.0)
+        weights.masked_fill_(ranks > last, 0.0)
         chosen = ids.gather(1, invert_cdf(weights, points[rows]))
         drawn[rows[is_settled]] = chosen[is_settled]
         is_open = ~is_settled

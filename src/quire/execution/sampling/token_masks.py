@@ -59,17 +59,17 @@ def forbid(logits: torch.Tensor, entries: Sequence[RowIds]) -> None:
     """Forbid tokens of the named rows of logits [R, V]; ids that the head does not have are left out."""
     present = [(row, ids[ids < logits.shape[1]]) for row, ids in entries]
     if present:
-        logits[places(present, logits.device)] = -torch.inf
+        logits[row_entries(present, logits.device)] = -torch.inf
 
 
 def add_bias(logits: torch.Tensor, entries: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
     """Add to the logits [R, V] of each row's ids, int64 [U], its bias, float32 [U]."""
     if entries:
-        where = places([(row, ids) for row, ids, _ in entries], logits.device)
+        where = row_entries([(row, ids) for row, ids, _ in entries], logits.device)
         logits[where] += torch.cat([bias for _, _, bias in entries])
 
 
-def places(entries: Sequence[RowIds], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def row_entries(entries: Sequence[RowIds], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the row index and the token id of every entry, both int64 [number of ids of all entries]."""
     rows = torch.tensor([row for row, _ in entries])
     sizes = torch.tensor([len(ids) for _, ids in entries])

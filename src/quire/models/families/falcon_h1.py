@@ -53,9 +53,9 @@ def falcon_h1(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
     )
     names = map_ends(spec, norm="final_layernorm")
     for idx in range(len(spec.layers)):
-        place = ours, theirs = f"layers.{idx}", f"model.layers.{idx}"
-        names |= map_modules(*place, NORMS) | map_modules(*place, MLP, has_bias=mlp.bias)
-        names |= map_modules(*place, ATTENTION, has_bias=attention.qkv_bias)
+        layer_names = ours, theirs = f"layers.{idx}", f"model.layers.{idx}"
+        names |= map_modules(*layer_names, NORMS) | map_modules(*layer_names, MLP, has_bias=mlp.bias)
+        names |= map_modules(*layer_names, ATTENTION, has_bias=attention.qkv_bias)
         names |= map_mamba2(f"{ours}.mixer.1", f"{theirs}.mamba", mamba)
     return spec, names
 

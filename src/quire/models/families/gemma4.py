@@ -115,7 +115,7 @@ def _read_mixers(config: HFConfig, norm: RMSNorm) -> list[Attention]:
             window=config.integer("sliding_window") if kind == WINDOWED else None,
             score_scale=1.0,
         )
-        if source is not None and mixers[source].kept != mixer.kept:
+        if source is not None and mixers[source].cache != mixer.cache:
             raise CheckpointError(
                 f"config.json: layer {len(mixers)} reads keys and values of layer {source}, but per_layer_config "
                 "states another shape for one of them",

@@ -53,10 +53,14 @@ def granitemoehybrid(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
     )
     names = map_ends(spec)
     for idx, layer in enumerate(spec.layers):
-        place = f"layers.{idx}", f"model.layers.{idx}"
-        names |= map_modules(*place, {name: (norm,) for name, norm in NORMS.items()}) | map_modules(*place, MLP)
+        layer_names = f"layers.{idx}", f"model.layers.{idx}"
+        names |= map_modules(*layer_names, {name: (norm,) for name, norm in NORMS.items()}) | map_modules(
+            *layer_names, MLP
+        )
         if isinstance(layer.mixer, Attention):
-            names |= map_modules(*place, QKV, has_bias=has_bias) | map_modules(*place, OUTPUT, has_bias=has_bias)
+            names |= map_modules(*layer_names, QKV, has_bias=has_bias) | map_modules(
+                *layer_names, OUTPUT, has_bias=has_bias
+            )
         elif isinstance(layer.mixer, Mamba2):
             names |= map_mamba2(f"layers.{idx}.mixer", f"model.layers.{idx}.mamba", layer.mixer)
     return spec, names

@@ -63,12 +63,12 @@ def lfm2(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
     )
     names = map_ends(spec, norm="embedding_norm")
     for idx, layer in enumerate(spec.layers):
-        place = f"layers.{idx}", f"model.layers.{idx}"
-        names |= map_modules(*place, NORMS) | map_modules(*place, MLP)
+        layer_names = f"layers.{idx}", f"model.layers.{idx}"
+        names |= map_modules(*layer_names, NORMS) | map_modules(*layer_names, MLP)
         if isinstance(layer.mixer, Attention):
-            names |= map_modules(*place, ATTENTION)
+            names |= map_modules(*layer_names, ATTENTION)
         else:
-            names |= map_modules(*place, SHORT_CONV, has_bias=conv.bias)
+            names |= map_modules(*layer_names, SHORT_CONV, has_bias=conv.bias)
     return spec, names
 
 

@@ -125,12 +125,12 @@ def _map_weights(spec: ModelSpec, has_bias: bool) -> WeightMap:
     """Name the checkpoint's tensors."""
     names = map_ends(spec)
     for idx, layer in enumerate(spec.layers):
-        place = ours, theirs = f"layers.{idx}", f"model.layers.{idx}"
-        names |= map_modules(*place, {name: (norm,) for name, norm in NORMS.items()})
-        names |= map_modules(*place, {**QKV, **OUTPUT}, has_bias=has_bias)
+        layer_names = ours, theirs = f"layers.{idx}", f"model.layers.{idx}"
+        names |= map_modules(*layer_names, {name: (norm,) for name, norm in NORMS.items()})
+        names |= map_modules(*layer_names, {**QKV, **OUTPUT}, has_bias=has_bias)
         if isinstance(layer.ffn, Experts):
-            names |= map_modules(*place, EXPERTS)
+            names |= map_modules(*layer_names, EXPERTS)
             names |= {f"{ours}.{name}": (f"{theirs}.{tensor}",) for name, tensor in WHOLE.items()}
         else:
-            names |= map_modules(*place, MLP)
+            names |= map_modules(*layer_names, MLP)
     return names

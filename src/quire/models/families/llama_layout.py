@@ -120,13 +120,13 @@ def map_weights(spec: ModelSpec, norms: Mapping[str, str] = NORMS, prefix: str =
         attention = layer.mixer
         assert isinstance(attention, Attention)
         assert isinstance(layer.ffn, GatedMLP)
-        place = f"layers.{idx}", f"{prefix}.layers.{idx}"
-        names |= map_modules(*place, {name: (norm,) for name, norm in norms.items()})
-        names |= map_modules(*place, QKV, has_bias=attention.qkv_bias)
-        names |= map_modules(*place, OUTPUT, has_bias=attention.output_bias)
-        names |= map_modules(*place, MLP, has_bias=layer.ffn.bias)
+        layer_names = f"layers.{idx}", f"{prefix}.layers.{idx}"
+        names |= map_modules(*layer_names, {name: (norm,) for name, norm in norms.items()})
+        names |= map_modules(*layer_names, QKV, has_bias=attention.qkv_bias)
+        names |= map_modules(*layer_names, OUTPUT, has_bias=attention.output_bias)
+        names |= map_modules(*layer_names, MLP, has_bias=layer.ffn.bias)
         if attention.qk_norm is not None:
-            names |= map_modules(*place, HEAD_NORMS)
+            names |= map_modules(*layer_names, HEAD_NORMS)
     return names
 
 

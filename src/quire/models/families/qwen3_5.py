@@ -144,11 +144,15 @@ def _map_weights(spec: ModelSpec, has_bias: bool, prefix: str) -> WeightMap:
     """Name the checkpoint's tensors."""
     names = map_ends(spec, prefix)
     for idx, layer in enumerate(spec.layers):
-        place = ours, theirs = f"layers.{idx}", f"{prefix}.layers.{idx}"
-        names |= map_modules(*place, {name: (norm,) for name, norm in NORMS.items()}) | map_modules(*place, MLP)
+        layer_names = ours, theirs = f"layers.{idx}", f"{prefix}.layers.{idx}"
+        names |= map_modules(*layer_names, {name: (norm,) for name, norm in NORMS.items()}) | map_modules(
+            *layer_names, MLP
+        )
         if isinstance(layer.mixer, Attention):
-            names |= map_modules(*place, {**QKV, **OUTPUT}, has_bias=has_bias) | map_modules(*place, HEAD_NORMS)
+            names |= map_modules(*layer_names, {**QKV, **OUTPUT}, has_bias=has_bias) | map_modules(
+                *layer_names, HEAD_NORMS
+            )
         else:
-            names |= map_modules(*place, DELTA_NET)
+            names |= map_modules(*layer_names, DELTA_NET)
             names |= {f"{ours}.{name}": (f"{theirs}.{tensor}",) for name, tensor in HEADS.items()}
     return names
