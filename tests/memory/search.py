@@ -199,7 +199,7 @@ def _named(world: World, order: tuple[int, ...], flip: int) -> tuple[object, ...
         counts = sequence.num_slots, sequence.num_computed, sequence.is_publishing
         # Where all is kept, none of these matters.
         has_dead = any(kind.name != "full" for kind in world.size.kinds)
-        marks = (*sorted(sequence.kept_places), sequence.opened_on, sequence.regular) if has_dead else ()
+        marks = (*sorted(sequence.branch_points), sequence.opened_on, sequence.regular) if has_dead else ()
         sequences.append((tokens, pages, on_host, counts, ahead, marks, checkpoint))
     pins = tuple(
         tuple(names.setdefault(page, len(names)) if page else -1 for page in group)

@@ -159,7 +159,7 @@ class Twin:
         sequence = TwinSequence(namespace, tokens, mine, hit.num_tokens)
         last = (len(tokens) - 1) // self.page_size * self.page_size
         sequence.snapshot_points = {stop for stop in (last, diverged_at) if stop > hit.num_tokens and self.states}
-        sequence.kept_places = {last // self.page_size, diverged_at // self.page_size}
+        sequence.branch_points = {last // self.page_size, diverged_at // self.page_size}
         sequence.opened_on = hit.num_tokens
         self.sequences[seq_id] = sequence
         if self.host is not None:
@@ -269,7 +269,7 @@ class Twin:
         self.sequences[child_id] = TwinSequence(parent.namespace, tokens, pages, parent.num_slots)
         self.sequences[child_id].is_publishing = parent.is_publishing
         self.sequences[child_id].snapshot_points = set(parent.snapshot_points)
-        for name in ("kept_places", "opened_on", "regular"):
+        for name in ("branch_points", "opened_on", "regular"):
             setattr(self.sequences[child_id], name, getattr(parent, name))
 
     def can_truncate(self, seq_id: int, num_tokens: int) -> bool:

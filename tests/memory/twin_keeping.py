@@ -24,7 +24,7 @@ def is_read_at_a_parting(
     def is_read(num_pages: int) -> bool:
         return i < num_pages and twin.is_alive(idx, i, num_pages * twin.page_size)
 
-    if any(map(is_read, sequence.kept_places)):
+    if any(map(is_read, sequence.branch_points)):
         return True
     maybe = [is_parting(twin, sequence, place) for place in range(i + 1, last + 1) if is_read(place)]
     return True in maybe or (None in maybe and not goes_first(idx, i))
@@ -52,7 +52,7 @@ def supersede(twin: Twin, sequence: TwinSequence, goes_first: GoesFirst) -> None
         older, sequence.regular, sequence.opened_on = [*older, sequence.opened_on], 0, 0
     for num_tokens in older:
         num_pages = num_tokens // twin.page_size
-        if 0 < num_tokens < newest and num_pages not in sequence.kept_places:
+        if 0 < num_tokens < newest and num_pages not in sequence.branch_points:
             parts_there = is_parting(twin, sequence, num_pages)
             for idx in twin.states:
                 if parts_there or (parts_there is None and not goes_first(idx, num_pages - 1)):

@@ -108,7 +108,7 @@ class TwinSequence:
         # Lengths at which states are published besides the regular ones.
         self.snapshot_points: set[int] = set()
         # Pages behind which the next prompt may go on; lengths of snapshots that a later one takes the place of.
-        self.kept_places: set[int] = set()
+        self.branch_points: set[int] = set()
         self.opened_on = 0
         self.regular = 0
         # The length to go back to, and by group the pages that are held for it.
