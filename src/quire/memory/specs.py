@@ -83,8 +83,8 @@ class KVCacheSpec(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FullAttention:
-    """Every token stays live for as long as its sequence.
+class TokenSpec:
+    """The part that all caches of tokens share.
 
     Args:
         block_size: tokens of a block.
@@ -92,7 +92,7 @@ class FullAttention:
         num_kv_heads: KV heads of a layer (the real ones of a grouped-query model).
         head_dim: values of a head.
         element_bytes: bytes of one value.
-        scale_bytes: bytes of the scale beside each token's keys, and beside its values, of a head; 0 without one.
+        scale_bytes: bytes of the scale of each token's keys, and of its values, of a head; 0 without one.
     """
 
     block_size: int
@@ -105,20 +105,31 @@ class FullAttention:
     @property
     def bytes_per_block(self) -> int:
         """Bytes of a block: tokens x layers x (K and V) x KV heads x (head dim x element bytes, and a scale)."""
-        return _block_bytes(self)
+        head_bytes = self.head_dim * self.element_bytes + self.scale_bytes
+        return self.block_size * self.num_layers * 2 * self.num_kv_heads * head_bytes
+
+    @property
+    def is_recurrent(self) -> bool:
+        """False: tokens stay in their blocks."""
+        return False
+
+    @property
+    def period(self) -> int:
+        """1: a block later, the live tokens begin one block further."""
+        return 1
 
     def num_blocks(self, num_tokens: int) -> int:
         """Return the length of the block table that holds `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullAttention(TokenSpec):
+    """Every token stays live for as long as its sequence."""
+
     def first_live_token(self, num_tokens: int) -> int:  # noqa: ARG002
         """Return 0: every token is read."""
         return 0
-
-    @property
-    def period(self) -> int:
-        """Return 1: each block is like the one before."""
-        return 1
 
     def freed_after(self, block_idx: int) -> int:  # noqa: ARG002
         """Return `NEVER_FREED`."""
@@ -132,46 +143,20 @@ class FullAttention:
         """Return the length of the leading run."""
         return published.leading(limit)
 
-    @property
-    def is_recurrent(self) -> bool:
-        """Return False: tokens stay where they are."""
-        return False
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SlidingWindow:
+class SlidingWindow(TokenSpec):
     """A query at position `p` reads the tokens `(p - window, p]`.
 
     Args:
         window: tokens that a query reads, its own included.
-        block_size: see `FullAttention`, as for the others.
     """
 
     window: int
-    block_size: int
-    num_layers: int = 1
-    num_kv_heads: int = 1
-    head_dim: int = 1
-    element_bytes: int = 2
-    scale_bytes: int = 0
-
-    @property
-    def bytes_per_block(self) -> int:
-        """Bytes of a block: tokens x layers x (K and V) x KV heads x (head dim x element bytes, and a scale)."""
-        return _block_bytes(self)
-
-    def num_blocks(self, num_tokens: int) -> int:
-        """Return the length of the block table that holds `num_tokens` tokens."""
-        return -(-num_tokens // self.block_size)
 
     def first_live_token(self, num_tokens: int) -> int:
         """Return the first token of the next query's window."""
         return max(0, num_tokens - self.window + 1)
-
-    @property
-    def period(self) -> int:
-        """Return 1: a block later, the window lies one block further."""
-        return 1
 
     def freed_after(self, block_idx: int) -> int:
         """Return the length at which the next query's window lies right of the block."""
@@ -190,46 +175,25 @@ class SlidingWindow:
         """Return the longest prefix whose last window is published."""
         return _longest_live_hit(self, published, limit)
 
-    @property
-    def is_recurrent(self) -> bool:
-        """Return False: tokens stay where they are."""
-        return False
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkedLocal:
+class ChunkedLocal(TokenSpec):
     """A query reads the tokens of its own chunk, up to itself; chunks start at multiples of `chunk`.
 
     Args:
         chunk: tokens of a chunk.
-        block_size: see `FullAttention`, as for the others.
     """
 
     chunk: int
-    block_size: int
-    num_layers: int = 1
-    num_kv_heads: int = 1
-    head_dim: int = 1
-    element_bytes: int = 2
-    scale_bytes: int = 0
 
     @property
-    def bytes_per_block(self) -> int:
-        """Bytes of a block: tokens x layers x (K and V) x KV heads x (head dim x element bytes, and a scale)."""
-        return _block_bytes(self)
-
-    def num_blocks(self, num_tokens: int) -> int:
-        """Return the length of the block table that holds `num_tokens` tokens."""
-        return -(-num_tokens // self.block_size)
+    def period(self) -> int:
+        """Number of blocks up to the next chunk that starts with a block."""
+        return math.lcm(self.chunk, self.block_size) // self.block_size
 
     def first_live_token(self, num_tokens: int) -> int:
         """Return the first token of the next query's chunk."""
         return num_tokens // self.chunk * self.chunk
-
-    @property
-    def period(self) -> int:
-        """Return the blocks up to the next chunk that starts with a block."""
-        return math.lcm(self.chunk, self.block_size) // self.block_size
 
     def freed_after(self, block_idx: int) -> int:
         """Return the first start of a chunk that lies right of the block."""
@@ -251,11 +215,6 @@ class ChunkedLocal:
     def longest_hit(self, published: PublishedRun, limit: int) -> int:
         """Return the longest prefix whose last chunk, as far as it goes, is published."""
         return _longest_live_hit(self, published, limit)
-
-    @property
-    def is_recurrent(self) -> bool:
-        """Return False: tokens stay where they are."""
-        return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,11 +265,6 @@ class RecurrentState:
     def is_recurrent(self) -> bool:
         """Return True."""
         return True
-
-
-def _block_bytes(spec: FullAttention | SlidingWindow | ChunkedLocal) -> int:
-    head_bytes = spec.head_dim * spec.element_bytes + spec.scale_bytes
-    return spec.block_size * spec.num_layers * 2 * spec.num_kv_heads * head_bytes
 
 
 def _longest_live_hit(spec: KVCacheSpec, published: PublishedRun, limit: int) -> int:
