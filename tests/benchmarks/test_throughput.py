@@ -16,6 +16,7 @@ TINY = make_model.LLAMA | {"hidden_size": 32, "intermediate_size": 32, "num_hidd
 TINY |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 
 
+@pytest.mark.slow
 def test_peers_that_are_not_there_are_left_out_and_said_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -80,7 +80,7 @@ def test_what_is_hit_was_computed_by_both(reference: Reference) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"swap_space": 8 << 20, "preemption_mode": "swap"}],
+    [pytest.param({}, marks=pytest.mark.slow), {"swap_space": 8 << 20, "preemption_mode": "swap"}],
     ids=["recomputed", "swapped"],
 )
 def test_preempted(reference: Reference, noisy: Path, options: dict[str, Any]) -> None:

@@ -73,7 +73,7 @@ def test_prefix_hits(any_family: Reference) -> None:
     assert [output.num_cached_tokens for output in again] == expected
 
 
-@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("block_size", [4, pytest.param(16, marks=pytest.mark.slow)])
 def test_partial_hits(reference: Reference, block_size: int) -> None:
     """Each prompt after one that parts from it inside a block: what is copied of that block is what was computed."""
     llm = load(reference, block_size=block_size, num_kv_blocks=1000 // block_size)

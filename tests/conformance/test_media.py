@@ -146,7 +146,7 @@ def test_chunked_prefill(case: Case, budget: int) -> None:
     agree(case, run(load(case, max_num_seqs=2, max_num_batched_tokens=budget), case.prompts))
 
 
-@pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
+@pytest.mark.parametrize("caching", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["cached", "uncached"])
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_preempted(case: Case, mode: str, caching: bool) -> None:
     options = {"swap_space": 8 << 20} if mode == "swap" else {}

@@ -227,6 +227,7 @@ def test_the_counters_are_among_the_metrics(tmp_path: Path, expected: list[str])
     assert stats.num_hits > 0
 
 
+@pytest.mark.slow
 def test_the_command_line_finds_what_it_computed_before(tmp_path: Path) -> None:
     """Two processes, one after the other."""
     command = [sys.executable, "-m", "quire", "generate", "--prefix-cache-dir", str(tmp_path), "--json"]

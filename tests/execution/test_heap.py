@@ -29,6 +29,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc only")
+@pytest.mark.slow
 def test_freed_memory_is_not_faulted_in_again() -> None:
     def faults(mode: str) -> int:
         command = [sys.executable, "-c", MEASURE, mode]

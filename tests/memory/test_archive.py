@@ -52,6 +52,7 @@ def test_random_commands_with_a_disk_and_the_twin() -> None:
     disk_twin()
 
 
+@pytest.mark.slow
 def test_every_command_in_every_state_of_a_small_world() -> None:
     """Loads among them; with what is on disk, states are many more than the manager's own."""
     assert search(WorldSize(1, 1, host_blocks=1, has_disk=True), max_prompt=1, max_slots=1) == Searched(618, 4824)

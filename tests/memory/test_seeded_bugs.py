@@ -381,10 +381,13 @@ def test_the_net_catches_the_bug(
         net()
 
 
-# Complete searches are slow: test_small_worlds.py has others of each kind in the default run.
+# Complete searches and twins are slow: test_small_worlds.py and test_state_machine.py have others in the default run.
 @pytest.mark.parametrize(
     "net",
-    [pytest.param(net, marks=pytest.mark.slow if net.__name__.endswith("_world") else []) for net in HONEST_NETS],
+    [
+        pytest.param(net, marks=pytest.mark.slow if net.__name__.endswith(("_world", "_twin")) else [])
+        for net in HONEST_NETS
+    ],
     ids=lambda net: net.__name__,
 )
 def test_honest_code_passes_the_net(net: Callable[[], None]) -> None:

@@ -22,12 +22,12 @@ from tests.memory.world_size import WorldSize
         (WorldSize(2, 1), 2, 3, Searched(476, 2951)),
         pytest.param(WorldSize(3, 1), 2, 3, Searched(1926, 12425), marks=pytest.mark.slow),
         (WorldSize(3, 1, caching=False), 2, 3, Searched(465, 3518)),
-        (WorldSize(4, 1), 1, 2, Searched(1010, 5758)),
+        pytest.param(WorldSize(4, 1), 1, 2, Searched(1010, 5758), marks=pytest.mark.slow),
         pytest.param(WorldSize(2, 2), 2, 3, Searched(3557, 22610), marks=pytest.mark.slow),
         pytest.param(WorldSize(3, 2), 1, 3, Searched(7287, 43927), marks=pytest.mark.slow),
         (WorldSize(2, 1, kinds=(Kind("window", 2),)), 1, 3, Searched(784, 3529)),
         pytest.param(WorldSize(2, 2, kinds=(Kind("window", 2),)), 1, 4, Searched(5373, 27361), marks=pytest.mark.slow),
-        (WorldSize(2, 1, kinds=(Kind("chunk", 2),)), 1, 3, Searched(2587, 11813)),
+        pytest.param(WorldSize(2, 1, kinds=(Kind("chunk", 2),)), 1, 3, Searched(2587, 11813), marks=pytest.mark.slow),
         pytest.param(
             WorldSize(2, 1, kinds=(Kind(), Kind("window", 1))), 2, 2, Searched(4942, 23917), marks=pytest.mark.slow
         ),
@@ -35,7 +35,13 @@ from tests.memory.world_size import WorldSize
         pytest.param(
             WorldSize(2, 1, kinds=(Kind("state"),), interval=1), 1, 3, Searched(3233, 18863), marks=pytest.mark.slow
         ),
-        (WorldSize(2, 1, kinds=(Kind(), Kind("state")), interval=1), 1, 2, Searched(586, 3229)),
+        pytest.param(
+            WorldSize(2, 1, kinds=(Kind(), Kind("state")), interval=1),
+            1,
+            2,
+            Searched(586, 3229),
+            marks=pytest.mark.slow,
+        ),
         (WorldSize(1, 2, kinds=(Kind(), Kind("state"))), 2, 3, Searched(249, 1710)),
     ],
 )
@@ -56,7 +62,7 @@ def test_every_command_in_every_state_with_resets(size: WorldSize, seen: Searche
     [
         (WorldSize(2, 1, retention=1), Searched(568, 4615)),
         (WorldSize(1, 1, kinds=(Kind(), Kind("window", 1)), retention=1), Searched(106, 784)),
-        (WorldSize(2, 1, pins=1, retention=1), Searched(1062, 9671)),
+        pytest.param(WorldSize(2, 1, pins=1, retention=1), Searched(1062, 9671), marks=pytest.mark.slow),
     ],
 )
 def test_every_command_in_every_state_with_hints_and_pins(size: WorldSize, seen: Searched) -> None:
@@ -83,7 +89,10 @@ def test_every_command_in_every_state_with_two_media(
         (WorldSize(1, 1, host_blocks=1), 1, 1, Searched(250, 1454)),
         pytest.param(WorldSize(2, 1, host_blocks=1), 1, 2, Searched(1492, 9621), marks=pytest.mark.slow),
         (WorldSize(2, 2, host_blocks=1), 1, 1, Searched(189, 1096)),
-        (WorldSize(1, 1, kinds=(Kind(), Kind("window", 1)), host_blocks=2), 1, 2, Searched(978, 5766)),
+        pytest.param(
+            *(WorldSize(1, 1, kinds=(Kind(), Kind("window", 1)), host_blocks=2), 1, 2, Searched(978, 5766)),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(WorldSize(2, 1, host_blocks=1), 2, 2, Searched(6305, 44063), marks=pytest.mark.slow),
         pytest.param(WorldSize(2, 2, host_blocks=1), 1, 3, Searched(16970, 117657), marks=pytest.mark.slow),
     ],

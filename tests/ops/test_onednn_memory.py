@@ -37,6 +37,7 @@ def resident_after(**environment: str) -> int:
 
 
 @pytest.mark.skipif(not packing_works(torch.float32) or sys.platform != "linux", reason="weights are not packed here")
+@pytest.mark.slow
 def test_steps_of_many_lengths_leave_bounded_memory_behind() -> None:
     assert resident_after() < 120
     unbounded = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1024", "LRU_CACHE_CAPACITY": "1024"}

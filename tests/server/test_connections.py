@@ -104,6 +104,7 @@ def test_a_stream_that_nobody_reads_is_ended_and_its_request_aborted(hasty: Serv
         assert b"[DONE]" not in read_all(connection)
 
 
+@pytest.mark.slow
 def test_an_answer_that_nobody_reads_is_ended_too(hasty: ServerProcess) -> None:
     body = {"prompt": "Z", "max_tokens": 300, "n": 32, "logprobs": 64, "ignore_eos": True}
     with connect(hasty, receive_buffer=4096) as connection:
@@ -181,6 +182,7 @@ def test_unfinished_bodies_keep_nobody_out(folder: Path, tmp_path: Path) -> None
         assert "Traceback" not in server.log.read_text()
 
 
+@pytest.mark.slow
 def test_the_rest_of_a_refused_body_may_outlast_the_idle_limit(folder: Path, tmp_path: Path) -> None:
     flags = ("--num-kv-blocks", "300", "--keep-alive-timeout", "0.2")
     with running(folder, tmp_path / "log", *flags) as server, connect(server) as connection:
@@ -199,6 +201,7 @@ def test_answers_without_the_applications_help_have_an_id_too(hasty: ServerProce
     assert len(ids) == 3
 
 
+@pytest.mark.slow
 def test_without_descriptors_the_server_waits_and_says_so_once(folder: Path, tmp_path: Path) -> None:
     with running(folder, tmp_path / "log", "--num-kv-blocks", "300") as server:
         pid = server.process.pid

@@ -179,7 +179,7 @@ def test_a_second_signal_ends_at_once(folder: Path, tmp_path: Path) -> None:
             list(held)
 
 
-@pytest.mark.parametrize("length", [DEADLY, PANICKING])
+@pytest.mark.parametrize("length", [DEADLY, pytest.param(PANICKING, marks=pytest.mark.slow)])
 def test_a_server_whose_engine_has_died_says_so_and_ends_with_an_error(
     folder: Path, tmp_path: Path, length: int
 ) -> None:

@@ -178,6 +178,7 @@ def test_a_normalizer_makes_no_text_longer_than_its_settings_show(normalizer: no
         assert len(normalizer.normalize_str(text).encode()) <= most * len(text.encode())
 
 
+@pytest.mark.slow
 def test_a_text_that_a_normalizer_would_multiply_is_refused() -> None:
     library = Library.from_str(kind("gpt2").to_str())
     library.normalizer = normalizers.Sequence(
