@@ -40,16 +40,16 @@ class CapacityQueries:
         Args:
             num_tokens: tokens to hold, those of the hit included.
             hit: the prefix to open on.
-            step_tokens: the most tokens that will be appended at once, None for all: what dies between the steps of
-                a prompt makes room for the next.
-            reserved: blocks of each group that sequences already let in will still ask for.
+            step_tokens: greatest number of tokens that a step appends; None for all. Blocks that leave the window
+                between the steps of a prompt are free for the next.
+            reserved: number of blocks of each group that admitted sequences will still ask for.
         """
-        refusal = self._refuse_for_ever(num_tokens)
+        refusal = self._never_fits(num_tokens)
         if refusal is not None:
             return refusal
         arena, groups = self._tables.arena, self._tables.groups
         return check_admission(
-            arena, groups, num_tokens, hit, step_tokens or num_tokens, *self._kept_for_others(reserved)
+            arena, groups, num_tokens, hit, step_tokens or num_tokens, *self._reserved_for_others(reserved)
         )
 
     def can_ever_hold(self, num_tokens: int, *, width: int = 1, num_shared: int = 0) -> bool:
@@ -61,7 +61,7 @@ class CapacityQueries:
             num_shared: tokens that all of those began with, and hold once.
         """
         if width == 1:
-            return self._refuse_for_ever(num_tokens) is None
+            return self._never_fits(num_tokens) is None
         arena, groups = self._tables.arena, self._tables.groups
         refusal = never_fits(arena, groups, num_tokens, self._num_slabs, width=width, num_shared=num_shared)
         return refusal is None
@@ -78,7 +78,7 @@ class CapacityQueries:
         missing = []
         for group, table, num_skipped in zip(self._tables.groups, state.tables, state.num_skipped, strict=True):
             if group.spec.is_recurrent:
-                # A state that somebody else holds too is copied by the next step.
+                # The next step copies a state that has another holder.
                 missing.append(int(not table or group.pool.ref_counts[table[-1]] > 1))
                 continue
             more = group.spec.peak_blocks(num_tokens, step_tokens or num_tokens) - (len(table) - num_skipped)
@@ -113,11 +113,11 @@ class CapacityQueries:
             ValueError: see `swap_in`.
         """
         states = self._tables.siblings(seq_ids, Tier.HOST)
-        kept = self._kept_for_others(reserved)
-        return swap.check_swap_in(self._tables, states, num_tokens, step_tokens, *kept, self._num_slabs)
+        others = self._reserved_for_others(reserved)
+        return swap.check_swap_in(self._tables, states, num_tokens, step_tokens, *others, self._num_slabs)
 
     def swap_size(self, seq_ids: Sequence[int]) -> SwapSize:
-        """Return what would be copied to swap a family, out or in, as things are now.
+        """Return the size of the copies that would swap siblings, out or in, at present.
 
         Raises:
             ValueError: see `swap_out` and `swap_in`.
@@ -126,10 +126,10 @@ class CapacityQueries:
         return swap.measure_swap(self._tables, self._tables.siblings(seq_ids, tier), tier)
 
     def would_release(self, seq_ids: Sequence[int]) -> Release:
-        """Say what live sequences hold for themselves, and what would be lost if they were released."""
+        """Return the memory that only some live sequences hold, and the tokens that releasing them would lose."""
         return measure_release(self._tables.groups, [self._tables.sequences[seq_id] for seq_id in seq_ids])
 
-    def _refuse_for_ever(self, num_tokens: int) -> AllocStatus | None:
+    def _never_fits(self, num_tokens: int) -> AllocStatus | None:
         if num_tokens <= self._known_to_fit:
             return None
         refusal = never_fits(self._tables.arena, self._tables.groups, num_tokens, self._num_slabs)
@@ -137,7 +137,7 @@ class CapacityQueries:
             self._known_to_fit = num_tokens
         return refusal
 
-    def _kept_for_others(self, reserved: Sequence[int]) -> tuple[Sequence[int], int]:
+    def _reserved_for_others(self, reserved: Sequence[int]) -> tuple[Sequence[int], int]:
         """Return the blocks of each group, and the slabs, that stay free for sequences that hold blocks of the device.
 
         The watermark is in slabs, so that it is a share of the bytes: a state has the bytes of hundreds of blocks.

@@ -199,25 +199,25 @@ def _check_partition(group: CacheGroup, holders: Counter[int], lent: list[int]) 
 
 
 def _check_index(group: CacheGroup) -> None:
-    """M4: a place has one block and a block one place, in the tree, with a whole block's content or less."""
+    """M4: a position has one block and a block one position, in the tree, with a whole block's content or less."""
     index, size = group.pool.index, group.spec.block_size
-    places = {
-        block_id: place for block_id in range(index.num_ids) if (place := index.position_of(block_id)) is not None
+    positions = {
+        block_id: found for block_id in range(index.num_ids) if (found := index.position_of(block_id)) is not None
     }
-    for block_id, (node, position) in places.items():
+    for block_id, (node, position) in positions.items():
         content = node.content(position)
         if len(content) < TOKEN_BYTES or not _is_media(content[TOKEN_BYTES * size :], size):
             raise InvariantViolation("M4", f"block {block_id} is published as {content!r}")
         if index.at((node, position)) != block_id:
-            raise InvariantViolation("M4", f"block {block_id} is not the one at its place")
+            raise InvariantViolation("M4", f"block {block_id} is not the one at its position")
         if not _is_in_tree(index.tree, node):
-            raise InvariantViolation("M4", f"block {block_id} is published at a place that is not in the tree")
-    if len(places) != len(index):
-        raise InvariantViolation("M4", f"{len(places)} blocks have a place, {len(index)} count as published")
+            raise InvariantViolation("M4", f"block {block_id} is published at a position that is not in the tree")
+    if len(positions) != len(index):
+        raise InvariantViolation("M4", f"{len(positions)} blocks have a position, {len(index)} count as published")
 
 
 def _is_in_tree(tree: RadixTree, node: RadixNode) -> bool:
-    """Say whether a node is reached from its root."""
+    """Return whether a node is reached from its root."""
     while node.parent is not None:
         if node.parent.branches.get(node.first - node.parent.first, {}).get(node.name) is not node:
             return False
@@ -226,7 +226,7 @@ def _is_in_tree(tree: RadixTree, node: RadixNode) -> bool:
 
 
 def _check_tree(manager: KVCacheManager) -> None:
-    """M4: digests name what they cover, contents that follow the same differ, and what is counted of blocks is so."""
+    """M4: digests are those of the contents, siblings differ, and the counts of published blocks are right."""
     tree = manager.tree
     indexes = [group.pool.index for group in (*manager.groups, *(manager.host.groups if manager.host else ()))]
     if any(index.tree is not tree for index in indexes):
@@ -244,7 +244,7 @@ def _check_tree(manager: KVCacheManager) -> None:
             for position in range(node.length):
                 block_id = index.at((node, position))
                 if block_id != NULL_BLOCK and index.position_of(block_id) != (node, position):
-                    raise InvariantViolation("M4", f"block {block_id} is at a place that it does not know of")
+                    raise InvariantViolation("M4", f"block {block_id} is at a position that it does not know of")
         for position, branches in node.branches.items():
             contents = [branch.content(0) for branch in branches.values()]
             own = node.content(position) if position < node.length else None

@@ -247,12 +247,12 @@ class KVCacheManager:
         return child.chain
 
     def truncate(self, seq_id: int, num_tokens: int) -> None:
-        """Take back the slots from `num_tokens` on; the owner shortens the chain's tokens afterwards.
+        """Remove the slots from `num_tokens` on; the owner shortens the chain's tokens afterwards.
 
         Args:
             seq_id: a live sequence on the device.
-            num_tokens: slots to keep, at most those it has, and at least `rollback.limit`: dead blocks are gone. With
-                groups of states it is the limit or all: what lies between was computed, but no state was kept there.
+            num_tokens: number of slots to keep, from `rollback.limit` to the present number. With recurrent groups one
+                of these two: no state was stored for the lengths between them.
 
         Raises:
             ValueError: a number of slots that is not allowed, or the sequence is swapped out.
@@ -260,10 +260,10 @@ class KVCacheManager:
         self.rollback.truncate(seq_id, num_tokens)
 
     def publish(self, seq_id: int, num_computed: int) -> None:
-        """Note that the KV of the first `num_computed` tokens is stored and verified; publish the full blocks.
+        """Record that the KV of the first `num_computed` tokens is stored and verified; publish the full blocks.
 
         A block whose identity is published already is a duplicate: the table takes the published one, and the
-        duplicate goes back. Dead blocks, which no later token reads, go back too: null entries take their place.
+        duplicate is released. So are blocks that no later token reads, which null entries replace.
         States are published where a snapshot is due and all slots are computed.
 
         Raises:
@@ -341,10 +341,10 @@ class KVCacheManager:
         swap.swap_in(self.tables, seq_ids, self.windowed_groups)
 
     def reset_prefix_cache(self) -> None:
-        """Make nothing that is published now be hit again, whoever runs; idle blocks are free at once.
+        """Unpublish all blocks, also while sequences run; idle blocks are free at once.
 
-        Live sequences keep their blocks and publish no more: what they go on to compute rests on what they have.
-        Pins, which nothing could hit, go too.
+        Live sequences keep their blocks and stop publishing, since their later blocks depend on the earlier ones. Pins
+        are removed, too.
         """
         self.tables.version += 1
         self.arena.retention.clear()

@@ -4,12 +4,12 @@ The manager asks a spec and never looks at its kind. With `n` tokens computed, t
 
 ```
  tokens   |<-- dead -->|<-- live: [first_live_token(n), n) -->| n
- blocks   [ null ][ null ][ kept ][ kept ][ kept ][ kept ]
+ blocks   [ null ][ null ][ held ][ held ][ held ][ held ]
 ```
 
-A block is dead once all its tokens are. Dead tokens never come back to life, whatever is computed after them.
+A block is dead once all its tokens are. Dead tokens are never read again.
 
-A state sums all tokens up in one block, which growth carries along to the last place of the table:
+A recurrent state includes all tokens in one block, which growth moves to the last entry of the table:
 
 ```
  blocks   [ null ][ null ][ null ][ null ][ null ][ state after n tokens ]

@@ -1,6 +1,6 @@
-"""The door to the kernels: what a backend computes, and what it is told about a step.
+"""The interface of kernel backends: their operations, and the description of a step.
 
-A backend is one class and one row in `quire.ops.BACKENDS`. Models and execution know this file only, and
+A backend is one class and a line of `quire.ops.make_ops`. Models and execution know this file only, and
 `fused_layers`.
 """
 

@@ -116,9 +116,9 @@ class Release(NamedTuple):
     """The memory that only some sequences hold, and the tokens that would be lost with it.
 
     Args:
-        freed_bytes: bytes of the blocks that nobody else holds.
-        lost_tokens: computed tokens behind the leading blocks that others hold too. An estimate from above: published
-            blocks may still be found, until somebody takes them.
+        freed_bytes: bytes of the blocks without other holders.
+        lost_tokens: number of computed tokens after the leading blocks with other holders. An upper bound: published
+            blocks can still be hit until they are evicted.
     """
 
     freed_bytes: int
@@ -126,25 +126,25 @@ class Release(NamedTuple):
 
 
 def measure_release(groups: Sequence[CacheGroup], states: Sequence[SequenceBlocks]) -> Release:
-    """Return what the blocks of live sequences amount to.
+    """Return the memory and the tokens that releasing live sequences would free and lose.
 
     Args:
         groups: the cache groups.
         states: sequences on the device; blocks that only they share count as their own.
     """
     freed_bytes = 0
-    kept = [state.num_computed for state in states]
+    num_left = [state.num_computed for state in states]
     for idx, group in enumerate(groups):
         tables = [state.tables[idx] for state in states]
         holders = Counter(chain.from_iterable(tables))
-        # Null entries need not be found again, as blocks of others need not.
+        # Null entries are not lost, nor are blocks with other holders.
         del holders[NULL_BLOCK]
         own = {block_id for block_id, count in holders.items() if group.pool.ref_counts[block_id] == count}
         freed_bytes += len(own) * group.spec.bytes_per_block
-        for which, table in enumerate(tables):
+        for state_idx, table in enumerate(tables):
             first = next((block_idx for block_idx, block_id in enumerate(table) if block_id in own), len(table))
             if group.spec.is_recurrent and first < len(table):
-                # All tokens are summed up in the one state.
+                # The one state includes all tokens.
                 first = 0
-            kept[which] = min(kept[which], first * group.spec.block_size)
-    return Release(freed_bytes, sum(state.num_computed for state in states) - sum(kept))
+            num_left[state_idx] = min(num_left[state_idx], first * group.spec.block_size)
+    return Release(freed_bytes, sum(state.num_computed for state in states) - sum(num_left))

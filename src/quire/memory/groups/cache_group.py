@@ -58,8 +58,8 @@ def find_prefix(
     """Find the longest prefix of whole blocks whose live blocks are published in every group, on either tier.
 
     Each group in turn shortens the prefix to the longest that it can serve, until all agree: a shorter prefix may
-    need blocks of a window that a longer one does not. Groups of states come last, so that the hit can tell where
-    they alone end it. Where no group needs any block, at the end of a chunk, somebody must have published the last.
+    need blocks of a window that a longer one does not. Recurrent groups come last, so that the reason of the hit's
+    end can name them. Where no group needs any block, at the end of a chunk, its last block must be published.
 
     Args:
         groups: cache groups with one block size.
@@ -71,12 +71,12 @@ def find_prefix(
     tiers = zip(groups, host_groups, strict=True) if host_groups else ()
     tiered = [TieredView(group.pool.index, host.pool.index, chain, limit) for group, host in tiers]
     views: Sequence[ChainView | TieredView] = tiered or [group.pool.index.view(chain, limit) for group in groups]
-    kept = [idx for idx, group in enumerate(groups) if not group.spec.is_recurrent]
-    length, ended_by = longest_agreed(groups, views, kept, limit)
-    while length and kept and _needs_nothing_published(groups, views, kept, length):
-        length, lacking = longest_agreed(groups, views, kept, length - 1)
+    token_groups = [idx for idx, group in enumerate(groups) if not group.spec.is_recurrent]
+    length, ended_by = longest_agreed(groups, views, token_groups, limit)
+    while length and token_groups and _needs_nothing_published(groups, views, token_groups, length):
+        length, lacking = longest_agreed(groups, views, token_groups, length - 1)
         ended_by = ended_by if lacking is None else lacking
-    if len(kept) < len(groups):
+    if len(token_groups) < len(groups):
         length, lacking = longest_agreed(groups, views, range(len(groups)), length)
         ended_by = ended_by if lacking is None else lacking
     block_ids = []
@@ -86,16 +86,16 @@ def find_prefix(
         live = view.block_ids(num_skipped, length)
         block_ids.append((NULL_BLOCK,) * num_skipped + live if num_skipped else live)
         if tiered:
-            loads += [BlockLoad(idx, *place) for place in tiered[idx].host_blocks(num_skipped, length)]
+            loads += [BlockLoad(idx, *block) for block in tiered[idx].host_blocks(num_skipped, length)]
     return PrefixRun(length, tuple(block_ids), ended_by, tuple(loads))
 
 
 def _needs_nothing_published(
-    groups: Sequence[CacheGroup], views: Sequence[PublishedRun], kept: Sequence[int], length: int
+    groups: Sequence[CacheGroup], views: Sequence[PublishedRun], token_groups: Sequence[int], length: int
 ) -> bool:
-    """Say whether a prefix is a hit of nothing: no group of tokens needs its blocks, and nobody published the last."""
+    """Return whether a prefix is an empty hit: no token group reads its blocks, and its last block is not published."""
     num_tokens = length * groups[0].spec.block_size
-    is_needed = any(groups[idx].num_skipped(num_tokens) < length for idx in kept)
+    is_needed = any(groups[idx].num_skipped(num_tokens) < length for idx in token_groups)
     return not is_needed and all(view.last_gap(length - 1, length) >= 0 for view in views)
 
 

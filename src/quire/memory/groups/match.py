@@ -39,12 +39,12 @@ def find_hit(
     run = find_prefix(groups, chain, limit // size, host_groups)
     start = run.num_blocks * size
     # A state covers whole blocks only; with one, the groups of tokens still tell where the prompt differs.
-    kept = [group for group in groups if not group.spec.is_recurrent]
+    token_groups = [group for group in groups if not group.spec.is_recurrent]
     next_one = None
-    if kept and start < limit:
+    if token_groups and start < limit:
         content = chain.part(start, min(start + size, num_tokens))
-        next_one = longest_partial_match(kept, chain, run.num_blocks, content)
-    is_divisible = len(kept) == len(groups)
+        next_one = longest_partial_match(token_groups, chain, run.num_blocks, content)
+    is_divisible = len(token_groups) == len(groups)
     num_copied, block_ids, loads = 0, run.block_ids, run.loads
     if next_one is not None and is_divisible:
         num_copied = min(next_one.num_tokens, limit - start)

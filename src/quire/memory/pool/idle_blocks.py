@@ -1,9 +1,9 @@
-"""The published blocks of a pool that nobody holds, in the order in which they are evicted.
+"""The published blocks of a pool without holders, in the order in which they are evicted.
 
 ```
- evicted first   LOW      what its own sequence needed no more: blocks behind a window, snapshots before a later one
-                 DEFAULT  what sequences left when they ended
- evicted last    HIGH     the same with the hint `retain_cache`
+ evicted first   LOW      blocks that left a window, and snapshots before a later one
+                 DEFAULT  blocks of ended sequences
+ evicted last    HIGH     blocks of ended sequences with `retain_cache`
 ```
 
 Blocks of one retention priority go in the order of the eviction policy; those of `LOW` by age whatever the policy. All

@@ -19,7 +19,7 @@ MOST_STALE = 4096
 
 
 class Ticker:
-    """Moments, each later than all before: whoever shares one can tell what came first."""
+    """A counter of ticks, each greater than all before; it orders the events of all that share it."""
 
     __slots__ = ("now",)
 

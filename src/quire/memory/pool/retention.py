@@ -1,6 +1,6 @@
-"""The hint that a request's blocks be evicted last: which blocks carry it, within a limit.
+"""Retained blocks, those of requests with `retain_cache`, which are evicted last, within a limit.
 
-It is never a promise: memory that somebody needs is always had.
+They are no reservation: a sequence that needs memory evicts them when no other idle blocks are left.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ MOVEMENT = re.compile(r"(\d+):(\d+)([hd]?)>(\d+)([hd]?)")
 
 
 def keyed_name(digest: bytes, _: bytes) -> str:
-    """Return half of a block's digest: nobody without the manager's key can tell the tokens, or guess and compare."""
+    """Return half of a block's digest: without the manager's key the tokens cannot be guessed and compared."""
     return digest[: DIGEST_BYTES // 2].hex()
 
 
@@ -103,9 +103,9 @@ class MemoryRecorder:
     def allocated(self, seq_id: int, chain: TokenChain, hit: PrefixHit) -> None:
         names = self._last_name(chain, hit.num_tokens)
         if hit.num_copied:
-            place = self.manager.groups[0].pool.index.position_of(hit.block_ids[0][-1])
-            assert place is not None
-            names += self._name_at(place)
+            node_position = self.manager.groups[0].pool.index.position_of(hit.block_ids[0][-1])
+            assert node_position is not None
+            names += self._name_at(node_position)
         self._write(f"a {seq_id} {len(chain.tokens)} {hit.diverged_at} {hit.num_tokens}{names}")
 
     def appended(
@@ -184,8 +184,8 @@ class MemoryRecorder:
         num_blocks = num_tokens // self.manager.block_size
         return "".join(f" {name}" for name in self._names(chain, max(0, num_blocks - 1), num_blocks))
 
-    def _name_at(self, place: NodePosition) -> str:
-        node, position = place
+    def _name_at(self, node_position: NodePosition) -> str:
+        node, position = node_position
         return f" {self._name(node.digest(position), node.content(position))}"
 
     def _write(self, line: str) -> None:
