@@ -22,7 +22,7 @@ class Batch:
     """One step's input to a model.
 
     Args:
-        input_ids: [T] of int64, the items' tokens one behind the other.
+        input_ids: [T] of int64, the items' tokens, concatenated.
         positions: [T] of int64.
         groups: one for each cache group, as what it keeps asks for.
         row_starts: S + 1 numbers; item `s` owns rows `[row_starts[s], row_starts[s + 1])`.

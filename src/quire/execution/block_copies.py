@@ -12,7 +12,7 @@ from quire.execution.kv_storage import Storage
 from quire.kvstore.disk_blocks import DiskBlocks
 from quire.memory.results import BlockCopy, StoredBlock, Tier
 
-# Enough that caches do not flatter the rate, little enough that nobody waits for it.
+# Large enough that caches do not inflate the rate, small enough that loading is not slower.
 CALIBRATION_BYTES = 32 << 20
 
 
@@ -96,6 +96,6 @@ class BlockCopier:
 
 
 def _rows_of(memory: Tensor, row_bytes: int) -> Tensor:
-    """Return memory as rows, [as many as are whole, row_bytes]."""
+    """Return memory as rows, [number of whole rows, row_bytes]."""
     num_rows = len(memory) // row_bytes
     return memory[: num_rows * row_bytes].view(num_rows, row_bytes)

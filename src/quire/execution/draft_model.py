@@ -15,7 +15,7 @@ from quire.scheduling.plan import ItemResult, ScheduledSequence
 
 
 class DraftModel:
-    """Runs a draft model in cache groups of its own, which lie behind the target's and are granted with them.
+    """Runs a draft model in cache groups of its own, which follow the target's and get slots with them.
 
     In each step it computes what the target does: prompts, tokens and drafts alike, so that a block that is shared,
     published, swapped or rolled back has the keys and values of both. So a draft is computed here too, the last one

@@ -1,4 +1,4 @@
-"""The media of open sequences: embeddings that take the place of their tokens' own."""
+"""Multimodal embeddings of open sequences, which replace those of their tokens."""
 
 from __future__ import annotations
 

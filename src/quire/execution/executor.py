@@ -1,4 +1,4 @@
-"""Executors: who carries a plan to the data plane and its result back."""
+"""Executors carry a plan to the data plane, and its result back."""
 
 from __future__ import annotations
 

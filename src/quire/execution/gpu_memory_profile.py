@@ -79,7 +79,7 @@ def prefill_items(limits: StepLimits) -> Items:
 
 
 def decode_items(limits: StepLimits, num_cached: int) -> Items:
-    """Return (start, tokens) of each sequence in a step of decodes that have so many cached tokens together, or nearly.
+    """Return (start, tokens) of each sequence in a step of decodes with about a given number of cached tokens.
 
     Where there are drafts, each has a token and as many of them as there may be.
     """

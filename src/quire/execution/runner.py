@@ -48,8 +48,8 @@ class ModelRunner:
         media: has the embeddings that come with prompts.
         host_bytes: number of bytes of the host tier; 0 for none.
         disk: the tier below that, if there is one.
-        draft: a second model that makes drafts; its cache groups lie behind the first one's.
-        prefaulter: has the memory's pages ready, if anybody does.
+        draft: a second model that makes drafts; its cache groups follow the first one's.
+        prefaulter: touches the memory's pages before they are used; None for none.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ def cache_specs(spec: ModelSpec, block_size: int, cache_dtype: CacheDtype, input
 def state_bytes(cache: StateCacheShape, input_bytes: int) -> int:
     """Return the bytes of one recurrent layer's state, with convolution inputs of `input_bytes` each.
 
-    A state has a multiple of four bytes, so that the float32 sums of the layers and blocks behind it are aligned.
+    A state has a multiple of four bytes, so that the float32 states of the next layers and blocks are aligned.
     """
     return -(-(cache.sum_bytes + cache.num_inputs * input_bytes) // 4) * 4
 

@@ -8,7 +8,7 @@ from quire.ops.native_library import MAX_HEAD_DIM
 
 
 def check_deterministic(spec: ModelSpec) -> None:
-    """Refuse a model with a part whose results depend on the rows beside, or that nobody has seen not to.
+    """Reject a model with a part whose results depend on the batch, or are not shown to be independent of it.
 
     Chunks of a recurrence are summed differently than single rows; stock operators on vectors compute sigmoids of what
     is left over, and scaled sums, with another rounding.

@@ -14,7 +14,7 @@ from quire.ops.interface import Activation, Linear, Ops
 
 
 class ExpertsBlock:
-    """Experts behind a router.
+    """Experts with a router.
 
     Rows are brought together by expert: an expert that any row goes through costs two products, the others none.
 

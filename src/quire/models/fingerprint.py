@@ -1,8 +1,8 @@
 """A digest of everything besides tokens on which a model's keys and values depend: weights, configuration, kernels.
 
 Names, sizes and headers tell fine-tuned weights not apart, and no sample of their bytes does so surely. So every byte
-is read, once: the digest of a file is remembered with what the file system knows of it, and a file that nobody has
-touched since is not read again.
+is read, once: the digest of a file is remembered with what the file system knows of it, and an unchanged file is
+not read again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def fingerprint(checkpoint: Checkpoint, layout: Sequence[str], known: Path, num_
     paths = sorted({tensor.path for tensor in checkpoint.tensors.values()})
     digests = {}
     for path in paths:
-        # Links are followed; whoever writes to a file, or puts another in its place, changes one of these.
+        # Links are followed; a write to a file, or its replacement, changes one of these.
         status = path.stat()
         name = json.dumps([status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns])
         digests[name] = remembered.get(name) or _digest(path)

@@ -61,8 +61,8 @@ class Rope:
     """Rotary position embedding, the two halves of what turns rotated against each other.
 
     Args:
-        num_turned: the first values of a head, which turn as a head of so many would; None for all of them.
-        interleaved: neighbours turn against each other instead of halves.
+        num_turned: number of first values of a head that are rotated, like a head of that size; None for all of them.
+        interleaved: True to rotate neighbours against each other instead of halves.
 
     Source: RoFormer, arXiv 2104.09864.
     """

@@ -365,13 +365,13 @@ class ModelSpec:
 
     @property
     def last_cached_layer(self) -> int:
-        """The last layer that keeps something, -1 for none; from its mixer's result on, rows are for who reads them."""
+        """The last layer with a cache, -1 for none; after its mixer, only output rows are computed."""
         keeping = (any(part.cache is not None for part in layer.parts) for layer in self.layers)
         return max((idx for idx, is_keeping in enumerate(keeping) if is_keeping), default=-1)
 
     @property
     def cache_groups(self) -> tuple[LayerGroup, ...]:
-        """The cache groups in the order of their first layers, those that keep tokens before those that keep states."""
+        """The cache groups in the order of their first layers, those of tokens before those of states."""
         cache = [mixer.cache for layer in self.layers for mixer in layer.parts if mixer.cache is not None]
         kinds = sorted(dict.fromkeys(cache), key=lambda each: isinstance(each, StateCacheShape))
         return tuple(LayerGroup(cache.count(each), each) for each in kinds)

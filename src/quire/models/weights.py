@@ -18,7 +18,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 STORED_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 # Values of a tensor that are looked at before it is taken.
 SAMPLED = 4096
-# A row of an embedding that is no number fails only who uses its token; some checkpoints have such for unused ones.
+# A NaN in a row of an embedding fails only requests with its token; some checkpoints have such rows for unused tokens.
 EMBEDDING = "embedding.weight"
 MOST_BROKEN_ROWS = 0.5
 # Left over from training, or tied to a tensor that is read: no model misses them.

@@ -88,7 +88,7 @@ def _best_of_rows(
     values, ids, errors = [], [], dict[int, str]()
     tile = rows_per_tile(logits.shape[1])
     for start in range(0, len(rows), tile):
-        # Row by row: what is beside a row does not change its sum.
+        # Row by row: other rows do not change the sum of a row.
         part = logits[start : start + tile].log_softmax(-1)
         changed = [
             (row, known.adjustments, known.position)

@@ -2,7 +2,7 @@
 
 1. `structured_outputs`, `allowed_token_ids`, `logit_bias`, end tokens that `min_tokens` suppresses, `bad_words`;
 2. `repetition_penalty`, `frequency_penalty`, `presence_penalty`, DRY;
-3. `logits_processors`, in the order given; behind them the grammar again, as they may return logits of their own.
+3. `logits_processors`, in the given order; then the grammar again, as they may return logits of their own.
 
 Temperature and the filters come after (`quire.execution.sampling.sampling`). Requests without them skip this.
 """

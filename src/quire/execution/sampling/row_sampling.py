@@ -1,4 +1,4 @@
-"""Tokens from rows of logits, whoever they belong to; no row's tokens depend on the rows beside it."""
+"""Sampling of tokens from rows of logits; the tokens of a row do not depend on the other rows."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class Sampler:
         self._begin(plan.items)
 
     def _begin(self, items: Sequence[ScheduledSequence]) -> None:
-        """Have histories and constraints know the tokens before those that are to be drawn, and none behind them."""
+        """Sync histories and grammar states to the tokens before those that are drawn."""
         if self._with_history:
             for item in items:
                 history = self._with_history.get(item.seq_id)
@@ -232,7 +232,7 @@ def _take_likeliest(logits: torch.Tensor, items: Sequence[ScheduledSequence]) ->
 
 
 def _run(item: ScheduledSequence, drawn: Sequence[int]) -> tuple[int, ...]:
-    """Return the tokens that follow each other: up to the first that is not the draft behind it."""
+    """Return the drawn tokens up to the first that differs from its draft."""
     certain = len(item.token_ids) - item.num_draft
     for draft_idx, (token_id, draft) in enumerate(zip(drawn, item.token_ids[certain:], strict=False), 1):
         if token_id != draft:
@@ -246,7 +246,7 @@ def _verify(
     """Draw a run for each item.
 
     At each of its rows the token is drawn that would be drawn without drafts, from the same distribution with the same
-    random number; so as long as the drafts are those tokens, the rows behind them are those that would have come. For a
+    random number; so as long as the drafts are those tokens, the rows after them are those that would have come. For a
     draft that is certain, that is rejection sampling: it is accepted as often as it would have been drawn, and what
     takes its place is distributed as what else would have been.
 

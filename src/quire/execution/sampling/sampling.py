@@ -1,8 +1,7 @@
 """Random choice of tokens: which may be drawn, and which one is.
 
 A draw is a function of the row's own logits, of the sequence's seed and sample index, and of the token's position.
-There is no generator whose state could depend on who else is in the batch, on the order of the batch, or on a
-preemption in between.
+There is no generator whose state could depend on the batch, its order, or a preemption in between.
 """
 
 from __future__ import annotations

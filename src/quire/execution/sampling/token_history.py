@@ -49,7 +49,7 @@ class TokenHistory:
         Args:
             start: position of the first given token; at most the number of tokens known.
             token_ids: the tokens from there on.
-            is_end: True when the sequence ends with them; else known tokens behind them stay (the prompt's rest).
+            is_end: True where the sequence ends with them; otherwise known tokens after them stay (the prompt's rest).
         """
         known = self._token_ids
         assert start <= len(known), f"tokens [{len(known)}, {start}) were never named"
@@ -65,7 +65,7 @@ class TokenHistory:
                 self._count(token_id, len(known) - 1, 1)
 
     def tokens(self) -> torch.Tensor:
-        """Return prompt and output, int32 [n], as a view: nobody may hold it when `follow` is called next."""
+        """Return prompt and output, int32 [n], as a view that is valid until the next `sync`."""
         return torch.frombuffer(self._token_ids, dtype=torch.int32)
 
     def prompt_and_output(self) -> tuple[list[int], list[int]]:
@@ -73,7 +73,7 @@ class TokenHistory:
         return self._token_ids[: self._num_prompt].tolist(), self._token_ids[self._num_prompt :].tolist()
 
     def counts(self) -> TokenCounts:
-        """Return the counts as views; they change with the next `follow`."""
+        """Return the counts as views; they change with the next `sync`."""
         size = len(self._slots)
         return TokenCounts(*(column[:size] for column in self._counts))
 

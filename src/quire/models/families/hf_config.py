@@ -159,7 +159,7 @@ class HFConfig:
         return tuple(map(bool, value))
 
     def numbers(self, name: str, default: tuple[float, ...]) -> tuple[float, ...]:
-        """Read a list of as many positive numbers as `default` has; null counts as missing."""
+        """Read a list of positive numbers, of the length of `default`; null counts as missing."""
         value = self._fields.get(name)
         if value is None:
             return default

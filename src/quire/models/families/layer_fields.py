@@ -93,7 +93,7 @@ def read_turned(config: HFConfig) -> tuple[bool, ...]:
 
 
 def read_expert_layers(config: HFConfig) -> frozenset[int]:
-    """Read which layers have experts: those that `moe_layers` lists, or each so many."""
+    """Read which layers have experts: those that `moe_layers` lists, or every n-th."""
     if config.has("moe_layers"):
         return config.indices("moe_layers")
     step = config.integer("interleave_moe_layer_step", 1)

@@ -39,7 +39,7 @@ def read_llama_layout(
     head_dim: int | None = None,
     windows: Sequence[int | None] | None = None,
 ) -> tuple[ModelSpec, WeightMap]:
-    """Read a decoder of layers that differ in their windows at most, each attention and gated MLP behind a norm.
+    """Read a decoder of layers of attention and gated MLP, each after a norm, which differ in their windows at most.
 
     Args:
         qkv_bias, output_bias, mlp_bias, qk_norm: additions of the family to Llama.

@@ -1,4 +1,4 @@
-"""Qwen3.5 (dense, text): gated delta nets, and attention with gates behind it in every fourth layer."""
+"""Qwen3.5 (dense, text): gated delta nets, and attention with output gates in every fourth layer."""
 
 from __future__ import annotations
 
