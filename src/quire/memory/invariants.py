@@ -31,13 +31,13 @@ def check(manager: KVCacheManager) -> None:
         _check_tier(manager, tier)
     num_swapped = sum(state.is_swapped for state in manager.sequences.values())
     if num_swapped != (manager.host.num_sequences if manager.host is not None else 0):
-        raise InvariantViolation("M1", f"{num_swapped} sequences are swapped out, another number is counted")
+        raise InvariantViolation("M1", f"{num_swapped} sequences are swapped out, the host counts another number")
     if manager.arena.moves:
-        raise InvariantViolation("M5", f"tables still name blocks that moved: {manager.arena.moves}")
+        raise InvariantViolation("M5", f"tables are not updated for moved blocks: {manager.arena.moves}")
 
 
 def _check_tier(manager: KVCacheManager, tier: Tier) -> None:
-    """Verify what one tier holds."""
+    """Verify the blocks of one tier."""
     on_device = tier is Tier.DEVICE
     groups = manager.tables.groups_on(tier)
     arena = manager.arena if manager.host is None or on_device else manager.host.arena
@@ -128,7 +128,7 @@ def _check_slabs(arena: Arena) -> None:
     slabs = sorted([*arena.free_slabs, *(slab for group in arena.group_slabs for slab in group.slabs())])
     if slabs != list(range(arena.layout.num_slabs)):
         raise InvariantViolation(
-            "M1", f"free slabs and those of groups are {slabs}, not {arena.layout.num_slabs} of them"
+            "M1", f"free slabs and slabs of groups are {slabs}, expected {arena.layout.num_slabs} slabs"
         )
     for group, per_slab in zip(arena.group_slabs, arena.layout.blocks_per_slab, strict=True):
         at_rest = [
@@ -139,18 +139,18 @@ def _check_slabs(arena: Arena) -> None:
             blocks = arena.layout.blocks_of(group.group_idx, slab)
             num_used = sum(group.pool.ref_counts[block_id] > 0 for block_id in blocks)
             if per_slab > 1 and group.used[slab] != num_used:
-                raise InvariantViolation("M1", f"slab {slab} counts {group.used[slab]} used blocks, and has {num_used}")
+                raise InvariantViolation("M1", f"slab {slab} counts {group.used[slab]} used blocks, has {num_used}")
             priorities = [
                 priority
                 for priority, queue in zip(RetentionPriority, group.pool.idle.queues, strict=True)
                 if any(block_id in queue for block_id in blocks)
             ]
             if not num_used and not priorities:
-                raise InvariantViolation("M1", f"group {group.group_idx} has slab {slab}, and uses none of its blocks")
+                raise InvariantViolation("M1", f"group {group.group_idx} has slab {slab} without used or idle blocks")
             if not num_used:
                 expected[max(priorities)].add(slab)
         if at_rest != expected:
-            raise InvariantViolation("M1", f"the slabs {at_rest} are at rest, by retention priority, not {expected}")
+            raise InvariantViolation("M1", f"idle slabs by retention priority are {at_rest}, expected {expected}")
 
 
 def _check_retention(arena: Arena) -> None:
@@ -159,21 +159,19 @@ def _check_retention(arena: Arena) -> None:
     hints = set(retention.hints())
     num_bytes = sum(arena.layout.block_bytes[idx] for idx, _ in hints)
     if num_bytes != retention.num_bytes or num_bytes > retention.limit_bytes:
-        raise InvariantViolation("M1", f"{num_bytes} bytes carry the hint, of {retention.limit_bytes} that may")
+        raise InvariantViolation("M1", f"{num_bytes} bytes are retained, the limit is {retention.limit_bytes}")
     for idx, pool in enumerate(arena.pools):
         for block_id in retention.of_group[idx]:
             if block_id not in pool.index:
-                raise InvariantViolation("M1", f"block {block_id} carries the hint and is not published")
+                raise InvariantViolation("M1", f"retained block {block_id} is not published")
         if {(idx, block_id) for block_id in retention.of_group[idx]} != {hint for hint in hints if hint[0] == idx}:
-            raise InvariantViolation("M1", f"the hints of group {idx} are not those in order")
+            raise InvariantViolation("M1", f"the retained blocks of group {idx} differ from the ordered ones")
         hinted = {block_id for block_id in pool.idle if block_id in retention.of_group[idx]}
         last = set(pool.idle.queues[RetentionPriority.HIGH])
         if hinted != last:
-            raise InvariantViolation(
-                "M1", f"idle blocks {sorted(last)} are evicted last, {sorted(hinted)} have the hint"
-            )
+            raise InvariantViolation("M1", f"idle blocks {sorted(last)} are evicted last, expected {sorted(hinted)}")
         if list(pool.idle) != pool.idle.victims(len(pool.idle)):
-            raise InvariantViolation("M1", f"idle blocks {list(pool.idle)} are evicted in another order")
+            raise InvariantViolation("M1", f"idle blocks {list(pool.idle)} are not in the order of eviction")
 
 
 def _check_partition(group: CacheGroup, holders: Counter[int], lent: list[int]) -> None:
@@ -182,14 +180,12 @@ def _check_partition(group: CacheGroup, holders: Counter[int], lent: list[int]) 
     free, idle = list(pool.free), list(pool.idle)
     used = [block_id for block_id, count in enumerate(pool.ref_counts) if count > 0]
     if sorted([*free, *idle, *used]) != lent:
-        raise InvariantViolation("M1", f"free {free}, idle {idle} and used {used} are not what the group has: {lent}")
+        raise InvariantViolation("M1", f"free {free}, idle {idle} and used {used} differ from the group's {lent}")
     if pool.num_used != len(used):
-        raise InvariantViolation("M1", f"{pool.num_used} blocks count as used, {len(used)} are")
+        raise InvariantViolation("M1", f"{pool.num_used} blocks count as used, but {len(used)} are used")
     for block_id, count in enumerate(pool.ref_counts):
         if count != holders[block_id]:
-            raise InvariantViolation(
-                "M2", f"block {block_id} counts {count} holders, tables name it {holders[block_id]}"
-            )
+            raise InvariantViolation("M2", f"block {block_id} counts {count} holders, but has {holders[block_id]}")
     for block_id in pool.idle:
         if block_id not in pool.index:
             raise InvariantViolation("M1", f"idle block {block_id} is not published")
@@ -207,13 +203,13 @@ def _check_index(group: CacheGroup) -> None:
     for block_id, (node, position) in positions.items():
         content = node.content(position)
         if len(content) < TOKEN_BYTES or not _is_media(content[TOKEN_BYTES * size :], size):
-            raise InvariantViolation("M4", f"block {block_id} is published as {content!r}")
+            raise InvariantViolation("M4", f"block {block_id} is published with the content {content!r}")
         if index.at((node, position)) != block_id:
-            raise InvariantViolation("M4", f"block {block_id} is not the one at its position")
+            raise InvariantViolation("M4", f"another block is published at the position of block {block_id}")
         if not _is_in_tree(index.tree, node):
             raise InvariantViolation("M4", f"block {block_id} is published at a position that is not in the tree")
     if len(positions) != len(index):
-        raise InvariantViolation("M4", f"{len(positions)} blocks have a position, {len(index)} count as published")
+        raise InvariantViolation("M4", f"{len(positions)} blocks have a position, but {len(index)} count as published")
 
 
 def _is_in_tree(tree: RadixTree, node: RadixNode) -> bool:
@@ -235,26 +231,26 @@ def _check_tree(manager: KVCacheManager) -> None:
         if node.parent is not None:
             base = node.parent.digest_before(node.first - node.parent.first)
             if block_digest(base, node.content(0)) != node.name:
-                raise InvariantViolation("M4", f"a node is found as {node.name!r}, which is another one's digest")
+                raise InvariantViolation("M4", f"the name {node.name!r} of a node is not its digest")
         if node.num_published != sum(block_id != NULL_BLOCK for blocks in node.blocks for block_id in blocks):
-            raise InvariantViolation("M4", f"a node counts {node.num_published} published blocks, and has others")
+            raise InvariantViolation("M4", f"a node counts {node.num_published} published blocks, has another number")
         if any(len(blocks) > node.length for blocks in node.blocks):
-            raise InvariantViolation("M4", f"a node of {node.length} positions has blocks behind them")
+            raise InvariantViolation("M4", f"a node of {node.length} positions has blocks past its end")
         for index in indexes:
             for position in range(node.length):
                 block_id = index.at((node, position))
                 if block_id != NULL_BLOCK and index.position_of(block_id) != (node, position):
-                    raise InvariantViolation("M4", f"block {block_id} is at a position that it does not know of")
+                    raise InvariantViolation("M4", f"block {block_id} is at a position that is not recorded for it")
         for position, branches in node.branches.items():
             contents = [branch.content(0) for branch in branches.values()]
             own = node.content(position) if position < node.length else None
             if len({*contents, own}) != len(contents) + 1 or not 0 <= position <= node.length:
-                raise InvariantViolation("M4", f"what comes at position {position} of a node is there twice")
+                raise InvariantViolation("M4", f"position {position} of a node has a duplicate or is out of range")
             _check_children(node, position, indexes)
 
 
 def _check_children(node: RadixNode, position: int, indexes: Sequence[PublishedBlocks]) -> None:
-    """M4: the children at a position are all that is published there."""
+    """M4: the indexed children of a position are the ones that are published there."""
     pool_idx = node.layout.child_index_pool
     if pool_idx is not None:
         index = indexes[pool_idx]
@@ -263,13 +259,11 @@ def _check_children(node: RadixNode, position: int, indexes: Sequence[PublishedB
             published.add(node)
         found = [child for child, _ in node.children_at(position, len(published) + 1)]
         if len(found) != len(published) or set(found) != published:
-            raise InvariantViolation(
-                "M4", f"{len(found)} children are indexed at a position, {len(published)} are there"
-            )
+            raise InvariantViolation("M4", f"{len(found)} children are indexed at a position that has {len(published)}")
 
 
 def _is_media(entries: bytes, block_size: int) -> bool:
-    """Say whether what comes behind the tokens of a whole block are entries of media that touch it."""
+    """Return whether the bytes after the tokens of a whole block are entries of media that touch it."""
     try:
         spans = read_entries(entries)
     except ValueError:
@@ -306,7 +300,7 @@ def _check_places(
     size, is_recurrent = group.spec.block_size, group.spec.is_recurrent
     chain, index = state.chain, group.pool.index
     chain.encode(state.num_published)
-    # Looked for anew: what the chain has found before may be wrong.
+    # Searched again, because earlier results of the chain may be wrong.
     found = index.published(chain.fresh(), 0, state.num_published)
     for i in range(state.num_skipped[group_idx], len(table) if is_recurrent else state.num_published):
         if table[i] not in index:

@@ -169,9 +169,9 @@ class KVCacheManager:
                 room for what would be copied, which `can_allocate` counts.
         """
         if seq_id in self.sequences:
-            raise ValueError(f"sequence {seq_id} is live already")
+            raise ValueError(f"seq_id must not be the ID of a live sequence, got {seq_id}")
         if hit.version != self.tables.version:
-            raise ValueError("stale prefix hit: another command came between match_prefix and allocate")
+            raise ValueError("the prefix hit is stale: no command may run between match_prefix and allocate")
         if hit.loads:
             swap.require_room(self.tables, count_woken(self.groups, hit), count_loads(self.groups, hit))
         self.tables.version += 1
@@ -232,7 +232,7 @@ class KVCacheManager:
         """
         parent = self.tables.resident(parent_id)
         if child_id in self.sequences:
-            raise ValueError(f"sequence {child_id} is live already")
+            raise ValueError(f"child_id must not be the ID of a live sequence, got {child_id}")
         if parent.num_slots != parent.num_computed:
             raise ValueError(f"sequence {parent_id} has {parent.num_slots - parent.num_computed} unwritten slots")
         self.tables.version += 1
@@ -273,7 +273,7 @@ class KVCacheManager:
         state = self.sequences[seq_id]
         if not state.num_computed <= num_computed <= state.num_slots or num_computed > len(state.chain.tokens):
             most = min(state.num_slots, len(state.chain.tokens))
-            raise ValueError(f"num_computed {num_computed} is not in [{state.num_computed}, {most}]")
+            raise ValueError(f"num_computed must be in [{state.num_computed}, {most}], got {num_computed}")
         if state.checkpoint is not None:
             self.tables.commit_lookahead(state, num_computed)
         num_before = state.num_published

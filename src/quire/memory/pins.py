@@ -65,7 +65,7 @@ class Pins:
     def pin(self, name: str, groups: Sequence[CacheGroup], chain: TokenChain) -> int:
         """Hold the longest published prefix of whole blocks of a chain; see `KVCacheManager.pin`."""
         if name in self:
-            raise ValueError(f"{name!r} is pinned already")
+            raise ValueError(f"the name of a pin must be unused, got {name!r}")
         size = groups[0].spec.block_size
         run = find_prefix(groups, chain, len(chain.tokens) // size)
         if not run.num_blocks or not self.can_add(run.block_ids):

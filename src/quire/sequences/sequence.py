@@ -134,7 +134,9 @@ class Sequence:
             InvariantViolation: S5, a change that is not allowed.
         """
         if status not in TRANSITIONS[self.status]:
-            raise InvariantViolation("S5", f"sequence {self.seq_id}: {self.status.value} to {status.value}")
+            raise InvariantViolation(
+                "S5", f"sequence {self.seq_id} cannot go from {self.status.value} to {status.value}"
+            )
         self.status = status
 
 

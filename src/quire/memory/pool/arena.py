@@ -217,7 +217,7 @@ def build_arena(
         ValueError: the groups' blocks differ and no bytes are given; see also `lay_out`.
     """
     if num_blocks is not None and len(set(block_bytes)) > 1:
-        raise ValueError(f"blocks of {sorted(set(block_bytes))} bytes share an arena: give num_bytes")
+        raise ValueError(f"num_bytes must be set for an arena with blocks of {sorted(set(block_bytes))} bytes")
     num_slabs = None if num_blocks is None else num_blocks * len(block_bytes)
     layout = lay_out(block_bytes, num_bytes=num_bytes, num_slabs=num_slabs)
     own = range(layout.num_slabs, 0, -1) if len(block_bytes) == 1 else range(0)

@@ -132,7 +132,7 @@ class BlockPool:
         while len(taken) < count:
             victims = self.idle.victims(count - len(taken))
             if not victims:
-                raise InvariantViolation("M1", f"{count} blocks are taken, and there are only {len(taken)}")
+                raise InvariantViolation("M1", f"{count} blocks are taken, but only {len(taken)} are available")
             self.evict(victims)
             taken += victims
         for block_id in taken:
@@ -186,7 +186,7 @@ class BlockPool:
         num_last = counts.count(1)
         if (num_last < len(counts) and 0 in counts) or len({*released}) < len(released):
             wrong = sorted({idx for idx in released if not ref_counts[idx] or released.count(idx) > 1})
-            raise InvariantViolation("M2", f"blocks {wrong} are released, but have no holder or are named twice")
+            raise InvariantViolation("M2", f"released blocks {wrong} have no holder or are listed twice")
         if num_last == len(counts):
             for block_id in released:
                 ref_counts[block_id] = 0

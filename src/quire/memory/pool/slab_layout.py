@@ -108,12 +108,14 @@ def lay_out(block_bytes: Sequence[int], *, num_bytes: int | None = None, num_sla
     """
     slab_bytes, first_byte = _smallest_slab(block_bytes)
     if (num_bytes is None) == (num_slabs is None):
-        raise ValueError("give either the bytes or the slabs of an arena")
+        raise ValueError("exactly one of num_bytes and num_slabs must be set")
     if num_slabs is None:
         assert num_bytes is not None
         num_slabs = (num_bytes - first_byte) // slab_bytes
     if num_slabs < 1:
-        raise ValueError(f"{num_bytes} bytes hold no slab of {slab_bytes} bytes behind the first {first_byte}")
+        raise ValueError(
+            f"an arena needs a slab of {slab_bytes} bytes after the first {first_byte}, got {num_bytes} bytes"
+        )
     per_slab = tuple((slab_bytes - slab_loss(slab_bytes, first_byte, size)) // size for size in block_bytes)
     return SlabLayout(tuple(block_bytes), slab_bytes, first_byte, num_slabs, per_slab)
 

@@ -57,7 +57,7 @@ def read_entries(entries: bytes) -> list[MediaSpan]:
         start = offset + _HEAD.size + length
         offset = start + _SPAN.size
         if tag != _TAG or offset > len(entries):
-            raise ValueError(f"{entries!r} are no media entries")
+            raise ValueError(f"entries must be encoded media entries, got {entries!r}")
         first, end = _SPAN.unpack(entries[start:offset])
         spans.append(MediaSpan(first, end - first, entries[start - length : start]))
     return spans

@@ -112,7 +112,9 @@ class TokenChain:
         self.media = tuple(sorted(media))
         for span in self.media:
             if span.start < 0 or span.num_tokens < 1:
-                raise ValueError(f"media cannot span {span.num_tokens} tokens from {span.start} on")
+                raise ValueError(
+                    f"a media span needs start >= 0 and num_tokens >= 1, got {span.start}, {span.num_tokens}"
+                )
         self.root = root
         self.data = bytearray()
         self.entries: dict[int, bytes] = {}

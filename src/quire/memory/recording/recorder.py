@@ -252,7 +252,7 @@ def read_movement(word: str) -> BlockCopy:
     """
     found = MOVEMENT.fullmatch(word)
     if found is None:
-        raise ValueError(f"{word[:40]!r} is no movement of a block")
+        raise ValueError(f"the word is not a movement of a block: {word[:40]!r}")
     group_idx, src_id, src_mark, dst_id, dst_mark = found.groups()
     tiers = {mark: tier for tier, mark in TIER_MARKS.items()}
     return BlockCopy(int(group_idx), int(src_id), int(dst_id), tiers[src_mark], tiers[dst_mark])

@@ -141,7 +141,7 @@ class _Blocks:
         """Return the tokens of a block and of all before it."""
         tokens: list[int] = []
         if name not in self.numbers:
-            raise ValueError(f"no block was published as {name!r}")
+            raise ValueError(f"no published block has the name {name!r}")
         number = self.numbers[name]
         while number:
             tokens += [number] * block_size
@@ -196,14 +196,14 @@ class _Replay:
             LogError: it is not the first line of a log, or of another version.
         """
         if not header.startswith(f"{TITLE} "):
-            raise LogError(f"this is no log of memory commands: its first line does not start with {TITLE!r}")
+            raise LogError(f"this is not a log of memory commands: its first line does not start with {TITLE!r}")
         version, _, settings = header.rstrip("\n").removeprefix(f"{TITLE} ").partition(" ")
         if version != str(VERSION):
-            raise LogError(f"this log is of version {version[:20]}, and only {VERSION} can be replayed")
+            raise LogError(f"the log has version {version[:20]}, and only version {VERSION} can be replayed")
         try:
             return cls(MemorySettings.from_json(settings))
         except (KeyError, ValueError) as error:
-            raise LogError(f"the first line of this log is damaged: {error}") from error
+            raise LogError(f"the first line of the log is damaged: {error}") from error
 
     def take_all(self, lines: Iterable[str], check_every: int) -> None:
         """Run the lines after the first; see `replay`.
@@ -235,9 +235,9 @@ class _Replay:
     def _command(self, line: str) -> None:
         letter, *words = line.split(" ")
         if letter not in self._runs:
-            raise ValueError(f"no command is written like {_shown(line)}")
+            raise ValueError(f"the line is not a command: {_shown(line)}")
         if letter in OF_A_SEQUENCE and int(words[0]) not in self.memory.sequences:
-            raise ValueError(f"{_shown(line)}, but sequence {words[0]} is not live")
+            raise ValueError(f"sequence {words[0]} is not live in {_shown(line)}")
         self._runs[letter](words)
         self.num_commands[VERBS[letter]] += 1
         self._num_unchecked += 1
@@ -261,7 +261,7 @@ class _Replay:
                 parent = self._blocks.number(name, parent)
         tokens = self._blocks.prefix(names[-1], size) if names else []
         if len(tokens) != num_tokens:
-            raise ValueError(f"{num_tokens} tokens, but the last block ends at {len(tokens)}")
+            raise ValueError(f"num_tokens must be {len(tokens)}, the end of the last block, got {num_tokens}")
         return self.memory.chain(tokens, Namespace())
 
     def _allocate(self, words: list[str]) -> None:
@@ -306,7 +306,7 @@ class _Replay:
         state, size = self.memory.sequences[seq_id], self.memory.block_size
         tokens, start = state.chain.tokens, state.num_published
         if num_computed > state.num_slots:
-            raise ValueError(f"{num_computed} tokens are computed in {state.num_slots} slots")
+            raise ValueError(f"num_computed must be at most {state.num_slots}, the number of slots, got {num_computed}")
         tokens += [0] * (num_computed - len(tokens))
         parent = tokens[start * size - 1] if start else 0
         for block_idx, name in enumerate(words[2:], start):
@@ -319,7 +319,7 @@ class _Replay:
         num_tokens, archive = int(words[0]), self.memory.archive
         num_blocks = num_tokens // self.memory.block_size
         if archive is None:
-            raise ValueError("this memory has no disk")
+            raise ValueError("the memory of the log has no disk tier")
         fetched = [FetchedBlock(*map(int, word.split(":"))) for word in words[1 + num_blocks :]]
         archive.publish_loaded(self._prefix(num_tokens, words[1 : 1 + num_blocks]), num_blocks, fetched)
 

@@ -62,11 +62,11 @@ class MemorySettings:
             specs = tuple(SPECS[spec.pop("kind")](**spec) for spec in values.pop("specs"))
             return cls(specs=specs, **values)
         except (AttributeError, KeyError, TypeError) as error:
-            raise ValueError(f"these are no settings of a memory manager ({error!r})") from error
+            raise ValueError(f"the text is not the settings of a memory manager ({error!r})") from error
 
 
 def _spec_to_dict(spec: KVCacheSpec) -> dict[str, Any]:
     for kind, spec_class in SPECS.items():
         if isinstance(spec, spec_class):
             return {"kind": kind, **asdict(spec)}
-    raise ValueError(f"{spec!r} is none of {', '.join(SPECS)}")
+    raise ValueError(f"a cache spec must be of kind {', '.join(SPECS)}, got {spec!r}")

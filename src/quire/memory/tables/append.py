@@ -27,7 +27,7 @@ from quire.memory.tables.tables import BlockTables
 def append_slots(tables: BlockTables, seq_ids: Sequence[int], num_tokens: int, lookahead: int, *, atomic: bool) -> int:
     """Give sequences slots, and return the number of those that got them; see `KVCacheManager.append_slots`."""
     if atomic and (num_tokens, lookahead) != (1, 0):
-        raise ValueError(f"an atomic append takes 1 token and no lookahead, not {num_tokens} and {lookahead}")
+        raise ValueError(f"an atomic append needs num_tokens 1 and lookahead 0, got {num_tokens} and {lookahead}")
     if atomic:
         return len(seq_ids) if append_one_to_all(tables, seq_ids) else 0
     if (num_tokens, lookahead) == (1, 0):
@@ -46,7 +46,7 @@ def append_to_one(tables: BlockTables, seq_id: int, num_tokens: int, lookahead: 
         ValueError: `num_tokens` is below 1, `lookahead` is negative, or the sequence is swapped out.
     """
     if num_tokens < 1 or lookahead < 0:
-        raise ValueError(f"cannot append {num_tokens} slots and {lookahead} lookahead slots")
+        raise ValueError(f"num_tokens must be at least 1 and lookahead at least 0, got {num_tokens} and {lookahead}")
     state = tables.sequences[seq_id]
     end = state.num_slots + num_tokens + lookahead
     size = tables.groups[0].spec.block_size
@@ -140,7 +140,7 @@ def append_one_to_all(tables: BlockTables, seq_ids: Sequence[int]) -> bool:
     has_plenty = tables.arena.fits(list(map(add, needs, [len(states)] * len(needs))))
     for state in states:
         if not tables.grow(state, state.num_slots + 1, may_copy_published=has_plenty):
-            raise InvariantViolation("M7", f"a lockstep group that needs {needs} blocks was refused one of them")
+            raise InvariantViolation("M7", f"no room for the {needs} blocks of a lockstep group, although they fit")
     return True
 
 

@@ -61,8 +61,8 @@ class Rollback:
         if not least <= num_tokens <= state.num_slots or (
             tables.recurrent_groups and num_tokens not in (least, state.num_slots)
         ):
-            to = f"{least} or {state.num_slots}" if tables.recurrent_groups else f"[{least}, {state.num_slots}]"
-            raise ValueError(f"cannot truncate to {num_tokens} tokens, only to {to}")
+            allowed = f"{least} or {state.num_slots}" if tables.recurrent_groups else f"in [{least}, {state.num_slots}]"
+            raise ValueError(f"num_tokens must be {allowed}, got {num_tokens}")
         tables.version += 1
         tables.shrink(state, num_tokens)
         state.num_computed = min(state.num_computed, num_tokens)

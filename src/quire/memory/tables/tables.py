@@ -186,7 +186,7 @@ class BlockTables:
             ValueError: some were not.
         """
         if num_computed < state.num_slots:
-            raise ValueError(f"states include {state.num_slots} tokens, and only {num_computed} were accepted")
+            raise ValueError(f"num_computed must be {state.num_slots}, as states include all slots, got {num_computed}")
         self.drop_checkpoint(state)
         self.version += 1
 
@@ -239,7 +239,7 @@ class BlockTables:
             ValueError: a sequence is on the other tier, is named twice, or has slots that are not written yet.
         """
         if len(set(seq_ids)) != len(seq_ids):
-            raise ValueError(f"a sequence is named twice in {list(seq_ids)}")
+            raise ValueError(f"seq_ids must be distinct, got {list(seq_ids)}")
         states = [self.sequences[seq_id] for seq_id in seq_ids]
         for seq_id, state in zip(seq_ids, states, strict=True):
             if state.is_swapped != (tier is Tier.HOST):

@@ -65,7 +65,7 @@ class DiskTier:
 
     def __init__(self, tables: BlockTables) -> None:
         if tables.host is None:
-            raise ValueError("a disk tier needs a host tier: give host_bytes")
+            raise ValueError("a disk tier needs a host tier: set host_bytes")
         self._tables = tables
         self._saves: list[StoredBlock] = []
         self.num_loads = 0
@@ -288,5 +288,5 @@ def _published(pool: BlockPool, chain: TokenChain, block_idx: int) -> list[int]:
     """Return the published block of a chain at an index, which has a holder."""
     found = pool.index.published(chain, block_idx, block_idx + 1)
     if found == [NULL_BLOCK]:
-        raise InvariantViolation("M4", f"block {block_idx} of a chain has a holder and is not published any more")
+        raise InvariantViolation("M4", f"block {block_idx} of a chain has a holder but is not published")
     return found

@@ -69,7 +69,7 @@ def discard_copies(tables: BlockTables, ops: MemoryOps) -> None:
         pool = tables.groups_on(tier)[idx].pool
         known = sorted(block_id for block_id in block_ids if block_id in pool.index)
         if any(pool.ref_counts[block_id] for block_id in known):
-            raise ValueError(f"blocks {known} of group {idx} are discarded, but some of them have holders")
+            raise ValueError(f"discarded blocks must have no holders, but some of {known} of group {idx} have")
         published.append((pool, known))
     tables.version += 1
     for pool, known in published:

@@ -1,11 +1,11 @@
-// What gates do to a value, and values that are rounded between operations.
+// Activation functions of gates, and rounding between operations.
 #pragma once
 
 #include "vec.h"
 
 namespace {
 
-// A value as it would come back from memory: operations that are two in a model are rounded twice.
+// Returns values as if stored and loaded again: a model with two operations rounds twice.
 template <typename T>
 QUIRE_INLINE Floats rounded(Floats values) {
   T memory[kLanes];
@@ -25,10 +25,10 @@ QUIRE_INLINE float rounded(float value) {
   return widen(memory);
 }
 
-// What `ACTIVATIONS` of the Python side names, and none.
+// The values of `ACTIVATIONS` in native_library.py.
 enum class Activation : int64_t { kNone = 0, kSilu = 1, kGeluTanh = 2 };
 
-// The activations, each as the z of x / (1 + e^-z).
+// The activations, each defined by the exponent z of x / (1 + e^-z).
 struct Silu {
   static QUIRE_INLINE Floats exponent(Floats x) { return x; }
 };

@@ -1,14 +1,15 @@
-// Attention read straight from block tables, for any mixture of single rows (decode), few rows (verified drafts) and
-// chunks of prompts.
+// Attention that reads keys and values directly from the blocks of the cache, for any mixture of single rows (decode),
+// few rows (verified drafts) and chunks of prompts.
 //
-// The query rows of one KV head (all heads of its group, for some tokens of one sequence, or of several that share
-// blocks) meet a tile of keys and values at a time, which stays in the CPU's cache meanwhile: see attention_task.h.
-// (Block tables: PagedAttention, arXiv 2309.06180.)
+// The query rows of one KV head (all query heads of its group, for tokens of one sequence or of several that share
+// blocks) are computed against one tile of keys and values at a time, which stays in the CPU's cache meanwhile: see
+// attention_task.h. (Block tables: PagedAttention, arXiv 2309.06180.)
 //
-// Under a deterministic plan a row gets the same bits whatever rows are beside it, in its sequence or in others: tiles
-// and parts begin at multiples of their lengths, parts are joined from front to back, whoever computed them, and all
-// jobs take paths that give the same bits. Under others a row's bits depend on how many rows its job has, on what its
-// sequence shares, and on how many tokens and threads there are, by which parts are cut.
+// Under a deterministic plan the bits of a row's result do not depend on other rows, of its sequence or of others:
+// tiles and parts begin at multiples of their lengths, partial results are merged from front to back whichever thread
+// computed them, and all jobs take code paths that give the same bits. Under other plans a row's bits depend on the
+// number of rows of its job, on the blocks that its sequence shares, and on the numbers of tokens and threads, which
+// determine how contexts are cut into parts.
 #include "attention_task.h"
 
 #include <memory>
@@ -24,7 +25,7 @@ void store_scaled(T* to, const float* from, int count, float factor) {
   for (; idx < count; ++idx) narrow(to + idx, from[idx] * factor);
 }
 
-// Finishes the rows of a job, or keeps what they have collected until all splits are there.
+// Writes the output of a job's rows, or stores their partial results until all splits of their query tile are computed.
 template <typename T>
 void store_result(const Layer& layer, const Job& job, int64_t kv_head, const PartialSoftmax& result) {
   AttentionPlan& plan = layer.plan;
@@ -46,7 +47,7 @@ void store_result(const Layer& layer, const Job& job, int64_t kv_head, const Par
   }
 }
 
-// Joins the splits of a query_tile.
+// Merges the partial results of a query tile's splits.
 template <typename T>
 void merge_splits(const Layer& layer, const QueryTile& query_tile, int64_t kv_head) {
   const AttentionPlan& plan = layer.plan;
@@ -83,8 +84,8 @@ void attend_all(const Layer& layer) {
 
 }  // namespace
 
-// Lets each row of a step see its sequence up to itself, as far back as the plan says. The cache's heads are of at most
-// 256 values, an even number, and as many query heads as the plan is for share one of its heads.
+// Computes attention for all rows of a step: each row attends to its sequence up to its own position, within the plan's
+// mask range. The cache's head dimension is even and at most 256, and `plan->group` query heads share one KV head.
 QUIRE_EXPORT void quire_attend(const StepRows* rows, const Cache* cache, AttentionPlan* plan, int64_t layer,
                                const void* queries, int64_t row_stride, float scale, void* output) {
   with_type(cache->type, [&](auto* as) {

@@ -1,4 +1,4 @@
-// Cuts a step's attention into jobs, and finds the blocks that sequences share.
+// Divides a step's attention into jobs, and finds the blocks that sequences share.
 #include "attention_plan.h"
 
 #include <algorithm>
@@ -14,26 +14,27 @@ using quire::kRows;
 using quire::KVSplit;
 using quire::QueryTile;
 
-// Blocks are compared for so many tokens at a time.
+// Number of tokens whose blocks are compared at a time.
 constexpr int64_t kSharedTokens = 128;
-// A query_tile of more rows is worth a job of its own: to join what it collects would cost more than to read once more.
+// A query tile with more rows reads shared blocks in a job of its own: merging its partial results would cost more than
+// reading the blocks once more.
 constexpr int64_t kSharingRows = kRows / 4;
-// Each job waits for its first tokens, and what it collects is joined: so parts are as long as leaves each thread so
-// many jobs, and no longer than that.
+// Each job waits for its first tokens, and its partial results must be merged. Parts are therefore as long as they can
+// be with `kThreadJobs` jobs for each thread, up to this length.
 constexpr int64_t kLongestPart = 4 * kPartTokens;
 constexpr int64_t kThreadJobs = 16;
 
-// A query_tile's context, while it is cut.
+// The context of a query tile while it is being cut.
 struct Context {
   int64_t query_tile;
-  int64_t begin;  // what its rows see: [begin, end)
+  int64_t begin;  // tokens that at least one of its rows sees: [begin, end)
   int64_t end;
-  int64_t whole_begin;  // what all of its rows see: [whole_begin, whole_end)
+  int64_t whole_begin;  // tokens that all of its rows see: [whole_begin, whole_end)
   int64_t whole_end;
-  int64_t shared_begin = 0;  // what it shares: [shared_begin, shared_end), in `num_shared` splits
+  int64_t shared_begin = 0;  // tokens that are shared: [shared_begin, shared_end), in `num_shared` splits
   int64_t shared_end = 0;
   int64_t num_shared = 0;
-  int64_t group = -1;  // the last it was in
+  int64_t group = -1;  // index of the group that it joined last
   bool is_alone = false;
 };
 
@@ -57,7 +58,7 @@ class Planner {
   }
 
  private:
-  // Where results must not depend on other sequences, neither may the cuts.
+  // Under a deterministic plan the cuts must not depend on other sequences either.
   static int64_t part_tokens(const StepRows& rows, const Cache& cache, const AttentionPlan& plan) {
     if (plan.is_deterministic) return kPartTokens;
     int64_t num_tokens = 0;
@@ -66,7 +67,8 @@ class Planner {
     return std::clamp(length / kPartTokens * kPartTokens, kPartTokens, kLongestPart);
   }
 
-  // A sequence's query_tiles; those of a long chunk are jobs as they are, the only one of few rows is cut.
+  // Adds a sequence's query tiles. Each tile of a long chunk becomes one job; the single tile of a short one becomes a
+  // context, which is cut later.
   void add_strips(int64_t seq) {
     const int64_t num_tokens = rows_.row_starts[seq + 1] - rows_.row_starts[seq];
     const int64_t num_rows = num_tokens * plan_.group, before = rows_.context_lens[seq] - num_tokens;
@@ -93,7 +95,7 @@ class Planner {
     plan_.splits.push_back({query_tile, idx});
   }
 
-  // Says that all jobs from the first given one on are over much the same tokens.
+  // Marks all jobs from `first` on as jobs over mostly the same tokens.
   void bring_together(size_t first) {
     for (size_t idx = first; idx < plan_.jobs.size(); ++idx) {
       plan_.jobs[idx].first_beside = int64_t(first);
@@ -101,7 +103,8 @@ class Planner {
     }
   }
 
-  // Finds what contexts share, from front to back. One that has parted from all others stays alone.
+  // Finds the tokens that contexts share, from front to back. A context that differs from all others shares nothing
+  // from there on.
   void share() {
     const int64_t length = plan_.is_deterministic ? kPartTokens : kSharedTokens;
     std::vector<Context*> open, here;
@@ -115,7 +118,7 @@ class Planner {
       here.clear();
       std::copy_if(open.begin(), open.end(), std::back_inserter(here),
                    [&](Context* context) { return context->whole_begin <= begin; });
-      // The order that equal ones have is that of their query_tiles, so a step is always planned alike.
+      // A stable sort keeps equal contexts in the order of their query tiles, so equal steps get equal plans.
       std::stable_sort(here.begin(), here.end(),
                        [&](Context* a, Context* b) { return compare(*a, *b, begin, end) < 0; });
       for (size_t first = 0, last; first < here.size(); first = last) {
@@ -128,7 +131,7 @@ class Planner {
     }
   }
 
-  // Compares the blocks of the tokens [begin, end): less than 0, 0 or more than 0.
+  // Compares the block IDs of the tokens [begin, end); returns less than 0, 0 or more than 0.
   int compare(const Context& a, const Context& b, int64_t begin, int64_t end) const {
     const int64_t* of_a = table_of(a);
     const int64_t* of_b = table_of(b);
@@ -141,7 +144,7 @@ class Planner {
     return rows_.block_ids + rows_.block_starts[plan_.query_tiles[context.query_tile].seq];
   }
 
-  // Has contexts share [begin, end): as more of what they have shared together so far, or as a group of their own.
+  // Records that contexts share [begin, end): extends the group that they form already, or adds a new group.
   void add_to_group(Context** contexts, size_t count, int64_t begin, int64_t end) {
     const int64_t before = contexts[0]->group;
     bool goes_on = before >= 0 && begin % part_tokens_ != 0 && groups_[before].splits.size() == count;
@@ -157,12 +160,12 @@ class Planner {
       if (goes_on) continue;
       if (context.num_shared == 0) context.shared_begin = begin;
       context.group = int64_t(groups_.size()) - 1;
-      const int64_t num_before = context.begin < context.shared_begin;  // less than a part, so one split
+      const int64_t num_before = context.begin < context.shared_begin;  // less than one part, so one split
       groups_.back().splits.push_back({context.query_tile, num_before + context.num_shared++});
     }
   }
 
-  // As many jobs as the rows of a group take.
+  // Adds the jobs of a group, each of at most `kRows` rows.
   void add_jobs(const Group& group) {
     const size_t first_job = plan_.jobs.size();
     int64_t num_rows = kRows;
@@ -179,7 +182,7 @@ class Planner {
     bring_together(first_job);
   }
 
-  // Cuts what a context does not share.
+  // Adds jobs for the tokens of a context that are not shared.
   void cut(const Context& context) {
     QueryTile& query_tile = plan_.query_tiles[context.query_tile];
     const bool is_shared = context.num_shared > 0;
@@ -207,7 +210,7 @@ class Planner {
 
 }  // namespace
 
-// Plans a step for layers of `group` query heads a KV head. The plan is freed by `quire_free_attention_plan`.
+// Returns the plan of a step for layers with `group` query heads per KV head; `quire_free_attention_plan` frees it.
 QUIRE_EXPORT AttentionPlan* quire_plan_attention(const StepRows* rows, const Cache* cache, int64_t group,
                                                  int64_t window, int64_t chunk, int64_t is_deterministic) {
   auto plan = std::make_unique<AttentionPlan>();
@@ -226,7 +229,7 @@ QUIRE_EXPORT AttentionPlan* quire_plan_attention(const StepRows* rows, const Cac
 
 QUIRE_EXPORT void quire_free_attention_plan(AttentionPlan* plan) { delete plan; }
 
-// The tokens whose keys and values each KV head reads in a layer, as often as it reads them.
+// Returns the number of tokens whose keys and values each KV head reads in a layer, repeated reads included.
 QUIRE_EXPORT int64_t quire_tokens_read(const AttentionPlan* plan) {
   int64_t count = 0;
   for (const quire::Job& job : plan->jobs) count += job.end - job.begin;

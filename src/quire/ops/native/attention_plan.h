@@ -1,14 +1,14 @@
-// What is computed of a step's attention, made once for all layers: which query rows meet which tokens in one go.
+// The plan of a step's attention, made once for all layers: which query rows are computed together with which tokens.
 //
-//   query_tile   query rows of one sequence, as many as a job takes
-//   split   what a query_tile sees of its context from one cut to the next
-//   job     splits of the same tokens in the same blocks, of one query_tile or of several: what is read once
+//   query_tile   query rows of one sequence, at most `kRows`
+//   split        the part of a query tile's context between two cuts
+//   job          splits with the same tokens in the same blocks, of one or more query tiles; the tokens are read once
 //
 //   context of query_tile 0   |<-- shared by 0, 1, 2 -->|<-- shared by 0, 1 -->|<-- its own -->|
 //   context of query_tile 1   |<-- shared by 0, 1, 2 -->|<-- shared by 0, 1 -->|<-- its own ------->|
 //   context of query_tile 2   |<-- shared by 0, 1, 2 -->|<-- its own -->|
 //
-// What the splits of a query_tile give is joined in the order of its context. All KV heads go through the same jobs.
+// The partial results of a query tile's splits are merged in the order of its context. All KV heads use the same jobs.
 #pragma once
 
 #include <cstdint>
@@ -17,60 +17,60 @@
 
 namespace quire {
 
-constexpr int kRows = 128;            // query rows of a job, at most
-constexpr int64_t kPartTokens = 512;  // contexts are cut at multiples of it
+constexpr int kRows = 128;            // maximum number of query rows of a job
+constexpr int64_t kPartTokens = 512;  // contexts are cut at multiples of this length
 
-// How far back rows see.
+// Range of tokens that rows see.
 struct MaskRange {
-  int64_t window;  // tokens that a row sees, itself included; 0: all
-  int64_t chunk;   // a row sees its own chunk of so many tokens, up to itself; 0: no chunks
+  int64_t window;  // number of tokens that a row sees, itself included; 0: all
+  int64_t chunk;   // length of a chunk, in which a row sees the tokens up to itself; 0: no chunks
 
-  // The first token that a row at `position` sees; never falls as positions grow.
+  // Returns the position of the first token that a row at `position` sees; it never decreases as positions grow.
   int64_t first_seen(int64_t position) const {
     if (chunk > 0) return position / chunk * chunk;
     return window > 0 && position >= window ? position + 1 - window : 0;
   }
 };
 
-// Rows are counted token by token, and within a token by the head of the group.
+// Rows are ordered by token, and within a token by query head of the group.
 struct QueryTile {
   int64_t seq;
-  int64_t first_row;  // of the sequence's
+  int64_t first_row;  // index among the sequence's rows
   int64_t num_rows;
-  int64_t num_splits;  // whose results are kept until all are there; 0: the query_tile is one job's, which finishes it
-  int64_t first_slot;  // where they are kept: split by split, row by row
+  int64_t num_splits;  // number of splits with stored partial results; 0: a single job computes the final result
+  int64_t first_slot;  // first slot of the partial results, which are ordered by split, then by row
 };
 
 struct KVSplit {
   int64_t query_tile;
-  int64_t idx;  // among the query_tile's
+  int64_t idx;  // index among the query tile's splits
 
   int64_t slot(const std::vector<QueryTile>& query_tiles) const {
     return query_tiles[query_tile].first_slot + idx * query_tiles[query_tile].num_rows;
   }
 };
 
-// All of its rows see something of [begin, end), and nobody reads past either end.
+// Every row of a job sees at least one token of [begin, end), and no token outside of it is read.
 struct Job {
   int64_t begin;
   int64_t end;
   int64_t first_split;
   int64_t num_splits;
-  int64_t first_beside;  // of the jobs over much the same tokens, itself among them
+  int64_t first_beside;  // first of the jobs over mostly the same tokens, this job included
   int64_t num_beside;
 };
 
 struct AttentionPlan {
-  int64_t group;  // query heads of a KV head
+  int64_t group;  // number of query heads per KV head
   MaskRange mask;
   bool is_deterministic;
   std::vector<QueryTile> query_tiles;
   std::vector<KVSplit> splits;
   std::vector<Job> jobs;
-  int64_t num_slots = 0;  // of kept results, for one KV head
+  int64_t num_slots = 0;  // number of slots of partial results for one KV head
 
-  // Calls `body(job, KV head)` with what comes at place `idx` of all jobs of all heads. Jobs over the same tokens
-  // follow each other for one head before the next head comes, so that what they read stays in the cache.
+  // Calls `body(job, KV head)` for index `idx` among all jobs of all heads. Jobs over the same tokens are consecutive
+  // for one head before the next head begins, so that their keys and values stay in the cache.
   template <typename Body>
   void at(int64_t idx, int64_t num_heads, Body body) const {
     const Job& near = jobs[idx / num_heads];
@@ -78,7 +78,7 @@ struct AttentionPlan {
     body(jobs[near.first_beside + place % near.num_beside], place / near.num_beside);
   }
 
-  // The kept results of all KV heads, [heads, slots] of each. Layers use them one after the other.
+  // Partial results of all KV heads, [heads, slots] each; every layer overwrites those of the layer before.
   std::unique_ptr<float[]> sums;  // [heads, slots, head dim]
   std::unique_ptr<float[]> largest;
   std::unique_ptr<float[]> total;

@@ -1,13 +1,13 @@
-// How the query rows of a job meet the keys and values of its context, tile by tile, with a running softmax between two
-// products (FlashAttention, arXiv 2205.14135).
+// Attention of a job's query rows over its context, tile by tile, with a running softmax between two matrix products
+// (FlashAttention, arXiv 2205.14135).
 //
-//   rows    keys and values                                 softmax
-//   1..4    read where they lie                             row by row
-//   ..12    keys packed into panels, values too             row by row
-//   more    keys read where they lie, values packed; the    all lanes at once
-//           rows lie side by side in panels
+//   rows    keys and values                               softmax
+//   1..4    read in place                                 row by row
+//   ..12    keys and values packed into panels            row by row
+//   more    keys read in place, values packed; the rows   all lanes at once
+//           are packed into panels, one row per lane
 //
-// Under a deterministic plan the first path is left out; the other two give a row the same bits.
+// A deterministic plan does not use the first path; the other two give a row the same bits.
 #pragma once
 
 #include <algorithm>
@@ -25,17 +25,17 @@ using quire::kRows;
 using quire::QueryTile;
 
 constexpr int kTokens = kTileTokens;
-constexpr float kExponents = 1.44269504088896341f;  // the weight of a score is e to its power, and computed as 2's
-// For so few rows it takes longer to multiply result vectors of them than to pack keys.
+constexpr float kExponents = 1.44269504088896341f;  // log2(e): weights are powers of e, computed as powers of two
+// Up to this number of rows, packing the keys takes less time than computing with one lane for each row.
 constexpr int kPackedRows = 12;
 
 static_assert(kPartTokens % kTokens == 0);
 
-// What some rows have collected of a context.
+// Partial result of the softmax of rows over a part of their context.
 struct PartialSoftmax {
   alignas(64) float sums[kRows * kMaxDim];
-  alignas(64) float largest[kRows];  // score, as an exponent of two
-  alignas(64) float total[kRows];    // of the weights relative to it
+  alignas(64) float largest[kRows];  // largest score, as an exponent of two
+  alignas(64) float total[kRows];    // sum of the weights relative to `largest`
 
   void clear(int num_rows, int head_dim) {
     for (int row = 0; row < num_rows; ++row) {
@@ -45,11 +45,11 @@ struct PartialSoftmax {
     }
   }
 
-  // Adds what follows.
+  // Merges the result of the tokens that follow.
   void join(const PartialSoftmax& next, int num_rows, int head_dim);
 };
 
-// One thread's tiles: 1.1 MiB at most, a third of it touched for heads of 128 in bfloat16.
+// Buffers of one thread: at most 1.1 MiB, a third of which is used for heads of 128 in bfloat16.
 template <typename Steps>
 struct Scratch {
   using Value = typename Steps::Value;
@@ -58,8 +58,8 @@ struct Scratch {
   alignas(64) Value values[kTokens * kMaxDim];
   alignas(64) float scores[kRows * kTokens];
   alignas(64) Value weights[kRows * kTokens];
-  PartialSoftmax part;    // of the part at hand
-  PartialSoftmax before;  // of the parts before it
+  PartialSoftmax part;    // current part
+  PartialSoftmax before;  // parts before the current one
   alignas(64) float rescale[kRows];
   Scales scales;
 #if defined(QUIRE_HAS_BYTE_ROWS)
@@ -67,11 +67,11 @@ struct Scratch {
 #endif
   const Value* places[kTokens];
   int num_rows;
-  int64_t first[kRows];  // that a row sees
-  int64_t last[kRows];   // behind what it sees
+  int64_t first[kRows];  // first token that a row sees
+  int64_t last[kRows];   // end of the tokens that a row sees
 };
 
-// A layer's queries and outputs, and all that its jobs share.
+// Queries and outputs of a layer, and the arguments that all its jobs share.
 struct Layer {
   const StepRows& rows;
   const Cache& cache;
@@ -79,14 +79,14 @@ struct Layer {
   int64_t idx;
   const void* queries;  // [rows, heads, head dim]
   int64_t row_stride;
-  float scale;   // of scores, as exponents of two
+  float scale;   // factor that turns scores into exponents of two
   void* output;  // [rows, heads, head dim], contiguous
 
-  // A query_tile's row, as the step counts rows.
+  // Returns the row of the step for a row of a query tile.
   int64_t row_of(const QueryTile& query_tile, int64_t row) const {
     return rows.row_starts[query_tile.seq] + (query_tile.first_row + row) / plan.group;
   }
-  // A query_tile's row, as the query heads of a step's row are counted.
+  // Returns the query head for a row of a query tile.
   int64_t head_of(const QueryTile& query_tile, int64_t row, int64_t kv_head) const {
     return kv_head * plan.group + (query_tile.first_row + row) % plan.group;
   }
@@ -103,14 +103,14 @@ struct Layer {
   }
 };
 
-// The tokens that are packed at once.
+// Tokens that are processed together.
 template <typename S>
 struct Tile {
   int num_tokens;
-  int num_missing;          // the first of them, which nobody sees
-  const S* slots[kTokens];  // where each token's key lies; a missing one's, where some other's does
+  int num_missing;          // number of leading tokens that no row sees
+  const S* slots[kTokens];  // address of each token's key; for a missing token, another token's
 
-  // Looks up the tokens from `start` to the next tile's start, those outside the job's left out.
+  // Looks up the slots of the tokens from `start` to the start of the next tile, without those outside of the job.
   void find(const Layer& layer, int64_t kv_head, const Job& job, const int64_t* table, int64_t start) {
     const Cache& cache = layer.cache;
     const int64_t end = std::min(job.end, (start / kTokens + 1) * kTokens);
@@ -126,8 +126,8 @@ struct Tile {
   }
 };
 
-// Adds what a row collected of one part, or of several, to what it collected before (of nothing, its total is 0 and its
-// sums may be anything). Never inlined: one function gives the same bits wherever it is called.
+// Merges a row's result for one or more parts into its result for the parts before them (whose total is 0, and whose
+// sums are unspecified, if there are none). Never inlined: one function gives the same bits wherever it is called.
 __attribute__((noinline)) void merge_partial(const float* sums, float largest, float total, int head_dim,
                                              float* sums_before, float& largest_before, float& total_before) {
   if (total == 0.0f) return;
@@ -151,7 +151,7 @@ void PartialSoftmax::join(const PartialSoftmax& next, int num_rows, int head_dim
                   largest[row], total[row]);
 }
 
-// A job for one KV head. Rows are of the type T, slots of S: the same, or int8 with scales.
+// Computes a job for one KV head. Rows have the type T, slots the type S: the same type, or int8 with scales.
 template <typename Steps, typename T, typename S>
 class AttentionTask {
  public:
@@ -163,21 +163,21 @@ class AttentionTask {
         head_dim_(int(layer.cache.head_dim)),
         to_values_(layer.cache.num_kv_heads * layer.cache.block_size * layer.cache.slot_bytes / int64_t(sizeof(S))) {}
 
-  // Goes through the context; returns what the rows have collected of it.
+  // Processes the context and returns the partial result of the rows.
   const PartialSoftmax& run() {
     const bool is_deterministic = layer_.plan.is_deterministic;
     const int64_t seq = layer_.plan.query_tiles[layer_.plan.splits[job_.first_split].query_tile].seq;
     const int64_t* table = layer_.rows.block_ids + layer_.rows.block_starts[seq];
-    // What a token's column is must not depend on where a row of another position begins to see.
+    // The column of a token must not depend on the position at which another row's mask range begins.
     start_ = is_deterministic ? job_.begin / kTokens * kTokens : job_.begin;
     next_.find(layer_, kv_head_, job_, table, start_);
-    // Behind an int8 vector lies its scale.
+    // An int8 vector is followed by its scale.
     constexpr int scale_bytes = kHasScales ? int(sizeof(float)) : 0;
     for (int token = next_.num_missing; token < next_.num_tokens; ++token)
       for (int dim = 0; dim < head_dim_ + scale_bytes; dim += int(64 / sizeof(S))) fetch(next_.slots[token] + dim);
     gather();
     const int num_rows = scratch_.num_rows;
-    // Elsewhere a chunk of a prompt walks through its context in one go.
+    // Otherwise a chunk of a prompt processes its whole context as one part.
     const bool has_parts = is_deterministic && job_.begin / kPartTokens != (job_.end - 1) / kPartTokens;
     PartialSoftmax &part = scratch_.part, &before = scratch_.before;
     part.clear(num_rows, head_dim_);
@@ -199,7 +199,7 @@ class AttentionTask {
   using Value = typename Steps::Value;
   static constexpr bool kHasScales = std::is_same_v<S, int8_t>;
 
-  // Lays the rows of the job's query_tiles one behind the other, or side by side.
+  // Copies the rows of the job's query tiles, row by row or into panels.
   void gather() {
     const AttentionPlan& plan = layer_.plan;
     const T* queries[kRows];
@@ -219,7 +219,7 @@ class AttentionTask {
     in_panels_ = row > kPackedRows;
     if (in_panels_) {
       pack_columns<Steps, T>(queries, 0, row, head_dim_, scratch_.queries);
-      // A last vector's lanes repeat the last row.
+      // The unused lanes of the last vector repeat the last row.
       for (int lane = row; lane < round_up(row, kLanes); ++lane) {
         scratch_.first[lane] = scratch_.first[row - 1];
         scratch_.last[lane] = scratch_.last[row - 1];
@@ -234,7 +234,7 @@ class AttentionTask {
     if constexpr (kHasByteRows) read_byte_queries();
   }
 
-  // Has the rows meet the tile.
+  // Processes a tile for all rows of the job.
   void meet() {
     if constexpr (kHasByteRows) {
       if (are_bytes_) return with_few(scratch_.num_rows, [&](auto few) { meet_bytes<few.value>(); });
@@ -249,7 +249,8 @@ class AttentionTask {
     }
   }
 
-  // Only once the values have been asked for: where they come from memory, it would wait for every other line of them.
+  // Called only after the values have been prefetched: when they come from memory, reading the scales earlier would
+  // wait for every other cache line of the values.
   void read_scales_of_values() {
     if constexpr (kHasScales) {
       Scales::read(tile_.slots, to_values_, tile_.num_tokens, head_dim_, scratch_.scales.values);
@@ -259,7 +260,7 @@ class AttentionTask {
 
   const Scales* scales() const { return kHasScales ? &scratch_.scales : nullptr; }
 
-  // A token as it is counted in the tile, at one of its ends where it is not in it.
+  // Returns the index of a token within the tile, clamped to the tile's ends.
   int in_tile(int64_t token) const { return int(std::clamp<int64_t>(token - start_, 0, tile_.num_tokens)); }
 
   void weigh_rows() {
@@ -271,7 +272,7 @@ class AttentionTask {
                 scratch_.part.total[row]);
   }
 
-  // Goes on from the keys of the tile to its values.
+  // Replaces the addresses of the tile's keys by those of its values.
   void turn_to_values() {
     static constexpr S kNothing[kMaxDim]{};
     for (int token = 0; token < tile_.num_tokens; ++token)
@@ -362,7 +363,7 @@ class AttentionTask {
     }
   }
 
-  // What `count` rows see of the tile, together.
+  // Returns the range of the tile's tokens that at least one of `count` rows sees, in whole vectors.
   Span find_span(int row, int count) const {
     const int64_t first = *std::min_element(scratch_.first + row, scratch_.first + row + count);
     const int64_t last = *std::max_element(scratch_.last + row, scratch_.last + row + count);
@@ -395,11 +396,11 @@ class AttentionTask {
   const int64_t kv_head_;
   Scratch<Steps>& scratch_;
   const int head_dim_;
-  const int64_t to_values_;  // from a token's key
+  const int64_t to_values_;  // offset from a token's key to its value
   bool is_few_;
   bool in_panels_;
-  bool are_bytes_ = false;  // rows of bytes meet bytes
-  int64_t start_;           // of the tile
+  bool are_bytes_ = false;  // rows are split into bytes and multiplied by int8 vectors
+  int64_t start_;           // position of the tile's first token
   Tile<S> tile_, next_;
 };
 

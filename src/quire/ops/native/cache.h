@@ -1,4 +1,4 @@
-// What the caller says of a step and of the cache; the structures that it fills in.
+// Structures that the caller fills in to describe a step and the cache.
 #pragma once
 
 #include <cstdint>
@@ -9,11 +9,11 @@
 
 namespace {
 
-constexpr int kMaxDim = 256;  // of a head
+constexpr int kMaxDim = 256;  // maximum head dimension
 
 enum class Type : int64_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
 
-// Calls `body` with a null pointer to the type that `type` names.
+// Calls `body` with a null pointer to the C++ type of `type`.
 template <typename Body>
 void with_type(Type type, Body body) {
   switch (type) {
@@ -23,22 +23,22 @@ void with_type(Type type, Body body) {
   }
 }
 
-// The rows and block tables of a step in one cache group; see AttentionBatch in interface.py.
+// Rows and block tables of a step in one cache group; see AttentionBatch in interface.py.
 struct StepRows {
   int64_t num_seqs;
   const int64_t* row_starts;    // [num_seqs + 1]
   const int64_t* context_lens;  // [num_seqs]
   const int64_t* block_starts;  // [num_seqs + 1]
   const int64_t* block_ids;
-  const int64_t* slot_mapping;  // a slot for each row
+  const int64_t* slot_mapping;  // slot of each row
 };
 
-// The cache of one group: a slot of [block, layer, key or value, KV head, offset] is a vector of `head_dim` values.
-// Strides in bytes.
+// The cache of one group: a slot [block, layer, key or value, KV head, offset] holds a vector of `head_dim` values.
+// Strides are in bytes.
 struct Cache {
   void* data;
-  Type type;             // of the rows, and of what slots hold
-  int64_t is_quantised;  // but for int8 values, with their float32 scale behind them
+  Type type;             // type of the rows, and of the slots unless they are quantised
+  int64_t is_quantised;  // slots hold int8 values, followed by their float32 scale
   int64_t block_stride;
   int64_t layer_stride;
   int64_t slot_bytes;
@@ -46,7 +46,7 @@ struct Cache {
   int64_t block_size;
   int64_t head_dim;
 
-  // The slot of a token at `offset` of a block, of keys (`kv` 0) or values (`kv` 1).
+  // Returns the slot of a token at `offset` of a block, for keys (`kv` 0) or values (`kv` 1).
   template <typename T>
   T* slot(int64_t block_id, int64_t layer, int64_t kv, int64_t head, int64_t offset) const {
     const int64_t row = (kv * num_kv_heads + head) * block_size + offset;
@@ -55,12 +55,12 @@ struct Cache {
   }
 };
 
-// What a quantised vector's largest value becomes.
+// Integer for the largest magnitude of a quantised vector.
 constexpr float kLargest = 127.0f;
-// A vector without a larger value is taken for zeros, so that neither a scale nor a quotient is ever subnormal.
+// A vector without a larger magnitude counts as zeros, so that neither a scale nor a quotient is ever subnormal.
 constexpr float kLeast = 1e-36f;
 
-// Stores a vector as int8 and the scale that gives it back. One with a NaN or an infinity gives NaN back.
+// Stores a vector as int8 and the scale that restores it. A vector with a NaN or an infinity is restored as NaN.
 template <typename T>
 QUIRE_INLINE void quantise(const T* from, int64_t count, int8_t* slot) {
   const float reach = largest_magnitude(from, count);

@@ -1,4 +1,4 @@
-// Products of few rows with the keys and values of a tile where they lie: to pack them would take longer.
+// Products of few rows with the keys and values of a tile, which are read in place: packing them would take longer.
 #pragma once
 
 #include "int8_kv_attention.h"
@@ -10,17 +10,17 @@ constexpr int kFewRows = 4;
 
 // Computes the scores of few rows: scores[row, token] = queries[row] . key(token).
 //
-// keys: where each token's key lies. What is read next lies `ahead` values behind each, and is fetched meanwhile.
+// keys: address of each token's key. The data that is read next lies `ahead` values after each, and is prefetched.
 template <typename Steps, int kRows, typename T>
 void score(const typename Steps::Value* queries, const T* const* keys, int64_t ahead, int num_tokens, int head_dim,
            float* scores, int stride) {
   constexpr int width = kLanes * Steps::kValues;
-  constexpr int side = kRows * 8 <= kRegisters ? 4 : 2;  // tokens side by side: a query is loaded once for them
+  constexpr int side = kRows * 8 <= kRegisters ? 4 : 2;  // tokens at a time, for which a query is loaded once
   for (int column = 0; column < num_tokens; column += kLanes) {
     Floats sums[kRows][kLanes / side];
     for (int part = 0; part < kLanes / side; ++part) {
       const T* beside[side];
-      for (int token = 0; token < side; ++token) {  // past the end the last key is repeated: nobody looks at its score
+      for (int token = 0; token < side; ++token) {  // past the end the last key is repeated; its score is not read
         const int idx = column + part * side + token;
         beside[token] = keys[idx < num_tokens ? idx : num_tokens - 1];
         fetch_again(keys, idx, num_tokens, head_dim);
@@ -52,7 +52,7 @@ void score(const typename Steps::Value* queries, const T* const* keys, int64_t a
 
 // Adds values to the sums of few rows: sums[row] = rescale[row] * sums[row] + weights[row, token] * value(token).
 //
-// This does it for the dimensions of `kVectors` vectors from `first_dim` on.
+// Covers the dimensions of `kVectors` vectors from `first_dim` on.
 template <typename Steps, int kRows, int kVectors, typename T>
 void add_columns(const typename Steps::Value* weights, int stride, const T* const* values, const T* const* next,
                  int num_tokens, int num_next, [[maybe_unused]] int head_dim, int first_dim, float* sums,
@@ -76,7 +76,7 @@ void add_columns(const typename Steps::Value* weights, int stride, const T* cons
 #pragma GCC unroll 8
       for (int vector = 0; vector < kVectors; vector += 2) {
         const T* first = values[token] + first_dim + vector * kLanes;
-        // A pair's second half without a token must be zero: its weight is, but zero times anything need not be.
+        // The half of a pair without a token must be zero: its weight is, but zero times infinity is not zero.
         const HalfPairs second = is_pair ? load_halves(values[token + 1] + first_dim + vector * kLanes) : HalfPairs{};
         const Interleaved pairs = interleave(load_halves(first), second);
         columns[vector] = bit_cast<Floats>(pairs.low);
@@ -102,7 +102,9 @@ void add_columns(const typename Steps::Value* weights, int stride, const T* cons
       store(sums + row * sums_stride + first_dim + vector * kLanes, totals[row][vector]);
 }
 
-// values: where each token's value lies. next: where each token of the next tile lies, fetched meanwhile.
+// `add_columns` for all dimensions.
+//
+// values: address of each token's value. next: address of each token of the next tile, which is prefetched.
 template <typename Steps, int kRows, typename T, int kVectors = kRegisters / (kRows <= 2 ? 4 : 8)>
 void add_values(const typename Steps::Value* weights, int stride, const T* const* values, const T* const* next,
                 int num_tokens, int num_next, int head_dim, float* sums, int sums_stride, const float* rescale,

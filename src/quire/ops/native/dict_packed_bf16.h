@@ -1,13 +1,13 @@
-// bfloat16 weights that take three bytes for two values.
+// bfloat16 weights compressed to three bytes for two values.
 //
-// The high byte of a bfloat16 is its sign and seven bits of its exponent, and weights that lie together have few of
-// them. A block of a panel, 64 columns by 32 values, names its 16 in a table; each weight is a code of four bits into
-// it, and its low byte. A block with more of them stays as it is.
+// The high byte of a bfloat16 is its sign and seven bits of its exponent, and neighbouring weights have few different
+// ones. A table lists up to 16 high bytes of a block of a panel, 64 columns by 32 values; each weight is stored as a
+// code of four bits, its index in the table, and its low byte. A block with more than 16 high bytes is stored raw.
 //
 //  panel    | block | block | raw block | ... | last block |      steps in the order of `quire_pack`
 //  step     | a vector of bytes, two codes each | two vectors of low bytes |      of a block with a table
 //
-// A code's byte and a low byte lie where one shuffle and one interleaving put them where the packed step has them.
+// The order of codes and low bytes lets one shuffle and one interleaving produce the packed step.
 #pragma once
 
 #include "linear.h"
@@ -18,7 +18,7 @@ namespace {
 
 #if defined(__AVX512BF16__)
 
-constexpr int kStepValues = 2;  // of each column
+constexpr int kStepValues = 2;  // values per column
 typedef uint8_t CodeBytes __attribute__((vector_size(64)));
 
 QUIRE_INLINE CodeBytes look_up(CodeBytes table, CodeBytes codes) {
@@ -62,26 +62,26 @@ QUIRE_INLINE CodeBytes join_words(CodeBytes a, CodeBytes b) {
 
 typedef uint16_t CodeWords __attribute__((vector_size(sizeof(CodeBytes))));
 
-constexpr int kBlockValues = 32;  // of each column
+constexpr int kBlockValues = 32;  // values per column
 constexpr int kBlockSteps = kBlockValues / kStepValues;
 constexpr int kStepBytes = kStepValues * kWeightPanel * int(sizeof(BFloat16));
 constexpr int kCodedStepBytes = 3 * int(sizeof(CodeBytes));
 static_assert(kStepBytes ==
-              4 * sizeof(CodeBytes));  // two groups: two vectors of values, one of low or of high bytes each
+              4 * sizeof(CodeBytes));  // two groups, each of two vectors: of values, or of low and of high bytes
 
-// The high bytes of a block, and perhaps others, in rising order, the last one repeated; a falling pair at the ends
-// marks a raw block.
+// The high bytes of a block, and possibly others, in ascending order, the last one repeated. In a raw block's table the
+// first value exceeds the last.
 struct Table {
   uint8_t values[16];
 
   bool is_raw() const { return values[0] > values[15]; }
 };
 
-// The steps of blocks with tables.
+// Steps of blocks with tables.
 struct CodedSteps {
   const uint8_t* data;
 
-  // The values of a group of columns, as they lie in a packed step.
+  // Decodes the values of a group of columns, in the order of a packed step.
   QUIRE_INLINE void take(int step, CodeBytes table, int group, CodeBytes& first, CodeBytes& second) const {
     const uint8_t* from = data + step * kCodedStepBytes;
     const CodeBytes codes = (CodeBytes)(load_bits<CodeWords>(from) >> (4 * group)) & 15;
@@ -91,12 +91,12 @@ struct CodedSteps {
   }
 };
 
-// A value of a packed step, and where its bytes are.
+// Location of a packed step's value within a coded step.
 class CodedValue {
  public:
-  // place: in the packed step.
+  // place: index of the value in the packed step.
   explicit CodedValue(int place) {
-    constexpr int kVectorWords = sizeof(CodeBytes) / 2, kLaneWords = 8;  // of 16 bytes: words are joined lane by lane
+    constexpr int kVectorWords = sizeof(CodeBytes) / 2, kLaneWords = 8;  // words are joined in lanes of 16 bytes
     const int vector = place / kVectorWords, word = place % kVectorWords;
     group_ = vector / 2;
     byte_ = word / kLaneWords * 16 + vector % 2 * kLaneWords + word % kLaneWords;
@@ -111,14 +111,14 @@ class CodedValue {
   int group_, byte_;
 };
 
-// Codes a packed step by a table that has all its high bytes.
+// Codes a packed step by a table that contains all its high bytes.
 inline void pack_step(const BFloat16* step, const Table& table, uint8_t* to) {
   CodeBytes codes[2];
   for (int group = 0; group < 2; ++group) {
     const uint8_t* from = reinterpret_cast<const uint8_t*>(step) + 2 * group * sizeof(CodeBytes);
     const auto first = load_bits<CodeWords>(from), second = load_bits<CodeWords>(from + sizeof(CodeBytes));
     const CodeBytes high = join_words((CodeBytes)(first >> 8), (CodeBytes)(second >> 8));
-    // A byte that the table repeats gets the last of its places, for that has all bits.
+    // Indices are combined by OR: a byte that the table repeats gets index 15, the last one, which has all bits.
     codes[group] = CodeBytes{};
     for (int code = 0; code < 16; ++code) codes[group] |= (CodeBytes)(high == table.values[code]) & uint8_t(code);
     store_bits(to + (1 + group) * sizeof(CodeBytes), join_words((CodeBytes)(first & 255), (CodeBytes)(second & 255)));
@@ -126,9 +126,9 @@ inline void pack_step(const BFloat16* step, const Table& table, uint8_t* to) {
   store_bits(to, codes[0] | codes[1] << 4);
 }
 
-// Looks for a table of eight neighbouring exponents with either sign, which nearly all blocks are content with and
-// which takes a fraction of the time of looking at each value. Returns whether `table` is one for whole columns of a
-// block.
+// Fills the table with eight neighbouring exponents of either sign, which suffices for nearly all blocks and takes a
+// fraction of the time of examining each value. Returns whether the table contains all high bytes of a block with full
+// columns.
 inline bool find_neighbours(const BFloat16* const* columns, int count, Table& table) {
   constexpr int kWords = sizeof(HalfPairs) / sizeof(uint16_t);
   HalfPairs least = HalfPairs{} + uint16_t(0x7fff), most{};
@@ -150,7 +150,7 @@ inline bool find_neighbours(const BFloat16* const* columns, int count, Table& ta
   return highest < lowest + 8;
 }
 
-// A table of a block of `count` columns, `depth` values each.
+// Returns the table of a block of `count` columns, `depth` values each.
 inline Table table_of(const BFloat16* const* columns, int count, int depth) {
   Table table{};
   if (depth == kBlockValues && find_neighbours(columns, count, table)) return table;
@@ -161,7 +161,7 @@ inline Table table_of(const BFloat16* const* columns, int count, int depth) {
   int found = 0;
   for (int high = 0; high < 256; ++high) {
     if (!is_there[high]) continue;
-    if (found == 16) return {{1}};  // one too many
+    if (found == 16) return {{1}};  // more than 16: raw
     std::fill(table.values + found++, table.values + 16, uint8_t(high));
   }
   return table;

@@ -1,4 +1,4 @@
-// Linear layers on weights that are multiplied as pairs of bfloat16.
+// Linear layers whose weights are multiplied as pairs of bfloat16.
 #pragma once
 
 #include "linear.h"
@@ -12,17 +12,17 @@ using Pairs = BFloat16Pairs;
 constexpr int kPairStepBytes = kWeightPanel * 2 * int(sizeof(BFloat16));
 static_assert(kWeightPanel == kPanel);
 
-// Some rows, and their sums of one panel.
+// Rows and their sums of one panel.
 struct PairRows {
   const BFloat16* x;  // [rows, width]
   int stride;
   int count;
   float* sums;    // [rows, kWeightPanel]
-  bool is_begun;  // the sums are to be added to
+  bool is_begun;  // the products are added to the sums
 
   // Multiplies the values from `step` on by steps of a panel.
   //
-  // next: what is fetched meanwhile.
+  // next: data that is prefetched meanwhile.
   template <typename Panel>
   void multiply(int step, const Panel& panel, int depth, const uint8_t* next, int next_bytes) const {
     alignas(64) constexpr float kOnes[kTileRows] = {1, 1, 1, 1, 1, 1};
@@ -35,11 +35,11 @@ struct PairRows {
   }
 };
 
-// What is left of a panel that lies as it is multiplied.
+// Remaining steps of a panel, stored as they are multiplied.
 struct PlainPairs {
   const BFloat16* data;
 
-  // Multiplies rows by the next steps, the first of which is `step`, and moves on behind them.
+  // Multiplies rows by the next steps, the first of which is `step`, and advances past them.
   void multiply(const PairRows& rows, int step, int depth) {
     const PanelSteps<Pairs> here{data};
     data += depth * kWeightPanel * Pairs::kValues;
@@ -47,7 +47,7 @@ struct PlainPairs {
   }
 };
 
-// Multiplies rows by a weight; `panel_at(panel)` is a panel of it.
+// Multiplies rows by a weight; `panel_at(panel)` returns one of its panels.
 template <typename PanelAt>
 void multiply_pairs(const Operands& operands, int64_t num_rows, int64_t num_columns, int width, PanelAt panel_at) {
   const int depth = width / Pairs::kValues;
@@ -70,11 +70,11 @@ struct PairedWeight {
 
   // Packs the columns [num_columns, width] of a panel.
   static void pack(const Value* const* columns, int count, int width, Value* panel) {
-    // The padding is read, and its sums are not: it must exist, and may hold anything.
+    // The padding must exist because it is read, but may hold anything: its sums are not read.
     pack_columns<Pairs, Value>(columns, 0, count, width, panel);
   }
 
-  // Where values of a column lie in a step, side by side, and how many.
+  // Number of adjacent values of a column in a step, and their index in the step.
   static constexpr int kStepValues = Pairs::kValues;
   static int place_of(int column) { return column * kStepValues; }
 

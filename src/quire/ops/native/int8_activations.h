@@ -1,7 +1,7 @@
-// Rows of int8, and how they meet weights of bytes.
+// Rows of int8 activations, and their products with weights of bytes.
 //
-// A row becomes int8 by its largest magnitude: q = round(x * 127 / largest), ties to even, so x is about
-// q * largest / 127. A step is four values of a row and four weights: their products are added to a sum of 32 bits.
+// A row is scaled by its largest magnitude: q = round(x * 127 / largest), ties to even, so x is about q * largest /
+// 127. A step is four values of a row and four weights, whose products are added to a sum of 32 bits.
 #pragma once
 
 #include <memory>
@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kStepBytes = 4;
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
-// Rows and groups without a larger magnitude count as zeros: beside it scales would leave the range of floats.
+// Rows and groups without a larger magnitude count as zeros: smaller scales would leave the range of floats.
 constexpr float kSmallest = 1e-30f;
 
 typedef int16_t Shorts __attribute__((vector_size(4 * QUIRE_LANES)));
@@ -22,10 +22,10 @@ typedef int16_t Shorts __attribute__((vector_size(4 * QUIRE_LANES)));
 
 #if defined(__AVX512VNNI__)
 
-// Added to each int8 weight: its bytes are unsigned. The sums start with what takes it off again.
+// Offset of each int8 weight, which makes its bytes unsigned. The start values of the sums compensate for it.
 constexpr int kWeightOffset = 128;
 
-// sum += the products of four unsigned weights and four values, in each lane.
+// Adds the products of four unsigned weights and four values to `sum`, in each lane.
 QUIRE_INLINE void multiply_add(Ints& sum, Ints weights, Ints values) {
   sum = (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)values);
 }
@@ -34,10 +34,10 @@ QUIRE_INLINE void multiply_add(Ints& sum, Ints weights, Ints values) {
 
 constexpr int kWeightOffset = 0;
 
-// No pair of products leaves 16 bits: neither factor is -128.
+// A pair of products fits in 16 bits: a weight may be -128, whose magnitude is an unsigned byte; a value never is.
 QUIRE_INLINE void multiply_add(Ints& sum, Ints weights, Ints values) {
   const __m256i pairs =
-      _mm256_maddubs_epi16(_mm256_abs_epi8((__m256i)values), _mm256_sign_epi8((__m256i)weights, (__m256i)values));
+      _mm256_maddubs_epi16(_mm256_abs_epi8((__m256i)weights), _mm256_sign_epi8((__m256i)values, (__m256i)weights));
   sum += (Ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 }
 
@@ -45,7 +45,7 @@ QUIRE_INLINE void multiply_add(Ints& sum, Ints weights, Ints values) {
 
 constexpr int kWeightOffset = 0;
 
-// The sums of pairs of products.
+// Returns the sums of pairs of products.
 QUIRE_INLINE Ints multiply_pairs(Shorts a, Shorts b) {
 #if defined(__AVX512BW__)
   return (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
@@ -64,12 +64,12 @@ QUIRE_INLINE void multiply_add(Ints& sum, Ints weights, Ints values) {
 
 #endif
 
-// A step of a row, in every lane.
+// Loads a step of a row into every lane.
 QUIRE_INLINE Ints broadcast(const int8_t* step) { return Ints{} + load_bits<int32_t>(step); }
 
 // ---- rounding ----
 
-// The nearest whole numbers, ties to even; they must be in range.
+// Rounds to the nearest integers, ties to even; they must be in range.
 QUIRE_INLINE Ints nearest(Floats values) {
 #if defined(__AVX512F__)
   return (Ints)_mm512_cvtps_epi32((__m512)values);
@@ -84,10 +84,10 @@ QUIRE_INLINE Ints nearest(Floats values) {
 #endif
 }
 
-// The largest magnitude, or NaN where a value is not finite.
+// Returns the largest magnitude, or NaN where a value is not finite.
 template <typename T>
 float largest_of(const T* values, int count) {
-  // Magnitudes are in order as integers, and what is not finite lies above all others.
+  // Magnitudes have the same order as integers, and non-finite ones are above all others.
   constexpr int32_t kMagnitude = 0x7fffffff, kInfinite = 0x7f800000;
   Ints found{};
   int idx = 0;
@@ -101,7 +101,7 @@ float largest_of(const T* values, int count) {
   return largest < kInfinite ? bit_cast<float>(largest) : kNaN;
 }
 
-// Rounds a row to int8, and returns what one is worth. A row that is not finite becomes zeros that are worth NaN.
+// Rounds a row to int8, and returns its scale. A row with a non-finite value becomes zeros with the scale NaN.
 template <typename T>
 float round_row(const T* from, int width, int8_t* to) {
   const float largest = largest_of(from, width);
@@ -117,15 +117,15 @@ float round_row(const T* from, int width, int8_t* to) {
   return largest / 127.0f;
 }
 
-// Rows of int8 that a product goes by.
+// Rows of int8 as the first operand of a product.
 struct Int8Rows {
   int width;
-  int num_groups;                     // parts of a row whose sums are wanted
+  int num_groups;                     // number of parts of a row with a sum each
   std::unique_ptr<int8_t[]> values;   // [rows, width]
   std::unique_ptr<float[]> scales;    // [rows]
-  std::unique_ptr<int32_t[]> starts;  // [rows, groups]: what sums start with
+  std::unique_ptr<int32_t[]> starts;  // start values of the sums, [rows, groups]
 
-  // offset: that weights have.
+  // offset: offset of the weights.
   template <typename T>
   Int8Rows(const T* x, int64_t row_stride, int64_t num_rows, int width, int num_groups, int offset)
       : width(width),
@@ -133,7 +133,7 @@ struct Int8Rows {
         values(new int8_t[num_rows * width]),
         scales(new float[num_rows]),
         starts(new int32_t[num_rows * num_groups]) {
-    constexpr int kFewRows = 8;  // over before another thread has woken up
+    constexpr int kFewRows = 8;  // finished before another thread has woken up
     quire::in_parallel(num_rows, kFewRows, [&](int64_t begin, int64_t end) {
       const int group = width / num_groups;
       for (int64_t row = begin; row < end; ++row) {

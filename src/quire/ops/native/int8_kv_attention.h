@@ -1,8 +1,8 @@
-// Products of few rows of bfloat16 with keys and values of int8, by instructions that multiply bytes.
+// Products of few bfloat16 rows with int8 keys and values, by instructions that multiply bytes.
 //
-// To widen bytes would take longer than the products. So a row becomes whole numbers of 16 bits instead, in proportion
-// to its largest magnitude, and each of them two bytes, which are multiplied apart. What that loses, 2^-16 of the
-// largest magnitude, is far below a rounding to bfloat16; the sums of the products are exact.
+// Widening the bytes would take longer than the products. Instead, a row is rounded to integers of 16 bits, in
+// proportion to its largest magnitude, and each integer is split into two bytes, which are multiplied separately. The
+// loss, 2^-16 of the largest magnitude, is far below a rounding to bfloat16; the sums of the products are exact.
 #pragma once
 
 #include "cache.h"
@@ -13,8 +13,8 @@
 
 namespace {
 
-constexpr int kByteDims = 64;  // of a vector; heads are whole vectors
-// Added to each int8, for the instruction takes one factor without a sign.
+constexpr int kByteDims = 64;  // dimensions of a vector; heads are whole vectors
+// Offset of each int8 value, because the instruction takes one unsigned factor.
 constexpr int kByteOffset = 128;
 
 // Adds the products of four unsigned and four signed bytes in each lane.
@@ -24,17 +24,17 @@ QUIRE_INLINE void multiply_bytes(Ints& sum, Ints bytes, Ints row) {
 
 QUIRE_INLINE Ints load_bytes(const int8_t* from) { return bit_cast<Ints>(load_bits<Words>(from) ^ 0x80808080u); }
 
-// A row of the numbers 256 * high + low, one of which is worth `scale`.
+// A row of the integers 256 * high + low, in units of `scale`.
 struct SplitInt16Row {
   alignas(64) int8_t high[kMaxDim];
   alignas(64) int8_t low[kMaxDim];
   float scale;
-  int32_t excess;  // of a sum of products, for the offset
+  int32_t excess;  // excess of a sum of products that the offset causes
 
-  // from: whole vectors of values. A row with one that is not finite gives NaN.
+  // from: whole vectors of values. A row with a non-finite value gives NaN.
   void read(const BFloat16* from, int count) {
     constexpr float largest = 127 * 256;
-    constexpr float least = 1e-33f;  // without a larger value a row is taken for zeros: nothing here is subnormal
+    constexpr float least = 1e-33f;  // a row without a larger value counts as zeros: nothing here is subnormal
     const float reach = largest_magnitude(from, count);
     scale = reach <= least ? 0.0f : reach / largest;
     const float factor = reach <= least ? 0.0f : largest / reach;
@@ -52,8 +52,8 @@ struct SplitInt16Row {
   QUIRE_INLINE Floats value(Ints sums) const { return __builtin_convertvector(sums - excess, Floats) * scale; }
 };
 
-// As `score`, for one row or two: more sums than theirs do not fit in registers. The scales behind the keys are read on
-// the way: to read them by themselves would wait for lines that come with the keys.
+// `score` for one row or two: the sums of more rows do not fit in registers. The scales after the keys are read on the
+// way: a separate read would wait for cache lines that come with the keys.
 template <int kRows>
 void score_rows(const SplitInt16Row* rows, const int8_t* const* keys, int64_t ahead, int num_tokens, int head_dim,
                 float* scores, int stride, float* scales) {
@@ -100,7 +100,8 @@ void score_rows(const SplitInt16Row* rows, const int8_t* const* keys, int64_t ah
   }
 }
 
-// Turns four tokens' bytes into steps of four tokens: the quarter q of vector v has the dimensions from 16 q + 4 v on.
+// Interleaves the bytes of four tokens into steps of four tokens: quarter q of vector v has the dimensions from 16 q +
+// 4 v on.
 QUIRE_INLINE void interleave_bytes(Ints (&bytes)[4]) {
   const __m512i low = _mm512_unpacklo_epi8((__m512i)bytes[0], (__m512i)bytes[1]);
   const __m512i high = _mm512_unpackhi_epi8((__m512i)bytes[0], (__m512i)bytes[1]);
@@ -112,7 +113,7 @@ QUIRE_INLINE void interleave_bytes(Ints (&bytes)[4]) {
   bytes[3] = (Ints)_mm512_unpackhi_epi16(high, next_high);
 }
 
-// Brings sums that were made of such steps into the order of the dimensions.
+// Reorders the sums of such steps by dimension.
 QUIRE_INLINE void order_quarters(Words (&sums)[4]) {
   constexpr auto lanes = std::make_integer_sequence<int, kLanes>();
   exchange<4>(sums[0], sums[1], lanes);
@@ -121,7 +122,7 @@ QUIRE_INLINE void order_quarters(Words (&sums)[4]) {
   exchange<8>(sums[1], sums[3], lanes);
 }
 
-// As `add_values`, for one row or two.
+// `add_values` for one row or two.
 template <int kRows>
 void add_rows(const SplitInt16Row* rows, const int8_t* const* values, const int8_t* const* next, int num_tokens,
               int num_next, int head_dim, float* sums, int sums_stride, const float* rescale) {
@@ -130,7 +131,7 @@ void add_rows(const SplitInt16Row* rows, const int8_t* const* values, const int8
     for (int token = 0; token < num_tokens; token += 4) {
       Ints bytes[4];
 #pragma GCC unroll 4
-      for (int idx = 0; idx < 4; ++idx) {  // past the end the last value is repeated: its weight there is 0
+      for (int idx = 0; idx < 4; ++idx) {  // past the end the last value is repeated; its weight is 0
         bytes[idx] = load_bytes(values[token + idx < num_tokens ? token + idx : num_tokens - 1] + dim);
         if (token + idx < num_next) {
           fetch(next[token + idx] + dim);
@@ -165,14 +166,14 @@ void add_rows(const SplitInt16Row* rows, const int8_t* const* values, const int8
   }
 }
 
-// Calls `body(row)` for rows in pairs and for the last one of an odd number, with how many they are as a constant.
+// Calls `body(row, number of rows)` for pairs of rows and for the last one of an odd number; the number is a constant.
 template <int kRows, typename Body>
 QUIRE_INLINE void in_pairs(Body body) {
   for (int row = 0; row + 2 <= kRows; row += 2) body(row, std::integral_constant<int, 2>());
   if constexpr (kRows % 2) body(kRows - 1, std::integral_constant<int, 1>());
 }
 
-// scales: of the keys, in whole vectors; filled in.
+// scales: output, the scales of the keys in whole vectors.
 template <int kRows>
 void score_bytes(const SplitInt16Row* rows, const int8_t* const* keys, int64_t ahead, int num_tokens, int head_dim,
                  float* scores, int stride, float* scales) {
@@ -181,7 +182,7 @@ void score_bytes(const SplitInt16Row* rows, const int8_t* const* keys, int64_t a
   });
 }
 
-// rows: of weights; 0 past the tokens, up to a whole vector.
+// rows: weights; 0 past the tokens, up to a whole vector.
 template <int kRows>
 void add_bytes(const SplitInt16Row* rows, const int8_t* const* values, const int8_t* const* next, int num_tokens,
                int num_next, int head_dim, float* sums, int sums_stride, const float* rescale) {

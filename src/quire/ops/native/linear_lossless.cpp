@@ -1,4 +1,4 @@
-// Linear layers on weights that are coded, bit for bit what `quire_linear` gives.
+// Linear layers with losslessly compressed weights; their results are bit for bit those of `quire_linear`.
 #include "cache.h"
 #include "dict_packed_bf16.h"
 #include "dpbf16.h"
@@ -11,9 +11,9 @@ namespace {
 #if defined(__AVX512BF16__)
 
 struct CodedPairs : CodedSteps {
-  const Table* tables;  // of each block
+  const Table* tables;  // table of each block
 
-  // As `PanelSteps` does.
+  // Interface of `PanelSteps`.
   QUIRE_INLINE void take(int step, Floats (&columns)[kTileVectors]) const {
     const CodeBytes table = table_bytes(tables[step / kBlockSteps].values);
 #pragma GCC unroll 2
@@ -26,15 +26,15 @@ struct CodedPairs : CodedSteps {
   }
 };
 
-// What is left of a panel in blocks.
+// Remaining blocks of a panel.
 struct CodedPanel {
   const uint8_t* data;
   const Table* tables;
 
-  // As `PlainPairs` does.
+  // Interface of `PlainPairs`.
   void multiply(PairRows rows, int step, int depth) {
     while (depth > 0) {
-      int count = 0;  // steps up to the first raw block
+      int count = 0;  // number of steps before the first raw block
       for (const Table* table = tables; count < depth && !table->is_raw(); ++table) count += kBlockSteps;
       count = std::min(count, depth);
       if (count > 0) {
@@ -65,13 +65,13 @@ using PlainWeight = PairedWeight;
 
 #else
 
-static_assert(kColumnGroup == sizeof(CodeBytes));  // low bytes of a group fill a vector, and so do high ones
+static_assert(kColumnGroup == sizeof(CodeBytes));  // the low bytes of a group fill one vector, as do the high ones
 static_assert(kDirectSteps % kBlockSteps == 0 && kWidenedSteps % kBlockSteps == 0);
 
 struct CodedColumns : CodedSteps {
   CodeBytes table;
 
-  // As `PlainPanel` does.
+  // Interface of `PlainPanel`.
   template <int kAhead, int kVectors>
   QUIRE_INLINE void widen(int step, int column, Floats (&values)[kVectors]) const {
     constexpr int vectors = kColumnGroup / kLanes;
@@ -94,14 +94,14 @@ struct CodedColumns : CodedSteps {
   }
 };
 
-// What is left of a panel in blocks.
+// Remaining blocks of a panel.
 struct CodedPanel {
   static constexpr int kPieceSteps = kBlockSteps;
 
   const uint8_t* data;
   const Table* tables;
 
-  // Calls `body` with the steps of the next block, and moves on behind them.
+  // Calls `body` with the steps of the next block, and advances past them.
   template <typename Body>
   QUIRE_INLINE void take(int depth, Body body) {
     if (tables->is_raw()) {
@@ -132,8 +132,8 @@ int64_t block_bytes(const Table& table, int num_values) {
   return num_values / kStepValues * (table.is_raw() ? kStepBytes : kCodedStepBytes);
 }
 
-// Calls `body_of(panel)(block, columns, how many, values of each)` for each block of a weight, the panels on all
-// threads.
+// Calls `body_of(panel)(block, columns, number of columns, values per column)` for each block of a weight, the panels
+// on all threads.
 template <typename BodyOf>
 void for_each_block(const void* weight, int64_t num_columns, int64_t width, bool is_gated, BodyOf body_of) {
   quire::in_parallel(num_panels<kWeightPanel>(num_columns), 1, [&](int64_t begin, int64_t end) {
@@ -154,7 +154,8 @@ void for_each_block(const void* weight, int64_t num_columns, int64_t width, bool
 
 }  // namespace
 
-// Finds the tables of a weight [num_columns, width], [panels, blocks of a panel], and the bytes of each panel.
+// Computes the tables of a weight [num_columns, width], [panels, blocks of a panel], and the number of bytes of each
+// panel.
 QUIRE_EXPORT void quire_lossless_tables(const void* weight, int64_t num_columns, int64_t width, bool is_gated,
                                         void* tables, int64_t* panel_bytes) {
   for_each_block(weight, num_columns, width, is_gated, [&](int64_t panel) {
@@ -168,7 +169,7 @@ QUIRE_EXPORT void quire_lossless_tables(const void* weight, int64_t num_columns,
   });
 }
 
-// Packs the weight by its tables, each panel at its place in `packed`.
+// Packs the weight by its tables, each panel from its start in `packed` on.
 QUIRE_EXPORT void quire_lossless_pack(const void* weight, int64_t num_columns, int64_t width, bool is_gated,
                                       const void* tables, const int64_t* panel_starts, void* packed) {
   for_each_block(weight, num_columns, width, is_gated, [&](int64_t panel) {
@@ -185,7 +186,7 @@ QUIRE_EXPORT void quire_lossless_pack(const void* weight, int64_t num_columns, i
   });
 }
 
-// A packed weight; the signatures of what takes it are those of other formats.
+// A packed weight. Functions that take one have the signatures of the other formats.
 struct LosslessWeight {
   const Table* tables;
   const int64_t* panel_starts;
@@ -206,8 +207,7 @@ QUIRE_EXPORT void quire_lossless_linear(Type, const void* x, int64_t row_stride,
                  [=](int64_t panel) { return weight.panel(panel, width); });
 }
 
-// Looks columns of a weight packed so up: ids [num_ids] to output [num_ids, width]. Returns false for an id that is
-// none.
+// Copies columns of a packed weight: ids [num_ids] to output [num_ids, width]. Returns false for an ID out of range.
 QUIRE_EXPORT bool quire_lossless_rows(Type, const void* packed, int64_t num_columns, int64_t width, const int64_t* ids,
                                       int64_t num_ids, void* output) {
   const LosslessWeight weight = *static_cast<const LosslessWeight*>(packed);

@@ -1,5 +1,5 @@
-// The threads that kernels run on: torch's own, through the function that the loader hands over. A second pool of
-// threads would fight with them for the cores.
+// Threads of the kernels: torch's own, through the function that the loader passes in. A second pool of threads would
+// compete with them for the cores.
 #pragma once
 
 #include <algorithm>
@@ -13,13 +13,13 @@ namespace quire {
 // `torch_parallel_for` of torch's stable C interface (torch 2.10 and later).
 using ParallelFor = int32_t (*)(int64_t begin, int64_t end, int64_t grain, void (*run)(int64_t, int64_t, void*),
                                 void* context);
-// `torch_get_num_threads` of the same.
+// `torch_get_num_threads` of the same interface.
 using GetNumThreads = int32_t (*)(uint32_t* count);
 
 extern ParallelFor parallel_for;
 extern GetNumThreads get_num_threads;
 
-// The threads that may work at once.
+// Returns the number of threads that may work at once.
 inline int64_t max_threads() {
   if (spin_pool != nullptr) return spin_pool->num_threads;
   uint32_t num_threads = 1;
@@ -27,7 +27,8 @@ inline int64_t max_threads() {
   return num_threads;
 }
 
-// Calls `body(begin, end)` on parts of [0, count), at least `grain` long; in this thread when that leaves one part.
+// Calls `body(begin, end)` on parts of [0, count), at least `grain` long; in the calling thread if that leaves one
+// part.
 template <typename Body>
 void in_parallel(int64_t count, int64_t grain, Body body) {
   if (count <= grain || parallel_for == nullptr) {
@@ -36,7 +37,7 @@ void in_parallel(int64_t count, int64_t grain, Body body) {
   }
   const auto run = [](int64_t begin, int64_t end, void* context) { (*static_cast<Body*>(context))(begin, end); };
   if (SpinPool* const led = spin_pool) {
-    spin_pool = nullptr;  // what a part wants to share is its own affair
+    spin_pool = nullptr;  // nested calls within a part do not use the pool
     led->share(count, std::max(grain, (count + led->num_threads - 1) / led->num_threads), run, &body);
     spin_pool = led;
     return;
@@ -44,7 +45,8 @@ void in_parallel(int64_t count, int64_t grain, Body body) {
   parallel_for(0, count, grain, run, &body);
 }
 
-// Calls `body(job)` for each job in [0, count); threads take the next job as they come free, for jobs differ in size.
+// Calls `body(job)` for each job in [0, count); a thread that becomes free takes the next job, because jobs differ in
+// size.
 template <typename Body>
 void in_turns(int64_t count, Body body) {
   const int64_t num_threads = count > 1 ? max_threads() : 1;
@@ -59,8 +61,8 @@ void in_turns(int64_t count, Body body) {
   });
 }
 
-// Calls `body(job)` for each job in [0, count), where neighbouring jobs read what lies together: threads take runs of
-// them, long ones first, so that what a job asks for ahead is read by the thread that asked for it.
+// Calls `body(job)` for each job in [0, count), where neighbouring jobs read neighbouring data: threads take runs of
+// jobs, long runs first, so that the thread that prefetches data for the next job also reads it.
 template <typename Body>
 void in_runs(int64_t count, Body body) {
   const int64_t num_threads = count > 1 ? max_threads() : 1;

@@ -1,7 +1,7 @@
-// Many query rows and a tile of keys and values. The rows lie side by side in panels, a lane each: keys are multiplied
-// where they lie, one after the other, and the softmax goes through all lanes at once.
+// Attention of many query rows over a tile of keys and values. The rows are packed side by side into panels, one lane
+// each; keys are multiplied in place, one after the other, and the softmax processes all lanes at once.
 //
-// A row gets the same bits as from `multiply` and `weigh`: its sums are the same ones, in the same order.
+// A row gets the same bits as from `multiply` and `weigh`: its sums are the same, in the same order.
 #pragma once
 
 #include <algorithm>
@@ -10,15 +10,15 @@
 
 namespace {
 
-// Tokens of a tile that rows of a panel see: whole vectors of them, but for the tile's last ones.
+// Tokens of a tile that rows of a panel see, in whole vectors except at the tile's end.
 struct Span {
   int begin;
-  int end;  // the scores that no token is for weigh nothing
+  int end;  // scores past the last token have no weight
 
   bool is_empty() const { return begin >= end; }
 };
 
-// Calls `body` with the number of vectors that `count` lanes take as a constant, at most a panel's.
+// Calls `body` with the number of vectors for `count` lanes as a constant, at most a panel's.
 template <int kVectors = kTileVectors, typename Body>
 QUIRE_INLINE void with_vectors(int count, Body body) {
   if constexpr (kVectors > 1) {
@@ -27,9 +27,9 @@ QUIRE_INLINE void with_vectors(int count, Body body) {
   body(std::integral_constant<int, kVectors>());
 }
 
-// Widens vectors to what is multiplied; those that are already stay where they are.
+// Widens vectors to the type that is multiplied; vectors of that type are not copied.
 //
-// widened: [count, width], and where each vector of it lies. Returns where each vector lies.
+// widened, places: values [count, width] and address of each widened vector. Returns the address of each vector.
 template <typename Steps, typename T>
 const typename Steps::Value* const* widen_vectors(const T* const* vectors, int count, int width,
                                                   typename Steps::Value* widened,
@@ -49,12 +49,12 @@ const typename Steps::Value* const* widen_vectors(const T* const* vectors, int c
   }
 }
 
-// Asks for vectors of the cache a few at a time, for requests that come faster than memory answers hold products up.
+// Prefetches vectors of the cache, a few at a time: requests that arrive faster than memory answers delay the products.
 template <typename T>
 class VectorPrefetch {
  public:
-  // vectors: where they lie, `ahead` values before. width: in values, a scale included.
-  // num_calls: that `step` will have at least.
+  // vectors: addresses, `ahead` values before the prefetched data. width: number of values, a scale included.
+  // num_calls: minimum number of calls of `step`.
   VectorPrefetch(const T* const* vectors, int64_t ahead, int count, int width, int num_calls)
       : vectors_(vectors), ahead_(ahead), count_(count), width_(width), each_((count + num_calls - 1) / num_calls) {}
 
@@ -70,9 +70,9 @@ class VectorPrefetch {
   int idx_ = 0;
 };
 
-// The scores of a panel's rows: scores[token, row] = key(token) . query(row).
+// Computes the scores of a panel's rows: scores[token, row] = key(token) . query(row).
 //
-// prefetch: what is asked for meanwhile.
+// prefetch: data that is prefetched meanwhile.
 template <typename Steps, typename T>
 void score_panel(const typename Steps::Value* const* keys, Span tokens, const typename Steps::Value* queries,
                  int num_rows, int depth, float* scores, VectorPrefetch<T>& prefetch) {
@@ -88,19 +88,19 @@ void score_panel(const typename Steps::Value* const* keys, Span tokens, const ty
   });
 }
 
-// What a vector of rows has collected, and what it sees of a tile.
+// State of the softmax of a vector of rows, and the range of the tile's tokens that each row sees.
 struct Lanes {
-  Floats largest;  // score
-  Floats total;    // of the weights relative to it
-  Floats rescale;  // what the rows' sums so far must be multiplied by
-  Ints first;      // token that is seen, of the tile's
-  Ints last;       // the one behind
+  Floats largest;  // largest score
+  Floats total;    // sum of the weights relative to it
+  Floats rescale;  // factor of the rows' previous sums
+  Ints first;      // first token of the tile that a row sees
+  Ints last;       // end of the tokens that a row sees
 };
 
-// Turns scores into weights, as `weigh` does, for a vector of rows.
+// `weigh` for a vector of rows: turns scores into weights.
 //
 // scores: [tokens, kPanel]. weights: steps of tokens by kPanel rows.
-// scales: of quantised keys and values, or null.
+// scales: scales of quantised keys and values, or null.
 template <typename Steps>
 void weigh_lanes(float* scores, Span tokens, float scale, const Scales* scales, typename Steps::Value* weights,
                  bool sees_all, Lanes& lanes) {
@@ -122,7 +122,7 @@ void weigh_lanes(float* scores, Span tokens, float scale, const Scales* scales, 
   const Floats before = lanes.largest;
   const Floats here = max(max(highest[0], highest[1]), max(highest[2], highest[3])) * scale;
   lanes.largest = here > before ? here : before;
-  // Of a row that has seen nothing yet all scores are minus infinity.
+  // While a row has seen no token, all its scores are minus infinity.
   const Floats largest = lanes.largest == -kInfinity ? Floats{} : lanes.largest;
   Floats sums[kLanes]{};  // as in `weigh`
   for (int chunk = tokens.begin; chunk < tokens.end; chunk += kLanes) {
@@ -149,8 +149,8 @@ void weigh_lanes(float* scores, Span tokens, float scale, const Scales* scales, 
 
 // Adds a panel's weighted values: sums[row] = rescale[row] * sums[row] + weights[token, row] * value(token).
 //
-// weights, values: from the first of `depth` steps on; values are one panel of dimensions, `num_dims` of them.
-// prefetch: what is asked for meanwhile.
+// weights, values: data from the first of `depth` steps on; values are one panel of dimensions, `num_dims` of them.
+// prefetch: data that is prefetched meanwhile.
 template <typename Steps, typename T>
 void add_panel(const typename Steps::Value* weights, int num_rows, const typename Steps::Value* values, int depth,
                int num_dims, float* sums, int sums_stride, const float* rescale, VectorPrefetch<T>& prefetch) {

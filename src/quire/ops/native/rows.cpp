@@ -1,17 +1,17 @@
-// What is done to each row of hidden states between the matrix products: norms, rotations, gates, and the store of
-// keys and values.
+// Operations on the rows of hidden states between the matrix products: norms, rotations, gates, and the store of keys
+// and values.
 #include "activation_functions.h"
 #include "cache.h"
 #include "parallel.h"
 
 namespace {
 
-// Values that are worth a second thread.
+// Number of values that justifies a second thread.
 constexpr int64_t kGrain = 1 << 14;
 
 int64_t rows_per_grain(int64_t width) { return kGrain / width + 1; }
 
-// The factor that makes the root mean square of a row one.
+// Returns the factor that makes the root mean square of a row one.
 template <typename T>
 QUIRE_INLINE float inverse_rms(const T* row, int64_t width, float eps) {
   Floats squares{};
@@ -25,7 +25,7 @@ QUIRE_INLINE float inverse_rms(const T* row, int64_t width, float eps) {
   return 1.0f / __builtin_sqrtf(sum / float(width) + eps);
 }
 
-// Scales in the type of the weights: in float nothing is rounded before the store.
+// Scales in the type of the weights: with float weights, nothing is rounded before the store.
 template <typename T, typename W>
 QUIRE_INLINE void normalise(const T* row, const W* weight, float eps, int64_t width, T* output) {
   const float inverse = inverse_rms(row, width, eps);
@@ -35,7 +35,7 @@ QUIRE_INLINE void normalise(const T* row, const W* weight, float eps, int64_t wi
   for (; idx < width; ++idx) narrow(output + idx, rounded<W>(widen(row[idx]) * inverse) * widen(weight[idx]));
 }
 
-// Calls `body` with null pointers of the rows' type and of the weights', which is the same or float.
+// Calls `body` with null pointers of the rows' type and of the weights' type, which is the same or float.
 template <typename Body>
 void with_types(Type type, Type weight_type, Body body) {
   with_type(type, [&](auto* as) {
@@ -84,15 +84,15 @@ void gate_rows(int64_t type, const void* gate_up, int64_t num_rows, int64_t widt
   });
 }
 
-// What each row's heads go through on their way to the cache.
+// Arguments of the preparation of each row's heads for attention.
 struct Heads {
   const void* qkv;      // [rows, query heads + 2 KV heads, head dim]
-  const void* weights;  // [normed heads, head dim] of the heads' norms
+  const void* weights;  // scales of the heads' norms, [normed heads, head dim]
   const void* cos;      // [rows, head dim]
   const void* sin;
   void* queries;  // [rows, query heads, head dim]
   int64_t num_heads;
-  int64_t num_normed;  // the first of a row's heads: 0, all but the values, or all
+  int64_t num_normed;  // number of normed heads, from a row's first on: 0, all but the values, or all
   float eps;
 };
 
@@ -154,8 +154,8 @@ QUIRE_EXPORT void quire_gate(int64_t type, Activation activation, const void* ga
   (activation == Activation::kSilu ? gate_rows<Silu> : gate_rows<GeluTanh>)(type, gate_up, num_rows, width, output);
 }
 
-// Norms the first heads of each row, and rotates its query and key heads; stores its keys and values in its slot of the
-// cache. Of a cache without heads, there are queries only.
+// Norms the first heads of each row, rotates its query and key heads, and stores its keys and values in its slot of the
+// cache. For a cache without heads, rows consist of queries only.
 QUIRE_EXPORT void quire_prepare(const StepRows* rows, const Cache* cache, int64_t layer, const void* qkv,
                                 int64_t weight_type, const void* weights, int64_t num_normed, float eps,
                                 const void* cos, const void* sin, int64_t num_heads, void* queries) {

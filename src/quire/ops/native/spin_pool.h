@@ -1,9 +1,9 @@
-// Threads that stay together for many calls of kernels. To hand a kernel's work to threads that wait for it is a matter
-// of a cache line; to wake them up and to send them back to sleep for each kernel takes longer than some kernels do.
+// Threads that stay together for many calls of kernels. Passing a kernel's work to spinning threads costs a transfer of
+// a cache line; waking threads up and putting them to sleep for each kernel takes longer than some kernels do.
 //
-// One of them leads: it makes the calls, and opens what can be shared. The others look out for that and take parts of
-// it. Nobody waits for one that does not come, whose core may be busy with something else: the leader takes all parts
-// that are left, and then waits only for those who are in the middle of one.
+// One thread, the leader, makes the calls and opens work that can be shared. The other threads poll for it and take
+// parts. No thread waits for one that does not arrive, whose core may be busy with other work: the leader takes all
+// parts that are left, and then waits only for threads that are computing a part.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@
 
 namespace quire {
 
-// Looks at something again and again, and lets other threads of the system go first when it takes long.
+// Delay between two polls, which yields to other threads of the system when the wait becomes long.
 class SpinBackoff {
  public:
   void wait() {
@@ -41,9 +41,10 @@ class SpinPool {
 
   explicit SpinPool(int64_t num_threads) : num_threads(num_threads) {}
 
-  const int64_t num_threads;  // that there may be
+  const int64_t num_threads;  // maximum number of threads
 
-  // In the leader: has `run` called on parts of [0, count), each of `part` but the last, and returns when all is done.
+  // Called by the leader: runs `run` on parts of [0, count), each of length `part` except the last, and returns when
+  // all are done.
   void share(int64_t count, int64_t part, Run run, void* context) {
     count_ = count;
     part_ = part;
@@ -56,10 +57,10 @@ class SpinPool {
     for (SpinBackoff backoff; num_helping_.load() != 0;) backoff.wait();
   }
 
-  // In the leader: there is no more to come.
+  // Called by the leader: ends `help` in the other threads.
   void end() { turn_.store(kOver); }
 
-  // In the others: takes parts until then.
+  // Called by the other threads: takes parts until `end`.
   void help() {
     uint64_t seen = 0;
     for (SpinBackoff backoff;;) {
@@ -69,7 +70,8 @@ class SpinPool {
         backoff.wait();
         continue;
       }
-      // Either the leader closes behind this, and waits, or it has closed, which is seen here.
+      // Either the leader closes the turn after this increment, and waits, or the turn is closed already, which the
+      // load sees.
       num_helping_.fetch_add(1);
       if (turn_.load() == turn) take_parts();
       num_helping_.fetch_sub(1);
@@ -86,7 +88,7 @@ class SpinPool {
       run_(begin, std::min(count_, begin + part_), context_);
   }
 
-  // On lines of their own: what is looked at all the time, what each part changes, who is at work.
+  // On separate cache lines: the word that is polled, the counter that each part changes, and the number of helpers.
   alignas(64) std::atomic<uint64_t> turn_{0};
   int64_t count_, part_;
   Run run_;
@@ -95,7 +97,7 @@ class SpinPool {
   alignas(64) std::atomic<int64_t> num_helping_{0};
 };
 
-// That this thread leads; null where it leads none.
+// Pool that this thread leads, or null.
 inline thread_local SpinPool* spin_pool = nullptr;
 
 }  // namespace quire

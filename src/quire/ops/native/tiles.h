@@ -1,20 +1,20 @@
-// What is done with a tile of keys and values: scores, weights and weighted sums.
+// Operations on a tile of keys and values: scores, weights and weighted sums.
 //
-// Many query rows are worth packing a tile into panels for `multiply`; few are not.
+// Packing a tile into panels for `multiply` pays off for many query rows only.
 #pragma once
 
 #include "decode_rows.h"
 
 namespace {
 
-constexpr int kTileTokens = 128;  // tokens of a tile
+constexpr int kTileTokens = 128;  // number of tokens of a tile
 
-// What the int8 keys and values of a tile are multiplied by.
+// Scales of the int8 keys and values of a tile.
 struct Scales {
   alignas(64) float keys[kTileTokens];
   alignas(64) float values[kTileTokens];
 
-  // Reads what lies behind vectors, `ahead` values behind each given one. Past the tokens, scales are 0.
+  // Reads the scales after vectors that are `ahead` values after each given one. Past the tokens, scales are 0.
   static void read(const int8_t* const* vectors, int64_t ahead, int num_tokens, int head_dim, float* scales) {
     for (int token = 0; token < num_tokens; ++token)
       scales[token] = load_bits<float>(vectors[token] + ahead + head_dim);
@@ -31,14 +31,14 @@ QUIRE_INLINE void store_pair(BFloat16* to, T first, T second) {
 
 // Packs vectors of `width` values, such as keys: a column for each vector, a row of the panel for each step.
 //
-// vectors: where they lie. What is read next lies `ahead` values behind each, and is fetched meanwhile.
+// vectors: their addresses. The data that is read next lies `ahead` values after each, and is prefetched.
 template <typename Steps, typename T>
 void pack_columns(const T* const* vectors, int64_t ahead, int count, int width, typename Steps::Value* panels) {
   constexpr int values = Steps::kValues;
   const int depth = width / values;
   for (int column = 0; column < count; column += kLanes) {
     const T* lanes[kLanes];
-    for (int lane = 0; lane < kLanes; ++lane) {  // past the end the last vector is repeated: nobody looks at its sums
+    for (int lane = 0; lane < kLanes; ++lane) {  // past the end the last vector is repeated; its sums are not read
       lanes[lane] = vectors[column + lane < count ? column + lane : count - 1];
       if constexpr (std::is_same_v<T, int8_t>) fetch(lanes[lane] + width + ahead);  // the scale
     }
@@ -64,7 +64,7 @@ void pack_columns(const T* const* vectors, int64_t ahead, int count, int width, 
 
 // Packs values: a column for each dimension, a row of the panel for each token or pair of tokens.
 //
-// values: where each token's value lies. next: where each token of the next tile lies, fetched meanwhile.
+// rows: address of each token's value. next: address of each token of the next tile, which is prefetched.
 template <typename Steps, typename T>
 void pack_values(const T* const* rows, const T* const* next, int num_tokens, int num_next, int head_dim,
                  typename Steps::Value* panels) {
@@ -89,7 +89,7 @@ void pack_values(const T* const* rows, const T* const* next, int num_tokens, int
         }
         for (; dim < head_dim; ++dim) store_pair(place(step, dim), first[dim], second[dim]);
       } else {
-        // The half without a token must be zero: its weight is, but zero times anything need not be.
+        // The half without a token must be zero: its weight is, but zero times infinity is not zero.
         for (; dim < head_dim; ++dim) store_pair(place(step, dim), first[dim], T{});
       }
     } else {
@@ -100,17 +100,18 @@ void pack_values(const T* const* rows, const T* const* next, int num_tokens, int
   }
 }
 
-// What a score weighs beside the largest one: 2^(score * scale - largest), as exactly as the weights are kept.
+// Returns the weight of a score relative to the largest one: 2^(score * scale - largest), in the precision of the
+// weights.
 template <typename Value>
 QUIRE_INLINE Floats weight_of(Floats score, float scale, Floats largest) {
   return power_of_two<std::is_same_v<Value, BFloat16>>(score * scale - largest);
 }
 
-// Turns a row of scores into weights relative to the row's largest score so far; columns outside [begin, end) weigh
-// nothing. Returns what the row's sums so far must be multiplied by.
+// Turns a row of scores into weights relative to the row's largest score so far; columns outside [begin, end) get no
+// weight. Returns the factor of the row's previous sums.
 //
-// scale: of scores, as exponents of two.
-// scales: of quantised keys, which multiply their scores, and values, which multiply their weights; or null.
+// scale: factor that turns scores into exponents of two.
+// scales: scales of quantised keys, which multiply scores, and values, which multiply weights; or null.
 template <typename Value>
 QUIRE_INLINE float weigh(float* scores, int begin, int end, int num_columns, float scale, const Scales* scales,
                          Value* weights, float& largest, float& total) {

@@ -1,4 +1,4 @@
-// What may not be drawn: tokens of rows of logits, by masks of a bit for each token.
+// Masks of logits: one bit per token, set where a row may sample the token.
 #include "cache.h"
 #include "parallel.h"
 #include "vec.h"
@@ -6,15 +6,15 @@
 namespace {
 
 constexpr int64_t kWordBits = 32;
-// Words of a row that one job looks at, and jobs that are worth a second thread.
+// Words of a row that one job processes, and number of jobs that justifies a second thread.
 constexpr int64_t kJobWords = 256;
 constexpr int64_t kGrain = 8;
 
-// Sets those of 32 logits to minus infinity whose bits are not set.
+// Sets the logits of 32 tokens to minus infinity where their bits are 0.
 QUIRE_INLINE void keep_word(float* logits, uint32_t bits) {
   const Floats none = splat(-kInfinity);
 #if defined(__AVX512F__)
-  // Nothing is read.
+  // A masked store does not read the logits.
   _mm512_mask_storeu_ps(logits, __mmask16(~bits), (__m512)none);
   _mm512_mask_storeu_ps(logits + 16, __mmask16(~bits >> 16), (__m512)none);
 #else
@@ -27,7 +27,7 @@ QUIRE_INLINE void keep_word(float* logits, uint32_t bits) {
 #endif
 }
 
-// Does the same to the `count` last logits of a row, fewer than 32.
+// Does the same for the last `count` logits of a row, fewer than 32.
 void keep_tail(float* logits, uint32_t bits, int64_t count) {
   for (int64_t idx = 0; idx < count; ++idx)
     if (!(bits >> idx & 1)) logits[idx] = -kInfinity;
@@ -47,8 +47,8 @@ void keep_words(float* logits, int64_t num_tokens, const uint32_t* mask, int64_t
 
 }  // namespace
 
-// Sets all tokens of the named rows to minus infinity but those whose bits are set. The lowest bit is the first
-// token's; `masks` has a pointer for each of the rows.
+// Sets the logits of the given rows to minus infinity, except for tokens whose bits are set. The lowest bit belongs to
+// the first token; `masks` has one pointer for each of the rows.
 QUIRE_EXPORT void quire_keep_tokens(float* logits, int64_t row_stride, int64_t num_tokens, const int64_t* rows,
                                     int64_t num_rows, const uint32_t* const* masks) {
   const int64_t num_words = (num_tokens + kWordBits - 1) / kWordBits;

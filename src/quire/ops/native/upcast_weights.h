@@ -1,5 +1,5 @@
-// Linear layers whose weights are widened to floats on their way from memory: for few rows in registers, for more in a
-// piece that all rows of a job then meet.
+// Linear layers whose weights are widened to floats as they are loaded: for few rows in registers, for more rows in a
+// piece by which all rows of a job are multiplied.
 #pragma once
 
 #include <memory>
@@ -8,28 +8,28 @@
 
 namespace {
 
-constexpr int kWidenedSteps = 256;  // of a piece that is widened for many rows: 16 KiB of each of its panels
-constexpr int kDirectSteps = 64;    // of a piece whose columns are taken in turns: 8 KiB
-constexpr int kDirectRows = 3;      // rows that are multiplied straight from the weight
-constexpr int kColumnGroup = 32;    // columns that are widened at once, at least where weights may be coded
+constexpr int kWidenedSteps = 256;  // steps of a piece that is widened for many rows: 16 KiB of each of its panels
+constexpr int kDirectSteps = 64;    // steps of a piece whose columns are processed in turns: 8 KiB
+constexpr int kDirectRows = 3;      // maximum number of rows that are multiplied directly from the weight
+constexpr int kColumnGroup = 32;    // unit of columns that are widened at once where weights may be compressed
 
-// Two vectors of columns: how they lie, and how they are taken up.
+// Layout of two vectors of columns in memory, and their conversion.
 template <typename T>
 struct ColumnPair {
   static QUIRE_INLINE void load_both(const T* from, Floats& low, Floats& high) {
     low = load(from);
     high = load(from + kLanes);
   }
-  // words: a column of the first vector, and above it one of the second.
+  // words: a column of the first vector in the low halves, one of the second in the high halves.
   static QUIRE_INLINE void store_both(T* to, Words words) {
     store_bits(to, __builtin_convertvector(words, Halves));
     store_bits(to + kLanes, __builtin_convertvector(words >> 16, Halves));
   }
-  // Where a column of the two lies.
+  // Returns the index of a column of the two in memory.
   static int place_of(int column) { return column; }
 };
 
-// In turns, so that a shift and a mask widen them.
+// Columns of the two vectors alternate, so that a shift and a mask widen them.
 template <>
 struct ColumnPair<BFloat16> {
   static QUIRE_INLINE void widen_both(Words words, Floats& low, Floats& high) {
@@ -43,13 +43,13 @@ struct ColumnPair<BFloat16> {
   static int place_of(int column) { return column % kLanes * 2 + column / kLanes; }
 };
 
-// Packs the columns [num_columns, width] of a panel; the padding repeats the last one, and its sums are not read.
+// Packs the columns [num_columns, width] of a panel; the padding repeats the last column, and its sums are not read.
 //
-// columns: where they lie. panel: [width, kWeightPanel].
+// columns: address of each column. panel: [width, kWeightPanel].
 template <typename T>
 void pack_pairs(const T* const* columns, int count, int width, T* panel) {
   const auto column_at = [&](int column) { return columns[std::min(column, count - 1)]; };
-  // The next steps of a column, one a word.
+  // Returns the next steps of a column, one per word.
   const auto steps_of = [](const T* from, int num_steps) {
     if (num_steps == kLanes) return __builtin_convertvector(load_bits<Halves>(from), Words);
     Words steps{};
@@ -71,21 +71,21 @@ void pack_pairs(const T* const* columns, int count, int width, T* panel) {
   }
 }
 
-// What is left of a panel whose steps lie as they were packed.
+// Remaining steps of a panel, stored as they were packed.
 template <typename T>
 struct PlainPanel {
   static constexpr int kPieceSteps = kDirectSteps;
 
   const T* columns;
 
-  // Calls `body` with the next steps, at most a piece, and moves on behind them.
+  // Calls `body` with the next steps, at most a piece, and advances past them.
   template <typename Body>
   QUIRE_INLINE void take(int depth, Body body) {
     body(*this);
     columns += depth * kWeightPanel;
   }
 
-  // Widens vectors of columns of a step, and asks for those `kAhead` steps behind.
+  // Widens vectors of columns of a step, and prefetches those of `kAhead` steps later.
   template <int kAhead, int kVectors>
   QUIRE_INLINE void widen(int step, int column, Floats (&values)[kVectors]) const {
     const T* from = columns + step * kWeightPanel + column;
@@ -97,7 +97,7 @@ struct PlainPanel {
   }
 };
 
-// Multiplies rows by some vectors of columns as they are widened: sums[row, column] += x[row, step] w[step, column].
+// Multiplies rows by vectors of columns as they are widened: sums[row, column] += x[row, step] w[step, column].
 template <int kRows, int kVectors, typename Steps>
 void multiply_directly(const float* x, int64_t width, const Steps& steps, int column, int depth, float* sums) {
   Floats totals[kRows][kVectors];
@@ -123,7 +123,7 @@ void multiply_directly(const float* x, int64_t width, const Steps& steps, int co
       store(sums + row * kWeightPanel + vector * kLanes, totals[row][vector]);
 }
 
-// For few rows; as many columns at once as there are registers for their sums.
+// For few rows; the registers for the sums limit the number of columns at once.
 template <int kRows, typename Panel>
 void multiply_few(const float* x, Panel panel, int width, float* sums) {
   constexpr int vectors = kWeightPanel / kLanes, most = kRows == 1 ? 8 : 4;
@@ -137,7 +137,7 @@ void multiply_few(const float* x, Panel panel, int width, float* sums) {
   }
 }
 
-// For many rows: a piece of the panel is widened into panels of the size that tiles have.
+// For many rows: a piece of the panel is widened into panels of the tiles' width.
 template <typename Panel>
 void multiply_many(const float* x, Panel panel, int width, float* sums, int num_rows) {
   thread_local std::unique_ptr<float[]> scratch(new float[kWidenedSteps * kWeightPanel + 16]);
@@ -168,10 +168,10 @@ void multiply_many(const float* x, Panel panel, int width, float* sums, int num_
   }
 }
 
-// Multiplies rows by a weight of `T`; `panel_at(panel)` is a panel of it.
+// Multiplies rows by a weight of type `T`; `panel_at(panel)` returns one of its panels.
 template <typename T, typename PanelAt>
 void multiply_widened(const Operands& operands, int64_t num_rows, int64_t num_columns, int width, PanelAt panel_at) {
-  // Each of x's values is needed once for each panel: they are widened once.
+  // The values of x are needed for each panel, so they are widened once.
   const std::unique_ptr<float[]> rows(new float[num_rows * width]);
   quire::in_parallel(num_rows, 16, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
@@ -203,7 +203,7 @@ struct WidenedWeight {
     pack_pairs(columns, count, width, panel);
   }
 
-  // Where values of a column lie in a step, side by side, and how many.
+  // Number of adjacent values of a column in a step, and their index in the step.
   static constexpr int kStepValues = 1;
   static int place_of(int column) {
     constexpr int both = 2 * kLanes;

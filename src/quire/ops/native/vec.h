@@ -1,5 +1,5 @@
-// Vectors of floats as wide as the instruction set has them, by the compiler's own vector types: no kernel names a
-// register width or an instruction set. What a set does far better than plain vectors is chosen here, in one place.
+// Vectors of floats of the instruction set's width, by the compiler's own vector types: no kernel names a register
+// width or an instruction set. Operations that an instruction set does far better than plain vectors are chosen here.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ namespace {
 
 constexpr int kLanes = QUIRE_LANES;
 #if QUIRE_LANES == 16 || defined(__aarch64__)
-constexpr int kRegisters = 32;  // for vectors
+constexpr int kRegisters = 32;  // number of vector registers
 #else
 constexpr int kRegisters = 16;
 #endif
@@ -71,14 +71,14 @@ QUIRE_INLINE Vector max(Vector a, Vector b) {
   return a > b ? a : b;
 }
 
-// ---- values in memory, one type after the other; tails of less than a vector go through the scalar forms ----
+// ---- values in memory, type by type; the remainders of rows smaller than a vector use the scalar forms ----
 
 QUIRE_INLINE Floats load(const float* from) { return load_bits<Floats>(from); }
 QUIRE_INLINE void store(float* to, Floats values) { store_bits(to, values); }
 QUIRE_INLINE float widen(float value) { return value; }
 QUIRE_INLINE void narrow(float* to, float value) { *to = value; }
 
-// Between 16 and 32 bits. GCC widens and narrows plain vectors half by half and puts the halves together.
+// Conversion between 16 and 32 bits. GCC converts plain vectors in two halves and joins them.
 QUIRE_INLINE Words widen_words(Halves values) {
 #if defined(__AVX512F__)
   return (Words)_mm512_cvtepu16_epi32((__m256i)values);
@@ -101,7 +101,7 @@ QUIRE_INLINE Floats load(const BFloat16* from) { return bit_cast<Floats>(widen_w
 
 QUIRE_INLINE float widen(BFloat16 value) { return bit_cast<float>(uint32_t(value.bits) << 16); }
 
-// Rounds to the nearest, ties to even; a NaN stays one.
+// Rounds to the nearest, ties to even; a NaN stays a NaN.
 QUIRE_INLINE Halves round_to_bfloat16(Floats values) {
 #if defined(__AVX512BF16__)
   return bit_cast<Halves>(_mm512_cvtneps_pbh((__m512)values));
@@ -170,7 +170,7 @@ QUIRE_INLINE Floats load(const int8_t* from) {
 #endif
 }
 
-// As many values as two vectors hold, as bfloat16, which every int8 is exactly.
+// Loads the values of two vectors as bfloat16, which represents every int8 exactly.
 QUIRE_INLINE HalfPairs load_halves(const BFloat16* from) { return load_bits<HalfPairs>(from); }
 
 #if defined(__AVX512BF16__)
@@ -188,16 +188,16 @@ QUIRE_INLINE void store(int8_t* to, Floats values) {
 
 QUIRE_INLINE void narrow(int8_t* to, float value) { *to = int8_t(value == value ? __builtin_rintf(value) : 0.0f); }
 
-// Asks for what will soon be read, into the second level of the cache: the first has too few outstanding misses to
-// keep the memory busy. Blocks lie anywhere, so the processor cannot guess; it reads 4 KiB pieces in a random order at
-// 10 GB/s a core, at 11 with requests into the first level and at 16 with these (Zen 4).
+// Prefetches data that is read soon, into the second-level cache: the first level has too few outstanding misses to
+// keep the memory busy. Blocks have arbitrary addresses, so the processor cannot predict them; it reads 4 KiB pieces in
+// a random order at 10 GB/s per core, at 11 with prefetches into the first level and at 16 with these (Zen 4).
 template <typename T>
 QUIRE_INLINE void fetch(const T* from) {
   __builtin_prefetch(from, 0, 2);
 }
 
-// Asks a second time for the vector that is read 4 KiB behind that of a token: of requests that come faster than memory
-// answers some seem to be lost (Zen 4).
+// Prefetches once more the vector that is read 4 KiB after that of a token: some prefetches that are issued faster than
+// memory answers seem to be lost (Zen 4).
 template <typename T>
 QUIRE_INLINE void fetch_again(const T* const* vectors, int token, int num_tokens, int width) {
   const int behind = token + 4096 / int(sizeof(T)) / width;
@@ -205,7 +205,7 @@ QUIRE_INLINE void fetch_again(const T* const* vectors, int token, int num_tokens
   for (int value = 0; value < width; value += int(64 / sizeof(T))) fetch(vector + value);
 }
 
-// True where a line of the cache begins, counted from a vector's first value: one request for each line is enough.
+// True where a cache line begins, counted from a vector's first value: one prefetch per line is enough.
 template <typename T>
 QUIRE_INLINE bool starts_line(int dim) {
   return dim * int(sizeof(T)) % 64 == 0;
@@ -213,13 +213,13 @@ QUIRE_INLINE bool starts_line(int dim) {
 
 // ---- across lanes ----
 
-// Each lane beside the one whose index differs in the bit `kStep`.
+// Exchanges the lanes whose indices differ in the bit `kStep`.
 template <int kStep, typename Vector, int... kLane>
 QUIRE_INLINE Vector swapped(Vector values, std::integer_sequence<int, kLane...>) {
   return __builtin_shufflevector(values, values, (kLane ^ kStep)...);
 }
 
-// The sum and the largest of all lanes, in every lane.
+// The sum and the maximum of all lanes, in every lane.
 template <int kStep = kLanes / 2, typename Vector>
 QUIRE_INLINE Vector sum_of(Vector values) {
   const Vector sums = values + swapped<kStep>(values, std::make_integer_sequence<int, kLanes>());
@@ -234,7 +234,7 @@ QUIRE_INLINE Vector max_of(Vector values) {
   return larger;
 }
 
-// Rows exchange the lanes whose index differs in the bit `kStep`.
+// Exchanges lanes of two rows whose indices differ in the bit `kStep`.
 template <int kStep, int... kLane>
 QUIRE_INLINE void exchange(Words& a, Words& b, std::integer_sequence<int, kLane...>) {
   const Words low = __builtin_shufflevector(a, b, (kLane & kStep ? kLanes + kLane - kStep : kLane)...);
@@ -254,8 +254,8 @@ QUIRE_INLINE void transpose(Words (&rows)[kLanes]) {
   }
 }
 
-// Adds up vectors: lane i of `sums_of<kLanes, 1>` is the sum of vector i. Its rounds can be had apart: what
-// `sums_of<n, 1>` returns for n vectors at a time is finished by `sums_of<kLanes / n, n>`.
+// Adds up vectors: lane i of `sums_of<kLanes, 1>` is the sum of vector i. The rounds can be separated: `sums_of<kLanes
+// / n, n>` completes the results of `sums_of<n, 1>` for n vectors at a time.
 template <int kCount, int kStep, typename Vector>
 QUIRE_INLINE Vector sums_of(Vector* vectors) {
   if constexpr (kCount == 1) {
@@ -271,7 +271,7 @@ QUIRE_INLINE Vector sums_of(Vector* vectors) {
   }
 }
 
-// The values of two vectors in turns: a0 b0 a1 b1 ..., the first half and the second.
+// The values of two vectors, alternating: a0 b0 a1 b1 ..., the first half and the second.
 struct Interleaved {
   HalfPairs low, high;
 };
@@ -287,7 +287,7 @@ QUIRE_INLINE Interleaved interleave(HalfPairs a, HalfPairs b) {
 }
 
 #if defined(__AVX512BF16__)
-// The bfloat16 of two vectors in pairs, lane by lane: a's low, b's high.
+// Pairs of bfloat16 from two vectors, lane by lane: a's low, b's high.
 template <int... kLane>
 QUIRE_INLINE HalfPairs pairs_of(HalfPairs both, std::integer_sequence<int, kLane...>) {
   return __builtin_shufflevector(both, both, (kLane % 2 * kLanes + kLane / 2)...);
@@ -301,8 +301,8 @@ QUIRE_INLINE HalfPairs pairs_of(Floats a, Floats b) {
 
 // ---- functions ----
 
-// The largest magnitude of some values, or NaN where there is one: as integers, magnitudes have the order that they
-// have as floats, and a NaN is the largest.
+// Returns the largest magnitude of values, or NaN if there is one: as integers, magnitudes have the same order as
+// floats, and a NaN is the largest.
 template <typename T>
 QUIRE_INLINE float largest_magnitude(const T* from, int64_t count) {
   const auto magnitude = [](auto value) { return value & 0x7fffffff; };
